@@ -1,0 +1,41 @@
+# Two commands for everyone: `make demo` and `make test`. Each makes .venv first when it is missing or stale.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+JOBS ?= 2
+
+.PHONY: help install demo test lint clean
+
+help:
+	@echo "make demo   install what is missing, then train one model by DDP and ZeRO-1, 2, 3 (about 2 minutes)"
+	@echo "make test   install what is missing, then run every check"
+	@echo "make lint   ruff and mypy alone"
+	@echo "make clean  remove .venv and out/"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "error: Python 3.11 or newer is needed, $(PYTHON) is `$(PYTHON) --version 2>&1`. Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "error: $(PYTHON) has no venv module. Install it (Debian, Ubuntu: apt install python3-venv) and run make again"; exit 2; }
+	@echo "Installing into $(VENV) (about 3 minutes, once) ..."
+	@$(PYTHON) -m venv $(VENV) || { echo "error: could not create $(VENV): see the line above, then run make again"; exit 2; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 5 -e '.[dev]' > $(VENV)/install.log 2>&1 || \
+	  { tail -5 $(VENV)/install.log; echo "error: the installation failed; $(VENV)/install.log has it all. Check the network and disk space, then run make again"; exit 2; }
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/refimpl demo $(ARGS)
+
+test: $(STAMP) lint
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) out

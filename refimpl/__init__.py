@@ -1,0 +1,63 @@
+"""ZeRO from scratch: a small, complete, readable DeepSpeed. Names are imported when they are first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from refimpl.comm.group import Group
+    from refimpl.engine.engine import Engine
+    from refimpl.engine.initialize import initialize
+    from refimpl.launch import run
+    from refimpl.measure.ledger import Ledger
+    from refimpl.measure.memory import MemoryMeter
+    from refimpl.model.gpt import GPT, GPTConfig
+    from refimpl.zero.config import ZeroConfig
+    from refimpl.zero.ddp import DDP
+    from refimpl.zero.zero1 import Zero1
+    from refimpl.zero.zero2 import Zero2
+    from refimpl.zero.zero3 import Zero3
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DDP",
+    "GPT",
+    "Engine",
+    "GPTConfig",
+    "Group",
+    "Ledger",
+    "MemoryMeter",
+    "Zero1",
+    "Zero2",
+    "Zero3",
+    "ZeroConfig",
+    "initialize",
+    "run",
+]
+
+# So that `import refimpl.launch`, which every rank and every fork server does, loads nothing else.
+_HOMES = {
+    "DDP": "zero.ddp",
+    "GPT": "model.gpt",
+    "Engine": "engine.engine",
+    "GPTConfig": "model.gpt",
+    "Group": "comm.group",
+    "Ledger": "measure.ledger",
+    "MemoryMeter": "measure.memory",
+    "Zero1": "zero.zero1",
+    "Zero2": "zero.zero2",
+    "Zero3": "zero.zero3",
+    "ZeroConfig": "zero.config",
+    "initialize": "engine.initialize",
+    "run": "launch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'refimpl' has no attribute {name!r}")
+    return getattr(import_module(f"refimpl.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,69 @@
+"""A race: contestants that do the same work take turns on the same ranks, so that noise falls on all of them.
+
+A step's time is that of its slowest rank; a contestant's is the median of its steps after the warm-up turns; what
+counts is the ratio to the best peer of the same heat. Each race is run in two worlds, because transparent huge pages
+(`THP_MEM_ALLOC_ENABLE=1`, read once by a process) make large fresh buffers cheaper, and some peers allocate many:
+the best peer is the best of both worlds. Names of the second end in (THP).
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from refimpl import launch
+from refimpl.comm.group import Group
+from refimpl.measure.clock import Clock
+
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+
+Times = dict[str, list[float]]  # contestant -> milliseconds of each timed step
+
+
+@dataclass(frozen=True)
+class Turns:
+    """`turns` times round, each contestant takes `steps` steps; `warm_up` rounds more go first, untimed."""
+
+    turns: int = 4
+    steps: int = 4
+    warm_up: int = 1
+
+
+def race(group: Group, contestants: Mapping[str, Callable[[], object]], turns: Turns) -> Times:
+    """Let the contestants take turns; milliseconds of every timed step of each, on this rank."""
+    clock = Clock(group.device, warmup=turns.warm_up * turns.steps)
+    for _ in range(turns.warm_up + turns.turns):
+        for name, step in contestants.items():
+            group.barrier()
+            for _ in range(turns.steps):
+                with clock.time(name):
+                    step()
+    return {name: times[clock.warmup :] for name, times in clock.ms.items()}
+
+
+def slowest(ranks: list[Times]) -> Times:
+    """Times of each rank -> of the slowest rank at each step."""
+    return {name: [max(step) for step in zip(*(r[name] for r in ranks), strict=True)] for name in ranks[0]}
+
+
+@contextmanager
+def huge_pages(on: bool) -> Iterator[None]:
+    """Worlds started inside allocate large tensors on huge pages, or do not, whatever the caller's environment says."""
+    before = os.environ.get(HUGE_PAGES)
+    os.environ[HUGE_PAGES] = str(int(on))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[HUGE_PAGES]
+        else:
+            os.environ[HUGE_PAGES] = before
+
+
+def both_worlds(fn: Callable[..., Any], *args: object, ranks: int, rounds: int = 1) -> Iterator[tuple[str, list[Any]]]:
+    """fn(*args) on a fresh world of plain pages and on one of huge pages, `rounds` times: (suffix, results by rank)."""
+    for _ in range(rounds):
+        for suffix, on in (("", False), (" (THP)", True)):
+            with huge_pages(on):
+                yield suffix, launch.run(fn, *args, ranks=ranks, timeout=600)

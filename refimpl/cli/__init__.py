@@ -1,0 +1,1 @@
+"""The `refimpl` command line."""

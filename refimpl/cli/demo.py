@@ -1,0 +1,262 @@
+"""`refimpl demo`: one small GPT trained by every strategy, compared with one process that trains alone.
+
+`plan` checks what was asked for before anything starts; `run` trains, prints and writes. The ranks are new processes,
+or under torchrun the ones that it started.
+"""
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from refimpl import launch
+from refimpl.cli import page, report
+from refimpl.cli.doctor import GB, MB, cores
+from refimpl.cli.report import Row
+from refimpl.cli.train import DTYPES, STAGES, Compared, Task, Trained, oracle, train
+from refimpl.comm.group import Group
+from refimpl.model.data import corpus, load_text
+from refimpl.model.gpt import GPTConfig, native_low_precision
+from refimpl.plan.formulas import Strategy
+from refimpl.zero.flat import ALIGN, round_up
+
+# What a rank takes beyond its tensors, most of it torch's workspaces: 30 MB of its own (unique set size), measured with
+# torch 2.13 on Linux. The libraries themselves are shared with the server that ranks are forked from.
+RANK_BYTES = 30 * MB
+TRAIN_BYTES = 24  # a parameter: 4 weights, 4 gradients, 8 optimizer, 8 buffers that travel
+TIMEOUT = 300  # seconds that one step may take
+ACTIVATIONS = 20  # floats a token, layer and unit of width that backward needs
+
+Job = tuple[Callable[..., list[Trained]], tuple[Any, ...], int]  # function of a rank, its arguments, ranks
+Results = list[list[Trained]]  # of one job: rank -> strategy
+Curves = dict[tuple[str, str], list[float]]  # (strategy, dtype) -> loss of each step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A demo that can be run."""
+
+    task: Task
+    strategies: list[Strategy]
+    ranks: int
+    device: str
+    out: Path
+
+
+def plan(
+    ranks: int | None,
+    strategies: Sequence[str] | None,
+    steps: int,
+    text: Path | None,
+    layers: int,
+    width: int,
+    context: int,
+    seed: int,
+    device: str,
+    out: Path,
+) -> Plan:
+    """Check the options of `refimpl demo`. ValueError says in one line what cannot be done, and why."""
+    ranks = _ranks(ranks)
+    for name, value in {"steps": steps, "layers": layers, "width": width, "context": context}.items():
+        if value < 1:
+            raise ValueError(f"--{name} {value}: it must be at least 1")
+    if seed < 0:
+        raise ValueError(f"--seed {seed}: it must not be negative")
+    if width % ALIGN:
+        raise ValueError(
+            f"--width {width}: it must be a multiple of {ALIGN}, because torch's fused AdamW gives the same bits on "
+            f"a shard only where pieces are multiples of {ALIGN} elements; try {round_up(width, ALIGN)}"
+        )
+    unknown = [s for s in strategies or [] if s not in STAGES]
+    if unknown:
+        raise ValueError(f"--strategy {unknown[0]}: there is no such strategy; choose from {', '.join(STAGES)}")
+    device = _device(device, ranks)
+    model = GPTConfig(context=context, width=width, layers=layers, heads=width // 64)
+    task = Task(model, load_text(text, context) if text else corpus(), steps, seed)
+    chosen = [s for s in STAGES if s in (strategies or STAGES)]
+    _check_memory(rank_bytes(task, len(chosen)), ranks)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out}: it is a file, and the report needs a folder")
+    return Plan(task, chosen, ranks, device, out)
+
+
+def _ranks(asked: int | None) -> int:
+    if launch.under_torchrun():
+        there = int(os.environ["WORLD_SIZE"])
+        if asked not in (None, there):
+            raise ValueError(f"--ranks {asked}: torchrun started {there} ranks; leave --ranks out")
+        return there
+    if asked is not None and asked < 1:
+        raise ValueError(f"--ranks {asked}: at least 1 rank is needed")
+    return asked or 2
+
+
+def _device(asked: str, ranks: int) -> str:
+    """ "cuda" or "cpu". The same for the oracle as for the ranks, or the bits would differ."""
+    if asked not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device {asked}: choose from auto, cpu, cuda")
+    gpus = torch.cuda.device_count()
+    if asked == "cuda" and not gpus:
+        raise ValueError("--device cuda: torch finds no GPU on this machine; leave --device out")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if launch.under_torchrun() else ranks
+    return "cuda" if asked == "cuda" or (asked == "auto" and gpus >= local) else "cpu"
+
+
+def rank_bytes(task: Task, strategies: int) -> int:
+    """Estimate of the memory that one rank takes at most, in bytes: the strategies take turns, and all stay in memory."""
+    model = task.model
+    tokens = task.batch * model.context
+    floats = tokens * (ACTIVATIONS * model.layers * model.width + 4 * model.vocab)
+    return RANK_BYTES + strategies * TRAIN_BYTES * model.parameters + 4 * floats
+
+
+def _check_memory(each: int, ranks: int) -> None:
+    local = int(os.environ["LOCAL_WORLD_SIZE"]) if launch.under_torchrun() else ranks
+    free = psutil.virtual_memory().available
+    if local * each > free:
+        raise ValueError(
+            f"--ranks {ranks}: {local} on this machine need about {local * each / GB:.1f} GB ({each / GB:.2f} each), "
+            f"and {free / GB:.1f} GB are free: enough for {free // each}"
+        )
+
+
+def run(plan: Plan) -> int:
+    """Train, print the tables, write the report. Exit status: 0, or 1 when a strategy missed the oracle."""
+    jobs: list[Job] = [(oracle, (plan.task, plan.ranks), 1)]
+    jobs += [(train, (plan.task, plan.strategies, dtype), plan.ranks) for dtype in DTYPES]
+    if launch.under_torchrun():
+        results = on_torchrun_ranks(jobs)
+        if int(os.environ["RANK"]):
+            return 0
+    else:
+        results = on_new_ranks(jobs, plan.task.steps * (1 + len(DTYPES) * len(plan.strategies)), plan.device)
+    rows, curves = judge(plan, results)
+    publish(plan, rows, curves, environment(plan, results))
+    return 1 if any(row.equal_to_oracle is False for row in rows) else 0
+
+
+def on_new_ranks(jobs: Sequence[Job], steps: int, device: str) -> list[Results]:
+    """Each job on a fresh world, all their steps on one progress bar."""
+    bar = Progress(
+        TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        console=Console(stderr=True), transient=True,
+    )  # fmt: skip
+    with bar:
+        line = bar.add_task("starting", total=steps)
+
+        def advance(rank: int, label: str) -> None:
+            bar.update(line, description=label, advance=1)
+
+        return [
+            launch.run(fn, *arguments, ranks=ranks, device=device, timeout=TIMEOUT, on_report=advance)
+            for fn, arguments, ranks in jobs
+        ]
+
+
+def on_torchrun_ranks(jobs: Sequence[Job]) -> list[Results]:
+    """Each job on the ranks that torchrun started; the oracle on rank 0, while the others wait."""
+    launch.join()
+    group = Group.world()
+    results = []
+    for fn, arguments, ranks in jobs:
+        if group.rank == 0:
+            print(f"refimpl demo: {fn.__name__} {arguments[-1]}", file=sys.stderr, flush=True)
+        mine = fn(*arguments) if group.rank < ranks else []
+        results.append(group.all_gather_object(mine)[:ranks])
+    return results
+
+
+def judge(plan: Plan, results: Sequence[Results]) -> tuple[list[Row], Curves]:
+    """Rows of the report and loss curves from what the oracle (first) and the strategies brought home."""
+    truth = results[0][0][0]
+    curves: Curves = {("oracle", "fp32"): truth.losses}
+    rows: list[Row] = []
+    for strategy, dtype, ranks in by_strategy(plan, results):
+        first = ranks[0]
+        curves[strategy, dtype] = [sum(parts) / plan.ranks for parts in zip(*(r.losses for r in ranks), strict=True)]
+        ddp = next((row.step_ms for row in rows if (row.strategy, row.dtype) == ("ddp", dtype)), None)
+        rows.append(
+            Row(
+                strategy=strategy,
+                dtype=dtype,
+                ranks=plan.ranks,
+                final_loss=curves[strategy, dtype][-1],
+                equal_to_oracle=same(first.weights, truth.weights) if dtype == "fp32" else None,
+                bytes_per_parameter=per_parameter(first.memory, plan.task.model.parameters),
+                sent_bytes_per_step=asdict(first.sent),
+                step_ms=first.step_ms,
+                ratio_to_ddp=1.0 if strategy == "ddp" else first.step_ms / ddp if ddp else None,
+            )
+        )
+    return rows, curves
+
+
+def by_strategy(plan: Plan, results: Sequence[Results]) -> Iterator[tuple[Strategy, str, list[Trained]]]:
+    """(strategy, dtype, what each rank brought home), in the order of the table."""
+    for dtype, ranks in zip(DTYPES, results[1:], strict=True):
+        for i, strategy in enumerate(plan.strategies):
+            yield strategy, dtype, [rank[i] for rank in ranks]
+
+
+def same(weights: dict[str, torch.Tensor] | None, truth: dict[str, torch.Tensor] | None) -> bool:
+    """Whether both hold the same tensors, bit for bit."""
+    if weights is None or truth is None or weights.keys() != truth.keys():
+        return False
+    return all(torch.equal(weights[name].cpu(), truth[name]) for name in truth)
+
+
+def per_parameter(memory: Compared, parameters: int) -> dict[str, dict[str, float]]:
+    """Bytes by class -> bytes per parameter of the model."""
+    return {side: {name: size / parameters for name, size in sizes.items()} for side, sizes in asdict(memory).items()}
+
+
+def environment(plan: Plan, results: Sequence[Results]) -> dict[str, Any]:
+    """Where the numbers come from, and what the rows leave out."""
+    model = plan.task.model
+    transit = {f"{s} {d}": ranks[0].transit / model.parameters for s, d, ranks in by_strategy(plan, results)}
+    device = torch.device(plan.device)
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cores": cores(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name() if plan.device == "cuda" else "cpu",
+        "bf16": "native" if native_low_precision(device) else "emulated",
+        "started_by": "torchrun" if launch.under_torchrun() else "refimpl.launch",
+        "parameters": model.parameters,
+        "model": {"layers": model.layers, "width": model.width, "context": model.context, "vocab": model.vocab},
+        "steps": plan.task.steps,
+        "micro_batch": plan.task.batch,
+        "seed": plan.task.seed,
+        "oracle_final_loss": results[0][0][0].losses[-1],
+        "buffers_in_transit_bytes_per_parameter": transit,
+    }
+
+
+def publish(plan: Plan, rows: list[Row], curves: Curves, facts: dict[str, Any]) -> None:
+    """Print the tables; write report.json, the picture and the page, and say where they are."""
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    model, truth = plan.task.model, curves["oracle", "fp32"]
+    console.print(
+        f"A GPT of {model.parameters:,} parameters, {plan.task.steps} steps on {plan.ranks} ranks ({plan.device}). "
+        f"The oracle, one process: loss {truth[0]:.4f} -> {truth[-1]:.4f}",
+        highlight=False,
+    )
+    for table in report.rich_tables(rows):
+        console.print(table)
+    plan.out.mkdir(parents=True, exist_ok=True)
+    files = {name: plan.out / name for name in ("report.json", "demo.png", "demo.html")}
+    report.write_json(files["report.json"], facts, rows)
+    page.draw(files["demo.png"], rows, curves)
+    page.write(files["demo.html"], facts, rows, curves)
+    for file in files.values():
+        console.print(str(file), highlight=False, soft_wrap=True)

@@ -1,0 +1,105 @@
+"""The `refimpl` command: what it accepts, and how it refuses.
+
+Bad input is one line on stderr and exit status 2. Commands import what they need when they run, so that `--help` and
+`--version` do not wait for torch.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn, cast
+
+import typer
+
+from refimpl import __version__
+
+app = typer.Typer(
+    name="refimpl",
+    help="ZeRO from Scratch: train, measure and compare the strategies of DeepSpeed on real processes.",
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+# An unknown option, a missing value, a word that is no number: the parser's own complaint. Its class has no public name
+# in typer, only its subclass has.
+UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
+
+
+def refuse(command: str, reason: object) -> NoReturn:
+    """Say why in one line on stderr, once for all of torchrun's ranks, and leave with status 2."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{command}: {reason}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Without a command: the help."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int | None, typer.Option(help="Processes. Default: 2, or those that torchrun started.")] = None,
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="ddp, zero1, zero2 or zero3; repeat for several. Default: all.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 40,
+    text: Annotated[Path | None, typer.Option(help="Learn this UTF-8 file instead of the built-in text.")] = None,
+    layers: Annotated[int, typer.Option(help="Transformer blocks.")] = 4,
+    width: Annotated[int, typer.Option(help="Width of the model, a multiple of 64.")] = 256,
+    context: Annotated[int, typer.Option(help="Bytes that the model sees at once.")] = 128,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the batches.")] = 0,
+    device: Annotated[str, typer.Option(help="auto (a GPU a rank if there are enough), cpu or cuda.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("out/demo"),
+) -> None:
+    """Train one small GPT by every strategy: same weights, different bytes. Writes a report, a picture and a page."""
+    from refimpl.cli import demo
+    from refimpl.launch import RankError
+
+    try:
+        plan = demo.plan(ranks, strategy, steps, text, layers, width, context, seed, device, out)
+    except ValueError as reason:
+        refuse("refimpl demo", reason)
+    try:
+        status = demo.run(plan)
+    except RankError as failure:
+        print(f"refimpl demo: {failure}", file=sys.stderr)
+        status = 1
+    raise typer.Exit(status)
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine can run, and what to do about what is missing."""
+    from refimpl.cli.doctor import examine, show
+
+    show(examine())
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(context: typer.Context) -> None:
+    """Measure side by side with peers: `refimpl bench zero`, `refimpl bench comm`."""
+    from refimpl.bench.cli import app as bench_app
+
+    bench_app(context.args, prog_name="refimpl bench", standalone_mode=False)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        sys.exit(app(prog_name="refimpl", standalone_mode=False))
+    except UsageError as complaint:
+        refuse("refimpl", " ".join(complaint.format_message().split()))
+    except typer.Abort:
+        sys.exit(130)

@@ -1,0 +1,1 @@
+"""Communication: a group of ranks, its collectives, and meshes of groups."""

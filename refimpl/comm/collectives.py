@@ -1,0 +1,128 @@
+"""How the collectives are made: reductions as an all-to-all followed by ordered adds, an all-gather as N broadcasts.
+
+gloo's own reduce-scatter is an all-reduce plus a slice (twice the bytes) and its all-gather fills a fresh buffer. Cut
+the other way, a reduce-scatter is: hand chunk i of my buffer to rank i (all-to-all, n(N-1)/N bytes), then add the N
+chunks I received. The adds run in rank order, ((g0 + g1) + g2) + ..., which is the order in which one process
+accumulates N micro-batches: fp32 results are equal to that process's bit for bit. bf16 and fp16 travel as they are,
+are summed in fp32 and rounded once.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Op = Literal["sum", "mean", "max"]
+BLOCK = 1 << 18  # elements added at a time: N + 1 blocks of 1 MB stay in a core's cache, so memory is read once
+NATIVE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+
+
+class Scratch:
+    """Receive buffers kept between calls: a fresh 100 MB buffer costs 25,000 page faults before its first byte."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._taken: dict[int, Tensor] = {}
+
+    def take(self, numel: int, like: Tensor) -> Tensor:
+        """A [numel] tensor of like's dtype and device: the smallest free buffer that holds it, or a new one."""
+        need = numel * like.element_size()
+        fits = [b for b in self._free if b.numel() >= need and b.device == like.device]
+        if fits:
+            buffer = min(fits, key=Tensor.numel)
+            self._free = [b for b in self._free if b is not buffer]
+        else:
+            # Any free buffer is too small: replace one rather than keep both.
+            self._free = self._free[1:]
+            buffer = torch.empty(max(need, 1), dtype=torch.uint8, device=like.device)
+        view = buffer[:need].view(like.dtype)
+        self._taken[id(view)] = buffer
+        return view
+
+    def give(self, view: Tensor) -> None:
+        """Hand a tensor from `take` back."""
+        self._free.append(self._taken.pop(id(view)))
+
+    def tensors(self) -> list[Tensor]:
+        return [*self._free, *self._taken.values()]
+
+
+def chunk_sizes(numel: int, size: int) -> list[int]:
+    """`numel` elements dealt to `size` ranks in contiguous chunks; the first numel % size are one longer."""
+    return [numel // size + (r < numel % size) for r in range(size)]
+
+
+def ordered_reduce(out: Tensor, received: Tensor, op: Op) -> None:
+    """received [N, s], row r from rank r -> out [s], added in rank order; a mean divides once, at the end.
+
+    Low precision is summed in fp32 and rounded to received's dtype once, whatever dtype `out` has.
+    """
+    size, width = received.shape
+    low = received.dtype in (torch.bfloat16, torch.float16)
+    for start in range(0, width, BLOCK):
+        rows = received[:, start : start + BLOCK]
+        here = out[start : start + BLOCK]
+        if not low and size > 1 and op != "max" and here.dtype == received.dtype:
+            total = torch.add(rows[0], rows[1], out=here)
+            rest = range(2, size)
+        else:
+            total = rows[0].float() if low else rows[0].clone()
+            rest = range(1, size)
+        for r in rest:
+            if op == "max":
+                torch.maximum(total, rows[r].to(total.dtype), out=total)
+            else:
+                total.add_(rows[r])
+        if op == "mean" and size > 1:
+            total.div_(size)
+        if total is not here:
+            here.copy_(total.to(received.dtype))
+
+
+def all_to_all(
+    handle: dist.ProcessGroup | None,
+    out: Tensor,
+    x: Tensor,
+    out_splits: list[int] | None = None,
+    in_splits: list[int] | None = None,
+) -> list[Any]:
+    """Start sending chunk i of x to rank i; out collects the chunks received, in rank order."""
+    return [dist.all_to_all_single(out, x, out_splits, in_splits, group=handle, async_op=True)]
+
+
+def all_gather(handle: dist.ProcessGroup | None, chunks: list[Tensor], x: Tensor, rank: int) -> list[Any]:
+    """Start N broadcasts, one from each rank, straight into the N places of the result."""
+    if chunks[rank].data_ptr() != x.data_ptr():
+        chunks[rank].copy_(x)
+    if len(chunks) == 1:
+        return []
+    return [
+        dist.broadcast(chunk, group=handle, group_src=source, async_op=True)
+        for source, chunk in enumerate(chunks)
+        if chunk.numel()
+    ]
+
+
+def broadcast(handle: dist.ProcessGroup | None, x: Tensor, root: int) -> list[Any]:
+    return [dist.broadcast(x, group=handle, group_src=root, async_op=True)]
+
+
+def native_all_reduce(handle: dist.ProcessGroup | None, x: Tensor, op: Op) -> list[Any]:
+    return [dist.all_reduce(x, NATIVE[op], group=handle, async_op=True)]
+
+
+def native_reduce_scatter(handle: dist.ProcessGroup | None, out: Tensor, x: Tensor, op: Op) -> list[Any]:
+    return [_current("reduce_scatter")(out, x, NATIVE[op], group=handle, async_op=True)]
+
+
+def native_all_gather(handle: dist.ProcessGroup | None, out: Tensor | list[Tensor], x: Tensor) -> list[Any]:
+    if isinstance(out, Tensor):
+        return [_current("all_gather")(out, x, group=handle, async_op=True)]
+    return [dist.all_gather(out, x, group=handle, async_op=True)]
+
+
+def _current(name: str) -> Any:
+    """torch 2.13 renames the single-buffer collectives and warns about the old names, which 2.11 has alone."""
+    old = {"reduce_scatter": "reduce_scatter_tensor", "all_gather": "all_gather_into_tensor"}[name]
+    return getattr(dist, f"{name}_single", None) or getattr(dist, old)

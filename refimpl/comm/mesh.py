@@ -1,0 +1,90 @@
+"""A mesh: the ranks laid out on a grid with a name for each axis, and a `Group` for every line of it.
+
+`Mesh({"data": 2, "model": 3})` numbers six ranks row by row, the last axis fastest:
+
+                 model 0   model 1   model 2
+        data 0      0         1         2       <- rank 1's model group: ranks 0, 1, 2 (same data coordinate)
+        data 1      3         4         5
+                              ^
+                              rank 1's data group: ranks 1, 4 (same model coordinate)
+
+Every strategy that combines parallel axes asks for its own line: `mesh.group("data")` averages gradients while
+`mesh.group("model")` sums partial products. Put the axis that talks most last: its ranks are neighbours.
+Several axes make one group too: `mesh.group("data", "model")` is the plane through this rank.
+The grid and its process groups are torch's DeviceMesh. DeepSpeed's counterpart: deepspeed/runtime/pipe/topology.py
+(ProcessTopology) and deepspeed/utils/groups.py.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from refimpl.comm.group import Group
+from refimpl.measure.ledger import Ledger
+
+
+class Mesh:
+    """Named axes over all ranks of the job. Making one, and asking it for a group, are collective: every rank does."""
+
+    def __init__(self, axes: Mapping[str, int], ledger: Ledger | None = None, *, deterministic: bool = False) -> None:
+        """`axes`: name -> size, outermost first. ValueError when the sizes do not multiply to the number of ranks."""
+        self.world = Group.world(ledger, deterministic)
+        self.ledger = self.world.ledger  # one for all groups: a rank's traffic is one story
+        self.axes = dict(axes)
+        self._deterministic = deterministic
+        self._groups: dict[tuple[str, ...], Group] = {}
+        if math.prod(self.axes.values()) != self.world.size or min(self.axes.values(), default=1) < 1:
+            sizes = " x ".join(f"{name}={size}" for name, size in self.axes.items())
+            raise ValueError(f"mesh {sizes} needs {math.prod(self.axes.values())} ranks, the job has {self.world.size}")
+        self._torch: DeviceMesh | None = None
+        if self.axes and self.world.handle is not None:
+            shape, names = tuple(self.axes.values()), tuple(self.axes)
+            self._torch = init_device_mesh(self.world.device.type, shape, mesh_dim_names=names)
+
+    def size(self, axis: str) -> int:
+        """Ranks along an axis. KeyError for an axis the mesh does not have."""
+        self._check(axis)
+        return self.axes[axis]
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's place: axis -> 0 .. size-1."""
+        place, rest = {}, self.world.rank
+        for axis, size in reversed(self.axes.items()):
+            rest, place[axis] = divmod(rest, size)
+        return {axis: place[axis] for axis in self.axes}
+
+    def group(self, *axes: str) -> Group:
+        """The ranks that differ from this one along `axes` only, made once and kept.
+
+        With several axes, named in the mesh's order, ranks are numbered row by row as in the mesh; with none, it is a
+        group of one. KeyError for an unknown axis, ValueError for axes out of order.
+        """
+        self._check(*axes)
+        if list(axes) != [axis for axis in self.axes if axis in axes]:
+            raise ValueError(
+                f"name the axes of a group once each and in the mesh's order {list(self.axes)}: got {axes}"
+            )
+        if axes not in self._groups:
+            self._groups[axes] = Group(self._handle(axes), self.ledger, self.world.device, self._deterministic)
+        return self._groups[axes]
+
+    def _handle(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        if self._torch is None or not axes:
+            return None
+        if len(axes) == 1:
+            return self._torch.get_group(axes[0])
+        # Lay the chosen axes last, so that each row of the reshaped grid is one group.
+        names = list(self.axes)
+        others = [names.index(axis) for axis in names if axis not in axes]
+        grid = self._torch.mesh.permute(*others, *(names.index(axis) for axis in axes))
+        rows = grid.reshape(-1, math.prod(self.axes[axis] for axis in axes)).tolist()
+        mine: dist.ProcessGroup = dist.new_subgroups_by_enumeration(rows)[0]  # type: ignore[no-untyped-call]
+        return mine
+
+    def _check(self, *axes: str) -> None:
+        for axis in axes:
+            if axis not in self.axes:
+                raise KeyError(f"mesh has no axis {axis!r}: its axes are {list(self.axes)}")

@@ -1,0 +1,1 @@
+"""From a DeepSpeed configuration to a training loop: config, build, engine, checkpoint, monitors."""

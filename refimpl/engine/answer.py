@@ -1,0 +1,149 @@
+"""Walk a raw configuration and give every key its answer: keep it, drop it with a warning, or reject it by name.
+
+All problems are collected and raised together, so that a file is mended in one go. DeepSpeed checks only its pydantic
+sections and accepts unknown keys at the top and in activation_checkpointing in silence.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from refimpl.engine.keys import ConfigError, Key, not_honoured
+from refimpl.engine.names import named, optimizer_problem, schedule_problem
+
+Table = Mapping[str, Key]
+
+# Deprecated spelling -> (today's spelling in the same section, today's value). Both at once is an error.
+RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "bfloat16": ("bf16", lambda value: value),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "stage3_gather_16bit_weights_on_model_save",
+        lambda value: value,
+    ),
+    "zero_optimization.cpu_offload": ("offload_optimizer", lambda on: {"device": "cpu" if on else "none"}),
+    "zero_optimization.cpu_offload_param": ("offload_param", lambda on: {"device": "cpu" if on else "none"}),
+    "zero_optimization.cpu_offload_use_pin_memory": ("offload_optimizer", lambda on: {"pin_memory": on}),
+}
+FREE = ("optimizer.params", "scheduler.params")  # arguments of a class: checked against its signature when it is made
+
+
+def table(model: type[BaseModel]) -> dict[str, Key]:
+    """All known keys by full path: the fields of `model`, then the keys that are not honoured."""
+    deprecated = [
+        Key(path, "warned", f"deprecated spelling of {name}, which gets its own answer")
+        for path, (name, _) in RENAMED.items()
+    ]
+    return {key.path: key for key in [*_fields(model), *not_honoured(), *deprecated, *named()]}
+
+
+def markdown(keys: Table) -> str:
+    """The table for people."""
+    lines = ["| key | answer | reason | silent for |", "| --- | --- | --- | --- |"]
+    for path in sorted(keys):
+        key = keys[path]
+        silent = ", ".join(f"`{value!r}`" for value in key.silent)
+        reason = f"read only with {key.needs}" if key.needs else key.reason
+        lines.append(f"| `{path}` | {key.verdict} | {reason} | {silent} |")
+    return "\n".join(lines)
+
+
+def answer(raw: Mapping[str, Any], keys: Table) -> tuple[dict[str, Any], list[str]]:
+    """The honoured part of `raw`, and one note for each key that is accepted without effect. Raises `ConfigError`."""
+    walk = _Walk(keys)
+    values = walk.section(_modern_zero(raw, walk.notes), "")
+    for name, check in (("optimizer", optimizer_problem), ("scheduler", schedule_problem)):
+        given = values.get(name)
+        problem = check(given["type"]) if isinstance(given, Mapping) and "type" in given else None
+        walk.problems += [problem] if problem else []
+    if walk.problems:
+        raise ConfigError("\n".join(walk.problems))
+    return values, walk.notes
+
+
+@dataclass
+class _Walk:
+    keys: Table
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def section(self, given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """The honoured part of one section; `prefix` is its path and a dot, or empty at the top."""
+        kept = {}
+        for name, value in self.modern(given, prefix).items():
+            path = f"{prefix}{name}"
+            key = self.keys.get(path)
+            if key is None:
+                if prefix.removesuffix(".") in FREE:
+                    kept[name] = value
+                else:
+                    self.problems.append(f"{path}: unknown key{_nearest(name, prefix, self.keys)}")
+            elif isinstance(value, Mapping) and (path in FREE or any(k.startswith(f"{path}.") for k in self.keys)):
+                inner = self.section(value, f"{path}.")
+                if key.verdict == "honoured":
+                    kept[name] = inner
+            elif key.verdict == "honoured":
+                kept[name] = value
+            else:
+                self.refuse(key, value)
+        return kept
+
+    def refuse(self, key: Key, value: Any) -> None:
+        """A warning or a problem, unless `value` asks for nothing."""
+        off = isinstance(value, Mapping) and value.get("enabled") is False
+        if key.needs or off or value in key.silent:
+            return
+        line = f"{key.path} = {value!r}: {key.reason}"
+        if key.verdict == "warned":
+            self.notes.append(f"{line}; the key has no effect")
+        else:
+            self.problems.append(line)
+
+    def modern(self, given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """`given` with today's spelling of its deprecated keys."""
+        modern = {name: value for name, value in given.items() if f"{prefix}{name}" not in RENAMED}
+        for name, value in given.items():
+            path = f"{prefix}{name}"
+            if path not in RENAMED:
+                continue
+            today, translate = RENAMED[path]
+            new = translate(value)
+            self.notes.append(f"{path}: deprecated; write {prefix}{today}")
+            if isinstance(new, Mapping) and isinstance(modern.get(today), Mapping):
+                new = {**new, **modern[today]}
+            elif today in modern:
+                self.problems.append(f"{path} and {prefix}{today} mean the same key; keep the second")
+            modern[today] = new
+        return modern
+
+
+def _modern_zero(raw: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
+    """`"zero_optimization": true` is the oldest spelling of stage 1."""
+    zero = raw.get("zero_optimization")
+    if not isinstance(zero, bool):
+        return raw
+    notes.append(f'zero_optimization = {zero}: deprecated; write {{"stage": {int(zero)}}}')
+    return {**raw, "zero_optimization": {"stage": int(zero)}}
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> list[Key]:
+    rows = []
+    for name, info in model.model_fields.items():
+        rows.append(Key(f"{prefix}{name}", "honoured", info.description or ""))
+        kinds = [info.annotation, *getattr(info.annotation, "__args__", ())]
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        rows += _fields(inner, f"{prefix}{name}.") if inner else []
+    return rows
+
+
+def _nearest(name: str, prefix: str, keys: Table) -> str:
+    """A key of the same section that is spelt almost like `name`, else one that lives elsewhere."""
+    here = [path.removeprefix(prefix) for path in keys if path.startswith(prefix)]
+    near = difflib.get_close_matches(name, [key for key in here if "." not in key], n=1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    elsewhere = {path.rsplit(".", 1)[-1]: path for path in keys}
+    near = difflib.get_close_matches(name, list(elsewhere), n=1, cutoff=0.8)
+    return f"; did you mean {elsewhere[near[0]]}?" if near else ""

@@ -1,0 +1,108 @@
+"""A value spelt "auto" is left to the training script or to the model, as in Hugging Face's files.
+
+Taken, in this order, from the caller's `auto` dictionary (by full path, "optimizer.params.lr", or by last name, "lr"),
+then from a rule below, else an error names the key. Nothing is guessed. Source of the rules: `trainer_config_process`
+and `trainer_config_finalize` in transformers/integrations/deepspeed.py.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from refimpl.engine.batch import MICRO, STEPS, TRAIN
+from refimpl.engine.keys import ConfigError
+
+Values = dict[str, Any]
+Rule = Callable[[Values, torch.nn.Module | None], Any]
+
+
+class Unresolved(Exception):
+    """A rule lacks what it needs; the text says what."""
+
+
+def hidden_size(model: torch.nn.Module | None) -> int:
+    """The model's width: config.hidden_size, the largest of config.hidden_sizes, or config.width."""
+    config = getattr(model, "config", None)
+    for name in ("hidden_size", "hidden_sizes", "width"):
+        size = getattr(config, name, None)
+        if size is not None:
+            return int(max(size)) if isinstance(size, list | tuple) else int(size)
+    raise Unresolved("it follows from model.config.hidden_size (or hidden_sizes, or width), which is not there")
+
+
+def has_dtype(dtype: torch.dtype) -> Rule:
+    """Precision follows the dtype that the model already has."""
+
+    def rule(values: Values, model: torch.nn.Module | None) -> bool:
+        if model is None:
+            raise Unresolved("it follows from the model's dtype, and no model was given")
+        return next((p.dtype for p in model.parameters()), None) == dtype
+
+    return rule
+
+
+def peak_learning_rate(values: Values, model: torch.nn.Module | None) -> Any:
+    """Warm-up ends at the optimizer's learning rate."""
+    rate = ((values.get("optimizer") or {}).get("params") or {}).get("lr")
+    if rate in (None, "auto"):
+        raise Unresolved("it follows from optimizer.params.lr, which has no value")
+    return rate
+
+
+RULES: Mapping[str, Rule] = {
+    "fp16.enabled": has_dtype(torch.float16),
+    "bf16.enabled": has_dtype(torch.bfloat16),
+    "scheduler.params.warmup_min_lr": lambda values, model: 0.0,
+    "scheduler.params.warmup_max_lr": peak_learning_rate,
+    "zero_optimization.reduce_bucket_size": lambda values, model: hidden_size(model) ** 2,
+    "zero_optimization.stage3_prefetch_bucket_size": lambda values, model: int(0.9 * hidden_size(model) ** 2),
+    "zero_optimization.stage3_param_persistence_threshold": lambda values, model: 10 * hidden_size(model),
+}
+
+
+def resolve(values: Mapping[str, Any], *, model: torch.nn.Module | None, given: Mapping[str, Any]) -> Values:
+    """A copy of `values` without any "auto". Raises `ConfigError` that lists all keys that stay unresolved."""
+    result = copy.deepcopy(dict(values))
+    problems = []
+    for path in sorted(_autos(result)):  # sorted: the optimizer's learning rate before the scheduler's
+        *parents, name = path.split(".")
+        home = result
+        for parent in parents:
+            home = home[parent]
+        try:
+            home[name] = _value(path, result, model, given)
+        except Unresolved as lack:
+            if _unneeded(path, result):
+                del home[name]
+            else:
+                problems.append(
+                    f'{path}: "auto" cannot be resolved: {lack}. Write a number, or pass auto={{"{path}": ...}}'
+                )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return result
+
+
+def _autos(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _autos(value, f"{prefix}{name}.")
+        elif value == "auto":
+            yield prefix + name
+
+
+def _value(path: str, values: Values, model: torch.nn.Module | None, given: Mapping[str, Any]) -> Any:
+    for name in (path, path.rsplit(".", 1)[-1]):
+        if name in given:
+            return given[name]
+    if path in RULES:
+        return RULES[path](values, model)
+    raise Unresolved("only the training script knows it")
+
+
+def _unneeded(path: str, values: Values) -> bool:
+    """The batch triple completes itself, and stage 3's sizes mean nothing in the others."""
+    in_stage_3 = (values.get("zero_optimization") or {}).get("stage") == 3
+    return path in (TRAIN, MICRO, STEPS) or (path.startswith("zero_optimization.stage3_") and not in_stage_3)

@@ -1,0 +1,58 @@
+"""The batch triple: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size.
+
+Two of the three give the third, the first or the second alone leaves one micro-batch a step, and nothing is rounded:
+a size that does not divide is an error that shows the arithmetic. DeepSpeed's function divides with a floor and then
+asserts the product: `_set_batch_related_parameters` in deepspeed/runtime/config.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from refimpl.engine.keys import ConfigError
+from refimpl.engine.sections import Positive
+
+TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+def complete(values: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """`values` with all three sizes; `world_size` counts the data-parallel ranks. Raises `ConfigError`."""
+    train, micro, steps = (_size(values, key) for key in (TRAIN, MICRO, STEPS))
+    if train is None and micro is None:
+        raise ConfigError(
+            f"neither {TRAIN} nor {MICRO} is given; set one of them ({TRAIN} = {MICRO} x {STEPS} x world size)"
+        )
+    if micro is None and train is not None:
+        steps = steps or 1
+        micro = _quotient(train, MICRO, {STEPS: steps, "world size": world_size})
+    elif steps is None and micro is not None:
+        steps = 1 if train is None else _quotient(train, STEPS, {MICRO: micro, "world size": world_size})
+    assert micro is not None
+    assert steps is not None
+    product = micro * steps * world_size
+    if train is not None and train != product:
+        raise ConfigError(
+            f"{TRAIN} = {train}, but {MICRO} {micro} x {STEPS} {steps} x world size {world_size} = {product}; "
+            f"change one of them, or leave one out to have it computed"
+        )
+    return {**values, TRAIN: product, MICRO: micro, STEPS: steps}
+
+
+def _size(values: Mapping[str, Any], key: str) -> int | None:
+    if values.get(key) is None:
+        return None
+    try:
+        return TypeAdapter[int](Positive).validate_python(values[key])
+    except ValidationError as error:
+        raise ConfigError(f"{key} = {values[key]!r}: must be a whole number of at least 1") from error
+
+
+def _quotient(train: int, key: str, factors: Mapping[str, int]) -> int:
+    names = " x ".join(f"{name} {size}" for name, size in factors.items())
+    product = 1
+    for size in factors.values():
+        product *= size
+    if train % product:
+        raise ConfigError(f"{key} cannot be computed: {TRAIN} = {train} is not a multiple of {names} = {product}")
+    return train // product

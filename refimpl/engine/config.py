@@ -1,0 +1,179 @@
+"""A DeepSpeed JSON file becomes one frozen, fully resolved `DeepSpeedConfig`.
+
+Four steps: every key gets one of three answers (`keys`, `names`, `answer`), every "auto" a value (`auto`), the batch
+triple is completed (`batch`), and pydantic checks types and ranges (`sections`). Nothing that was asked for is dropped
+in silence. DeepSpeed's file: deepspeed/runtime/config.py.
+"""
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+
+from refimpl.engine import sections as section
+from refimpl.engine.answer import answer, table
+from refimpl.engine.auto import resolve
+from refimpl.engine.batch import complete
+from refimpl.engine.keys import ConfigError, ConfigWarning
+from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler
+from refimpl.zero.config import ZeroConfig
+
+
+class DeepSpeedConfig(section.Section):
+    """Every honoured key of a DeepSpeed configuration, resolved for one world size. Made by `load_config`."""
+
+    train_batch_size: section.Positive = Field(description="samples an optimizer step, over all ranks")
+    train_micro_batch_size_per_gpu: section.Positive = Field(description="samples a rank feeds to one forward")
+    gradient_accumulation_steps: section.Positive = Field(description="micro-batches a rank adds up before a step")
+    managed_gradient_accumulation: bool = Field(
+        default=True, description="the engine counts micro-batches; false: every step() is an optimizer step"
+    )
+    dataloader_drop_last: bool = Field(default=False, description="the dataloader drops the last incomplete batch")
+
+    steps_per_print: Annotated[section.Positive | None, BeforeValidator(section.never)] = Field(
+        default=None, description="steps between reports; unset: none"
+    )
+    gradient_clipping: section.Number = Field(default=0.0, description="bound on the global L2 norm; 0 means off")
+    prescale_gradients: bool = Field(default=False, description="divide before the reduction instead of after it")
+    gradient_predivide_factor: section.Number = Field(
+        default=1.0, gt=0, description="without prescale: divide by this before, by the rest after"
+    )
+    communication_data_type: section.Dtype | None = Field(
+        default=None, description="dtype on the wire; unset: the model's"
+    )
+    data_types: section.DataTypes = Field(
+        default_factory=section.DataTypes, description="dtypes apart from the model's"
+    )
+    zero_allow_untested_optimizer: bool = Field(
+        default=False, description="accept an optimizer that is not element-wise"
+    )
+    wall_clock_breakdown: bool = Field(default=False, description="report forward, backward and step in milliseconds")
+    memory_breakdown: bool = Field(default=False, description="report live bytes by class")
+    dump_state: bool = Field(default=False, description="print this configuration at the start")
+    log_level: Annotated[
+        Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None, BeforeValidator(section.upper)
+    ] = Field(default=None, description="level of the logger `refimpl`")
+
+    fp16: section.FP16 = Field(default_factory=section.FP16, description="mixed precision with a loss scale")
+    bf16: section.BF16 = Field(default_factory=section.BF16, description="mixed precision without a loss scale")
+    optimizer: section.Optimizer | None = Field(default=None, description="the optimizer by name")
+    scheduler: section.Scheduler | None = Field(default=None, description="the learning-rate schedule by name")
+    zero_optimization: section.ZeroOptimization = Field(
+        default_factory=section.ZeroOptimization, description="what is sharded over the ranks"
+    )
+    checkpoint: section.Checkpoint = Field(default_factory=section.Checkpoint, description="checks of checkpoints")
+    comms_logger: section.CommsLogger = Field(default_factory=section.CommsLogger, description="report of the traffic")
+    csv_monitor: section.CSVMonitor = Field(default_factory=section.CSVMonitor, description="metrics as CSV files")
+    tensorboard: section.TensorBoard = Field(default_factory=section.TensorBoard, description="metrics for TensorBoard")
+    wandb: section.WandB = Field(default_factory=section.WandB, description="metrics for Weights & Biases")
+
+    @model_validator(mode="after")
+    def check_precision(self) -> Self:
+        """fp16 and bf16 exclude each other."""
+        if self.fp16.enabled and self.bf16.enabled:
+            raise ValueError("fp16.enabled and bf16.enabled are both true; a model has one dtype, disable one of them")
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model's parameters are cast to: `data_types.param_dtype`, or as fp16 and bf16 say, or fp32."""
+        if self.data_types.param_dtype is not None:
+            return self.data_types.param_dtype
+        return torch.float16 if self.fp16.enabled else torch.bfloat16 if self.bf16.enabled else torch.float32
+
+    def loss_scaler(self) -> LossScaler | None:
+        """The scaler that fp16 asks for, static or dynamic; None without fp16."""
+        fp16 = self.fp16
+        if not fp16.enabled:
+            return None
+        if fp16.loss_scale > 0:
+            return LossScaler(fp16.loss_scale)
+        return DynamicLossScaler(
+            initial_scale=2.0**fp16.initial_scale_power,
+            window=fp16.loss_scale_window,
+            hysteresis=fp16.hysteresis,
+            consecutive_hysteresis=fp16.consecutive_hysteresis,
+            min_scale=fp16.min_loss_scale,
+        )
+
+    def zero_config(self) -> ZeroConfig:
+        """The stage's own small configuration."""
+        zero = self.zero_optimization
+        return ZeroConfig(
+            reduce_bucket_size=zero.reduce_bucket_size,
+            allgather_bucket_size=zero.allgather_bucket_size,
+            overlap_comm=zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm,
+            gradient_clipping=self.gradient_clipping,
+            communication_data_type=self.communication_data_type,
+            grad_accum_dtype=self.data_types.grad_accum_dtype,
+            prescale_gradients=self.prescale_gradients,
+            gradient_predivide_factor=self.gradient_predivide_factor,
+            allow_untested_optimizer=self.zero_allow_untested_optimizer,
+            prefetch_bucket_size=zero.stage3_prefetch_bucket_size,
+            param_persistence_threshold=zero.stage3_param_persistence_threshold,
+            model_persistence_threshold=zero.stage3_model_persistence_threshold,
+            max_live_parameters=zero.stage3_max_live_parameters,
+            max_reuse_distance=zero.stage3_max_reuse_distance,
+            leaf_modules=tuple(name.rsplit(".", 1)[-1] for name in zero.leaf_module.classes),
+        )
+
+
+def load_config(
+    config: Mapping[str, Any] | str | Path,
+    *,
+    world_size: int,
+    model: torch.nn.Module | None = None,
+    auto: Mapping[str, Any] | None = None,
+    rank: int = 0,
+) -> DeepSpeedConfig:
+    """Read, answer, resolve and check a DeepSpeed configuration.
+
+    `config` is a dictionary or the path of a JSON file; `world_size` the number of data-parallel ranks; `model` and
+    `auto` fill in "auto" values (see `refimpl.engine.auto`). Warnings (`ConfigWarning`) come from rank 0 only; errors
+    (`ConfigError`) come from every rank, name each wrong key with its full path, and list all of them at once.
+    """
+    raw = dict(config) if isinstance(config, Mapping) else read_json(Path(config))
+    values, notes = answer(raw, table(DeepSpeedConfig))
+    if rank == 0:
+        for note in notes:
+            warnings.warn(note, ConfigWarning, stacklevel=2)
+    values = complete(resolve(values, model=model, given=auto or {}), world_size)
+    try:
+        return DeepSpeedConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_readable(error))) from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; a missing file, bad JSON or a key that occurs twice is a `ConfigError`."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; pass a dictionary or the path of a DeepSpeed JSON file")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(f"{path}: key {', '.join(map(repr, twice))} occurs twice in one object; keep one")
+        return dict(pairs)
+
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: a DeepSpeed configuration is a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _readable(error: ValidationError) -> list[str]:
+    """One line a wrong value: full path, what is wrong, what was given."""
+    lines = []
+    for problem in error.errors():
+        path = ".".join(str(part) for part in problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        lines.append(f"{path}: {message}; got {problem['input']!r}" if path else message)
+    return lines

@@ -1,0 +1,239 @@
+"""The engine: a model, its ZeRO stage and its schedule behind three calls, `engine(batch)`, `backward`, `step`.
+
+    engine, optimizer, loader, scheduler = refimpl.initialize(model=model, config="ds_config.json")
+    for batch in loader:
+        loss = engine(batch)      # the model's own forward
+        engine.backward(loss)     # loss / gradient_accumulation_steps, scaled; reduced at the boundary
+        engine.step()             # at the boundary: check, clip, update, gather; otherwise only counts
+
+One walk, `step`: `is_gradient_accumulation_boundary` -> `stage.step` -> `lr_scheduler.step` -> `report.after_update`.
+DeepSpeed's file: deepspeed/runtime/engine.py. What is different here, on purpose:
+
+- Micro-batches are counted when they go backward, not when `step` is called, and gradients are always added up: three
+  `backward` and one `step` update with the sum of the three (DeepSpeed's stages 1 and 2 keep the last one), and N
+  `backward` and one `step` update at once when N micro-batches are a batch (DeepSpeed waits for N `step` calls).
+- `backward` returns the loss that it was given, the number to log. DeepSpeed returns it divided by the accumulation.
+- A gradient that is not finite on any rank skips the update on all, in every stage and dtype.
+- `get_global_grad_norm` is a number after every step, in every stage and dtype.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from refimpl.engine import checkpoint
+from refimpl.engine.build import Parts
+from refimpl.engine.dataloader import RepeatingLoader
+from refimpl.engine.report import Report, mean_loss
+
+
+class Engine(nn.Module):
+    """Trains `module` as the configuration says. Made by `initialize`, on every rank alike.
+
+    `global_steps` counts optimizer steps (skipped ones too), `micro_steps` micro-batches, `global_samples` samples over
+    all ranks, `stage.skipped_steps` updates skipped for a gradient that was not finite. `group.ledger` holds the
+    collectives since the first forward after the last update.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.module, self.config, self.group, self.stage = parts.model, parts.config, parts.group, parts.stage
+        self.lr_scheduler, self.training_dataloader = parts.scheduler, parts.dataloader
+        self.report = Report(parts)
+        self.device = self.group.device
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.group.rank))
+        self.global_steps = self.micro_steps = self.global_samples = 0
+        self._step_applied = False
+        self._boundary: bool | None = None  # what the client said, if it did
+        self._syncing = True  # False inside no_sync
+        self._pending = 0  # micro-batches gone backward since the last call of step
+        self._accumulated = 0  # micro-batches since the last update
+        self._batches: Iterator[Any] | None = None
+
+    # The three calls.
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's forward. Floating-point inputs are cast to fp16 only with `fp16.auto_cast`, as in DeepSpeed."""
+        if self._accumulated + self._pending == 0:
+            self.group.ledger.reset()
+        if self.config.fp16.enabled and self.config.fp16.auto_cast:
+            inputs, kwargs = tree_map_only(Tensor, to_half, (inputs, kwargs))
+        with self.report.time("fwd"):
+            return self.module(*inputs, **kwargs)
+
+    def backward(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
+        """Add the gradient of loss / gradient_accumulation_steps (of loss, if not `scale_wrt_gas`); return `loss`.
+
+        loss: a scalar with a graph, ValueError otherwise. The gradient is averaged over ranks by the time it is used.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"engine.backward: the loss must be a scalar tensor, not {what}")
+        self._pending += 1
+        self.report.loss(loss)
+        share = self.config.gradient_accumulation_steps if scale_wrt_gas else 1
+        sync = self._syncing and self.is_gradient_accumulation_boundary()
+        with self.report.time("bwd"):
+            self.stage.backward(loss / share if share > 1 else loss, sync=sync)
+        return loss
+
+    def step(self) -> None:
+        """At the accumulation boundary, update the model and then the learning rate; otherwise only count.
+
+        The learning rate stays where it is when the update was skipped. RuntimeError inside `no_sync`.
+        """
+        if not self._syncing:
+            raise RuntimeError("engine.step() inside no_sync(): the gradients are not reduced; leave the block first")
+        due = self.is_gradient_accumulation_boundary() or not self.config.managed_gradient_accumulation
+        self.micro_steps += max(1, self._pending)
+        self._accumulated += max(1, self._pending)
+        self._pending = 0
+        self._step_applied = False
+        if not due:
+            return
+        self.report.before_update()
+        with self.report.time("step"):
+            self._step_applied = self.stage.step()
+        if self._step_applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.global_steps += 1
+        self.global_samples += self._accumulated * self.train_micro_batch_size_per_gpu() * self.group.size
+        self._accumulated = 0
+        self.report.after_update(self.global_steps, self.global_samples, self.get_lr())
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One optimizer step over gradient_accumulation_steps micro-batches; the mean loss over them and all ranks.
+
+        From `data_iter`, or over and over from the training data. A tuple or list is the model's arguments, a mapping
+        its keywords, a tensor its only argument; tensors are moved to the engine's device. -> fp32 scalar, detached.
+        """
+        self.train()
+        losses = [self.backward(self._feed(data_iter)).detach() for _ in range(self.gradient_accumulation_steps())]
+        self.step()
+        return mean_loss(self.group, losses)
+
+    @torch.no_grad()
+    def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """The mean loss of as many micro-batches as `train_batch` takes, in evaluation mode, without a gradient."""
+        training = self.module.training
+        self.eval()
+        losses = [self._feed(data_iter) for _ in range(self.gradient_accumulation_steps())]
+        self.train(training)
+        return mean_loss(self.group, losses)
+
+    # Gradient accumulation.
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch under way, or about to begin, completes a batch.
+
+        False with `managed_gradient_accumulation` off: then every `step` updates, and none is known beforehand.
+        """
+        if self._boundary is not None:
+            return self._boundary
+        if not self.config.managed_gradient_accumulation:
+            return False
+        return self._accumulated + max(1, self._pending) >= self.config.gradient_accumulation_steps
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide from now on what `is_gradient_accumulation_boundary` answers, whatever has been counted."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients on this rank in the block. RuntimeError in stages 2 and 3, which hold no whole gradient."""
+        if self.zero_optimization_stage() >= 2:
+            stage = self.zero_optimization_stage()
+            raise RuntimeError(f"no_sync: ZeRO stage {stage} shards every micro-batch's gradient; use stage 0 or 1")
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = True
+
+    # What it is and how it fares.
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The torch optimizer; its parameters are this rank's fp32 shards."""
+        return self.stage.optimizer
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped because some rank had a gradient that was not finite."""
+        return self.stage.skipped_steps
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` changed the weights."""
+        return self._step_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the last step's gradient over all ranks, before clipping, unscaled; None before the first step."""
+        return self.stage.grad_norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def train_batch_size(self) -> int:
+        """Samples in an optimizer step, over all ranks."""
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples in one forward of one rank."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one rank in an optimizer step."""
+        return self.config.gradient_accumulation_steps
+
+    def zero_optimization_stage(self) -> int:
+        """0 (nothing sharded) to 3 (parameters sharded)."""
+        return self.config.zero_optimization.stage
+
+    # Saving; see refimpl/engine/checkpoint.py.
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | float | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> bool:
+        """Write everything that `load_checkpoint` needs to go on. Every rank must call it. Returns True."""
+        return checkpoint.save(self, Path(save_dir), tag, client_state or {}, save_latest)
+
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | float | None = None
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint: its path and this rank's client_state, or (None, None) if there is no `latest`."""
+        return checkpoint.load(self, Path(load_dir), tag)
+
+    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
+        """Write the whole model's weights in its training dtype. Every rank must call it. False if config forbids."""
+        return checkpoint.save_16bit_model(self, Path(save_dir), save_filename)
+
+    # Inside.
+
+    def _feed(self, data_iter: Iterator[Any] | None) -> Tensor:
+        """The model's loss on the next micro-batch."""
+        if data_iter is None:
+            if self.training_dataloader is None:
+                raise ValueError("no data: pass data_iter=..., or training_data=... to initialize")
+            self._batches = self._batches or RepeatingLoader(self.training_dataloader)
+            data_iter = self._batches
+        batch = tree_map_only(Tensor, lambda tensor: tensor.to(self.device), next(data_iter))
+        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+        loss: Tensor = self(*(args if isinstance(args, tuple | list) else (args,)), **kwargs)
+        return loss
+
+
+def to_half(tensor: Tensor) -> Tensor:
+    """fp16 of a floating-point tensor; others as they are."""
+    return tensor.half() if tensor.is_floating_point() else tensor

@@ -1,0 +1,72 @@
+"""`refimpl.initialize`: one call from a plain torch model to an engine that trains it on all ranks.
+
+DeepSpeed's counterparts: `initialize` in deepspeed/__init__.py, `init_distributed` in deepspeed/comm/comm.py.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from refimpl import launch
+from refimpl.comm.group import Group
+from refimpl.engine.build import MakeOptimizer, Parameters, build
+from refimpl.engine.engine import Engine
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+) -> tuple[Engine, Optimizer, DataLoader[Any] | None, Any | None]:
+    """Make an engine from a model and a DeepSpeed configuration: (engine, optimizer, dataloader, scheduler).
+
+    The configuration is `config` (a dictionary or a path), `config_params` (its old name) or `args.deepspeed_config`:
+    exactly one of them. `optimizer` is a torch optimizer over the model's parameters, or a callable that makes one of
+    them, and wins over the configuration's. `lr_scheduler` is an object with step(), or a callable that makes one of
+    the optimizer. ValueError, or ConfigError, names what is wrong. On every rank, with the same arguments.
+    """
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    sources = {name: value for name, value in given.items() if value is not None}
+    if len(sources) != 1:
+        found = " and ".join(sources) or "none"
+        raise ValueError(f"initialize needs one configuration, as one of {', '.join(given)}; found {found}")
+    if model is None:
+        raise ValueError("initialize needs a model")
+    if mpu is not None:
+        raise NotImplementedError("mpu: not implemented yet; all ranks are data-parallel")
+    (source,) = sources.values()
+    group = connect(dist_init_required)
+    parts = build(model, source, group, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+    engine = Engine(parts)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def connect(dist_init_required: bool | None = None) -> Group:
+    """All ranks of this job: those of `launch.run`, those of torchrun, or this process alone.
+
+    `dist_init_required` is DeepSpeed's: None and True join a launcher's ranks when they are not joined yet; False
+    insists that torch.distributed is initialised already, RuntimeError if it is not.
+    """
+    if not dist.is_initialized():
+        if dist_init_required is False:
+            raise RuntimeError("dist_init_required=False, but torch.distributed is not initialised: leave it out")
+        if launch.under_torchrun():
+            launch.join()
+    return Group.world()

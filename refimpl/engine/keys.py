@@ -1,0 +1,266 @@
+"""Every key that DeepSpeed knows gets one of three answers: honoured, warned (accepted, with the reason), rejected.
+
+This file holds the keys that are not honoured, as data; the honoured ones are the fields of the pydantic models. A
+value that asks for nothing (`"enabled": false`, `"device": "none"`, what happens here anyway) passes in silence, so
+that a file written for DeepSpeed loads when all it asks for is here. `refimpl.engine.answer` applies the table.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Verdict = Literal["honoured", "warned", "rejected"]
+NOT_YET = "not implemented yet"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be honoured as written; one line a problem, each with the key's full path."""
+
+
+class ConfigWarning(UserWarning):
+    """A key that is accepted and has no effect, or is spelt in a deprecated way."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One row: a key's full path, what becomes of it, why, and the values that ask for nothing."""
+
+    path: str
+    verdict: Verdict
+    reason: str
+    silent: tuple[Any, ...] = ()  # values that are neither warned about nor rejected
+    needs: str = ""  # the switch without which the key is not read
+
+
+# key -> (reason, values that pass in silence)
+WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
+    "disable_allgather": ("every stage gathers what it sharded", [False]),
+    "vocabulary_size": ("the model's own vocabulary counts", []),
+    "timers": ("timers synchronise only when wall_clock_breakdown is on", [{}]),
+    "compile": ("call torch.compile on the model before initialize", [{}]),
+    "disable_python_gc": ("Python's garbage collector is left as it is", [False]),
+    "zero_force_ds_cpu_optimizer": ("it concerns the optimizer of offload_optimizer, which is not built", []),
+    "fp16.fused_mode": ("the optimizer is always fused where torch can", [True]),
+    "fp16.fp16_master_weights_and_grads": ("master weights stay in fp32", [False]),
+    "bf16.bf16_master_weights_and_grads": ("master weights stay in fp32", [False]),
+    "bf16.bf16_optimizer_states": ("optimizer states stay in fp32", [False]),
+    "bf16.check_grad_overflow": ("a non-finite gradient on any rank always skips the step on all", [True]),
+    "bf16.immediate_grad_update": ("gradients are always moved as backward makes them", [True]),
+    "optimizer.params.max_grad_norm": ("set gradient_clipping instead", [0, None]),
+    "optimizer.params.set_grad_none": ("gradients are always released after a step", [True]),
+    "optimizer.params.fp32_optimizer_states": ("optimizer states stay in fp32", [True]),
+    "optimizer.legacy_fusion": ("there is one optimizer implementation", [False]),
+    "zero_optimization.contiguous_gradients": ("gradients are always packed into contiguous buckets", [True]),
+    "zero_optimization.reduce_scatter": (
+        "gradients are always reduce-scattered, at half an all-reduce's bytes",
+        [True],
+    ),
+    "zero_optimization.use_multi_rank_bucket_allreduce": ("buckets are reduce-scattered, never all-reduced", [False]),
+    "zero_optimization.allgather_partitions": ("parameters are always all-gathered", [True]),
+    "zero_optimization.load_from_fp32_weights": ("master weights are always restored in fp32", [True]),
+    "zero_optimization.sub_group_size": ("a rank's shards are updated in one pass; the numbers do not change", [1e9]),
+    "zero_optimization.log_trace_cache_warnings": (
+        "another order of use is recorded anew; ranks that differ are an error",
+        [False],
+    ),
+    "zero_optimization.enable_sanity_checks": ("the order of gathers is always checked", [True]),
+    "zero_optimization.memory_efficient_linear": (
+        "what autograd saves of a weight is freed with it, so no layer is replaced",
+        [True],
+    ),
+    "zero_optimization.override_module_apply": ("Module.apply is left as it is", [True]),
+    "zero_optimization.pipeline_loading_checkpoint": ("a checkpoint is loaded in one pass", [False]),
+    "checkpoint.parallel_write": ("every rank writes its own file", [{}]),
+    "checkpoint.parallel_write.pipeline_stage": ("every rank writes its own file", [False]),
+    "comms_logger.verbose": ("the table shows every collective once", [False]),
+    "comms_logger.prof_all": ("the ledger counts every collective", [True]),
+    "comms_logger.prof_ops": ("the ledger counts every collective", [[]]),
+    "comms_logger.debug": ("collectives are named by op and tag", [False]),
+}
+
+# key -> (what it would take, values that pass in silence)
+REJECTED: Mapping[str, tuple[str, Sequence[Any]]] = {
+    "gradient_allreduce_op": (f"{NOT_YET}: only 'mean'; multiply the loss by the number of ranks for 'sum'", ["mean"]),
+    "seq_parallel_communication_data_type": (f"{NOT_YET}: sequence parallelism", ["fp32"]),
+    "seq_parallel_comm_data_type": (f"{NOT_YET}: sequence parallelism", ["fp32"]),
+    "sequence_parallel_size": (f"{NOT_YET}: sequence parallelism", [1]),
+    "use_data_before_expert_parallelism": (f"{NOT_YET}: expert parallelism", [False]),
+    "sparse_gradients": (f"{NOT_YET}: sparse embedding gradients", [False]),
+    "graph_harvesting": ("not part of this project: CUDA graphs", [False]),
+    "zero_optimization.round_robin_gradients": (f"{NOT_YET}: it orders copies to the host under offload", [False]),
+    "zero_optimization.ignore_unused_parameters": (f"{NOT_YET}: unused parameters count as zero gradients", [True]),
+    "zero_optimization.stage3_module_granularity_threshold": (f"{NOT_YET}: name the modules in leaf_module", [0]),
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": (f"{NOT_YET}: parameters are all-gathered", [False]),
+    "zero_optimization.stage3_allgather_sequential": (f"{NOT_YET}: parameters are gathered by module", [False]),
+    "zero_optimization.stage3_partition_stream_chunk_size": (f"{NOT_YET}: parameters are partitioned whole", [0]),
+    "zero_optimization.leaf_module.names": (f"{NOT_YET}: name the class in leaf_module.classes", [[]]),
+    "zero_optimization.leaf_module.name_suffixes": (f"{NOT_YET}: name the class in leaf_module.classes", [[]]),
+    "zero_optimization.zero_hpz_partition_size": (f"{NOT_YET}: ZeRO++ hierarchical partitions", [0, 1]),
+    "zero_optimization.zero_quantized_weights": (f"{NOT_YET}: ZeRO++ quantised gathers", [False]),
+    "zero_optimization.zero_quantized_nontrainable_weights": (f"{NOT_YET}: ZeRO++ quantised gathers", [False]),
+    "zero_optimization.zero_quantized_gradients": (f"{NOT_YET}: ZeRO++ quantised reduction", [False]),
+    "zero_optimization.zeropp_loco_param": (f"{NOT_YET}: ZeRO++ error feedback", [None]),
+    "zero_optimization.mics_shard_size": (f"{NOT_YET}: MiCS", [-1]),
+    "zero_optimization.mics_hierarchical_params_gather": (f"{NOT_YET}: MiCS", [False]),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": (f"{NOT_YET}: the Muon optimizer", [False]),
+    "zero_optimization.zenflow": ("not part of this project", [None]),
+    "zero_optimization.legacy_stage1": ("not part of this project: stage 1 is stage 1", [False]),
+    "zero_optimization.elastic_checkpoint": ("not part of this project; DeepSpeed has dropped it too", [False]),
+    "checkpoint.load_universal": (f"{NOT_YET}: universal checkpoints", [False]),
+    "checkpoint.use_node_local_storage": (f"{NOT_YET}: checkpoints go to a folder that all ranks see", [False]),
+}
+
+# A section with a switch: the switch decides, its other keys are read only when it is on.
+SWITCHED: Mapping[str, tuple[str, str, Sequence[Any], str]] = {
+    # section: (what it would take, switch, values of the switch that mean off, other keys)
+    "zero_optimization.offload_optimizer": (
+        f"{NOT_YET}: optimizer states stay with the parameters",
+        "device",
+        ["none", None],
+        "nvme_path buffer_count pin_memory pipeline_read pipeline_write pipeline fast_init ratio super_offload "
+        "convert_grad_on_cpu cpuadam_cores_perc",
+    ),
+    "zero_optimization.offload_param": (
+        f"{NOT_YET}: parameters stay on the device",
+        "device",
+        ["none", None],
+        "nvme_path buffer_count buffer_size max_in_cpu pin_memory",
+    ),
+    "torch_autocast": (f"{NOT_YET}: use bf16", "enabled", [False], "dtype lower_precision_safe_modules"),
+    "tensor_parallel": (
+        f"{NOT_YET}: tensor parallelism",
+        "autotp_size",
+        [0, 1],
+        "partition_config preset_model dtype tp_overlap_comm tp tensor_parallel injection_policy_tuple "
+        "keep_module_on_host replace_with_kernel_inject",
+    ),
+    "flops_profiler": (
+        f"{NOT_YET}: the FLOPs profiler",
+        "enabled",
+        [False],
+        "recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
+    ),
+    "comet": (
+        f"{NOT_YET}: use csv_monitor, tensorboard or wandb",
+        "enabled",
+        [False],
+        "samples_log_interval project workspace api_key experiment_name experiment_key online mode",
+    ),
+    "trackio": (f"{NOT_YET}: use csv_monitor, tensorboard or wandb", "enabled", [False], "project"),
+    "elasticity": (
+        f"{NOT_YET}: elastic batch sizes",
+        "enabled",
+        [False],
+        "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time version prefer_larger_batch "
+        "ignore_non_elastic_batch_info num_gpus_per_node model_parallel_size",
+    ),
+    "autotuning": (
+        f"{NOT_YET}: autotuning",
+        "enabled",
+        [False],
+        "start_step start_profile_step end_step end_profile_step metric_path arg_mappings metric model_info "
+        "results_dir exps_dir overwrite fast tuner_type tuner_early_stopping tuner_num_trials mp_size "
+        "max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu "
+        "min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes model_info_path",
+    ),
+    "progressive_layer_drop": (f"{NOT_YET}: progressive layer drop", "enabled", [False], "theta gamma"),
+    "curriculum_learning": (
+        f"{NOT_YET}: curriculum learning",
+        "enabled",
+        [False],
+        "curriculum_type min_difficulty max_difficulty schedule_type schedule_config",
+    ),
+    "eigenvalue": (
+        "not part of this project",
+        "enabled",
+        [False],
+        "verbose max_iter tol stability gas_boundary_resolution layer_name layer_num",
+    ),
+    "hybrid_engine": (
+        "not part of this project",
+        "enabled",
+        [False],
+        "max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size "
+        "enable_cuda_graph",
+    ),
+    "nebula": (
+        "not part of this project: an Azure service",
+        "enabled",
+        [False],
+        "persistent_storage_path persistent_time_interval num_of_version_in_retention enable_nebula_load load_path",
+    ),
+}
+
+SPARSE_ATTENTION = (
+    "mode block different_layout_per_head num_local_blocks num_global_blocks attention horizontal_global_attention "
+    "num_different_global_patterns num_random_blocks local_window_blocks global_block_indices "
+    "global_block_end_indices num_sliding_window_blocks"
+)
+
+# A section without a switch: each key for itself, DeepSpeed's default passes.
+SECTIONS: Mapping[str, tuple[str, Mapping[str, Sequence[Any]]]] = {
+    "aio": (
+        f"{NOT_YET}: NVMe offload",
+        {
+            "block_size": [1048576],
+            "queue_depth": [8],
+            "intra_op_parallelism": [1],
+            "thread_count": [1],
+            "single_submit": [False],
+            "overlap_events": [True],
+            "use_gds": [False],
+        },
+    ),
+    "activation_checkpointing": (
+        f"{NOT_YET}: use torch.utils.checkpoint in the model",
+        {
+            "partition_activations": [False],
+            "cpu_checkpointing": [False],
+            "contiguous_memory_optimization": [False],
+            "number_checkpoints": [None],
+            "synchronize_checkpoint_boundary": [False],
+            "profile": [False],
+        },
+    ),
+    "pipeline": (
+        f"{NOT_YET}: pipeline parallelism",
+        {
+            "stages": ["auto", 1],
+            "partition": ["best"],
+            "seed_layers": [False],
+            "activation_checkpoint_interval": [0],
+            "pipe_partitioned": [True],
+            "grad_partitioned": [True],
+        },
+    ),
+    "sparse_attention": (
+        f"{NOT_YET}: block-sparse attention",
+        dict.fromkeys(SPARSE_ATTENTION.split(), ()),
+    ),
+}
+
+# Sections whose keys are somebody else's, or nested deeply; rejected whole unless they say `"enabled": false`.
+OPEN: Mapping[str, str] = {
+    "amp": "not part of this project: apex is retired; use bf16 or fp16",
+    "datastates": "not part of this project",
+    "quantize_training": "not part of this project: DeepSpeed has dropped it too",
+    "weight_quantization": f"{NOT_YET}: quantised weights",
+    "compression_training": f"{NOT_YET}: compression",
+    "data_efficiency": f"{NOT_YET}: data efficiency",
+    "expert_parallel": f"{NOT_YET}: expert parallelism",
+}
+
+
+def not_honoured() -> list[Key]:
+    """All rows of this file."""
+    rows = [Key(path, "warned", reason, tuple(silent)) for path, (reason, silent) in WARNED.items()]
+    rows += [Key(path, "rejected", reason, tuple(silent)) for path, (reason, silent) in REJECTED.items()]
+    rows += [Key(path, "rejected", reason, (None, False, {})) for path, reason in OPEN.items()]
+    for path, (reason, switch, off, others) in SWITCHED.items():
+        rows.append(Key(path, "rejected", reason, (None, False)))
+        rows.append(Key(f"{path}.{switch}", "rejected", reason, tuple(off)))
+        rows += [Key(f"{path}.{name}", "rejected", reason, needs=f"{path}.{switch}") for name in others.split()]
+    for path, (reason, keys) in SECTIONS.items():
+        rows.append(Key(path, "rejected", reason, (None, False)))
+        rows += [Key(f"{path}.{name}", "rejected", reason, tuple(silent)) for name, silent in keys.items()]
+    return rows

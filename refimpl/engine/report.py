@@ -1,0 +1,80 @@
+"""What an engine tells: metrics to the monitors after every step, a few lines on rank 0 every steps_per_print steps.
+
+Metrics have DeepSpeed's names and are plotted over samples: Train/Samples/train_loss, lr, loss_scale. The loss is the
+mean over the step's micro-batches and all ranks (DeepSpeed's is rank 0's own). Without steps_per_print nothing is
+printed, except that a breakdown that was asked for is then printed at every step.
+DeepSpeed's counterparts: `_report_progress`, utils/timer.py and `see_memory_usage`.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from refimpl.comm.group import Group
+from refimpl.engine.build import Parts
+from refimpl.measure.clock import Clock
+from refimpl.measure.memory import MemoryMeter
+
+
+class Report:
+    """Collects times, bytes and losses of the step under way, and hands them on when it is done."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.config, self.group, self.stage, self.monitor = parts.config, parts.group, parts.stage, parts.monitor
+        self.clock = Clock(self.group.device)
+        self.meter = MemoryMeter(self.stage.tensors)
+        self._losses: list[Tensor] = []  # this rank's, detached, one a micro-batch
+        self._before: dict[str, int] = {}  # bytes by class before the update
+        # Asked of the configuration: only rank 0 has writers, but every rank adds its loss to the mean.
+        self.watched = any(m.enabled for m in (self.config.csv_monitor, self.config.tensorboard, self.config.wandb))
+        breakdown = self.config.wall_clock_breakdown or self.config.memory_breakdown or self.config.comms_logger.enabled
+        self.every = self.config.steps_per_print or (1 if breakdown else None)
+
+    def time(self, name: str) -> AbstractContextManager[None]:
+        """Measure a block for the wall-clock breakdown, if there is one."""
+        return self.clock.time(name) if self.config.wall_clock_breakdown else nullcontext()
+
+    def loss(self, loss: Tensor) -> None:
+        """Remember the loss of a micro-batch."""
+        if self.watched:
+            self._losses.append(loss.detach())
+
+    def before_update(self) -> None:
+        """Count the bytes while the gradients are there."""
+        if self.config.memory_breakdown:
+            self._before = self.meter.now()
+
+    def after_update(self, step: int, samples: int, lr: list[float]) -> None:
+        """Hand on optimizer step number `step`, after `samples` samples in all, with a learning rate a group."""
+        if self.watched:
+            events = [("lr", lr[0])]
+            if self._losses:
+                events.insert(0, ("train_loss", mean_loss(self.group, self._losses).item()))
+            if self.stage.scaler is not None:
+                events.append(("loss_scale", self.stage.scaler.scale))
+            self.monitor.write([(f"Train/Samples/{name}", value, samples) for name, value in events])
+            self._losses.clear()
+        if self.every is not None and step % self.every == 0:
+            self._print(step, lr, self.every)
+
+    def _print(self, step: int, lr: list[float], every: int) -> None:
+        times = self.clock.drain()
+        if self.group.rank != 0:
+            return
+        if self.config.steps_per_print is not None:
+            print(f"step={step}, skipped={self.stage.skipped_steps}, lr={lr}")
+        if self.config.wall_clock_breakdown:
+            print("time (ms a step) | " + " | ".join(f"{name}: {ms / every:.2f}" for name, ms in times.items()))
+        if self.config.memory_breakdown:
+            for when, sizes in (("before", self._before), ("after", self.meter.now())):
+                print(f"bytes {when} step | " + " | ".join(f"{name}: {size}" for name, size in sizes.items()))
+        if self.config.comms_logger.enabled:
+            print(f"sent by rank 0 in step {step}:\n{self.group.ledger.table().to_string(index=False)}")
+
+
+def mean_loss(group: Group, losses: list[Tensor]) -> Tensor:
+    """Mean over these micro-batches and all ranks: fp32 scalar, detached."""
+    mean = torch.stack([loss.detach().float().reshape(()) for loss in losses]).mean()
+    group.all_reduce(mean.view(1), "mean", tag="loss")
+    return mean

@@ -1,0 +1,177 @@
+"""The honoured keys of a DeepSpeed JSON file, one pydantic model a section, one field a key.
+
+A field is named as DeepSpeed names its key and has DeepSpeed's default; its description says what the key does here.
+Keys that are accepted with a warning or rejected by name are not fields: they stand in `refimpl.engine.keys`.
+Sizes called `*_bucket_size`, `*_threshold`, `*_parameters` and `*_distance` count elements, not bytes.
+DeepSpeed's files: deepspeed/runtime/config.py, runtime/zero/config.py, runtime/precision_config.py, monitor/config.py.
+"""
+
+import sys
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
+
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def as_number(value: Any) -> Any:
+    """JSON has no 5e8 that is an integer, so `5e8`, `"5e8"` and `500000000` are the same count. A bool is no number."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false")
+    return float(value) if isinstance(value, str) else value
+
+
+def as_dtype(value: Any) -> torch.dtype:
+    """`"bf16"`, `"bfloat16"`, `"torch.bfloat16"` and `torch.bfloat16` are the same dtype."""
+    dtype = DTYPES.get(str(value).lower().removeprefix("torch."))
+    if dtype is None:
+        raise ValueError(f"must be one of fp32, fp16, bf16, not {value!r}")
+    return dtype
+
+
+def upper(value: Any) -> Any:
+    """DeepSpeed reads `Warn` and `WARN` alike."""
+    return value.upper() if isinstance(value, str) else value
+
+
+def never(value: Any) -> Any:
+    """An infinite interval never ends: the same as none."""
+    return None if value in (float("inf"), "inf", "Infinity") else value
+
+
+Count = Annotated[int, BeforeValidator(as_number), Field(ge=0)]
+Positive = Annotated[int, BeforeValidator(as_number), Field(ge=1)]
+Number = Annotated[float, BeforeValidator(as_number), Field(ge=0, allow_inf_nan=False)]
+Dtype = Annotated[
+    torch.dtype, PlainValidator(as_dtype), PlainSerializer(lambda dtype: str(dtype).removeprefix("torch."))
+]
+
+
+class Section(BaseModel):
+    """Unknown keys are errors and values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FP16(Section):
+    """Train in fp16 with fp32 master weights and a loss scale."""
+
+    enabled: bool = Field(default=False, description="the model is cast to fp16; master weights stay in fp32")
+    loss_scale: Number = Field(default=0.0, description="static loss scale; 0 means dynamic")
+    initial_scale_power: Count = Field(default=16, description="the dynamic scale starts at 2 to this power")
+    loss_scale_window: Positive = Field(default=1000, description="good steps before the dynamic scale doubles")
+    hysteresis: Positive = Field(default=2, description="overflows endured before the dynamic scale halves")
+    consecutive_hysteresis: bool = Field(default=False, description="a good step refills the hysteresis")
+    min_loss_scale: Positive = Field(default=1, description="an overflow at this dynamic scale ends the run")
+    auto_cast: bool = Field(default=False, description="floating-point inputs are cast to fp16")
+
+
+class BF16(Section):
+    """Train in bf16 with fp32 master weights; bf16 has fp32's range, so there is no loss scale."""
+
+    enabled: bool = Field(default=False, description="the model is cast to bf16; master weights stay in fp32")
+
+
+class DataTypes(Section):
+    """Dtypes that differ from the model's."""
+
+    grad_accum_dtype: Dtype | None = Field(
+        default=None, description="dtype in which micro-batches' gradients are added up"
+    )
+    param_dtype: Dtype | None = Field(default=None, description="dtype that the parameters are cast to")
+    buffer_dtype: Dtype | None = Field(default=None, description="dtype that floating-point buffers are cast to")
+
+
+class Optimizer(Section):
+    """The optimizer by name; `refimpl.engine.keys` checks the name and the names of its parameters."""
+
+    type: str = Field(description="Adam, AdamW, Adagrad, Lion, SGD, or a class of torch.optim")
+    params: dict[str, Any] = Field(default_factory=dict, description="arguments of the optimizer")
+
+
+class Scheduler(Section):
+    """The learning-rate schedule by name; `refimpl.engine.keys` checks the names."""
+
+    type: str = Field(description="a class of refimpl.optim.schedule or of torch.optim.lr_scheduler")
+    params: dict[str, Any] = Field(default_factory=dict, description="arguments of the schedule")
+
+
+class LeafModule(Section):
+    """Modules that stage 3 gathers whole, without hooks on their children."""
+
+    classes: list[str] = Field(default_factory=list, description="class names of modules gathered as one unit")
+
+
+class ZeroOptimization(Section):
+    """What is sharded and how it is communicated."""
+
+    stage: Literal[0, 1, 2, 3] = Field(
+        default=0, description="0 nothing, 1 optimizer, 2 + gradients, 3 + parameters sharded"
+    )
+    reduce_bucket_size: Positive = Field(default=500_000_000, description="elements reduced in one collective")
+    allgather_bucket_size: Positive = Field(default=500_000_000, description="elements gathered in one collective")
+    overlap_comm: bool | None = Field(default=None, description="reduce during backward; unset means only in stage 3")
+    stage3_prefetch_bucket_size: Count = Field(default=50_000_000, description="elements gathered ahead of use")
+    stage3_param_persistence_threshold: Count = Field(default=100_000, description="smaller parameters stay gathered")
+    stage3_model_persistence_threshold: Count = Field(
+        default=sys.maxsize, description="bound on all that stays gathered"
+    )
+    stage3_max_live_parameters: Count = Field(default=1_000_000_000, description="gathered elements at one time")
+    stage3_max_reuse_distance: Count = Field(
+        default=1_000_000_000, description="kept when used again this soon, in elements"
+    )
+    stage3_gather_16bit_weights_on_model_save: bool = Field(
+        default=False, description="save_16bit_model may gather weights"
+    )
+    leaf_module: LeafModule = Field(default_factory=LeafModule, description="modules gathered as one unit")
+
+
+class Checkpoint(Section):
+    """How checkpoints are checked."""
+
+    tag_validation: Annotated[Literal["IGNORE", "WARN", "FAIL"], BeforeValidator(upper)] = Field(
+        default="WARN", description="what to do when ranks name different checkpoint tags"
+    )
+
+
+class CommsLogger(Section):
+    """Report what the ledger counted."""
+
+    enabled: bool = Field(default=False, description="print the ledger's calls and bytes by collective")
+
+
+class CSVMonitor(Section):
+    """One CSV file a metric."""
+
+    enabled: bool = Field(default=False, description="rank 0 writes one CSV file a metric")
+    output_path: str = Field(default="", description="folder; empty means the working directory")
+    job_name: str = Field(default="DeepSpeedJobName", description="folder inside output_path")
+
+
+class TensorBoard(Section):
+    """TensorBoard event files."""
+
+    enabled: bool = Field(default=False, description="rank 0 writes event files; needs `pip install tensorboard`")
+    output_path: str = Field(default="", description="folder; empty means the working directory")
+    job_name: str = Field(default="DeepSpeedJobName", description="folder inside output_path")
+
+
+class WandB(Section):
+    """Weights & Biases."""
+
+    enabled: bool = Field(
+        default=False, description="rank 0 logs to Weights & Biases; a warning when it is not installed"
+    )
+    group: str | None = Field(default=None, description="name of the run's group")
+    team: str | None = Field(default=None, description="the entity that owns the run")
+    project: str = Field(default="deepspeed", description="name of the project")

@@ -1,0 +1,1 @@
+"""Counting: traffic and events, live memory by class, time."""

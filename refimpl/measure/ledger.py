@@ -1,0 +1,108 @@
+"""The ledger: every collective a rank starts and ends, with the bytes it sends, in order.
+
+A claim such as "ZeRO-3 sends 1.5 times the bytes of DDP" is a sum over this list, and a claim such as "the reduction
+overlaps backward" is the order of two entries in it. Bytes are those that this rank puts on the wire for its payload
+(N ranks, a buffer of n bytes): all-reduce 2n(N-1)/N, reduce-scatter and all-gather n(N-1)/N, send n.
+"""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Phase = Literal["start", "end", "mark"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """One entry. `call` ties a start to its end (-1 for a mark); `sent_bytes` is charged at the start."""
+
+    phase: Phase
+    op: str
+    tag: str
+    call: int
+    sent_bytes: int
+    time_ns: int
+
+
+class Ledger:
+    """Events of one rank, in the order in which they happened. Not shared between threads."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._started: dict[int, Event] = {}
+        self._calls = 0
+
+    def start(self, op: str, sent_bytes: int, tag: str = "") -> int:
+        """A collective begins. `sent_bytes`: what this rank sends. Returns the id to hand to `end`."""
+        call, self._calls = self._calls, self._calls + 1
+        event = Event("start", op, tag, call, sent_bytes, time.perf_counter_ns())
+        self.events.append(event)
+        self._started[call] = event
+        return call
+
+    def end(self, call: int) -> None:
+        """The collective's result is usable. KeyError if `call` is not open."""
+        begun = self._started.pop(call)
+        self.events.append(Event("end", begun.op, begun.tag, call, 0, time.perf_counter_ns()))
+
+    def mark(self, name: str) -> None:
+        """A named instant, so that its place among the collectives can be compared."""
+        self.events.append(Event("mark", name, "", -1, 0, time.perf_counter_ns()))
+
+    def reset(self) -> None:
+        """Forget all events. Collectives that are still open stay open."""
+        self.events.clear()
+
+    def open_calls(self) -> list[Event]:
+        """Collectives that have started and not ended: what a rank that hangs is waiting for."""
+        return list(self._started.values())
+
+    def _by(self, by: str, weigh: bool) -> dict[str, int]:
+        sums: Counter[str] = Counter()
+        for event in self.events:
+            if event.phase == "start":
+                sums[event.tag if by == "tag" else event.op] += event.sent_bytes if weigh else 1
+        return dict(sums)
+
+    def sent_bytes(self, by: Literal["op", "tag"] = "op") -> dict[str, int]:
+        """Bytes this rank sent, summed by collective or by tag."""
+        return self._by(by, weigh=True)
+
+    def calls(self, by: Literal["op", "tag"] = "op") -> dict[str, int]:
+        """Number of collectives started, by collective or by tag."""
+        return self._by(by, weigh=False)
+
+    def table(self) -> "pd.DataFrame":
+        """One row a (collective, tag): calls and bytes sent by this rank."""
+        import pandas as pd
+
+        starts = [e for e in self.events if e.phase == "start"]
+        frame = pd.DataFrame(
+            {
+                "collective": [e.op for e in starts],
+                "tag": [e.tag for e in starts],
+                "sent_bytes": [e.sent_bytes for e in starts],
+            }
+        )
+        grouped = frame.groupby(["collective", "tag"], sort=False)["sent_bytes"]
+        return grouped.agg(calls="count", sent_bytes="sum").reset_index()
+
+    def chrome_trace(self, rank: int = 0) -> dict[str, Any]:
+        """The events in Chrome's trace format (times in microseconds): json.dump it, open it in a trace viewer."""
+        rows: list[dict[str, Any]] = []
+        ends = {e.call: e.time_ns for e in self.events if e.phase == "end"}
+        for e in self.events:
+            base = {"name": e.op, "pid": rank, "ts": e.time_ns / 1e3}
+            if e.phase == "mark":
+                rows.append({**base, "ph": "i", "s": "t", "tid": 0})
+            elif e.phase == "start":
+                # Async events ("b"/"e"): overlapping collectives each get a lane of their own.
+                shared = {**base, "cat": "comm", "id": e.call, "tid": 1}
+                rows.append({**shared, "ph": "b", "args": {"tag": e.tag, "sent_bytes": e.sent_bytes}})
+                if e.call in ends:
+                    rows.append({**shared, "ph": "e", "ts": ends[e.call] / 1e3})
+        return {"traceEvents": rows, "displayTimeUnit": "ms"}

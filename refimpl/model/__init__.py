@@ -1,0 +1,1 @@
+"""Models and their data. Nothing here knows that other ranks exist."""

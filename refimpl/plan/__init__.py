@@ -1,0 +1,1 @@
+"""Predictions from a configuration: bytes, traffic and time for any number of ranks."""

@@ -1,0 +1,1 @@
+"""Under `refimpl.launch`: how its ranks are started, watched and stopped."""

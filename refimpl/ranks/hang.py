@@ -1,0 +1,80 @@
+"""Where does a hung rank stand?  A stack that faulthandler wrote, read as "waits in all_reduce at train.py:12".
+
+faulthandler answers a signal even while the rank is blocked inside a C++ collective, where no Python code can run.
+The innermost line that is neither a library's nor ours is the line the reader wrote; the collective is the call that
+this line made into `refimpl.comm` or `torch.distributed`.
+"""
+
+import linecache
+import re
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent)
+_COMM = (str(Path(__file__).parents[1] / "comm"), str(Path(_TORCH) / "distributed"))
+_LAUNCHER = (str(Path(__file__).parent), "<string>")  # "<string>": the fork server
+_STDLIB, _SITE = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")  # the one may lie in the other
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+
+class Frame(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+    @property
+    def in_comm(self) -> bool:
+        return self.file.startswith(_COMM)
+
+    @property
+    def in_library(self) -> bool:
+        in_stdlib = self.file.startswith((_STDLIB, "<frozen ")) and not self.file.startswith(_SITE)
+        return in_stdlib or self.in_comm or self.file.startswith((_TORCH, *_LAUNCHER))
+
+
+def parse(dump: str) -> list[list[Frame]]:
+    """The threads of one faulthandler dump, the main thread last; the frames of each, innermost first."""
+    threads: list[list[Frame]] = []
+    for line in dump.splitlines():
+        if "thread 0x" in line.lower():
+            threads.append([])
+        elif threads and (match := _FRAME.match(line)):
+            threads[-1].append(Frame(match[1], int(match[2]), match[3]))
+    return threads
+
+
+def is_complete(dump: str) -> bool:
+    """Whether the dump reaches the outermost frame of the main thread (or faulthandler's limit of 100 frames)."""
+    return dump.endswith((" in <module>\n", "  ...\n"))
+
+
+def where(dump: str) -> str:
+    """What a rank does: "waits in all_reduce at train.py:12: dist.all_reduce(x)", or "computes at ..."."""
+    threads = parse(dump)
+    if not threads:
+        return "did not say where it stands (blocked inside the operating system?)"
+    # Autograd runs the hooks of a GPU's backward pass in a thread of its own: look for a collective there too.
+    stack = next((frames for frames in threads if _collective(frames)), threads[-1])
+    place = next((frame for frame in stack if not frame.in_library), None)
+    collective = _collective(stack)
+    source = linecache.getline(place.file, place.line).strip() if place else ""
+    if not collective and ".wait(" in source:  # torch's own Work.wait is C++ and leaves no frame
+        collective = "wait"
+    doing = f"waits in {collective}" if collective else "computes"
+    if place is None:
+        return doing
+    return f"{doing} at {place.file}:{place.line}" + (f": {source}" if source else "")
+
+
+def _collective(stack: list[Frame]) -> str:
+    """The public function of `refimpl.comm` or `torch.distributed` that the innermost other frame called, or ""."""
+    called = ""
+    for frame in stack:
+        if not frame.in_library:
+            break
+        if frame.in_comm and not frame.function.startswith("_") and frame.function != "wrapper":
+            called = frame.function
+    return called

@@ -1,0 +1,208 @@
+"""The life of one rank: a process that joins a process group, then calls whatever its caller sends until told to leave.
+
+A rank never writes to the terminal itself: its output, reports, results and errors travel to the caller on one pipe,
+so they arrive in order and whole. It dies with its caller, however that dies: a thread waits on a pipe that nobody
+writes to, and which the operating system closes when the caller is gone.
+"""
+
+import datetime
+import faulthandler
+import io
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+if sys.platform == "win32":
+    raise ImportError("refimpl starts its ranks through a fork server, which Windows lacks: use Linux, macOS or WSL")
+from multiprocessing.context import ForkServerProcess
+
+from refimpl.ranks.travel import dumps, loads, survives
+
+# The process group never gives up by itself: it is the caller who notices a hang, and can say where each rank stands.
+_NEVER = datetime.timedelta(days=365)
+_CONNECTION_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|timed out waiting"
+    r"|remote process (has )?(exited|failed)|communicator was aborted",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the ranks of one world have in common."""
+
+    ranks: int
+    backend: str  # "gloo" | "nccl"
+    devices: list[str]  # of each rank: "cpu" | "cuda:0"
+    threads: int
+    directory: Path  # for the rendezvous file and the stacks
+    environment: dict[str, str]
+
+    def stack_file(self, rank: int) -> Path:
+        return self.directory / f"stack{rank}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on its way from a rank to its caller."""
+
+    title: str  # "ValueError: shard 3 is empty"
+    trace: traceback.TracebackException | str  # its source lines are looked up by the caller, who knows the notebook
+    error: BaseException | None  # None if it does not survive pickling
+    secondary: bool  # a lost connection: some other rank failed first
+    time: float  # time.monotonic() of this machine
+
+
+class Rank(ForkServerProcess):
+    """One rank's process. `number` is its rank; the caller holds the other ends of `pipe` and `life`."""
+
+    def __init__(self, number: int, setup: Setup, pipe: Connection, life: Connection) -> None:
+        super().__init__(name=f"rank {number}")
+        self.number, self.setup, self.pipe, self.life = number, setup, pipe, life
+
+    def run(self) -> None:
+        os.setpgid(0, 0)  # Ctrl-C is the caller's business; and one signal reaches whatever processes fn starts
+        self.lock = threading.RLock()
+        threading.Thread(target=self._die_with_caller, daemon=True).start()
+        stacks = self.setup.stack_file(self.number).open("w")
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        sys.stdout, sys.stderr = _Output(self, "stdout", 1), _Output(self, "stderr", 2)
+        self._attempt(self._connect)
+        while (call := self._receive()) is not None:
+            self._attempt(call)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+
+    def send(self, kind: str, value: object) -> None:
+        message = dumps((kind, value))
+        with self.lock:
+            self.pipe.send_bytes(message)
+
+    def _connect(self) -> None:
+        setup, device = self.setup, torch.device(self.setup.devices[self.number])
+        os.environ.clear()
+        os.environ.update(setup.environment)
+        os.environ.update(RANK=str(self.number), LOCAL_RANK=str(self.number), REFIMPL_DEVICE=str(device))
+        torch.set_num_threads(setup.threads)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            setup.backend,
+            store=dist.FileStore(str(setup.directory / "rendezvous"), setup.ranks),  # type: ignore[attr-defined]
+            rank=self.number,
+            world_size=setup.ranks,
+            timeout=_NEVER,
+            device_id=device if setup.backend == "nccl" else None,
+        )
+
+    def _receive(self) -> Callable[[], object] | None:
+        """The caller's next wish; None to leave. Unpickling is part of the wish: if it fails, the caller is told."""
+        message = self.pipe.recv_bytes()
+        if not message:
+            return None
+
+        def call() -> object:
+            fn, args = loads(message)
+            return fn(*args)
+
+        return call
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        """Do the work and send its result, or how it failed."""
+        try:
+            message = _result(work())
+        except BaseException as error:
+            message = dumps(("error", _failure(error)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with self.lock:
+            self.pipe.send_bytes(message)
+
+    def _die_with_caller(self) -> None:
+        try:
+            self.life.recv_bytes()
+        finally:
+            shutil.rmtree(self.setup.directory, ignore_errors=True)
+            os.killpg(0, signal.SIGKILL)
+
+
+def report(obj: object) -> None:
+    """In a rank: hand `obj` to the caller's `on_report(rank, obj)` at once. Elsewhere nothing happens.
+
+    A report also tells the caller that this rank is alive: `timeout` starts anew.
+    """
+    process = multiprocessing.current_process()
+    if isinstance(process, Rank):
+        process.send("report", obj)
+
+
+class _Output(io.TextIOBase):
+    """A rank's stdout or stderr: sends whole lines to the caller, and the rest when flushed."""
+
+    encoding = "utf-8"
+
+    def __init__(self, rank: Rank, kind: str, descriptor: int) -> None:
+        self.rank, self.kind, self.descriptor, self.text = rank, kind, descriptor, ""
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def write(self, text: str) -> int:
+        with self.rank.lock:
+            whole, newline, rest = (self.text + text).rpartition("\n")
+            self.text = rest
+            if newline:
+                self.rank.send(self.kind, whole + newline)
+        return len(text)
+
+    def flush(self) -> None:
+        with self.rank.lock:
+            text, self.text = self.text, ""
+            if text:
+                self.rank.send(self.kind, text)
+
+
+def _result(value: object) -> bytes:
+    try:
+        return dumps(("result", value))
+    except Exception as error:
+        raise TypeError(f"fn's result, a {type(value).__name__}, cannot be pickled for the caller: {error}") from None
+
+
+def _failure(error: BaseException) -> Failure:
+    now = time.monotonic()
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_code.co_filename == __file__:  # ours; the reader's begin below
+        frames = frames.tb_next
+    trace = traceback.TracebackException(type(error), error, frames, lookup_lines=False)
+    title = "".join(trace.format_exception_only()).strip()
+    portable_trace = trace if survives(trace) else "".join(trace.format())
+    return Failure(title, portable_trace, error if survives(error) else None, _lost_connection(error), now)
+
+
+def _lost_connection(error: BaseException | None) -> bool:
+    """Whether this error, or one that it was raised from, only says that another rank went away."""
+    while error is not None:
+        if isinstance(error, ConnectionError | dist.DistNetworkError) or (
+            isinstance(error, RuntimeError) and _CONNECTION_LOST.search(str(error))
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

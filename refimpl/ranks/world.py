@@ -1,0 +1,231 @@
+"""A world of N ranks, seen from its caller: start them, call functions on them, say what went wrong, stop them.
+
+One failure seldom comes alone: when a rank dies, the others lose their connections, and when it raises, they wait for
+it for ever. What is raised here is the first failure that is not such a consequence.
+"""
+
+import atexit
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from refimpl.ranks import hang
+from refimpl.ranks.errors import Failed, RankError, RankTimeout, end_of_grace, failed
+from refimpl.ranks.rank import Rank, Setup
+from refimpl.ranks.travel import dumps, loads
+
+T = TypeVar("T")
+OnReport = Callable[[int, Any], object]
+OnOutput = Callable[[int, str, str], object]
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_START = 120.0  # seconds a world may take to start: the very first waits until the server has imported torch
+_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "refimpl.launch"]  # every optimizer imports torch._dynamo
+
+
+class World:
+    """N ranks that stay: each `call` runs a function on all of them. Use it in a `with` statement, or `stop()` it.
+
+    After a call in which every rank returned or raised, the world is ready for the next. When a rank died, or still
+    waits for one that failed, all are killed and `alive` is False.
+    """
+
+    def __init__(self, ranks: int = 2, *, device: str = "auto", threads: int = 1) -> None:
+        if ranks < 1:
+            raise ValueError(f"ranks must be at least 1, not {ranks}")
+        backend, devices = place(ranks, device)
+        directory = Path(tempfile.mkdtemp(prefix="refimpl-"))
+        self.setup = Setup(ranks, backend, devices, threads, directory, _environment(ranks, threads))
+        self.alive = True  # until stopped
+        self.idle = False  # every rank waits for the next call
+        self.processes: list[Rank] = []
+        self.pipes: list[Connection] = []
+        self.ranks_life, self.life = _CONTEXT.Pipe(duplex=False)  # nobody writes: it closes when this process ends
+        atexit.register(self.kill)  # before multiprocessing's own exit, which would wait for the ranks
+        try:
+            self._start()
+            self._collect(_START, None, _print)
+        except BaseException:
+            self.kill()
+            raise
+
+    def call(
+        self,
+        fn: Callable[..., T],
+        *args: Any,
+        timeout: float | None = 60,
+        on_report: OnReport | None = None,
+        on_output: OnOutput | None = None,
+    ) -> list[T]:
+        """fn(*args) on every rank; see `launch.run`. on_output(rank, "stdout" | "stderr", text) replaces printing."""
+        if not self.alive:
+            raise RuntimeError("this world's ranks were stopped: start a new World")
+        message = dumps((fn, args))
+        self.idle = False
+        try:
+            for pipe in self.pipes:
+                with suppress(ConnectionError):  # a rank that died since: collecting says how
+                    pipe.send_bytes(message)
+            return self._collect(timeout, on_report, on_output or _print)
+        finally:
+            if not self.idle:
+                self.kill()
+
+    def stop(self) -> None:
+        """Let idle ranks leave; kill the others."""
+        if self.idle:
+            for pipe in self.pipes:
+                with suppress(ConnectionError):
+                    pipe.send_bytes(b"")
+            for process in self.processes:
+                process.join(5)
+        self.kill()
+
+    def kill(self) -> None:
+        """End every rank now, and the processes that it started."""
+        self.alive = self.idle = False
+        for process in self.processes:
+            if process.is_alive() and process.pid:
+                with suppress(ProcessLookupError):  # it is so young that it leads no process group yet
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in (*self.pipes, self.life):
+            pipe.close()
+        shutil.rmtree(self.setup.directory, ignore_errors=True)
+        atexit.unregister(self.kill)
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start(self) -> None:
+        _CONTEXT.set_forkserver_preload(_PRELOAD)
+        with _without_main(), self.ranks_life:
+            for number in range(self.setup.ranks):
+                mine, its = _CONTEXT.Pipe()
+                self.pipes.append(mine)
+                with its:
+                    process = Rank(number, self.setup, its, self.ranks_life)
+                    process.start()
+                self.processes.append(process)
+
+    def _collect(self, timeout: float | None, on_report: OnReport | None, on_output: OnOutput) -> list[Any]:
+        """One result of each rank, in rank order; else the failure that explains the others is raised."""
+        results: dict[int, Any] = {}
+        failures: list[Failed] = []
+        pending = set(range(self.setup.ranks))
+        patience = math.inf if timeout is None else timeout
+        deadline = time.monotonic() + patience
+        while pending and time.monotonic() < deadline:
+            for rank, kind, value in self._messages(pending, deadline):
+                if kind in ("stdout", "stderr"):
+                    on_output(rank, kind, value)
+                    continue
+                if kind == "report":
+                    if on_report:
+                        on_report(rank, value)
+                else:
+                    pending.discard(rank)
+                    if kind == "result":
+                        results[rank] = value
+                    else:
+                        failures.append(failed(rank, value))
+                deadline = end_of_grace(failures) if failures else time.monotonic() + patience
+        self.idle = not pending and all(process.is_alive() for process in self.processes)
+        if failures:
+            raise min(failures, key=Failed.order).error
+        if pending:
+            raise self._timed_out(pending, patience)
+        return [results[rank] for rank in range(self.setup.ranks)]
+
+    def _messages(self, pending: set[int], deadline: float) -> Iterator[tuple[int, str, Any]]:
+        """Waits until a pending rank speaks or the deadline passes; yields (rank, kind, value) of each that spoke."""
+        sources: dict[Any, int] = {self.pipes[rank]: rank for rank in pending}
+        sources |= {self.processes[rank].sentinel: rank for rank in pending}
+        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        for rank in sorted({sources[source] for source in wait(list(sources), left)}):
+            yield rank, *self._message(rank)
+
+    def _message(self, rank: int) -> tuple[str, Any]:
+        with suppress(EOFError, ConnectionError):
+            if self.pipes[rank].poll():
+                message = self.pipes[rank].recv_bytes()
+                try:
+                    kind, value = loads(message)
+                except Exception as error:
+                    raise RankError(f"what rank {rank} sent cannot be unpickled here: {error!r}", rank) from error
+                return kind, value
+        self.processes[rank].join(5)
+        return "died", self.processes[rank].exitcode
+
+    def _timed_out(self, pending: set[int], timeout: float) -> RankTimeout:
+        for rank in pending:
+            if pid := self.processes[rank].pid:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+        give_up = time.monotonic() + 2
+        lines = [f"no rank gave a result or a report for {timeout:g} s"]
+        for rank in range(self.setup.ranks):
+            standing = self._where(rank, give_up) if rank in pending else "finished"
+            lines.append(f"  rank {rank} {standing}")
+        return RankTimeout("\n".join(lines))
+
+    def _where(self, rank: int, give_up: float) -> str:
+        file, dump = self.setup.stack_file(rank), ""
+        while not hang.is_complete(dump) and time.monotonic() < give_up:
+            time.sleep(0.01)
+            dump = file.read_text() if file.exists() else ""
+        return hang.where(dump)
+
+
+def place(ranks: int, device: str) -> tuple[str, list[str]]:
+    """The backend, and the device of each of the ranks on this machine."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', not {device!r}")
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        raise RuntimeError("device='cuda', but torch finds no GPU on this machine: use 'cpu' or 'auto'")
+    if device == "cpu" or (device == "auto" and gpus < ranks):
+        return "gloo", ["cpu"] * ranks
+    return "nccl" if gpus >= ranks else "gloo", [f"cuda:{rank % gpus}" for rank in range(ranks)]
+
+
+def _environment(ranks: int, threads: int) -> dict[str, str]:
+    """This process's environment for the ranks (the server still has that of its own start), less torchrun's."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "TORCHELASTIC_"))}
+    kept.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # not by the host's name
+    return kept | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": str(threads)}
+
+
+def _print(rank: int, stream: str, text: str) -> None:
+    file = sys.stdout if stream == "stdout" else sys.stderr
+    file.write(text)
+    file.flush()
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide `__main__`, which multiprocessing would import again in each rank."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

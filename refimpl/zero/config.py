@@ -1,0 +1,44 @@
+"""The knobs of a stage, under DeepSpeed's names (deepspeed/runtime/zero/config.py) without its `stage3_` prefix.
+
+Sizes are in elements, as in DeepSpeed. The defaults suit a plain training loop on a small machine: they keep least
+memory. `refimpl.engine` sets DeepSpeed's own defaults from its JSON.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """Every stage reads the first part; only ZeRO-3 reads the second."""
+
+    reduce_bucket_size: int = 5_000_000  # elements reduced at a time
+    allgather_bucket_size: int = 5_000_000  # elements gathered at a time after a step
+    overlap_comm: bool = True  # reduce while backward still computes
+    gradient_clipping: float = 0.0  # largest global L2 norm; 0 does not clip
+    communication_data_type: torch.dtype | None = None  # dtype of gradients on the wire; None: the model's
+    grad_accum_dtype: torch.dtype | None = None  # dtype of accumulated gradients; None: the model's
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"  # what a gradient over ranks is
+    prescale_gradients: bool = False  # divide by N before the reduction, not after
+    gradient_predivide_factor: float = 1.0  # without prescale: divide by f before the reduction, by N / f after
+    ignore_unused_parameters: bool = True  # False: a parameter without a gradient is an error
+    allow_untested_optimizer: bool = False  # take an optimizer not known to be element-wise
+
+    prefetch_bucket_size: int = 5_000_000  # elements gathered ahead of their use
+    param_persistence_threshold: int = 0  # parameters this small stay gathered
+    model_persistence_threshold: int = 2**63 - 1  # ... up to this many in all
+    max_live_parameters: int = 1_000_000_000  # no prefetch beyond this many gathered elements
+    max_reuse_distance: int = 0  # keep what is used again within this many elements
+    leaf_modules: tuple[type | str, ...] = ()  # modules gathered whole, by class or class name
+    check_order: bool = True  # 8 bytes a collective to notice ranks that take different paths
+
+    def __post_init__(self) -> None:
+        for name in ("reduce_bucket_size", "allgather_bucket_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"ZeroConfig.{name} = {getattr(self, name)}: must be at least 1 element")
+        if self.gradient_clipping < 0:
+            raise ValueError(f"ZeroConfig.gradient_clipping = {self.gradient_clipping}: must not be negative")
+        if self.gradient_predivide_factor <= 0:
+            raise ValueError(f"ZeroConfig.gradient_predivide_factor = {self.gradient_predivide_factor}: must be > 0")

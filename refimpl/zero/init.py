@@ -1,0 +1,145 @@
+"""`Init`: a model that is never whole on any rank while it is built; `GatheredParameters`: whole for a moment.
+
+Inside `with Init():` each module's own parameters are cut into shards as soon as its constructor returns, so the most
+that a rank holds is its shard of what is built so far plus the module under construction. What a constructor reads or
+writes of its children (`nn.init.normal_(self.proj.weight)`) is gathered when it is read and cut again, from rank 0's
+values, when that constructor returns; `module.apply(fn)` gathers one module at a time.
+DeepSpeed: deepspeed/runtime/zero/partition_parameters.py, `Init` and `GatheredParameters`.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from refimpl.comm.group import Group
+from refimpl.zero.unit import Unit, unit_of, watch
+
+
+class Init:
+    """Context manager: modules constructed inside are sharded over `group` (default: all ranks), in `dtype` if given."""
+
+    def __init__(self, group: Group | None = None, dtype: torch.dtype | None = None, enabled: bool = True) -> None:
+        self.group, self.dtype, self.enabled = group, dtype, enabled
+        self._depth: dict[int, int] = {}  # constructors running, by id of the module (a subclass runs its parent's)
+        self._touched: list[Unit] = []  # gathered because a constructor read them
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> "Init":
+        if self.enabled:
+            self.group = self.group or Group.world()
+            for cls in _subclasses(nn.Module):
+                if "__init__" in vars(cls):
+                    self._wrap(cls)
+            self._replace(nn.Module, "__init_subclass__", classmethod(lambda cls, **kw: self._new_class(cls, **kw)))
+            self._replace(nn.Module, "apply", self._apply())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _replace(self, cls: type, name: str, value: Any) -> None:
+        before = vars(cls).get(name)
+        setattr(cls, name, value)
+        self._undo.append(lambda: delattr(cls, name) if before is None else setattr(cls, name, before))
+
+    def _new_class(self, cls: type, **kwargs: Any) -> None:
+        super(nn.Module, cls).__init_subclass__(**kwargs)  # type: ignore[misc]
+        if "__init__" in vars(cls):
+            self._wrap(cls)
+
+    def _wrap(self, cls: Any) -> None:
+        """Let cls.__init__ shard the module when it is the outermost constructor to return."""
+        original = vars(cls)["__init__"]
+
+        @functools.wraps(original)
+        def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            key = id(module)
+            self._depth[key] = self._depth.get(key, 0) + 1
+            try:
+                original(module, *args, **kwargs)
+            finally:
+                self._depth[key] -= 1
+            if not self._depth[key]:
+                del self._depth[key]
+                self._built(module)
+
+        self._replace(cls, "__init__", init)
+
+    def _built(self, module: nn.Module) -> None:
+        """A constructor has returned: shard the module's own parameters, take over what it changed in its children."""
+        assert self.group is not None
+        fresh = [p for p in module.parameters(recurse=False) if unit_of(p) is None]
+        if self.dtype is not None:
+            for p in fresh:
+                p.data = p.data.to(self.dtype)
+        for dtype in {p.dtype for p in fresh}:
+            Unit([p for p in fresh if p.dtype == dtype], self.group, name=type(module).__name__)
+        watch(module, self._read)
+        self._commit()
+
+    def _read(self, p: nn.Parameter) -> None:
+        """A constructor reads a parameter that is sharded already."""
+        unit = unit_of(p)
+        if self._depth and unit is not None and unit.is_free:
+            unit.wait()
+            self._touched.append(unit)
+
+    def _commit(self) -> None:
+        for unit in self._touched:
+            unit.adopt(root=0)
+            unit.free()
+        self._touched.clear()
+
+    def _apply(self) -> Callable[[nn.Module, Callable[[nn.Module], None]], nn.Module]:
+        def apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+            for child in module.children():
+                child.apply(fn)
+            with GatheredParameters(module.parameters(recurse=False), modifier_rank=0):
+                fn(module)
+            return module
+
+        return apply
+
+
+class GatheredParameters:
+    """Context manager, a collective: the parameters are whole inside. With `modifier_rank` its changes are kept.
+
+    Without it they are for reading: changes are lost on exit. Parameters that are not sharded are left alone. After
+    `Zero3` was built, changes reach the fp32 master weights too.
+    """
+
+    def __init__(
+        self, params: Iterable[nn.Parameter] | nn.Parameter | nn.Module, modifier_rank: int | None = None
+    ) -> None:
+        if isinstance(params, nn.Module):
+            params = params.parameters()
+        params = [params] if isinstance(params, nn.Parameter) else list(params)
+        self.units = list({id(u): u for p in params if (u := unit_of(p)) is not None}.values())
+        self.modifier_rank = modifier_rank
+        self._gathered: list[Unit] = []
+
+    def __enter__(self) -> None:
+        self._gathered = [u for u in self.units if u.is_free]
+        for unit in self.units:
+            unit.start()
+        for unit in self.units:
+            unit.wait()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.modifier_rank is not None and kind is None:
+            for unit in self.units:
+                unit.adopt(self.modifier_rank)
+        for unit in self._gathered:
+            unit.free()
+
+
+def _subclasses(cls: type) -> set[type]:
+    found = {cls}
+    for sub in cls.__subclasses__():
+        found |= _subclasses(sub)
+    return found

@@ -1,0 +1,193 @@
+"""A unit: parameters that a module needs together, whole only while it does, and 1/N of them the rest of the time.
+
+    freed -> (start) -> in flight -> (wait) -> available -> (free) -> freed
+
+The full buffer keeps its identity and gives its memory back: `untyped_storage().resize_(0)`. So everything autograd
+saved during forward, also views such as weight.t(), is right again once the buffer is refilled for backward. A freed
+parameter reads as NaN of its true shape: shape and numel stay true, and a use that nobody gathered for shows at once.
+FSDP frees the same way (Zhao et al. 2023, arXiv:2304.11277, section 4); DeepSpeed swaps `param.data` for an empty tensor
+(deepspeed/runtime/zero/partition_parameters.py), which views kept by autograd do not see.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from refimpl.comm.group import Group, Work
+from refimpl.zero.config import ZeroConfig
+from refimpl.zero.flat import Bucket
+
+
+class Unit(Bucket):
+    """Parameters sharded together. `mine` [S] always exists; `full` [P] has memory between `start` and `free`."""
+
+    def __init__(self, params: list[nn.Parameter], group: Group, group_index: int = 0, name: str = "") -> None:
+        """`params` whole on this rank. Rank 0's values are taken, cut, and freed. `name`: the module, for messages."""
+        super().__init__(params, group, group_index, name)
+        self.mine = torch.empty_like(self.shard(self.full))  # [S]
+        self._nothing = torch.full((1,), float("nan"), dtype=self.dtype, device=self.device)
+        self._work: Work | None = None
+        self.is_free = False
+        for p in params:
+            p.zero_unit = self  # type: ignore[attr-defined]
+        self.adopt(root=0)
+        self.free()
+
+    def adopt(self, root: int) -> None:
+        """Take over what rank `root` has in `full`, on every rank: after construction or a change from outside."""
+        self.group.broadcast(self.full, root, tag="start")
+        self.mine.copy_(self.shard(self.full))
+
+    def start(self) -> None:
+        """Begin to gather: mine [S] -> full [P]. Nothing if it is there or on its way."""
+        if self.is_free:
+            self.full.untyped_storage().resize_(self.padded * self.full.element_size())
+            self._work = self.group.all_gather(self.full, self.mine, async_op=True, tag="parameters")
+            self.is_free = False
+
+    def wait(self) -> None:
+        """Return when the parameters may be used."""
+        self.start()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            for p in self.params:
+                if unit_of(p) is self:  # another unit may have taken it over
+                    p.data = self.piece(self.full, p)
+
+    @property
+    def in_flight(self) -> bool:
+        return self._work is not None
+
+    def free(self) -> None:
+        """Give the memory of `full` back."""
+        if self.is_free:
+            return
+        self.wait()
+        for p in self.params:
+            if unit_of(p) is self:
+                p.data = self._nothing.expand(p.shape)
+        self.full.untyped_storage().resize_(0)
+        self.is_free = True
+
+
+def unit_of(p: nn.Parameter) -> Unit | None:
+    """The unit that shards p, if any."""
+    return getattr(p, "zero_unit", None)
+
+
+class Watched(dict[str, Any]):
+    """A module's `_parameters` that says which parameter is about to be used: `module.weight` reads it from here."""
+
+    def __init__(self, parameters: dict[str, Any], on_access: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(parameters)
+        self._on_access = on_access
+
+    def __getitem__(self, name: str) -> Any:
+        p = super().__getitem__(name)
+        if p is not None:
+            self._on_access(p)
+        return p
+
+
+def watch(module: nn.Module, on_access: Callable[[nn.Parameter], None]) -> None:
+    """Call on_access(p) whenever module.<name of p> is read from now on."""
+    module._parameters = Watched(dict(module._parameters.items()), on_access)
+
+
+def owners(model: nn.Module, leaf_modules: tuple[type | str, ...] = ()) -> dict[nn.Parameter, str]:
+    """The module, by path, whose call needs each parameter.
+
+    That is where it is registered; or the leaf module around it; or, for a shared one, the lowest module around all
+    its places. A container that is never called itself (ModuleList) passes its own on to the module around it.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    places: dict[nn.Parameter, list[list[str]]] = {}
+    for path, module in modules.items():
+        for p in module.parameters(recurse=False):
+            places.setdefault(p, []).append(_inside_leaf(path.split(".") if path else [], modules, leaf_modules))
+    return {p: _lowest_called(paths, modules) for p, paths in places.items()}
+
+
+def _inside_leaf(path: list[str], modules: dict[str, nn.Module], leaf_modules: tuple[type | str, ...]) -> list[str]:
+    """`path`, cut off at the outermost leaf module on it."""
+    for end in range(len(path) + 1):
+        kind = type(modules[".".join(path[:end])])
+        if kind in leaf_modules or kind.__name__ in leaf_modules:
+            return path[:end]
+    return path
+
+
+def _lowest_called(paths: list[list[str]], modules: dict[str, nn.Module]) -> str:
+    """The longest common prefix of `paths` at which there is a module with a forward of its own."""
+    common = paths[0]
+    for path in paths[1:]:
+        same = [a == b for a, b in zip(common, path, strict=False)]
+        common = common[: same.index(False) if False in same else len(same)]
+    while common and type(modules[".".join(common)]).forward is nn.Module.forward:
+        common = common[:-1]
+    return ".".join(common)
+
+
+def live_elements(units: list[Unit]) -> int:
+    """Elements gathered now or on their way."""
+    return sum(u.padded for u in units if not u.is_free)
+
+
+def in_flight_elements(units: list[Unit]) -> int:
+    return sum(u.padded for u in units if u.in_flight)
+
+
+def make_units(
+    params: list[nn.Parameter], owner: dict[nn.Parameter, str], group_of: dict[nn.Parameter, int], group: Group
+) -> dict[str, list[Unit]]:
+    """Units by path of the module that needs them: one a module, optimizer group and dtype; frozen ones apart."""
+    together: dict[tuple[str, int, torch.dtype], list[nn.Parameter]] = {}
+    for p in params:
+        together.setdefault((owner[p], group_of.get(p, -1), p.dtype), []).append(p)
+    units: dict[str, list[Unit]] = {}
+    for (path, index, _), members in together.items():
+        with whole(members):
+            units.setdefault(path, []).append(Unit(members, group, index, path or "the model"))
+    return units
+
+
+class whole:
+    """Parameters that may be sharded already, made whole for the time of a `with` block."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.units = list({id(u): u for p in params if (u := unit_of(p)) is not None and u.is_free}.values())
+
+    def __enter__(self) -> list[Unit]:
+        for unit in self.units:
+            unit.start()
+        for unit in self.units:
+            unit.wait()
+        return self.units
+
+    def __exit__(self, *_: object) -> None:
+        for unit in self.units:
+            unit.free()
+
+
+def resident(params: list[nn.Parameter], config: ZeroConfig) -> set[nn.Parameter]:
+    """The parameters that stay whole on every rank: small ones, up to a total."""
+    chosen: set[nn.Parameter] = set()
+    room = config.model_persistence_threshold
+    for p in params:
+        if p.numel() <= min(config.param_persistence_threshold, room):
+            chosen.add(p)
+            room -= p.numel()
+    make_whole([p for p in params if p in chosen])  # a list: a set's order differs between ranks
+    return chosen
+
+
+def make_whole(params: list[nn.Parameter]) -> None:
+    """Parameters that `zero.Init` sharded get data of their own again. A collective, in the order of `params`."""
+    with whole(params):
+        for p in params:
+            if unit_of(p) is not None:
+                del p.zero_unit  # type: ignore[attr-defined]
+                p.data = p.data.clone()

@@ -1,0 +1,55 @@
+"""ZeRO-1: each rank keeps the optimizer state of its own shard only.
+
+Memory per rank, bytes per parameter with AdamW: fp32 4 params + 4 grads + 8/N optimizer;
+bf16 2 params + 2 grads + 12/N optimizer (4/N of them fp32 master weights).
+Traffic per step: 2 Psi (N-1)/N, a reduce-scatter of the gradients and an all-gather of the new parameters: an
+all-reduce with the update in its middle.
+Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1. DeepSpeed: deepspeed/runtime/zero/stage_1_and_2.py.
+
+A gradient's way: backward -> `Gradients.arrive` -> bucket full -> `reduce` -> `Update.apply` -> `Bucket.gather`.
+"""
+
+from torch import Tensor, nn, optim
+
+from refimpl.comm.group import Group, Work
+from refimpl.optim.loss_scale import LossScaler
+from refimpl.zero.config import ZeroConfig
+from refimpl.zero.flat import Bucket, lay_out, trained
+from refimpl.zero.gradients import Gradients
+from refimpl.zero.stage import Stage, share_start
+from refimpl.zero.update import Update
+
+
+class Zero1(Stage):
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        group: Group,
+        config: ZeroConfig | None = None,
+        scaler: LossScaler | None = None,
+    ) -> None:
+        super().__init__(model, group, config or ZeroConfig())
+        self.buckets = lay_out(model, trained(optimizer, model), group, self.config.reduce_bucket_size)
+        share_start(model, self.buckets, group)
+        self.gradients = Gradients(self.buckets, self.reduce, group, self.config, self.names)
+        owned = {b: b.shard(b.full) for b in self.buckets}  # [S]
+        self.update = Update(optimizer, owned, group, self.config, scaler)
+
+    def reduce(self, bucket: Bucket, local: Tensor) -> tuple[Work, Tensor]:
+        """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S], in its own place."""
+        mine = bucket.shard(local)  # [P] -> [S]
+        return self.group.reduce_scatter(mine, local, self.gradients.op, async_op=True, tag="gradients"), mine
+
+    def gather(self) -> None:
+        """Every rank's updated shard to every rank."""
+        for bucket in self.buckets:
+            bucket.gather(self.config.allgather_bucket_size)
+
+    def step(self) -> bool:
+        """Update this rank's shard, then gather all of them."""
+        done = self.update.apply(self.gradients.finish())
+        self.gradients.clear()
+        if done:
+            self.gather()
+        return done

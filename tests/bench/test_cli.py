@@ -1,0 +1,69 @@
+"""The command line: lists after an option, counts such as 25M, the table, and the report's shape."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from refimpl.bench.cli import app, count, spread
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("--ranks 2 4 --json x", "--ranks 2 --ranks 4 --json x"),
+        ("--ranks 2 --ranks 4", "--ranks 2 --ranks 4"),
+        ("--ranks=2 --params 1M 2M 3M", "--ranks=2 --params 1M --params 2M --params 3M"),
+        ("--ranks", "--ranks"),
+    ],
+)
+def test_lists(typed: str, read: str) -> None:
+    assert spread(typed.split()) == read.split()
+
+
+def test_counts() -> None:
+    assert [count(text) for text in ("25M", "1.5k", "1B", "64")] == [25_000_000, 1500, 10**9, 64]
+    for bad in ("", "M", "ten", "0", "-1M", "inf", "nan"):
+        with pytest.raises(typer.BadParameter):
+            count(bad)
+
+
+def test_zero_writes_a_table_and_a_report(tmp_path: Path) -> None:
+    file = tmp_path / "zero.json"
+    options = "--params 50K 60K --stages 0 --context 16 --turns 1 --steps 1 --ranks 2 3 --json"
+    result = CliRunner().invoke(app, ["zero", *options.split(), str(file)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "refimpl DDP" in result.output
+    report = json.loads(file.read_text())
+    assert {"torch", "cores"} <= report["environment"].keys()
+    assert {row["ranks"] for row in report["rows"]} == {2, 3}
+    columns = {"implementation", "stage", "ranks", "parameters", "step_ms", "ratio_to_best_peer"}
+    assert all(row.keys() == columns for row in report["rows"])
+
+
+def test_comm_writes_a_table_and_a_report(tmp_path: Path) -> None:
+    file = tmp_path / "comm.json"
+    options = "--sizes 1K 4K --turns 1 --steps 1 --ranks 2 --json"
+    result = CliRunner().invoke(app, ["comm", *options.split(), str(file)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(file.read_text())["rows"]
+    assert {(row["collective"], row["bytes"]) for row in rows} == {
+        (collective, size)
+        for collective in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+        for size in (1000, 4000)
+    }
+    assert all(
+        row.keys() == {"implementation", "collective", "ranks", "bytes", "ms", "ratio_to_native"} for row in rows
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [("zero --ranks 1", "--ranks"), ("zero --params many", "many"), ("zero --stages 4", "--stages"), ("comm 3", "3")],
+)
+def test_bad_input(options: str, words: str) -> None:
+    result = CliRunner().invoke(app, options.split())
+    assert result.exit_code == 2
+    assert words in result.output

@@ -1,0 +1,37 @@
+"""The doctor: it looks at everything, and what is missing comes with advice."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from refimpl.cli import doctor
+
+
+def test_refimpl_doctor_runs() -> None:
+    done = subprocess.run([sys.executable, "-m", "refimpl", "doctor"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    for word in ("cores", "memory", torch.__version__, "GPUs", "gloo yes", "bf16", "triton", "write", "ranks"):
+        assert word in done.stdout
+
+
+def test_what_is_missing_comes_with_advice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "native_low_precision", lambda device, dtype: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "cores", lambda: 1)
+    missing = [doctor._precision("bf16", torch.bfloat16), doctor._gpus(), doctor._triton(), doctor._cores()]
+    assert all(finding.advice for finding in missing)
+    doctor.show(missing)
+    out = capsys.readouterr().out
+    assert out.count("! ") == 4
+    assert "emulated" in out
+
+
+def test_nothing_missing_needs_no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "native_low_precision", lambda device, dtype: True)
+    monkeypatch.setattr(doctor, "cores", lambda: 64)
+    assert not doctor._precision("bf16", torch.bfloat16).advice
+    assert not doctor._cores().advice

@@ -1,0 +1,96 @@
+"""The command line: it starts without torch, and refuses bad input in one line with exit status 2."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import refimpl
+from refimpl.cli.main import main
+
+
+def refimpl_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["refimpl", *arguments])
+    with pytest.raises(SystemExit) as left:
+        main()
+    return int(left.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("--ranks 0", "--ranks 0: at least 1 rank is needed"),
+        ("--ranks -1", "--ranks -1: at least 1 rank is needed"),
+        ("--ranks two", "'--ranks'"),
+        ("--ranks 1000000", "GB are free: enough for "),
+        ("--width 100", "--width 100: it must be a multiple of 64, because torch's fused AdamW"),
+        ("--width 0", "--width 0: it must be at least 1"),
+        ("--layers 0", "--layers 0: it must be at least 1"),
+        ("--context -3", "--context -3: it must be at least 1"),
+        ("--steps 0", "--steps 0: it must be at least 1"),
+        ("--seed -1", "--seed -1: it must not be negative"),
+        ("--strategy zero4", "--strategy zero4: there is no such strategy; choose from ddp, zero1, zero2, zero3"),
+        ("--device tpu", "--device tpu: choose from auto, cpu, cuda"),
+        ("--text missing.txt", "cannot read missing.txt: No such file"),
+        ("--text empty.txt", "empty.txt is empty"),
+        ("--text short.txt", "short.txt has 100 bytes: a context of 128 needs at least 129"),
+        ("--text binary.txt", "binary.txt is a binary file: byte 3 is NUL"),
+        ("--text latin.txt", "latin.txt is not UTF-8 text: byte 1 is 0xe9"),
+        ("--text .", "cannot read .: Is a directory"),
+        ("--out short.txt", "--out short.txt: it is a file, and the report needs a folder"),
+        ("--nonsense", "--nonsense"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: str,
+    reason: str,
+) -> None:
+    contents = {"empty": b"", "short": b"a" * 100, "binary": b"abc\0" * 100, "latin": "été".encode("latin-1") * 100}
+    for name, content in contents.items():
+        (tmp_path / f"{name}.txt").write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    assert refimpl_command(monkeypatch, "demo", *arguments.split()) == 2
+    out, err = capsys.readouterr()
+    assert reason in err
+    assert err.count("\n") == 1
+    assert err.startswith("refimpl")
+    assert out == ""
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif("torch.cuda.is_available()")
+def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refimpl_command(monkeypatch, "demo", "--device", "cuda") == 2
+    assert "--device cuda: torch finds no GPU on this machine" in capsys.readouterr().err
+
+
+def test_version_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refimpl_command(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.strip() == refimpl.__version__
+    assert refimpl_command(monkeypatch) == 0
+    assert {"demo", "doctor", "bench"} <= set(capsys.readouterr().out.split())
+    assert refimpl_command(monkeypatch, "dance") == 2
+    assert "dance" in capsys.readouterr().err
+
+
+def test_the_command_line_does_not_wait_for_torch() -> None:
+    script = "import sys, refimpl.cli.main; print(sorted({'torch', 'matplotlib', 'pandas'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_python_m_refimpl_refuses_without_a_traceback() -> None:
+    done = subprocess.run([sys.executable, "-m", "refimpl", "demo", "--width", "65"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("refimpl demo: --width 65: it must be a multiple of 64")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_bench_of_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refimpl_command(monkeypatch, "bench", "zero", "--nonsense") == 2
+    assert "--nonsense" in capsys.readouterr().err

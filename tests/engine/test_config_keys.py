@@ -1,0 +1,301 @@
+"""Every key that DeepSpeed knows gets one of three answers, and no key is swallowed."""
+
+import copy
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import refimpl.engine
+from refimpl.engine.answer import RENAMED, markdown, table
+from refimpl.engine.config import DeepSpeedConfig, load_config
+from refimpl.engine.keys import ConfigError, ConfigWarning
+
+KEYS = table(DeepSpeedConfig)
+ZERO = "zero_optimization"
+
+# What a user may ask for with each key: a value that is not the default, as it stands in a JSON file.
+ASKED: dict[str, Any] = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "managed_gradient_accumulation": False,
+    "dataloader_drop_last": True,
+    "steps_per_print": 10,
+    "gradient_clipping": 1.0,
+    "prescale_gradients": True,
+    "gradient_predivide_factor": 2.0,
+    "gradient_allreduce_op": "sum",
+    "communication_data_type": "fp32",
+    "seq_parallel_communication_data_type": "bf16",
+    "data_types.grad_accum_dtype": "fp32",
+    "data_types.param_dtype": "bf16",
+    "data_types.buffer_dtype": "bf16",
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "wall_clock_breakdown": True,
+    "memory_breakdown": True,
+    "dump_state": True,
+    "log_level": "DEBUG",
+    "sparse_gradients": True,
+    "disable_allgather": True,
+    "vocabulary_size": 50257,
+    "timers": {"throughput": {"enabled": True}},
+    "compile": {"deepcompile": True},
+    "amp": {"enabled": True, "opt_level": "O1"},
+    "nebula.enabled": True,
+    "datastates": {"checkpoint": "x"},
+    "graph_harvesting": True,
+    "fp16.enabled": True,
+    "fp16.loss_scale": 128,
+    "fp16.initial_scale_power": 12,
+    "fp16.loss_scale_window": 50,
+    "fp16.hysteresis": 4,
+    "fp16.consecutive_hysteresis": True,
+    "fp16.min_loss_scale": 2,
+    "fp16.auto_cast": True,
+    "fp16.fp16_master_weights_and_grads": True,
+    "bf16.enabled": True,
+    "bf16.check_grad_overflow": False,
+    "bf16.immediate_grad_update": False,
+    "bf16.bf16_master_weights_and_grads": True,
+    "torch_autocast.enabled": True,
+    "optimizer.type": "AdamW",
+    "optimizer.params": {"lr": 1e-3, "torch_adam": True, "adam_w_mode": False},
+    "scheduler.type": "WarmupLR",
+    "scheduler.params": {"warmup_num_steps": 5},
+    f"{ZERO}.stage": 2,
+    f"{ZERO}.contiguous_gradients": False,
+    f"{ZERO}.reduce_scatter": False,
+    f"{ZERO}.reduce_bucket_size": 1e6,
+    f"{ZERO}.allgather_partitions": False,
+    f"{ZERO}.allgather_bucket_size": 1e6,
+    f"{ZERO}.use_multi_rank_bucket_allreduce": True,
+    f"{ZERO}.overlap_comm": True,
+    f"{ZERO}.round_robin_gradients": True,
+    f"{ZERO}.load_from_fp32_weights": False,
+    f"{ZERO}.ignore_unused_parameters": False,
+    f"{ZERO}.sub_group_size": 1e6,
+    f"{ZERO}.offload_optimizer.device": "cpu",
+    f"{ZERO}.offload_param.device": "nvme",
+    f"{ZERO}.stage3_prefetch_bucket_size": 1e6,
+    f"{ZERO}.stage3_param_persistence_threshold": 1e4,
+    f"{ZERO}.stage3_model_persistence_threshold": 1e6,
+    f"{ZERO}.stage3_max_live_parameters": 1e6,
+    f"{ZERO}.stage3_max_reuse_distance": 1e6,
+    f"{ZERO}.stage3_gather_16bit_weights_on_model_save": True,
+    f"{ZERO}.stage3_module_granularity_threshold": 1000,
+    f"{ZERO}.leaf_module.classes": ["Block"],
+    f"{ZERO}.leaf_module.names": ["h.0"],
+    f"{ZERO}.zero_hpz_partition_size": 8,
+    f"{ZERO}.zero_quantized_weights": True,
+    f"{ZERO}.zero_quantized_gradients": True,
+    f"{ZERO}.mics_shard_size": 4,
+    f"{ZERO}.mics_hierarchical_params_gather": True,
+    f"{ZERO}.log_trace_cache_warnings": True,
+    f"{ZERO}.memory_efficient_linear": False,
+    f"{ZERO}.override_module_apply": False,
+    f"{ZERO}.pipeline_loading_checkpoint": True,
+    f"{ZERO}.zenflow": {"topk_ratio": 0.1},
+    f"{ZERO}.legacy_stage1": True,
+    f"{ZERO}.elastic_checkpoint": True,
+    "aio.block_size": 4096,
+    "aio.queue_depth": 32,
+    "aio.intra_op_parallelism": 4,
+    "aio.overlap_events": False,
+    "aio.single_submit": True,
+    "aio.use_gds": True,
+    "activation_checkpointing.partition_activations": True,
+    "activation_checkpointing.cpu_checkpointing": True,
+    "activation_checkpointing.contiguous_memory_optimization": True,
+    "activation_checkpointing.number_checkpoints": 4,
+    "activation_checkpointing.synchronize_checkpoint_boundary": True,
+    "activation_checkpointing.profile": True,
+    "pipeline.stages": 4,
+    "pipeline.partition": "uniform",
+    "pipeline.seed_layers": True,
+    "pipeline.activation_checkpoint_interval": 1,
+    "pipeline.pipe_partitioned": False,
+    "pipeline.grad_partitioned": False,
+    "tensor_parallel.autotp_size": 4,
+    "checkpoint.tag_validation": "Fail",
+    "checkpoint.load_universal": True,
+    "flops_profiler.enabled": True,
+    "comms_logger.enabled": True,
+    "csv_monitor.enabled": True,
+    "csv_monitor.output_path": "logs",
+    "csv_monitor.job_name": "job",
+    "tensorboard.enabled": True,
+    "wandb.enabled": True,
+    "comet.enabled": True,
+    "sparse_attention.mode": "fixed",
+    "sparse_attention.num_local_blocks": 4,
+    "elasticity.enabled": True,
+    "autotuning.enabled": True,
+    "compression_training": {"weight_quantization": {}},
+    "eigenvalue.enabled": True,
+    "quantize_training": {"enabled": True},
+    "hybrid_engine.enabled": True,
+}
+# Keys that count only together with another one, and deprecated spellings, which get the answer of today's.
+ALONGSIDE = (
+    "offload_optimizer: nvme_path buffer_count pipeline_read pipeline_write ratio pin_memory fast_init",
+    "offload_param: nvme_path buffer_count buffer_size max_in_cpu pin_memory",
+)
+DEPRECATED = ("stage3_gather_fp16_weights_on_model_save", "cpu_offload", "cpu_offload_param")
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """{"a": {"b": value}} for "a.b", on a configuration that is otherwise complete."""
+    config: dict[str, Any] = {"train_batch_size": 8}
+    *parents, name = path.split(".")
+    home = config
+    for parent in parents:
+        home = home.setdefault(parent, {"type": "WarmupLR"} if parent == "scheduler" else {})
+    home[name] = value
+    if parents == ["optimizer"] and name == "params":
+        home["type"] = "Adam"
+    return config
+
+
+def load(config: dict[str, Any]) -> tuple[DeepSpeedConfig, list[str]]:
+    """The configuration and the texts of its warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loaded = load_config(config, world_size=2)
+    assert all(issubclass(warning.category, ConfigWarning) for warning in caught)
+    return loaded, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_every_key_gets_one_of_three_answers(path: str) -> None:
+    config = nested(path, copy.deepcopy(ASKED[path]))
+    verdict = KEYS[path].verdict
+    if verdict == "rejected":
+        with pytest.raises(ConfigError, match=re.escape(path)):
+            load(config)
+        return
+    loaded, notes = load(config)
+    if verdict == "warned":
+        assert len(notes) == 1
+        assert notes[0].startswith(path)
+        assert KEYS[path].reason in notes[0]
+        return
+    assert notes == []
+    found: Any = loaded
+    for part in path.split("."):
+        found = getattr(found, part)
+    asked = ASKED[path]
+    if isinstance(found, torch.dtype):
+        found = {torch.float32: "fp32", torch.bfloat16: "bf16"}[found]
+    assert found == (asked.upper() if path == "checkpoint.tag_validation" else asked)
+
+
+@pytest.mark.parametrize("line", ALONGSIDE)
+def test_options_of_a_part_not_built_are_known(line: str) -> None:
+    section, names = line.split(": ")
+    values = dict.fromkeys(names.split(), 1)
+    loaded, notes = load({"train_batch_size": 8, ZERO: {section: values | {"device": "none"}}})
+    assert notes == []
+    assert loaded == load({"train_batch_size": 8})[0]
+    with pytest.raises(ConfigError) as error:
+        load({"train_batch_size": 8, ZERO: {section: values | {"device": "cpu"}}})
+    assert str(error.value).startswith(f"{ZERO}.{section}.device = 'cpu': not implemented yet")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("path", [p for p, key in KEYS.items() if key.silent and key.verdict != "honoured"])
+def test_a_value_that_asks_for_nothing_passes_in_silence(path: str) -> None:
+    plain, _ = load({"train_batch_size": 8, "optimizer": {"type": "Adam"}})
+    for value in KEYS[path].silent:
+        config = nested(path, value) | ({} if path.startswith("optimizer") else {"optimizer": {"type": "Adam"}})
+        config.get("optimizer", {}).setdefault("type", "Adam")
+        assert load(config) == (plain, [])
+
+
+@pytest.mark.parametrize("path", [p for p in KEYS if ": " not in p and "." in p])
+def test_a_misspelt_key_is_named_with_its_full_path_and_the_nearest_key(path: str) -> None:
+    section, name = path.rsplit(".", 1)
+    if section.endswith("params"):
+        return  # arguments of a class: its signature decides
+    with pytest.raises(ConfigError) as error:
+        load(nested(f"{section}.{name}z", 1))
+    assert f"{section}.{name}z: unknown key; did you mean {name}?" in str(error.value)
+
+
+def test_a_misspelt_key_at_the_top() -> None:
+    with pytest.raises(ConfigError, match=r"^gradient_cliping: unknown key; did you mean gradient_clipping\?$"):
+        load({"train_batch_size": 8, "gradient_cliping": 1.0})
+    with pytest.raises(ConfigError, match=r"did you mean zero_optimization.overlap_comm\?"):
+        load({"train_batch_size": 8, "overlap_com": True})
+    with pytest.raises(ConfigError, match=r"^qwertyuiop: unknown key$"):
+        load({"train_batch_size": 8, "qwertyuiop": True})
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        load({ZERO: {"overlap_com": True, "zero_hpz_partition_size": 2}, "amp": {"enabled": True}, "optimiser": {}})
+    assert len(str(error.value).splitlines()) == 4
+
+
+@pytest.mark.parametrize("name", DEPRECATED)
+def test_deprecated_spellings(name: str) -> None:
+    today = RENAMED[f"{ZERO}.{name}"][0]
+    loaded, notes = load({"train_batch_size": 8, ZERO: {name: False}})
+    assert notes == [f"{ZERO}.{name}: deprecated; write {ZERO}.{today}"]
+    assert loaded == load({"train_batch_size": 8})[0]
+    if "offload" in name:
+        with pytest.raises(ConfigError, match=rf"{today}.device = 'cpu': not implemented yet"):
+            load({"train_batch_size": 8, ZERO: {name: True}})
+    else:
+        loaded, _ = load({"train_batch_size": 8, ZERO: {name: True}})
+        assert loaded.zero_optimization.stage3_gather_16bit_weights_on_model_save
+    with pytest.raises(ConfigError, match="mean the same key"):
+        load({"train_batch_size": 8, ZERO: {name: True, today: None}})
+
+
+def test_oldest_spelling_of_stage_1() -> None:
+    loaded, notes = load({"train_batch_size": 8, ZERO: True})
+    assert loaded.zero_optimization.stage == 1
+    assert len(notes) == 1
+
+
+@pytest.mark.parametrize("name", ["Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "onebitadam"])
+def test_optimizers_of_later_parts_are_rejected_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"optimizer.type = '{name}': not implemented yet"):
+        load({"train_batch_size": 8, "optimizer": {"type": name}})
+
+
+def test_names_of_optimizers_and_schedules() -> None:
+    for name in ("Adam", "adamw", "Lion", "SGD", "Adagrad", "RMSprop"):
+        assert load({"train_batch_size": 8, "optimizer": {"type": name}})[1] == []
+    for name in ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "StepLR"):
+        assert load({"train_batch_size": 8, "scheduler": {"type": name}})[1] == []
+    with pytest.raises(ConfigError, match=r"optimizer.type = 'AdmaW': unknown; did you mean AdamW\?"):
+        load({"train_batch_size": 8, "optimizer": {"type": "AdmaW"}})
+    with pytest.raises(ConfigError, match=r"scheduler.type = 'WarmUpLR': unknown; did you mean WarmupLR\?"):
+        load({"train_batch_size": 8, "scheduler": {"type": "WarmUpLR"}})
+
+
+def test_warnings_come_from_rank_0_only() -> None:
+    config = {"train_batch_size": 8, "disable_allgather": True}
+    with pytest.warns(ConfigWarning, match="disable_allgather"):
+        load_config(config, world_size=2, rank=0)
+    load_config(config, world_size=2, rank=1)
+
+
+def test_every_honoured_key_is_read_by_somebody() -> None:
+    declared = {"sections.py", "keys.py"}
+    folder = Path(next(iter(refimpl.engine.__path__)))
+    code = "\n".join(file.read_text() for file in folder.glob("*.py") if file.name not in declared)
+    honoured = [path for path, key in KEYS.items() if key.verdict == "honoured" and ": " not in path]
+    assert [p for p in honoured if not re.search(rf"\.{p.rsplit('.', 1)[-1]}\b", code)] == []
+
+
+def test_the_table_for_people_has_every_key() -> None:
+    lines = markdown(KEYS).splitlines()[2:]
+    assert len(lines) == len(KEYS)
+    assert all(key.reason for key in KEYS.values() if not key.needs)

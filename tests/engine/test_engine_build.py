@@ -1,0 +1,275 @@
+"""From the configuration's names to the engine's parts, and what the engine prints about itself."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import refimpl
+from refimpl import launch
+from refimpl.engine.build import named_optimizer
+from refimpl.engine.config import load_config
+from refimpl.engine.keys import ConfigError
+from refimpl.optim.schedule import WarmupLR
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.out = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.out(self.into(x).relu()) * self.scale).float().square().mean()
+
+
+def config(**more: Any) -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}} | more
+
+
+def start(model: nn.Module | None = None, **more: Any) -> refimpl.Engine:
+    arguments = {name: more.pop(name) for name in ("optimizer_", "lr_scheduler", "model_parameters") if name in more}
+    if "optimizer_" in arguments:
+        arguments["optimizer"] = arguments.pop("optimizer_")
+    return refimpl.initialize(model=model or Net(), config=config(**more), **arguments)[0]
+
+
+def steps(engine: refimpl.Engine, count: int = 1, dtype: torch.dtype = torch.float32) -> None:
+    for _ in range(count):
+        engine.backward(engine(torch.ones(4, 64, dtype=dtype)))
+        engine.step()
+
+
+P = [nn.Parameter(torch.ones(64))]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "kind", "decay", "fused"),
+    [
+        ("Adam", {}, torch.optim.AdamW, 0.0, True),
+        ("adamw", {"weight_decay": 0.1, "fused": False}, torch.optim.AdamW, 0.1, False),
+        ("Adam", {"adam_w_mode": False}, torch.optim.Adam, 0.0, True),
+        ("AdamW", {"adam_w_mode": False}, torch.optim.AdamW, 0.0, True),
+        ("Adam", {"torch_adam": True}, torch.optim.AdamW, 0.01, True),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, torch.optim.Adam, 0, True),
+        ("SGD", {"lr": 0.1}, torch.optim.SGD, 0, None),
+        ("Adagrad", {}, torch.optim.Adagrad, 0, None),
+        ("RMSprop", {}, torch.optim.RMSprop, 0, None),
+        ("Lion", {}, "Lion", 0.0, None),
+    ],
+)
+def test_optimizers_by_name(name: str, params: dict[str, Any], kind: Any, decay: float, fused: bool | None) -> None:
+    made = named_optimizer(name, P, params)
+    assert type(made).__name__ == (kind if isinstance(kind, str) else kind.__name__)
+    assert made.defaults["weight_decay"] == decay
+    assert made.defaults.get("fused") == fused
+
+
+def test_a_misspelt_parameter_is_named() -> None:
+    with pytest.raises(ValueError, match=r"optimizer.params.weight_dacay: AdamW .* did you mean weight_decay"):
+        named_optimizer("AdamW", P, {"weight_dacay": 0.1})
+    with pytest.raises(ValueError, match=r"scheduler.params.warmup_steps: WarmupLR"):
+        start(scheduler={"type": "WarmupLR", "params": {"warmup_steps": 3}})
+    with pytest.raises(ValueError, match="bias_correction"):
+        named_optimizer("Adam", P, {"bias_correction": False})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["Adam", "SGD", "Adagrad", "Lion", "RMSprop"])
+def test_every_optimizer_trains_in_every_stage(stage: int, name: str) -> None:
+    params = {"lr": 0.01}
+    engine = start(optimizer={"type": name, "params": params}, zero_optimization={"stage": stage})
+    plain = Net()
+    oracle = named_optimizer(name, list(plain.parameters()), params)
+    for _ in range(2):
+        plain(torch.ones(4, 64)).backward()
+        oracle.step()
+        oracle.zero_grad()
+    steps(engine, 2)
+    for key, weight in engine.stage.full_state_dict().items():
+        torch.testing.assert_close(weight, plain.state_dict()[key], rtol=1e-6, atol=1e-7)
+
+
+def test_the_clients_optimizer_wins_over_the_file() -> None:
+    model = Net()
+    own = torch.optim.SGD(model.parameters(), lr=0.25)
+    engine = start(model, optimizer_=own)
+    assert engine.optimizer is own
+    engine = start(optimizer_=lambda parameters: torch.optim.Adagrad(parameters, lr=0.125))
+    assert (type(engine.optimizer), engine.get_lr()) == (torch.optim.Adagrad, [0.125])
+    with pytest.raises(TypeError, match="returned list"):
+        start(optimizer_=lambda parameters: parameters)
+
+
+def test_without_an_optimizer_it_says_what_to_add() -> None:
+    with pytest.raises(ValueError, match="no optimizer"):
+        refimpl.initialize(model=Net(), config={"train_batch_size": 4})
+
+
+def test_model_parameters_as_tensors_or_groups() -> None:
+    model = Net()
+    groups = [{"params": model.into.parameters(), "lr": 0.0}, {"params": model.out.parameters()}]
+    engine = start(model, model_parameters=groups, zero_optimization={"stage": 2})
+    assert engine.get_lr() == [0.0, 0.5]
+    before = {n: w.clone() for n, w in model.state_dict().items()}
+    steps(engine)
+    after = model.state_dict()
+    assert torch.equal(after["into.weight"], before["into.weight"])
+    assert not torch.equal(after["out.weight"], before["out.weight"])
+
+    model = Net()
+    assert start(model, model_parameters=model.parameters()).get_lr() == [0.5]
+    with pytest.raises(ValueError, match="group 0 has a tensor"):
+        start(Net(), model_parameters=model.parameters())
+    with pytest.raises(ValueError, match="nothing to train"):
+        start(Net().requires_grad_(False))
+
+
+def test_schedules_from_the_file_the_client_or_a_callable() -> None:
+    warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.5, "warmup_num_steps": 4, "warmup_type": "linear"}
+    rates = []
+    model = Net()
+    own = torch.optim.SGD(model.parameters(), lr=0.5)
+    for engine in (
+        start(scheduler={"type": "WarmupLR", "params": warmup}),
+        start(lr_scheduler=lambda optimizer: WarmupLR(optimizer, **warmup)),
+        start(model, optimizer_=own, lr_scheduler=WarmupLR(own, **warmup)),
+    ):
+        rates.append([])
+        for _ in range(6):
+            rates[-1].append(engine.get_lr()[0])
+            steps(engine)
+    assert rates[0] == rates[1] == rates[2]
+    assert rates[0][5] == 0.5 > rates[0][3] > rates[0][2] > 0
+    with pytest.raises(ValueError, match="given twice"):
+        start(lr_scheduler=lambda optimizer: None, scheduler={"type": "WarmupLR", "params": warmup})
+    torch_one = start(scheduler={"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}})
+    steps(torch_one, 2)
+    assert torch_one.get_lr() == [0.125]
+
+
+def test_the_model_is_cast_as_the_file_says() -> None:
+    for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        engine = start(**{section: {"enabled": True}})
+        assert {p.dtype for p in engine.module.parameters()} == {dtype}
+        assert engine.module.scale.dtype == dtype
+        steps(engine, 1, dtype)
+        assert engine.optimizer.param_groups[0]["params"][0].dtype == torch.float32
+    engine = start(bf16={"enabled": True}, data_types={"buffer_dtype": "fp32"})
+    assert (engine.module.into.weight.dtype, engine.module.scale.dtype) == (torch.bfloat16, torch.float32)
+    assert start(Net().double()).module.into.weight.dtype == torch.float64
+
+
+def test_inputs_are_cast_only_when_asked() -> None:
+    with pytest.raises(RuntimeError, match="dtype"):
+        steps(start(fp16={"enabled": True}))
+    engine = start(fp16={"enabled": True, "auto_cast": True})
+    steps(engine)
+    assert engine.global_steps == 1
+
+
+def zero_init(inside: bool, precision: dict[str, Any], zero: dict[str, Any]) -> list[Tensor]:
+    from refimpl.zero.init import Init
+
+    torch.manual_seed(0)
+    if inside:
+        with Init():
+            model = Net()
+    else:
+        model = Net()
+    engine = start(model, zero_optimization=zero, **precision)
+    steps(engine, 2, engine.config.dtype)
+    return [w.clone() for w in (engine.stage.full_state_dict() or {}).values()]
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
+@pytest.mark.parametrize(
+    "zero",
+    [{"stage": 3, "stage3_param_persistence_threshold": 0}, {"stage": 3, "stage3_param_persistence_threshold": 64},
+     {"stage": 1}],
+)  # fmt: skip
+def test_a_model_born_in_shards_gives_the_same_bits(precision: dict[str, Any], zero: dict[str, Any]) -> None:
+    born, plain = (launch.run(zero_init, inside, precision, zero, ranks=2)[0] for inside in (True, False))
+    assert len(born) == len(plain) == 5
+    assert all(torch.equal(a, b) for a, b in zip(born, plain, strict=True))
+
+
+def test_exactly_one_configuration() -> None:
+    args = type("Args", (), {"deepspeed_config": config()})
+    assert refimpl.initialize(args, Net())[0].train_batch_size() == 4
+    assert refimpl.initialize(model=Net(), config_params=config())[0].train_batch_size() == 4
+    with pytest.raises(ValueError, match="found none"):
+        refimpl.initialize(model=Net())
+    with pytest.raises(ValueError, match=r"found config and args.deepspeed_config"):
+        refimpl.initialize(args, Net(), config=config())
+    with pytest.raises(ValueError, match="needs a model"):
+        refimpl.initialize(config=config())
+    with pytest.raises(NotImplementedError, match="mpu"):
+        refimpl.initialize(model=Net(), config=config(), mpu=object())
+    with pytest.raises(RuntimeError, match="dist_init_required"):
+        refimpl.initialize(model=Net(), config=config(), dist_init_required=False)
+
+
+def test_errors_of_the_configuration_reach_the_caller() -> None:
+    with pytest.raises(ConfigError, match=r"train_batch_size = 9, .* 4 x .* 2 x world size 1 = 8"):
+        start(train_batch_size=9, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError, match="did you mean steps_per_print"):
+        start(steps_per_prnt=1)
+
+
+def test_it_prints_what_the_file_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = start(steps_per_print=2, wall_clock_breakdown=True, memory_breakdown=True, comms_logger={"enabled": True})
+    steps(engine, 1)
+    assert capsys.readouterr().out == ""
+    steps(engine, 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step=2, skipped=0, lr=[0.5]"
+    assert all(f"{name}: " in lines[1] for name in ("fwd", "bwd", "step"))
+    size = sum(p.nbytes for p in engine.module.parameters())
+    assert lines[2].startswith("bytes before step")
+    assert f"gradients: {size}" in lines[2]
+    assert f"parameters: {size}" in lines[3]
+    assert "gradients: 0" in lines[3]
+    assert lines[4] == "sent by rank 0 in step 2:"
+    start(dump_state=True)
+    assert '"train_micro_batch_size_per_gpu": 4' in capsys.readouterr().out
+    steps(start(), 1)
+    assert capsys.readouterr().out == ""
+
+
+def monitored(folder: Path) -> list[float]:
+    monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+    engine = start(csv_monitor=monitor, gradient_accumulation_steps=2, fp16={"enabled": True, "initial_scale_power": 4})
+    losses = []
+    for step in range(4):
+        x = torch.full((4, 64), 1.0 + step + engine.group.rank, dtype=torch.float16)
+        losses.append(engine.backward(engine(x)).item())
+        engine.step()
+    return losses
+
+
+def test_monitors_get_the_loss_of_the_whole_batch(tmp_path: Path) -> None:
+    losses = torch.tensor(launch.run(monitored, tmp_path, ranks=2))  # [rank, micro-batch]
+    metrics = {path.stem: list(csv.reader(path.read_text().splitlines())) for path in (tmp_path / "job").iterdir()}
+    assert set(metrics) == {f"Train_Samples_{name}" for name in ("train_loss", "lr", "loss_scale")}
+    assert metrics["Train_Samples_loss_scale"][1:] == [["16", "16.0"], ["32", "16.0"]]
+    assert metrics["Train_Samples_lr"][1:] == [["16", "0.5"], ["32", "0.5"]]
+    written = [float(value) for _, value in metrics["Train_Samples_train_loss"][1:]]
+    assert written == pytest.approx([losses[:, :2].mean().item(), losses[:, 2:].mean().item()], rel=1e-6)
+
+
+def test_counters_and_getters() -> None:
+    engine = start(gradient_accumulation_steps=2, zero_optimization={"stage": 1})
+    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (8, 4)
+    assert (engine.gradient_accumulation_steps(), engine.zero_optimization_stage()) == (2, 1)
+    assert engine.get_global_grad_norm() is None
+    assert (engine.local_rank, engine.device) == (0, torch.device("cpu"))
+    assert not engine.eval().module.training
+    assert engine.train().module.training
+    assert engine.config == load_config(
+        config(gradient_accumulation_steps=2, zero_optimization={"stage": 1}), world_size=1
+    )

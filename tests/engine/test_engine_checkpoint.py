@@ -1,0 +1,170 @@
+"""A run that stops and goes on gives the bits of one that never stopped; what cannot be resumed says why."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import refimpl
+from refimpl import launch
+from refimpl.engine.checkpoint import CheckpointError
+
+SIZE = 64
+
+
+class Net(nn.Module):
+    """A tied weight, a buffer that training changes, and a frozen layer."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.into, self.out = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE, bias=False)
+        self.out.weight = self.into.weight
+        self.norm = nn.BatchNorm1d(SIZE)
+        self.frozen = nn.Linear(SIZE, SIZE).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.out(self.norm(self.into(x)).tanh())).float().square().mean()
+
+
+def settings(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 10}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 64},  # weights in shards
+    } | more
+
+
+def start(config: dict[str, Any], seed: int = 0) -> refimpl.Engine:
+    return refimpl.initialize(model=Net(seed), config=config)[0]
+
+
+def train(engine: refimpl.Engine, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        seed = torch.Generator().manual_seed(100 * engine.group.rank + step)
+        x = torch.randn(4, SIZE, generator=seed, dtype=torch.float32).to(engine.config.dtype)
+        losses.append(engine.backward(engine(x)).item())
+        engine.step()
+    return losses
+
+
+def weights(engine: refimpl.Engine) -> dict[str, Tensor]:
+    return {name: w.clone() for name, w in (engine.stage.full_state_dict() or {}).items()}
+
+
+def stop_and_go_on(config: dict[str, Any], folder: Path) -> None:
+    engine = start(config)
+    rank = engine.group.rank
+    train(engine, range(2))
+    assert engine.save_checkpoint(folder, client_state={"step": 2, "rank": rank, "rng": torch.get_rng_state()})
+    saved = weights(engine)
+    if rank == 0:
+        assert (folder / "latest").read_text() == "global_step2"
+        file = load_file(folder / "global_step2/model.safetensors")
+        assert file.keys() == saved.keys()
+        assert all(torch.equal(file[name], saved[name]) for name in saved)
+    expected = train(engine, range(2, 4)), weights(engine), engine.get_lr()
+
+    again = start(config, seed=7)
+    path, client = again.load_checkpoint(folder)
+    assert path == str(folder / "global_step2")
+    assert (client["step"], client["rank"]) == (2, rank)
+    assert (again.global_steps, again.micro_steps, again.global_samples) == (2, 2, 2 * 4 * again.group.size)
+    restored = weights(again)
+    assert all(torch.equal(restored[name], saved[name]) for name in saved)
+    losses, end, rates = train(again, range(2, 4)), weights(again), again.get_lr()
+    assert (losses, rates) == (expected[0], expected[2])
+    assert all(torch.equal(end[name], expected[1][name]) for name in end)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_going_on_gives_the_same_bits(stage: int, ranks: int, tmp_path: Path) -> None:
+    launch.run(stop_and_go_on, settings(stage), tmp_path, ranks=ranks)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("section", ["bf16", "fp16"])
+def test_going_on_in_low_precision(stage: int, section: str, tmp_path: Path) -> None:
+    launch.run(stop_and_go_on, settings(stage, **{section: {"enabled": True}}), tmp_path, ranks=2)
+
+
+def save(config: dict[str, Any], folder: Path, tag: Any = None) -> None:
+    engine = start(config)
+    train(engine, range(1))
+    engine.save_checkpoint(folder, f"rank{engine.group.rank}" if tag == "own" else tag)
+
+
+def test_another_world_size_or_stage_is_named(tmp_path: Path) -> None:
+    launch.run(save, settings(2), tmp_path, ranks=2)
+    with pytest.raises(CheckpointError, match="world_size 2 there, 1 here; stage 2 there, 3 here"):
+        start(settings(3)).load_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no-such-tag.*complete checkpoints.*global_step1"):
+        start(settings(2)).load_checkpoint(tmp_path, "no-such-tag")
+
+
+def test_a_shard_is_saved_without_the_buffer_it_is_cut_from(tmp_path: Path) -> None:
+    launch.run(save, settings(2), tmp_path, ranks=4)
+    shard = torch.load(tmp_path / "global_step1/rank00003.pt", weights_only=True)["stage"]["masters"][0]
+    assert shard.untyped_storage().nbytes() == shard.nbytes
+
+
+def test_no_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="no file `latest`"):
+        assert start(settings(0)).load_checkpoint(tmp_path) == (None, None)
+
+
+def test_save_latest_false_leaves_latest_alone(tmp_path: Path) -> None:
+    engine = start(settings(0))
+    train(engine, range(1))
+    engine.save_checkpoint(tmp_path, tag="kept")
+    engine.save_checkpoint(tmp_path, tag=0.25, save_latest=False)
+    assert (tmp_path / "latest").read_text() == "kept"
+    assert json.loads((tmp_path / "0.25/checkpoint.json").read_text())["world_size"] == 1
+    assert not list(tmp_path.rglob("*.part"))
+    assert engine.load_checkpoint(tmp_path, 0.25)[0] == str(tmp_path / "0.25")
+
+
+def test_ranks_that_name_different_tags(tmp_path: Path) -> None:
+    with pytest.raises(launch.RankError, match=r"rank 0: 'rank0', rank 1: 'rank1'"):
+        launch.run(save, settings(1, checkpoint={"tag_validation": "Fail"}), tmp_path, "own", ranks=2)
+    launch.run(save, settings(1, checkpoint={"tag_validation": "Ignore"}), tmp_path, "own", ranks=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "rank0"]
+    assert sorted(p.name for p in (tmp_path / "rank0").glob("*.pt")) == ["rank00000.pt", "rank00001.pt"]
+
+
+def test_client_state_that_could_not_be_loaded_fails_at_the_save(tmp_path: Path) -> None:
+    engine = start(settings(0))
+    train(engine, range(1))
+    with pytest.raises(CheckpointError, match="client_state"):
+        engine.save_checkpoint(tmp_path, client_state={"path": tmp_path})
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def save_16bit(config: dict[str, Any], folder: Path, name: str) -> bool:
+    engine = start(config)
+    train(engine, range(1))
+    return engine.save_16bit_model(folder, name)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_save_16bit_model(name: str, tmp_path: Path) -> None:
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    config = settings(3, bf16={"enabled": True}, zero_optimization=zero)
+    assert launch.run(save_16bit, config, tmp_path, name, ranks=2) == [True, True]
+    path = tmp_path / name
+    loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    assert {w.dtype for w in loaded.values() if w.is_floating_point()} == {torch.bfloat16}
+    Net().load_state_dict(loaded)
+
+
+def test_save_16bit_model_needs_its_key_in_stage_3(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="stage3_gather_16bit_weights_on_model_save"):
+        assert save_16bit(settings(3), tmp_path, "m.bin") is False
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,68 @@
+"""Reading a faulthandler dump: which call waits, and at which line of the reader's."""
+
+from pathlib import Path
+
+import torch
+
+from refimpl.ranks import hang
+
+DIST = Path(torch.__file__).parent / "distributed" / "distributed_c10d.py"
+GROUP = Path(hang.__file__).parents[1] / "comm" / "group.py"
+RANK = Path(hang.__file__).with_name("rank.py")
+
+
+def dump(*frames: str) -> str:
+    """One thread's stack: frames "file:line function", innermost first."""
+    lines = ["Current thread 0x00007f00 (most recent call first):"]
+    for frame in frames:
+        place, function = frame.split(" ")
+        file, line = place.rsplit(":", 1)
+        lines.append(f'  File "{file}", line {line} in {function}')
+    return "\n".join(lines) + "\n"
+
+
+def test_the_collective_is_the_call_that_the_readers_line_made(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("def step():\n    group.reduce_scatter(out, x)\n")
+    stack = dump(
+        f"{DIST}:9 all_to_all_single",
+        f"{DIST}:8 wrapper",
+        f"{GROUP}:7 _exchange",
+        f"{GROUP}:6 reduce_scatter",
+        f"{script}:2 step",
+        f"{DIST}:5 barrier",
+        f"{RANK}:4 run",
+        "<string>:1 <module>",
+    )
+    assert hang.is_complete(stack)
+    assert hang.where(stack) == f"waits in reduce_scatter at {script}:2: group.reduce_scatter(out, x)"
+
+
+def test_a_stack_without_a_collective_computes(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("while True:\n    pass\n")
+    assert hang.where(dump(f"{script}:2 step", f"{RANK}:4 run")) == f"computes at {script}:2: pass"
+
+
+def test_torchs_own_wait_leaves_no_frame_but_its_line_tells(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("work.wait()\n")
+    assert hang.where(dump(f"{script}:1 step", f"{RANK}:4 run")) == f"waits in wait at {script}:1: work.wait()"
+
+
+def test_a_collective_in_another_thread_is_found():
+    backward = dump(f"{DIST}:9 all_reduce", "train.py:12 hook").replace("Current thread", "Thread")
+    main = dump(
+        f"{Path(torch.__file__).parent}/autograd/graph.py:1 backward", "train.py:30 step", "<string>:1 <module>"
+    )
+    assert hang.where(f"{backward}\n{main}") == "waits in all_reduce at train.py:12"
+
+
+def test_a_rank_still_in_the_launcher_has_no_line():
+    assert hang.where(dump(f"{DIST}:9 init_process_group", f"{RANK}:4 run")) == "waits in init_process_group"
+
+
+def test_half_a_dump_is_not_complete():
+    whole = dump(f"{DIST}:9 barrier", "train.py:12 <module>", f"{RANK}:4 run", "<string>:1 <module>")
+    assert not hang.is_complete("")
+    assert not hang.is_complete(whole[:-2])

@@ -1,0 +1,244 @@
+"""DDP and ZeRO-1, 2, 3 against one process of plain torch: bits, bytes kept, bytes sent, order of events."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from training import STAGES, Job, Net, differing, oracle, train
+
+from refimpl.launch import RankError, run
+from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.optim.lion import Lion
+from refimpl.plan.formulas import by_collective, memory_bytes, traffic
+
+RANKS = (2, 3, 4)
+every_stage = pytest.mark.parametrize("stage", list(STAGES))
+every_size = pytest.mark.parametrize("ranks", RANKS)
+
+
+@every_size
+@every_stage
+def test_fp32_equals_one_process_bit_for_bit(stage: str, ranks: int) -> None:
+    job = Job()
+    assert differing(run(train, stage, job, ranks=ranks)[0].weights, oracle(ranks, job)) == []
+
+
+@every_stage
+def test_accumulation_adds_in_the_declared_order(stage: str) -> None:
+    job = Job(micro_batches=3)
+    expected = oracle(3, job, ranks_first=stage in ("zero2", "zero3"))
+    assert differing(run(train, stage, job, ranks=3)[0].weights, expected) == []
+
+
+def test_the_two_orders_of_accumulation_differ() -> None:
+    """Else the test above would not tell them apart."""
+    job = Job(micro_batches=3)
+    assert differing(oracle(3, job), oracle(3, job, ranks_first=True)) != []
+
+
+@every_stage
+def test_clipping_uses_the_global_norm(stage: str) -> None:
+    job = Job(clip=0.05)
+    out = run(train, stage, job, ranks=3)
+    assert differing(out[0].weights, oracle(3, job)) == []
+    assert out[0].norms == out[1].norms == out[2].norms
+    assert all(norm is not None and norm > 0.05 for norm in out[0].norms), "the limit must bite"
+
+
+def test_all_stages_agree_bit_for_bit_in_bf16() -> None:
+    weights = [run(train, stage, Job(dtype=torch.bfloat16), ranks=3)[0].weights for stage in STAGES]
+    for other in weights[1:]:
+        assert differing(other, weights[0]) == []
+
+
+@every_stage
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True),
+        lambda m: torch.optim.Adagrad(m.parameters(), lr=0.01, initial_accumulator_value=0.1),
+        lambda m: Lion(m.parameters(), lr=1e-3, weight_decay=0.1),
+    ],
+    ids=["sgd", "adagrad", "lion"],
+)
+def test_other_elementwise_optimizers(stage: str, optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    job = Job(optimizer=optimizer, steps=4)
+    assert differing(run(train, stage, job, ranks=3)[0].weights, oracle(3, job)) == []
+
+
+def gpt(width: int = 64) -> GPT:
+    return GPT(GPTConfig(vocab=64, context=16, width=width, layers=2, heads=2))
+
+
+class Scored(nn.Module):
+    """A GPT that takes the tests' tokens and returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = gpt()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.gpt(tokens, tokens.roll(-1, 1))
+        return loss
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+GPT_JOB = Job(make=Scored, optimizer=fused, config={"reduce_bucket_size": 20_000, "leaf_modules": ("Block",)})
+
+
+@every_size
+@every_stage
+def test_gpt_with_fused_adamw(stage: str, ranks: int) -> None:
+    """Every parameter's size is a multiple of 64, so even the fused kernel gives the bits of plain torch."""
+    out = run(train, stage, GPT_JOB, ranks=ranks)[0]
+    assert differing(out.weights, oracle(ranks, GPT_JOB)) == []
+
+
+@every_size
+@every_stage
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_counted_bytes_equal_the_formulas(stage: str, ranks: int, micro_batches: int, dtype: torch.dtype) -> None:
+    job = replace(GPT_JOB, dtype=dtype, micro_batches=micro_batches, steps=2)
+    out = run(train, stage, job, ranks=ranks)[0]
+    expected = memory_bytes(stage, ranks, dtype.itemsize, out.layout)
+    assert {name: out.memory[name] for name in expected} == expected
+    assert out.memory["gathered"] == 0
+    rows = traffic(stage, ranks, dtype.itemsize, out.layout, micro_batches)
+    assert out.sent == by_collective(rows)
+    assert out.layout.padding < 64 * ranks * out.layout.buckets
+
+
+@every_size
+def test_sent_in_units_of_the_parameters(ranks: int) -> None:
+    """2, 2, 2 and 3 times (N-1)/N of the parameters' bytes, up to the padding."""
+    for stage, times in {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3}.items():
+        out = run(train, stage, replace(GPT_JOB, steps=1), ranks=ranks)[0]
+        assert out.sent_by_tag["gradients"] + out.sent_by_tag.get("parameters", 0) == (
+            times * (ranks - 1) * 4 * (out.layout.numel + out.layout.padding) // ranks
+        )
+
+
+@every_stage
+def test_reduction_overlaps_backward(stage: str) -> None:
+    """Collective i starts before gradient i + 1 exists."""
+
+    def marks_after_first_reduction(overlap: bool) -> int:
+        job = replace(GPT_JOB, steps=1, config=GPT_JOB.config | {"overlap_comm": overlap})
+        events = run(train, stage, job, ranks=2)[0].events
+        names = ["grad" if e.phase == "mark" else f"{e.phase} {e.tag}" for e in events]
+        return names[names.index("start gradients") :].count("grad")
+
+    assert marks_after_first_reduction(overlap=True) > 0
+    assert marks_after_first_reduction(overlap=False) == 0
+
+
+@every_stage
+def test_two_reductions_are_in_flight_at_most(stage: str) -> None:
+    events = run(train, stage, Job(steps=1, config={"reduce_bucket_size": 300}), ranks=2)[0].events
+    flying, most = 0, 0
+    for event in events:
+        if event.tag == "gradients":
+            flying += {"start": 1, "end": -1}[event.phase]
+            most = max(most, flying)
+    assert most == 2
+
+
+@every_stage
+def test_infinite_loss_on_one_rank_skips_the_step_on_all(stage: str) -> None:
+    outs = run(train, stage, Job(steps=3, poison=(1, 1)), ranks=3)
+    assert [o.done for o in outs] == [[True, False, True]] * 3
+    weights = outs[0].weights
+    assert weights is not None
+    assert all(w.isfinite().all() for w in weights.values())
+
+
+@every_stage
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"prescale_gradients": True},
+        {"gradient_predivide_factor": 2.0},
+        {"communication_data_type": torch.float16},
+        {"grad_accum_dtype": torch.float32},
+        {"allgather_bucket_size": 100},
+        {"reduce_bucket_size": 1},
+    ],
+    ids=lambda c: next(iter(c)),
+)
+def test_ways_to_reduce_agree_closely(stage: str, config: dict[str, object]) -> None:
+    """Dividing before, on the way or in another dtype rounds differently, and computes the same thing."""
+    job = Job(steps=3, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    out = run(train, stage, replace(job, config={"reduce_bucket_size": 700} | config), ranks=3)[0]
+    assert out.weights is not None
+    for name, expected in oracle(3, job).items():
+        torch.testing.assert_close(out.weights[name], expected, rtol=2e-3, atol=2e-5, msg=name)
+
+
+@every_stage
+def test_the_gather_in_pieces_changes_no_bit(stage: str) -> None:
+    job = Job(steps=3, config={"reduce_bucket_size": 700, "allgather_bucket_size": 100})
+    assert differing(run(train, stage, job, ranks=3)[0].weights, oracle(3, job)) == []
+
+
+def three_backwards(stage_name: str) -> tuple[dict[str, torch.Tensor] | None, None]:
+    from training import tokens
+
+    from refimpl.comm.group import Group
+    from refimpl.zero.config import ZeroConfig
+
+    torch.manual_seed(0)
+    model, group = Net(), Group.world()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stage = STAGES[stage_name](model, optimizer, group, ZeroConfig(reduce_bucket_size=700))  # type: ignore[call-arg]
+    for micro in range(3):
+        stage.backward(model(tokens(0, micro * group.size + group.rank)))
+    stage.step()
+    return stage.full_state_dict(), None
+
+
+@every_stage
+def test_three_backwards_before_a_step_add_up(stage: str) -> None:
+    weights = run(three_backwards, stage, ranks=2)[0][0]
+    job = Job(steps=1, micro_batches=3, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.3))
+    for name, expected in oracle(2, job, ranks_first=True).items():
+        torch.testing.assert_close(weights[name], expected, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def misuse(stage_name: str, how: str) -> None:
+    from training import tokens
+
+    from refimpl.comm.group import Group
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if how == "lbfgs":
+        optimizer = torch.optim.LBFGS(model.parameters())  # type: ignore[assignment]
+    if how == "missing":
+        optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    stage = STAGES[stage_name](model, optimizer, Group.world())  # type: ignore[call-arg]
+    if how == "loss.backward":
+        model(tokens(0, 0)).backward()
+    if how == "no backward":
+        stage.step()
+
+
+@every_stage
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("lbfgs", "LBFGS is not known to be element-wise"),
+        ("missing", "requires a gradient but is in no group"),
+        ("loss.backward", r"call stage.backward\(loss\) in place of loss.backward\(\)"),
+        ("no backward", "before any backward"),
+    ],
+)
+def test_misuse_is_named(stage: str, how: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        run(partial(misuse, stage, how), ranks=2)
