@@ -1,7 +1,7 @@
 """Checkpoints: each rank writes its own shards, rank 0 the whole weights, and `latest` says which one is complete.
 
     save_dir/latest                        the tag of the last complete checkpoint, written when all ranks are done
-    save_dir/<tag>/checkpoint.json         world size, stage, dtype and counters: what a run must match to resume
+    save_dir/<tag>/checkpoint.json         world size, stage, dtype, layout, which a resume must match; counters
     save_dir/<tag>/rank00000.pt            one a rank: `stage.state_dict()`, the schedule, the rank's client_state
     save_dir/<tag>/model.safetensors       the model's weights, whole, under their names, for everybody else
 
@@ -39,8 +39,11 @@ def save(
     engine: "Engine", save_dir: Path, tag: str | float | None, client_state: Mapping[str, Any], save_latest: bool
 ) -> bool:
     """Write a checkpoint of every rank under `save_dir/tag`, by default `global_step<n>`. Collective; returns True."""
-    folder = save_dir / agreed_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
+    tag = agreed_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
+    folder, first = save_dir / tag, engine.group.rank == 0
     folder.mkdir(parents=True, exist_ok=True)
+    if first:
+        (folder / "checkpoint.json").unlink(missing_ok=True)  # what is there is being overwritten
     scheduler = engine.lr_scheduler
     mine = {
         "stage": tree_map_only(Tensor, compact, engine.stage.state_dict()),
@@ -52,12 +55,13 @@ def save(
     weights = engine.stage.full_state_dict()
     if weights is not None:
         write(folder / "model.safetensors", lambda path: save_file(unshared(weights), path))
-        about = identity(engine) | {name: getattr(engine, name) for name in COUNTERS}
+    engine.group.barrier()  # what follows says that every rank has written its file
+    if first:
+        about = identity(engine) | {name: getattr(engine, name) for name in COUNTERS} | {"layout": layout(engine)}
         write(folder / "checkpoint.json", lambda path: path.write_text(json.dumps(about, indent=2)))
-    engine.group.barrier()  # `latest` must not name a checkpoint that some rank is still writing
-    if save_latest and engine.group.rank == 0:
-        write(save_dir / "latest", lambda path: path.write_text(folder.name))
-    engine.group.barrier()  # and no rank may look for it before it is there
+        if save_latest:
+            write(save_dir / "latest", lambda path: path.write_text(tag))
+    engine.group.barrier()  # no rank may look for it before it is there
     return True
 
 
@@ -84,6 +88,11 @@ def load(engine: "Engine", load_dir: Path, tag: str | float | None) -> tuple[str
         raise CheckpointError(
             f"{folder}: cannot go on from it: {'; '.join(differences)}. Run with the same setting, or take the whole "
             "weights from model.safetensors"
+        )
+    if about["layout"] != layout(engine):
+        raise CheckpointError(
+            f"{folder}: cannot go on from it: its flat buffers hold other parameters than here. The model, the "
+            "optimizer's groups, reduce_bucket_size, or stage 3's thresholds and leaf modules have changed"
         )
     mine = torch.load(folder / rank_file(engine.group.rank), map_location="cpu", weights_only=True)
     engine.stage.load_state_dict(mine["stage"])
@@ -122,12 +131,18 @@ def save_16bit_model(engine: "Engine", save_dir: Path, filename: str) -> bool:
 
 
 def identity(engine: "Engine") -> dict[str, Any]:
-    """What the shards' layout depends on."""
+    """What a run must have in common with the one that it continues."""
     return {
         "world_size": engine.group.size,
         "stage": engine.zero_optimization_stage(),
         "dtype": str(engine.config.dtype).removeprefix("torch."),
     }
+
+
+def layout(engine: "Engine") -> list[list[str]]:
+    """Which parameters, of which shape, lie in which flat buffer, in order: what a shard's elements mean."""
+    names = engine.stage.names
+    return [[f"{names[p]} {list(p.shape)}" for p in bucket.params] for bucket in engine.stage.buckets]
 
 
 def untrained(engine: "Engine") -> dict[str, Tensor]:

@@ -50,14 +50,14 @@ class Fetch:
             # No gradient will say that backward is through with them; the gradient of the module's input does.
             for tensor in _tensors(args):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self.release(frozen))
+                    tensor.register_hook(lambda _: self.release(frozen))  # type: ignore[no-untyped-call]
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._running.pop()
         if self.units_of[module]:
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self.need(module, "backward"))
+                    tensor.register_hook(lambda _: self.need(module, "backward"))  # type: ignore[no-untyped-call]
         if not self.in_backward:
             busy = [u for m in self._running for u in self.units_of[m]]
             self.release([u for u in self.units_of[module] if u not in busy and not self._soon_again(u)])
@@ -99,7 +99,7 @@ class Fetch:
             unit.free()
 
     def accessed(self, p: nn.Parameter) -> None:
-        """module.<p> is read. Inside a forward a freed one is external to the running module: gather it for that one."""
+        """module.<p> is read. A freed one is external to the module that runs now: gather it for that one."""
         unit = unit_of(p)
         if unit is None or not unit.is_free or not self._running:
             return

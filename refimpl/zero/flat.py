@@ -28,7 +28,7 @@ class Bucket:
     """Parameters of one optimizer group and dtype; their data become views of one buffer [P]."""
 
     def __init__(self, params: list[nn.Parameter], group: Group, group_index: int = 0, name: str = "") -> None:
-        """`params` must be allocated. `group_index`: which of the optimizer's groups they come from. `name`: for messages."""
+        """`params` allocated, of one dtype. `group_index`: their group in the optimizer. `name`: for messages."""
         self.params, self.group, self.group_index, self.name = params, group, group_index, name
         self.offset: dict[nn.Parameter, int] = {}
         self.numel = 0
@@ -65,7 +65,7 @@ class Bucket:
         else:
             works = [
                 self.group.all_gather(list(cut.unbind()), cut[self.group.rank], async_op=True, tag="parameters")
-                for cut in rows.split(width, dim=1)
+                for cut in torch.split(rows, width, dim=1)
             ]
         for work in works:
             work.wait()

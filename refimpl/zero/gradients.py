@@ -12,7 +12,6 @@ Li et al. 2020, arXiv:2006.15704, section 3.2; DeepSpeed: deepspeed/runtime/zero
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +20,6 @@ from refimpl.comm.collectives import Op, Scratch
 from refimpl.comm.group import Group, Work
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 IN_FLIGHT = 2  # one bucket travels while the next one fills
 
@@ -67,9 +63,12 @@ class Gradients:
         # Divide by `before` on the way in, and multiply by `after` when summed; a plain mean divides inside the sum.
         before = group.size if config.prescale_gradients else config.gradient_predivide_factor
         plain_sum = config.gradient_allreduce_op == "sum"
+        self._before: float
+        self._after: float
         self._before, self._after = (1, 1) if plain_sum else (before, before / group.size)
         self.op: Op = "mean" if before == 1 and not plain_sum else "sum"
-        self.hooks: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(self.arrive) for p in self.bucket_of]
+        for p in self.bucket_of:
+            p.register_post_accumulate_grad_hook(self.arrive)  # type: ignore[no-untyped-call]
 
     def backward(self, loss: Tensor, sync: bool) -> None:
         """loss.backward(), its gradients collected; with `sync` also reduced, else kept for a later pass."""

@@ -19,7 +19,7 @@ from refimpl.zero.unit import Unit, unit_of, watch
 
 
 class Init:
-    """Context manager: modules constructed inside are sharded over `group` (default: all ranks), in `dtype` if given."""
+    """Context manager: modules constructed inside are sharded over `group` (default: all ranks), in `dtype`."""
 
     def __init__(self, group: Group | None = None, dtype: torch.dtype | None = None, enabled: bool = True) -> None:
         self.group, self.dtype, self.enabled = group, dtype, enabled
@@ -77,7 +77,7 @@ class Init:
         if self.dtype is not None:
             for p in fresh:
                 p.data = p.data.to(self.dtype)
-        for dtype in {p.dtype for p in fresh}:
+        for dtype in dict.fromkeys(p.dtype for p in fresh):  # not a set: its order differs between ranks
             Unit([p for p in fresh if p.dtype == dtype], self.group, name=type(module).__name__)
         watch(module, self._read)
         self._commit()
@@ -139,7 +139,5 @@ class GatheredParameters:
 
 
 def _subclasses(cls: type) -> set[type]:
-    found = {cls}
-    for sub in cls.__subclasses__():
-        found |= _subclasses(sub)
-    return found
+    children: list[type] = cls.__subclasses__()
+    return {cls}.union(*map(_subclasses, children))

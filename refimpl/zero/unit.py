@@ -5,8 +5,8 @@
 The full buffer keeps its identity and gives its memory back: `untyped_storage().resize_(0)`. So everything autograd
 saved during forward, also views such as weight.t(), is right again once the buffer is refilled for backward. A freed
 parameter reads as NaN of its true shape: shape and numel stay true, and a use that nobody gathered for shows at once.
-FSDP frees the same way (Zhao et al. 2023, arXiv:2304.11277, section 4); DeepSpeed swaps `param.data` for an empty tensor
-(deepspeed/runtime/zero/partition_parameters.py), which views kept by autograd do not see.
+FSDP frees the same way (Zhao et al. 2023, arXiv:2304.11277, section 4); DeepSpeed swaps `param.data` for an empty
+tensor (deepspeed/runtime/zero/partition_parameters.py), which views kept by autograd do not see.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ class Unit(Bucket):
 
     def __init__(self, params: list[nn.Parameter], group: Group, group_index: int = 0, name: str = "") -> None:
         """`params` whole on this rank. Rank 0's values are taken, cut, and freed. `name`: the module, for messages."""
+        for p in params:
+            p.zero_unit = self  # type: ignore[attr-defined]
         super().__init__(params, group, group_index, name)
         self.mine = torch.empty_like(self.shard(self.full))  # [S]
         self._nothing = torch.full((1,), float("nan"), dtype=self.dtype, device=self.device)
         self._work: Work | None = None
         self.is_free = False
-        for p in params:
-            p.zero_unit = self  # type: ignore[attr-defined]
         self.adopt(root=0)
         self.free()
 
@@ -53,9 +53,13 @@ class Unit(Bucket):
         if self._work is not None:
             self._work.wait()
             self._work = None
-            for p in self.params:
-                if unit_of(p) is self:  # another unit may have taken it over
-                    p.data = self.piece(self.full, p)
+            self.attach()
+
+    def attach(self) -> None:
+        """As in `Bucket`, for the parameters that no other unit has taken over since."""
+        for p in self.params:
+            if unit_of(p) is self:
+                p.data = self.piece(self.full, p)
 
     @property
     def in_flight(self) -> bool:

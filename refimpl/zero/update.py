@@ -86,7 +86,7 @@ class Update:
         device = gradients[0].device if gradients else self.group.device
         total = torch.zeros(1, dtype=torch.float64, device=device)
         for gradient in gradients:
-            for block in gradient.split(NORM_BLOCK if gradient.device.type == "cpu" else gradient.numel()):
+            for block in torch.split(gradient, NORM_BLOCK if gradient.device.type == "cpu" else gradient.numel()):
                 wide = block.double()
                 total += torch.dot(wide, wide)
         if not self.replicated:

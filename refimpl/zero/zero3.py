@@ -86,7 +86,7 @@ class Zero3(Stage):
         return sum(bool(units) for units in self.fetch.units_of.values())
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
-        """The model's weights by name in rank 0's host memory, None elsewhere. A collective; one unit whole at a time."""
+        """The model's weights by name in rank 0's host memory, None elsewhere. A collective, unit by unit."""
         copies: dict[Tensor, Tensor] = {}
         for unit in self.units:
             with whole(unit.params):

@@ -109,6 +109,14 @@ def test_another_world_size_or_stage_is_named(tmp_path: Path) -> None:
         start(settings(2)).load_checkpoint(tmp_path, "no-such-tag")
 
 
+@pytest.mark.parametrize("change", [{"reduce_bucket_size": 64}, {"stage3_param_persistence_threshold": 10_000}])
+def test_another_cut_of_the_flat_buffers_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 100}
+    save(settings(3, zero_optimization=zero), tmp_path)
+    with pytest.raises(CheckpointError, match="reduce_bucket_size"):
+        start(settings(3, zero_optimization=zero | change)).load_checkpoint(tmp_path)
+
+
 def test_a_shard_is_saved_without_the_buffer_it_is_cut_from(tmp_path: Path) -> None:
     launch.run(save, settings(2), tmp_path, ranks=4)
     shard = torch.load(tmp_path / "global_step1/rank00003.pt", weights_only=True)["stage"]["masters"][0]

@@ -12,6 +12,7 @@ from training import STAGES, Job, Net, differing, oracle, train
 from refimpl.launch import RankError, run
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.optim.lion import Lion
+from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler
 from refimpl.plan.formulas import by_collective, memory_bytes, traffic
 
 RANKS = (2, 3, 4)
@@ -185,6 +186,50 @@ def test_ways_to_reduce_agree_closely(stage: str, config: dict[str, object]) -> 
 def test_the_gather_in_pieces_changes_no_bit(stage: str) -> None:
     job = Job(steps=3, config={"reduce_bucket_size": 700, "allgather_bucket_size": 100})
     assert differing(run(train, stage, job, ranks=3)[0].weights, oracle(3, job)) == []
+
+
+@every_stage
+def test_fp16_halves_the_scale_on_overflow_and_goes_on(stage: str) -> None:
+    """The scale starts too high for fp16; every rank skips the same steps and ends with the same scale."""
+
+    def scaler() -> LossScaler:
+        return DynamicLossScaler(initial_scale=2.0**24, window=4, hysteresis=1)
+
+    job = Job(steps=16, dtype=torch.float16, scaler=scaler)
+    outs = run(train, stage, job, ranks=2)
+    assert outs[0].scales == outs[1].scales
+    assert outs[0].done == outs[1].done
+    assert not outs[0].done[0]
+    assert outs[0].done[-1]
+    for done, before, after in zip(outs[0].done, [2.0**24, *outs[0].scales], outs[0].scales, strict=False):
+        assert after == before / 2 if not done else after in (before, 2 * before)
+    assert outs[0].losses[-1] < outs[0].losses[0]
+
+
+def test_stages_agree_bit_for_bit_in_fp16() -> None:
+    def scaler() -> LossScaler:
+        return DynamicLossScaler(initial_scale=2.0**16, window=4, hysteresis=2)
+
+    job = Job(steps=8, dtype=torch.float16, scaler=scaler, clip=0.5)
+    weights = [run(train, stage, job, ranks=3)[0].weights for stage in STAGES]
+    for other in weights[1:]:
+        assert differing(other, weights[0]) == []
+
+
+@every_stage
+def test_gradients_may_be_summed_over_ranks(stage: str) -> None:
+    """A sum over two ranks at half the rate is a mean."""
+    job = Job(steps=3, config={"reduce_bucket_size": 700, "gradient_allreduce_op": "sum"})
+    halved = replace(job, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.05))
+    expected = oracle(2, replace(job, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)))
+    assert differing(run(train, stage, halved, ranks=2)[0].weights, expected) == []
+
+
+@every_stage
+def test_an_unused_parameter_can_be_an_error(stage: str) -> None:
+    job = Job(steps=1, config={"ignore_unused_parameters": False})
+    with pytest.raises(RankError, match=r"no gradient for unused\.\w+"):
+        run(train, stage, job, ranks=2)
 
 
 def three_backwards(stage_name: str) -> tuple[dict[str, torch.Tensor] | None, None]:

@@ -1,0 +1,114 @@
+"""A model built sharded: the same bits as built whole, never whole while it is built, writable when gathered."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import Net, adamw, differing, tokens
+
+from refimpl.comm.group import Group
+from refimpl.launch import run
+from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.zero.init import GatheredParameters, Init
+from refimpl.zero.unit import unit_of
+from refimpl.zero.zero3 import Zero3
+
+
+class Fussy(Net):
+    """Changes its children's weights in its constructor, and once more by apply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.blocks[0].down.weight.mul_(0.5)
+        self.apply(self.set_bias)
+
+    def set_bias(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.normal_(module.bias)
+
+
+def built_alike(make: type[nn.Module]) -> bool:
+    torch.manual_seed(0)
+    whole = make()
+    torch.manual_seed(0)
+    with Init():
+        sharded = make()
+    assert all(bool(p.isnan().all()) for p in sharded.parameters()), "freed parameters read as NaN"
+    with GatheredParameters(sharded):
+        return differing(sharded.state_dict(), whole.state_dict()) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("make", [Net, Fussy])
+def test_same_bits_as_built_whole(make: type[nn.Module], ranks: int) -> None:
+    assert all(run(built_alike, make, ranks=ranks))
+
+
+def trained_after_init(sharded: bool) -> dict[str, Tensor] | None:
+    torch.manual_seed(0)
+    with Init(enabled=sharded):
+        model = Fussy()
+    stage = Zero3(model, adamw(model), Group.world())
+    for step in range(3):
+        stage.backward(model(tokens(step, stage.group.rank)))
+        stage.step()
+    return stage.full_state_dict()
+
+
+def test_trains_to_the_same_bits() -> None:
+    plain, sharded = run(trained_after_init, False, ranks=3)[0], run(trained_after_init, True, ranks=3)[0]
+    assert plain is not None
+    assert differing(sharded, plain) == []
+
+
+def most_while_built() -> tuple[int, int, int]:
+    """Largest number of whole elements at any construction, of the model and of its largest module."""
+    most = 0
+    models: list[nn.Module] = []
+    original = nn.Module.register_parameter
+
+    def spied(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        nonlocal most
+        original(self, name, param)
+        models.append(self)
+        seen = {p for m in models for p in m.parameters(recurse=False) if p.untyped_storage().nbytes() > 4}
+        most = max(most, sum(p.numel() for p in seen))
+
+    nn.Module.register_parameter = spied  # type: ignore[method-assign]
+    with Init():
+        model = GPT(GPTConfig(vocab=64, context=16, width=64, layers=4, heads=2))
+    nn.Module.register_parameter = original  # type: ignore[method-assign]
+    sizes = [sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()]
+    return most, sum(p.numel() for p in model.parameters()), max(sizes)
+
+
+def test_never_whole_while_it_is_built() -> None:
+    most, model, module = run(most_while_built, ranks=2)[0]
+    assert most <= 2 * module
+    assert most < model / 5
+
+
+def change(modifier_rank: int | None) -> tuple[Tensor, Tensor]:
+    model = Net()
+    stage = Zero3(model, adamw(model), Group.world())
+    weight = model.blocks[0].up.weight
+    with GatheredParameters(weight, modifier_rank=modifier_rank), torch.no_grad():
+        weight.fill_(1.0 + stage.group.rank)
+    assert unit_of(weight) is not None
+    with GatheredParameters(weight):
+        seen = weight.detach().clone()
+    stage.backward(model(tokens(0, 0)))
+    stage.step()  # the update starts from the changed master weights
+    with GatheredParameters(weight):
+        return seen, weight.detach().clone()
+
+
+def test_the_modifier_ranks_change_is_kept() -> None:
+    for seen, stepped in run(change, 1, ranks=2):
+        assert torch.equal(seen, torch.full_like(seen, 2.0))
+        assert bool(((stepped - 2.0).abs() < 0.1).all())
+
+
+def test_without_a_modifier_changes_are_lost() -> None:
+    for seen, _ in run(change, None, ranks=2):
+        assert bool((seen.abs() < 1.0).all())

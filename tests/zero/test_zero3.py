@@ -1,0 +1,268 @@
+"""ZeRO-3's own promises: gathered before use and freed after, prefetched within a budget, named when ranks diverge."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_stages import GPT_JOB, Scored
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training import STAGES, Job, Net, differing, oracle, tokens, train
+
+from refimpl.comm.group import Group
+from refimpl.launch import RankError, run
+from refimpl.zero.config import ZeroConfig
+from refimpl.zero.zero3 import Zero3
+
+
+def built(model: nn.Module, **config: Any) -> Zero3:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return Zero3(model, optimizer, Group.world(), ZeroConfig(reduce_bucket_size=700, **config))
+
+
+class Checkpointed(Net):
+    """Every block is recomputed in backward."""
+
+    reentrant = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        logits = self.head(self.norm(self.frozen(x)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class Outside(Net):
+    """The head reads the embedding's weight from outside its module, and twice the same block is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in [*self.blocks, self.blocks[0]]:
+            x = block(x)
+        logits = self.norm(self.frozen(x)) @ self.embed.weight.t()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+class Adapted(Net):
+    """Only small adapters are trained, as in LoRA: whole blocks are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.adapters = nn.ModuleList(nn.Linear(13, 13) for _ in self.blocks)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block, adapter in zip(self.blocks, self.adapters, strict=True):
+            x = block(x) + adapter(x)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+def adamw_trained(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+@pytest.mark.parametrize("make", [Checkpointed, Reentrant, Outside, Adapted])
+def test_awkward_models_keep_their_bits(stage: str, make: Callable[[], nn.Module]) -> None:
+    job = Job(make=make, optimizer=adamw_trained, steps=4)
+    assert differing(run(train, stage, job, ranks=3)[0].weights, oracle(3, job)) == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"leaf_modules": ("Block",)},
+        {"param_persistence_threshold": 100},
+        {"param_persistence_threshold": 600, "model_persistence_threshold": 1000},
+        {"max_reuse_distance": 1_000_000},
+        {"prefetch_bucket_size": 0},
+        {"prefetch_bucket_size": 1500, "max_live_parameters": 2500},
+        {"check_order": False},
+        {"overlap_comm": False},
+    ],
+    ids=str,
+)
+def test_no_knob_changes_a_bit(config: dict[str, Any]) -> None:
+    job = Job(steps=4, config={"reduce_bucket_size": 700} | config)
+    assert differing(run(train, "zero3", job, ranks=3)[0].weights, oracle(3, job)) == []
+
+
+def times_gathered(**config: Any) -> float:
+    """Bytes of the last step's gathers, in units of the parameters' (N-1)/N."""
+    job = replace(GPT_JOB, steps=2, config={"leaf_modules": ("Block",)} | config)
+    out = run(train, "zero3", job, ranks=2)[0]
+    return out.sent_by_tag["parameters"] / (out.layout.padded * 4 / 2)
+
+
+def test_what_stays_gathered_is_not_sent_again() -> None:
+    assert times_gathered() == 2
+    assert times_gathered(max_reuse_distance=10**9) == 1, "backward finds what forward gathered"
+    assert times_gathered(param_persistence_threshold=10**9) == 1, "gathered once, after the step"
+
+
+def order_of_gathers(prefetch: int, live: int = 10**9) -> tuple[list[tuple[str, str]], list[str]]:
+    model = Scored()
+    stage = built(model, leaf_modules=("Block",), prefetch_bucket_size=prefetch, max_live_parameters=live)
+    seen: list[tuple[str, str]] = []
+    for unit in stage.units:
+        start = unit.start
+
+        def spied(unit: Any = unit, start: Callable[[], None] = start) -> None:
+            if unit.is_free:
+                seen.append(("gather", unit.name))
+            start()
+
+        unit.start = spied  # type: ignore[method-assign]
+    for step in range(3):
+        seen.clear()
+        handles = [
+            m.register_forward_pre_hook(lambda m, _: seen.append(("run", stage.fetch.names[m])), prepend=False)
+            for m in model.modules()
+            if type(m).__name__ == "Block"
+        ]
+        stage.backward(model(tokens(step, stage.group.rank)))
+        stage.step()
+        for handle in handles:
+            handle.remove()
+    return seen, [u.name for u in stage.units]
+
+
+def test_prefetch_follows_the_recorded_order() -> None:
+    ahead, _ = run(order_of_gathers, 10**9, ranks=2)[0]
+    behind, units = run(order_of_gathers, 0, ranks=2)[0]
+    first, second = [name for name in units if "block" in name or "h." in name][:2]
+    assert ahead.index(("gather", second)) < ahead.index(("run", first))
+    assert behind.index(("gather", second)) > behind.index(("run", first))
+
+
+def test_prefetch_keeps_to_the_live_budget() -> None:
+    """With room for one unit at most, nothing is gathered before its turn."""
+    assert run(order_of_gathers, 10**9, 1, ranks=2)[0][0] == run(order_of_gathers, 0, ranks=2)[0][0]
+
+
+def most_gathered() -> tuple[int, int, int]:
+    model = Scored()
+    stage = built(model, leaf_modules=("Block",), prefetch_bucket_size=0)
+    live: list[int] = []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda *_: live.append(sum(u.padded for u in stage.units if not u.is_free)))
+    stage.backward(model(tokens(0, stage.group.rank)))
+    after = sum(u.padded for u in stage.units if not u.is_free)
+    sizes = {u.name: u.padded for u in stage.units}
+    block = max(size for name, size in sizes.items() if name.split(".")[-1].isdigit())
+    return max(live), after, sum(sizes.values()) - block
+
+
+def test_only_what_is_in_use_is_whole() -> None:
+    most, after, all_but_one_block = run(most_gathered, ranks=2)[0]
+    assert most <= all_but_one_block
+    assert after == 0
+
+
+def most_gathered_for_full_state() -> tuple[int, int]:
+    model = Scored()
+    stage = built(model, leaf_modules=("Block",))
+    live: list[int] = []
+    for unit in stage.units:
+        wait = unit.wait
+
+        def spied(wait: Callable[[], None] = wait) -> None:
+            wait()
+            live.append(sum(u.padded for u in stage.units if not u.is_free))
+
+        unit.wait = spied  # type: ignore[method-assign]
+    stage.full_state_dict()
+    return max(live), max(u.padded for u in stage.units)
+
+
+def test_full_state_dict_gathers_one_unit_at_a_time() -> None:
+    most, largest = run(most_gathered_for_full_state, ranks=2)[0]
+    assert most == largest
+
+
+class Forked(nn.Module):
+    """Two experts of equal size, so that gathering the wrong one would go unnoticed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return (self.first if which == 0 else self.second)(x).square().mean()
+
+
+def fork(diverge_at: int) -> None:
+    model = Forked()
+    stage = built(model)
+    for step in range(4):
+        which = stage.group.rank if step == diverge_at else step % 2
+        stage.backward(model(torch.ones(2, 8), which))
+        stage.step()
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_ranks_that_diverge_are_named(step: int) -> None:
+    with pytest.raises(RankError, match=r"(?s)different paths.*rank 0: forward of first.*rank 1: forward of second"):
+        run(fork, step, ranks=2)
+
+
+def test_a_path_that_changes_on_all_ranks_is_fine() -> None:
+    run(fork, -1, ranks=2)
+
+
+def evaluate_between() -> None:
+    model = Net()
+    stage = built(model)
+    for step in range(3):
+        with torch.no_grad():
+            before = model(tokens(step, 0))
+        assert torch.equal(before, model(tokens(step, 0)).detach())
+        stage.backward(model(tokens(step, stage.group.rank)))
+        stage.step()
+
+
+def test_evaluation_between_steps() -> None:
+    run(evaluate_between, ranks=2)
+
+
+def state_round_trip(stage_name: str) -> bool:
+    def one(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = Net()
+        return model, STAGES[stage_name](model, adamw_trained(model), Group.world())  # type: ignore[call-arg]
+
+    def advance(model: nn.Module, stage: Any, steps: range) -> None:
+        for step in steps:
+            stage.backward(model(tokens(step, stage.group.rank)))
+            stage.step()
+
+    model, stage = one(0)
+    advance(model, stage, range(2))
+    saved = copy.deepcopy(stage.state_dict())
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    twin, resumed = one(0)
+    assert all(n in frozen for n, p in twin.named_parameters() if not p.requires_grad)
+    resumed.load_state_dict(saved)
+    advance(model, stage, range(2, 4))
+    advance(twin, resumed, range(2, 4))
+    a, b = stage.full_state_dict(), resumed.full_state_dict()
+    return stage.group.rank != 0 or differing(a, b) == []
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_state_dict_resumes_bit_for_bit(stage: str) -> None:
+    assert all(run(state_round_trip, stage, ranks=2))
