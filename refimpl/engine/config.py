@@ -38,6 +38,7 @@ class DeepSpeedConfig(section.Section):
         default=None, description="steps between reports; unset: none"
     )
     gradient_clipping: section.Number = Field(default=0.0, description="bound on the global L2 norm; 0 means off")
+    gradient_allreduce_op: Literal["mean", "sum"] = Field(default="mean", description="what a gradient over ranks is")
     prescale_gradients: bool = Field(default=False, description="divide before the reduction instead of after it")
     gradient_predivide_factor: section.Number = Field(
         default=1.0, gt=0, description="without prescale: divide by this before, by the rest after"
@@ -110,15 +111,22 @@ class DeepSpeedConfig(section.Section):
             gradient_clipping=self.gradient_clipping,
             communication_data_type=self.communication_data_type,
             grad_accum_dtype=self.data_types.grad_accum_dtype,
+            gradient_allreduce_op=self.gradient_allreduce_op,
             prescale_gradients=self.prescale_gradients,
             gradient_predivide_factor=self.gradient_predivide_factor,
+            ignore_unused_parameters=zero.ignore_unused_parameters,
             allow_untested_optimizer=self.zero_allow_untested_optimizer,
             prefetch_bucket_size=zero.stage3_prefetch_bucket_size,
             param_persistence_threshold=zero.stage3_param_persistence_threshold,
             model_persistence_threshold=zero.stage3_model_persistence_threshold,
             max_live_parameters=zero.stage3_max_live_parameters,
             max_reuse_distance=zero.stage3_max_reuse_distance,
-            leaf_modules=tuple(name.rsplit(".", 1)[-1] for name in zero.leaf_module.classes),
+            leaf_modules=(
+                *(name.rsplit(".", 1)[-1] for name in zero.leaf_module.classes),
+                *zero.leaf_module.names,
+                *zero.leaf_module.name_suffixes,
+            ),
+            module_granularity_threshold=zero.stage3_module_granularity_threshold,
         )
 
 

@@ -110,6 +110,8 @@ class LeafModule(Section):
     """Modules that stage 3 gathers whole, without hooks on their children."""
 
     classes: list[str] = Field(default_factory=list, description="class names of modules gathered as one unit")
+    names: list[str] = Field(default_factory=list, description="paths of modules gathered as one unit")
+    name_suffixes: list[str] = Field(default_factory=list, description="ends of such paths")
 
 
 class ZeroOptimization(Section):
@@ -133,6 +135,10 @@ class ZeroOptimization(Section):
     stage3_gather_16bit_weights_on_model_save: bool = Field(
         default=False, description="save_16bit_model may gather weights"
     )
+    stage3_module_granularity_threshold: Count = Field(
+        default=0, description="gather whole what has fewer parameters for each module inside"
+    )
+    ignore_unused_parameters: bool = Field(default=True, description="unused parameters count as zero gradients")
     leaf_module: LeafModule = Field(default_factory=LeafModule, description="modules gathered as one unit")
 
 

@@ -194,10 +194,10 @@ def _failure(error: BaseException) -> Failure:
     trace = traceback.TracebackException(type(error), error, frames, lookup_lines=False)
     title = "".join(trace.format_exception_only()).strip()
     portable_trace = trace if survives(trace) else "".join(trace.format())
-    return Failure(title, portable_trace, error if survives(error) else None, _lost_connection(error), now)
+    return Failure(title, portable_trace, error if survives(error) else None, lost_connection(error), now)
 
 
-def _lost_connection(error: BaseException | None) -> bool:
+def lost_connection(error: BaseException | None) -> bool:
     """Whether this error, or one that it was raised from, only says that another rank went away."""
     while error is not None:
         if isinstance(error, ConnectionError | dist.DistNetworkError) or (

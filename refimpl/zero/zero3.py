@@ -22,7 +22,7 @@ from refimpl.zero.flat import Bucket, lay_out, trained
 from refimpl.zero.gradients import Gradients
 from refimpl.zero.order import RollCall
 from refimpl.zero.stage import Stage, share_start
-from refimpl.zero.unit import Unit, make_units, owners, resident, whole
+from refimpl.zero.unit import Unit, leaves, make_units, owners, resident, whole
 from refimpl.zero.update import Update
 
 
@@ -39,7 +39,7 @@ class Zero3(Stage):
         group_of, params = trained(optimizer, model), list(model.parameters())
         small = resident(params, self.config)  # whole on every rank, handled as ZeRO-2 does
         large = [p for p in params if p not in small]
-        units_of = make_units(large, owners(model, self.config.leaf_modules), group_of, group)
+        units_of = make_units(large, owners(model, leaves(model, self.config)), group_of, group)
         kept = lay_out(model, group_of, group, self.config.reduce_bucket_size, small.__contains__)
         share_start(model, kept, group, skip=set(large))
         self.units = [u for units in units_of.values() for u in units]

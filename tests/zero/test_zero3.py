@@ -10,7 +10,7 @@ import torch
 from test_stages import GPT_JOB, Scored
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training import STAGES, Job, Net, differing, oracle, tokens, train
+from training import STAGES, Block, Job, Net, differing, oracle, tokens, train
 
 from refimpl.comm.group import Group
 from refimpl.launch import RankError, run
@@ -86,6 +86,8 @@ def test_awkward_models_keep_their_bits(stage: str, make: Callable[[], nn.Module
     "config",
     [
         {"leaf_modules": ("Block",)},
+        {"leaf_modules": ("blocks.1", "up", nn.LayerNorm)},
+        {"module_granularity_threshold": 600},
         {"param_persistence_threshold": 100},
         {"param_persistence_threshold": 600, "model_persistence_threshold": 1000},
         {"max_reuse_distance": 1_000_000},
@@ -112,6 +114,32 @@ def test_what_stays_gathered_is_not_sent_again() -> None:
     assert times_gathered() == 2
     assert times_gathered(max_reuse_distance=10**9) == 1, "backward finds what forward gathered"
     assert times_gathered(param_persistence_threshold=10**9) == 1, "gathered once, after the step"
+
+
+def units_with(**config: Any) -> list[str]:
+    return [u.name for u in built(Net(), **config).units]
+
+
+def test_leaf_modules_are_gathered_whole() -> None:
+    """By class, class name, end of a path, or because the parts are small: a Block has 4 modules."""
+    each = run(units_with, ranks=1)[0]
+    assert "blocks.0.up" in each
+    blocks = [name for name in each if not name.startswith("blocks.")]
+    assert sorted(run(units_with_blocks, Block, ranks=1)[0]) == sorted([*blocks, "blocks.0", "blocks.1", "blocks.2"])
+    for leaf in ("Block", "blocks.0"):
+        assert "blocks.0" in run(units_with_blocks, leaf, ranks=1)[0]
+    assert "blocks.1.up" in run(units_with_blocks, "blocks.0", ranks=1)[0]
+    fine = sum(p.numel() for p in Block(13).parameters()) // 4 + 1
+    assert "blocks.0" in run(units_fine, fine, ranks=1)[0]
+    assert "blocks.0" not in run(units_fine, fine - 1, ranks=1)[0]
+
+
+def units_with_blocks(leaf: Any) -> list[str]:
+    return units_with(leaf_modules=(leaf,))
+
+
+def units_fine(threshold: int) -> list[str]:
+    return units_with(module_granularity_threshold=threshold)
 
 
 def order_of_gathers(prefetch: int, live: int = 10**9) -> tuple[list[tuple[str, str]], list[str]]:
