@@ -5,12 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: help install demo test lint clean
+.PHONY: help install demo test lint site serve clean
 
 help:
 	@echo "make demo   install what is missing, then train one model by DDP and ZeRO-1, 2, 3 (about 2 minutes)"
 	@echo "make test   install what is missing, then run every check"
 	@echo "make lint   ruff and mypy alone"
+	@echo "make site   build the study site into site/"
+	@echo "make serve  show the study site at http://127.0.0.1:8000 and rebuild it when a file changes"
 	@echo "make clean  remove .venv and out/"
 
 install: $(STAMP)
@@ -36,6 +38,12 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+site: $(STAMP)
+	$(BIN)/mkdocs build --strict $(ARGS)
+
+serve: $(STAMP)
+	$(BIN)/mkdocs serve --strict $(ARGS)
 
 clean:
 	rm -rf $(VENV) out

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from refimpl.comm.group import Group
     from refimpl.engine.engine import Engine
     from refimpl.engine.initialize import initialize
-    from refimpl.launch import run
+    from refimpl.launch import join, run
     from refimpl.measure.ledger import Ledger
     from refimpl.measure.memory import MemoryMeter
     from refimpl.model.gpt import GPT, GPTConfig
@@ -32,6 +32,7 @@ __all__ = [
     "Zero3",
     "ZeroConfig",
     "initialize",
+    "join",
     "run",
 ]
 
@@ -49,6 +50,7 @@ _HOMES = {
     "Zero3": "zero.zero3",
     "ZeroConfig": "zero.config",
     "initialize": "engine.initialize",
+    "join": "launch",
     "run": "launch",
 }
 

@@ -62,21 +62,22 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
 
 
-def join() -> None:
+def join(device: str = "auto") -> None:
     """Join the ranks that torchrun started: make the process group its environment describes.
 
-    NCCL with one GPU for each local rank when there are enough, else gloo on the CPU. The group is destroyed at exit.
+    NCCL with one GPU for each local rank when there are enough, else gloo on the CPU; or as `device` says, see `run`.
+    The group is destroyed at exit.
     Raises RuntimeError if no launcher started this process.
     """
     if not under_torchrun():
         raise RuntimeError("join() needs the environment that torchrun sets: torchrun --nproc-per-node 2 script.py")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    backend, devices = place(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "auto")
-    device = torch.device(devices[local_rank])
-    os.environ["REFIMPL_DEVICE"] = str(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
+    backend, devices = place(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)
+    mine = torch.device(devices[local_rank])
+    os.environ["REFIMPL_DEVICE"] = str(mine)
+    if mine.type == "cuda":
+        torch.cuda.set_device(mine)
+    dist.init_process_group(backend, device_id=mine if backend == "nccl" else None)
     atexit.register(_leave)
 
 

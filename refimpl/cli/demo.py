@@ -1,131 +1,34 @@
 """`refimpl demo`: one small GPT trained by every strategy, compared with one process that trains alone.
 
-`plan` checks what was asked for before anything starts; `run` trains, prints and writes. The ranks are new processes,
-or under torchrun the ones that it started.
+`run` trains, judges, prints and writes. The ranks are new processes, or under torchrun the ones that it started.
 """
 
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
-import psutil
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from refimpl import launch
 from refimpl.cli import page, report
-from refimpl.cli.doctor import GB, MB, cores
+from refimpl.cli.doctor import cores
+from refimpl.cli.options import Plan
 from refimpl.cli.report import Row
-from refimpl.cli.train import DTYPES, STAGES, Compared, Task, Trained, oracle, train
+from refimpl.cli.train import DTYPES, Compared, Trained, oracle, train
 from refimpl.comm.group import Group
-from refimpl.model.data import corpus, load_text
-from refimpl.model.gpt import GPTConfig, native_low_precision
+from refimpl.model.gpt import native_low_precision
 from refimpl.plan.formulas import Strategy
-from refimpl.zero.flat import ALIGN, round_up
 
-# What a rank takes beyond its tensors, most of it torch's workspaces: 30 MB of its own (unique set size), measured with
-# torch 2.13 on Linux. The libraries themselves are shared with the server that ranks are forked from.
-RANK_BYTES = 30 * MB
-TRAIN_BYTES = 24  # a parameter: 4 weights, 4 gradients, 8 optimizer, 8 buffers that travel
 TIMEOUT = 300  # seconds that one step may take
-ACTIVATIONS = 20  # floats a token, layer and unit of width that backward needs
 
 Job = tuple[Callable[..., list[Trained]], tuple[Any, ...], int]  # function of a rank, its arguments, ranks
 Results = list[list[Trained]]  # of one job: rank -> strategy
 Curves = dict[tuple[str, str], list[float]]  # (strategy, dtype) -> loss of each step
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A demo that can be run."""
-
-    task: Task
-    strategies: list[Strategy]
-    ranks: int
-    device: str
-    out: Path
-
-
-def plan(
-    ranks: int | None,
-    strategies: Sequence[str] | None,
-    steps: int,
-    text: Path | None,
-    layers: int,
-    width: int,
-    context: int,
-    seed: int,
-    device: str,
-    out: Path,
-) -> Plan:
-    """Check the options of `refimpl demo`. ValueError says in one line what cannot be done, and why."""
-    ranks = _ranks(ranks)
-    for name, value in {"steps": steps, "layers": layers, "width": width, "context": context}.items():
-        if value < 1:
-            raise ValueError(f"--{name} {value}: it must be at least 1")
-    if seed < 0:
-        raise ValueError(f"--seed {seed}: it must not be negative")
-    if width % ALIGN:
-        raise ValueError(
-            f"--width {width}: it must be a multiple of {ALIGN}, because torch's fused AdamW gives the same bits on "
-            f"a shard only where pieces are multiples of {ALIGN} elements; try {round_up(width, ALIGN)}"
-        )
-    unknown = [s for s in strategies or [] if s not in STAGES]
-    if unknown:
-        raise ValueError(f"--strategy {unknown[0]}: there is no such strategy; choose from {', '.join(STAGES)}")
-    device = _device(device, ranks)
-    model = GPTConfig(context=context, width=width, layers=layers, heads=width // 64)
-    task = Task(model, load_text(text, context) if text else corpus(), steps, seed)
-    chosen = [s for s in STAGES if s in (strategies or STAGES)]
-    _check_memory(rank_bytes(task, len(chosen)), ranks)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out}: it is a file, and the report needs a folder")
-    return Plan(task, chosen, ranks, device, out)
-
-
-def _ranks(asked: int | None) -> int:
-    if launch.under_torchrun():
-        there = int(os.environ["WORLD_SIZE"])
-        if asked not in (None, there):
-            raise ValueError(f"--ranks {asked}: torchrun started {there} ranks; leave --ranks out")
-        return there
-    if asked is not None and asked < 1:
-        raise ValueError(f"--ranks {asked}: at least 1 rank is needed")
-    return asked or 2
-
-
-def _device(asked: str, ranks: int) -> str:
-    """ "cuda" or "cpu". The same for the oracle as for the ranks, or the bits would differ."""
-    if asked not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device {asked}: choose from auto, cpu, cuda")
-    gpus = torch.cuda.device_count()
-    if asked == "cuda" and not gpus:
-        raise ValueError("--device cuda: torch finds no GPU on this machine; leave --device out")
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if launch.under_torchrun() else ranks
-    return "cuda" if asked == "cuda" or (asked == "auto" and gpus >= local) else "cpu"
-
-
-def rank_bytes(task: Task, strategies: int) -> int:
-    """Estimate of the memory that one rank takes at most, in bytes: the strategies take turns, and all stay in memory."""
-    model = task.model
-    tokens = task.batch * model.context
-    floats = tokens * (ACTIVATIONS * model.layers * model.width + 4 * model.vocab)
-    return RANK_BYTES + strategies * TRAIN_BYTES * model.parameters + 4 * floats
-
-
-def _check_memory(each: int, ranks: int) -> None:
-    local = int(os.environ["LOCAL_WORLD_SIZE"]) if launch.under_torchrun() else ranks
-    free = psutil.virtual_memory().available
-    if local * each > free:
-        raise ValueError(
-            f"--ranks {ranks}: {local} on this machine need about {local * each / GB:.1f} GB ({each / GB:.2f} each), "
-            f"and {free / GB:.1f} GB are free: enough for {free // each}"
-        )
 
 
 def run(plan: Plan) -> int:
@@ -133,7 +36,7 @@ def run(plan: Plan) -> int:
     jobs: list[Job] = [(oracle, (plan.task, plan.ranks), 1)]
     jobs += [(train, (plan.task, plan.strategies, dtype), plan.ranks) for dtype in DTYPES]
     if launch.under_torchrun():
-        results = on_torchrun_ranks(jobs)
+        results = on_torchrun_ranks(jobs, plan.device)
         if int(os.environ["RANK"]):
             return 0
     else:
@@ -161,9 +64,9 @@ def on_new_ranks(jobs: Sequence[Job], steps: int, device: str) -> list[Results]:
         ]
 
 
-def on_torchrun_ranks(jobs: Sequence[Job]) -> list[Results]:
+def on_torchrun_ranks(jobs: Sequence[Job], device: str) -> list[Results]:
     """Each job on the ranks that torchrun started; the oracle on rank 0, while the others wait."""
-    launch.join()
+    launch.join(device)
     group = Group.world()
     results = []
     for fn, arguments, ranks in jobs:

@@ -39,7 +39,7 @@ def show_version(wanted: bool) -> None:
 
 
 @app.callback()
-def options(
+def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
@@ -64,11 +64,11 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("out/demo"),
 ) -> None:
     """Train one small GPT by every strategy: same weights, different bytes. Writes a report, a picture and a page."""
-    from refimpl.cli import demo
+    from refimpl.cli import demo, options
     from refimpl.launch import RankError
 
     try:
-        plan = demo.plan(ranks, strategy, steps, text, layers, width, context, seed, device, out)
+        plan = options.plan(ranks, strategy, steps, text, layers, width, context, seed, device, out)
     except ValueError as reason:
         refuse("refimpl demo", reason)
     try:

@@ -56,7 +56,8 @@ def draw_memory(axes: "Axes", rows: Sequence[Row], ink: str) -> None:
     formula = [sum(row.bytes_per_parameter["formula"].values()) for row in rows]
     axes.hlines(formula, [x - 0.44 for x in places], [x + 0.44 for x in places], color=ink, lw=1.5, label="formula")
     for x, height in zip(places, heights, strict=True):
-        axes.text(x, height + 0.25, f"{height:.1f}", ha="center", va="bottom", fontsize=9)
+        above: Any = {"xytext": (0, 4), "textcoords": "offset points", "ha": "center", "fontsize": 9}
+        axes.annotate(f"{height:.1f}", (x, height), **above)
     axes.set_xticks(places, [f"{row.strategy}\n{row.dtype}" for row in rows])
     axes.set_ylim(0, max(heights) * 1.32)
     axes.set_ylabel("bytes per parameter on a rank")

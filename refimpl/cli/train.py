@@ -40,7 +40,7 @@ class Task:
     steps: int
     seed: int = 0
     batch: int = 4  # sequences in a micro-batch
-    lr: float = 2e-3
+    lr: float = 5e-4
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Trained:
 
 
 def repeatable(task: Task) -> tuple[GPT, Batches]:
-    """The model with the task's initial weights, and its data. From here on this process computes the same bits again."""
+    """The model with the task's initial weights, and its data. From here on this process repeats itself bit for bit."""
     torch.set_num_threads(1)
     if Group.world().device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -40,6 +40,10 @@ class Scratch:
         self._taken[id(view)] = buffer
         return view
 
+    def lends(self, tensor: Tensor) -> bool:
+        """Whether `tensor` came from `take` and has not been handed back."""
+        return id(tensor) in self._taken
+
     def give(self, view: Tensor) -> None:
         """Hand a tensor from `take` back."""
         self._free.append(self._taken.pop(id(view)))

@@ -10,7 +10,7 @@ third, the master weight):
     ZeRO-3     Psi b / N    Psi b / N   Psi (8 or 12) / N    A + 2A     reduce-scatter + all-gather
 
 Rajbhandari et al. 2020, arXiv:1910.02054, sections 3, 5 and 7. Two things come on top and are named, not ignored:
-padding (Psi is rounded up, a bucket at a time, to a multiple of 64 N) and control messages of 8 bytes.
+padding (Psi is rounded up, a bucket at a time, to a multiple of 64 N) and small control messages.
 """
 
 from collections.abc import Sequence
@@ -89,11 +89,11 @@ def traffic(strategy: Strategy, ranks: int, itemsize: int, layout: Layout, micro
     if strategy in ("zero1", "zero2"):
         times = micro_batches if strategy == "zero2" else 1
         return [Sent("reduce_scatter", "gradients", times * once), Sent("all_gather", "parameters", once), norm]
-    calls = micro_batches * (2 * layout.modules + layout.buckets) + 1  # each gather, each reduction, the step
+    calls = micro_batches * (2 * layout.modules + 1) + 1  # each gather, the end of backward, the step
     return [
         Sent("reduce_scatter", "gradients", micro_batches * once),
         Sent("all_gather", "parameters", 2 * micro_batches * once),
-        Sent("all_gather", "roll call", 8 * (ranks - 1) * calls),
+        Sent("all_to_all", "roll call", 128 * (ranks - 1) * calls),
         norm,
     ]
 

@@ -15,7 +15,8 @@ import torch
 
 _TORCH = str(Path(torch.__file__).parent)
 _COMM = (str(Path(__file__).parents[1] / "comm"), str(Path(_TORCH) / "distributed"))
-_LAUNCHER = (str(Path(__file__).parent), "<string>")  # "<string>": the fork server
+# What runs the reader's code, not the reader's: "<string>" is the fork server.
+_LAUNCHER = (*(str(Path(__file__).parents[1] / name) for name in ("ranks", "grading")), "<string>")
 _STDLIB, _SITE = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")  # the one may lie in the other
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 

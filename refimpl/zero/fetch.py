@@ -71,9 +71,11 @@ class Fetch:
             self.trace.visit(unit, during)
         wanted = [u for u in units if u.is_free]
         ahead = self._ahead(wanted)
-        self.roll_call(f"{during} of {self.names[module]}" + "".join(f", gathers {u.name}" for u in wanted + ahead))
+        announced = self.roll_call(
+            f"{during} of {self.names[module]}" + "".join(f", gathers {u.name}" for u in wanted + ahead)
+        )
         for unit in wanted + ahead:
-            unit.start()
+            unit.start(announced)
         for unit in units:
             unit.wait()
 
@@ -106,7 +108,7 @@ class Fetch:
         reader = self._running[-1]
         self.units_of[reader].append(unit)
         self.trace.visit(unit, "forward")
-        self.roll_call(f"forward of {self.names[reader]} reads a parameter of {unit.name}")
+        unit.start(self.roll_call(f"forward of {self.names[reader]} reads a parameter of {unit.name}"))
         unit.wait()
 
     def end(self) -> None:

@@ -58,8 +58,8 @@ class Gradients:
         self._written: dict[Bucket, set[nn.Parameter]] = {}  # whose piece of `local` holds something
         self._missing: dict[Bucket, set[nn.Parameter]] | None = None  # still to arrive in this backward
         self._flights: deque[Flight] = deque()
-        self._lent: list[Tensor] = []  # `local` buffers that a total is a view of
-        self._scratch = Scratch()
+        self._lent: list[tuple[Scratch, Tensor]] = []  # buffers that totals live in until the step
+        self._scratch, self._results = Scratch(), Scratch()  # kept between steps, for `local` and for `result`
         # Divide by `before` on the way in, and multiply by `after` when summed; a plain mean divides inside the sum.
         before = group.size if config.prescale_gradients else config.gradient_predivide_factor
         plain_sum = config.gradient_allreduce_op == "sum"
@@ -69,6 +69,10 @@ class Gradients:
         self.op: Op = "mean" if before == 1 and not plain_sum else "sum"
         for p in self.bucket_of:
             p.register_post_accumulate_grad_hook(self.arrive)  # type: ignore[no-untyped-call]
+
+    def take(self, numel: int, like: Tensor) -> Tensor:
+        """A [numel] buffer of like's dtype for the result of a reduction."""
+        return self._results.take(numel, like)
 
     def backward(self, loss: Tensor, sync: bool) -> None:
         """loss.backward(), its gradients collected; with `sync` also reduced, else kept for a later pass."""
@@ -173,10 +177,13 @@ class Gradients:
             self.total[flight.bucket].add_(result)
         else:
             self.total[flight.bucket] = result
-            if result.untyped_storage().data_ptr() == flight.local.untyped_storage().data_ptr():
-                self._lent.append(flight.local)
-                return
-        self._scratch.give(flight.local)
+        total = self.total[flight.bucket].untyped_storage().data_ptr()
+        for scratch, buffer in ((self._scratch, flight.local), (self._results, flight.result)):
+            if scratch.lends(buffer):
+                if buffer.untyped_storage().data_ptr() == total:
+                    self._lent.append((scratch, buffer))
+                else:
+                    scratch.give(buffer)
 
     def finish(self) -> dict[Bucket, Tensor]:
         """All gradients since the last step as means over ranks. RuntimeError if there was no backward."""
@@ -191,10 +198,10 @@ class Gradients:
     def clear(self) -> None:
         """Forget all gradients; their buffers stay for the next backward."""
         self.total = {}
-        for local in self._lent:
-            self._scratch.give(local)
+        for scratch, buffer in self._lent:
+            scratch.give(buffer)
         self._lent.clear()
 
     def buffers(self) -> list[Tensor]:
         """Transient memory kept between steps."""
-        return self._scratch.tensors()
+        return self._scratch.tensors() + self._results.tensors()

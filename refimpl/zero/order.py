@@ -2,16 +2,22 @@
 
 Collectives match by position only. A rank that skips a module pairs its next gather with another rank's gather of
 something else: with equal sizes the weights are silently wrong, with different ones the job hangs until a timeout that
-names nothing (DeepSpeed issues 7998, 5828). So each collective of ZeRO-3 is preceded by one of 8 bytes, a checksum of
-what it is for. Cost: 8(N-1) bytes and one small message a rank each time; `check_order=False` leaves it out.
+names nothing (DeepSpeed issues 7998, 5828). So each collective of ZeRO-3 is announced in a message of 128 bytes that
+says what it is for, on a line of their own, and no rank waits for the collective before it has heard that all announced
+the same. Cost: 128 (N-1) bytes a rank for each gather; `check_order=False` leaves it out.
 """
 
 import zlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from refimpl.comm.group import Group
+from refimpl.comm.group import Group, Work
+
+MESSAGE = 128  # bytes: a checksum of the whole text, then as much of its end as fits
+CHECKSUM = 4
 
 
 class RankDivergence(RuntimeError):
@@ -19,31 +25,64 @@ class RankDivergence(RuntimeError):
 
 
 class RollCall:
-    """`roll_call("gather h.3")` on every rank, or RankDivergence on every rank."""
+    """`roll_call("gathers h.3")` on every rank; waiting for what it returns raises RankDivergence on every rank.
+
+    `note` announces with the next call, at no cost of its own; who waits for it before there was one makes it.
+    """
 
     def __init__(self, group: Group, enabled: bool = True) -> None:
-        self.group, self.enabled = group, enabled and group.size > 1
-        self.line = control_line(group) if self.enabled else group
+        self.enabled = enabled and group.size > 1
+        self.line = own_line(group) if self.enabled else group
+        self._notes: list[str] = []
+        self._next = NextCall(self)
 
-    def __call__(self, what: str) -> None:
+    def __call__(self, what: str) -> Work:
         if not self.enabled:
-            return
-        mine = torch.tensor([zlib.crc32(what.encode())])  # [1] int64
-        codes = torch.empty(self.group.size, dtype=torch.int64)  # [N]
-        self.line.all_gather(codes, mine, tag="roll call")
-        if bool((codes != mine).any()):
-            said = self.line.all_gather_object(what)
-            ranks = "; ".join(f"rank {r}: {text}" for r, text in enumerate(said))
-            raise RankDivergence(
-                f"the ranks take different paths through the model. {ranks}. ZeRO-3 needs every rank to run the same "
-                "modules in the same order: make the branch depend on something that is equal on all ranks"
-            )
+            return Work()
+        text = "; ".join([*self._notes, what]).encode()
+        message = zlib.crc32(text).to_bytes(CHECKSUM) + text[-(MESSAGE - CHECKSUM) :]
+        mine = torch.frombuffer(bytearray(message.ljust(MESSAGE, b" ")), dtype=torch.uint8)  # [128]
+        everyones = torch.empty(self.line.size, MESSAGE, dtype=torch.uint8)  # [N, 128]
+        said = self.line.all_to_all(everyones, mine.repeat(self.line.size, 1), async_op=True, tag="roll call")
+        call = Work(lambda: [said], lambda: compare(everyones, mine))
+        self._next.call = call
+        self._notes, self._next = [], NextCall(self)
+        return call
+
+    def note(self, what: str, begun: Work) -> Work:
+        """`begun`, a collective for `what`, for which nobody waits before the next roll call is heard."""
+        if not self.enabled:
+            return begun
+        self._notes.append(what)
+        heard = self._next
+        return Work(lambda: [heard, begun])
 
 
-def control_line(group: Group) -> Group:
-    """A group of the same ranks for host tensors: the group itself, or a gloo one beside NCCL."""
-    if group.backend != "nccl":
-        return group
+class NextCall:
+    """The roll call after this moment."""
+
+    def __init__(self, roll_call: RollCall) -> None:
+        self.roll_call = roll_call
+        self.call: Work | None = None
+
+    def wait(self) -> None:
+        (self.call or self.roll_call("waits")).wait()
+
+
+def compare(everyones: Tensor, mine: Tensor) -> list[Any]:
+    """everyones [N, 128], mine [128]. RankDivergence if not all are the same; else nothing to wait for."""
+    if bool((everyones != mine).any()):
+        said = [bytes(row.tolist())[CHECKSUM:].decode(errors="replace").rstrip() for row in everyones]
+        ranks = "; ".join(f"rank {r}: {text}" for r, text in enumerate(said))
+        raise RankDivergence(
+            f"the ranks take different paths through the model. {ranks}. ZeRO-3 needs every rank to run the same "
+            "modules in the same order: make the branch depend on something that is equal on all ranks"
+        )
+    return []
+
+
+def own_line(group: Group) -> Group:
+    """A gloo group of the same ranks for host tensors, on which small messages do not queue behind large ones."""
     ranks = dist.get_process_group_ranks(group.handle)
     handle = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return Group(handle, group.ledger, torch.device("cpu"))

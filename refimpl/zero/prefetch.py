@@ -37,10 +37,11 @@ class Trace:
                 yield unit
 
     def distance(self, unit: Unit) -> int | None:
-        """Elements of other units used before `unit` is used again; None if it is not."""
+        """Elements to be gathered before `unit` is used again; None if it is not."""
         between: dict[int, int] = {}
         for other, _ in self.order[self.at :]:
             if other is unit:
                 return sum(between.values())
-            between[id(other)] = other.numel
+            if other.is_free:
+                between[id(other)] = other.numel
         return None

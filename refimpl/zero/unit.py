@@ -40,11 +40,15 @@ class Unit(Bucket):
         self.group.broadcast(self.full, root, tag="start")
         self.mine.copy_(self.shard(self.full))
 
-    def start(self) -> None:
-        """Begin to gather: mine [S] -> full [P]. Nothing if it is there or on its way."""
+    def start(self, announced: Work | None = None) -> None:
+        """Begin to gather: mine [S] -> full [P]. Nothing if it is there or on its way.
+
+        `announced`: the roll call that named this gather, to be heard before anyone waits for it.
+        """
         if self.is_free:
             self.full.untyped_storage().resize_(self.padded * self.full.element_size())
-            self._work = self.group.all_gather(self.full, self.mine, async_op=True, tag="parameters")
+            gather = self.group.all_gather(self.full, self.mine, async_op=True, tag="parameters")
+            self._work = Work(lambda: [announced, gather]) if announced else gather
             self.is_free = False
 
     def wait(self) -> None:

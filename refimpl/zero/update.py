@@ -58,7 +58,9 @@ class Update:
         A skipped step changes nothing but the loss scale. Clipping is folded into the unscaling.
         """
         scale = self.scaler.scale if self.scaler else 1.0
-        squares = self._sum_of_squares(list(gradients.values()))  # [1] fp64
+        squares = self._sum_of_squares(list(gradients.values()), exact=self.config.gradient_clipping > 0)  # [1] fp64
+        if not torch.isfinite(squares):  # or are the squares too large for fp32?
+            squares = self._sum_of_squares(list(gradients.values()), exact=True)
         finite = bool(torch.isfinite(squares))
         self.grad_norm = squares.sqrt().item() / scale
         if self.scaler:
@@ -81,13 +83,17 @@ class Update:
         if self.owned[bucket].dtype != torch.float32:
             self.owned[bucket].copy_(self.masters[bucket])
 
-    def _sum_of_squares(self, gradients: list[Tensor]) -> Tensor:
-        """Over all ranks, each element once, in fp64: no overflow, and the same fp32 norm however it is cut."""
+    def _sum_of_squares(self, gradients: list[Tensor], exact: bool) -> Tensor:
+        """Over all ranks, each element once -> [1] fp64. `exact`: squared in fp64, three times the time.
+
+        Then nothing overflows, and the norm rounds to the same fp32 number however the parameters are cut: clipping
+        keeps the stages equal bit for bit.
+        """
         device = gradients[0].device if gradients else self.group.device
         total = torch.zeros(1, dtype=torch.float64, device=device)
         for gradient in gradients:
             for block in torch.split(gradient, NORM_BLOCK if gradient.device.type == "cpu" else gradient.numel()):
-                wide = block.double()
+                wide = block.to(torch.float64 if exact else torch.float32)
                 total += torch.dot(wide, wide)
         if not self.replicated:
             self.group.all_reduce(total, "sum", tag="norm")

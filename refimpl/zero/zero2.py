@@ -9,7 +9,6 @@ Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2. DeepSpeed: deepspeed/run
 A gradient's way: backward -> `Gradients.arrive` -> bucket full -> `reduce` -> `Update.apply` -> `Bucket.gather`.
 """
 
-import torch
 from torch import Tensor, nn, optim
 
 from refimpl.comm.group import Group, Work
@@ -43,7 +42,7 @@ class Zero2(Stage):
 
     def reduce(self, bucket: Bucket, local: Tensor) -> tuple[Work, Tensor]:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; local is then free."""
-        mine = torch.empty_like(bucket.shard(local))  # [S]
+        mine = self.gradients.take(bucket.padded // self.group.size, local)  # [S]
         return self.group.reduce_scatter(mine, local, self.gradients.op, async_op=True, tag="gradients"), mine
 
     def gather(self) -> None:

@@ -11,7 +11,6 @@ A parameter's way: shard -> `Fetch.before_forward` -> `Unit.wait` -> views compu
 -> `Fetch.need` before backward -> `Zero3.reduce` of its gradient, freed -> `Update.apply` to the shard.
 """
 
-import torch
 from torch import Tensor, nn, optim
 
 from refimpl.comm.group import Group, Work
@@ -59,12 +58,11 @@ class Zero3(Stage):
 
     def reduce(self, bucket: Bucket, local: Tensor) -> tuple[Work, Tensor]:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; frees the parameters."""
-        self.roll_call(f"backward reduces {bucket.name}")
-        mine = torch.empty(bucket.padded // self.group.size, dtype=local.dtype, device=local.device)  # [S]
+        mine = self.gradients.take(bucket.padded // self.group.size, local)  # [S]
         work = self.group.reduce_scatter(mine, local, self.gradients.op, async_op=True, tag="gradients")
         if isinstance(bucket, Unit):
             bucket.free()
-        return work, mine
+        return self.roll_call.note(f"reduces {bucket.name}", work), mine
 
     def gather(self) -> None:
         """Only what stays whole: the units are gathered when a module needs them, see `Fetch.need`."""
@@ -73,7 +71,7 @@ class Zero3(Stage):
 
     def step(self) -> bool:
         """Update this rank's shard."""
-        self.roll_call("step")
+        self.roll_call("step").wait()
         self.fetch.end()
         done = self.update.apply(self.gradients.finish())
         self.gradients.clear()

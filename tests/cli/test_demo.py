@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from refimpl import launch
-from refimpl.cli import demo
-from refimpl.cli.train import DTYPES, STAGES, Task, Trained, oracle, train
+from refimpl.cli import demo, options
+from refimpl.cli.train import DTYPES, STAGES, Compared, Task, Trained, oracle, train
 from refimpl.model.data import corpus
 from refimpl.model.gpt import GPTConfig
 
@@ -123,21 +123,21 @@ def test_ranks_that_contradict_torchrun_are_refused(monkeypatch: pytest.MonkeyPa
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="--ranks 4: torchrun started 2 ranks; leave --ranks out"):
-        demo._ranks(4)
-    assert demo._ranks(None) == demo._ranks(2) == 2
+        options._ranks(4)
+    assert options._ranks(None) == options._ranks(2) == 2
 
 
 def test_a_strategy_that_misses_the_oracle_says_no(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def trained(value: float) -> Trained:
-        sizes = {"parameters": 1000}
-        return Trained([5.0, 4.0], 1.0, {"w": torch.tensor([1.0, value])}, sizes, sizes, {"all_reduce": 8}, {})
+        memory = Compared({"parameters": 1000}, {"parameters": 1000})
+        return Trained([5.0, 4.0], {"w": torch.tensor([1.0, value])}, 1.0, memory, Compared({"all_reduce": 8}, {}))
 
     wrong = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)).item()
-    results = [[trained(1.0)], *([trained(wrong)] * 2 for _ in DTYPES)]
+    results = [[[trained(1.0)]], *([[trained(wrong)]] * 2 for _ in DTYPES)]
     monkeypatch.setattr(demo, "on_new_ranks", lambda *_: results)
-    plan = demo.plan(2, ["ddp"], 2, None, 1, 64, 16, 0, "cpu", tmp_path)
+    plan = options.plan(2, ["ddp"], 2, None, 1, 64, 16, 0, "cpu", tmp_path)
     assert demo.run(plan) == 1
     out = capsys.readouterr().out
     assert out.count(" NO ") == 1
@@ -146,23 +146,23 @@ def test_a_strategy_that_misses_the_oracle_says_no(
 
 
 def test_the_loss_falls_and_bf16_follows_fp32() -> None:
-    task = Task(GPTConfig(context=32, width=64, layers=1, heads=1), corpus(), steps=12, lr=1e-2)
-    alone = launch.run(oracle, task, 2, ranks=1, device="cpu")[0]
-    low = launch.run(train, task, "zero3", "bf16", ranks=2, device="cpu")
+    task = Task(GPTConfig(context=32, width=64, layers=1, heads=1), corpus(), steps=12, lr=2e-3)
+    alone = launch.run(oracle, task, 2, ranks=1, device="cpu")[0][0]
+    low = launch.run(train, task, ["zero3"], "bf16", ranks=2, device="cpu")
     assert alone.losses[0] > 5.4
     assert alone.losses[-1] < 4.6
-    mean = [sum(parts) / 2 for parts in zip(*(r.losses for r in low), strict=True)]
+    mean = [sum(parts) / 2 for parts in zip(*(rank[0].losses for rank in low), strict=True)]
     assert mean == pytest.approx(alone.losses, rel=0.02)
 
 
 def _grown(task: Task) -> int:
     process = psutil.Process()
     before = process.memory_full_info().uss
-    train(task, "ddp", "fp32")
+    train(task, ["ddp", "zero2"], "fp32")
     return process.memory_full_info().uss - before
 
 
 def test_the_memory_estimate_covers_what_a_rank_takes() -> None:
-    task = Task(GPTConfig(width=512, layers=4, heads=8), corpus(), steps=2)
+    task = Task(GPTConfig(), corpus(), steps=2)
     taken = launch.run(_grown, task, ranks=2, device="cpu")
-    assert max(taken) < demo.rank_bytes(task) < 4 * max(taken)
+    assert max(taken) < options.rank_bytes(task, strategies=2) < 4 * max(taken)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import refimpl
 from refimpl.cli.main import main
@@ -36,7 +37,7 @@ def refimpl_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--text empty.txt", "empty.txt is empty"),
         ("--text short.txt", "short.txt has 100 bytes: a context of 128 needs at least 129"),
         ("--text binary.txt", "binary.txt is a binary file: byte 3 is NUL"),
-        ("--text latin.txt", "latin.txt is not UTF-8 text: byte 1 is 0xe9"),
+        ("--text latin.txt", "latin.txt is not UTF-8 text: byte 0 is 0xe9"),
         ("--text .", "cannot read .: Is a directory"),
         ("--out short.txt", "--out short.txt: it is a file, and the report needs a folder"),
         ("--nonsense", "--nonsense"),
@@ -62,7 +63,7 @@ def test_bad_input_is_refused_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.skipif("torch.cuda.is_available()")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert refimpl_command(monkeypatch, "demo", "--device", "cuda") == 2
     assert "--device cuda: torch finds no GPU on this machine" in capsys.readouterr().err
