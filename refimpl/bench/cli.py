@@ -114,7 +114,8 @@ def publish(title: str, row: type, heats: Iterable[Sequence[Any]], file: Path | 
     table = Table(title=title)
     for field in fields(row):
         text = field.type is str
-        table.add_column(field.name.replace("_", " "), justify="left" if text else "right", no_wrap=text)
+        # Words of a heading stand below each other, so that 80 columns are enough.
+        table.add_column(field.name.replace("_", "\n"), justify="left" if text else "right", no_wrap=True)
     rows = []
     with Live(table, console=Console(), vertical_overflow="visible"):
         for heat in heats:

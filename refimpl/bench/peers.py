@@ -49,9 +49,9 @@ def implementations(stage: int) -> list[Implementation]:
     ours: dict[int, type[DDP | Zero1 | Zero2 | Zero3]] = {0: DDP, 1: Zero1, 2: Zero2, 3: Zero3}
     peers = {
         0: Implementation("torch DDP", torch_ddp),
-        1: Implementation("torch DDP + ZeroRedundancyOptimizer", torch_zero1),
-        2: Implementation("torch FSDP2, kept after forward", lambda model, group: torch_fsdp2(model, group, False)),
-        3: Implementation("torch FSDP2", lambda model, group: torch_fsdp2(model, group, True)),
+        1: Implementation("torch ZeroRedundancy", torch_zero1),
+        2: Implementation("torch FSDP2 stage 2", lambda model, group: torch_fsdp2(model, group, False)),
+        3: Implementation("torch FSDP2 stage 3", lambda model, group: torch_fsdp2(model, group, True)),
     }
     racers = [
         Implementation(f"refimpl {ours[stage].__name__}", lambda m, g: refimpl_stage(ours[stage], m, g), ours=True)
@@ -67,7 +67,7 @@ def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 
 def refimpl_stage(kind: type[DDP | Zero1 | Zero2 | Zero3], model: nn.Module, group: Group) -> Step:
-    stage = kind(model, adamw(model.parameters()), group, config=ZeroConfig(leaf_modules=(Block,)))
+    stage = kind(model, adamw(model.parameters()), group, config=ZeroConfig(leaf_modules=(Block,), max_reuse_distance=1))
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = model(tokens, targets)

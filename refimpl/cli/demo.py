@@ -156,6 +156,12 @@ def publish(plan: Plan, rows: list[Row], curves: Curves, facts: dict[str, Any]) 
     )
     for table in report.rich_tables(rows):
         console.print(table)
+    most = max(facts["buffers_in_transit_bytes_per_parameter"].values())
+    console.print(
+        "On top, in no formula: buffers in which gradients and parameters travel, a few buckets or modules whatever "
+        f"the size of the model; for this small one up to {most:.1f} bytes a parameter.",
+        highlight=False,
+    )
     plan.out.mkdir(parents=True, exist_ok=True)
     files = {name: plan.out / name for name in ("report.json", "demo.png", "demo.html")}
     report.write_json(files["report.json"], facts, rows)

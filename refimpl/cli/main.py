@@ -95,6 +95,27 @@ def bench(context: typer.Context) -> None:
     bench_app(context.args, prog_name="refimpl bench", standalone_mode=False)
 
 
+@app.command()
+def quiz(
+    topic: Annotated[str | None, typer.Option(help="One topic, such as zero or communication. Default: all.")] = None,
+    level: Annotated[str | None, typer.Option(help="junior, mid, senior or staff. Default: all.")] = None,
+    form: Annotated[str | None, typer.Option(help="open, choice, numeric, bug or order. Default: all.")] = None,
+    n: Annotated[int, typer.Option("--n", help="Questions to ask.")] = 10,
+    seed: Annotated[int | None, typer.Option(help="The same questions again. Default: by chance.")] = None,
+) -> None:
+    """Interview questions, the due ones first; what you answered is remembered."""
+    from refimpl.cli import quiz
+
+    try:
+        cards = quiz.select(topic, level, form, n)
+    except ValueError as reason:
+        refuse("refimpl quiz", reason)
+    try:
+        quiz.run(cards, n, seed)
+    except OSError as reason:
+        refuse("refimpl quiz", f"cannot keep your progress: {reason}; set REFIMPL_DATA to a folder that you can write")
+
+
 def main() -> None:
     """Entry point of the console script."""
     try:

@@ -19,11 +19,14 @@ Curves = Mapping[tuple[str, str], Sequence[float]]  # (strategy, dtype) -> loss 
 CLASS_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]
 STRATEGY_COLOURS = {"ddp": "#0072B2", "zero1": "#E69F00", "zero2": "#009E73", "zero3": "#D55E00"}
 STYLES = {"fp32": "-", "bf16": (0, (4, 2))}
+PANELS = ("memory", "loss")
 THEMES = {"light": ("#1b1f24", "#ffffff", "#d0d7de"), "dark": ("#e6edf3", "#0d1117", "#30363d")}  # ink, paper, grid
 
 
-def draw(file: Path | io.BytesIO, rows: Sequence[Row], curves: Curves, theme: str = "light") -> None:
-    """Bytes per parameter by class beside the loss curves, as PNG."""
+def draw(
+    file: Path | io.BytesIO, rows: Sequence[Row], curves: Curves, theme: str = "light", panels: Sequence[str] = PANELS
+) -> None:
+    """Bytes per parameter by class, and the loss curves, side by side as PNG; or one of the two."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -32,12 +35,13 @@ def draw(file: Path | io.BytesIO, rows: Sequence[Row], curves: Curves, theme: st
     colours = {f"{part}.color": ink for part in ("text", "xtick", "ytick")}
     style: Any = {**colours, "axes.labelcolor": ink, "axes.edgecolor": grid, "axes.facecolor": paper, "font.size": 10}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(12, 4.8), dpi=150, facecolor=paper, layout="constrained")
+        figure = Figure(figsize=(6 * len(panels), 4.8), dpi=150, facecolor=paper, layout="constrained")
         FigureCanvasAgg(figure)
-        memory, loss = figure.subplots(1, 2, width_ratios=[1.15, 1])
-        draw_memory(memory, rows, ink)
-        draw_loss(loss, curves, ink)
-        for axes in (memory, loss):
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            if panel == "memory":
+                draw_memory(axes, rows, ink)
+            else:
+                draw_loss(axes, curves, ink)
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(axis="y", color=grid, linewidth=0.6)
             axes.set_axisbelow(True)
@@ -87,24 +91,44 @@ def draw_loss(axes: "Axes", curves: Curves, ink: str) -> None:
     axes.legend(fontsize=8.5, frameon=False, ncols=2)
 
 
-def png(rows: Sequence[Row], curves: Curves, theme: str) -> str:
-    """The picture as a data URI."""
-    buffer = io.BytesIO()
-    draw(buffer, rows, curves, theme)
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+def picture(panel: str, rows: Sequence[Row], curves: Curves, description: str) -> str:
+    """One panel as an HTML picture with its data inside, light or dark as the reader's system asks."""
+    uris = []
+    for theme in ("dark", "light"):
+        buffer = io.BytesIO()
+        draw(buffer, rows, curves, theme, [panel])
+        uris.append("data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode())
+    dark, light = uris
+    return (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+        f'<img src="{light}" alt="{escape(description)}"></picture>'
+    )
 
 
 def write(file: Path, environment: Mapping[str, Any], rows: Sequence[Row], curves: Curves) -> None:
-    """The page: tables and picture, light or dark as the reader's system asks, readable on a phone."""
+    """The page: pictures and tables in one file, light or dark, readable on a phone."""
     template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+    memory = picture("memory", rows, curves, "Bytes per parameter on a rank by class, a bar for each strategy")
+    loss = picture("loss", rows, curves, "Training loss by step, a curve for each strategy")
     parts = {
         "summary": summary(rows),
-        "light": png(rows, curves, "light"),
-        "dark": png(rows, curves, "dark"),
+        "pictures": memory + "\n" + loss,
         "tables": "\n".join(table(title, *content) for title, content in all_tables(rows).items()),
-        "environment": table("Where", ["", ""], [[name, str(value)] for name, value in environment.items()]),
+        "environment": table("Where", ["", ""], facts(environment)),
     }
     file.write_text(template.substitute(parts), encoding="utf-8")
+
+
+def facts(environment: Mapping[str, Any], within: str = "") -> list[list[str]]:
+    """Name and value, a line each; what is nested is named "outer: inner"."""
+    lines: list[list[str]] = []
+    for name, value in environment.items():
+        label = f"{within}{name.replace('_', ' ')}"
+        if isinstance(value, Mapping):
+            lines += facts(value, within=f"{label}: ")
+        else:
+            lines.append([label, f"{value:.4f}" if isinstance(value, float) else str(value)])
+    return lines
 
 
 def summary(rows: Sequence[Row]) -> str:

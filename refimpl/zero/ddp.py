@@ -34,10 +34,13 @@ class DDP(Stage):
         self.gradients = Gradients(self.buckets, self.reduce, group, self.config, self.names)
         owned = {b: b.full for b in self.buckets}  # [P]
         self.update = Update(optimizer, owned, group, self.config, scaler, replicated=True)
+        self.before = Work()  # the all-reduce started last
 
     def reduce(self, bucket: Bucket, local: Tensor) -> tuple[Work, Tensor]:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [P], in place."""
-        return self.group.all_reduce(local, self.gradients.op, async_op=True, tag="gradients"), local
+        self.before.advance()  # into its second half, the gather, which now travels beside this bucket
+        self.before = self.group.all_reduce(local, self.gradients.op, async_op=True, tag="gradients")
+        return self.before, local
 
     def gather(self) -> None:
         """Nothing to gather: every rank has updated every parameter."""

@@ -70,7 +70,7 @@ class Fetch:
         for unit in units:
             self.trace.visit(unit, during)
         wanted = [u for u in units if u.is_free]
-        ahead = self._ahead(wanted)
+        ahead = self._ahead(units)
         announced = self.roll_call(
             f"{during} of {self.names[module]}" + "".join(f", gathers {u.name}" for u in wanted + ahead)
         )
@@ -79,12 +79,13 @@ class Fetch:
         for unit in units:
             unit.wait()
 
-    def _ahead(self, wanted: list[Unit]) -> list[Unit]:
-        """What to prefetch: the next units of the trace that fit both budgets, in elements."""
-        flying, live = in_flight_elements(self.units), live_elements(self.units) + sum(u.padded for u in wanted)
+    def _ahead(self, now: list[Unit]) -> list[Unit]:
+        """What to prefetch beside the units needed now: the next of the trace that fit both budgets, in elements."""
+        others = [u for u in self.units if u not in now]
+        flying, live = in_flight_elements(others), live_elements(others) + sum(u.padded for u in now)
         chosen: list[Unit] = []
         for unit in self.trace.ahead(forward_only=not torch.is_grad_enabled() and not self.in_backward):
-            if not unit.is_free or unit in wanted or unit in chosen:
+            if not unit.is_free or unit in now or unit in chosen:
                 continue
             flying, live = flying + unit.padded, live + unit.padded
             if flying > self.config.prefetch_bucket_size or live > self.config.max_live_parameters:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from refimpl.comm.group import Group
+from refimpl.comm.group import Group, Work
 
 ALIGN = 64  # elements: torch's fused AdamW gives the same bits on any cut that falls on a multiple of 64
 
@@ -56,19 +56,22 @@ class Bucket:
         """flat [P] -> the view [S] that this rank owns."""
         return flat.view(self.group.size, -1)[self.group.rank]
 
-    def gather(self, most: int) -> None:
-        """Fill `full` [P] with every rank's shard of it, at most about `most` elements a call."""
+    def gather(self, most: int) -> list[Work]:
+        """Start to fill `full` [P] with every rank's shard of it, at most about `most` elements a call."""
         rows = self.full.view(self.group.size, -1)  # [N, S]
         width = max(1, most // self.group.size)
         if rows.shape[1] <= width:
-            works = [self.group.all_gather(self.full, self.shard(self.full), async_op=True, tag="parameters")]
-        else:
-            works = [
-                self.group.all_gather(list(cut.unbind()), cut[self.group.rank], async_op=True, tag="parameters")
-                for cut in torch.split(rows, width, dim=1)
-            ]
-        for work in works:
-            work.wait()
+            return [self.group.all_gather(self.full, self.shard(self.full), async_op=True, tag="parameters")]
+        return [
+            self.group.all_gather(list(cut.unbind()), cut[self.group.rank], async_op=True, tag="parameters")
+            for cut in torch.split(rows, width, dim=1)
+        ]
+
+
+def gather_all(buckets: list[Bucket], most: int) -> None:
+    """Every rank's updated shards to every rank: all buckets on their way before the first is waited for."""
+    for work in [work for bucket in buckets for work in bucket.gather(most)]:
+        work.wait()
 
 
 def trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, int]:

@@ -6,7 +6,7 @@ Traffic per step: 2 Psi (N-1)/N, a reduce-scatter of the gradients and an all-ga
 all-reduce with the update in its middle.
 Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1. DeepSpeed: deepspeed/runtime/zero/stage_1_and_2.py.
 
-A gradient's way: backward -> `Gradients.arrive` -> bucket full -> `reduce` -> `Update.apply` -> `Bucket.gather`.
+A gradient's way: backward -> `Gradients.arrive` -> bucket full -> `reduce` -> `Update.apply` -> `gather_all`.
 """
 
 from torch import Tensor, nn, optim
@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from refimpl.comm.group import Group, Work
 from refimpl.optim.loss_scale import LossScaler
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.flat import Bucket, lay_out, trained
+from refimpl.zero.flat import Bucket, gather_all, lay_out, trained
 from refimpl.zero.gradients import Gradients
 from refimpl.zero.stage import Stage, share_start
 from refimpl.zero.update import Update
@@ -43,8 +43,7 @@ class Zero1(Stage):
 
     def gather(self) -> None:
         """Every rank's updated shard to every rank."""
-        for bucket in self.buckets:
-            bucket.gather(self.config.allgather_bucket_size)
+        gather_all(self.buckets, self.config.allgather_bucket_size)
 
     def step(self) -> bool:
         """Update this rank's shard, then gather all of them."""

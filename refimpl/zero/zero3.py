@@ -17,7 +17,7 @@ from refimpl.comm.group import Group, Work
 from refimpl.optim.loss_scale import LossScaler
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.fetch import Fetch
-from refimpl.zero.flat import Bucket, lay_out, trained
+from refimpl.zero.flat import Bucket, gather_all, lay_out, trained
 from refimpl.zero.gradients import Gradients
 from refimpl.zero.order import RollCall
 from refimpl.zero.stage import Stage, share_start
@@ -66,8 +66,7 @@ class Zero3(Stage):
 
     def gather(self) -> None:
         """Only what stays whole: the units are gathered when a module needs them, see `Fetch.need`."""
-        for bucket in self.kept:
-            bucket.gather(self.config.allgather_bucket_size)
+        gather_all(self.kept, self.config.allgather_bucket_size)
 
     def step(self) -> bool:
         """Update this rank's shard."""

@@ -35,7 +35,7 @@ def test_rows_of_a_run() -> None:
     heats = list(measure([2], [TINY], stages=[0, 3]))
     assert [[row.implementation for row in rows if "DeepSpeed" not in row.implementation] for rows in heats] == [
         ["refimpl DDP", "refimpl DDP (THP)", "torch DDP", "torch DDP (THP)"],
-        ["refimpl Zero3", "refimpl Zero3 (THP)", "torch FSDP2", "torch FSDP2 (THP)"],
+        ["refimpl Zero3", "refimpl Zero3 (THP)", "torch FSDP2 stage 3", "torch FSDP2 stage 3 (THP)"],
     ]
     for stage, rows in zip([0, 3], heats, strict=True):
         best = min(row.step_ms for row in rows if not row.implementation.startswith("refimpl"))
@@ -47,8 +47,8 @@ def test_rows_of_a_run() -> None:
 def test_ratio_is_of_medians_to_the_best_peer_of_both_worlds() -> None:
     times = {
         "refimpl Zero2": [30.0, 10.0, 20.0],
-        "torch FSDP2, kept after forward": [50.0],
-        "torch FSDP2, kept after forward (THP)": [40.0],
+        "torch FSDP2 stage 2": [50.0],
+        "torch FSDP2 stage 2 (THP)": [40.0],
     }
     rows = rank_rows(times, stage=2, ranks=4, parameters=7)
     assert [(row.step_ms, row.ratio_to_best_peer) for row in rows] == [(20.0, 0.5), (50.0, 1.25), (40.0, 1.0)]

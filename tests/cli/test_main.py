@@ -29,7 +29,7 @@ def refimpl_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--width 0", "--width 0: it must be at least 1"),
         ("--layers 0", "--layers 0: it must be at least 1"),
         ("--context -3", "--context -3: it must be at least 1"),
-        ("--steps 0", "--steps 0: it must be at least 1"),
+        ("--steps 1", "--steps 1: at least 2 are needed, before its first the optimizer has no state to count"),
         ("--seed -1", "--seed -1: it must not be negative"),
         ("--strategy zero4", "--strategy zero4: there is no such strategy; choose from ddp, zero1, zero2, zero3"),
         ("--device tpu", "--device tpu: choose from auto, cpu, cuda"),
