@@ -116,6 +116,40 @@ def quiz(
         refuse("refimpl quiz", f"cannot keep your progress: {reason}; set REFIMPL_DATA to a folder that you can write")
 
 
+@app.command()
+def hint(
+    chapter: Annotated[str, typer.Argument(help="02_ddp, or 02.")],
+    task: Annotated[str, typer.Argument(help="The function or class of the exercise.", metavar="EXERCISE")],
+    give_up: Annotated[bool, typer.Option("--give-up", help="Show the solution.")] = False,
+) -> None:
+    """One hint more each time; the solution once you have passed."""
+    from refimpl.cli import hint
+
+    try:
+        hint.run(chapter, task, give_up)
+    except (ValueError, FileNotFoundError) as reason:
+        refuse("refimpl hint", reason)
+
+
+@app.command()
+def progress() -> None:
+    """How far you are in the exercises."""
+    from refimpl.cli import progress
+
+    try:
+        progress.run()
+    except FileNotFoundError as reason:
+        refuse("refimpl progress", reason)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def exercise(context: typer.Context) -> None:
+    """Begin a chapter's exercises anew: `refimpl exercise reset 02_ddp`."""
+    from refimpl.cli.exercise import app as exercise_app
+
+    exercise_app(context.args, prog_name="refimpl exercise", standalone_mode=False)
+
+
 def main() -> None:
     """Entry point of the console script."""
     try:

@@ -1,0 +1,631 @@
+# %% [markdown]
+# # 3 · Precision and bytes: where 16 bytes a parameter go
+#
+# Numbers of 16 bits are half as long to store, to send and to multiply. They also lose things: small updates, small
+# gradients, or large ones. This chapter shows each loss on a model that trains, and the two remedies that everybody
+# uses: **master weights** and **loss scaling**. Then it counts what 16 bits save. It is not what most people expect.
+
+# %% [markdown]
+# ## 1. The pain: half the bytes, half the learning
+#
+# Chapter 2 ended with 16 bytes a parameter on every rank: 120 GB for a model of 7.5 billion. The obvious remedy is
+# `model.to(torch.bfloat16)`. Count what one step leaves in memory:
+
+# %%
+# %load_ext refimpl.notebook
+import copy
+from itertools import pairwise
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+from torch.optim import AdamW
+
+from refimpl.measure.memory import MemoryMeter
+from refimpl.model.data import Batches, corpus
+from refimpl.model.gpt import GPT, GPTConfig
+
+torch.set_num_threads(1)
+shape = GPTConfig(context=64, width=64, layers=2, heads=2)
+batches = Batches(corpus(), context=64, size=8)
+
+
+def counted(dtype):
+    model = GPT(shape).to(dtype)
+    optimizer = AdamW(model.parameters())
+    model(*batches.batch(0, 0)).backward()
+    optimizer.step()
+
+    def owned():
+        return {
+            "parameters": list(model.parameters()),
+            "gradients": [p.grad for p in model.parameters()],
+            "optimizer": [t for state in optimizer.state.values() for t in state.values() if t.numel() > 1],
+        }
+
+    sizes = MemoryMeter(owned).now()
+    return {name: sizes[name] / shape.parameters for name in owned()}
+
+
+table = pd.DataFrame({str(dtype)[6:]: counted(dtype) for dtype in (torch.float32, torch.bfloat16)})
+table.loc["bytes a parameter"] = table.sum()
+table
+
+# %% [markdown]
+# Half. Now train it. A model that has learned for 60 steps goes on for 120 more with a learning rate of 0.0001, once
+# in fp32 and once in bf16. `exam` is 32 windows drawn for grading alone.
+
+# %%
+torch.manual_seed(0)
+started = GPT(shape)
+optimizer = AdamW(started.parameters(), lr=3e-3)
+for step in range(60):
+    started(*batches.batch(step, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+exam = Batches(corpus(), context=64, size=32).batch(10_000, 0)
+
+
+class Plain:
+    """The optimizer works on the model's own weights."""
+
+    def __init__(self, model):
+        self.optimizer = AdamW(model.parameters(), lr=1e-4)
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def go_on(dtype, updater, steps=120):
+    """Loss on the exam every 10 steps, and the share of weights that are what they were, by kind of weight."""
+    model = copy.deepcopy(started).to(dtype)
+    before = [p.detach().clone() for p in model.parameters()]
+    update, losses = updater(model), []
+    for step in range(steps):
+        model(*batches.batch(100 + step, 0)).backward()
+        update.step()
+        if step % 10 == 9:
+            with torch.no_grad():
+                losses.append(model(*exam).item())
+    same = [(old == new) for old, new in zip(before, model.parameters(), strict=True)]
+    norms = [
+        s for s, (name, _) in zip(same, model.named_parameters(), strict=True) if "ln" in name and "weight" in name
+    ]
+    share = lambda masks: torch.cat([mask.flatten() for mask in masks]).float().mean().item()  # noqa: E731
+    return losses, {"all weights": share(same), "norm weights": share(norms)}
+
+
+runs = {"fp32": go_on(torch.float32, Plain), "bf16": go_on(torch.bfloat16, Plain)}
+for name, (_, unmoved) in runs.items():
+    print(f"{name}: {unmoved['norm weights']:.0%} of the norms' weights never moved in 120 steps")
+
+# %% tags=["nbval-ignore-output"]
+with torch.no_grad():
+    begin = started(*exam).item()
+rows = [[begin, losses[-1], begin - losses[-1], unmoved["all weights"]] for losses, unmoved in runs.values()]
+pd.DataFrame(rows, runs, ["loss before", "loss after", "learned", "weights that never moved"]).round(3)
+
+# %% [markdown]
+# In bf16 the same 120 steps teach the model little more than half as much, and nothing says so: no NaN, no error, a
+# loss that falls. A third of all weights is exactly where it was, and of the layer norms' weights every one.
+
+# %% [markdown]
+# ## 2. The idea: keep small things where there is room
+#
+# A floating-point number is $\pm\, 2^{e} \cdot (1 + m)$. The bits of the exponent $e$ decide how far the numbers reach,
+# the bits of the mantissa $m$ how densely they lie. fp16 and bf16 cut 16 bits differently.
+
+# %%
+rows = {}
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    info = torch.finfo(dtype)
+    mantissa = round(-torch.log2(torch.tensor(info.eps)).item())
+    rows[str(dtype)[6:]] = {
+        "exponent bits": info.bits - 1 - mantissa,
+        "mantissa bits": mantissa,
+        "largest": f"{info.max:.3g}",
+        "smallest normal": f"{info.smallest_normal:.3g}",
+        "smallest": f"{info.smallest_normal * info.eps:.3g}",
+        "gap above 1 (eps)": f"{info.eps:.3g}",
+    }
+pd.DataFrame(rows).T
+
+# %% [markdown]
+# bf16 reaches as far as fp32, with 2 to 3 decimal digits. fp16 has one digit more and ends at 65504. Between $2^k$ and
+# $2^{k+1}$ the numbers lie $2^k \epsilon$ apart, so an update $u$ of a weight $w$ is rounded away when
+#
+# $$ |u| \;<\; \tfrac12\, \epsilon \cdot 2^{\lfloor \log_2 |w| \rfloor} $$
+#
+# A weight of 1 needs an update of at least 0.0039 to move up in bf16. Adam's updates are about as large as the learning
+# rate: 0.0001.
+#
+# ```mermaid
+# flowchart LR
+#   m["master weights, fp32<br/>Adam's two means, fp32"] -->|round| w["weights, 16 bits"]
+#   w --> fb["forward, backward"]
+#   s["loss x scale<br/>(fp16 only)"] --> fb
+#   fb --> g["gradients, 16 bits"]
+#   g -->|"all-reduce, then / scale"| m
+# ```
+#
+# **Master weights**: keep the weights a second time in fp32, update those, and round them to 16 bits for the next
+# forward. Small updates add up in fp32 until they are large enough to show. **Loss scaling**: multiply the loss before
+# backward, so that all gradients grow by that factor and stay above fp16's smallest number; divide by it in fp32.
+
+# %% [markdown]
+# ## 3. Build it
+#
+# The rounding, with bare numbers: start at 1 and add 0.0001 a thousand times.
+
+# %%
+ends = {}
+for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for begin_at in (1.0, 0.02):
+        w = torch.tensor(begin_at, dtype=dtype)
+        for _ in range(1000):
+            w += 1e-4
+        ends[str(dtype)[6:], f"from {begin_at}"] = round(w.item(), 3)
+pd.Series(ends).unstack().loc[["float32", "float16", "bfloat16"]]
+
+# %% [markdown]
+# From 1, both 16-bit formats stay at 1. From 0.02 they move, because small numbers lie closer. fp16 ends too high,
+# since every sum was rounded, and bf16 stops at 0.031: from $2^{-5} = 0.03125$ on, half a gap is more than the update.
+#
+# **Master weights** in a dozen lines (`scale` is for later):
+
+
+# %%
+class Master:
+    """The optimizer works on fp32 copies; the model gets them rounded."""
+
+    def __init__(self, model):
+        self.weights = list(model.parameters())
+        self.masters = [p.detach().float() for p in self.weights]
+        self.optimizer = AdamW(self.masters, lr=1e-4)
+
+    @torch.no_grad()
+    def step(self, scale=1.0):
+        for w, m in zip(self.weights, self.masters, strict=True):
+            m.grad, w.grad = w.grad.float() / scale, None
+        self.optimizer.step()
+        for w, m in zip(self.weights, self.masters, strict=True):
+            w.copy_(m)
+
+
+runs["bf16 + master"] = go_on(torch.bfloat16, Master)
+lost = abs(runs["bf16 + master"][0][-1] - runs["fp32"][0][-1]) / (begin - runs["fp32"][0][-1])
+print("with master weights bf16 learns what fp32 learns, within 5%:", lost < 0.05)
+
+# %% alt="Loss on the exam over 120 steps: bf16 with master weights lies on fp32, bf16 alone falls half as fast"
+figure, axis = plt.subplots(figsize=(7, 3), layout="constrained")
+for (name, (losses, _)), style in zip(runs.items(), ("-", "-", "--"), strict=True):
+    axis.plot([0, *range(10, 121, 10)], [begin, *losses], style, marker=".", label=name)
+axis.set(xlabel="step", ylabel="loss on the exam (nats)")
+axis.legend(frameon=False)
+axis.spines[["top", "right"]].set_visible(False)
+plt.show()
+
+# %% [markdown]
+# **Small gradients.** The loss is a mean over tokens, so backward starts with numbers of about 1 / tokens and they only
+# get smaller. With $A$ micro-batches a step the loss is divided by $A$ as well. Count the elements of the weights'
+# gradients that come out as exactly zero. (In fp32 none is.)
+
+
+# %%
+def gradients(dtype, factor):
+    model = copy.deepcopy(started).to(dtype)
+    (model(*batches.batch(500, 0)) * factor).backward()
+    return torch.cat([p.grad.flatten().float() for p in model.parameters()])
+
+
+def zeros(dtype, factor):
+    return (gradients(dtype, factor) == 0).float().mean().item()
+
+
+rows = {}
+for micro_batches in (1, 64, 4096):
+    rows[f"loss / {micro_batches}"] = {
+        "fp32": zeros(torch.float32, 1 / micro_batches),
+        "bf16": zeros(torch.bfloat16, 1 / micro_batches),
+        "fp16": zeros(torch.float16, 1 / micro_batches),
+        "fp16, loss x 65536": zeros(torch.float16, 2.0**16 / micro_batches),
+    }
+lost_by = pd.DataFrame(rows).T
+print("bf16 loses less than 1 in 1000:", (lost_by["bf16"] < 1e-3).all())
+print("fp16 loses more as the loss gets smaller:", lost_by["fp16"].is_monotonic_increasing)
+print("a scale of 65536 saves all but 1 in 1000, even of loss / 64:", lost_by["fp16, loss x 65536"].iloc[1] < 1e-3)
+
+# %% tags=["nbval-ignore-output"]
+lost_by.map("{:.2%}".format)
+
+# %% [markdown]
+# fp16's smallest number is $2^{-24}$, and what is smaller than half of it becomes zero. bf16 has fp32's exponent, so
+# its numbers go down to $10^{-40}$: **bf16 needs no loss scaling.** That, and not accuracy, is why it has replaced
+# fp16.
+#
+# The picture shows where the gradients lie: those of the activations, from which all others are made. Scaling moves
+# the whole hill to the right by 16 powers of two. The room to the right is not endless either, and the gradient of a
+# weight is a sum over all tokens, so it lies further right than this hill.
+
+# %% alt="Histogram of the gradients' exponents, plain and scaled by 65536, between the limits of fp16"
+flowing = []
+probe = copy.deepcopy(started)
+for module in probe.modules():
+    if isinstance(module, torch.nn.Linear):
+        module.register_full_backward_hook(lambda module, inputs, outputs: flowing.append(outputs[0].flatten()))
+probe(*batches.batch(500, 0)).backward()
+exponents = torch.cat(flowing).abs().log2()
+
+figure, axis = plt.subplots(figsize=(7.5, 3), layout="constrained")
+for shift, label, color in ((0, "as they are", "tab:blue"), (16, "loss x 65536", "tab:orange")):
+    axis.hist((exponents + shift).numpy(), bins=range(-46, 20), alpha=0.6, label=label, color=color)
+axis.axvspan(-46, -25, color="black", alpha=0.08)
+axis.axvspan(-25, -14, color="black", alpha=0.04)
+axis.axvspan(16, 20, color="red", alpha=0.15)
+top = axis.get_ylim()[1] * 1.12
+for at, text in ((-35, "zero in fp16"), (-19, "fewer digits"), (18, "Inf")):
+    axis.text(at, top * 0.97, text, ha="center", va="top", fontsize=9)
+axis.set(xlabel="power of two", ylabel="gradients of activations", xlim=(-46, 20), ylim=(0, top))
+axis.legend(frameon=False, loc="center left")
+axis.spines[["top", "right"]].set_visible(False)
+plt.show()
+
+# %% [markdown]
+# **Which scale?** The largest that does not overflow; and that changes while training goes on. So try: double after a
+# while without trouble, halve at an overflow, and throw the step with the overflow away. Its gradients are Inf, there
+# is nothing to save.
+
+
+# %%
+class Scaler:
+    def __init__(self, scale, window):
+        self.scale, self.window, self.good = scale, window, 0
+
+    def update(self, overflow):
+        self.good = 0 if overflow else self.good + 1
+        if overflow:
+            self.scale /= 2
+        elif self.good % self.window == 0:
+            self.scale *= 2
+
+
+model = copy.deepcopy(started).half()
+master, scaler, told = Master(model), Scaler(2.0**24, window=6), []
+for step in range(24):
+    (model(*batches.batch(step, 0)) * scaler.scale).backward()
+    overflow = not all(p.grad.isfinite().all() for p in model.parameters())
+    if overflow:
+        model.zero_grad()
+    else:
+        master.step(scaler.scale)  # divides in fp32: what was lifted must not sink again
+    told.append("skip" if overflow else "step")
+    scaler.update(overflow)
+print("begins with a skip:", told[0] == "skip", "| ends up stepping:", "step" in told)
+
+# %% tags=["nbval-ignore-output"]
+print(" ".join(told))
+
+# %% [markdown]
+# ## 4. Read it
+#
+# `DynamicLossScaler` is yours with DeepSpeed's two refinements: `hysteresis` overflows are endured before one halves
+# the scale (a single bad batch is no reason), and at `min_scale` it raises, because then it is not the scale's fault.
+
+# %%
+from refimpl.notebook import show
+from refimpl.optim.loss_scale import DynamicLossScaler
+
+show.source(DynamicLossScaler.update, DynamicLossScaler._shrink)
+
+# %% [markdown]
+# The master weights live in `Update`, which all strategies share. `apply` is your loop: check, skip or unscale, step,
+# and `publish` rounds the masters into the model.
+
+# %%
+from refimpl.zero.update import Update
+
+show.source(Update.apply, Update.publish)
+
+# %% [markdown]
+# One number does three jobs here. The sum of squares is the norm for clipping, it is finite only if every gradient is,
+# and it is the same on all ranks. Unscaling and clipping are one multiplication.
+
+# %% [markdown]
+# ## 5. Measure it
+#
+# **State.** `refimpl.DDP` on 2 ranks in three dtypes, counted between backward and update, beside the formula.
+
+# %%
+from refimpl import DDP, Group, run
+from refimpl.plan.formulas import Layout, by_collective, layout_of, memory_bytes, traffic
+
+
+def two_steps(dtype):
+    group, model = Group.world(), GPT(shape).to(dtype)
+    ddp = DDP(model, AdamW(model.parameters()), group)
+    for step in range(2):
+        group.ledger.reset()
+        ddp.backward(model(*batches.batch(step, group.rank)))
+        memory = MemoryMeter(ddp.tensors).now()
+        ddp.step()
+    return memory, group.ledger.sent_bytes(), layout_of(ddp)
+
+
+rows, equal = {}, True
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    memory, sent, layout = run(two_steps, dtype, ranks=2)[0]
+    expected = memory_bytes("ddp", 2, dtype.itemsize, layout)
+    formula = by_collective(traffic("ddp", 2, dtype.itemsize, layout))
+    equal &= all(memory[name] == expected[name] for name in expected) and sent == formula
+    rows[str(dtype)[6:]] = {name: memory[name] for name in expected}
+    rows[str(dtype)[6:]] |= {"state": sum(memory[n] for n in expected), "sent a step": sent["all_reduce"]}
+print("counted = formula, to the byte:", equal)
+(pd.DataFrame(rows) / layout.numel).round(2).rename_axis("bytes a parameter")
+
+# %% [markdown]
+# Read the row `state`. **Mixed precision saves no state at all**: 4 + 4 + 8 has become 2 + 2 + 8 + 4. What the weights
+# and gradients save, the master weights take back. (The hundredths are padding.) What 16 bits do save is in the last
+# row, every byte sent, and in what has not been counted yet.
+#
+# **Activations**: what forward keeps for backward. For one block the formula of `refimpl.plan.transformer` counts 16
+# numbers a token and unit of width (the file lists them), and a few for each norm and head. Here is one block under the
+# meter.
+
+# %%
+from refimpl.model.gpt import Block
+from refimpl.plan.transformer import activation_bytes
+
+block = Block(shape)
+x = torch.randn(8, shape.context, shape.width, requires_grad=True)
+
+
+def kept_by(block, x):
+    """Bytes of the storages that autograd saves in forward, weights aside."""
+    weights = {p.data_ptr() for p in block.parameters()}
+    saved = {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(x)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+show.compare(formula={"one block": activation_bytes(shape, 8, itemsize=4)}, counted={"one block": kept_by(block, x)})
+
+# %% [markdown]
+# And the whole model, with `MemoryMeter` watching a step. Activations grow through forward, stand highest at its end,
+# and are gone after backward.
+
+# %%
+model, batch = GPT(shape), batches.batch(0, 0)
+with MemoryMeter(lambda: {"parameters": list(model.parameters())}) as meter:
+    loss = model(*batch)
+    after_forward = meter.sample()["activations"]
+    loss.backward()
+    del loss
+    after_backward = meter.sample()["activations"]
+blocks = shape.layers * activation_bytes(shape, 8, itemsize=4)
+tokens = 8 * shape.context
+rest = (after_forward - blocks) / tokens / 4
+print(f"after forward  {after_forward:,} bytes, of which {blocks:,} are the {shape.layers} blocks'")
+print(f"the rest:      {rest:.2f} numbers a token")
+print(f"after backward {after_backward:,} bytes")
+
+# %% [markdown]
+# The rest is named quickly: the softmax over 256 possible bytes, 64 numbers going into the last norm and 64 coming out,
+# two for its statistics, and the target (8 bytes, so two more). The remaining quarter are the 64 positions and the loss
+# itself. Activations do not depend on the number of parameters but on the tokens in flight, and in 16 bits they halve.
+# That is where the memory is won.
+#
+# Turn the knobs: model, precision, sequences of 2048 tokens in flight. The bars are GB on one rank under DDP.
+
+# %%
+from refimpl.notebook.widgets import Knobs
+
+MODELS = {  # layers, width, heads of GPT-3's family (arXiv:2005.14165, table 2.1)
+    "1.3B": (24, 2048, 16),
+    "125M": (12, 768, 12),
+    "6.7B": (32, 4096, 32),
+    "13B": (40, 5120, 40),
+    "175B": (96, 12288, 96),
+}
+
+
+def gigabytes(model, precision, sequences):
+    layers, width, heads = MODELS[model]
+    config = GPTConfig(vocab=50257, context=2048, width=width, layers=layers, heads=heads)
+    itemsize = 4 if precision == "fp32" else 2
+    sizes = memory_bytes("ddp", 1, itemsize, Layout(config.parameters, 0, 0))
+    if precision == "bf16 alone":
+        sizes |= {"optimizer": sizes["optimizer"] // 2, "master weights": 0}
+    sizes["activations"] = layers * activation_bytes(config, sequences, itemsize)
+    return {name: size / 1e9 for name, size in sizes.items()}
+
+
+def draw(**knobs):
+    figure, axis = plt.subplots(figsize=(7, 1.8), layout="constrained")
+    left = 0.0
+    for name, size in gigabytes(**knobs).items():
+        axis.barh(0, size, left=left, label=f"{name} {size:.1f}")
+        left += size
+    axis.axvline(80, color="black", linestyle="--", linewidth=1)
+    axis.text(80, 0.42, " 80 GB", va="bottom", fontsize=8)
+    axis.set(yticks=[], xlim=(0, max(90, left * 1.05)), ylim=(-0.5, 0.7), xlabel=f"GB ({left:.1f} in all)")
+    axis.legend(ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False, fontsize=8)
+    return figure
+
+
+precisions = ["bf16 + master", "fp32", "bf16 alone"]
+table = pd.DataFrame(
+    [
+        {"model": m, "precision": p} | {k: round(v, 1) for k, v in gigabytes(m, p, 4).items()}
+        for m in ("125M", "1.3B", "6.7B", "13B")
+        for p in precisions[:2]
+    ]
+)
+Knobs(draw, table, model=list(MODELS), precision=precisions, sequences=[4, 1, 2, 8, 16])
+
+# %% [markdown]
+# **Loss scaling, live.** fp16 on 2 ranks with `DynamicLossScaler`, from a scale that is far too high. `window=12` makes
+# it curious; 1000 is the default.
+
+
+# %%
+def train_fp16(steps=72):
+    group, model = Group.world(), copy.deepcopy(started).half()
+    scaler = DynamicLossScaler(initial_scale=2.0**24, window=12, hysteresis=1)
+    ddp = DDP(model, AdamW(model.parameters(), lr=1e-3), group, scaler=scaler)
+    history = []
+    for step in range(steps):
+        scale = scaler.scale
+        ddp.backward(model(*batches.batch(step, group.rank)))
+        history.append((scale, ddp.step()))
+    return history
+
+
+one, two = run(train_fp16, ranks=2)
+skips = sum(not stepped for _, stepped in one)
+print("both ranks have the same scales and skips:", one == two)
+scales = [scale for scale, _ in one]
+print("it came down, and went up again:", scales[0] > min(scales), any(b > a for a, b in pairwise(scales)))
+print("most steps count:", skips < len(one) / 3)
+
+# %% tags=["nbval-ignore-output"] alt="The loss scale over 72 steps: it halves at each overflow and doubles after 12 good steps"
+figure, axis = plt.subplots(figsize=(7.5, 2.8), layout="constrained")
+axis.step(range(len(one)), scales, where="post")
+skipped = [(step, scale) for step, (scale, stepped) in enumerate(one) if not stepped]
+axis.scatter(*zip(*skipped, strict=True), color="tab:red", marker="x", zorder=3, label=f"overflow: skipped ({skips})")
+axis.set_yscale("log", base=2)
+axis.set(xlabel="step", ylabel="loss scale")
+axis.legend(frameon=False)
+axis.spines[["top", "right"]].set_visible(False)
+plt.show()
+
+# %% [markdown]
+# It halves until the gradients fit, then rides just below the limit: every 12 good steps it looks one higher, and
+# mostly comes back at the price of one step.
+
+# %% [markdown]
+# ## 6. Break it: Inf on one rank only
+#
+# Rank 2 meets a bad batch and overflows; the others do not. The loop below checks its gradients, as it should, but it
+# does so **before** the reduction, where each rank knows only its own.
+
+# %%
+# %%ranks 4
+from refimpl.model.data import Batches, corpus
+from refimpl.model.gpt import GPT, GPTConfig
+
+batches = Batches(corpus(), context=64, size=2)
+
+
+def fresh():
+    torch.manual_seed(0)
+    return GPT(GPTConfig(context=64, width=64, layers=1, heads=2))
+
+
+model = fresh()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(3):
+    loss = model(*batches.batch(step, rank))
+    if (rank, step) == (2, 1):
+        loss = loss * float("inf")
+    loss.backward()
+    overflow = not all(p.grad.isfinite().all() for p in model.parameters())
+    for p in model.parameters():
+        group.all_reduce(p.grad, "mean")
+    if not overflow:
+        optimizer.step()
+    optimizer.zero_grad()
+    healthy = all(p.isfinite().all() for p in model.parameters())
+    print(f"step {step}: I saw an overflow: {overflow}; my weights are finite: {healthy}")
+
+# %% [markdown]
+# The guilty rank skips and stays healthy for one step; the innocent ones add its Inf to their weights and turn to NaN.
+# In the next step their NaN gradients reach rank 2 as well. Whoever looks for the rank with the NaN finds the wrong
+# ones. (Had the loop skipped the all-reduce too, it would hang, as in chapter 2.)
+#
+# The remedy costs nothing: check **after** the reduction. Inf plus anything is Inf or NaN, so all ranks see it, decide
+# alike and skip together. When each rank holds only a shard of the gradients (from ZeRO-1 on) it must be told: 8 bytes,
+# in `Update._sum_of_squares`.
+
+# %%
+# %%ranks 4
+from refimpl import DDP
+from refimpl.optim.loss_scale import DynamicLossScaler
+
+model = fresh()
+scaler = DynamicLossScaler(initial_scale=2.0**10, hysteresis=1)
+ddp = DDP(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group, scaler=scaler)
+for step in range(3):
+    loss = model(*batches.batch(step, rank))
+    if (rank, step) == (2, 1):
+        loss = loss * float("inf")
+    ddp.backward(loss)
+    print(f"step {step}: stepped: {ddp.step()}; scale now {scaler.scale:.0f}")
+print("finite:", all(p.isfinite().all() for p in model.parameters()), "| skipped:", ddp.skipped_steps)
+
+# %% [markdown]
+# The other famous bug stood at the top of this chapter: no master weights. No error shows it. Count the weights that
+# are bit for bit what they were a hundred steps ago; more than a few percent is a finding.
+
+# %% [markdown]
+# ## 7. Prove it
+#
+# Three steps of `refimpl.DDP` in bf16 on 2, 3 and 4 ranks, against one process that keeps masters by hand, adds the
+# ranks' bf16 gradients in fp32, and rounds once.
+
+
+# %%
+def distributed():
+    group, model = Group.world(), copy.deepcopy(started).bfloat16()
+    ddp = DDP(model, AdamW(model.parameters(), lr=1e-4), group)
+    for step in range(3):
+        ddp.backward(model(*batches.batch(step, group.rank)))
+        ddp.step()
+    return ddp.full_state_dict()
+
+
+def one_process(shares):
+    model = copy.deepcopy(started).bfloat16()
+    master = Master(model)
+    for step in range(3):
+        sums = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
+        for share in range(shares):
+            model(*batches.batch(step, share)).backward()
+            for total, p in zip(sums, model.parameters(), strict=True):
+                total += p.grad
+                p.grad = None
+        for total, p in zip(sums, model.parameters(), strict=True):
+            p.grad = (total / shares).bfloat16()
+        master.step()
+    return model.state_dict()
+
+
+for n in (2, 3, 4):
+    mine, theirs = run(distributed, ranks=n)[0], one_process(n)
+    print(f"{n} ranks: {sum(torch.equal(mine[name], theirs[name]) for name in theirs)} of {len(theirs)} tensors equal")
+
+# %% [markdown]
+# - **Exercises:** [exercises/03_precision_and_bytes](../exercises/03_precision_and_bytes): the overflow that all ranks
+#   must see, unscaling with clipping, the dynamic scaler, master weights, and the memory formula as code.
+# - **Quiz:** `refimpl quiz --topic memory`
+# - **Tests behind this chapter:** [tests/optim/test_loss_scale.py](../tests/optim/test_loss_scale.py),
+#   [tests/zero/test_stages.py](../tests/zero/test_stages.py) (an Inf on one rank, in every strategy),
+#   [tests/plan/test_transformer.py](../tests/plan/test_transformer.py) (activations, to the byte).
+# - **Code:** [refimpl/zero/update.py](../refimpl/zero/update.py),
+#   [refimpl/optim/loss_scale.py](../refimpl/optim/loss_scale.py),
+#   [refimpl/plan/formulas.py](../refimpl/plan/formulas.py).
+# - **DeepSpeed:** `deepspeed/runtime/fp16/loss_scaler.py`, `deepspeed/runtime/bf16_optimizer.py`.
+# - **Papers:** Micikevicius et al. 2018, [arXiv:1710.03740](https://arxiv.org/abs/1710.03740), sections 3.1 (master
+#   weights) and 3.2 (loss scaling); Rajbhandari et al. 2020, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054),
+#   section 3.1 (the 16 bytes); Korthikanti et al. 2022, [arXiv:2205.05198](https://arxiv.org/abs/2205.05198), section 4
+#   (activations).
+#
+# Next: 12 of the 16 bytes are the optimizer's, and every rank keeps the same 12. [ZeRO-1](04_zero1.ipynb) deals them
+# out.

@@ -1,0 +1,433 @@
+# %% [markdown]
+# # 4 · ZeRO-1: one optimizer in N parts
+#
+# In bf16 with AdamW a parameter costs 16 bytes, and 12 of them belong to the optimizer: the master weight and two
+# running means. Data parallel training keeps all 12 on every rank. This chapter keeps them once, in N parts, and
+# sends not one byte more. You need chapters [1](01_collectives.ipynb), [2](02_ddp.ipynb) and
+# [3](03_precision_and_bytes.ipynb).
+
+# %% [markdown]
+# ## 1. The pain: four ranks, one opinion
+#
+# Train a small GPT with DDP on four ranks, in bf16, and stop between backward and step. What does each rank hold?
+
+# %%
+# %load_ext refimpl.notebook
+
+# %%
+# %%ranks 4
+from refimpl.measure.memory import MemoryMeter
+from refimpl.model.data import Batches, corpus
+from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.zero.ddp import DDP
+
+config = GPTConfig(context=32, width=64, layers=2, heads=2)
+batches = Batches(corpus(), context=32, size=2)
+torch.manual_seed(0)
+model = GPT(config).to(torch.bfloat16)
+stage = DDP(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group)
+for step in range(3):
+    stage.backward(model(*batches.batch(step, micro=rank)))
+    if step < 2:
+        stage.step()
+memory = MemoryMeter(stage.tensors).now()
+for name in ("parameters", "gradients", "optimizer", "master weights"):
+    print(f"{memory[name] / config.parameters:5.2f} bytes per parameter: {name}")
+
+# %% [markdown]
+# Twelve of the sixteen bytes are optimizer state. Are they at least different on the four ranks? Take a checksum of
+# all of it, and compare.
+
+# %%
+# %%ranks 4
+import hashlib
+
+state = [*stage.update.state(), *stage.update.masters.values()]
+digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in state)).hexdigest()
+print(f"{sum(t.nbytes for t in state):,} bytes of optimizer state on this rank")
+print(f"{len(set(group.all_gather_object(digest)))} different state(s) on {world_size} ranks")
+
+# %% [markdown]
+# One. After the all-reduce every rank has the same gradients, the same state and the same weights, so every rank
+# computes the same AdamW step. Of the memory and of the work, three quarters are copies. With 64 ranks it would be 63
+# of 64.
+
+# %% [markdown]
+# ## 2. The idea: cut the all-reduce open, and put the update in its middle
+#
+# Chapter 1 built the all-reduce from two halves. After the first half, the **reduce-scatter**, each rank holds the
+# mean gradient of *its own* part, $1/N$ of all parameters. The second half, the **all-gather**, gives every rank all
+# parts. DDP sends the gradients through both halves, and then updates everything everywhere. **ZeRO-1** updates in
+# between: each rank steps its own part, and the all-gather carries new weights in place of gradients.
+#
+# ```mermaid
+# flowchart LR
+#   G["gradients of my text: Ψ"] -->|reduce-scatter| S["mean gradient of my part: Ψ/N"]
+#   S -->|AdamW on Ψ/N| W["new weights of my part: Ψ/N"]
+#   W -->|all-gather| P["all new weights: Ψ"]
+#   G -.->|"DDP: all-reduce, then AdamW on Ψ"| P
+# ```
+#
+# The bytes sent, for $\Psi$ parameters of $b$ bytes, do not change:
+#
+# $$\underbrace{2\Psi b\,\tfrac{N-1}{N}}_{\text{all-reduce}} = \underbrace{\Psi b\,\tfrac{N-1}{N}}_{\text{reduce-scatter}} + \underbrace{\Psi b\,\tfrac{N-1}{N}}_{\text{all-gather}}$$
+#
+# and the memory in bf16 falls from $2 + 2 + 12$ to $2 + 2 + 12/N$ bytes a parameter. First a check that the two halves
+# give the bits of the whole:
+
+# %%
+# %%ranks 4
+x = torch.randn(1000, generator=torch.Generator().manual_seed(rank))  # [n], different on each rank
+group.ledger.reset()
+
+whole = x.clone()
+group.all_reduce(whole, "mean")
+
+halves = x.clone()
+mine = halves.view(world_size, -1)[rank]  # [n] -> [n/N], a view: my part of the buffer
+group.reduce_scatter(mine, halves, "mean")  # my part now holds the mean over ranks
+group.all_gather(halves, mine)  # and now all parts do
+
+print("equal bits:", torch.equal(whole, halves))
+group.ledger.sent_bytes()
+
+# %% [markdown]
+# ## 3. Build it: a sharded AdamW
+#
+# Two parts of a flat tensor must mean the same thing on all ranks, so first the parameters move end to end into one
+# buffer. Each parameter becomes a **view** of its piece, and so does its gradient: autograd then adds straight into
+# the flat gradient.
+
+
+# %%
+# %%ranks 4
+def flatten(model):
+    """The parameters end to end [P] and a place for their gradients [P]; P is a multiple of N."""
+    params = list(model.parameters())
+    numel = sum(p.numel() for p in params)
+    padded = -(-numel // world_size) * world_size
+    flat, grad = torch.zeros(padded), torch.zeros(padded)
+    at = 0
+    for p in params:
+        piece = slice(at, at + p.numel())
+        flat[piece] = p.data.flatten()
+        p.data, p.grad = flat[piece].view_as(p), grad[piece].view_as(p)
+        at += p.numel()
+    return flat, grad
+
+
+def my_part(flat):
+    return flat.view(world_size, -1)[rank]  # [P] -> [S], S = P / N
+
+
+# %% [markdown]
+# Now two trainers that differ in three places: what AdamW is given, which collective brings the gradients, and what
+# happens after the step.
+
+
+# %%
+# %%ranks 4
+class ByHand:
+    """Data parallel training; sharded=True: ZeRO-1."""
+
+    def __init__(self, sharded):
+        torch.manual_seed(0)
+        self.model, self.sharded = GPT(config), sharded
+        self.flat, self.grad = flatten(self.model)
+        self.owned = torch.nn.Parameter(my_part(self.flat) if sharded else self.flat)  # shares memory with flat
+        self.adamw = torch.optim.AdamW([self.owned], lr=1e-3)
+
+    def step(self, number):
+        self.grad.zero_()
+        loss = self.model(*batches.batch(number, micro=rank))
+        loss.backward()
+        if self.sharded:
+            self.owned.grad = my_part(self.grad)
+            group.reduce_scatter(self.owned.grad, self.grad, "mean")
+            self.adamw.step()
+            group.all_gather(self.flat, self.owned.data)
+        else:
+            group.all_reduce(self.grad, "mean")
+            self.owned.grad = self.grad
+            self.adamw.step()
+        return loss.item()
+
+    def state_bytes(self):
+        return sum(t.nbytes for t in self.adamw.state[self.owned].values())
+
+
+# %%
+# %%ranks 4
+ddp, zero1 = ByHand(sharded=False), ByHand(sharded=True)
+for number in range(5):
+    ddp.step(number)
+    zero1.step(number)
+print("equal bits after 5 steps:", torch.equal(ddp.flat, zero1.flat))
+print(f"optimizer state: {ddp.state_bytes():,} bytes and {zero1.state_bytes():,}")
+
+# %% [markdown]
+# A quarter of the state, and the same weights to the last bit. Why may one cut the parameters anywhere, even through
+# the middle of a matrix? Because AdamW is **element-wise**: the new value of an element depends on its own gradient
+# and its own two means, and on nothing else. Section 6 shows what happens to an optimizer for which that is not so.
+#
+# (The 4 bytes left over are AdamW's step count.)
+
+# %% [markdown]
+# ## 4. Read it
+#
+# The real classes also fill buckets while backward runs, keep fp32 master weights, and check for overflow. Those parts
+# they share, so what is left between DDP and ZeRO-1 is this:
+
+# %%
+from refimpl.notebook import show
+from refimpl.zero.ddp import DDP
+from refimpl.zero.zero1 import Zero1
+
+show.diff(DDP, Zero1)
+
+# %% [markdown]
+# The same three places. `owned` is a shard of each bucket; `reduce` is a reduce-scatter; `gather` has something to do.
+# The shard is a view of the bucket, so the optimizer writes into the model's own memory, and the all-gather only has
+# to fill in the other parts:
+
+# %%
+from refimpl.zero.flat import Bucket
+
+show.source(Bucket.shard, Bucket.gather)
+
+# %% [markdown]
+# ## 5. Measure it
+#
+# The same model with both stages, three steps in bf16. Bytes kept are counted between backward and step, bytes sent
+# are those of the last step. Beside them stands what `refimpl.plan.formulas` says without looking.
+
+# %%
+import pandas as pd
+import torch
+
+from refimpl import launch
+from refimpl.comm.group import Group
+from refimpl.measure.memory import MemoryMeter
+from refimpl.model.data import Batches, corpus
+from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.plan.formulas import by_collective, layout_of, memory_bytes, traffic
+from refimpl.zero.config import ZeroConfig
+
+config = GPTConfig(context=32, width=64, layers=2, heads=2)
+STAGES = {"ddp": DDP, "zero1": Zero1}
+
+
+def measure(name, dtype=torch.bfloat16, steps=3):
+    """Runs on every rank: bytes kept by class, bytes sent by collective, the layout, the weights on rank 0."""
+    group = Group.world()
+    batches = Batches(corpus(), context=32, size=2)
+    torch.manual_seed(0)
+    model = GPT(config).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    stage = STAGES[name](model, optimizer, group, ZeroConfig(reduce_bucket_size=40_000))
+    for step in range(steps):
+        group.ledger.reset()
+        stage.backward(model(*batches.batch(step, group.rank)))
+        memory = MemoryMeter(stage.tensors).now()
+        stage.step()
+    return memory, group.ledger.sent_bytes(), layout_of(stage), stage.full_state_dict()
+
+
+measured = {name: launch.run(measure, name, ranks=4)[0] for name in STAGES}
+kept = {}
+for name, (memory, _, layout, _) in measured.items():
+    formula = memory_bytes(name, ranks=4, itemsize=2, layout=layout)
+    kept[name] = show.compare(formula, {key: memory[key] for key in formula})
+pd.concat(kept)
+
+# %% [markdown]
+# They agree to the byte, because the formula is told the layout: how many buckets there are, and how much padding
+# (at most 255 elements a bucket here). Optimizer and master weights are a quarter; parameters and gradients are
+# still whole. That is the business of the next two chapters. Now the bytes sent:
+
+# %%
+pd.concat(
+    {
+        name: show.compare(by_collective(traffic(name, ranks=4, itemsize=2, layout=layout)), sent)
+        for name, (_, sent, layout, _) in measured.items()
+    }
+)
+
+# %% [markdown]
+# ZeRO-1's reduce-scatter and all-gather add up to DDP's all-reduce, exactly. The 24 bytes that remain are the price of
+# cutting: no rank sees the whole gradient any more, so the check for infinities and the gradient's norm need one number
+# summed over the ranks.
+#
+# Count again for 1, 2, 3 and 4 ranks, and lay the formula $2 + 2 + 12/N$ over it:
+
+# %% alt="Bytes per parameter on each rank against the number of ranks: DDP stays at 16, ZeRO-1 falls to 4"
+import matplotlib.pyplot as plt
+
+CLASSES = ("parameters", "gradients", "optimizer", "master weights")
+worlds, more = [1, 2, 3, 4], [1, 2, 3, 4, 8, 16, 32, 64]
+figure, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
+for name, colour, theory in (
+    ("ddp", "#c44e52", [16.0] * len(more)),
+    ("zero1", "#4c72b0", [4 + 12 / n for n in more]),
+):
+    counted = [sum(launch.run(measure, name, ranks=n)[0][0][c] for c in CLASSES) / config.parameters for n in worlds]
+    axis.plot(more, theory, color=colour, lw=1, label=f"{name}, formula")
+    axis.plot(worlds, counted, "o", color=colour, label=f"{name}, counted")
+axis.axhline(4, color="grey", lw=0.8, ls=":")
+axis.set(xscale="log", ylim=(0, 17.5), xlabel="ranks", ylabel="bytes per parameter on each rank")
+axis.set_xticks(more, more)
+axis.minorticks_off()
+axis.spines[["top", "right"]].set_visible(False)
+axis.legend(frameon=False, loc="center right")
+plt.show()
+
+# %% [markdown]
+# The curve flattens at 4: weights and gradients, whole on every rank, however many ranks there are. Turn the knobs for a larger model; the grey part is an upper bound for the buffers that travel.
+
+# %%
+from refimpl.notebook.widgets_zero import memory_knobs
+
+memory_knobs(
+    GPTConfig(width=256, layers=6),
+    ranks=(4, 1, 2, 8, 16, 64),
+    bucket_size=(500_000, 5_000_000),
+    strategies=("ddp", "zero1"),
+)
+
+# %% [markdown]
+# ## 6. Break it
+#
+# **The stale shard.** Forget the all-gather. Each rank then has fresh weights in its own part and the first weights
+# in all others. Nothing raises and nothing hangs. Watch the loss:
+
+
+# %%
+# %%ranks 4
+class Forgetful(ByHand):
+    def step(self, number):
+        self.grad.zero_()
+        loss = self.model(*batches.batch(number, micro=rank))
+        loss.backward()
+        self.owned.grad = my_part(self.grad)
+        group.reduce_scatter(self.owned.grad, self.grad, "mean")
+        self.adamw.step()  # and no all_gather
+        return loss.item()
+
+
+good, bad = ByHand(sharded=True), Forgetful(sharded=True)
+curves = []
+for number in range(30):
+    pair = torch.tensor([good.step(number), bad.step(number)])
+    group.all_reduce(pair, "mean")
+    curves.append(pair.tolist())
+models = len(set(group.all_gather_object(hashlib.sha256(bad.flat.numpy().tobytes()).hexdigest())))
+print(f"{models} different models on {world_size} ranks")
+
+# %% alt="Two loss curves that both fall; the one without the all-gather falls more slowly"
+curves = ranks.pull("curves")[0]
+figure, axis = plt.subplots(figsize=(7, 2.8), layout="constrained")
+axis.plot([good for good, _ in curves], label="ZeRO-1", color="#4c72b0")
+axis.plot([bad for _, bad in curves], label="all-gather forgotten", color="#c44e52")
+axis.set(xlabel="step", ylabel="loss, mean over ranks", title="Both learn")
+axis.spines[["top", "right"]].set_visible(False)
+axis.legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# **The loss falls anyway**, only more slowly, which looks like a learning rate that is too small. What gives it away
+# is not the loss but the fact that must hold: after a step all ranks have the same weights. Checksum them. There are 4
+# different models here, and there must be 1. The first step at which it fails is the first step at all; `torch.equal`
+# part by part then says which part is stale on which rank:
+
+# %%
+# %%ranks 4
+everyone = torch.empty(world_size, bad.flat.numel())
+group.all_gather(everyone, bad.flat)
+parts = everyone.view(world_size, world_size, -1)  # [whose copy, which part, S]
+first = good.__class__(sharded=True).flat.view(world_size, -1)  # the weights before training
+["fresh" if not torch.equal(parts[rank, part], first[part]) else "stale" for part in range(world_size)]
+
+# %% [markdown]
+# **The local norm.** Clipping looks harmless: `clip_grad_norm_` on what the optimizer owns. But that is a shard, so it
+# measures the norm of a shard, and each rank divides by another number.
+
+# %%
+# %%ranks 4
+fresh = ByHand(sharded=True)
+fresh.step(0)
+local = fresh.owned.grad.norm()
+square = local.square()
+group.all_reduce(square)  # 4 bytes from each rank mend it
+print(f"norm of my shard {local:.1f}, of the whole gradient {square.sqrt():.1f}")
+
+# %% [markdown]
+# The four shards of one gradient have four norms, so with a limit between them some ranks clip and others do not. The
+# norm of the whole is one all-reduce of one number away; `stage.grad_norm` is that.
+#
+# **An optimizer that is not element-wise.** LAMB scales each layer's update by $\lVert w\rVert / \lVert u\rVert$, the
+# norms of the layer's weights and of its update. On a shard these are norms of whatever happens to lie there. It trains,
+# and it is another optimizer. `Zero1` refuses what it does not know:
+
+# %% tags=["raises-exception"]
+# %%ranks 4
+from refimpl.zero.zero1 import Zero1
+
+
+class Lamb(torch.optim.SGD):
+    """Steps each parameter by a share of its own norm."""
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p -= 1e-3 * p.norm() / p.grad.norm() * p.grad
+
+
+model = GPT(config)
+Zero1(model, Lamb(model.parameters()), group)
+
+# %% [markdown]
+# ## 7. Prove it
+#
+# The strongest statement that one can make: four ranks with ZeRO-1 end with the weights of **one process** that takes
+# the four micro-batches itself, adds their gradients in rank order, and calls plain AdamW. Bit for bit, in fp32.
+
+
+# %%
+def one_process(ranks, steps=3):
+    torch.set_num_threads(1)
+    batches = Batches(corpus(), context=32, size=2)
+    torch.manual_seed(0)
+    model = GPT(config)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        for micro in range(ranks):
+            model(*batches.batch(step, micro)).backward()
+        for p in model.parameters():
+            p.grad /= ranks
+        adamw.step()
+        adamw.zero_grad()
+    return model.state_dict()
+
+
+table = {}
+for n in (2, 3, 4):
+    truth = launch.run(one_process, n, ranks=1)[0]
+    weights = {name: launch.run(measure, name, torch.float32, ranks=n)[0][3] for name in STAGES}
+    table[f"{n} ranks"] = {name: all(torch.equal(w[k], truth[k]) for k in truth) for name, w in weights.items()}
+pd.DataFrame(table)
+
+# %% [markdown]
+# - **Exercises:** [exercises/04_zero1](../exercises/04_zero1/exercise.py): `pytest exercises/04_zero1`
+# - **Quiz:** `refimpl quiz --topic zero`
+# - **Tests behind this chapter:** [tests/zero/test_stages.py](../tests/zero/test_stages.py), bits, bytes kept, bytes
+#   sent, order of events.
+# - **Code:** [refimpl/zero/zero1.py](../refimpl/zero/zero1.py), [refimpl/zero/flat.py](../refimpl/zero/flat.py),
+#   [refimpl/zero/update.py](../refimpl/zero/update.py).
+# - **DeepSpeed:**
+#   [deepspeed/runtime/zero/stage_1_and_2.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/zero/stage_1_and_2.py).
+#   It cuts the whole flat group in N pieces, where this code cuts each bucket; so a bucket of DeepSpeed's may belong to
+#   one rank alone.
+# - **Paper:** Rajbhandari et al. 2020, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), sections 5.1
+#   ($P_{os}$) and 7.2.
+#
+# Next: [ZeRO-2](05_zero2.ipynb). Each rank reads only its part of the mean gradient. Why does it keep all of it?

@@ -1,0 +1,466 @@
+# %% [markdown]
+# # 5 · ZeRO-2: gradients that leave as they come
+#
+# ZeRO-1 cut the optimizer in N parts. A rank now updates only its own part, so it needs the mean gradient of that part
+# alone. This chapter throws the rest away, at the right moment. That moment is inside backward.
+
+# %% [markdown]
+# ## 1. The pain: memory that nobody reads
+#
+# Train with ZeRO-1 on four ranks in bf16 and stop between backward and step. How many bytes of gradients are alive, and
+# how many will the update read?
+
+# %%
+# %load_ext refimpl.notebook
+
+# %%
+# %%ranks 4
+from refimpl.measure.memory import MemoryMeter
+from refimpl.model.data import Batches, corpus
+from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.zero.zero1 import Zero1
+
+config = GPTConfig(context=32, width=64, layers=2, heads=2)
+batches = Batches(corpus(), context=32, size=2)
+torch.manual_seed(0)
+model = GPT(config).to(torch.bfloat16)
+stage = Zero1(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group)
+stage.backward(model(*batches.batch(0, micro=rank)))
+
+alive = MemoryMeter(stage.tensors).now()["gradients"]
+read = sum(mean.nbytes for mean in stage.gradients.finish().values())
+print(f"{alive:,} bytes of gradients alive, {read:,} to be read: 1/{alive // read}")
+
+# %% [markdown]
+# After the reduce-scatter, three quarters of the gradient buffers hold what this rank sent to others. It is spent, and
+# it stays in memory until the step. With 64 ranks it would be 63 of 64 parts.
+
+# %% [markdown]
+# ## 2. The idea: a bucket at a time
+#
+# It is too late to free gradients after backward: then all of them have existed at once. So do not wait. Backward
+# produces gradients from the last layer to the first. As soon as enough of them fill a **bucket**, the bucket travels
+# by reduce-scatter, my $1/N$ of it stays, and the bucket's memory takes the next gradients.
+#
+# ```mermaid
+# flowchart LR
+#   B["backward fills a bucket"] -->|reduce-scatter| M["my 1/N of the mean stays"]
+#   B -->|it has travelled| F["the bucket is empty again"]
+#   F --> B
+# ```
+#
+# In bf16, with $\Psi$ parameters on $N$ ranks, memory falls to
+#
+# $$2\Psi + \frac{2 + 12}{N}\,\Psi \quad\text{bytes, plus a few buckets.}$$
+#
+# The traffic of one step is still that of DDP: $\Psi$ for the reduce-scatter and $\Psi$ for the all-gather, so
+# $2\Psi b\,\frac{N-1}{N}$ bytes. The paper (section 7.2.1) rounds this to "$2\Psi$, as in data parallel training". That is
+# true for one micro-batch a step. Section 5 counts what happens with more.
+
+# %% [markdown]
+# ## 3. Build it
+#
+# PyTorch calls a **post-accumulate hook** the moment a parameter's gradient is complete, in the middle of backward. The
+# collector below hangs one on each parameter. Its `reduce` is the whole of ZeRO-2: send, keep my part, forget the rest.
+
+
+# %%
+# %%ranks 4
+class Collector:
+    """Reduces gradients bucket by bucket while backward runs, and keeps only this rank's shards."""
+
+    def __init__(self, model, bucket_size):
+        self.buckets, self.shards, self.flying = [[]], {}, []
+        for p in reversed(list(model.parameters())):  # the order in which backward gets there, roughly
+            if self.buckets[-1] and sum(q.numel() for q in [*self.buckets[-1], p]) > bucket_size:
+                self.buckets.append([])
+            self.buckets[-1].append(p)
+            p.register_post_accumulate_grad_hook(self.arrive)
+        self.number = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
+        self.waiting = [set(bucket) for bucket in self.buckets]
+
+    def arrive(self, p):
+        i = self.number[p]
+        self.waiting[i].remove(p)
+        if not self.waiting[i]:
+            self.reduce(i)
+            self.waiting[i] = set(self.buckets[i])
+
+    def reduce(self, i):
+        numel = sum(p.numel() for p in self.buckets[i])
+        full = torch.zeros(-(-numel // world_size) * world_size)  # [P], a multiple of N
+        self.flying = [full]
+        torch.cat([p.grad.flatten() for p in self.buckets[i]], out=full[:numel])
+        for p in self.buckets[i]:
+            p.grad = None
+        mine = torch.empty(len(full) // world_size)  # [S], memory of its own, so that `full` can go
+        group.reduce_scatter(mine, full, "mean")
+        self.shards[i] = self.shards[i] + mine if i in self.shards else mine
+        self.flying = []
+
+    def tensors(self):
+        grads = [p.grad for p in self.number if p.grad is not None]
+        return {"gradients": [*grads, *self.flying, *self.shards.values()]}
+
+
+# %% [markdown]
+# The meter watches every operation of backward and remembers the highest count. One bucket for the whole model means
+# "reduce when backward is over". Then smaller and smaller buckets:
+
+
+# %%
+# %%ranks 4
+def whole_gradient():
+    torch.manual_seed(0)
+    model = GPT(config)
+    model(*batches.batch(0, micro=rank)).backward()
+    return model
+
+
+def collected(bucket_size):
+    torch.manual_seed(0)
+    model = GPT(config)
+    collector = Collector(model, bucket_size)
+    with MemoryMeter(collector.tensors) as meter:
+        model(*batches.batch(0, micro=rank)).backward()
+    return collector, meter.peak["gradients"], meter.now()["gradients"]
+
+
+psi = config.parameters
+print("bucket size     buckets   peak, bytes per parameter   after backward")
+for bucket_size in (10**9, 40_000, 16_384, 1):
+    collector, peak, after = collected(bucket_size)
+    print(f"{bucket_size:13,}   {len(collector.buckets):7}   {peak / psi:25.2f}   {after / psi:14.2f}")
+
+# %% [markdown]
+# In fp32 a whole gradient is 4 bytes a parameter. Collected at the end, the peak is twice that, because the flat copy
+# stands beside the gradients. In buckets it comes down towards what must remain, which is $4/N = 1$. A bucket can not
+# be smaller than its largest parameter (16,384 elements), so the last row gains nothing over the third.
+#
+# Same numbers? Gather the shards and compare them with the mean gradient that an all-reduce computes:
+
+# %%
+# %%ranks 4
+collector, _, _ = collected(40_000)
+plain = reversed(list(whole_gradient().parameters()))
+equal = []
+for i, bucket in enumerate(collector.buckets):
+    mean = torch.cat([next(plain).grad.flatten() for _ in bucket])
+    group.all_reduce(mean, "mean")
+    gathered = torch.empty(len(collector.shards[i]) * world_size)
+    group.all_gather(gathered, collector.shards[i])
+    equal.append(torch.equal(gathered[: len(mean)], mean))
+equal
+
+# %% [markdown]
+# ## 4. Read it
+#
+# The real one has more to do (dtypes, unused parameters, two buckets in flight while a third fills), all of it shared
+# with the other stages. Between ZeRO-1 and ZeRO-2 this is left:
+
+# %%
+from refimpl.notebook import show
+from refimpl.zero.zero1 import Zero1
+from refimpl.zero.zero2 import Zero2
+
+show.diff(Zero1, Zero2)
+
+# %% [markdown]
+# Two changes. The result of the reduction gets **memory of its own**, so the bucket can be used again. And `backward`
+# ignores `sync=False`: a gradient that must not stay can not wait for the next micro-batch either.
+#
+# The hook is this. A gradient moves into its bucket (`local`), `p.grad` is forgotten, and a bucket that nothing is
+# missing from is launched:
+
+# %%
+from refimpl.zero.gradients import Gradients
+
+show.source(Gradients.arrive)
+
+# %% [markdown]
+# ## 5. Measure it
+#
+# Bytes kept between backward and step, then bytes sent in one step with $A$ micro-batches; count and formula.
+
+# %%
+import pandas as pd
+import torch
+
+from refimpl import launch
+from refimpl.comm.group import Group
+from refimpl.measure.memory import MemoryMeter
+from refimpl.model.data import Batches, corpus
+from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.plan.formulas import by_collective, layout_of, memory_bytes, traffic
+from refimpl.zero.config import ZeroConfig
+from refimpl.zero.ddp import DDP
+
+config = GPTConfig(context=32, width=64, layers=2, heads=2)
+STAGES = {"ddp": DDP, "zero1": Zero1, "zero2": Zero2}
+
+
+def start(name, dtype, bucket_size=40_000, config=config):
+    torch.manual_seed(0)
+    model = GPT(config).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return STAGES[name](model, optimizer, Group.world(), ZeroConfig(reduce_bucket_size=bucket_size))
+
+
+def measure(name, micro_batches=1, dtype=torch.bfloat16, steps=2):
+    """Runs on every rank: bytes kept by class, bytes sent by collective, the layout, the weights on rank 0."""
+    stage, batches = start(name, dtype), Batches(corpus(), context=32, size=2)
+    group = stage.group
+    for step in range(steps):
+        group.ledger.reset()
+        for a in range(micro_batches):
+            loss = stage.model(*batches.batch(step, a * group.size + group.rank))
+            stage.backward(loss / micro_batches, sync=a == micro_batches - 1)
+        memory = MemoryMeter(stage.tensors).now()
+        stage.step()
+    return memory, group.ledger.sent_bytes(), layout_of(stage), stage.full_state_dict()
+
+
+measured = {(name, a): launch.run(measure, name, a, ranks=4)[0] for name in STAGES for a in (1, 2, 4)}
+kept = {}
+for name in STAGES:
+    memory, _, layout, _ = measured[name, 1]
+    formula = memory_bytes(name, ranks=4, itemsize=2, layout=layout)
+    kept[name] = show.compare(formula, {key: memory[key] for key in formula})
+pd.concat(kept)
+
+# %%
+rows = {}
+for (name, a), (_, sent, layout, _) in measured.items():
+    formula = by_collective(traffic(name, 4, 2, layout, micro_batches=a))
+    once = layout.padded * 2 * 3 // 4  # Psi b (N-1)/N, with the padding
+    rows[name, f"A = {a}"] = [sum(formula.values()), sum(sent.values()), f"{sum(sent.values()) / once:.2f}"]
+pd.DataFrame.from_dict(rows, orient="index", columns=["formula", "counted", "times Ψb(N-1)/N"])
+
+# %% [markdown]
+# DDP and ZeRO-1 send once a step, however many micro-batches there are. ZeRO-2 sends $A$ reduce-scatters and one
+# all-gather, $(A + 1)\,\Psi b\frac{N-1}{N}$. At $A = 4$ that is two and a half times the traffic of ZeRO-1. This is the trade that the
+# abstract of the paper does not mention: **accumulate much, and ZeRO-1 may be the better stage.** (The 24 bytes on top
+# are the gradient's norm, one number over four ranks.)
+#
+# Now watch the memory during a backward, on a model of 2.4 million parameters. Each time a gradient arrives, count the gradient buffers of the stage,
+# waiting or travelling:
+
+
+# %%
+larger = GPTConfig(context=32, width=128, layers=12, heads=2)
+
+
+def during_backward(name, bucket_size):
+    """(share of the parameters whose gradient has arrived, bytes per parameter in gradients and their buckets)."""
+    stage, batches = start(name, torch.bfloat16, bucket_size, larger), Batches(corpus(), context=32, size=1)
+    meter = MemoryMeter(lambda: {key: stage.tensors()[key] for key in ("gradients", "buckets")})
+    arrived, curve = 0, [(0.0, 0.0)]
+
+    def sample(p):
+        nonlocal arrived
+        arrived += p.numel()
+        curve.append((arrived / larger.parameters, sum(meter.now().values()) / larger.parameters))
+
+    for p in stage.model.parameters():
+        p.register_post_accumulate_grad_hook(sample)  # after the stage's own hook
+    stage.backward(stage.model(*batches.batch(0, stage.group.rank)))
+    return curve
+
+
+curves = {
+    (name, size): launch.run(during_backward, name, size, ranks=4)[0]
+    for name, size in (("zero1", 70_000), ("zero2", 500_000), ("zero2", 70_000))
+}
+{f"{name}, buckets of {size:,}": f"{max(y for _, y in curve):.2f}" for (name, size), curve in curves.items()}
+
+# %% alt="Left: gradient bytes during backward rise to the end for ZeRO-1 and stay low for ZeRO-2. Right: traffic against micro-batches"
+import matplotlib.pyplot as plt
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
+for ((name, size), curve), colour in zip(curves.items(), ("#c44e52", "#8fb0d9", "#2a4d7c"), strict=True):
+    left.step(
+        [x for x, _ in curve], [y for _, y in curve], where="post", color=colour, label=f"{name}, buckets of {size:,}"
+    )
+left.axhline(2 / 4, color="grey", lw=0.8, ls=":")
+left.text(0.01, 2 / 4, "2/N, what must stay", color="grey", va="bottom", fontsize=8)
+left.set(
+    xlabel="share of gradients arrived in this backward",
+    ylabel="bytes per parameter",
+    title="Gradients and their buckets",
+)
+for name, colour, theory in (
+    ("ddp", "#999999", lambda a: 2),
+    ("zero1", "#c44e52", lambda a: 2),
+    ("zero2", "#2a4d7c", lambda a: a + 1),
+):
+    layout = measured[name, 1][2]
+    counted = [sum(measured[name, a][1].values()) / (layout.padded * 2 * 3 / 4) for a in (1, 2, 4)]
+    right.plot((1, 2, 4), [theory(a) for a in (1, 2, 4)], color=colour, lw=1, ls="--" if name == "zero1" else "-")
+    right.plot((1, 2, 4), counted, "so"[name != "ddp"], color=colour, label=name, ms=9 if name == "ddp" else 5)
+right.set(xlabel="micro-batches a step, A", ylabel="times Ψb(N-1)/N", title="Bytes sent (dots counted)", ylim=(0, 5.5))
+for axis in (left, right):
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8)
+plt.show()
+
+# %% [markdown]
+# ZeRO-1 climbs by a bucket at a time and never comes down. ZeRO-2 climbs until its buffers exist (three that fill,
+# travel and wait, two that receive) and then only by the shards that stay. The buffers do not grow with the model, so
+# on a large one they vanish. Here, buckets of a fifth of the model eat up what sharding saves. Small buckets need less
+# memory, and cost more messages of at least $\alpha$ each. Turn the knobs:
+
+# %%
+from refimpl.notebook.widgets_zero import memory_knobs
+
+memory_knobs(
+    GPTConfig(width=256, layers=6),
+    ranks=(4, 1, 2, 8, 16, 64),
+    bucket_size=(100_000, 500_000, 5_000_000),
+    strategies=("zero1", "zero2"),
+)
+
+# %% [markdown]
+# With buckets of 5 million elements, more than the model has, ZeRO-2 is *worse* than ZeRO-1: a bucket that holds
+# everything frees nothing. DeepSpeed's default is 500 million elements. For a small model, lower it.
+
+# %% [markdown]
+# ## 6. Break it
+#
+# **Reading `p.grad`.** Most training loops have a line that clips gradients between backward and step. Under ZeRO-2 the
+# gradients have left by then. What does the line do?
+
+# %%
+# %%ranks 4
+from refimpl.zero.zero2 import Zero2
+
+torch.manual_seed(0)
+model = GPT(config)
+stage = Zero2(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group)
+stage.backward(model(*batches.batch(0, micro=rank)))
+norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)  # the famous line
+print("clip_grad_norm_ says:", norm.item())
+print("gradients it saw:", sum(p.grad is not None for p in model.parameters()))
+stage.step()
+print(f"the norm was {stage.grad_norm:.1f}")
+
+# %% [markdown]
+# No error, a norm of zero, and training goes on **unclipped**. A log of `p.grad.norm()` fails at least with an
+# `AttributeError`; this line does not. Look for norms that are exactly 0. The remedy is to let the stage clip, because
+# it alone can sum over the shards: `ZeroConfig(gradient_clipping=0.1)`, and `stage.grad_norm` to log.
+#
+# **The lost micro-batch.** In `Collector.reduce` there is a sum: `self.shards[i] + mine`. Leave it out, as one does when one
+# thinks of a single micro-batch, and each backward overwrites what the one before had reduced. The loss still falls. A
+# test that finds it needs no reference: feed the **same** micro-batch $A$ times, and the gradient must be $A$ times as long.
+
+
+# %%
+# %%ranks 4
+class Overwriting(Collector):
+    def reduce(self, i):
+        self.shards.pop(i, None)  # has the effect of `self.shards[i] = mine`
+        super().reduce(i)
+
+
+def length(kind, backwards):
+    torch.manual_seed(0)
+    model = GPT(config)
+    collector = kind(model, 40_000)
+    for _ in range(backwards):
+        model(*batches.batch(0, micro=rank)).backward()
+    square = torch.stack([s.square().sum() for s in collector.shards.values()]).sum()
+    group.all_reduce(square)
+    return square.sqrt()
+
+
+for kind in (Collector, Overwriting):
+    print(f"{kind.__name__:11} 4 backwards are {length(kind, 4) / length(kind, 1):.2f} times one")
+
+# %% [markdown]
+# `1.00` where `4.00` belongs: three of four micro-batches were computed, sent, and thrown away. (DeepSpeed 0.19.8 does
+# this in stages 1 and 2 when its engine was configured for one micro-batch a step and `backward` is called more often. Its
+# stages 0 and 3 add.) The same test on the real stage:
+
+
+# %%
+# %%ranks 4
+def norm_after(backwards):
+    torch.manual_seed(0)
+    model = GPT(config)
+    stage = Zero2(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group)
+    for _ in range(backwards):
+        stage.backward(model(*batches.batch(0, micro=rank)))
+    stage.step()
+    return stage.grad_norm
+
+
+print(f"Zero2       4 backwards are {norm_after(4) / norm_after(1):.2f} times one")
+
+# %% [markdown]
+# ## 7. Prove it
+#
+# Against one process of plain torch, bit for bit in fp32. With several micro-batches the order of the additions is part
+# of the statement. DDP and ZeRO-1 add up their own micro-batches first and the ranks last. ZeRO-2 reduces each micro-batch
+# over ranks as it comes. Floating-point addition is not associative, so each is compared with its own order.
+
+
+# %%
+def one_process(ranks, micro_batches, ranks_first, steps=2):
+    """Plain torch: sums of sums of micro-batches, in the order that the stage declares."""
+    torch.set_num_threads(1)
+    batches = Batches(corpus(), context=32, size=2)
+    torch.manual_seed(0)
+    model = GPT(config)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    order = [[a * ranks + r for a in range(micro_batches)] for r in range(ranks)]
+    if ranks_first:
+        order = [list(column) for column in zip(*order, strict=True)]
+    for step in range(steps):
+        sums = []
+        for inner in order:
+            for micro in inner:
+                (model(*batches.batch(step, micro)) / micro_batches).backward()
+            sums.append([p.grad / ranks if ranks_first else p.grad for p in model.parameters()])
+            adamw.zero_grad()
+        for p, *grads in zip(model.parameters(), *sums, strict=True):
+            total = sum(grads[1:], start=grads[0])
+            p.grad = total if ranks_first else total / ranks
+        adamw.step()
+        adamw.zero_grad()
+    return model.state_dict()
+
+
+def equals(name, micro_batches, ranks_first, ranks=3):
+    ours = launch.run(measure, name, micro_batches, torch.float32, ranks=ranks)[0][3]
+    truth = launch.run(one_process, ranks, micro_batches, ranks_first, ranks=1)[0]
+    return all(torch.equal(ours[key], truth[key]) for key in truth)
+
+
+pd.DataFrame(
+    [
+        [name, a, first, equals(name, a, ranks_first=first == "ranks")]
+        for name, a, first in (
+            ("zero1", 1, "micro-batches"),
+            ("zero2", 1, "micro-batches"),
+            ("zero1", 3, "micro-batches"),
+            ("zero2", 3, "ranks"),
+            ("zero2", 3, "micro-batches"),
+        )
+    ],
+    columns=["stage", "micro-batches", "added first", "equal bits"],
+)
+
+# %% [markdown]
+# The last row is there to show that the order matters: the same numbers, added otherwise, are other bits.
+#
+# - **Exercises:** [exercises/05_zero2](../exercises/05_zero2/exercise.py): `pytest exercises/05_zero2`
+# - **Quiz:** `refimpl quiz --topic zero`
+# - **Tests behind this chapter:** [tests/zero/test_stages.py](../tests/zero/test_stages.py)
+# - **Code:** [refimpl/zero/zero2.py](../refimpl/zero/zero2.py),
+#   [refimpl/zero/gradients.py](../refimpl/zero/gradients.py).
+# - **DeepSpeed:**
+#   [deepspeed/runtime/zero/stage_1_and_2.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/zero/stage_1_and_2.py),
+#   `reduce_ipg_grads`.
+# - **Paper:** Rajbhandari et al. 2020, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), sections 5.2
+#   ($P_{os+g}$) and 7.2.1.
+#
+# Next: [ZeRO-3](06_zero3.ipynb). Two bytes a parameter are left on every rank, however many ranks there are: the weights.

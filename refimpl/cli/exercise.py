@@ -1,0 +1,39 @@
+"""`refimpl exercise reset`: begin a chapter's exercises anew; what was written there is kept beside it."""
+
+import typer
+
+from refimpl.grading.chapters import find_chapter
+from refimpl.grading.stubs import stub
+
+app = typer.Typer(help="The files of your exercises.", no_args_is_help=True)
+
+
+@app.callback()
+def exercises() -> None:
+    """The files of your exercises."""
+
+
+@app.command()
+def reset(chapter: str, yes: bool = typer.Option(False, "--yes", help="Do not ask.")) -> None:
+    """Put the stub of a chapter's exercises back, e.g. `refimpl exercise reset 02_ddp`. Keeps a copy of your file."""
+    from refimpl.cli.main import refuse
+
+    try:
+        found = find_chapter(chapter)
+    except (ValueError, FileNotFoundError) as reason:
+        refuse("refimpl exercise reset", reason)
+    path, fresh = found.exercise, stub(found.solution.read_text())
+    if path.exists() and path.read_text() == fresh:
+        print(f"{path}: nothing is written there yet")
+        return
+    if path.exists():
+        if not yes:
+            typer.confirm(f"Replace {path} by the stub? Your file will be kept beside it.", abort=True)
+        number = 1
+        while (kept := path.with_name(f"exercise.kept-{number}.py")).exists():
+            number += 1
+        path.rename(kept)
+        print(f"{kept}: what you had written")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(fresh)
+    print(f"{path}: the stub again")

@@ -1,0 +1,118 @@
+"""What `refimpl demo` is asked to do, checked before anything starts.
+
+Every refusal is one line that names the option, what is wrong with it, and what would do.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from refimpl import launch
+from refimpl.cli.doctor import GB, MB
+from refimpl.cli.train import STAGES, Task
+from refimpl.model.data import corpus, load_text
+from refimpl.model.gpt import GPTConfig
+from refimpl.plan.formulas import Strategy
+from refimpl.zero.flat import ALIGN, round_up
+
+# What a rank takes beyond its tensors, most of it torch's workspaces: 30 MB of its own (unique set size), measured with
+# torch 2.13 on Linux. The libraries themselves are shared with the server that ranks are forked from.
+RANK_BYTES = 30 * MB
+TRAIN_BYTES = 24  # a parameter: 4 weights, 4 gradients, 8 optimizer, 8 buffers that travel
+ACTIVATIONS = 20  # floats a token, layer and unit of width that backward needs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A demo that can be run."""
+
+    task: Task
+    strategies: list[Strategy]
+    ranks: int
+    device: str
+    out: Path
+
+
+def plan(
+    ranks: int | None,
+    strategies: Sequence[str] | None,
+    steps: int,
+    text: Path | None,
+    layers: int,
+    width: int,
+    context: int,
+    seed: int,
+    device: str,
+    out: Path,
+) -> Plan:
+    """Check the options of `refimpl demo`. ValueError says in one line what cannot be done, and why."""
+    ranks = _ranks(ranks)
+    if steps < 2:
+        raise ValueError(
+            f"--steps {steps}: at least 2 are needed, before its first the optimizer has no state to count"
+        )
+    for name, value in {"layers": layers, "width": width, "context": context}.items():
+        if value < 1:
+            raise ValueError(f"--{name} {value}: it must be at least 1")
+    if seed < 0:
+        raise ValueError(f"--seed {seed}: it must not be negative")
+    if width % ALIGN:
+        raise ValueError(
+            f"--width {width}: it must be a multiple of {ALIGN}, because torch's fused AdamW gives the same bits on "
+            f"a shard only where pieces are multiples of {ALIGN} elements; try {round_up(width, ALIGN)}"
+        )
+    unknown = [s for s in strategies or [] if s not in STAGES]
+    if unknown:
+        raise ValueError(f"--strategy {unknown[0]}: there is no such strategy; choose from {', '.join(STAGES)}")
+    device = _device(device, ranks)
+    model = GPTConfig(context=context, width=width, layers=layers, heads=width // 64)
+    task = Task(model, load_text(text, context) if text else corpus(), steps, seed)
+    chosen = [s for s in STAGES if s in (strategies or STAGES)]
+    _check_memory(rank_bytes(task, len(chosen)), ranks)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out}: it is a file, and the report needs a folder")
+    return Plan(task, chosen, ranks, device, out)
+
+
+def _ranks(asked: int | None) -> int:
+    if launch.under_torchrun():
+        there = int(os.environ["WORLD_SIZE"])
+        if asked not in (None, there):
+            raise ValueError(f"--ranks {asked}: torchrun started {there} ranks; leave --ranks out")
+        return there
+    if asked is not None and asked < 1:
+        raise ValueError(f"--ranks {asked}: at least 1 rank is needed")
+    return asked or 2
+
+
+def _device(asked: str, ranks: int) -> str:
+    """ "cuda" or "cpu". The same for the oracle as for the ranks, or the bits would differ."""
+    if asked not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device {asked}: choose from auto, cpu, cuda")
+    gpus = torch.cuda.device_count()
+    if asked == "cuda" and not gpus:
+        raise ValueError("--device cuda: torch finds no GPU on this machine; leave --device out")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if launch.under_torchrun() else ranks
+    return "cuda" if asked == "cuda" or (asked == "auto" and gpus >= local) else "cpu"
+
+
+def rank_bytes(task: Task, strategies: int) -> int:
+    """Estimate of the memory that one rank takes at most, in bytes. Strategies take turns, and all stay in memory."""
+    model = task.model
+    tokens = task.batch * model.context
+    floats = tokens * (ACTIVATIONS * model.layers * model.width + 4 * model.vocab)
+    return RANK_BYTES + strategies * TRAIN_BYTES * model.parameters + 4 * floats
+
+
+def _check_memory(each: int, ranks: int) -> None:
+    local = int(os.environ["LOCAL_WORLD_SIZE"]) if launch.under_torchrun() else ranks
+    free = psutil.virtual_memory().available
+    if local * each > free:
+        raise ValueError(
+            f"--ranks {ranks}: {local} on this machine need about {local * each / GB:.1f} GB ({each / GB:.2f} each), "
+            f"and {free / GB:.1f} GB are free: enough for {free // each}"
+        )

@@ -1,0 +1,128 @@
+"""`refimpl quiz`: questions in the terminal, the due ones first, graded and remembered after each answer."""
+
+import difflib
+import random
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.padding import Padding
+from rich.syntax import Syntax
+
+from refimpl.bank import load
+from refimpl.bank.card import AnyCard, Bug, Numeric, Open, Order
+from refimpl.bank.place import of_code, of_test
+from refimpl.bank.progress import RATINGS, Progress, choose
+from refimpl.bank.question import AnswerError, Question
+from refimpl.bank.scope import UNITS
+
+SELF_GRADES = {"1": "again", "2": "hard", "3": "good", "4": "easy"}
+
+
+class Leave(Exception):
+    """The reader has had enough."""
+
+
+def select(topic: str | None, level: str | None, form: str | None, n: int) -> dict[str, AnyCard]:
+    """The cards that the options allow. ValueError says in one line which option is wrong and what would do."""
+    if n < 1:
+        raise ValueError(f"--n {n}: ask for at least 1 question")
+    return load.select(topic, level, form)
+
+
+def run(cards: dict[str, AnyCard], n: int, seed: int | None, console: Console | None = None) -> None:
+    """Ask up to n of `cards`. Ends early, and says how far it came, at end of input, at Ctrl-C or at "q"."""
+    console, progress = console or Console(), Progress()
+    seed = random.randrange(1 << 30) if seed is None else seed
+    chosen = choose(cards.values(), progress.read(), n, seed)
+    results: list[bool] = []
+    console.print(f"{_count(len(chosen), 'question')}. [dim]Enter q to stop; each answer is kept at once.[/]")
+    try:
+        for number, card in enumerate(chosen, 1):
+            # A card that comes again has fresh numbers and another order of options.
+            question = Question(card, seed + number)
+            console.rule(f"[bold]{number}/{len(chosen)}[/] {card.topic} · {card.level} · {card.form}", align="left")
+            rating = ask(question, console)
+            progress.record(card.id, rating)
+            results.append(rating != "again")
+            explain(question, cards, console)
+    except (EOFError, KeyboardInterrupt, Leave):
+        console.print()
+    console.rule(align="left")
+    console.print(f"{sum(results)} of {_count(len(results), 'answer')} right. [dim]Kept in {progress.path}[/]")
+
+
+def ask(question: Question, console: Console) -> str:
+    """Put the question, read an answer until it can be judged, judge it. Returns the rating to remember."""
+    card = question.card
+    console.print(Markdown(question.ask))
+    if isinstance(card, Bug):
+        console.print(Padding(Syntax(card.snippet.strip(), "python", background_color="default"), (1, 2)))
+    for i, option in enumerate(question.options, 1):
+        console.print(Padding(Markdown(f"{i}\\. {option}"), (0, 2)))
+    if isinstance(card, Open):
+        return _self_grade(question, console)
+    while True:
+        try:
+            verdict = question.grade(_read(console, _prompt(question)))
+        except AnswerError as reason:
+            console.print(f"[yellow]{reason}[/]", highlight=False)
+            continue
+        console.print("[bold green]Right.[/]" if verdict.right else "[bold red]Not quite.[/]")
+        if not verdict.right:
+            console.print(Markdown(verdict.why))
+        return "good" if verdict.right else "again"
+
+
+def explain(question: Question, cards: Iterable[str], console: Console) -> None:
+    """The answers, the wrong ones with their reasons, and where to read on."""
+    card = question.card
+    if not isinstance(card, Open):
+        if isinstance(card, Order):
+            console.print(Padding(Markdown("\n".join(f"1. {question.options[i]}" for i in question.right)), (1, 2)))
+        elif not isinstance(card, Numeric):
+            console.print(Padding(Markdown(f"**{question.answer}**"), (1, 2, 0, 2)))
+        console.print(Padding(Markdown(question.short), (1, 2)))
+    if isinstance(card, Bug):
+        change = difflib.ndiff(card.snippet.strip().splitlines(), card.fixed().strip().splitlines())
+        shown = "\n".join(line for line in change if line[0] in "+-")
+        console.print(Padding(Syntax(shown, "diff", background_color="default"), (0, 2, 1, 2)))
+    console.print(Padding(Markdown(question.deep), (0, 2, 1, 2)))
+    if card.form in ("open", "numeric", "order"):
+        for claim, why in question.wrong:
+            console.print(Padding(Markdown(f"**Not:** {claim} {why}"), (0, 2, 1, 2)))
+    read = [f"{place.file}:{place.line}" for place in (*map(of_code, card.code), of_test(card.proof))]
+    console.print(Padding(f"[dim]read  {'  '.join(read)}\nfrom  {'; '.join(card.sources)}[/]", (0, 2)), highlight=False)
+
+
+def _self_grade(question: Question, console: Console) -> str:
+    _read(console, "Answer aloud, then press Enter")
+    console.print(Padding(Markdown(question.short), (1, 2)))
+    while True:
+        word = _read(console, "How was yours? 1 wrong · 2 with gaps · 3 right · 4 easily").lower()
+        grade = SELF_GRADES.get(word, word)
+        if grade in RATINGS:
+            return grade
+        console.print("[yellow]give a number from 1 to 4[/]")
+
+
+def _prompt(question: Question) -> str:
+    card = question.card
+    if isinstance(card, Numeric):
+        unit = f" in {UNITS[card.unit][1]}" if card.unit else ""
+        within = f", within {card.tolerance:.0%}" if card.tolerance else ", exactly"
+        return f"Your answer{unit}{within}"
+    if isinstance(card, Order):
+        return "The right order, for example " + " ".join(str(i + 1) for i in range(len(question.options)))
+    return f"Your answer, 1 to {len(question.options)}"
+
+
+def _read(console: Console, prompt: str) -> str:
+    line = console.input(f"[bold cyan]{prompt}:[/] ").strip()
+    if line.lower() in ("q", "quit", "exit"):
+        raise Leave
+    return line
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"

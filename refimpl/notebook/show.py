@@ -1,0 +1,88 @@
+"""What a chapter shows of refimpl: real source code, the difference between two pieces of it, and theory beside count.
+
+from refimpl.notebook import show
+show.source(ring.all_reduce)
+show.diff(zero1.Zero1, zero2.Zero2)
+show.compare(formula={"all_reduce": 96}, counted=group.ledger.sent_bytes())
+"""
+
+import ast
+import difflib
+import inspect
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import refimpl
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_ROOT = Path(refimpl.__file__).parents[1]
+
+
+class Code:
+    """A block of code: a notebook colours it, a terminal prints it."""
+
+    def __init__(self, title: str, text: str, language: str = "python") -> None:
+        self.title, self.text, self.language = title, text.strip("\n"), language
+
+    def __repr__(self) -> str:
+        return f"{self.title}\n\n{self.text}"
+
+    def _repr_markdown_(self) -> str:
+        fence = "````" if "```" in self.text else "```"
+        return f"`{self.title}`\n\n{fence}{self.language}\n{self.text}\n{fence}"
+
+
+def source(*objects: Any, docstrings: bool = True) -> Code:
+    """The code of functions, classes or modules, as it runs, under the name of their file."""
+    files = list(dict.fromkeys(file_of(obj) for obj in objects))
+    return Code(", ".join(files), "\n\n\n".join(code(obj, docstrings).strip("\n") for obj in objects))
+
+
+def diff(old: Any, new: Any, context: int = 2) -> Code:
+    """The lines that differ between two pieces of code, prose aside; ⋮ stands for what they share."""
+    before, after = (code(obj, docstrings=False).splitlines() for obj in (old, new))
+    lines = list(difflib.unified_diff(before, after, n=context, lineterm=""))[2:]
+    shown = [" ⋮" if line.startswith("@@") else line for line in lines[1:]]
+    return Code(f"{file_of(old)} -> {file_of(new)}", "\n".join(shown), "diff")
+
+
+def compare(formula: dict[str, int], counted: dict[str, int]) -> "pd.DataFrame":
+    """Theory beside measurement: one row a key, with a column that says whether they are equal."""
+    import pandas as pd
+
+    keys = list(dict.fromkeys([*formula, *counted]))
+    rows = [[formula.get(key, 0), counted.get(key, 0)] for key in keys]
+    frame = pd.DataFrame(rows, index=keys, columns=["formula", "counted"])
+    frame["equal"] = frame["formula"] == frame["counted"]
+    return frame
+
+
+def file_of(obj: Any) -> str:
+    """The file of a function, class or module, from the project's root: "refimpl/comm/ring.py"."""
+    plain = inspect.unwrap(obj) if callable(obj) else obj  # a decorator has a file of its own
+    file = Path(inspect.getsourcefile(plain) or inspect.getfile(plain))
+    return file.relative_to(_ROOT).as_posix() if file.is_relative_to(_ROOT) else file.name
+
+
+def code(obj: Any, docstrings: bool = True) -> str:
+    """The source of a function, class or module; without its docstrings if so wished."""
+    text = textwrap.dedent(inspect.getsource(obj))
+    return text if docstrings else _without_docstrings(text)
+
+
+def _without_docstrings(text: str) -> str:
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            if len(node.body) > 1:  # else it is all there is
+                begin, end = docstring.lineno - 1, docstring.end_lineno or docstring.lineno
+                lines[begin:end] = [""] * (end - begin)
+    kept: list[str] = []
+    for line in lines:
+        if line or (kept and kept[-1] and not kept[-1].endswith(":")):  # a blank line neither twice nor after a `def`
+            kept.append(line)
+    return "\n".join(kept)
