@@ -40,10 +40,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 site: $(STAMP)
-	$(BIN)/mkdocs build --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 serve: $(STAMP)
-	$(BIN)/mkdocs serve --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict $(ARGS)
 
 clean:
 	rm -rf $(VENV) out

@@ -282,7 +282,7 @@ for ((name, size), curve), colour in zip(curves.items(), ("#c44e52", "#8fb0d9", 
         [x for x, _ in curve], [y for _, y in curve], where="post", color=colour, label=f"{name}, buckets of {size:,}"
     )
 left.axhline(2 / 4, color="grey", lw=0.8, ls=":")
-left.text(0.01, 2 / 4, "2/N, what must stay", color="grey", va="bottom", fontsize=8)
+left.text(1, 2 / 4, "2/N, what must stay", color="grey", ha="right", va="top", fontsize=8)
 left.set(
     xlabel="share of gradients arrived in this backward",
     ylabel="bytes per parameter",
@@ -297,10 +297,11 @@ for name, colour, theory in (
     counted = [sum(measured[name, a][1].values()) / (layout.padded * 2 * 3 / 4) for a in (1, 2, 4)]
     right.plot((1, 2, 4), [theory(a) for a in (1, 2, 4)], color=colour, lw=1, ls="--" if name == "zero1" else "-")
     right.plot((1, 2, 4), counted, "so"[name != "ddp"], color=colour, label=name, ms=9 if name == "ddp" else 5)
+right.set_xticks((1, 2, 4))
 right.set(xlabel="micro-batches a step, A", ylabel="times Ψb(N-1)/N", title="Bytes sent (dots counted)", ylim=(0, 5.5))
 for axis in (left, right):
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=8, loc="upper left")
 plt.show()
 
 # %% [markdown]

@@ -32,6 +32,7 @@ from refimpl.zero.zero3 import Zero3
 Step = Callable[[Tensor, Tensor], Tensor]  # tokens [B, T], targets [B, T] -> this rank's loss; the weights are updated
 Build = Callable[[nn.Module, Group], Step]
 
+BUCKET = 10_000_000  # elements: few, large messages, since two cores have little room for overlap
 LEARNING_RATE = 1e-4
 
 
@@ -67,7 +68,11 @@ def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 
 def refimpl_stage(kind: type[DDP | Zero1 | Zero2 | Zero3], model: nn.Module, group: Group) -> Step:
-    stage = kind(model, adamw(model.parameters()), group, config=ZeroConfig(leaf_modules=(Block,), max_reuse_distance=1))
+    # As FSDP2 is set up: a unit a block, and what backward needs first (the root, the last block) is not freed before.
+    config = ZeroConfig(
+        reduce_bucket_size=BUCKET, prefetch_bucket_size=BUCKET, leaf_modules=(Block,), max_reuse_distance=1
+    )
+    stage = kind(model, adamw(model.parameters()), group, config=config)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = model(tokens, targets)

@@ -57,31 +57,45 @@ def chunk_sizes(numel: int, size: int) -> list[int]:
     return [numel // size + (r < numel % size) for r in range(size)]
 
 
-def ordered_reduce(out: Tensor, received: Tensor, op: Op) -> None:
-    """received [N, s], row r from rank r -> out [s], added in rank order; a mean divides once, at the end.
+def exchange(handle: dist.ProcessGroup | None, received: Tensor, x: Tensor, sizes: list[int], rank: int) -> list[Any]:
+    """Start sending chunk i of x to rank i; received [(N-1) * sizes[rank]] collects the others' chunks for this rank.
 
-    Low precision is summed in fp32 and rounded to received's dtype once, whatever dtype `out` has.
+    Two all-to-alls, to the ranks below and to those above, so that the own chunk is not copied on the way.
     """
-    size, width = received.shape
-    low = received.dtype in (torch.bfloat16, torch.float16)
-    for start in range(0, width, BLOCK):
-        rows = received[:, start : start + BLOCK]
+    mine, below, above = sizes[rank], sizes[:rank], sizes[rank + 1 :]
+    none_below, none_above = [0] * (rank + 1), [0] * (len(sizes) - rank)
+    start, end = sum(below), sum(below) + mine
+    split = mine * rank
+    return [
+        *all_to_all(handle, received[split:], x[:start], none_below + [mine] * len(above), below + none_above),
+        *all_to_all(handle, received[:split], x[end:], [mine] * len(below) + none_above, none_below + above),
+    ]
+
+
+def ordered_reduce(out: Tensor, received: Tensor, own: Tensor, rank: int, op: Op) -> None:
+    """received [(N-1) * s] from the other ranks, own [s] -> out [s], added in rank order; a mean divides once.
+
+    `out` may be `own`. Low precision is summed in fp32 and rounded to own's dtype once, whatever dtype `out` has.
+    """
+    rows = list(received.view(-1, own.numel()).unbind()) if own.numel() else []
+    rows.insert(rank, own)
+    combine = torch.maximum if op == "max" else torch.add
+    low = own.dtype in (torch.bfloat16, torch.float16)
+    # Sum in `out` itself, unless that would overwrite the own row before its turn or needs another dtype.
+    in_place = len(rows) > 1 and rank < 2 and not low and out.dtype == own.dtype
+    for start in range(0, own.numel(), BLOCK):
+        blocks = [row[start : start + BLOCK] for row in rows]
         here = out[start : start + BLOCK]
-        if not low and size > 1 and op != "max" and here.dtype == received.dtype:
-            total = torch.add(rows[0], rows[1], out=here)
-            rest = range(2, size)
+        if in_place:
+            total, rest = combine(blocks[0], blocks[1], out=here), blocks[2:]
         else:
-            total = rows[0].float() if low else rows[0].clone()
-            rest = range(1, size)
-        for r in rest:
-            if op == "max":
-                torch.maximum(total, rows[r].to(total.dtype), out=total)
-            else:
-                total.add_(rows[r])
-        if op == "mean" and size > 1:
-            total.div_(size)
-        if total is not here:
-            here.copy_(total.to(received.dtype))
+            total, rest = blocks[0].float() if low else blocks[0].clone(), blocks[1:]
+        for block in rest:
+            combine(total, block, out=total)
+        if op == "mean" and len(rows) > 1:
+            total.div_(len(rows))
+        if not in_place:
+            here.copy_(total.to(own.dtype))
 
 
 def all_to_all(

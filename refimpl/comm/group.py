@@ -105,15 +105,16 @@ class Group:
             )
         flat = x.view(-1)
         chunks = list(flat.split(sizes))  # type: ignore[no-untyped-call]
-        received = self._scratch.take(mine * self.size, x)
+        received = self._scratch.take(mine * (self.size - 1), x)
 
         def exchange() -> list[Any]:
-            return collectives.all_to_all(self.handle, received, flat, [mine] * self.size, sizes)
+            return collectives.exchange(self.handle, received, flat, sizes, self.rank)
 
         def reduce_and_share() -> list[Any]:
-            collectives.ordered_reduce(chunks[self.rank], received.view(self.size, mine), op)
+            own = chunks[self.rank]
+            collectives.ordered_reduce(own, received, own, self.rank, op)
             self._scratch.give(received)
-            return collectives.all_gather(self.handle, chunks, chunks[self.rank], self.rank)
+            return collectives.all_gather(self.handle, chunks, own, self.rank)
 
         return self._run("all_reduce", sent, tag, async_op, exchange, reduce_and_share)
 
@@ -133,15 +134,17 @@ class Group:
                 async_op,
                 lambda: collectives.native_reduce_scatter(self.handle, out, x, op),
             )
-        received = self._scratch.take(x.numel(), x) if self.size > 1 else x
+        own = x.view(self.size, -1)[self.rank]
+        received = self._scratch.take(x.numel() - own.numel(), x)
+        sizes = [own.numel()] * self.size
 
         def exchange() -> list[Any]:
-            return collectives.all_to_all(self.handle, received, x) if self.size > 1 else []
+            flat = x.view(-1)
+            return collectives.exchange(self.handle, received, flat, sizes, self.rank) if self.size > 1 else []
 
         def reduce() -> list[Any]:
-            collectives.ordered_reduce(out, received.view(self.size, -1), op)
-            if self.size > 1:
-                self._scratch.give(received)
+            collectives.ordered_reduce(out, received, own, self.rank, op)
+            self._scratch.give(received)
             return []
 
         return self._run("reduce_scatter", sent, tag, async_op, exchange, reduce)

@@ -30,7 +30,7 @@ COLOURS = {
     "gathered, at most": "#9db4d6",
     "buckets, at most": "#cccccc",
 }
-RECEIVING, FILLING = 2, 3  # buffers of a bucket's size that may exist at a time
+RECEIVING, FILLING = 2, 3  # buffers for one bucket that may exist at a time
 
 
 @cache
@@ -53,21 +53,23 @@ def rank_bytes(
 ) -> dict[str, int]:
     """Bytes on each rank by class, then upper bounds for what comes and goes.
 
-    buckets: two receive buffers are kept, and from ZeRO-2 on three that fill, travel and wait, each as large as the
-    largest bucket. (DDP and ZeRO-1 fill memory that stays: it counts as gradients.) gathered: in ZeRO-3 the unit in
-    use, the model's own (the tied embedding, in use throughout), and `bucket_size` elements of prefetch.
+    buckets: two receive buffers are kept, for what N-1 others send, and from ZeRO-2 on three that fill, travel and
+    wait; all for the largest bucket. (DDP and ZeRO-1 fill memory that stays: it counts as gradients.) gathered: in
+    ZeRO-3 the unit in use, the model's own (the tied embedding, in use throughout), and `bucket_size` elements of
+    prefetch.
     """
     sizes = bucket_sizes(strategy, ranks, bucket_size, config)
     numel, whole = sum(n for n, _ in sizes), sum(p for _, p in sizes)
     largest = max(p for _, p in sizes)
     sharded = strategy in ("zero2", "zero3")
-    buffers = min(RECEIVING, len(sizes)) + (min(FILLING, len(sizes)) if sharded else 0)
+    receiving = min(RECEIVING, len(sizes)) * largest * (ranks - 1) // ranks
+    filling = min(FILLING, len(sizes)) * largest if sharded else 0
     embedding = round_up(config.vocab * config.width, ranks * ALIGN)
     gathered = min(whole, embedding + largest + bucket_size) if strategy == "zero3" else 0
     return {
         **memory_bytes(strategy, ranks, itemsize, Layout(numel, whole - numel, len(sizes))),
         "gathered, at most": gathered * itemsize,
-        "buckets, at most": buffers * largest * itemsize,
+        "buckets, at most": (receiving + filling) * itemsize,
     }
 
 

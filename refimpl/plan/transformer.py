@@ -11,7 +11,7 @@ Activations. What autograd keeps of one block without dropout and with fused att
     norm 1 in 1 · qkv in 1 · q, k, v 3 · attention out 1 · norm 2 in 1 · MLP in 1 · GELU in 4 · GELU out 4    = 16
 
 so 32 B T w bytes in 16 bits, and in fp32 two statistics a token and norm, and one a token and head where unfused
-attention keeps T scores instead. Korthikanti et al. 2022, arXiv:2205.05198, section 4, counts 34: two are dropout masks.
+attention keeps T scores instead. Korthikanti et al. 2022, arXiv:2205.05198, section 4: 34, two of them dropout masks.
 """
 
 from refimpl.model.gpt import GPTConfig

@@ -25,6 +25,7 @@ import torch
 from refimpl.ranks import hang
 from refimpl.ranks.errors import Failed, RankError, RankTimeout, end_of_grace, failed
 from refimpl.ranks.rank import Rank, Setup
+from refimpl.ranks.server import PRELOAD
 from refimpl.ranks.travel import dumps, loads
 
 T = TypeVar("T")
@@ -33,7 +34,6 @@ OnOutput = Callable[[int, str, str], object]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _START = 120.0  # seconds a world may take to start: the very first waits until the server has imported torch
-_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "refimpl.launch"]  # every optimizer imports torch._dynamo
 
 
 class World:
@@ -116,7 +116,7 @@ class World:
         self.stop()
 
     def _start(self) -> None:
-        _CONTEXT.set_forkserver_preload(_PRELOAD)
+        _CONTEXT.set_forkserver_preload(PRELOAD)
         with _without_main(), self.ranks_life:
             for number in range(self.setup.ranks):
                 mine, its = _CONTEXT.Pipe()

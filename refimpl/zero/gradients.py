@@ -163,6 +163,8 @@ class Gradients:
             self._settle()
 
     def _settle_all(self) -> None:
+        for flight in self._flights:
+            flight.work.advance()  # so that the second halves of all-reduces travel together
         while self._flights:
             self._settle()
 

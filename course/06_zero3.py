@@ -1,0 +1,674 @@
+# %% [markdown]
+# # 6 · ZeRO-3: weights that come when they are needed
+#
+# After ZeRO-2 each rank holds its part of the gradients and of the optimizer, and still all of the weights. This
+# chapter cuts the weights too. Between two uses of a layer a rank keeps $1/N$ of it. At the end a model trains inside a
+# memory limit that the operating system enforces, and in which no other stage can even begin.
+
+# %% [markdown]
+# ## 1. The pain: a floor that no number of ranks can lower
+#
+# What a rank keeps for a model of 7 billion parameters in bf16 with AdamW, by formula, in GB:
+
+# %%
+# %load_ext refimpl.notebook
+
+# %%
+import pandas as pd
+
+from refimpl.plan.formulas import STRATEGIES, Layout, memory_bytes
+
+seven = Layout(numel=7_000_000_000, padding=0, buckets=0)
+pd.DataFrame(
+    {
+        f"{n} ranks": [f"{sum(memory_bytes(name, n, 2, seven).values()) / 1e9:.1f}" for name in STRATEGIES]
+        for n in (1, 8, 64, 1000)
+    },
+    index=STRATEGIES,
+)
+
+# %% [markdown]
+# A thousand ranks with ZeRO-2 keep 14 GB each, the weights. Only the last row goes on falling. And how much of the
+# weights does a rank use at one moment? It computes one layer after the other:
+
+# %%
+import torch
+
+from refimpl.model.gpt import GPT, GPTConfig
+
+with torch.device("meta"):  # shapes without memory
+    model = GPT(GPTConfig(vocab=50_000, context=2048, width=4096, layers=32, heads=32))
+block = sum(p.numel() for p in model.blocks[0].parameters())
+f"one block of {len(model.blocks)} holds {block / model.config.parameters:.1%} of the weights"
+
+# %% [markdown]
+# ## 2. The idea: gather, compute, forget
+#
+# Each layer's weights are cut in $N$ shards. Just before the layer computes, an all-gather makes them whole. Right
+# after, their memory is given back. Backward needs them again and gathers again. The gradient leaves as in ZeRO-2.
+#
+# ```mermaid
+# flowchart LR
+#   S["my shard, 1/N"] -->|all-gather| W["whole layer"]
+#   W --> F["forward"] -->|free| S2["my shard"]
+#   S2 -->|all-gather| W2["whole layer"]
+#   W2 --> B["backward"] -->|free| S3["my shard"]
+#   B -->|reduce-scatter| G["my part of the gradient"] -->|AdamW| S3
+# ```
+#
+# Memory in bf16: everything over $N$, plus what is gathered at the moment. Traffic: one more all-gather than before.
+#
+# $$\frac{2 + 2 + 12}{N}\,\Psi \text{ bytes}, \qquad
+# \underbrace{\Psi}_{\text{forward}} + \underbrace{\Psi}_{\text{backward}} + \underbrace{\Psi}_{\text{gradients}}
+# = 3\,\Psi b\,\tfrac{N-1}{N} \text{ bytes sent.}$$
+#
+# Three in place of two: half as much again as DDP.
+
+# %% [markdown]
+# ## 3. Build it
+#
+# **Giving memory back.** A tensor is a view of a *storage*. One can take the memory from a storage and leave all its
+# tensors in place. They keep their shapes, and are right again when the memory comes back and is filled:
+
+# %%
+x = torch.arange(6.0)
+view = x.view(2, 3).t()
+x.untyped_storage().resize_(0)
+print(x.untyped_storage().nbytes(), "bytes,", tuple(x.shape), tuple(view.shape))
+
+x.untyped_storage().resize_(6 * 4)
+x.copy_(torch.arange(10.0, 16.0))
+view
+
+# %% [markdown]
+# (Between the two, reading `x` would read address zero. Whoever does this must be sure that nobody looks.)
+#
+# Why not simply let the parameter point to an empty tensor, `p.data = torch.empty(0)`? Because autograd has a pointer
+# of its own. Forward saves what backward will need, here the transposed weight, a view of the same storage:
+
+# %%
+w = torch.nn.Parameter(torch.randn(1000, 1000))
+y = torch.randn(1, 1000, requires_grad=True) @ w.t()
+storage, saved = w.untyped_storage(), y.grad_fn._saved_mat2  # what backward will read
+
+w.data = torch.empty(0)
+print(f"after p.data = empty:   {saved.untyped_storage().nbytes():9,} bytes are alive")
+storage.resize_(0)
+print(f"after storage.resize_:  {saved.untyped_storage().nbytes():9,} bytes are alive")
+
+# %% [markdown]
+# With an empty `.data` the parameter looks freed, and every byte is still there until backward. Freeing the storage
+# frees it for all views at once, and refilling it serves them all, including the one that autograd saved.
+#
+# **A part of a model.** Its parameters live in one flat buffer that exists only between `gather` and `free`. Four hooks
+# do the rest: before forward, after forward, before backward (the moment when the gradient of the output is known), and
+# when a gradient is complete.
+
+
+# %%
+# %%ranks 4
+from refimpl.model.gpt import Block, GPTConfig
+
+
+class Part:
+    """One module under ZeRO-3: its shard always, all of it only while it computes."""
+
+    def __init__(self, module):
+        self.params = list(module.parameters())
+        numel = sum(p.numel() for p in self.params)
+        self.full = torch.zeros(-(-numel // world_size) * world_size)  # [P]
+        torch.cat([p.data.flatten() for p in self.params], out=self.full[:numel])
+        for p, piece in zip(self.params, self.full[:numel].split([p.numel() for p in self.params]), strict=True):
+            p.data = piece.view_as(p)
+            p.register_post_accumulate_grad_hook(self.arrive)
+        self.mine = torch.nn.Parameter(self.full.view(world_size, -1)[rank].clone())  # [S]
+        module.register_forward_pre_hook(self.before_forward)
+        module.register_forward_hook(self.after_forward)
+        self.waiting = set(self.params)
+        self.free()
+
+    def gather(self):
+        self.full.untyped_storage().resize_(self.full.numel() * 4)
+        group.all_gather(self.full, self.mine.data, tag="parameters")
+
+    def free(self):
+        self.full.untyped_storage().resize_(0)
+
+    def before_forward(self, module, args):
+        self.gather()
+
+    def after_forward(self, module, args, output):
+        self.free()
+        output.register_hook(self.before_backward)
+
+    def before_backward(self, grad):
+        self.gather()
+
+    def arrive(self, p):
+        self.waiting.remove(p)
+        if not self.waiting:
+            local = torch.zeros(self.full.shape)
+            torch.cat([p.grad.flatten() for p in self.params], out=local[: sum(p.numel() for p in self.params)])
+            self.mine.grad = torch.empty_like(self.mine)
+            group.reduce_scatter(self.mine.grad, local, "mean", tag="gradients")
+            self.free()
+            self.waiting = set(self.params)
+            for p in self.params:
+                p.grad = None
+
+
+# %% [markdown]
+# Train a stack of four transformer blocks with it, beside the same stack under a plain all-reduce.
+
+
+# %%
+# %%ranks 4
+config = GPTConfig(width=64, heads=2, layers=4)
+
+
+def stack():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(Block(config) for _ in range(4)))
+
+
+def data(step):
+    return torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+plain, sharded = stack(), stack()
+parts = [Part(block) for block in sharded]
+adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+adamw_of_shards = torch.optim.AdamW([part.mine for part in parts], lr=1e-2)
+group.ledger.reset()
+for step in range(3):
+    sharded(data(step)).square().mean().backward()
+    adamw_of_shards.step()
+sent = group.ledger.sent_bytes(by="tag")
+
+for step in range(3):
+    plain(data(step)).square().mean().backward()
+    for p in plain.parameters():
+        group.all_reduce(p.grad, "mean")
+    adamw.step()
+    adamw.zero_grad()
+
+between_steps = sum(part.full.untyped_storage().nbytes() for part in parts)
+for part in parts:
+    part.gather()
+equal = all(torch.equal(a, b) for a, b in zip(plain.parameters(), sharded.parameters(), strict=True))
+psi = sum(p.numel() for p in plain.parameters())
+print(f"equal bits after 3 steps: {equal}; whole weights between steps: {between_steps} bytes")
+print({tag: f"{n / (3 * psi * 4 * 3 / 4):.2f} times Ψb(N-1)/N a step" for tag, n in sent.items()})
+
+# %% [markdown]
+# Two gathers and one reduction a step, $3\Psi$, and the bits of data parallel training.
+
+# %% [markdown]
+# ## 4. Read it
+
+# %%
+from refimpl.notebook import show
+from refimpl.zero.zero2 import Zero2
+from refimpl.zero.zero3 import Zero3
+
+show.diff(Zero2, Zero3)
+
+# %% [markdown]
+# The largest of the three diffs, and still one idea: a bucket is now a `Unit`, which can be whole or not. (What is
+# small may stay whole, in `kept`, and is handled as ZeRO-2 does it.) The hooks that make units whole are in `Fetch`:
+
+# %%
+from refimpl.zero.fetch import Fetch
+
+show.source(Fetch.after_forward, Fetch.need, docstrings=True)
+
+# %% [markdown]
+# `_ahead` is the **prefetch**. The first step writes down in which order units are used, the **trace**. From then on
+# a unit that comes next is gathered while this one computes.
+#
+# A parameter that two modules share belongs to the lowest module around both. This GPT's head reads the weight of its
+# token embedding, so that weight belongs to the model itself: gathered when the model's forward begins, and kept
+# until it ends.
+
+# %%
+
+from refimpl import launch
+from refimpl.comm.group import Group
+from refimpl.measure.memory import MemoryMeter
+from refimpl.model.data import Batches, corpus
+from refimpl.plan.formulas import layout_of, traffic
+from refimpl.zero.config import ZeroConfig
+from refimpl.zero.ddp import DDP
+from refimpl.zero.zero1 import Zero1
+
+STAGES = {"ddp": DDP, "zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
+config = GPTConfig(context=32, width=64, layers=4, heads=2)
+
+
+def start(name, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    model = GPT(config).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options = {"reduce_bucket_size": 50_000, "leaf_modules": ("Block",)} | options
+    return STAGES[name](model, optimizer, Group.world(), ZeroConfig(**options))
+
+
+def units():
+    return [(unit.name, unit.numel) for unit in start("zero3").units]
+
+
+pd.DataFrame(launch.run(units, ranks=2)[0], columns=["gathered together, for", "elements"])
+
+# %% [markdown]
+# `leaf_modules=("Block",)` asks for a whole block at a time. Without it each linear layer and each norm is a unit: less
+# memory, more messages.
+
+# %% [markdown]
+# ## 5. Measure it
+#
+# Bytes kept between backward and step in bf16 on four ranks, count and formula, for all stages:
+
+
+# %%
+def measure(name, micro_batches=1, dtype=torch.bfloat16, steps=2):
+    """Runs on every rank: bytes kept by class, bytes sent by purpose, the layout, the weights on rank 0."""
+    stage, batches = start(name, dtype), Batches(corpus(), context=32, size=2)
+    group = stage.group
+    for step in range(steps):
+        group.ledger.reset()
+        for a in range(micro_batches):
+            loss = stage.model(*batches.batch(step, a * group.size + group.rank))
+            stage.backward(loss / micro_batches, sync=a == micro_batches - 1)
+        memory = MemoryMeter(stage.tensors).now()
+        stage.step()
+    return memory, group.ledger.sent_bytes(by="tag"), layout_of(stage), stage.full_state_dict()
+
+
+def measure_all(micro_batches=1, dtype=torch.bfloat16):
+    return {name: measure(name, micro_batches, dtype) for name in STAGES}
+
+
+measured = launch.run(measure_all, ranks=4)[0]
+kept = {}
+for name, (memory, _, layout, _) in measured.items():
+    formula = memory_bytes(name, ranks=4, itemsize=2, layout=layout)
+    kept[name] = show.compare(formula, {key: memory[key] for key in formula})
+pd.concat(kept)
+
+# %% [markdown]
+# And bytes sent in one step, by purpose:
+
+# %%
+rows = {}
+for name, (_, sent, layout, _) in measured.items():
+    formula = {row.tag: row.bytes for row in traffic(name, ranks=4, itemsize=2, layout=layout)}
+    rows[name] = show.compare(formula, sent)
+pd.concat(rows)
+
+# %% [markdown]
+# ZeRO-3 gathers $2\Psi$ of parameters where the others gather $\Psi$ or nothing. What is left is small talk: the norm,
+# and the **roll call**, 128 bytes before each collective in which the ranks say what they are about to do. Section 6
+# shows what it is good for. In units of $\Psi b\frac{N-1}{N}$, with one and with three micro-batches:
+
+# %%
+three = launch.run(measure_all, 3, ranks=4)[0]
+table = {}
+for a, results in ((1, measured), (3, three)):
+    table[f"A = {a}"] = [
+        f"{(sent['gradients'] + sent.get('parameters', 0)) / (layout.padded * 2 * 3 / 4):.2f}"
+        for _, sent, layout, _ in results.values()
+    ]
+pd.DataFrame(table, index=STAGES)
+
+# %% [markdown]
+# $2, 2, A + 1, 3A$. Now the order of things. The ledger of one rank in its second step: when each gather and each
+# reduction started, when it was waited for, and which block computed meanwhile. First without prefetch, then with
+# one of 60,000 elements, room for one block.
+# (The axis counts events, because the order is what the algorithm decides. Seconds depend on the machine.)
+
+
+# %%
+def timeline(prefetch):
+    """Compute and traffic of one step as (lane, label, first event, last event)."""
+    stage, batches = start("zero3", prefetch_bucket_size=prefetch), Batches(corpus(), context=32, size=2)
+    ledger = stage.group.ledger
+    for name, block in stage.model.blocks.named_children():
+
+        def begin(module, args, name=name):
+            ledger.mark(f"begin forward {name}")
+
+        def end(module, args, output, name=name):
+            ledger.mark(f"end forward {name}")
+            output.register_hook(lambda grad: ledger.mark(f"begin backward {name}"))
+
+        block.register_forward_pre_hook(begin)
+        block.register_forward_hook(end)
+    for step in range(2):
+        ledger.reset()
+        stage.backward(stage.model(*batches.batch(step, stage.group.rank)))
+        stage.step()
+    return bars_of(ledger.events)
+
+
+def bars_of(events):
+    """Backward of a block ends when its last gradient arrives, which the ledger marks as "grad blocks.0.<name>"."""
+    last = {e.op.split(".")[1]: e for e in events if e.op.startswith("grad blocks.")}
+    kept = [e for e in events if e.tag in LANES or e.op.startswith(("begin", "end")) or e in last.values()]
+    bars, began = [], {}
+    for at, e in enumerate(kept):
+        if e.op.startswith("grad"):
+            what = "backward " + e.op.split(".")[1]
+        else:
+            what = e.op.partition(" ")[2] if e.phase == "mark" else e.call
+        if e.phase == "start" or e.op.startswith("begin"):
+            began[what] = at
+        else:
+            lane, label = what.split() if e.phase == "mark" else (LANES[e.tag], "")
+            bars.append((lane, label, began[what], at))
+    return bars
+
+
+LANES = {"parameters": "gather", "gradients": "reduce"}
+timelines = {"no prefetch": launch.run(timeline, 0, ranks=2)[0], "prefetch": launch.run(timeline, 60_000, ranks=2)[0]}
+for name, bars in timelines.items():
+    computing = [(first, last) for lane, _, first, last in bars if lane in ("forward", "backward")]
+    gathers = [(first, last) for lane, _, first, last in bars if lane == "gather"]
+    hidden = sum(any(first < b and a < last for a, b in computing) for first, last in gathers)
+    print(f"{name:12} {len(gathers)} gathers, {hidden} of them on their way while a block computes")
+
+# %% alt="Two timelines of one step. Without prefetch each gather stands before its block; with it gathers run beside the blocks before"
+import matplotlib.pyplot as plt
+
+COLOURS = {"forward": "#55a868", "backward": "#dd8452", "gather": "#4c72b0", "reduce": "#c44e52"}
+figure, axes = plt.subplots(2, 1, figsize=(10, 4.2), layout="constrained", height_ratios=(3, 5))
+for axis, (name, bars) in zip(axes, timelines.items(), strict=True):
+    free_from = {}  # of each row of gathers: the event after which it is free
+    for lane, label, first, last in bars:
+        y = {"forward": 0, "backward": 0, "reduce": 1}.get(lane)
+        if y is None:
+            y = next(row for row in range(2, 99) if free_from.get(row, -1) <= first)
+            free_from[y] = last
+        axis.barh(y, last - first, left=first, height=0.75, color=COLOURS[lane], edgecolor="white")
+        axis.text((first + last) / 2, y, label, ha="center", va="center", color="white", fontsize=8)
+    rows = max(free_from) + 1
+    axis.set_yticks(range(rows), ["compute", "reduce", "gather", *[""] * (rows - 3)])
+    axis.invert_yaxis()
+    axis.set(title=name, xticks=[])
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
+axes[-1].set_xlabel("events of one step, in order")
+figure.legend(
+    handles=[plt.Rectangle((0, 0), 1, 1, color=c) for c in COLOURS.values()],
+    labels=["forward of a block", "backward", "gather", "reduction"],
+    loc="outside lower center",
+    ncols=4,
+    frameon=False,
+)
+plt.show()
+
+# %% [markdown]
+# Above, every gather stands alone: the block waits for its weights. Below, gathers run under the blocks before them. The
+# price is memory, because what is prefetched is whole earlier. `prefetch_bucket_size` and `max_live_parameters`
+# are the limits, in elements. Turn the knobs (here the prefetch may be as large as a bucket):
+
+# %%
+from refimpl.notebook.widgets_zero import memory_knobs
+
+memory_knobs(GPTConfig(width=256, layers=16), ranks=(8, 1, 2, 4, 16, 64), bucket_size=(500_000, 5_000_000))
+
+# %% [markdown]
+# One question is open. If the model is larger than a rank's memory, who builds it? Inside `with Init():` each module is
+# cut as soon as its constructor returns. The meter counts the highest number of live bytes while a GPT is built:
+
+# %%
+from refimpl.zero.init import GatheredParameters, Init
+
+
+def building(sharded):
+    with MemoryMeter(dict) as meter, Init(enabled=sharded):
+        model = GPT(GPTConfig(context=32, width=64, layers=8, heads=2))
+    return sum(meter.at_peak.values()) / model.config.parameters
+
+
+whole, cut = (launch.run(building, sharded, ranks=4)[0] for sharded in (False, True))
+print(f"highest count while the model is built: {whole:.1f} bytes a parameter; with Init {cut:.1f}")
+
+# %% [markdown]
+# And to look at a weight, or to change it? A freed parameter has its shape and reads as NaN. Inside
+# `GatheredParameters` it is whole; with `modifier_rank=0` what rank 0 writes is kept.
+
+# %%
+# %%ranks 2
+from refimpl.model.data import Batches, corpus
+from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.zero.config import ZeroConfig
+from refimpl.zero.init import GatheredParameters
+from refimpl.zero.zero3 import Zero3
+
+config = GPTConfig(context=32, width=64, layers=4, heads=2)
+batches = Batches(corpus(), context=32, size=2)
+torch.manual_seed(0)
+model = GPT(config)
+stage = Zero3(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group)
+scale = model.ln.weight
+
+print("outside:", scale.data[:3], tuple(scale.shape))
+with GatheredParameters(scale, modifier_rank=0), torch.no_grad():
+    print("inside: ", scale.data[:3])
+    if rank == 0:
+        scale.mul_(2)
+with GatheredParameters(scale):
+    print("changed:", scale.data[:3])
+
+# %% [markdown]
+# ## 6. Break it
+#
+# **A parameter used outside.** A loss term on a weight, written where such terms are usually written, in the training
+# loop. But in the loop no module runs, so nobody gathers:
+
+# %%
+# %%ranks 2
+loss = model(*batches.batch(0, micro=rank)) + 0.01 * model.wte.weight.square().mean()
+print("loss:", loss.item())
+stage.backward(loss)
+print("stepped:", stage.step(), "| skipped so far:", stage.skipped_steps)
+
+# %% [markdown]
+# NaN at once, in the first loss, and the step is skipped on all ranks. (That is why freed parameters read as NaN and not
+# as whatever lies there.) The remedy is to move the term into a `forward`. A read inside a running module is noticed,
+# and the weight is gathered for that module, whichever module owns it:
+
+
+# %%
+# %%ranks 2
+class Regularised(torch.nn.Module):
+    def __init__(self, gpt):
+        super().__init__()
+        self.gpt = gpt
+
+    def forward(self, tokens, targets):
+        return self.gpt(tokens, targets) + 0.01 * self.gpt.wte.weight.square().mean()
+
+
+torch.manual_seed(0)
+model = Regularised(GPT(config))
+stage = Zero3(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group)
+loss = model(*batches.batch(0, micro=rank))
+stage.backward(loss)
+print("finite:", bool(loss.isfinite()), "| stepped:", stage.step())
+
+# %% [markdown]
+# **Ranks that take different branches.** Early exit, layer drop, a mixture of experts: each rank decides by its own
+# data. Under DDP that is legal. Under ZeRO-3 the gather in a branch is a collective, and collectives match by position.
+# Rank 0 gathers `first` while rank 1 gathers `second`. If they are equally large, both compute with a mixture of two
+# layers, and nothing ever says so. If not, the job hangs. The roll call finds it before the first wrong number:
+
+
+# %% tags=["raises-exception"]
+# %%ranks 2
+class Forked(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        branch = self.first if x.sum() > 0 else self.second
+        return branch(x).square().mean()
+
+
+model = Forked()
+stage = Zero3(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group)
+stage.backward(model(torch.full((2, 8), 1.0 - 2 * rank)))
+
+# %% [markdown]
+# It names the module on each rank. Without the roll call (`check_order=False`) the same program ends, and no error tells
+# that the weights were mixed:
+
+# %%
+# %%ranks 2
+torch.manual_seed(0)
+model = Forked()
+x = torch.full((2, 8), 1.0 - 2 * rank)
+right = model(x).item()  # before the model is cut
+stage = Zero3(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group, ZeroConfig(check_order=False))
+with torch.no_grad():
+    wrong = model(x).item()
+print("right" if wrong == right else "silently wrong")
+
+# %% [markdown]
+# The remedy: run the same modules on all ranks and multiply what is not wanted by zero, or gather all branches together
+# with `leaf_modules`.
+
+# %% [markdown]
+# ## 7. Prove it
+#
+# First the bits. Four stages against one process of plain torch, in fp32, on 2, 3 and 4 ranks; with three micro-batches
+# (each in its own order of addition, chapter 5); and in bf16, where there is no plain twin, against DDP.
+
+
+# %%
+def one_process(ranks, micro_batches=1, ranks_first=False, steps=2):
+    """Plain torch: sums of sums of micro-batches, in the order that a stage declares."""
+    torch.set_num_threads(1)
+    batches = Batches(corpus(), context=32, size=2)
+    torch.manual_seed(0)
+    model = GPT(config)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    order = [[a * ranks + r for a in range(micro_batches)] for r in range(ranks)]
+    if ranks_first:
+        order = [list(column) for column in zip(*order, strict=True)]
+    for step in range(steps):
+        sums = []
+        for inner in order:
+            for micro in inner:
+                (model(*batches.batch(step, micro)) / micro_batches).backward()
+            sums.append([p.grad / ranks if ranks_first else p.grad for p in model.parameters()])
+            adamw.zero_grad()
+        for p, *grads in zip(model.parameters(), *sums, strict=True):
+            total = sum(grads[1:], start=grads[0])
+            p.grad = total if ranks_first else total / ranks
+        adamw.step()
+        adamw.zero_grad()
+    return model.state_dict()
+
+
+def same(a, b):
+    return all(torch.equal(a[key], b[key]) for key in b)
+
+
+parity = {}
+for n in (2, 3, 4):
+    truth = launch.run(one_process, n, ranks=1)[0]
+    results = launch.run(measure_all, 1, torch.float32, ranks=n)[0]
+    parity[f"fp32, {n} ranks"] = {name: same(result[3], truth) for name, result in results.items()}
+
+own_order = {
+    name: launch.run(one_process, 3, 3, ranks_first, ranks=1)[0]
+    for ranks_first in (False, True)
+    for name in (("zero2", "zero3") if ranks_first else ("ddp", "zero1"))
+}
+results = launch.run(measure_all, 3, torch.float32, ranks=3)[0]
+parity["fp32, 3 ranks, A = 3"] = {name: same(result[3], own_order[name]) for name, result in results.items()}
+parity["bf16, 4 ranks, to DDP"] = {name: same(result[3], measured["ddp"][3]) for name, result in measured.items()}
+pd.DataFrame(parity)
+
+# %% [markdown]
+# Cutting the optimizer, the gradients and the weights has changed nothing that is computed.
+#
+# Now memory, and no longer counted by ourselves. Linux can forbid a process to own more than so many bytes of data
+# (`RLIMIT_DATA`). A GPT of 38 million parameters in fp32 needs 608 MB of parameters, gradients and optimizer state.
+# Each rank gets **240 MB** from the moment before the model is built. Whoever asks for more gets the allocator's error.
+
+# %%
+import ctypes
+import hashlib
+import re
+import resource
+from pathlib import Path
+
+big = GPTConfig(context=32, width=512, layers=12, heads=8)
+BUDGET = 240_000_000
+
+
+def attempt(name, budget):
+    """Runs on every rank: two steps with at most `budget` bytes more than now. Losses, and a checksum on rank 0."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # glibc's M_MMAP_THRESHOLD: freed buffers go back at once
+    group = Group.world()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if budget:
+        now = int(re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (now + budget, hard))
+    torch.manual_seed(0)
+    with Init(group, enabled=name == "zero3"):
+        model = GPT(big)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    config = ZeroConfig(reduce_bucket_size=1_050_000, prefetch_bucket_size=0)
+    stage, batches, losses = STAGES[name](model, adamw, group, config), Batches(corpus(), context=32, size=1), []
+    for step in range(2):
+        loss = model(*batches.batch(step, group.rank))
+        stage.backward(loss)
+        stage.step()
+        losses.append(loss.item())
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    weights = stage.full_state_dict() or {}
+    return losses, hashlib.sha256(b"".join(w.numpy().tobytes() for w in weights.values())).hexdigest()
+
+
+outcomes, finished = {}, {}
+for name in STAGES:
+    needs = sum(memory_bytes(name, ranks=4, itemsize=4, layout=Layout(big.parameters, 0, 0)).values())
+    try:
+        finished[name] = launch.run(attempt, name, BUDGET, ranks=4)
+        outcome = "trains"
+    except launch.RankError as error:
+        outcome = re.search(r"DefaultCPUAllocator: [^:]+", str(error))[0]
+    outcomes[name] = [f"{needs / 1e6:.0f}", f"{BUDGET / 1e6:.0f}", outcome]
+pd.DataFrame.from_dict(outcomes, orient="index", columns=["needs, MB (formula)", "may have, MB", "under the limit"])
+
+# %% [markdown]
+# DDP, ZeRO-1 and ZeRO-2 die in the allocator. ZeRO-3 trains: 152 MB of shards, and what is left holds units in use,
+# buckets and activations. The weights were never whole on any rank, not even at the start: `Init` saw to that. And what it learned is what DDP learns with all the memory it wants:
+
+# %%
+unlimited = launch.run(attempt, "ddp", 0, ranks=4)
+for step in range(2):
+    print(f"step {step}: loss {sum(losses[step] for losses, _ in finished['zero3']) / 4:.1f}")
+print("same bits as DDP without a limit:", finished["zero3"][0][1] == unlimited[0][1])
+
+# %% [markdown]
+# - **Exercises:** [exercises/06_zero3](../exercises/06_zero3/exercise.py): `pytest exercises/06_zero3`
+# - **Quiz:** `refimpl quiz --topic zero`
+# - **Tests behind this chapter:** [tests/zero/test_zero3.py](../tests/zero/test_zero3.py) and
+#   [tests/zero/test_init.py](../tests/zero/test_init.py).
+# - **Code:** [refimpl/zero/zero3.py](../refimpl/zero/zero3.py), [unit.py](../refimpl/zero/unit.py),
+#   [fetch.py](../refimpl/zero/fetch.py), [prefetch.py](../refimpl/zero/prefetch.py),
+#   [order.py](../refimpl/zero/order.py), [init.py](../refimpl/zero/init.py).
+# - **DeepSpeed:**
+#   [deepspeed/runtime/zero/stage3.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/zero/stage3.py),
+#   [partition_parameters.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/zero/partition_parameters.py)
+#   and
+#   [partitioned_param_coordinator.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/zero/partitioned_param_coordinator.py).
+# - **Paper:** Rajbhandari et al. 2020, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), sections 5.3 and 7.2.2.
+#   Freeing a storage in place is also how FSDP does it: Zhao et al. 2023,
+#   [arXiv:2304.11277](https://arxiv.org/abs/2304.11277), section 4.
+#
+# That was the ladder: DDP, one diff, ZeRO-1, one diff, ZeRO-2, one diff, ZeRO-3.

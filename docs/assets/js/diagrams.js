@@ -1,0 +1,31 @@
+// Draw Mermaid diagrams in the page's colours with the copy beside this file. Loaded only by pages that have one.
+(() => {
+  const library = new URL("../vendor/mermaid/mermaid.tiny.js", document.currentScript.src).href;
+  const diagrams = [...document.querySelectorAll("pre.diagram")];
+  if (!diagrams.length) return;
+  const sources = diagrams.map((pre) => pre.textContent);
+  const places = diagrams.map((pre) => {
+    const place = Object.assign(document.createElement("div"), { className: "diagram" });
+    place.setAttribute("role", "img");
+    pre.replaceWith(place);
+    return place;
+  });
+
+  async function draw() {
+    const dark = document.body.dataset.mdColorScheme === "slate";
+    const fontFamily = getComputedStyle(document.body).fontFamily;
+    window.mermaid.initialize({ startOnLoad: false, theme: dark ? "dark" : "neutral", fontFamily });
+    for (const [i, place] of places.entries()) {
+      place.innerHTML = (await window.mermaid.render(`diagram-${i}`, sources[i])).svg;
+      const svg = place.firstElementChild; // on a phone a wide one scrolls rather than shrinks out of sight
+      svg.style.minWidth = `${0.55 * parseFloat(svg.style.maxWidth)}px`;
+    }
+  }
+
+  const script = Object.assign(document.createElement("script"), { src: library });
+  script.onload = async () => {
+    await draw();
+    new MutationObserver(draw).observe(document.body, { attributeFilter: ["data-md-color-scheme"] });
+  };
+  document.head.append(script);
+})();

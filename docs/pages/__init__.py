@@ -1,0 +1,1 @@
+"""What the site's pages are made from: notebooks, solutions, question cards, docstrings and source files."""

@@ -1,0 +1,204 @@
+"""Grades chapter 01: results at 2, 3 and 4 ranks, and who sent how many bytes to whom."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from refimpl.comm import ring
+from refimpl.grading.compare import Wrong, equal, require
+from refimpl.grading.grade import on_ranks
+from refimpl.grading.rank import Answer, case
+from refimpl.grading.traffic import WatchedGroup, all_done, same_traffic, starts
+
+
+def given(rank: int, n: int) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(rank)) + rank
+
+
+@on_ranks(2, 3, 4)
+def test_ring_reduce_scatter(answer: Answer, group: WatchedGroup) -> None:
+    for size in (5, 1):
+        case(f"{size} elements a rank")
+        watched, oracle = group.fresh(), group.oracle()
+        inputs = [given(r, size * group.size) for r in range(group.size)]
+        x, expected = inputs[group.rank].clone(), torch.empty(size)
+        ring.reduce_scatter(oracle, expected, inputs[group.rank])
+        found = answer.ring_reduce_scatter(watched, x)
+        total = torch.stack(inputs).sum(0)
+        known = {"it is your own chunk, nothing that was received was added": x.chunk(group.size)[group.rank]}
+        known |= {
+            f"it is chunk {i} of the sum, expected {group.rank}": c for i, c in enumerate(total.chunk(group.size))
+        }
+        known |= {"it is the whole sum, all N chunks; only this rank's is asked": total}
+        equal(found, expected, "this rank's chunk", ranks=group.size, known=known)
+        kept = torch.equal(x, inputs[group.rank])
+        require(kept, "x was changed: partial sums were written into the input", f"  x is now {x.tolist()[:6]}")
+        to_the_right(watched)
+        same_traffic(watched, oracle, "ring_reduce_scatter")
+        all_done(watched, "ring_reduce_scatter")
+
+
+@on_ranks(2, 3, 4)
+def test_ring_all_gather(answer: Answer, group: WatchedGroup) -> None:
+    for size in (5, 1):
+        case(f"{size} elements a rank")
+        watched, oracle = group.fresh(), group.oracle()
+        inputs = [given(r, size) for r in range(group.size)]
+        x, expected = inputs[group.rank].clone(), torch.empty(size * group.size)
+        ring.all_gather(oracle, expected, x)
+        found = answer.ring_all_gather(watched, x)
+        arrival = [inputs[(group.rank - i) % group.size] for i in range(group.size)]
+        known = {
+            "the chunks are in the order of arrival, not in rank order": torch.cat(arrival),
+            "the chunks are in the reverse order": torch.cat(inputs[::-1]),
+            "every chunk is your own": x.repeat(group.size),
+        }
+        equal(found, expected, "the gathered tensor", known=known)
+        to_the_right(watched)
+        same_traffic(watched, oracle, "ring_all_gather")
+        all_done(watched, "ring_all_gather")
+
+
+@on_ranks(2, 3, 4)
+def test_ring_all_reduce(answer: Answer, group: WatchedGroup) -> None:
+    for n in (4 * group.size, 4 * group.size + 1, group.size - 1):
+        case(f"{n} elements")
+        watched = group.fresh()
+        inputs = [given(r, n) for r in range(group.size)]
+        x, expected = inputs[group.rank].clone(), torch.stack(inputs).sum(0)
+        answer.ring_all_reduce(watched, x)
+        whole = n // group.size * group.size
+        known = {
+            "x is unchanged: the sum must be written into it": inputs[group.rank],
+            "the elements behind the last whole chunk are not summed": torch.cat(
+                [expected[:whole], inputs[group.rank][whole:]]
+            ),
+        }
+        equal(x, expected, "x after the call", ranks=group.size, known=known)
+        to_the_right(watched)
+        messages = 2 * (group.size - 1)
+        calls, sent = watched.ledger.calls(), watched.ledger.sent_bytes()
+        most = messages * math.ceil(n / group.size) * x.element_size()
+        if calls != {"send": messages, "recv": messages} or sent["send"] > most:
+            oracle = group.oracle()
+            ring.all_reduce(oracle, x.clone())
+            same_traffic(watched, oracle, "ring_all_reduce")
+        all_done(watched, "ring_all_reduce")
+        for rank, other in enumerate(group.everyone(x)):
+            require(
+                torch.equal(x, other), f"the last bits differ from those of rank {rank}: add each chunk once, then copy"
+            )
+
+
+@on_ranks(2, 3, 4)
+def test_tree_broadcast(answer: Answer, group: WatchedGroup) -> None:
+    for root in (0, group.size - 1, 1):
+        case(f"root {root}")
+        watched = group.fresh()
+        inputs = [given(r, 5) for r in range(group.size)]
+        x = inputs[group.rank].clone()
+        answer.tree_broadcast(watched, x, root)
+        known = {f"it is the x of rank {r}, not of the root": inputs[r] for r in range(group.size) if r != root}
+        equal(x, inputs[root], "x after the call", known=known)
+        all_done(watched, "tree_broadcast")
+        words = [(e.op, int(e.tag.split()[-1])) for e in starts(watched.ledger) if e.op in ("send", "recv")]
+        require(len(words) == len(starts(watched.ledger)), "only send and recv are wanted here", *watched.transcript())
+        plans = group.everyone(words)
+        sends = sum(op == "send" for plan in plans for op, _ in plan)
+        most = math.ceil(math.log2(group.size))
+        require(sends == group.size - 1, f"{sends} messages in all, expected N - 1 = {group.size - 1}", *story(plans))
+        took = rounds(plans, root)
+        require(took <= most, f"it takes {took} rounds, expected ceil(log2 {group.size}) = {most}", *story(plans))
+
+
+@on_ranks(1)
+def test_fit_alpha_beta(answer: Answer, group: WatchedGroup) -> None:
+    noise = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for sizes, alpha, beta, shake in (
+        ([0, 1e6, 2e6], 1e-4, 2e-10, 0.0),
+        ([1e3, 1e4, 1e5, 1e6, 1e7, 1e9], 5e-5, 1e-9, 0.0),
+        ([1e3, 2e3, 4e3, 8e3, 1.6e4, 3.2e4], 1e-3, 1e-7, 1e-4),
+    ):
+        case(f"{len(sizes)} sizes, alpha {alpha:g}, beta {beta:g}" + (", with noise" if shake else ""))
+        n = torch.tensor(sizes, dtype=torch.float64)
+        t = alpha + beta * n + shake * noise[: len(sizes)]
+        scaled = torch.stack([torch.ones_like(n), n / n.max()], 1)
+        best = torch.linalg.lstsq(scaled, t).solution / torch.tensor([1, n.max()])
+        found = answer.fit_alpha_beta(sizes, t.tolist())
+        require(isinstance(found, tuple) and len(found) == 2, f"the result is {found!r}, expected (alpha, beta)")
+        slope = float((n * t).sum() / (n * n).sum())
+        ends = float((t[-1] - t[0]) / (n[-1] - n[0]))
+        for name, mine, theirs in (("beta", found[1], best[1]), ("alpha", found[0], best[0])):
+            known = {
+                "it is the other one: return (alpha, beta)": best[0] if name == "beta" else best[1],
+                "it is the slope of a line through the origin: a message of 0 bytes costs alpha": slope,
+                "it is the slope between two points: least squares uses them all": ends,
+            }
+            value = torch.tensor(float(mine), dtype=torch.float64)
+            candidates = {k: torch.as_tensor(v, dtype=torch.float64) for k, v in known.items()}
+            equal(value, theirs, name, known=candidates, rtol=1e-4, atol=0)
+
+
+@on_ranks(2, 3, 4)
+def test_ring_all_reduce_seconds(answer: Answer, group: WatchedGroup) -> None:
+    n = 8 * group.size
+    case(f"{4 * n} bytes: what a real ring sends here")
+    oracle = group.oracle()
+    ring.all_reduce(oracle, torch.zeros(n))
+    alpha, beta = 0.5, 0.25
+    messages, sent = oracle.ledger.calls()["send"], oracle.ledger.sent_bytes()["send"]
+    seconds(answer, 4 * n, group.size, alpha, beta, messages * alpha + sent * beta)
+    for ranks in (1, 64):
+        case(f"1 MB on {ranks} ranks")
+        steps = [1e-5 + 1e6 / ranks * 1e-9 for _ in range(2 * (ranks - 1))]
+        seconds(answer, 1e6, ranks, 1e-5, 1e-9, sum(steps))
+
+
+def seconds(answer: Answer, nbytes: float, ranks: int, alpha: float, beta: float, expected: float) -> None:
+    found = answer.ring_all_reduce_seconds(nbytes, ranks, alpha, beta)
+    require(isinstance(found, int | float), f"the result is {found!r}, expected seconds as a float")
+    known = {
+        "each message carries a chunk of nbytes / N, not all of nbytes": 2 * (ranks - 1) * (alpha + nbytes * beta),
+        "that is one half: an all-reduce is a reduce-scatter and an all-gather": expected / 2,
+        "alpha is paid for every message, not once": alpha + expected - 2 * (ranks - 1) * alpha,
+    }
+    tensors = {k: torch.tensor(float(v), dtype=torch.float64) for k, v in known.items()}
+    exact = torch.tensor(expected, dtype=torch.float64)
+    equal(torch.tensor(float(found), dtype=torch.float64), exact, "the time", known=tensors, atol=0)
+
+
+def to_the_right(group: WatchedGroup) -> None:
+    right = (group.rank + 1) % group.size
+    wrong = sorted({e.tag for e in starts(group.ledger, "send")} - {f"to {right}"})
+    headline = f"this rank sends {' and '.join(wrong)}: on a ring it sends to its right neighbour, {right}, alone"
+    require(not wrong, headline, *group.transcript())
+
+
+def rounds(plans: list[list[tuple[str, int]]], root: int) -> int:
+    """In which round the last rank gets x, if each message takes a round of its sender's and its receiver's time."""
+    clock: dict[int, int] = {root: 0}
+    position = [0] * len(plans)
+    moved = True
+    while moved:
+        moved = False
+        for rank, plan in enumerate(plans):
+            if rank in clock and position[rank] < len(plan):
+                op, other = plan[position[rank]]
+                position[rank] += 1
+                moved = True
+                if op == "send":
+                    clock[rank] += 1
+                    clock[other] = clock[rank]
+                    position[other] += 1
+    if len(clock) < len(plans):
+        raise Wrong("some rank never receives x", *story(plans))
+    return max(clock.values())
+
+
+def story(plans: list[list[tuple[str, int]]]) -> list[str]:
+    words = {"send": "sends to", "recv": "receives from"}
+    return [
+        f"  rank {r}: {', then '.join(f'{words[op]} {o}' for op, o in plan) or 'nothing'}"
+        for r, plan in enumerate(plans)
+    ]

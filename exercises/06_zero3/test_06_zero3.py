@@ -1,0 +1,464 @@
+"""Grades chapter 06: memory that comes and goes, gradients equal to one process's, and plans equal to refimpl's."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn, optim
+
+from refimpl.grading.compare import Wrong, equal, require
+from refimpl.grading.grade import on_ranks
+from refimpl.grading.rank import Answer, case
+from refimpl.grading.traffic import WatchedGroup, all_done, same_traffic
+from refimpl.measure.memory import MemoryMeter
+from refimpl.zero.config import ZeroConfig
+from refimpl.zero.fetch import Fetch
+from refimpl.zero.prefetch import Trace
+from refimpl.zero.zero3 import Zero3
+
+FEATURES, LAYERS = 7, 8
+
+
+class Probe(nn.Module):
+    """Between two layers: calls `look` in forward, and in backward just before the layer in front of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []  # ("forward" or "backward", bytes of parameters that are whole)
+        self.params: list[nn.Parameter] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(("forward", whole_bytes(self.params)))
+        out: Tensor = x * 1
+        if out.requires_grad:
+            out.register_hook(lambda _: self.seen.append(("backward", whole_bytes(self.params))))
+        return out
+
+
+class Scaled(nn.Module):
+    """A parameter of its own around a layer that has some too."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(3) + 0.5)
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.inner(x)) * self.gain.mean()
+        return out
+
+
+def net(seed: int) -> tuple[nn.Sequential, Probe]:
+    """Layers of odd sizes, with a probe (always the same one) between them."""
+    torch.manual_seed(seed)
+    probe, model = Probe(), nn.Sequential()
+    for i in range(LAYERS):
+        layer = nn.Linear(FEATURES, FEATURES, bias=i % 3 > 0)
+        model.append(Scaled(layer) if i % 2 else layer)
+        model.append(probe)
+    probe.params = list(model.parameters())
+    return model, probe
+
+
+def whole_bytes(params: Iterable[nn.Parameter]) -> int:
+    """Bytes of memory behind the parameters, each storage once."""
+    storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in params}
+    return sum(storages.values())
+
+
+def batch(rank: int, step: int, part: int = 0) -> Tensor:
+    return torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(100 * step + 10 * part + rank))
+
+
+def odd_params(seed: int) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((3, 5), (4,), (1, 2, 3))
+    params = [nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+    return [*params, nn.Parameter(torch.randn(2, 5, generator=generator).t())]  # the last is not contiguous
+
+
+@on_ranks(2, 3, 4)
+def test_ShardedParams(answer: Answer, group: WatchedGroup) -> None:
+    case("ranks begin with different values; one parameter is not contiguous")
+    watched, truth = group.fresh(), [p.detach().clone() for p in odd_params(0)]
+    params = odd_params(group.rank)
+    unit = answer.ShardedParams(params, watched)
+    numel = sum(t.numel() for t in truth)
+    shard = -(-numel // group.size)
+    left = whole_bytes(params)
+    require(left == 0, f"{left} bytes of parameters are alive after ShardedParams(...): free them")
+    padded = torch.cat([t.reshape(-1) for t in truth] + [torch.zeros(shard * group.size - numel)])
+    own = torch.cat([p.detach().reshape(-1) for p in odd_params(group.rank)] + [torch.zeros(len(padded) - numel)])
+    mine, rows = group.rank, (padded.view(group.size, shard), own.view(group.size, shard))
+    judge_shard(unit, rows[0][mine], {"it is cut from this rank's own values: take rank 0's": rows[1][mine]})
+    buffer = unit.full
+    for again in range(2):
+        case(f"gather and free, number {again}")
+        watched.ledger.reset()
+        unit.gather()
+        all_done(watched, "gather")
+        for i, (p, t) in enumerate(zip(params, truth, strict=True)):
+            known = {"it is still this rank's own: take rank 0's": odd_params(group.rank)[i].detach()}
+            equal(p.detach(), t, f"parameter {i} after gather()", known=known if group.rank else None)
+        unit.gather()
+        oracle = group.oracle()
+        oracle.all_gather(torch.zeros(shard * group.size), torch.zeros(shard))
+        same_traffic(watched, oracle, "gather(), called twice,")
+        unit.free()
+        judge_free(unit, params, truth)
+    case("the shard changes, as in a step")
+    with torch.no_grad():
+        unit.mine += 1
+    unit.gather()
+    kept = torch.cat([p.detach().reshape(-1) for p in params])
+    equal(kept, padded[:numel] + 1, "the parameters", known={"they are what they were before the step": padded[:numel]})
+    case("autograd keeps a view of a parameter in forward; freed and gathered before backward")
+    x = torch.ones(1, 5, requires_grad=True)
+    y = x @ params[0].t()
+    unit.free()
+    unit.gather()
+    same = "self.full is another tensor now: autograd has kept views of the first one, which stay without memory"
+    require(unit.full is buffer, same)
+    y.sum().backward()
+    assert x.grad is not None
+    equal(x.grad, (truth[0] + 1).sum(0, keepdim=True), "the gradient")
+
+
+def judge_shard(unit: object, expected: Tensor, known: dict[str, Tensor]) -> None:
+    mine = getattr(unit, "mine", None)
+    require(isinstance(mine, Tensor), "self.mine is missing")
+    assert isinstance(mine, Tensor)
+    nbytes = mine.untyped_storage().nbytes()
+    require(nbytes > 0, "self.mine has lost its memory: it is a view of the buffer that was freed; clone it")
+    require(
+        nbytes <= expected.numel() * 4,
+        f"self.mine keeps {nbytes} bytes alive, and a shard is {expected.numel() * 4}: nothing is sharded",
+    )
+    equal(mine.detach(), expected, "self.mine", known=known)
+    require(isinstance(getattr(unit, "full", None), Tensor), "self.full is missing")
+
+
+def judge_free(unit: object, params: list[nn.Parameter], truth: list[Tensor]) -> None:
+    left = whole_bytes(params)
+    require(left == 0, f"{left} bytes are alive after free(): resize the storage to 0, a view keeps all of it")
+    full = getattr(unit, "full", None)
+    require(isinstance(full, Tensor), "self.full is missing")
+    assert isinstance(full, Tensor)
+    require(full.untyped_storage().nbytes() == 0, "self.full still has memory after free()")
+    for i, (p, t) in enumerate(zip(params, truth, strict=True)):
+        require(p.shape == t.shape, f"parameter {i} has shape {tuple(p.shape)} after free(), expected {tuple(t.shape)}")
+
+
+@on_ranks(2, 3, 4)
+def test_Zero3(answer: Answer, group: WatchedGroup) -> None:
+    for parts in (1, 2):
+        case(f"2 steps of {parts} micro-batch{'es' * (parts > 1)}")
+        train(answer, group, parts)
+    case("an evaluation under torch.no_grad()")
+    watched, (model, probe), (plain, _) = group.fresh(), net(0), net(0)
+    answer.Zero3(model, watched)
+    with torch.no_grad():
+        equal(model(batch(0, 0)), plain(batch(0, 0)), "the output")
+    left = whole_bytes(probe.params)
+    require(left == 0, f"{left} bytes of parameters are still whole after an evaluation")
+
+
+def train(answer: Answer, group: WatchedGroup, parts: int) -> None:
+    """Two steps of plain descent on the shards, beside one process's; gradients, memory, traffic."""
+    watched, (model, probe), (plain, _) = group.fresh(), net(0), net(0)
+    largest = 4 * max(sum(p.numel() for p in m.parameters(recurse=False)) for m in plain.modules())
+    zero = answer.Zero3(model, watched)
+    left = whole_bytes(probe.params)
+    require(left == 0, f"{left} bytes of parameters are whole after Zero3(...): every module's must be sharded")
+    owners = {name: m for name, m in model.named_modules() if list(m.parameters(recurse=False))}
+    missing = [name for name, m in owners.items() if m not in zero.units]
+    require(not missing, f"self.units has no entry for module {', '.join(missing)}")
+    for step in range(2):
+        watched.ledger.reset()
+        zero.grads.clear()
+        plain.zero_grad()
+        before: dict[str, Tensor] = {}
+        for part in range(parts):
+            before = {n: p.grad.clone() for n, p in plain.named_parameters() if p.grad is not None}
+            probe.seen.clear()
+            model(batch(group.rank, step, part)).pow(2).sum().backward()
+            judge_memory(probe, largest + 4 * 64, model)
+            for rank in range(group.size):
+                (plain(batch(rank, step, part)).pow(2).sum() / group.size).backward()
+        all_done(watched, "backward")
+        judge_calls(watched, len(owners) * parts, step)
+        judge_gradients(group, zero, owners, plain, before, step)
+        oracle = group.oracle()
+        for m in [*owners.values()] * parts:
+            shard = -(-sum(p.numel() for p in m.parameters(recurse=False)) // group.size)
+            for _ in range(2):
+                oracle.all_gather(torch.zeros(shard * group.size), torch.zeros(shard))
+            oracle.reduce_scatter(torch.zeros(shard), torch.zeros(shard * group.size))
+        judge_traffic(watched, oracle, step)
+        with torch.no_grad():
+            for m in owners.values():
+                zero.units[m].mine -= 0.01 * zero.grads[m]
+            for p in plain.parameters():
+                assert p.grad is not None
+                p -= 0.01 * p.grad
+
+
+def judge_memory(probe: Probe, room: int, model: nn.Module) -> None:
+    """Between two layers no more than about one of them is whole."""
+    for during in ("forward", "backward"):
+        sizes = [n for what, n in probe.seen if what == during]
+        evidence = f"bytes of whole parameters between the layers, in {during}: {', '.join(map(str, sizes))}"
+        advice = {
+            "forward": "free each module after its forward",
+            "backward": "free it when its gradients are complete",
+        }
+        require(
+            max(sizes) <= room,
+            f"{max(sizes)} bytes of parameters are whole at once in {during}: {advice[during]}",
+            evidence,
+        )
+    left = whole_bytes(probe.params)
+    require(left == 0, f"{left} bytes of parameters are still whole after backward")
+    kept = [n for n, p in model.named_parameters() if p.grad is not None]
+    require(not kept, f"{len(kept)} whole gradients are alive after backward: set .grad to None when it has travelled")
+
+
+def judge_gradients(
+    group: WatchedGroup, zero: Zero3, owners: dict[str, nn.Module], plain: nn.Module, before: dict[str, Tensor],
+    step: int,
+) -> None:  # fmt: skip
+    """Everyone's shards of the gradients put together, beside one process's."""
+    grads = zero.grads  # type: ignore[attr-defined]
+    missing = [name for name, m in owners.items() if m not in grads]
+    require(not missing, f"step {step}: self.grads has no entry for module {', '.join(missing)}")
+    everyones = group.everyone({name: grads[m].detach().clone() for name, m in owners.items()})
+    for name, m in owners.items():
+        flat, at = torch.cat([each[name] for each in everyones]), 0
+        for key, p in m.named_parameters(recurse=False):
+            truth = plain.get_parameter(f"{name}.{key}").grad
+            assert truth is not None
+            found, what = flat[at : at + p.numel()].view(p.shape), f"{name}.{key}"
+            at += p.numel()
+            known = {}
+            if what in before:
+                known["only the last micro-batch is there: add to what the one before has left"] = truth - before[what]
+            text = f"step {step}, the gradient of {what}"
+            equal(found, truth, text, ranks=group.size, known=known, rtol=1e-4, atol=1e-5)
+
+
+def judge_calls(watched: WatchedGroup, expected: int, step: int) -> None:
+    """A unit that is reduced too often was reduced before all its gradients were there."""
+    calls = watched.ledger.calls().get("reduce_scatter", 0)
+    require(
+        calls <= expected,
+        f"step {step}: {calls} reduce-scatters, expected {expected}: wait for the last gradient of each module",
+    )
+
+
+def judge_traffic(watched: WatchedGroup, oracle: WatchedGroup, step: int) -> None:
+    gathers, wanted = (g.ledger.calls().get("all_gather", 0) for g in (watched, oracle))
+    require(
+        2 * gathers != wanted,
+        f"step {step}: every unit is gathered once, expected twice: it must be freed between forward and backward",
+    )
+    same_traffic(watched, oracle, f"step {step}")
+
+
+@dataclass(eq=False)
+class Fake:
+    """As much of a refimpl Unit as its plans look at."""
+
+    name: str
+    numel: int
+    is_free: bool = True
+    in_flight: bool = False
+
+    @property
+    def padded(self) -> int:
+        return self.numel
+
+
+def draw(seed: int) -> tuple[list[str], int, dict[str, Fake]]:
+    """A trace (forward, then backward), a place in it, and units of which some are live and some on their way."""
+    rng = random.Random(seed)
+    units = {name: Fake(name, rng.randint(1, 20)) for name in "abcdefg"[: rng.randint(3, 7)]}
+    trace = [*units, *reversed(units)]
+    at = rng.randint(1, len(trace))
+    for unit in units.values():
+        unit.is_free = rng.random() < 0.6
+        unit.in_flight = not unit.is_free and rng.random() < 0.4
+    units[trace[at - 1]].is_free, units[trace[at - 1]].in_flight = False, False
+    return trace, at, units
+
+
+def refimpl_trace(trace: list[str], at: int, units: dict[str, Fake]) -> Trace:
+    record = Trace()
+    record.order = [(units[name], "forward") for name in trace]  # type: ignore[misc]
+    record.at = at
+    return record
+
+
+@on_ranks(1)
+def test_prefetch(answer: Answer, group: WatchedGroup) -> None:
+    for seed in range(60):
+        trace, at, units = draw(seed)
+        rng = random.Random(1000 + seed)
+        budget, most_live = rng.randint(0, 40), rng.choice((1000, rng.randint(10, 60)))
+        sizes = {name: u.numel for name, u in units.items()}
+        live, flying = (
+            {n for n, u in units.items() if test(u)} for test in (lambda u: not u.is_free, lambda u: u.in_flight)
+        )
+        case(f"trace {' '.join(trace)}, at {at}")
+        fetch = object.__new__(Fetch)
+        fetch.units, fetch.trace, fetch.in_backward = list(units.values()), refimpl_trace(trace, at, units), True  # type: ignore[assignment]
+        fetch.config = ZeroConfig(prefetch_bucket_size=budget, max_live_parameters=most_live)
+        expected = [u.name for u in fetch._ahead([units[trace[at - 1]]])]  # type: ignore[list-item]
+        found = answer.prefetch(trace, at, sizes, live, flying, budget, most_live)
+        if found == expected:
+            continue
+        evidence = [
+            f"  sizes {sizes}, live {sorted(live)}, flying {sorted(flying)}, budget {budget}, most_live {most_live}",
+            f"  expected {expected}",
+            f"  found    {found}",
+        ]
+        require(isinstance(found, list), f"the result is {found!r}, expected a list of names", *evidence)
+        judge_prefetch(found, expected, sizes, live, flying, budget, most_live, evidence)
+
+
+def judge_prefetch(
+    found: list[str], expected: list[str], sizes: dict[str, int], live: set[str], flying: set[str], budget: int,
+    most_live: int, evidence: list[str],
+) -> None:  # fmt: skip
+    require(not live & set(found), "a unit that is live already is gathered again", *evidence)
+    require(len(set(found)) == len(found), "a unit is chosen twice", *evidence)
+    in_air = sum(sizes[u] for u in {*found, *flying})
+    require(in_air <= budget, f"{in_air} bytes would be on their way, the budget is {budget}", *evidence)
+    alive = sum(sizes[u] for u in {*found, *live})
+    require(alive <= most_live, f"{alive} bytes would be live, most_live is {most_live}", *evidence)
+    skipped = found[: len(expected)] == expected
+    require(
+        not skipped, "a later unit is taken although one before it does not fit: it would come too early", *evidence
+    )
+    raise Wrong("these are not the next units that fit", *evidence)
+
+
+@on_ranks(1)
+def test_to_release(answer: Answer, group: WatchedGroup) -> None:
+    for seed in range(60):
+        trace, at, units = draw(seed)
+        limit = random.Random(2000 + seed).choice((0, 1, 10, 25, 1000))
+        sizes, live = {n: u.numel for n, u in units.items()}, [n for n, u in units.items() if not u.is_free]
+        case(f"trace {' '.join(trace)}, at {at}")
+        record = refimpl_trace(trace, at, units)
+        distances = {name: record.distance(units[name]) for name in live}  # type: ignore[arg-type]
+        expected = [n for n, d in distances.items() if d is None or d >= limit]
+        found = answer.to_release(trace, at, sizes, list(live), limit)
+        if found == expected:
+            continue
+        evidence = [
+            f"  sizes {sizes}, live {live}, max_reuse_distance {limit}",
+            f"  to be gathered before each is used again: {distances}",
+            f"  expected {expected}",
+            f"  found    {found}",
+        ]
+        require(isinstance(found, list), f"the result is {found!r}, expected a list of names", *evidence)
+        require(set(found) <= set(live), "a unit is freed that is not live", *evidence)
+        for name in live:
+            if (name in found) != (name in expected):
+                gone = distances[name]
+                why = "is not used again" if gone is None else f"is used again after {gone} bytes are gathered"
+                raise Wrong(f"{name} {why}: {'free' if name in expected else 'keep'} it", *evidence)
+        raise Wrong("the order should be that of `live`", *evidence)
+
+
+@on_ranks(2, 3)
+def test_zero3_bytes(answer: Answer, group: WatchedGroup) -> None:
+    widths = (8, 40, 16, 24, 8, 8)
+    for dtype, budgets in ((torch.float32, (0, 700, 1500, 100_000)), (torch.bfloat16, (0, 1000))):
+        for budget in budgets:
+            case(f"{dtype}, budget {budget}")
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(widths)))
+            model.to(dtype)
+            config = ZeroConfig(prefetch_bucket_size=budget)
+            stage = Zero3(model, optim.AdamW(model.parameters()), group.oracle(), config)
+            meter = MemoryMeter(stage.tensors)
+            for _ in range(2):  # the first iteration only records the trace
+                meter.reset_peak()
+                with meter:
+                    stage.backward(model(torch.ones(2, widths[0], dtype=dtype)).sum())
+                kept = meter.now()
+                stage.step()
+            classes = MemoryMeter(stage.tensors).now() | {k: kept[k] for k in ("parameters", "gradients")}
+            classes["optimizer"] -= 4 * len(stage.buckets)  # AdamW's step counts
+            total = sum(classes[k] for k in ("parameters", "gradients", "optimizer", "master weights"))
+            counted = {"kept": total, "gathered": meter.peak["gathered"]}
+            units = [u.padded for u in stage.units]
+            found = answer.zero3_bytes(units, group.size, dtype.itemsize, budget)
+            judge_bytes(found, counted, units, group.size, dtype.itemsize)
+
+
+def judge_bytes(found: object, counted: dict[str, int], units: list[int], ranks: int, itemsize: int) -> None:
+    evidence = [f"units {units}, {ranks} ranks, {itemsize} bytes", f"  counted  {counted}", f"  found    {found}"]
+    require(isinstance(found, dict), f"the result is {found!r}, expected a dict", *evidence)
+    assert isinstance(found, dict)
+    for key, sent in counted.items():
+        mine = found.get(key)
+        if mine == sent:
+            continue
+        known = {
+            sent * ranks: "every class is sharded over the ranks",
+            sum(units) * itemsize: "that is the whole model: units are freed after use",
+            max(units) * itemsize: "that is the largest unit alone: what was sent for ahead is live too",
+            sum(units) // ranks * (2 * itemsize + 8): "are there fp32 masters?",
+        }
+        why = f": {known[mine]}" if mine in known else ""
+        raise Wrong(f"{mine} bytes {key}, counted {sent}{why}", *evidence)
+
+
+class Large(nn.Module):
+    """Looks, after each layer that it makes, at how much is whole; ends in an exception if told to."""
+
+    def __init__(self, seen: list[int], fail: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for i in range(5):
+            self.layers.append(nn.Linear(9, 11) if i % 2 else nn.Embedding(11, 9))
+            seen.append(whole_bytes(self.parameters()))
+        if fail:
+            raise ValueError("this constructor fails on purpose")
+
+
+@on_ranks(2, 3, 4)
+def test_sharded_init(answer: Answer, group: WatchedGroup) -> None:
+    originals = nn.Linear.__init__, nn.Embedding.__init__
+    seen: list[int] = []
+    for fail in (False, True):
+        case("a model is built, with other random numbers on every rank" if not fail else "its constructor fails")
+        torch.manual_seed(group.rank)
+        seen.clear()
+        try:
+            with answer.sharded_init(group.fresh(), nn.Linear, nn.Embedding) as made:
+                built = Large(seen, fail)
+        except ValueError:
+            require(fail, "an exception of the constructor is raised, where there was none")
+        else:
+            require(not fail, "an exception inside the `with` block is swallowed")
+            model, units = built, made
+        restored = (nn.Linear.__init__, nn.Embedding.__init__) == originals
+        nn.Linear.__init__, nn.Embedding.__init__ = originals  # type: ignore[method-assign]
+        require(restored, "the classes' constructors are not what they were before: put them back in `finally`")
+    evidence = f"bytes of whole parameters after each layer: {', '.join(map(str, seen))}"
+    require(
+        max(seen) == 0, "layers stay whole while the next are built: shard each when its constructor returns", evidence
+    )
+    case("what was built")
+    torch.manual_seed(0)
+    plain = Large([])
+    require(len(units) == 5, f"{len(units)} units were yielded, expected one for each of 5 layers")
+    for unit in units:
+        unit.gather()
+    for (name, p), truth in zip(model.named_parameters(), plain.parameters(), strict=True):
+        equal(p.detach(), truth.detach(), f"{name} after gather()")

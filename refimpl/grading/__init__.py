@@ -1,0 +1,42 @@
+"""What the graders of `exercises/` share: run an answer on real ranks, and say what is wrong in the learner's terms.
+
+A chapter NN_name has
+
+    solutions/NN_name.py                   written by hand: the tasks (public functions and classes) and HINTS
+    exercises/NN_name/exercise.py          the stub made from it: python -m refimpl.grading.stubs
+    exercises/NN_name/test_NN_name.py      the grader, written once for every answer
+    tests/mutants/NN_name/*.py             wrong answers that the grader must reject, and say why
+
+In a solution every public function and every method is a task, whose body the stub replaces, unless its `def` line ends
+with `# given`. HINTS maps a task to its hints, from the vaguest to the plainest.
+
+A grader is a function that runs on every rank, once for each number of ranks, with a process per rank:
+
+    @on_ranks(2, 3, 4)                                         # test_NAME grades the task NAME
+    def test_ring_all_gather(answer: Answer, group: WatchedGroup) -> None:
+        for size in (1, 5):
+            case(f"{size} elements a rank")                    # named in the report, and restarts the clock
+            mine = torch.arange(size) + 10.0 * group.rank
+            whole = answer.ring_all_gather(group, mine)
+            equal(whole, expected, "the gathered tensor", known={"only your own chunk": ...})
+        same_traffic(group, oracle, "ring_all_gather")         # bytes and calls, side by side with the expected
+
+Answers get `group` or a `group.fresh()` one with an empty ledger; the grader itself uses `group.oracle()` and
+`group.everyone(obj)`, which gathers over connections of its own.
+
+Its oracle is refimpl, or the same sum made on one process; never a stored number. Whatever the learner's code does
+(raise, loop, exit, hang, not parse) ends in seconds as one short text. `require(condition, headline, *details)` and
+`Wrong(headline, *details)` say the rest; a headline tells the mistake, not the symptom.
+
+A mutant is a file with one wrong task, and two lines in its docstring, `task: NAME` and `says: WORDS OF THE REPORT`.
+
+    rank.py        in a rank: load the answer, call the grader, put errors into the learner's terms
+    grade.py       in the caller: choose the ranks, collect a Verdict
+    compare.py     Wrong, equal, recognised misconceptions
+    traffic.py     WatchedGroup, transcripts
+    verdict.py     pass, fail or todo, and why
+    chapters.py    where the files are, which tasks they hold and which are still to do
+    stubs.py       stubs from solutions
+    progress.py    results and hints given, kept in the user's data folder
+    plugin.py      pytest: options, todo, summary
+"""

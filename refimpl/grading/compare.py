@@ -1,0 +1,121 @@
+"""Found against expected: where they first differ, and which well-known mistake makes exactly this difference."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHOWN = 6  # values shown around the first difference
+
+
+class Wrong(Exception):
+    """The answer is wrong. `headline` names the mistake in one line; `details` are further lines."""
+
+    def __init__(self, headline: str, *details: str) -> None:
+        super().__init__(headline, *details)
+        self.headline, self.details = headline, details
+
+
+class Todo(Wrong):
+    """The answer, or something that it calls, is not written yet."""
+
+
+def require(condition: object, headline: str, *details: str) -> None:
+    """Raise Wrong unless the condition holds."""
+    if not condition:
+        raise Wrong(headline, *details)
+
+
+def equal(
+    found: Any,
+    expected: Tensor,
+    what: str,
+    *,
+    ranks: int = 0,
+    known: Mapping[str, Tensor] | None = None,
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+) -> None:
+    """Raise Wrong unless `found` is a tensor like `expected`: shape, dtype, values (integers exactly).
+
+    ranks: recognise results that are N times too large or too small. known: results of well-known mistakes, each under
+    the sentence that explains it.
+    """
+    if not isinstance(found, Tensor):
+        hint = "is there a `return`?" if found is None else "a tensor is expected"
+        raise Wrong(f"{what} is {_a(found)}: {hint}")
+    for kind, is_, should in (
+        ("shape", tuple(found.shape), tuple(expected.shape)),
+        ("dtype", found.dtype, expected.dtype),
+    ):
+        require(is_ == should, f"{what} has {kind} {is_}, expected {should}")
+    if close(found, expected, rtol, atol):
+        return
+    reason = recognise(found, expected, ranks, known or {}, rtol, atol)
+    raise Wrong(f"{what}: {reason}" if reason else f"{what} is wrong", *difference(found, expected, rtol, atol))
+
+
+def close(found: Tensor, expected: Tensor, rtol: float = 1e-5, atol: float = 1e-6) -> bool:
+    """Whether both have one shape and equal values: integers exactly, floats within rtol and atol, NaN equal to NaN."""
+    if found.shape != expected.shape:
+        return False
+    if not expected.is_floating_point():
+        return torch.equal(found, expected.to(found.dtype))
+    return torch.allclose(found.detach().double(), expected.detach().double(), rtol, atol, equal_nan=True)
+
+
+def recognise(
+    found: Tensor, expected: Tensor, ranks: int, known: Mapping[str, Tensor], rtol: float = 1e-5, atol: float = 1e-6
+) -> str:
+    """The well-known mistake that makes exactly `found`, in a sentence; "" if there is none."""
+    for sentence, candidate in known.items():
+        if candidate.shape == found.shape and close(found, candidate, rtol, atol):
+            return sentence
+    f, e = found.detach().double(), expected.detach().double()
+    if not f.isfinite().all() and e.isfinite().all():
+        return "it holds NaN or Inf: memory that was never written, or an overflow"
+    guesses = {}
+    if ranks > 1:
+        guesses[f"exactly {ranks}x the expected: summed over the ranks, not averaged"] = e * ranks
+        guesses[f"exactly 1/{ranks} of the expected: divided by the number of ranks once too often"] = e / ranks
+    guesses["all zeros: nothing arrived here"] = torch.zeros_like(e)
+    guesses["every sign is wrong"] = -e
+    return next((s for s, guess in guesses.items() if torch.allclose(f, guess, rtol, atol)), "")
+
+
+def difference(found: Tensor, expected: Tensor, rtol: float = 1e-5, atol: float = 1e-6) -> list[str]:
+    """Lines that show both around the first differing element."""
+    f, e = found.detach().flatten(), expected.detach().flatten()
+    exact = not e.is_floating_point()
+    same = f == e if exact else torch.isclose(f.double(), e.double(), rtol, atol, equal_nan=True)
+    first = int((~same).nonzero()[0])
+    start = max(0, min(first - 1, len(f) - SHOWN))
+    lines = [f"first difference at element {first} of {len(f)}, {int((~same).sum())} differ"]
+    return lines + [f"  {name} {_values(t, start)}" for name, t in (("expected", e), ("found   ", f))]
+
+
+def first_divergence(
+    found: Sequence[Mapping[str, Tensor]],
+    expected: Sequence[Mapping[str, Tensor]],
+    what: str,
+    *,
+    ranks: int = 0,
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+) -> None:
+    """Raise Wrong at the first step, and in it the first parameter by name order, where two histories part."""
+    require(len(found) == len(expected), f"{len(found)} steps were made, expected {len(expected)}")
+    for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        for name in theirs:
+            require(name in mine, f"step {step}: {what} of {name} is missing")
+            equal(mine[name], theirs[name], f"step {step}, {what} of {name}", ranks=ranks, rtol=rtol, atol=atol)
+
+
+def _values(t: Tensor, start: int) -> str:
+    shown = ", ".join(f"{v:.6g}" for v in t[start : start + SHOWN].tolist())
+    return f"{'[' if start == 0 else '[... '}{shown}{']' if start + SHOWN >= len(t) else ' ...]'}"
+
+
+def _a(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,104 @@
+"""pytest for learners: `--impl`, todo as an outcome of its own, and a summary that says what to try next.
+
+exercises/conftest.py imports the hooks and fixtures below.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refimpl.grading.chapters import Chapter
+from refimpl.grading.grade import Exercise, Grader
+from refimpl.grading.progress import Progress, bar
+from refimpl.grading.verdict import Verdict
+
+TODO = "todo: "  # how a skip says that a task is still a stub
+WIDTH = 120  # characters of a line in the summary
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--impl",
+        default="exercises",
+        metavar="WHOSE",
+        help="what to grade: exercises (yours), solutions, or the path of one file",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    impl = config.getoption("--impl")
+    if impl not in ("exercises", "solutions") and not Path(impl).is_file():
+        raise pytest.UsageError(f"--impl {impl}: no such file; give exercises, solutions or a .py file")
+    config.option.durations = None  # of interest to whoever maintains the tests
+    config.option.reportchars = ""  # the summary below says it
+    config.option.showcapture = "no"  # a report shows what the learner's code printed, rank by rank
+    if not hasattr(config, "workerinput"):  # in xdist's workers there is nothing to sum up
+        config.pluginmanager.register(Results(keep=impl == "exercises"))
+
+
+@pytest.fixture(scope="session")
+def graders() -> Iterator[Grader]:
+    with Grader() as grader:
+        yield grader
+
+
+@pytest.fixture
+def grading(request: pytest.FixtureRequest, graders: Grader) -> Callable[[Exercise], None]:
+    """Grade an exercise of this test's chapter, and make the verdict pytest's."""
+    chapter = Chapter(request.path.parent.name, request.path.parents[2])
+    impl = request.config.getoption("--impl")
+    answer = {"exercises": chapter.exercise, "solutions": chapter.solution}.get(impl) or Path(impl)
+
+    def grade(exercise: Exercise) -> None:
+        verdict = graders.grade(exercise, answer)
+        request.node.user_properties.append(("verdict", (chapter.name, verdict.task, verdict.outcome, verdict.text)))
+        if verdict.outcome == "todo":
+            pytest.skip(f"{TODO}{verdict.headline}")
+        if verdict.outcome == "fail":
+            pytest.fail(verdict.text, pytrace=False)
+
+    return grade
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    return ("todo", "", "TODO") if report.skipped and TODO in str(report.longrepr) else None
+
+
+class Results:
+    """Collects the verdicts, and ends the session with them."""
+
+    def __init__(self, keep: bool) -> None:
+        self.keep = keep  # they are the learner's own
+        self.verdicts: dict[tuple[str, str], Verdict] = {}  # (chapter, task) -> verdict
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        verdict: Any = dict(report.user_properties).get("verdict")
+        if verdict:
+            chapter, task, outcome, text = verdict
+            self.verdicts[chapter, task] = Verdict(task, outcome, text)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if self.keep and self.verdicts:
+            Progress.load().record(self.verdicts)
+        if exitstatus == pytest.ExitCode.OK and any(v.outcome != "pass" for v in self.verdicts.values()):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        write = terminalreporter.write_line
+        for name in sorted({chapter for chapter, _ in self.verdicts}):
+            mine = [v for (chapter, _), v in self.verdicts.items() if chapter == name]
+            passed = sum(v.outcome == "pass" for v in mine)
+            write("")
+            write(f"{name}  {bar(passed, len(mine))}  {passed} of {len(mine)}")
+            for verdict in mine:
+                note = f"  {verdict.headline}" if verdict.outcome == "fail" else ""
+                write(f"  {verdict.outcome:<5} {verdict.task}{note}"[:WIDTH])
+        upcoming = [key for key, v in self.verdicts.items() if v.outcome != "pass"]
+        if upcoming and self.keep:
+            chapter, task = min(upcoming, key=lambda key: key[0])  # the first of the earliest chapter
+            write("")
+            write(f"Try next: {task} in exercises/{chapter}/exercise.py")
+            write(f"  a hint: refimpl hint {chapter} {task}")

@@ -1,0 +1,131 @@
+"""What an answer sent, as the ledger saw it, beside what it should have sent."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from refimpl import launch
+from refimpl.comm.group import Group, Phase, Work
+from refimpl.grading.compare import Wrong
+from refimpl.measure.ledger import Event, Ledger
+
+T = TypeVar("T")
+LINES = 12  # of a transcript that are shown
+
+
+@dataclass(frozen=True)
+class Called:
+    """What a rank reports when it starts a collective, so that it is known even if the rank never comes back."""
+
+    text: str
+
+
+class WatchedGroup(Group):
+    """A Group whose ledger also says with whom (sends and receives are tagged "to 1" and "from 3"), and which reports
+    each call at once, for the report of a hang. `oracle()`, the same for a grader's own use, reports nothing."""
+
+    def __init__(self, handle: dist.ProcessGroup | None, control: Group, told: bool = True) -> None:
+        super().__init__(handle)
+        self.control, self.told = control, told
+
+    def _run(self, op: str, sent: int, tag: str, async_op: bool, *phases: Phase) -> Work:
+        if self.told:
+            launch.report(Called(_words(op, tag, sent)))
+        return super()._run(op, sent, tag, async_op, *phases)
+
+    def send(self, x: Tensor, to: int, *, async_op: bool = False, tag: str = "") -> Work:
+        return super().send(x, to, async_op=async_op, tag=f"to {to}")
+
+    def recv(self, x: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
+        return super().recv(x, source, async_op=async_op, tag=f"from {source}")
+
+    def fresh(self) -> "WatchedGroup":
+        """The same ranks with an empty ledger, for what the answer does."""
+        return WatchedGroup(self.handle, self.control)
+
+    def oracle(self) -> "WatchedGroup":
+        """The same ranks with an empty ledger, for what the answer should do."""
+        return WatchedGroup(self.handle, self.control, told=False)
+
+    def everyone(self, obj: T) -> list[T]:
+        """Every rank's obj, in rank order, by connections that the answer does not use."""
+        return self.control.all_gather_object(obj)
+
+    def transcript(self) -> list[str]:
+        """The collectives in the order in which they started: "send to 1, 20 bytes"."""
+        return [_line(e) for e in starts(self.ledger)]
+
+
+def starts(ledger: Ledger, op: str | None = None) -> list[Event]:
+    """The collectives (of one kind) that were started, in order."""
+    return [e for e in ledger.events if e.phase == "start" and op in (None, e.op)]
+
+
+def same_traffic(group: WatchedGroup, oracle: WatchedGroup, what: str, *, calls: bool = True) -> None:
+    """Raise Wrong unless this rank sent as many bytes with each collective as the oracle (in as many calls)."""
+    found, expected = group.ledger, oracle.ledger
+    if found.sent_bytes() == expected.sent_bytes() and (not calls or found.calls() == expected.calls()):
+        return
+    mine, theirs = sum(found.sent_bytes().values()), sum(expected.sent_bytes().values())
+    if not found.calls() and expected.calls():
+        headline = f"{what} moved nothing through `group`: every byte must go through the group it was given"
+    elif extra := sorted(set(found.calls()) - set(expected.calls())):
+        headline = f"{what} uses {', '.join(extra)}, expected only {', '.join(expected.calls())}"
+    elif mine != theirs:
+        headline = f"{what} sends {mine:,} bytes from this rank, expected {theirs:,}" + _times(mine, theirs)
+    else:
+        headline = f"{what} sends the right bytes in {len(starts(found))} calls, not {len(starts(expected))}"
+    raise Wrong(headline, *side_by_side(group.transcript(), oracle.transcript()))
+
+
+def all_done(group: Group, what: str) -> None:
+    """Raise Wrong if a collective was started and never waited for."""
+    if left := group.ledger.open_calls():
+        raise Wrong(
+            f"{what} returns while {len(left)} of its transfers are still under way: wait() for every async work",
+            *[f"  still open: {_line(e)}" for e in left[:LINES]],
+        )
+
+
+def side_by_side(found: list[str], expected: list[str]) -> list[str]:
+    """Two transcripts in two columns, the first difference marked."""
+    rows = max(len(found), len(expected))
+    first = next((i for i in range(rows) if found[i : i + 1] != expected[i : i + 1]), rows)
+    start = max(0, first - LINES // 2)
+    lines = ["what this rank sent, in order:", f"     {'yours':<34}expected"]
+    for i in range(start, min(rows, start + LINES)):
+        left, right = ("".join(side[i : i + 1]) or "-" for side in (found, expected))
+        lines.append(f"{i + 1:3}  {left:<34}{right}{'   <- first difference' if i == first else ''}")
+    return lines + ([f"     ... {rows - start - LINES} more"] if rows > start + LINES else [])
+
+
+def each_rank(calls: Mapping[int, list[str]]) -> list[str]:
+    """What every rank called, a column each, the last ones."""
+    rows = max((len(mine) for mine in calls.values()), default=0)
+    if not rows:
+        return ["no rank has called a collective"]
+    lines = [
+        "what the ranks called, in order:",
+        "     " + "".join(f"{f'rank {rank}':<26}" for rank in sorted(calls)).rstrip(),
+    ]
+    for i in range(max(0, rows - LINES // 2), rows):
+        cells = ("".join(calls[rank][i : i + 1]) or "-" for rank in sorted(calls))
+        lines.append(f"{i + 1:3}  " + "".join(f"{cell:<26}" for cell in cells).rstrip())
+    return lines
+
+
+def _line(e: Event) -> str:
+    return _words(e.op, e.tag, e.sent_bytes)
+
+
+def _words(op: str, tag: str, sent: int) -> str:
+    if op == "recv":
+        return f"recv {tag}"
+    return f"{op}{' ' + tag if op == 'send' else ''}, {sent:,} bytes"
+
+
+def _times(mine: int, theirs: int) -> str:
+    return f": exactly {mine // theirs}x" if theirs and mine != theirs and mine % theirs == 0 else ""

@@ -1,0 +1,11 @@
+"""The server that ranks are forked from: it has imported torch, so that they need not."""
+
+import multiprocessing.forkserver
+
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "refimpl.launch"]  # every optimizer imports torch._dynamo
+
+
+def start_server() -> None:
+    """Start it now, in the background. Called before this process imports torch, the two imports overlap."""
+    multiprocessing.forkserver.set_forkserver_preload(PRELOAD)
+    multiprocessing.forkserver.ensure_running()

@@ -1,0 +1,67 @@
+"""What a comparison says: the mistake by its name, the place, both values."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from refimpl.grading.compare import Wrong, equal, first_divergence
+from refimpl.grading.traffic import side_by_side
+
+RIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("found", "name"),
+    [
+        (RIGHT * 4, "exactly 4x the expected: summed over the ranks, not averaged"),
+        (RIGHT / 4, "exactly 1/4 of the expected"),
+        (RIGHT * 0, "all zeros"),
+        (-RIGHT, "every sign is wrong"),
+        (RIGHT / 0, "NaN or Inf"),
+        (RIGHT.flip(0), "the order is reversed"),
+        (RIGHT + 1, "y is wrong"),
+    ],
+)
+def test_a_known_mistake_is_named(found: Tensor, name: str) -> None:
+    with pytest.raises(Wrong) as wrong:
+        equal(found, RIGHT, "y", ranks=4, known={"the order is reversed": RIGHT.flip(0)})
+    assert name in wrong.value.headline
+
+
+def test_what_differs_by_rounding_is_equal() -> None:
+    equal(RIGHT * (1 + 1e-7), RIGHT, "y")
+    equal(torch.tensor([float("nan")]), torch.tensor([float("nan")]), "y")
+
+
+def test_integers_are_compared_exactly() -> None:
+    with pytest.raises(Wrong):
+        equal(torch.tensor([100_000_001]), torch.tensor([100_000_000]), "y")
+
+
+def test_values_are_shown_around_the_first_difference() -> None:
+    found = torch.arange(100.0)
+    found[57] = -1
+    with pytest.raises(Wrong) as wrong:
+        equal(found, torch.arange(100.0), "y")
+    assert wrong.value.details == (
+        "first difference at element 57 of 100, 1 differ",
+        "  expected [... 56, 57, 58, 59, 60, 61 ...]",
+        "  found    [... 56, -1, 58, 59, 60, 61 ...]",
+    )
+
+
+def test_the_first_divergence_is_the_earliest_step() -> None:
+    right = [{"a": RIGHT, "b": RIGHT}] * 3
+    found = [right[0], {"a": RIGHT, "b": RIGHT * 2}, {"a": RIGHT * 9, "b": RIGHT}]
+    with pytest.raises(Wrong, match="step 1, the gradient of b: exactly 2x the expected"):
+        first_divergence(found, right, "the gradient", ranks=2)
+    with pytest.raises(Wrong, match="step 0: the gradient of b is missing"):
+        first_divergence([{"a": RIGHT}], [right[0]], "the gradient")
+
+
+def test_transcripts_stand_side_by_side() -> None:
+    lines = side_by_side(["all_reduce, 8 bytes"], ["all_reduce, 8 bytes", "send to 1, 4 bytes"])
+    assert lines[2:] == [
+        "  1  all_reduce, 8 bytes               all_reduce, 8 bytes",
+        "  2  -                                 send to 1, 4 bytes   <- first difference",
+    ]

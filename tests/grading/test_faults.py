@@ -1,0 +1,101 @@
+"""Whatever an answer does, its learner gets a short text that names the mistake and the line, in seconds."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from answers import graded, grader
+
+pytestmark = pytest.mark.xdist_group("grading")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave() -> Iterator[None]:
+    yield
+    grader().__exit__(None, None, None)
+
+
+FAULTS = {
+    "endless loop": ("while True:\n    pass", ["never ends", "rank 0 computes at exercise.py:"]),
+    "endless loop of collectives": (
+        "while True:\n    group.barrier() or group.all_reduce(x)",
+        ["collectives in this case"],
+    ),
+    "endless prints": ("while True:\n    print('x' * 1000)", ["never ends", "the last 15 lines of"]),
+    "sys.exit": ("import sys\nsys.exit(0)", ["sys.exit", "exercise.py:6 in double"]),
+    "os._exit": ("import os\nos._exit(0)", ["ends its process: rank", "exited with code 0"]),
+    "too many ranks": (
+        "from refimpl import launch\nlaunch.run(print, ranks=1000)",
+        ["starts 1000 more ranks", "launch.run(print, ranks=1000)"],
+    ),
+    "too much memory": ("return torch.ones(10**12)", ["can't allocate memory", "torch.ones(10**12)"]),
+    "unknown name": ("return numpy.array(x)", ["NameError", "`numpy`", "import missing", "exercise.py:5 in double"]),
+    "unknown module": ("import nunpy", ["No module named 'nunpy'", "exercise.py:5"]),
+    "exception": ("return x[7]", ["double raised IndexError", "exercise.py:5 in double", "return x[7]"]),
+    "no return": ("x * 2", ["the result is None: is there a `return`?"]),
+    "wrong shape": ("return torch.cat([x, x])", ["has shape (4,), expected (2,)"]),
+    "wrong dtype": ("return x.double() * 2", ["torch.float64, expected torch.float32"]),
+    "sums": ("y = x * 2\ngroup.all_reduce(y)\nreturn y", ["the result is wrong", "expected [2, 4]", "found    [4, 8]"]),
+    "own prints": ("print('shape', tuple(x.shape))\nreturn x", ["your prints:", "[rank 1] shape (2,)"]),
+    "one rank stays away": (
+        "if group.rank == 0:\n    group.all_reduce(x)\nreturn x * 2",
+        ["some ranks have finished", "rank 0 waits in all_reduce at exercise.py:6", "rank 1 finished"],
+    ),
+    "different collectives": (
+        "y = x.clone()\nif group.rank:\n    group.recv(y, 0)\nelse:\n    group.all_reduce(y)\nreturn y",
+        ["double", "rank 0                    rank 1", "recv from 0"],
+    ),
+    "nobody sends": (
+        "group.recv(x, 1 - group.rank)\nreturn x",
+        ["every rank waits to receive, and none sends", "rank 1 waits in recv at exercise.py:5"],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_told_in_the_learners_terms(fault: str, tmp_path: Path) -> None:
+    body, words = FAULTS[fault]
+    verdict = graded(tmp_path, body)
+    assert verdict.outcome == "fail"
+    for word in words:
+        assert word in verdict.text, verdict.text
+    assert "Traceback" not in verdict.text
+    assert len(verdict.text.splitlines()) <= 25
+
+
+def test_a_file_that_is_not_python(tmp_path: Path) -> None:
+    verdict = graded(tmp_path, "for i in range(3)\n    pass")
+    assert verdict.headline == "exercise.py line 5 is not Python: expected ':'"
+    assert "for i in range(3)" in verdict.text
+
+
+@pytest.mark.parametrize("head", ["import nunpy", "while True: pass", "raise SystemExit", "1 / 0", "print(torch)"])
+def test_a_file_that_cannot_be_imported(head: str, tmp_path: Path) -> None:
+    verdict = graded(tmp_path, "return x * 2", head)
+    assert verdict.outcome == "fail"
+    assert "exercise.py" in verdict.text
+    assert "1" in verdict.text  # the line
+
+
+def test_a_name_that_is_missing(tmp_path: Path) -> None:
+    file = tmp_path / "exercise.py"
+    file.write_text("def dubble(group, x):\n    return 2 * x\n")
+    from answers import EXERCISE
+
+    assert grader().grade(EXERCISE, file).headline == "exercise.py has no `double`"
+
+
+def test_the_next_answer_is_graded_as_if_nothing_had_been(tmp_path: Path) -> None:
+    assert graded(tmp_path, "group.send(x, 1 - group.rank, async_op=True)\nreturn x").outcome == "fail"
+    assert graded(tmp_path, "return x * 2").outcome == "pass"
+
+
+def test_a_stub_is_todo_and_starts_no_rank(tmp_path: Path) -> None:
+    verdict = graded(tmp_path, 'raise NotImplementedError("double")')
+    assert (verdict.outcome, verdict.headline) == ("todo", "double: not written yet")
+
+
+def test_what_calls_a_stub_is_todo(tmp_path: Path) -> None:
+    head = 'def helper():\n    raise NotImplementedError("helper")\n'
+    verdict = graded(tmp_path, "return helper()", head)
+    assert (verdict.outcome, verdict.headline) == ("todo", "helper is not written yet")

@@ -1,0 +1,166 @@
+"""`pytest exercises/` as a learner sees it, in a project of two small chapters."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from refimpl.grading.chapters import chapters
+from refimpl.grading.stubs import write
+
+pytestmark = pytest.mark.xdist_group("grading")
+
+ROOT = Path(__file__).parents[2]
+SOLUTION = '''"""Task."""
+
+from torch import Tensor
+
+
+def double(group: object, x: Tensor) -> Tensor:
+    """Twice x."""
+    return x * 2
+
+
+def triple(group: object, x: Tensor) -> Tensor:
+    """Three times x."""
+    return x * 3
+
+
+HINTS = {"double": ["Multiply.", "By 2."], "triple": ["Multiply.", "By 3."]}
+'''
+GRADER = """
+import torch
+from refimpl.grading.compare import equal
+from refimpl.grading.grade import on_ranks
+
+
+@on_ranks(2)
+def test_double(answer, group):
+    equal(answer.double(group, torch.ones(2)), torch.full((2,), 2.0), "the result", ranks=2)
+
+
+@on_ranks(2)
+def test_triple(answer, group):
+    equal(answer.triple(group, torch.ones(2)), torch.full((2,), 3.0), "the result", ranks=2)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name in ("01_one", "02_two"):
+        folder = tmp_path / "exercises" / name
+        folder.mkdir(parents=True)
+        (folder / f"test_{name}.py").write_text(GRADER)
+        (tmp_path / "solutions").mkdir(exist_ok=True)
+        (tmp_path / "solutions" / f"{name}.py").write_text(SOLUTION)
+    (tmp_path / "exercises" / "conftest.py").write_text((ROOT / "exercises" / "conftest.py").read_text())
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    for chapter in chapters(tmp_path):
+        write(chapter)
+    return tmp_path
+
+
+def do(project: Path, *command: str, answer: str = "") -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"REFIMPL_DATA": str(project / "data"), "COLUMNS": "120"}
+    environment = {k: v for k, v in environment.items() if not k.startswith("PYTEST_")}
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=project, env=environment, capture_output=True, text=True, input=answer
+    )
+
+
+def test_untouched_stubs_are_todo_and_no_pass(project: Path) -> None:
+    done = do(project, "pytest", "exercises")
+    assert done.returncode == 1
+    assert done.stdout.count("  todo  ") == 4
+    assert "0 of 2" in done.stdout
+    assert "4 todo" in done.stdout
+    assert "Try next: double in exercises/01_one/exercise.py" in done.stdout
+    assert len(done.stdout.splitlines()) < 18
+    assert do(project, "pytest", "exercises/01_one", "-k", "double").returncode == 1
+
+
+def test_solutions_pass(project: Path) -> None:
+    done = do(project, "pytest", "exercises", "--impl", "solutions")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("2 of 2") == 2
+    assert not (project / "data").exists()  # only the learner's own results are kept
+
+
+def test_a_learners_way(project: Path) -> None:
+    mine = project / "exercises" / "01_one" / "exercise.py"
+    mine.write_text(mine.read_text().replace('raise NotImplementedError("double")', "return x * 4"))
+    done = do(project, "pytest", "exercises")
+    assert done.returncode == 1
+    report = done.stdout[done.stdout.index("test_double") :]
+    assert "the result: exactly 2x the expected: summed over the ranks, not averaged" in report
+    assert "Traceback" not in report
+    assert "Error" not in report
+    assert "  fail  double  the result" in report
+    assert report.count("  todo  ") == 3
+
+    assert "1. Multiply.\n1 more" in do(project, "refimpl", "hint", "01", "double").stdout
+    assert "2. By 2.\nThat is the last hint" in do(project, "refimpl", "hint", "01", "double").stdout
+
+    mine.write_text(mine.read_text().replace("x * 4", "x * 2"))
+    assert do(project, "pytest", "exercises", "-k", "double and 01_one").returncode == 0
+    assert "return x * 2" in do(project, "refimpl", "hint", "01_one", "double").stdout  # passed: the solution
+    assert "return x" not in do(project, "refimpl", "hint", "01_one", "triple").stdout
+    assert "return x * 3" in do(project, "refimpl", "hint", "01_one", "triple", "--give-up").stdout
+    shown = do(project, "refimpl", "progress").stdout
+    assert "1 of 2" in shown
+    assert "2 of 2" in shown  # hints
+    assert "Next: triple in exercises/01_one/exercise.py" in shown
+
+    assert do(project, "refimpl", "exercise", "reset", "01", answer="n\n").returncode != 0
+    assert "return x * 2" in mine.read_text()
+    assert do(project, "refimpl", "exercise", "reset", "01", answer="y\n").returncode == 0
+    assert "return x * 2" in mine.with_name("exercise.kept-1.py").read_text()
+    assert "return x" not in mine.read_text()
+
+
+def test_a_file_that_does_not_parse_spoils_no_other(project: Path) -> None:
+    (project / "exercises" / "01_one" / "exercise.py").write_text("def double(group, x:\n")
+    second = project / "exercises" / "02_two" / "exercise.py"
+    second.write_text((project / "solutions" / "02_two.py").read_text())
+    done = do(project, "pytest", "exercises")
+    assert done.stdout.count("exercise.py line 1 is not Python: '(' was never closed") >= 2
+    assert "2 of 2" in done.stdout
+
+
+def test_another_file_can_be_graded(project: Path) -> None:
+    other = project / "mine.py"
+    other.write_text("def double(group, x):\n    return x + x\n")
+    assert do(project, "pytest", "exercises/01_one", "-k", "double", "--impl", "mine.py").returncode == 0
+    done = do(project, "pytest", "exercises", "--impl", "nowhere.py")
+    assert done.returncode == 4
+    assert "--impl nowhere.py: no such file" in done.stdout + done.stderr
+
+
+def test_a_damaged_progress_file_is_set_aside(project: Path) -> None:
+    data = project / "data"
+    data.mkdir()
+    (data / "exercises.json").write_text('{"01_one/double": ')
+    done = do(project, "refimpl", "hint", "01", "double")
+    assert "1. Multiply." in done.stdout
+    assert "could not be read" in done.stderr
+    assert len(list(data.glob("exercises.damaged-*.json"))) == 1
+    assert json.loads((data / "exercises.json").read_text())["01_one/double"]["hints"] == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("hint", "09", "double"), "no chapter '09': there are 01_one, 02_two"),
+        (("hint", "01", "half"), "01_one has no exercise 'half': there are double, triple"),
+        (("exercise", "reset", "09"), "no chapter '09'"),
+        (("hint", "01"), "Missing argument 'EXERCISE'"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(project: Path, command: tuple[str, ...], says: str) -> None:
+    done = do(project, "refimpl", *command)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1

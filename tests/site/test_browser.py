@@ -1,0 +1,138 @@
+"""A reader's walk in a real browser: pages, formulas, diagrams, search, the quiz; and no request leaves the host."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import chromium, missing, requested
+
+pytestmark = [pytest.mark.xdist_group("site"), pytest.mark.skipif(bool(missing()), reason=f"no browser: {missing()}")]
+SECONDS = 20
+KEY = "zero-from-scratch-quiz-1"  # of localStorage
+QUESTIONS = "assets/questions.json"
+
+
+@pytest.fixture
+def browser(tmp_path: Path, address: str) -> Iterator[Any]:
+    """Whatever a test does in it: no request to another host, no error in the page."""
+    with chromium(tmp_path / "profile") as driver:
+        yield driver
+        own = (address, "data:", "blob:", "about:", "chrome:")
+        assert [url for url in requested(driver) if not url.startswith(own)] == []
+        assert [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def until(browser: Any, script: str, *arguments: Any) -> Any:
+    """The first true value of a JavaScript expression."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(browser, SECONDS).until(lambda b: b.execute_script(f"return {script}", *arguments), script)
+
+
+def find(browser: Any, selector: str) -> Any:
+    """The first visible element of a CSS selector."""
+    return until(browser, "[...document.querySelectorAll(arguments[0])].find(e => e.offsetParent)", selector)
+
+
+def resize(browser: Any, width: int, scheme: str = "light") -> None:
+    size = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    media = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+
+
+def test_home_leads_to_the_chapters_and_every_formula_and_diagram_is_drawn(browser: Any, address: str) -> None:
+    browser.get(address)
+    find(browser, "article a[href='course/']").click()
+    until(browser, "document.title.startsWith('Course')")
+    chapters = browser.execute_script(
+        "return [...document.querySelectorAll('article li a')].map(a => a.href).filter(a => a.includes('/course/'))"
+    )
+    for place in [browser.current_url, *chapters]:
+        browser.get(place)
+        until(browser, "!document.querySelector('pre.diagram, .arithmatex:not([data-done])')")
+        until(browser, "[...document.querySelectorAll('div.diagram')].every(d => d.querySelector('svg'))")
+        assert browser.execute_script("return document.querySelectorAll('.katex-error').length") == 0, place
+
+
+def test_search_finds_a_word(browser: Any, address: str) -> None:
+    browser.get(address)
+    until(browser, "document.readyState === 'complete'")
+    find(browser, "input.md-search__input").send_keys("reduce-scatter")
+    until(browser, "document.querySelectorAll('.md-search-result__item').length > 3")
+
+
+def test_cards_are_filtered(browser: Any, address: str) -> None:
+    browser.get(f"{address}cards/")
+    visible = "[...document.querySelectorAll('.card')].filter(c => c.offsetParent)"
+    every = until(browser, f"{visible}.length")
+    find(browser, "select[name=level]").send_keys("junior")
+    junior = until(browser, f"{visible}.every(c => c.dataset.level === 'junior') && {visible}.length")
+    assert 0 < junior < every
+    find(browser, "input[name=words]").send_keys("no card has this word")
+    until(browser, f"{visible}.length === 0")
+
+
+def ask(browser: Any, address: str, site: Path, form: str) -> Any:
+    """Open the quiz at the first card of a form."""
+    card = next(card for card in json.loads((site / QUESTIONS).read_text("utf-8")) if card["form"] == form)
+    browser.get(f"{address}quiz/")
+    browser.execute_script("localStorage.setItem(arguments[0], arguments[1])", KEY, json.dumps({"current": card["id"]}))
+    browser.refresh()
+    assert form in find(browser, ".question .badges").text
+    return card
+
+
+ANSWERS = {
+    "choice": [".option input"],
+    "bug": [".option input"],
+    "order": [".order button", ".question .md-button"],
+    "open": [".question .md-button", ".question .md-button"],
+}
+
+
+@pytest.mark.parametrize("form", ANSWERS)
+def test_an_answer_is_graded_and_kept(browser: Any, address: str, site: Path, form: str) -> None:
+    ask(browser, address, site, form)
+    for selector in ANSWERS[form]:
+        find(browser, selector).click()
+    asked, verdict = find(browser, ".question .ask").text, find(browser, ".verdict").text
+    browser.refresh()
+    assert find(browser, ".question .ask").text == asked
+    assert find(browser, ".verdict").text == verdict
+    assert find(browser, ".quiz-progress").text.startswith("1 of ")
+    find(browser, ".quiz-forward .md-button").click()
+    assert find(browser, ".question .ask").text != asked
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1, "Right"), (3, "Not yet")])
+def test_a_number_is_graded(browser: Any, address: str, site: Path, factor: int, verdict: str) -> None:
+    card = ask(browser, address, site, "numeric")
+    draws = [question["ask"] for question in card["variants"]]
+    shown = "arguments[0].findIndex(d => { ask.innerHTML = d; return ask.textContent === text })"
+    script = f"(() => {{ const ask = document.querySelector('.ask'), text = ask.textContent; return {shown} + 1 }})()"
+    question = card["variants"][until(browser, script, draws) - 1]
+    find(browser, ".question input[type=text]").send_keys(str(question["value"] * factor))
+    find(browser, ".question form button").click()
+    assert verdict in find(browser, ".verdict").text
+
+
+def test_damaged_progress_is_set_aside(browser: Any, address: str) -> None:
+    browser.get(f"{address}quiz/")
+    browser.execute_script("localStorage.setItem(arguments[0], '{damaged')", KEY)
+    browser.refresh()
+    assert find(browser, ".quiz-progress").text.startswith("0 of ")
+    assert browser.execute_script("return localStorage.getItem(arguments[0])", f"{KEY}-damaged") == "{damaged"
+
+
+@pytest.mark.parametrize(("scheme", "name"), [("light", "default"), ("dark", "slate")])
+def test_pages_fit_a_phone_in_its_colours(browser: Any, address: str, site: Path, scheme: str, name: str) -> None:
+    resize(browser, 390, scheme)
+    chapters = [f"course/{page.parent.name}/" for page in sorted((site / "course").glob("*/index.html"))]
+    for page in ("", "cards/", "quiz/", "reference/refimpl.zero/", "reference/configuration/", *chapters):
+        browser.get(address + page)
+        until(browser, "document.readyState === 'complete'")
+        assert browser.execute_script("return document.documentElement.scrollWidth") == 390, page
+        assert browser.execute_script("return document.body.dataset.mdColorScheme") == name

@@ -1,0 +1,70 @@
+"""Every grader passes its solution, rejects every wrong answer in mutants/, and says why in the learner's words.
+
+A mutant's docstring names its `task:` and what the report `says:`. The matrix of all of them is printed (pytest -s).
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from refimpl.grading.chapters import Chapter, chapters, import_file
+from refimpl.grading.grade import Exercise, Grader
+
+pytestmark = pytest.mark.xdist_group("mutants")  # one process keeps the ranks warm
+
+ROOT = Path(__file__).parents[1]
+CHAPTERS = chapters(ROOT)
+MUTANTS = [(chapter, path) for chapter in CHAPTERS for path in chapter.mutants]
+HANG = 4.0  # seconds, so that mutants that hang do not hold everything up
+
+
+@pytest.fixture(scope="module")
+def grader() -> Iterator[Grader]:
+    with Grader() as grader:
+        yield grader
+
+
+def exercise(chapter: Chapter, task: str) -> Exercise:
+    test = getattr(import_file(chapter.grader, chapter.grader.stem), f"test_{task}")
+    assert isinstance(test.exercise, Exercise)
+    return test.exercise
+
+
+def wanted(mutant: Path) -> tuple[str, list[str]]:
+    """The task that a mutant gets wrong, and what must be in the report."""
+    text = ast.get_docstring(ast.parse(mutant.read_text())) or ""
+    (task,) = re.findall(r"^task: (.+)$", text, re.MULTILINE)
+    return task, re.findall(r"^says: (.+)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("chapter", "task"), [pytest.param(c, t, id=f"{c.name}-{t}") for c in CHAPTERS for t in c.tasks]
+)
+def test_every_solution_passes(chapter: Chapter, task: str, grader: Grader) -> None:
+    verdict = grader.grade(exercise(chapter, task), chapter.solution)
+    assert verdict.outcome == "pass", verdict.text
+
+
+@pytest.mark.parametrize(("chapter", "mutant"), [pytest.param(c, m, id=f"{c.name}-{m.stem}") for c, m in MUTANTS])
+def test_every_mutant_is_killed_for_the_right_reason(chapter: Chapter, mutant: Path, grader: Grader) -> None:
+    task, words = wanted(mutant)
+    verdict = grader.grade(exercise(chapter, task), mutant, timeout=HANG)
+    print(f"{chapter.name:<24}{mutant.stem:<34}{task:<24}{verdict.outcome:<6}{verdict.headline}")
+    assert verdict.outcome == "fail", f"{mutant.name} survives"
+    assert words, f"{mutant.name} does not say what the report must say"
+    for phrase in words:
+        assert phrase in verdict.text, verdict.text
+    assert "Traceback" not in verdict.text
+    assert len(verdict.text.splitlines()) <= 30, verdict.text
+
+
+@pytest.mark.parametrize("chapter", [pytest.param(c, id=c.name) for c in CHAPTERS])
+def test_every_chapter_is_complete(chapter: Chapter) -> None:
+    graded = [name for name in dir(import_file(chapter.grader, chapter.grader.stem)) if name.startswith("test_")]
+    assert sorted(graded) == sorted(f"test_{task}" for task in chapter.tasks)
+    assert len(chapter.mutants) >= 5
+    assert {wanted(m)[0] for m in chapter.mutants} == set(chapter.tasks), "each task has a mutant"
+    assert {task: len(hints) >= 2 for task, hints in chapter.hints.items()} == dict.fromkeys(chapter.tasks, True)
