@@ -5,15 +5,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: help install demo test lint site serve clean
+.PHONY: help install demo test lint lab grade notebooks new-lesson site serve clean
 
 help:
-	@echo "make demo   install what is missing, then train one model by DDP and ZeRO-1, 2, 3 (about 2 minutes)"
-	@echo "make test   install what is missing, then run every check"
-	@echo "make lint   ruff and mypy alone"
-	@echo "make site   build the study site into site/"
-	@echo "make serve  show the study site at http://127.0.0.1:8000 and rebuild it when a file changes"
-	@echo "make clean  remove .venv and out/"
+	@echo "make demo        install what is missing, then train one model by DDP and ZeRO-1, 2, 3 (about 2 minutes)"
+	@echo "make test        install what is missing, then run every check"
+	@echo "make lint        ruff and mypy alone"
+	@echo "make lab         open the course in JupyterLab"
+	@echo "make grade       grade the exercises you wrote; one chapter: make grade ARGS=exercises/01_collectives"
+	@echo "make site        build the study site into site/"
+	@echo "make serve       show the study site at http://127.0.0.1:8000 and rebuild it when a file changes"
+	@echo "make notebooks   run every chapter and write its notebook; ARGS=--fresh measures timed cells anew"
+	@echo "make new-lesson NAME=07_offload  lay out a new chapter with an exercise and its grader"
+	@echo "make clean       remove .venv and out/"
 
 install: $(STAMP)
 
@@ -33,11 +37,26 @@ demo: $(STAMP)
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 120 \
+	  --nbval-sanitize-with course/nbval.cfg -n $(JOBS) --dist loadfile course
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+lab: $(STAMP)
+	$(BIN)/jupyter lab course $(ARGS)
+
+grade: ARGS ?= exercises
+grade: $(STAMP)
+	@$(BIN)/python -m pytest $(ARGS)
+
+notebooks: $(STAMP)
+	$(BIN)/python -m refimpl.notebook.execute $(ARGS) course/[0-9]*.py
+
+new-lesson: $(STAMP)
+	@$(BIN)/python -m refimpl.grading.new_lesson '$(NAME)'
 
 site: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)

@@ -287,6 +287,7 @@ left.set(
     xlabel="share of gradients arrived in this backward",
     ylabel="bytes per parameter",
     title="Gradients and their buckets",
+    ylim=(0, 3),
 )
 for name, colour, theory in (
     ("ddp", "#999999", lambda a: 2),

@@ -25,7 +25,7 @@ def test_three_lines_are_more_than_one_process_needs() -> None:
 def test_its_map_names_every_folder() -> None:
     folders = {p.name for p in (ROOT / "refimpl").iterdir() if p.is_dir() and (p / "__init__.py").exists()}
     (floors,) = re.findall(r"```\n(floor 4.*?)```", README, re.DOTALL)
-    assert {name for name in re.findall(r"(\w+)/ ", floors)} == folders
+    assert set(re.findall(r"(\w+)/ ", floors)) == folders
 
 
 def test_imports_go_down_the_floors() -> None:

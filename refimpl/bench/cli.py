@@ -64,7 +64,7 @@ def zero(
     params: Annotated[list[int], typer.Option(parser=count, help="Model sizes.")] = ["10M"],  # type: ignore[list-item]  # noqa: B006
     stages: Annotated[list[int], typer.Option(min=0, max=3, help="ZeRO stages; 0 is DDP.")] = [0, 1, 2, 3],  # noqa: B006
     batch: Annotated[int, typer.Option(min=1, help="Sequences a rank and step.")] = 1,
-    context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 128,
+    context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 64,
     turns: TurnsOption = 4,
     steps: StepsOption = 4,
     rounds: RoundsOption = 1,

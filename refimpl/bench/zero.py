@@ -1,7 +1,7 @@
 """Step time of each ZeRO stage beside its peers: the same GPT, the same batches, the same optimizer, the same ranks.
 
 One heat is (parameters, ranks, stage): our stage and its peers (see `peers.py`) take turns. The batch is small, so
-that traffic shows: B = 1, T = 128 is 768 FLOP a parameter and step against 8 (DDP) to 12 (ZeRO-3) bytes on the wire.
+that traffic shows: B = 1, T = 64 is 384 FLOP a parameter and step against 8 (DDP) to 12 (ZeRO-3) bytes on the wire.
 That all contestants really do the same work is checked: after the same number of steps their losses must agree.
 """
 
@@ -26,7 +26,7 @@ class Workload:
 
     parameters: int = 10_000_000
     batch: int = 1
-    context: int = 128
+    context: int = 64
     turns: Turns = field(default_factory=Turns)
 
     @property

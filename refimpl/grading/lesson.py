@@ -1,0 +1,139 @@
+"""What `new_lesson` lays out: the smallest chapter that is complete, an average over ranks.
+
+NN_name stands for the chapter's name, TITLE for the words in it, NUMBER for its number without a zero before it.
+"""
+
+COURSE = """\
+# %% [markdown]
+# # NUMBER · TITLE: what it gains, in a few words
+#
+# Say in three sentences what hurts, what helps, and which chapters one needs first.
+
+# %% [markdown]
+# ## 1. The pain
+#
+# Run the strategy of the chapter before until it hurts, and count it: bytes kept, bytes sent, or seconds.
+
+# %%
+# %load_ext refimpl.notebook
+
+# %% [markdown]
+# ## 2. The idea
+#
+# One picture (a `mermaid` block, or matplotlib) and one formula. Say what each letter counts.
+
+# %% [markdown]
+# ## 3. Build it
+#
+# A few small cells on real ranks, each with one new thing.
+
+
+# %%
+# %%ranks 2
+def mean_of_ranks(x):  # [n] -> [n]
+    mean = x.clone()
+    group.all_reduce(mean, "mean")
+    return mean
+
+
+x = torch.arange(4.0) + 10 * rank
+print(mean_of_ranks(x).tolist(), "after sending", group.ledger.sent_bytes())
+
+# %% [markdown]
+# ## 4. Read it
+#
+# The code of refimpl that does it in earnest: `show.source`, or `show.diff` to the stage before.
+
+# %% [markdown]
+# ## 5. Measure it
+#
+# The formula beside the count in one table (`show.compare`), and one plot. They agree, or the cell names the residual.
+
+# %% [markdown]
+# ## 6. Break it
+#
+# Plant one famous bug, show how it looks (a hang, NaN, silent divergence), and how one finds it. A cell that is to fail
+# has the tag `raises-exception`; one whose output depends on the clock has `nbval-ignore-output`.
+
+# %% [markdown]
+# ## 7. Prove it
+#
+# Link the exercises, the quiz, the tests and the code, DeepSpeed's own file, and the paper's section.
+#
+# - **Exercises:** [exercises/NN_name](../exercises/NN_name/exercise.py): `pytest exercises/NN_name`
+# - **Code:** [refimpl/comm/group.py](../refimpl/comm/group.py)
+"""
+
+SOLUTION = '''\
+"""Chapter NN, TITLE: what is built here, in one sentence.
+
+`group` is a refimpl Group: `group.rank`, `group.size`, and
+
+    group.all_reduce(x, "mean")      # in place: x becomes the mean over the ranks
+
+Letters in shapes: n elements.
+"""
+
+from torch import Tensor
+
+from refimpl.comm.group import Group
+
+
+def mean_of_ranks(group: Group, x: Tensor) -> Tensor:
+    """x [n] on every rank -> [n]: the mean over the ranks, the same on each. x must keep its values.
+
+    One all-reduce of n elements. Example with 2 ranks: x = [1, 2] on rank 0 and [3, 6] on rank 1 -> [2, 4] on both.
+    """
+    mean = x.clone()
+    group.all_reduce(mean, "mean")
+    return mean
+
+
+HINTS = {
+    "mean_of_ranks": [
+        "An all-reduce works in place, and x must keep its values.",
+        "Clone x first, then all-reduce the clone with the operation that the task is named after.",
+    ],
+}
+'''
+
+GRADER = '''\
+"""Grades chapter NN: the result at 2, 3 and 4 ranks, and what each rank sent."""
+
+import torch
+
+from refimpl.grading.compare import equal, require
+from refimpl.grading.grade import on_ranks
+from refimpl.grading.rank import Answer, case
+from refimpl.grading.traffic import WatchedGroup, all_done, same_traffic
+
+
+@on_ranks(2, 3, 4)
+def test_mean_of_ranks(answer: Answer, group: WatchedGroup) -> None:
+    for n in (5, 1):
+        case(f"{n} elements")
+        watched, oracle = group.fresh(), group.oracle()
+        inputs = [torch.arange(n) + 10.0 * rank for rank in range(group.size)]
+        x, mine = inputs[group.rank].clone(), inputs[group.rank]
+        oracle.all_reduce(mine.clone(), "mean")
+        found = answer.mean_of_ranks(watched, x)
+        known = {"it is your own x, nothing of the other ranks is in it": mine}
+        equal(found, torch.stack(inputs).mean(0), "the mean", ranks=group.size, known=known)
+        require(torch.equal(x, mine), "x was changed: the mean was written into the input")
+        same_traffic(watched, oracle, "mean_of_ranks")
+        all_done(watched, "mean_of_ranks")
+'''
+
+MUTANT = '''\
+"""The sum where the mean is asked.
+
+task: mean_of_ranks
+says: summed over the ranks, not averaged
+"""
+
+
+def mean_of_ranks(group, x):
+    total = x.clone()
+    group.all_reduce(total)
+    return total
+'''
