@@ -12,7 +12,7 @@ help:
 	@echo "make test        install what is missing, then run every check"
 	@echo "make lint        ruff and mypy alone"
 	@echo "make lab         open the course in JupyterLab"
-	@echo "make grade       grade the exercises you wrote; one chapter: make grade ARGS=exercises/01_collectives"
+	@echo "make grade       grade the exercises you wrote; one chapter: make grade ARGS='-k 01_collectives'"
 	@echo "make site        build the study site into site/"
 	@echo "make serve       show the study site at http://127.0.0.1:8000 and rebuild it when a file changes"
 	@echo "make notebooks   run every chapter and write its notebook; ARGS=--fresh measures timed cells anew"
@@ -48,9 +48,8 @@ lint: $(STAMP)
 lab: $(STAMP)
 	$(BIN)/jupyter lab course $(ARGS)
 
-grade: ARGS ?= exercises
 grade: $(STAMP)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest exercises $(ARGS)
 
 notebooks: $(STAMP)
 	$(BIN)/python -m refimpl.notebook.execute $(ARGS) course/[0-9]*.py
