@@ -1,5 +1,5 @@
 # %% [markdown]
-# # Chapter 0: ranks, messages and a clock
+# # 0 · Ranks, messages and a clock
 #
 # This chapter starts real processes, lets them talk, measures what the talk costs on this machine, and makes them
 # hang on purpose. All later chapters stand on it. You need Python, a little PyTorch, and no GPU.

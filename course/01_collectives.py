@@ -1,5 +1,5 @@
 # %% [markdown]
-# # Chapter 1: collectives
+# # 1 · Collectives
 #
 # A collective is a call that all ranks make together. Five of them carry everything in this course. In this chapter
 # you see what each one does, build an all-reduce by hand, count its bytes, predict its time, and break it.

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from refimpl.comm import collectives
 from refimpl.comm.collectives import Op
@@ -61,7 +62,7 @@ class Group:
         deterministic: bool = False,
     ) -> None:
         """`handle` None is a group of this process alone: every collective is a copy or nothing, and sends 0 bytes."""
-        self.handle = handle
+        self._name = handle.group_name if handle else None
         self.rank = handle.rank() if handle else 0
         self.size = handle.size() if handle else 1
         self.backend: str = dist.get_backend(handle) if handle else "none"
@@ -69,6 +70,13 @@ class Group:
         self.ledger = ledger or Ledger()
         self._ordered = self.backend == "gloo" or deterministic
         self._scratch = collectives.Scratch()
+
+    @property
+    def handle(self) -> dist.ProcessGroup | None:
+        """torch's group, looked up by name: who still holds one when Python exits makes the process abort."""
+        if self._name is None:
+            return None
+        return distributed_c10d._resolve_process_group(self._name)  # type: ignore[attr-defined]
 
     @classmethod
     def world(cls, ledger: Ledger | None = None, deterministic: bool = False) -> "Group":

@@ -25,7 +25,10 @@ def load(shell: InteractiveShell) -> None:
 
     def ranks(line: str, cell: str) -> None:
         nonlocal number
-        number = max(shell.execution_count, number + 1)  # a client that keeps no history would call all cells In[1]
+        # Of this cell, counted in the history: execution_count is that of the next one in newer IPython. A client that
+        # keeps no history would call all cells In[1].
+        history = shell.history_manager
+        number = max(len(history.input_hist_raw) - 1 if history else 0, number + 1)
         options = _options(line, session.size)
         if stopped := session.start(options.size):
             print(f"[{options.size} new ranks; the variables of the {stopped} before are gone]")
