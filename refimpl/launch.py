@@ -17,6 +17,7 @@ The same function runs under torchrun when the script calls `join()` first inste
 """
 
 import atexit
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -84,4 +85,5 @@ def join(device: str = "auto") -> None:
 def _leave() -> None:
     failed = hasattr(sys, "last_value")  # then others may still wait in a collective, and destroying could too
     if dist.is_initialized() and not failed:
+        gc.collect()  # transfers in reference cycles keep gloo's threads, with which Python can not exit
         dist.destroy_process_group()
