@@ -158,6 +158,11 @@ def publish(plan: Plan, rows: list[Row], curves: Curves, facts: dict[str, Any]) 
         console.print(table)
     most = max(facts["buffers_in_transit_bytes_per_parameter"].values())
     console.print(
+        "all_reduce of 8 B: the gradients' norm, which also tells every rank of an Inf. all_to_all: the roll call "
+        "before each gather. bf16 rows have no oracle in bf16.",
+        highlight=False,
+    )
+    console.print(
         "On top, in no formula: buffers in which gradients and parameters travel, a few buckets or modules whatever "
         f"the size of the model; for this small one up to {most:.1f} bytes a parameter.",
         highlight=False,
