@@ -1,6 +1,6 @@
 """Each chapter's notebook is the one that its source makes: same cells, same ids, run once from top to bottom.
 
-That its outputs are still what the code prints is checked by nbval: `make notebooks-check`.
+That its outputs are still what the code prints is checked by nbval, in `make test`.
 """
 
 from pathlib import Path
