@@ -70,6 +70,7 @@ class Group:
         self.ledger = ledger or Ledger()
         self._ordered = self.backend == "gloo" or deterministic
         self._scratch = collectives.Scratch()
+        self._halfway = Work()  # the composed all-reduce started last
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
@@ -124,7 +125,10 @@ class Group:
             self._scratch.give(received)
             return collectives.all_gather(self.handle, chunks, own, self.rank)
 
-        return self._run("all_reduce", sent, tag, async_op, exchange, reduce_and_share)
+        # The one before goes into its second half, the gather, which now travels beside this one's first.
+        self._halfway.advance()
+        self._halfway = self._run("all_reduce", sent, tag, async_op, exchange, reduce_and_share)
+        return self._halfway
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
         """x [N*s] on every rank -> out [s]: this rank's chunk of the sum, mean or maximum.

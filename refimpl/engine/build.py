@@ -26,6 +26,7 @@ from refimpl.engine.sections import Scheduler as SchedulerSection
 from refimpl.optim import schedule
 from refimpl.optim.lion import Lion
 from refimpl.zero.ddp import DDP
+from refimpl.zero.parameter import place
 from refimpl.zero.stage import Stage
 from refimpl.zero.unit import Unit, make_whole, unit_of, whole
 from refimpl.zero.zero1 import Zero1
@@ -67,7 +68,7 @@ def build(
         logging.getLogger("refimpl").setLevel(settings.log_level)
     if settings.dump_state and group.rank == 0:
         print(settings.model_dump_json(indent=2))
-    place(model, settings, group.device)
+    place_model(model, settings, group.device)
     opt = make_optimizer(optimizer, settings.optimizer, trainable(model, parameters))
     stage = STAGES[settings.zero_optimization.stage](
         model, opt, group, config=settings.zero_config(), scaler=settings.loss_scaler()
@@ -80,32 +81,30 @@ def build(
     return Parts(settings, group, model, stage, schedule_, loader, Monitor(settings, group.rank))
 
 
-def place(model: nn.Module, config: DeepSpeedConfig, device: torch.device) -> None:
-    """Move `model` to `device` and cast it, in place. Without fp16, bf16 or data_types it keeps its own dtype.
+def place_model(model: nn.Module, config: DeepSpeedConfig, device: torch.device) -> None:
+    """Move `model` to `device`, in place; the stage casts its parameters. Buffers keep their dtype, as in 0.19.
 
-    What `zero.Init` sharded is cast one unit at a time, and made whole for the stages that keep whole parameters.
+    What `zero.Init` sharded is moved one unit at a time, and made whole for the stages that keep whole parameters.
     """
-    types = config.data_types
-    cast = config.fp16.enabled or config.bf16.enabled or types.param_dtype is not None
-    dtype = config.dtype if cast else None
     sharded = {p: unit for p in model.parameters() if (unit := unit_of(p)) is not None}
     if config.zero_optimization.stage < 3:
         make_whole(list(sharded))
     else:
         for unit in dict.fromkeys(sharded.values()):  # in the same order on every rank, as a set would not be
-            with whole(unit.params):
-                for p in unit.params:
-                    p.data = p.data.to(device, dtype)
-                Unit(unit.params, unit.group, name=unit.name)
-    model.to(device, dtype)
-    if types.buffer_dtype is not None:
+            if unit.device != device:
+                with whole(unit.params):
+                    for p in unit.params:
+                        place(p, p.data.to(device), nn.Parameter)
+                    Unit(unit.params, unit.group, name=unit.name)
+    model.to(device)
+    if (dtype := config.data_types.buffer_dtype) is not None:
         for buffer in model.buffers():
             if buffer.is_floating_point():
-                buffer.data = buffer.data.to(types.buffer_dtype)
+                buffer.data = buffer.data.to(dtype)
 
 
 def trainable(model: nn.Module, parameters: Parameters | None) -> list[Any]:
-    """The tensors or parameter groups to optimize, frozen ones left out; all of the model's by default.
+    """The tensors or parameter groups to optimize; all of the model's by default. Frozen ones wait to be unfrozen.
 
     ValueError when one of them is not a parameter of `model`: its gradient would never be reduced.
     """
@@ -119,9 +118,8 @@ def trainable(model: nn.Module, parameters: Parameters | None) -> list[Any]:
             if tensor not in known:
                 shape = tuple(tensor.shape)
                 raise ValueError(f"model_parameters: group {number} has a tensor {shape} that `model` does not have")
-        group["params"] = [tensor for tensor in tensors if tensor.requires_grad]
-    groups = [group for group in groups if group["params"]]
-    if not groups:
+        group["params"] = tensors
+    if not any(tensor.requires_grad for group in groups for tensor in group["params"]):
         raise ValueError("model_parameters: nothing to train; every parameter has requires_grad=False")
     return groups
 

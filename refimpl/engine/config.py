@@ -104,7 +104,9 @@ class DeepSpeedConfig(section.Section):
     def zero_config(self) -> ZeroConfig:
         """The stage's own small configuration."""
         zero = self.zero_optimization
+        cast = self.fp16.enabled or self.bf16.enabled or self.data_types.param_dtype is not None
         return ZeroConfig(
+            dtype=self.dtype if cast else None,  # without fp16, bf16 or data_types a model keeps its own
             reduce_bucket_size=zero.reduce_bucket_size,
             allgather_bucket_size=zero.allgather_bucket_size,
             overlap_comm=zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm,

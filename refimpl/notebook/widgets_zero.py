@@ -6,15 +6,14 @@ shapes and no memory: so a model of billions of parameters is laid out in a seco
 
 from collections.abc import Sequence
 from functools import cache
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.notebook.widgets import Knobs
 from refimpl.plan.formulas import STRATEGIES, Layout, Strategy, memory_bytes
-from refimpl.zero.flat import ALIGN, lay_out, round_up
+from refimpl.zero.flat import ALIGN, cut_into_buckets, round_up
 from refimpl.zero.unit import owners
 
 if TYPE_CHECKING:
@@ -43,9 +42,10 @@ def bucket_sizes(strategy: Strategy, ranks: int, bucket_size: int, config: GPTCo
         for p, path in owners(model, {f"blocks.{i}" for i in range(config.layers)}).items():
             units[path] = units.get(path, 0) + p.numel()
         return tuple((n, round_up(n, ranks * ALIGN)) for n in units.values())
-    group: Any = SimpleNamespace(size=ranks, rank=0)
-    buckets = lay_out(model, dict.fromkeys(model.parameters(), 0), group, bucket_size)
-    return tuple((b.numel, b.padded) for b in buckets)
+    params = list(model.parameters())
+    buckets = cut_into_buckets(params, dict.fromkeys(params, 0), bucket_size)
+    sizes = [sum(p.numel() for p in bucket) for bucket in buckets]
+    return tuple((n, round_up(n, ranks * ALIGN)) for n in sizes)
 
 
 def rank_bytes(

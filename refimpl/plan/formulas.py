@@ -29,6 +29,7 @@ class Layout:
     padding: int  # elements added to fill the buckets up
     buckets: int  # buckets (ZeRO-3: units) with gradients
     modules: int = 0  # ZeRO-3: modules that gather units
+    parameters: int = 0  # how many tensors those elements are
 
     @property
     def padded(self) -> int:
@@ -38,6 +39,9 @@ class Layout:
 class Bucket(Protocol):
     numel: int
     padded: int
+
+    @property
+    def params(self) -> Sequence[object]: ...
 
 
 class LaidOut(Protocol):
@@ -53,7 +57,8 @@ class LaidOut(Protocol):
 def layout_of(stage: LaidOut) -> Layout:
     """The layout that a stage has chosen."""
     numel, padded = (sum(getattr(b, size) for b in stage.buckets) for size in ("numel", "padded"))
-    return Layout(numel, padded - numel, len(stage.buckets), stage.gathering_modules)
+    parameters = sum(len(b.params) for b in stage.buckets)
+    return Layout(numel, padded - numel, len(stage.buckets), stage.gathering_modules, parameters)
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,12 @@ def memory_bytes(strategy: Strategy, ranks: int, itemsize: int, layout: Layout) 
 def traffic(strategy: Strategy, ranks: int, itemsize: int, layout: Layout, micro_batches: int = 1) -> list[Sent]:
     """What rank 0 sends per step, by collective and purpose. `itemsize`: bytes of an element on the wire."""
     once = layout.padded * itemsize * (ranks - 1) // ranks
+    # One fp64 a parameter, whether any rank used it; from ZeRO-1 on the sum of squares too.
+    words = layout.parameters + (strategy != "ddp")
+    rank_0s = -(-words // ranks)  # those that rank 0 adds up and returns; it sends the others
+    norm = Sent("all_reduce", "norm", 8 * (words - rank_0s + rank_0s * (ranks - 1)))
     if strategy == "ddp":
-        return [Sent("all_reduce", "gradients", 2 * once)]
-    norm = Sent("all_reduce", "norm", 8 * (ranks - 1))  # one fp64: rank 0 collects and returns it
+        return [Sent("all_reduce", "gradients", 2 * once), norm]
     if strategy in ("zero1", "zero2"):
         times = micro_batches if strategy == "zero2" else 1
         return [Sent("reduce_scatter", "gradients", times * once), Sent("all_gather", "parameters", once), norm]

@@ -25,6 +25,8 @@ class ZeroConfig:
     gradient_predivide_factor: float = 1.0  # without prescale: divide by f before the reduction, by N / f after
     ignore_unused_parameters: bool = True  # False: a parameter without a gradient is an error
     allow_untested_optimizer: bool = False  # take an optimizer not known to be element-wise
+    dtype: torch.dtype | None = None  # cast parameters to it; fp32 masters keep what this rounds off
+    broadcast_buffers: bool = True  # rank 0's buffers on every rank before each training forward
 
     prefetch_bucket_size: int = 5_000_000  # elements gathered ahead of their use
     param_persistence_threshold: int = 0  # parameters this small stay gathered

@@ -8,45 +8,18 @@ Li et al. 2020, arXiv:2006.15704. DeepSpeed: deepspeed/runtime/engine.py, `allre
 A gradient's way: backward -> `Gradients.arrive` -> bucket full -> `reduce` -> `Update.apply`.
 """
 
-from torch import Tensor, nn, optim
+from torch import Tensor
 
-from refimpl.comm.group import Group, Work
-from refimpl.optim.loss_scale import LossScaler
-from refimpl.zero.config import ZeroConfig
-from refimpl.zero.flat import Bucket, lay_out, trained
-from refimpl.zero.gradients import Gradients
-from refimpl.zero.stage import Stage, share_start
-from refimpl.zero.update import Update
+from refimpl.comm.group import Work
+from refimpl.zero.flat import Bucket
+from refimpl.zero.stage import Stage
 
 
 class DDP(Stage):
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: optim.Optimizer,
-        group: Group,
-        config: ZeroConfig | None = None,
-        scaler: LossScaler | None = None,
-    ) -> None:
-        super().__init__(model, group, config or ZeroConfig())
-        self.buckets = lay_out(model, trained(optimizer, model), group, self.config.reduce_bucket_size)
-        share_start(model, self.buckets, group)
-        self.gradients = Gradients(self.buckets, self.reduce, group, self.config, self.names)
-        owned = {b: b.full for b in self.buckets}  # [P]
-        self.update = Update(optimizer, owned, group, self.config, scaler, replicated=True)
-        self.before = Work()  # the all-reduce started last
+    def owned(self, bucket: Bucket) -> Tensor:
+        """All of it: every rank updates every parameter. -> [P]"""
+        return bucket.full
 
     def reduce(self, bucket: Bucket, local: Tensor) -> tuple[Work, Tensor]:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [P], in place."""
-        self.before.advance()  # into its second half, the gather, which now travels beside this bucket
-        self.before = self.group.all_reduce(local, self.gradients.op, async_op=True, tag="gradients")
-        return self.before, local
-
-    def gather(self) -> None:
-        """Nothing to gather: every rank has updated every parameter."""
-
-    def step(self) -> bool:
-        """Update all of the model on every rank."""
-        done = self.update.apply(self.gradients.finish())
-        self.gradients.clear()
-        return done
+        return self.group.all_reduce(local, self.gradients.op, async_op=True, tag="gradients"), local

@@ -3,64 +3,111 @@
     before_forward -> need (gather, prefetch, wait) -> the module computes -> after_forward -> release
     before_backward -> need -> autograd computes -> last gradient arrives -> Zero3.reduce -> Unit.free
 
-`before_backward` hangs on the module's output tensors, so it runs just before autograd enters the module. A parameter
-used outside the module that owns it (a tied head that reads another module's weight) is noticed when it is read, is
-gathered, and counts from then on among those of the module that read it. Under activation checkpointing forward runs
-again inside backward; nothing is released there until its gradients are complete.
+`before_backward` hangs on the module's output tensors, so it runs just before autograd enters the module; what autograd
+saved of a parameter asks for it once more when it is unpacked, whatever way backward came. A parameter used outside the
+module that owns it (a tied head that reads another module's weight) is noticed when it is used, is gathered, and counts
+from then on among those of the module that used it. Under activation checkpointing forward runs again inside backward;
+nothing is released there until its gradients are complete.
 DeepSpeed: deepspeed/runtime/zero/parameter_offload.py and partitioned_param_coordinator.py.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from refimpl.zero.backward import in_backward
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.order import RollCall
+from refimpl.zero.outputs import tensors_of
+from refimpl.zero.parameter import Hook
 from refimpl.zero.prefetch import Pass, Trace
-from refimpl.zero.unit import Unit, in_flight_elements, live_elements, unit_of, watch
+from refimpl.zero.unit import Unit, in_flight_elements, live_elements
 
 
 class Fetch:
     """Gathers and frees `units_of` (by module path) around the modules of `model`."""
 
     def __init__(
-        self, model: nn.Module, units_of: dict[str, list[Unit]], config: ZeroConfig, roll_call: RollCall
+        self,
+        model: nn.Module,
+        units_of: dict[str, list[Unit]],
+        config: ZeroConfig,
+        roll_call: RollCall,
+        sign: Callable[[], None],
     ) -> None:
-        self.model, self.config, self.roll_call = model, config, roll_call
+        """`sign` is called when backward first needs a module: see `BackwardPass`."""
+        self.model, self.config, self.roll_call, self.sign = model, config, roll_call, sign
         self.names = {m: name or "the model" for name, m in model.named_modules()}
         self.units_of = {m: list(units_of.get(name, [])) for name, m in model.named_modules()}
         self.units = [u for units in units_of.values() for u in units]
+        self.unit_at = {u.full.untyped_storage()._cdata: u for u in self.units}
         self.trace = Trace()
-        self.in_backward = False
         self._running: list[nn.Module] = []  # modules inside their forward now, outermost first
+        self._watching: list[bool] = []  # for each of them, whether what autograd saves is looked at
+        self.handles: list[Any] = []
+        for unit in self.units:
+            unit.on_use = self.used
         for module in self.units_of:
-            watch(module, self.accessed)
-            module.register_forward_pre_hook(self.before_forward)
-            module.register_forward_hook(self.after_forward, always_call=True)
+            before, after = Hook(eager(self.before_forward)), Hook(eager(self.after_forward))
+            self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            self.handles.append(module.register_forward_hook(after, always_call=True))
 
-    def before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not self._running and not self.in_backward:
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._running and not in_backward():
             self.trace.restart()
         self._running.append(module)
+        self._watching.append(False)
         self.need(module, "forward")
+        self.watch_saved(module)
         frozen = [u for u in self.units_of[module] if not any(p.requires_grad for p in u.params)]
         if frozen and torch.is_grad_enabled():
             # No gradient will say that backward is through with them; the gradient of the module's input does.
-            for tensor in _tensors(args):
+            for tensor in tensors_of((args, kwargs)):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self.release(frozen))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(Hook(lambda _: self.release(frozen)))  # type: ignore[no-untyped-call]
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._running.pop()
+        if self._watching.pop():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
         if self.units_of[module]:
-            for tensor in _tensors(output):
+            for tensor in tensors_of(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self.need(module, "backward"))  # type: ignore[no-untyped-call]
-        if not self.in_backward:
+                    tensor.register_hook(Hook(lambda _: self.before_backward(module)))  # type: ignore[no-untyped-call]
+        if not in_backward():
             busy = [u for m in self._running for u in self.units_of[m]]
             self.release([u for u in self.units_of[module] if u not in busy and not self._soon_again(u)])
+
+    def before_backward(self, module: nn.Module) -> None:
+        self.sign()
+        self.need(module, "backward")
+
+    def watch_saved(self, module: nn.Module) -> None:
+        """Look at what autograd saves while `module` runs: what lies in a unit must be there when it is unpacked.
+
+        So backward is right whatever the module's output looks like and whichever way it goes on.
+        """
+        enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        if self.units_of[module] and not self._watching[-1] and torch.is_grad_enabled() and enabled:
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+            self._watching[-1] = True
+
+    def pack(self, tensor: Tensor) -> Tensor | tuple[Unit, Tensor]:
+        unit = self.unit_at.get(tensor.untyped_storage()._cdata)
+        # A parameter itself is put elsewhere when it is freed; what it is a view of stays.
+        return tensor if unit is None else (unit, tensor.detach() if tensor.is_leaf else tensor)
+
+    def unpack(self, packed: Tensor | tuple[Unit, Tensor]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        unit, tensor = packed
+        if unit.is_free:
+            self.used(unit, "backward")
+        unit.wait()
+        return tensor
 
     def need(self, module: nn.Module, during: Pass) -> None:
         """Return when all units of `module` are available, with those that come next on their way."""
@@ -84,7 +131,7 @@ class Fetch:
         others = [u for u in self.units if u not in now]
         flying, live = in_flight_elements(others), live_elements(others) + sum(u.padded for u in now)
         chosen: list[Unit] = []
-        for unit in self.trace.ahead(forward_only=not torch.is_grad_enabled() and not self.in_backward):
+        for unit in self.trace.ahead(forward_only=not torch.is_grad_enabled() and not in_backward()):
             if not unit.is_free or unit in now or unit in chosen:
                 continue
             flying, live = flying + unit.padded, live + unit.padded
@@ -101,22 +148,41 @@ class Fetch:
         for unit in units:
             unit.free()
 
-    def accessed(self, p: nn.Parameter) -> None:
-        """module.<p> is read. A freed one is external to the module that runs now: gather it for that one."""
-        unit = unit_of(p)
-        if unit is None or not unit.is_free or not self._running:
-            return
-        reader = self._running[-1]
-        self.units_of[reader].append(unit)
-        self.trace.visit(unit, "forward")
-        unit.start(self.roll_call(f"forward of {self.names[reader]} reads a parameter of {unit.name}"))
-        unit.wait()
+    def used(self, unit: Unit, what: str) -> None:
+        """`what` computes with a parameter of `unit`, which is freed: it is external to the module that runs now.
+
+        Outside the model's forward and backward nothing is gathered: only this rank may have come here.
+        """
+        if in_backward():
+            self.sign()
+            self.trace.visit(unit, "backward")
+            unit.start(self.roll_call(f"backward needs a parameter of {unit.name}"))
+            unit.wait()
+        elif self._running:
+            reader = self._running[-1]
+            self.units_of[reader].append(unit)
+            self.trace.visit(unit, "forward")
+            unit.start(self.roll_call(f"forward of {self.names[reader]} reads a parameter of {unit.name}"))
+            unit.wait()
+            self.watch_saved(reader)
 
     def end(self) -> None:
         """Backward, or an iteration without one, is over: free what no gradient freed."""
-        self.in_backward = False
         self.release(self.units)
 
+    def remove(self) -> None:
+        """Let go of the modules."""
+        for handle in self.handles:
+            handle.remove()
+        for unit in self.units:
+            unit.on_use = None
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+def eager(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """fn as the compiler must see it: not to be traced, so that a compiled forward breaks its graph there.
+
+    The import waits for a compiler to be there: it takes a second that no other rank needs.
+    """
+    fn_ = functools.partial(fn)
+    fn_._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return fn_

@@ -10,12 +10,11 @@ group instead (deepspeed/runtime/zero/stage_1_and_2.py), so that a bucket may be
 The padding is zero, gets zero gradients and is never saved.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from refimpl.comm.group import Group, Work
+from refimpl.zero.parameter import Managed, place
 
 ALIGN = 64  # elements: torch's fused AdamW gives the same bits on any cut that falls on a multiple of 64
 
@@ -25,10 +24,20 @@ def round_up(n: int, multiple: int) -> int:
 
 
 class Bucket:
-    """Parameters of one optimizer group and dtype; their data become views of one buffer [P]."""
+    """Parameters of one optimizer group and dtype; their data become views of one buffer [P], with rank 0's values."""
 
-    def __init__(self, params: list[nn.Parameter], group: Group, group_index: int = 0, name: str = "") -> None:
-        """`params` allocated, of one dtype. `group_index`: their group in the optimizer. `name`: for messages."""
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        group: Group,
+        group_index: int = 0,
+        name: str = "",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`params` allocated, of one dtype, which becomes `dtype`. `group_index`: their group in the optimizer.
+
+        A collective: every rank gets rank 0's values. `name`: for messages.
+        """
         self.params, self.group, self.group_index, self.name = params, group, group_index, name
         self.offset: dict[nn.Parameter, int] = {}
         self.numel = 0
@@ -36,21 +45,42 @@ class Bucket:
             self.offset[p] = self.numel
             self.numel += p.numel()
         self.padded = round_up(self.numel, group.size * ALIGN)
-        self.dtype, self.device = params[0].dtype, params[0].device
-        self.full = torch.zeros(self.padded, dtype=self.dtype, device=self.device)  # [P]
+        self.device = params[0].device
+        whole = torch.zeros(self.padded, dtype=params[0].dtype, device=self.device)  # [P]
         with torch.no_grad():
             for p in params:
-                self.piece(self.full, p).copy_(p)
+                self.piece(whole, p).copy_(p)
+        group.broadcast(whole, tag="start")
+        self.dtype = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
+        self.full = whole.to(self.dtype)  # [P]
+        self.unrounded = None if self.full is whole else whole  # what fp32 master weights begin with
         self.attach()
 
     def attach(self) -> None:
         """Make every parameter a view of `full`."""
         for p in self.params:
-            p.data = self.piece(self.full, p)
+            place(p, self.piece(self.full, p), Managed)
 
     def piece(self, flat: Tensor, p: nn.Parameter) -> Tensor:
         """The part of flat [P] that belongs to p, in p's shape."""
         return flat[self.offset[p] : self.offset[p] + p.numel()].view(p.shape)
+
+    def span(self, p: nn.Parameter, rank: int | None = None) -> tuple[int, int]:
+        """Start and end of what a rank's shard [S] holds of p; start = end when that is nothing."""
+        size = self.padded // self.group.size
+        start = (self.group.rank if rank is None else rank) * size
+        first, last = self.offset[p] - start, self.offset[p] + p.numel() - start
+        return min(max(first, 0), size), min(max(last, 0), size)
+
+    def part(self, flat: Tensor, p: nn.Parameter) -> Tensor:
+        """What flat, [P] or this rank's [S], holds of p: a flat view."""
+        start, end = (self.offset[p], self.offset[p] + p.numel()) if flat.numel() == self.padded else self.span(p)
+        return flat[start:end]
+
+    def cut(self, whole: Tensor, p: nn.Parameter, numel: int) -> Tensor:
+        """What of `whole`, in p's shape, belongs to a part of `numel` elements: all of it, or this rank's span."""
+        begin = 0 if numel == p.numel() else max(0, self.group.rank * (self.padded // self.group.size) - self.offset[p])
+        return whole.reshape(-1)[begin : begin + numel]
 
     def shard(self, flat: Tensor) -> Tensor:
         """flat [P] -> the view [S] that this rank owns."""
@@ -74,41 +104,53 @@ def gather_all(buckets: list[Bucket], most: int) -> None:
         work.wait()
 
 
-def trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, int]:
-    """The parameters to update, each with its optimizer group; frozen ones are left out.
+def groups_of(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> dict[nn.Parameter, int]:
+    """The optimizer group of each parameter, frozen ones too; without an optimizer all are in group 0.
 
-    ValueError names a parameter that wants a gradient but that no group holds: it would silently stay as it is.
+    Parameters in no group are nobody's to train and are left alone. ValueError for a tensor of the optimizer that is
+    not one of the model's parameters: its gradient would never be reduced.
     """
-    group_of = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"] if p.requires_grad}
-    for name, p in model.named_parameters():
-        if p.requires_grad and p not in group_of:
-            raise ValueError(
-                f"parameter {name} requires a gradient but is in no group of the optimizer: "
-                "add it to one, or freeze it with requires_grad_(False)"
-            )
-    return group_of
+    known = set(model.parameters())
+    if optimizer is None:
+        return dict.fromkeys(model.parameters(), 0)
+    for i, group in enumerate(optimizer.param_groups):
+        for tensor in group["params"]:
+            if tensor not in known:
+                raise ValueError(
+                    f"{type(optimizer).__name__}, group {i}: a tensor of shape {tuple(tensor.shape)} is not a "
+                    "parameter of the stage's model: put both models in one nn.ModuleList, or make an optimizer for each"
+                )
+    return {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
 def lay_out(
-    model: nn.Module,
+    params: list[nn.Parameter],
     group_of: dict[nn.Parameter, int],
     group: Group,
     size: int,
-    wanted: Callable[[nn.Parameter], bool] = lambda _: True,
+    dtype: torch.dtype | None = None,
 ) -> list[Bucket]:
     """Buckets of at most `size` elements (or one larger parameter), in the order in which backward will fill them.
 
-    Backward reaches parameters roughly in reverse order of registration, so that is the order inside a bucket, and
-    buckets are ordered by their last parameter: the one that completes them.
+    `params` in order of registration. Backward reaches them roughly in reverse, so that is the order inside a bucket,
+    and buckets are ordered by their last parameter: the one that completes them.
     """
-    place = {p: i for i, p in enumerate(reversed([p for p in model.parameters() if p in group_of and wanted(p)]))}
+    chosen = cut_into_buckets(params, group_of, size)
+    return [Bucket(params, group, group_of[params[0]], f"bucket {i}", dtype) for i, params in enumerate(chosen)]
+
+
+def cut_into_buckets(
+    params: list[nn.Parameter], group_of: dict[nn.Parameter, int], size: int
+) -> list[list[nn.Parameter]]:
+    """Which parameters share a bucket: see `lay_out`."""
+    turn = {p: i for i, p in enumerate(reversed(params))}
     open_: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
     full: list[list[nn.Parameter]] = []
-    for p in place:
+    for p in turn:
         key = (group_of[p], p.dtype)
         if key in open_ and sum(q.numel() for q in open_[key]) + p.numel() > size:
             full.append(open_.pop(key))
         open_.setdefault(key, []).append(p)
     full += open_.values()
-    full.sort(key=lambda params: place[params[-1]])
-    return [Bucket(params, group, group_of[params[0]], f"bucket {i}") for i, params in enumerate(full)]
+    full.sort(key=lambda params: turn[params[-1]])
+    return full

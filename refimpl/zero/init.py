@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from refimpl.comm.group import Group
-from refimpl.zero.unit import Unit, unit_of, watch
+from refimpl.zero.unit import Unit, unit_of, whole
 
 
 class Init:
@@ -78,14 +78,13 @@ class Init:
             for p in fresh:
                 p.data = p.data.to(self.dtype)
         for dtype in dict.fromkeys(p.dtype for p in fresh):  # not a set: its order differs between ranks
-            Unit([p for p in fresh if p.dtype == dtype], self.group, name=type(module).__name__)
-        watch(module, self._read)
+            unit = Unit([p for p in fresh if p.dtype == dtype], self.group, name=type(module).__name__)
+            unit.on_use = self._used
         self._commit()
 
-    def _read(self, p: nn.Parameter) -> None:
-        """A constructor reads a parameter that is sharded already."""
-        unit = unit_of(p)
-        if self._depth and unit is not None and unit.is_free:
+    def _used(self, unit: Unit, what: str) -> None:
+        """A constructor computes with a parameter that is sharded already."""
+        if self._depth:
             unit.wait()
             self._touched.append(unit)
 
@@ -109,33 +108,44 @@ class Init:
 class GatheredParameters:
     """Context manager, a collective: the parameters are whole inside. With `modifier_rank` its changes are kept.
 
-    Without it they are for reading: changes are lost on exit. Parameters that are not sharded are left alone. After
-    `Zero3` was built, changes reach the fp32 master weights too.
+    Without it they are for reading, and a change is an error on exit. Parameters that are not sharded are left alone.
+    After a stage was built, changes reach the fp32 master weights too.
     """
 
     def __init__(
-        self, params: Iterable[nn.Parameter] | nn.Parameter | nn.Module, modifier_rank: int | None = None
+        self,
+        params: Iterable[nn.Parameter] | nn.Parameter | nn.Module,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
     ) -> None:
+        """`fwd_module` is DeepSpeed's: an external parameter is found by itself here. `enabled` False does nothing."""
         if isinstance(params, nn.Module):
             params = params.parameters()
         params = [params] if isinstance(params, nn.Parameter) else list(params)
-        self.units = list({id(u): u for p in params if (u := unit_of(p)) is not None}.values())
+        self.whole = whole(params if enabled else [])
         self.modifier_rank = modifier_rank
-        self._gathered: list[Unit] = []
+        self._versions: list[int] = []
 
     def __enter__(self) -> None:
-        self._gathered = [u for u in self.units if u.is_free]
-        for unit in self.units:
-            unit.start()
-        for unit in self.units:
-            unit.wait()
+        self._versions = [p._version for unit in self.whole.__enter__() for p in unit.params]
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.modifier_rank is not None and kind is None:
-            for unit in self.units:
+        changed = []
+        if kind is None and self.modifier_rank is not None:
+            for unit in self.whole.units:
                 unit.adopt(self.modifier_rank)
-        for unit in self._gathered:
-            unit.free()
+        elif kind is None:
+            versions = [p._version for unit in self.whole.units for p in unit.params]
+            alike = all(torch.equal(unit.mine, unit.shard(unit.full)) for unit in self.whole.units)
+            if versions != self._versions or not alike:
+                changed = [unit.name for unit in self.whole.units]
+        self.whole.__exit__()
+        if changed:
+            raise RuntimeError(
+                f"GatheredParameters: parameters of {', '.join(changed)} were written, which is lost without "
+                "modifier_rank: say whose changes are kept, modifier_rank=0 for rank 0's"
+            )
 
 
 def _subclasses(cls: type) -> set[type]:

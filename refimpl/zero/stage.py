@@ -1,56 +1,318 @@
-"""What DDP and the three stages have in common for whoever trains with one: backward, step, and what they report.
+"""What DDP and the three stages have in common for whoever trains with one. A plain training loop stays as it is:
 
-stage = Zero2(model, optimizer, Group.world())
-stage.backward(model(batch))     # in place of loss.backward()
-stage.step()                     # in place of optimizer.step() and optimizer.zero_grad()
+    stage = Zero2(model, optimizer)      # the only new line
+
+    loss = model(batch)
+    loss.backward()                      # gradients are reduced while backward runs
+    optimizer.step()                     # is the stage's step: check, clip, update this rank's shard, gather
+    optimizer.zero_grad()
+
+`stage.backward(loss)` and `stage.step()` say the same explicitly; `stage.backward` scales the loss for fp16 and, with
+`sync=False`, keeps gradients for a later pass. A subclass says what a rank owns of a bucket (`owned`), how a full
+bucket is reduced (`reduce`), and what brings new weights to the next forward (`gather`).
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
-from refimpl.comm.group import Group
+from refimpl.comm.group import Group, Work
 from refimpl.optim.loss_scale import LossScaler
+from refimpl.zero.access import ByName
+from refimpl.zero.backward import BackwardPass, in_backward
+from refimpl.zero.buffers import Buffers
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.flat import Bucket
+from refimpl.zero.flat import Bucket, groups_of, lay_out
+from refimpl.zero.grad_view import GradientView
 from refimpl.zero.gradients import Gradients
+from refimpl.zero.outputs import tensors_of
+from refimpl.zero.owned import let_go, take_over
+from refimpl.zero.parameter import DATA, GRAD, Freed, Hook, Managed, clear_raw_grad, place, raw_grad, stage_of
 from refimpl.zero.update import Update
 
 
-class Stage(ABC):
-    """A data-parallel strategy around a model. Subclasses set `buckets`, `gradients` and `update`."""
+class Stage(ByName, ABC):
+    """A data-parallel strategy around a model and, if there is something to train, its optimizer."""
 
-    buckets: list[Bucket]
-    gradients: Gradients
-    update: Update
+    reduces_always = False  # whether there is no memory in which a whole gradient could wait for a later pass
+    in_order = True  # whether buckets are reduced in one fixed order
 
-    def __init__(self, model: nn.Module, group: Group, config: ZeroConfig) -> None:
-        self.model, self.group, self.config = model, group, config
-        self.names = {p: name for name, p in model.named_parameters()}
+    def __init__(
+        self,
+        model: nn.Module | Iterable[nn.Parameter],
+        optimizer: optim.Optimizer | None = None,
+        group: Group | None = None,
+        config: ZeroConfig | None = None,
+        scaler: LossScaler | None = None,
+    ) -> None:
+        """`model` is a module, or bare parameters (not in ZeRO-3). Rank 0's weights and buffers are taken by all.
 
-    def backward(self, loss: Tensor, sync: bool = True) -> None:
-        """Compute gradients of `loss` (a scalar, the mean over this rank's micro-batch) and reduce them on the way.
-
-        Gradients of several calls before a step add up; to average over A micro-batches, divide the loss by A.
-        `sync=False` for all but the last of them lets DDP and ZeRO-1 send once a step. ZeRO-2 and ZeRO-3 have no
-        room for a whole gradient and always send. fp16: the loss is multiplied by the loss scale here.
+        Without `optimizer` nothing is updated: for inference, or until `attach` hands one over. Parameters in none of
+        its groups are left alone. `group`: default all ranks. `scaler`: the loss scale of fp16.
         """
-        scaled = loss.float() * self.scaler.scale if self.scaler else loss
-        self.gradients.backward(scaled, sync)
+        self.model = model if isinstance(model, nn.Module) else nn.ParameterList(model)
+        self.group, self.config, self.given_scaler = group or Group.world(), config or ZeroConfig(), scaler
+        self.names = {p: name for name, p in self.model.named_parameters()}
+        for p, name in self.names.items():
+            refuse_foreign(p, name)
+        self.handles: list[Any] = []
+        self.build(optimizer)
+
+    def build(self, optimizer: optim.Optimizer | None) -> None:
+        """Lay the model out for this optimizer, and listen to it."""
+        self.group_of = groups_of(optimizer, self.model)
+        self.passes = BackwardPass(self.begin_backward, self.end_backward, self.drop_backward)
+        self.buckets = self.lay_out([p for p in self.names if p in self.group_of and p.requires_grad])
+        self.buffers = Buffers(self.model, self.group, self.config.broadcast_buffers)
+        self.thawed: list[nn.Parameter] = []
+        self.gradients = Gradients(
+            self.buckets, self.reduce, self.group, self.config, self.names, self.passes.sign, self.in_order
+        )
+        self.view = GradientView(self.gradients)
+        owned = {b: self.owned(b) for b in self.buckets}
+        self.update = Update(optimizer, owned, self.group, self.config, self.given_scaler, type(self).__name__)
+        if optimizer is not None:
+            take_over(optimizer, self)
+        for p in self.names:
+            p.__class__ = Freed if isinstance(p, Freed) else Managed
+            p.stage = self  # type: ignore[attr-defined]
+        self.handles += [
+            self.model.register_forward_pre_hook(Hook(self.before_forward)),
+            self.model.register_forward_hook(Hook(self.after_forward)),
+        ]
+
+    # What makes a stage.
+
+    def lay_out(self, params: list[nn.Parameter]) -> list[Bucket]:
+        """The buckets of what is trained, with rank 0's weights; the rest of the model gets them too."""
+        buckets = lay_out(params, self.group_of, self.group, self.config.reduce_bucket_size, self.config.dtype)
+        share(self.model, set(params), self.group, self.config.dtype)
+        return buckets
 
     @abstractmethod
-    def reduce(self, bucket: Bucket, local: Tensor) -> Any:
-        """Start the reduction of a full bucket; runs inside backward."""
+    def owned(self, bucket: Bucket) -> Tensor:
+        """What of a bucket's parameters this rank updates: [P], or its shard [S]."""
 
     @abstractmethod
+    def reduce(self, bucket: Bucket, local: Tensor) -> tuple[Work, Tensor]:
+        """Runs inside backward, the moment a bucket is full: start to make this rank's gradients of local [P]."""
+
     def gather(self) -> None:
         """Bring the updated parameters to where the next forward needs them."""
 
-    @abstractmethod
+    # Training.
+
+    def backward(self, loss: Tensor, sync: bool = True, **options: Any) -> None:
+        """loss.backward(), the loss scaled if there is a scaler; `options` are those of `Tensor.backward`.
+
+        Gradients of several calls before a step add up; to average over A micro-batches, divide the loss by A.
+        `sync=False` for all but the last of them lets DDP and ZeRO-1 send once a step. ZeRO-2 and ZeRO-3 have no
+        room for a whole gradient and always send.
+        """
+        with self.no_sync(not sync), self.passes.explicit():
+            self.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """loss times the loss scale, fp32; the loss itself without a scaler. For a `backward()` called by hand."""
+        return loss.float() * self.scaler.scale if self.scaler else loss
+
+    @contextmanager
+    def no_sync(self, enabled: bool = True) -> Iterator[None]:
+        """Backwards in the block keep their gradients on this rank, where the stage has room for that (DDP, ZeRO-1)."""
+        before = self.gradients.sync
+        self.gradients.sync = before and not (enabled and not self.reduces_always)
+        try:
+            yield
+        finally:
+            self.gradients.sync = before
+
     def step(self) -> bool:
-        """Apply the gradients. False if skipped because a gradient on any rank was not finite."""
+        """Apply the gradients. False if skipped because a gradient on any rank was not finite.
+
+        RuntimeError if there was no backward since the last step, or if the last one was interrupted.
+        """
+        gradients = self.collect()
+        if not gradients and self.buckets:
+            raise RuntimeError("step() before any backward(): there are no gradients to apply")
+        return self.apply(gradients)[0]
+
+    def optimizer_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """`optimizer.step()`: as `step`, but without a gradient nothing happens, as in torch. Returns the closure's."""
+        if closure is None:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+            gradients = self.collect()
+            return self.apply(gradients)[1] if gradients else None
+        if not self.update.slices.elementwise:
+            return self.apply({}, closure)[1]
+        with torch.enable_grad():
+            result = closure()
+        self.optimizer_step()
+        return result
+
+    def collect(self) -> dict[Bucket, Tensor]:
+        """The mean gradients since the last step."""
+        self.refuse_without_optimizer()
+        if not self.passes.settle():
+            raise RuntimeError("step() after a backward that raised: its gradients were dropped; run a backward first")
+        for p in self.include_thawed():
+            if (grad := raw_grad(p)) is not None:
+                clear_raw_grad(p)
+                self.gradients.add(p, grad)
+        refuse_replaced(self.model, self.names, self.gradients)
+        return self.gradients.finish()
+
+    def apply(self, gradients: dict[Bucket, Tensor], closure: Callable[[], Any] | None = None) -> tuple[bool, Any]:
+        """Update this rank's part and gather: whether it was done, and what the optimizer returned.
+
+        With a `closure`, of an optimizer that is not element-wise: it is asked as often as the optimizer likes.
+        """
+
+        def evaluate() -> Any:
+            for bucket in self.buckets:
+                self.update.publish(bucket)
+            with torch.enable_grad():
+                result = closure() if closure else None
+            self.update.prepare(self.collect(), self.gradients.used, self.gradients.was_finite)
+            return result
+
+        done = closure is not None or self.update.prepare(gradients, self.gradients.used, self.gradients.was_finite)
+        result = self.update.apply(evaluate if closure else None) if done else None
+        self.update.slices.release_gradients()
+        self.gradients.clear()
+        if done:
+            self.gather()
+        return done, result
+
+    def zero_grad(self) -> None:
+        """Drop all gradients since the last step."""
+        self.passes.settle()
+        self.gradients.drop()
+        for p in self.names:
+            if p not in self.gradients.bucket_of:
+                clear_raw_grad(p)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients since the last step to this global norm, now; returns the norm before. A collective."""
+        self.passes.settle()
+        for bucket in [b for b in self.gradients.buckets if b in self.gradients.local]:
+            self.gradients.finish()
+            assert bucket in self.gradients.total
+        return nn.utils.clip_grad_norm_([p for p in self.gradients.bucket_of if p.requires_grad], max_norm, norm_type)
+
+    # What the hooks call.
+
+    def before_forward(self, model: nn.Module, args: Any) -> None:
+        if self.passes.settle():
+            self.include_thawed()
+        self.buffers.share(model.training and torch.is_grad_enabled() and not in_backward())
+
+    def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Let the outermost backward be known before any gradient arrives: one may come from a checkpoint inside."""
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(Hook(lambda _: self.passes.sign()))  # type: ignore[no-untyped-call]
+
+    def begin_backward(self) -> None:
+        self.gradients.begin()
+
+    def end_backward(self, asked: bool) -> None:
+        self.gradients.end(asked)
+
+    def drop_backward(self) -> None:
+        """A backward raised: what it left, and what was accumulated before it, is dropped."""
+        self.gradients.drop()
+
+    # What may change after the stage was built.
+
+    def attach(self, optimizer: optim.Optimizer) -> None:
+        """Train with this optimizer, over parameters of the model, from now on. For a stage built without one."""
+        if self.update.slices.optimizer is not None:
+            raise ValueError(f"attach: {type(self).__name__} has an optimizer already")
+        self.detach_all()
+        self.build(optimizer)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Train more of the model: a group as for `optimizer.add_param_group`. On every rank alike."""
+        tensors: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        for tensor in tensors:
+            if tensor not in self.names:
+                raise ValueError(
+                    f"add_param_group: a tensor of shape {tuple(tensor.shape)} is not of the stage's model"
+                )
+            if tensor in self.group_of and self.update.slices.optimizer is not None:
+                raise ValueError(f"add_param_group: {self.names[tensor]} is in a group of the optimizer already")
+        kind = self.update.slices.kind
+        kind.add_param_group(self.optimizer, {**group, "params": []})
+        self.group_of |= dict.fromkeys(tensors, len(self.optimizer.param_groups) - 1)
+        self.thawed += [p for p in tensors if p.requires_grad]
+        self.include_thawed()
+
+    def unfrozen(self, p: nn.Parameter) -> None:
+        """p.requires_grad was set to True."""
+        if p in self.group_of and p not in self.gradients.bucket_of and p not in self.thawed:
+            self.thawed.append(p)
+
+    def include_thawed(self) -> list[nn.Parameter]:
+        """Make buckets of what is to be trained from now on; returns it."""
+        thawed = [p for p in self.thawed if p.requires_grad]
+        self.thawed = []
+        if thawed:
+            fresh = self.lay_out_more(thawed)
+            self.buckets += fresh
+            self.gradients.watch(fresh)
+            self.update.add({b: self.owned(b) for b in fresh})
+        return thawed
+
+    def lay_out_more(self, params: list[nn.Parameter]) -> list[Bucket]:
+        """Buckets of parameters that were not trained until now."""
+        ordered = [p for p in self.names if p in set(params)]
+        buckets = lay_out(ordered, self.group_of, self.group, self.config.reduce_bucket_size)
+        for p in params:
+            p.stage = self  # type: ignore[attr-defined]
+        return buckets
+
+    def release(self) -> None:
+        """Let go: the model is an ordinary one again, with whole weights; the optimizer no longer trains it."""
+        self.detach_all()
+        for p in self.names:
+            whole = p.whole_copy()  # type: ignore[attr-defined]
+            del p.stage  # type: ignore[attr-defined]
+            place(p, whole, nn.Parameter)
+
+    def detach_all(self) -> None:
+        """Remove every hook, and give the optimizer back."""
+        self.passes.settle()
+        self.gradients.drop()
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.gradients.remove()
+        if self.update.slices.optimizer is not None:
+            let_go(self.update.slices.optimizer)
+
+    # What it is and holds.
+
+    def read_gradient(self, p: nn.Parameter) -> Tensor | None:
+        """What `p.grad` is: see `GradientView.read`; autograd's own for a parameter that is not trained here."""
+        if p not in self.gradients.bucket_of or in_backward():
+            return raw_grad(p)
+        self.passes.settle()
+        return self.view.read(p)
+
+    def write_gradient(self, p: nn.Parameter, value: Tensor | None) -> None:
+        """What `p.grad = value` does."""
+        if p not in self.gradients.bucket_of or in_backward():
+            GRAD.__set__(p, value)
+        else:
+            self.passes.settle()
+            self.view.write(p, value)
+
+    def name_of(self, p: nn.Parameter) -> str:
+        return self.names.get(p, "?")
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank owns (references, not copies): optimizer state, fp32 weights, loss scale."""
@@ -71,9 +333,9 @@ class Stage(ABC):
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Every tensor this stage keeps alive now, by class, for a `MemoryMeter` (views: count their storages)."""
-        masters = [m.data for b, m in self.update.masters.items() if b.dtype != torch.float32]
+        masters = [m for b, m in self.update.masters.items() if b.dtype != torch.float32]
         return {
-            "parameters": [p.data for p in self.model.parameters()],
+            "parameters": [DATA.__get__(p) for p in self.names if not isinstance(p, Freed)],
             "gradients": [*self.gradients.total.values(), *self.gradients.local.values()],
             "optimizer": self.update.state(),
             "master weights": masters,
@@ -88,7 +350,14 @@ class Stage(ABC):
 
     @property
     def optimizer(self) -> optim.Optimizer:
-        return self.update.optimizer
+        """The optimizer, which is the caller's own object. RuntimeError if there is none."""
+        self.refuse_without_optimizer()
+        assert self.update.slices.optimizer is not None
+        return self.update.slices.optimizer
+
+    def refuse_without_optimizer(self) -> None:
+        if self.update.slices.optimizer is None:
+            raise RuntimeError(f"{type(self).__name__} has no optimizer: pass one when it is built, or to `attach`")
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -104,12 +373,40 @@ class Stage(ABC):
         return self.update.skipped_steps
 
 
-def share_start(model: nn.Module, buckets: list[Bucket], group: Group, skip: set[nn.Parameter] | None = None) -> None:
-    """Rank 0's weights and buffers on every rank, so that all begin with the same model; `skip` is done already."""
-    done = {p for b in buckets for p in b.params} | (skip or set())
-    loose = [p.data for p in model.parameters() if p not in done] + list(model.buffers())
-    for tensor in [*(b.full for b in buckets), *loose]:
-        whole = tensor if tensor.is_contiguous() else tensor.contiguous()
+@torch.no_grad()
+def share(model: nn.Module, done: set[nn.Parameter], group: Group, dtype: torch.dtype | None) -> None:
+    """Rank 0's values of all other parameters and of buffers. These parameters are cast too; buffers never are."""
+    loose = [p for p in model.parameters() if p not in done]
+    for tensor in [*(DATA.__get__(p) for p in loose), *model.buffers()]:
+        whole = tensor.contiguous()
         group.broadcast(whole, tag="start")
         if whole is not tensor:
             tensor.copy_(whole)
+    for p in loose:
+        if dtype is not None and p.is_floating_point():
+            DATA.__set__(p, DATA.__get__(p).to(dtype))
+
+
+def refuse_foreign(p: nn.Parameter, name: str) -> None:
+    """A stage takes ordinary parameters that no other stage has."""
+    if (other := stage_of(p)) is not None:
+        raise ValueError(
+            f"parameter {name} belongs to a {type(other).__name__} already: call its release() first, or give each "
+            "stage a model of its own"
+        )
+    if type(p) not in (nn.Parameter, Managed, Freed):
+        remedy = "run a forward first, so that it has a shape" if nn.parameter.is_lazy(p) else "use nn.Parameter"
+        raise TypeError(f"parameter {name} is a {type(p).__name__}: {remedy}")
+
+
+def refuse_replaced(model: nn.Module, names: dict[nn.Parameter, str], gradients: Gradients) -> None:
+    """A parameter object that was put in another's place is trained by nobody."""
+    if len(gradients.used) == len(gradients.bucket_of):
+        return
+    here = set(model.parameters())
+    gone = [names[p] for p in gradients.bucket_of if p not in gradients.used and p not in here]
+    if gone:
+        raise RuntimeError(
+            f"{', '.join(gone)}: replaced in the model since the stage was built, so the new tensor is not trained. "
+            "Copy values in place (p.copy_ under torch.no_grad), or build the stage after the change"
+        )

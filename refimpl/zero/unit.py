@@ -4,39 +4,51 @@
 
 The full buffer keeps its identity and gives its memory back: `untyped_storage().resize_(0)`. So everything autograd
 saved during forward, also views such as weight.t(), is right again once the buffer is refilled for backward. A freed
-parameter reads as NaN of its true shape: shape and numel stay true, and a use that nobody gathered for shows at once.
+parameter keeps its shape (`Freed` in parameter.py): computing with it gathers it, or is an error that names it.
 FSDP frees the same way (Zhao et al. 2023, arXiv:2304.11277, section 4); DeepSpeed swaps `param.data` for an empty
 tensor (deepspeed/runtime/zero/partition_parameters.py), which views kept by autograd do not see.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from refimpl.comm.group import Group, Work
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
+from refimpl.zero.parameter import DATA, Freed, Managed, place, stage_of
 
 
 class Unit(Bucket):
-    """Parameters sharded together. `mine` [S] always exists; `full` [P] has memory between `start` and `free`."""
+    """Parameters sharded together. `mine` [S] always exists; `full` [P] has memory between `start` and `free`.
 
-    def __init__(self, params: list[nn.Parameter], group: Group, group_index: int = 0, name: str = "") -> None:
+    While it has none its parameters are `Freed`; who computes with one asks `on_use`, which may gather the unit.
+    """
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        group: Group,
+        group_index: int = 0,
+        name: str = "",
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """`params` whole on this rank. Rank 0's values are taken, cut, and freed. `name`: the module, for messages."""
         for p in params:
             p.zero_unit = self  # type: ignore[attr-defined]
-        super().__init__(params, group, group_index, name)
-        self.mine = torch.empty_like(self.shard(self.full))  # [S]
-        self._nothing = torch.full((1,), float("nan"), dtype=self.dtype, device=self.device)
+        super().__init__(params, group, group_index, name, dtype)
+        self.mine = self.shard(self.full).clone()  # [S]
+        self.unrounded = None if self.unrounded is None else self.shard(self.unrounded).clone()  # [S]
+        self.on_use: Callable[[Unit, str], None] | None = None
+        self.is_placeholder = False  # while a state_dict is made of the names
+        self._nothing = torch.tensor(float("nan"), dtype=self.dtype, device=self.device)
         self._work: Work | None = None
         self.is_free = False
-        self.adopt(root=0)
         self.free()
 
     def adopt(self, root: int) -> None:
-        """Take over what rank `root` has in `full`, on every rank: after construction or a change from outside."""
+        """Take over what rank `root` has in `full`, on every rank: after a change from outside."""
         self.group.broadcast(self.full, root, tag="start")
         self.mine.copy_(self.shard(self.full))
 
@@ -63,7 +75,7 @@ class Unit(Bucket):
         """As in `Bucket`, for the parameters that no other unit has taken over since."""
         for p in self.params:
             if unit_of(p) is self:
-                p.data = self.piece(self.full, p)
+                place(p, self.piece(self.full, p), Managed)
 
     @property
     def in_flight(self) -> bool:
@@ -76,33 +88,34 @@ class Unit(Bucket):
         self.wait()
         for p in self.params:
             if unit_of(p) is self:
-                p.data = self._nothing.expand(p.shape)
+                place(p, self._nothing.expand(p.shape), Freed)
         self.full.untyped_storage().resize_(0)
         self.is_free = True
+
+    def wanted(self, p: nn.Parameter, what: str) -> None:
+        """`what` computes with p, which is freed: let `on_use` gather it, else say what to do."""
+        if self.is_placeholder:
+            return
+        if self.on_use is not None:
+            self.on_use(self, what)
+        if self.is_free:
+            stage = stage_of(p)
+            name = stage.name_of(p) if stage else self.name
+            raise RuntimeError(
+                f"parameter {name}: {what} needs its values, and outside its module's forward this rank has 1/N of "
+                "them. Inside `with GatheredParameters(parameters, modifier_rank=0):` they are whole and changes kept; "
+                "stage.full_parameter(name) reads one, model.state_dict() all (each on every rank)"
+            )
+
+    def copy_of(self, p: nn.Parameter) -> Tensor:
+        """p whole, in memory of its own. A collective."""
+        with whole([p]):
+            return self.piece(self.full, p).clone()
 
 
 def unit_of(p: nn.Parameter) -> Unit | None:
     """The unit that shards p, if any."""
     return getattr(p, "zero_unit", None)
-
-
-class Watched(dict[str, Any]):
-    """A module's `_parameters` that says which parameter is about to be used: `module.weight` reads it from here."""
-
-    def __init__(self, parameters: dict[str, Any], on_access: Callable[[nn.Parameter], None]) -> None:
-        super().__init__(parameters)
-        self._on_access = on_access
-
-    def __getitem__(self, name: str) -> Any:
-        p = super().__getitem__(name)
-        if p is not None:
-            self._on_access(p)
-        return p
-
-
-def watch(module: nn.Module, on_access: Callable[[nn.Parameter], None]) -> None:
-    """Call on_access(p) whenever module.<name of p> is read from now on."""
-    module._parameters = Watched(dict(module._parameters.items()), on_access)
 
 
 def leaves(model: nn.Module, config: ZeroConfig) -> set[str]:
@@ -166,7 +179,11 @@ def in_flight_elements(units: list[Unit]) -> int:
 
 
 def make_units(
-    params: list[nn.Parameter], owner: dict[nn.Parameter, str], group_of: dict[nn.Parameter, int], group: Group
+    params: list[nn.Parameter],
+    owner: dict[nn.Parameter, str],
+    group_of: dict[nn.Parameter, int],
+    group: Group,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, list[Unit]]:
     """Units by path of the module that needs them: one a module, optimizer group and dtype; frozen ones apart."""
     together: dict[tuple[str, int, torch.dtype], list[nn.Parameter]] = {}
@@ -175,17 +192,19 @@ def make_units(
     units: dict[str, list[Unit]] = {}
     for (path, index, _), members in together.items():
         with whole(members):
-            units.setdefault(path, []).append(Unit(members, group, index, path or "the model"))
+            units.setdefault(path, []).append(Unit(members, group, index, path or "the model", dtype))
     return units
 
 
 class whole:
-    """Parameters that may be sharded already, made whole for the time of a `with` block."""
+    """Parameters that may be sharded, whole for the time of a `with` block. A collective; what is written is lost."""
 
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        self.units = list({id(u): u for p in params if (u := unit_of(p)) is not None and u.is_free}.values())
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.units = list({id(u): u for p in params if (u := unit_of(p)) is not None}.values())
+        self._free_after: list[Unit] = []
 
     def __enter__(self) -> list[Unit]:
+        self._free_after = [u for u in self.units if u.is_free]
         for unit in self.units:
             unit.start()
         for unit in self.units:
@@ -193,7 +212,7 @@ class whole:
         return self.units
 
     def __exit__(self, *_: object) -> None:
-        for unit in self.units:
+        for unit in self._free_after:
             unit.free()
 
 
@@ -215,4 +234,4 @@ def make_whole(params: list[nn.Parameter]) -> None:
         for p in params:
             if unit_of(p) is not None:
                 del p.zero_unit  # type: ignore[attr-defined]
-                p.data = p.data.clone()
+                place(p, DATA.__get__(p).clone(), Managed)

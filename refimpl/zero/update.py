@@ -3,10 +3,14 @@
 Owned slices in low precision get an fp32 master copy (Micikevicius et al. 2018, arXiv:1710.03740): 4 bytes a parameter,
 plus the optimizer's own state (AdamW: 8), all divided by N from ZeRO-1 on. An element-wise optimizer does not notice
 that its parameters were cut out of longer ones, which is why any of them may be sharded.
+
+What torch does by the way is done here too: a parameter that no rank has used is left alone (no decay, no moments, no
+count of steps), and a weight that was written from outside since the last step is what the update starts from.
 DeepSpeed: deepspeed/runtime/zero/stage_1_and_2.py, `step` and `unscale_and_clip_grads`.
 """
 
-import inspect
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,78 +20,104 @@ from refimpl.comm.group import Group
 from refimpl.optim.loss_scale import LossScaler
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
+from refimpl.zero.slices import Slices
 
-ELEMENTWISE = (
-    optim.AdamW, optim.Adam, optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam,
-    optim.RAdam, optim.ASGD, optim.Rprop,
-)  # fmt: skip
 NORM_BLOCK = 1 << 16  # elements widened to fp64 at a time, so that the copy stays in cache
 
 
 class Update:
-    """Check, unscale, clip and apply gradients to `owned`, and keep the optimizer pointed at it."""
+    """Check, unscale, clip and apply gradients to what this rank owns."""
 
     def __init__(
         self,
-        optimizer: optim.Optimizer,
+        optimizer: optim.Optimizer | None,
         owned: dict[Bucket, Tensor],
         group: Group,
         config: ZeroConfig,
         scaler: LossScaler | None,
-        replicated: bool = False,
+        stage: str,
     ) -> None:
-        """`owned`: this rank's slice ([S], or [P] when `replicated` on every rank) of each bucket's parameters.
+        """`owned`: this rank's slice ([S], or [P] where every rank has all) of each bucket's parameters.
 
-        TypeError if the optimizer is not known to be element-wise; ValueError if it has already taken steps.
+        `stage`: the stage's name, for messages. See `Slices` for what it raises about the optimizer.
         """
-        self.optimizer, self.owned, self.group, self.config = optimizer, owned, group, config
-        self.scaler, self.replicated = scaler, replicated
+        self.group, self.config, self.scaler, self.stage = group, config, scaler, stage
+        self.owned: dict[Bucket, Tensor] = {}
+        self.masters: dict[Bucket, Tensor] = {}  # fp32; the owned slice itself where that is fp32
         self.grad_norm: float | None = None
-        self.skipped_steps = 0
-        refuse_unfit(optimizer, config.allow_untested_optimizer)
-        self.masters = {
-            bucket: nn.Parameter(mine if mine.dtype == torch.float32 else mine.float(), requires_grad=False)
-            for bucket, mine in owned.items()
-        }
-        point_at(optimizer, self.masters)
+        self.steps = self.skipped_steps = 0
+        self.slices = Slices(optimizer, config.allow_untested_optimizer)
+        self.add(owned)
+
+    def add(self, owned: dict[Bucket, Tensor]) -> None:
+        """Update these too."""
+        self.owned |= owned
+        fresh = {bucket: master_of(bucket, mine) for bucket, mine in owned.items()} if self.slices.optimizer else {}
+        self.masters |= fresh
+        self.slices.add(fresh)
+
+    def replicated(self) -> bool:
+        """Whether every rank updates everything, and so sees all gradients."""
+        return all(mine.numel() == bucket.padded for bucket, mine in self.owned.items())
 
     @torch.no_grad()
-    def apply(self, gradients: dict[Bucket, Tensor]) -> bool:
-        """One optimizer step with the mean gradients of every bucket; False if any rank's were not finite.
+    def prepare(self, gradients: dict[Bucket, Tensor], used: set[nn.Parameter], was_finite: bool) -> bool:
+        """Hand the mean gradients, unscaled and clipped, to the optimizer's parameters; False if not all are finite.
 
-        A skipped step changes nothing but the loss scale. Clipping is folded into the unscaling.
+        `used`: the parameters that this rank had a gradient of. Clipping is folded into the unscaling.
         """
+        self.steps += 1
         scale = self.scaler.scale if self.scaler else 1.0
-        squares = self._sum_of_squares(list(gradients.values()), exact=self.config.gradient_clipping > 0)  # [1] fp64
+        params = [p for bucket in self.owned for p in bucket.params]
+        exact = self.config.gradient_clipping > 0
+        squares, unused = self._agree(list(gradients.values()), [p not in used for p in params], exact)
         if not torch.isfinite(squares):  # or are the squares too large for fp32?
-            squares = self._sum_of_squares(list(gradients.values()), exact=True)
+            squares, _ = self._agree(list(gradients.values()), [], exact=True)
         finite = bool(torch.isfinite(squares))
         self.grad_norm = squares.sqrt().item() / scale
-        if self.scaler:
-            self.scaler.update(overflow=not finite)
         if not finite:
             self.skipped_steps += 1
-            return False
+            self._warn(was_finite)
+        if self.scaler:
+            self.scaler.update(overflow=not finite)
         factor = self._clip_factor() / scale
-        for bucket, master in self.masters.items():
-            grad = gradients[bucket].to(torch.float32)
-            master.grad = grad.mul_(factor) if factor != 1 else grad
-        self.optimizer.step()
-        for bucket, master in self.masters.items():
-            master.grad = None
+        left_alone = {p for p, no_rank in zip(params, unused, strict=True) if no_rank}
+        for bucket, grad in gradients.items():
+            wide = grad.to(torch.float32)
+            self.slices.hand_out(bucket, wide.mul_(factor) if factor != 1 and finite else wide, left_alone)
+        return finite
+
+    @torch.no_grad()
+    def apply(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's own step on the gradients that `prepare` handed out; returns what that returns."""
+        for bucket in self.masters:
+            self.adopt(bucket)
+        result = self.slices.step(closure)
+        self.slices.release_gradients()
+        for bucket in self.masters:
             self.publish(bucket)
-        return True
+        return result
+
+    def adopt(self, bucket: Bucket) -> None:
+        """A weight that no longer is its rounded master was written from outside: the master follows."""
+        mine, master = self.owned[bucket], self.masters[bucket]
+        if mine.dtype == torch.float32:
+            return
+        for weight, wide in zip(torch.split(mine, NORM_BLOCK), torch.split(master, NORM_BLOCK), strict=True):
+            rounded = wide.to(weight.dtype)
+            if weight.device.type != "cpu" or not torch.equal(rounded, weight):
+                wide.copy_(torch.where(rounded == weight, wide, weight.float()))
 
     def publish(self, bucket: Bucket) -> None:
         """Round the fp32 master into the owned slice (nothing to do when they are the same memory)."""
         if self.owned[bucket].dtype != torch.float32:
             self.owned[bucket].copy_(self.masters[bucket])
 
-    def _sum_of_squares(self, gradients: list[Tensor], exact: bool) -> Tensor:
-        """Over all ranks, each element once -> [1] fp64. `exact`: squared in fp64, three times the time.
+    def _agree(self, gradients: list[Tensor], unused: list[bool], exact: bool) -> tuple[Tensor, list[bool]]:
+        """What all ranks must know of the step, in one message: the sum of squares, [1] fp64, and who used nothing.
 
-        Then nothing overflows, and the norm rounds to the same fp32 number however the parameters are cut: clipping
-        keeps the stages equal bit for bit.
+        `exact`: squared in fp64, three times the time. Then nothing overflows, and the norm rounds to the same fp32
+        number however the parameters are cut: clipping keeps the stages equal bit for bit.
         """
         device = gradients[0].device if gradients else self.group.device
         total = torch.zeros(1, dtype=torch.float64, device=device)
@@ -95,29 +125,47 @@ class Update:
             for block in torch.split(gradient, NORM_BLOCK if gradient.device.type == "cpu" else gradient.numel()):
                 wide = block.to(torch.float64 if exact else torch.float32)
                 total += torch.dot(wide, wide)
-        if not self.replicated:
-            self.group.all_reduce(total, "sum", tag="norm")
-        return total
+        ranks_unused = torch.tensor(unused, dtype=torch.float64, device=device)
+        alike = self.replicated()  # then every rank has the same sum already
+        message = ranks_unused if alike else torch.cat([total, ranks_unused])
+        if message.numel():
+            self.group.all_reduce(message, "sum", tag="norm")
+        if not alike:
+            total, ranks_unused = message[:1], message[1:]
+        return total, (ranks_unused == self.group.size).tolist()
 
     def _clip_factor(self) -> float:
         limit, norm = self.config.gradient_clipping, self.grad_norm
         return min(1.0, limit / (norm + 1e-6)) if limit and norm else 1.0
 
+    def _warn(self, was_finite: bool) -> None:
+        """Say that a step is skipped, at the 1st, 2nd, 4th, 8th, ... time. A dynamic loss scale skips by design."""
+        n = self.skipped_steps
+        if n & (n - 1) or (self.scaler is not None and type(self.scaler) is not LossScaler):
+            return
+        bad = [rank for rank, fine in enumerate(self.group.all_gather_object(was_finite)) if not fine]
+        whose = f"the loss of rank {', '.join(map(str, bad))} is not finite" if bad else "a gradient is not finite"
+        if self.group.rank == 0:
+            warnings.warn(
+                f"{self.stage}, step {self.steps}: {whose}; the update is skipped on every rank ({n} skipped so far)",
+                stacklevel=6,
+            )
+
     def state(self) -> list[Tensor]:
         """The optimizer's own tensors (AdamW: two [S] a bucket, and a step count)."""
-        return [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+        return self.slices.state()
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "optimizer": self.optimizer.state_dict(),
-            "masters": [m.data for m in self.masters.values()],
+            "optimizer": self.slices.state_dict(),
+            "masters": list(self.masters.values()),
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "skipped_steps": self.skipped_steps,
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.slices.load_state_dict(state["optimizer"])
         self.skipped_steps = state["skipped_steps"]
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
@@ -126,29 +174,11 @@ class Update:
             self.publish(bucket)
 
 
-def refuse_unfit(optimizer: optim.Optimizer, allow_untested: bool) -> None:
-    """Raise if sharding this optimizer's parameters would change what it computes."""
-    kind = type(optimizer)
-    if kind not in ELEMENTWISE and not getattr(kind, "elementwise", False) and not allow_untested:
-        known = ", ".join(k.__name__ for k in ELEMENTWISE)
-        raise TypeError(
-            f"{kind.__name__} is not known to be element-wise: on a shard it would compute something else. "
-            f"Known: {known}, Lion. If every element's update depends on that element alone, set "
-            "allow_untested_optimizer=True (zero_allow_untested_optimizer), or `elementwise = True` on its class"
-        )
-    if any(float(s.get("step", 0)) > 0 for s in optimizer.state.values()):
-        raise ValueError(f"{kind.__name__} has already taken steps: build the stage first, then load its state")
-
-
-def point_at(optimizer: optim.Optimizer, masters: dict[Bucket, nn.Parameter]) -> None:
-    """Make the optimizer, in place, one over `masters`: its groups and their options stay, so do schedulers on it."""
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    groups = [
-        {**g, "params": [m for b, m in masters.items() if b.group_index == i]}
-        for i, g in enumerate(optimizer.param_groups)
-    ]
-    # Some optimizers (Adagrad) make their state when constructed: let a fresh one make it for the new parameters.
-    fresh = type(optimizer)(groups, **{k: v for k, v in optimizer.defaults.items() if k in accepted})
-    for old, new in zip(optimizer.param_groups, fresh.param_groups, strict=True):
-        old["params"] = new["params"]
-    optimizer.state = fresh.state
+def master_of(bucket: Bucket, mine: Tensor) -> Tensor:
+    """The fp32 master of an owned slice: the slice itself, or a copy, with what rounding took off if that is known."""
+    if mine.dtype == torch.float32:
+        return mine
+    unrounded, bucket.unrounded = bucket.unrounded, None
+    if unrounded is None:
+        return mine.float()
+    return (unrounded if unrounded.numel() == mine.numel() else bucket.shard(unrounded)).float().clone()

@@ -9,36 +9,19 @@ Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2. DeepSpeed: deepspeed/run
 A gradient's way: backward -> `Gradients.arrive` -> bucket full -> `reduce` -> `Update.apply` -> `gather_all`.
 """
 
-from torch import Tensor, nn, optim
+from torch import Tensor
 
-from refimpl.comm.group import Group, Work
-from refimpl.optim.loss_scale import LossScaler
-from refimpl.zero.config import ZeroConfig
-from refimpl.zero.flat import Bucket, gather_all, lay_out, trained
-from refimpl.zero.gradients import Gradients
-from refimpl.zero.stage import Stage, share_start
-from refimpl.zero.update import Update
+from refimpl.comm.group import Work
+from refimpl.zero.flat import Bucket, gather_all
+from refimpl.zero.stage import Stage
 
 
 class Zero2(Stage):
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: optim.Optimizer,
-        group: Group,
-        config: ZeroConfig | None = None,
-        scaler: LossScaler | None = None,
-    ) -> None:
-        super().__init__(model, group, config or ZeroConfig())
-        self.buckets = lay_out(model, trained(optimizer, model), group, self.config.reduce_bucket_size)
-        share_start(model, self.buckets, group)
-        self.gradients = Gradients(self.buckets, self.reduce, group, self.config, self.names)
-        owned = {b: b.shard(b.full) for b in self.buckets}  # [S]
-        self.update = Update(optimizer, owned, group, self.config, scaler)
+    reduces_always = True  # there is no memory in which a whole gradient could wait
 
-    def backward(self, loss: Tensor, sync: bool = True) -> None:
-        """As `Stage.backward`, but always reduces: there is no memory in which a whole gradient could wait."""
-        super().backward(loss, sync=True)
+    def owned(self, bucket: Bucket) -> Tensor:
+        """This rank's shard. -> [S]"""
+        return bucket.shard(bucket.full)
 
     def reduce(self, bucket: Bucket, local: Tensor) -> tuple[Work, Tensor]:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; local is then free."""
@@ -48,11 +31,3 @@ class Zero2(Stage):
     def gather(self) -> None:
         """Every rank's updated shard to every rank."""
         gather_all(self.buckets, self.config.allgather_bucket_size)
-
-    def step(self) -> bool:
-        """Update this rank's shard, then gather all of them."""
-        done = self.update.apply(self.gradients.finish())
-        self.gradients.clear()
-        if done:
-            self.gather()
-        return done

@@ -11,50 +11,43 @@ A parameter's way: shard -> `Fetch.before_forward` -> `Unit.wait` -> views compu
 -> `Fetch.need` before backward -> `Zero3.reduce` of its gradient, freed -> `Update.apply` to the shard.
 """
 
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
-from refimpl.comm.group import Group, Work
-from refimpl.optim.loss_scale import LossScaler
-from refimpl.zero.config import ZeroConfig
+from refimpl.comm.group import Work
 from refimpl.zero.fetch import Fetch
-from refimpl.zero.flat import Bucket, gather_all, lay_out, trained
-from refimpl.zero.gradients import Gradients
+from refimpl.zero.flat import Bucket, gather_all, lay_out
 from refimpl.zero.order import RollCall
-from refimpl.zero.stage import Stage, share_start
-from refimpl.zero.unit import Unit, leaves, make_units, owners, resident, whole
-from refimpl.zero.update import Update
+from refimpl.zero.parameter import DATA
+from refimpl.zero.saved import StateDicts
+from refimpl.zero.stage import Stage, share
+from refimpl.zero.unit import Unit, leaves, make_units, owners, resident, unit_of, whole
 
 
 class Zero3(Stage):
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: optim.Optimizer,
-        group: Group,
-        config: ZeroConfig | None = None,
-        scaler: LossScaler | None = None,
-    ) -> None:
-        super().__init__(model, group, config or ZeroConfig())
-        group_of, params = trained(optimizer, model), list(model.parameters())
-        small = resident(params, self.config)  # whole on every rank, handled as ZeRO-2 does
-        large = [p for p in params if p not in small]
-        units_of = make_units(large, owners(model, leaves(model, self.config)), group_of, group)
-        kept = lay_out(model, group_of, group, self.config.reduce_bucket_size, small.__contains__)
-        share_start(model, kept, group, skip=set(large))
-        self.units = [u for units in units_of.values() for u in units]
-        self.buckets = [*kept, *(u for u in self.units if u.group_index >= 0)]
-        self.kept = kept
-        self.roll_call = RollCall(group, self.config.check_order)
-        self.fetch = Fetch(model, units_of, self.config, self.roll_call)
-        self.gradients = Gradients(self.buckets, self.reduce, group, self.config, self.names, in_order=False)
-        owned = {b: b.mine if isinstance(b, Unit) else b.shard(b.full) for b in self.buckets}  # [S]
-        self.update = Update(optimizer, owned, group, self.config, scaler)
+    reduces_always = True  # there is no memory in which a whole gradient could wait
+    in_order = False
 
-    def backward(self, loss: Tensor, sync: bool = True) -> None:
-        """As `Stage.backward`, but always reduces: there is no memory in which a whole gradient could wait."""
-        self.fetch.in_backward = True
-        super().backward(loss, sync=True)
-        self.fetch.end()
+    def lay_out(self, params: list[nn.Parameter]) -> list[Bucket]:
+        """Units, by the module that needs them; small parameters stay whole on every rank, as in ZeRO-2."""
+        small = resident(list(self.names), self.config)
+        large = [p for p in self.names if p not in small]
+        trained = {p: self.group_of[p] for p in params}
+        dtype = self.config.dtype
+        units_of = make_units(large, owners(self.model, leaves(self.model, self.config)), trained, self.group, dtype)
+        self.kept = lay_out(
+            [p for p in params if p in small], trained, self.group, self.config.reduce_bucket_size, dtype
+        )
+        share(self.model, {*large, *(p for b in self.kept for p in b.params)}, self.group, dtype)
+        self.units = [u for units in units_of.values() for u in units]
+        self.roll_call = RollCall(self.group, self.config.check_order)
+        self.fetch = Fetch(self.model, units_of, self.config, self.roll_call, self.passes.sign)
+        self.state_dicts = StateDicts(self.model)
+        self.handles += [self.fetch, self.state_dicts]
+        return [*self.kept, *(u for u in self.units if u.group_index >= 0)]
+
+    def owned(self, bucket: Bucket) -> Tensor:
+        """This rank's shard. -> [S]"""
+        return bucket.mine if isinstance(bucket, Unit) else bucket.shard(bucket.full)
 
     def reduce(self, bucket: Bucket, local: Tensor) -> tuple[Work, Tensor]:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; frees the parameters."""
@@ -68,15 +61,33 @@ class Zero3(Stage):
         """Only what stays whole: the units are gathered when a module needs them, see `Fetch.need`."""
         gather_all(self.kept, self.config.allgather_bucket_size)
 
-    def step(self) -> bool:
-        """Update this rank's shard."""
+    def end_backward(self, asked: bool) -> None:
+        super().end_backward(asked)
+        self.fetch.end()
+
+    def drop_backward(self) -> None:
+        super().drop_backward()
+        self.fetch.end()
+
+    def collect(self) -> dict[Bucket, Tensor]:
         self.roll_call("step").wait()
         self.fetch.end()
-        done = self.update.apply(self.gradients.finish())
-        self.gradients.clear()
-        if done:
-            self.gather()
-        return done
+        return super().collect()
+
+    def lay_out_more(self, params: list[nn.Parameter]) -> list[Bucket]:
+        """A unit of which anything is trained is reduced and updated as one."""
+        units = list(dict.fromkeys(u for p in params if (u := unit_of(p)) is not None))
+        for unit in units:
+            unit.group_index = next(self.group_of[p] for p in params if unit_of(p) is unit)
+        kept = super().lay_out_more([p for p in params if unit_of(p) is None])
+        self.kept += kept
+        return [*kept, *units]
+
+    def home(self, p: nn.Parameter) -> Bucket | None:
+        return super().home(p) or unit_of(p)
+
+    def weights(self, bucket: Bucket) -> Tensor:
+        return bucket.mine if isinstance(bucket, Unit) and bucket not in self.update.owned else super().weights(bucket)
 
     @property
     def gathering_modules(self) -> int:
@@ -91,12 +102,13 @@ class Zero3(Stage):
                     copies |= {p: p.detach().to("cpu", copy=True) for p in unit.params}
         if self.group.rank != 0:
             return None
+        self.state_dicts.paused = True  # nothing may be gathered by this rank alone
         state = self.model.state_dict(keep_vars=True)
+        self.state_dicts.paused = False
         return {name: copies[t] if t in copies else t.detach().cpu() for name, t in state.items()}
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        held = {p for u in self.units for p in u.params}
         return super().tensors() | {
-            "parameters": [u.mine for u in self.units] + [p.data for p in self.model.parameters() if p not in held],
+            "parameters": [u.mine for u in self.units] + [DATA.__get__(p) for p in self.names if unit_of(p) is None],
             "gathered": [u.full for u in self.units if not u.is_free],
         }

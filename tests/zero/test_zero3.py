@@ -281,9 +281,7 @@ def state_round_trip(stage_name: str) -> bool:
     model, stage = one(0)
     advance(model, stage, range(2))
     saved = copy.deepcopy(stage.state_dict())
-    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
     twin, resumed = one(0)
-    assert all(n in frozen for n, p in twin.named_parameters() if not p.requires_grad)
     resumed.load_state_dict(saved)
     advance(model, stage, range(2, 4))
     advance(twin, resumed, range(2, 4))

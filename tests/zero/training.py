@@ -125,6 +125,8 @@ def train(stage_name: str, job: Job) -> Outcome:
 def oracle(ranks: int, job: Job, ranks_first: bool = False) -> dict[str, Tensor]:
     """One process, plain torch: all micro-batches of all ranks, summed in rank order, divided by N once.
 
+    What no micro-batch uses has no gradient, so the optimizer leaves it alone.
+
     With accumulation the order of the sum is the stage's: each rank's own micro-batches first (DDP, ZeRO-1), or each
     micro-batch over ranks first (ZeRO-2, ZeRO-3).
     """
@@ -137,23 +139,22 @@ def oracle(ranks: int, job: Job, ranks_first: bool = False) -> dict[str, Tensor]
         order = [[a * ranks + r for r in range(ranks)] for a in rows]
         if not ranks_first:
             order = [[a * ranks + r for a in rows] for r in range(ranks)]
-        sums = []
+        sums: list[list[Tensor | None]] = []
         for inner in order:
             for micro in inner:
                 (model(tokens(step, micro)) / job.micro_batches).backward()
-            inner_sum = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
             # The mean over ranks is taken of each sum over ranks, so once a micro-batch when ranks come first.
-            sums.append([g / ranks for g in inner_sum] if ranks_first else inner_sum)
+            sums.append([p.grad if p.grad is None or not ranks_first else p.grad / ranks for p in params])
             optimizer.zero_grad()
         total = sums[0]
         for other in sums[1:]:
-            total = [t + o for t, o in zip(total, other, strict=True)]
+            total = [t if o is None else o if t is None else t + o for t, o in zip(total, other, strict=True)]
         if not ranks_first:
-            total = [t / ranks for t in total]
-        norm = torch.cat([t.flatten() for t in total]).double().norm().item()
+            total = [t if t is None else t / ranks for t in total]
+        norm = torch.cat([t.flatten() for t in total if t is not None]).double().norm().item()
         factor = min(1.0, job.clip / (norm + 1e-6)) if job.clip else 1.0
         for p, t in zip(params, total, strict=True):
-            p.grad = t * factor if factor != 1 else t
+            p.grad = t * factor if t is not None and factor != 1 else t
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict()

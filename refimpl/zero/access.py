@@ -1,0 +1,142 @@
+"""Single parameters by name: the fp32 weight, the gradient and the optimizer's state, whole or this rank's part.
+
+Everything that a stage keeps for a parameter lies in a flat buffer that its bucket describes, [P] on every rank or
+[S] on each: `part` is the view of it that is here, `whole` brings all parts together (a broadcast from each rank that
+has one), `put` writes it back. DeepSpeed: deepspeed/utils/tensor_fragment.py, `safe_get_full_fp32_param` and its kin.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from refimpl.zero.flat import Bucket
+from refimpl.zero.parameter import DATA
+
+if TYPE_CHECKING:
+    from refimpl.zero.grad_view import GradientView
+    from refimpl.zero.gradients import Gradients
+    from refimpl.zero.update import Update
+
+
+class ByName:
+    """A stage's parameters one by one, each given as itself or by its name. `full_...` are collectives."""
+
+    names: dict[nn.Parameter, str]
+    gradients: "Gradients"
+    view: "GradientView"
+    update: "Update"
+
+    def full_parameter(self, p: nn.Parameter | str) -> Tensor:
+        """The fp32 weight: the master, where there is one. -> p's shape, in memory of its own."""
+        p = self.parameter(p)
+        bucket = self.home(p)
+        return DATA.__get__(p).float().clone() if bucket is None else whole(bucket, self.weights(bucket), p)
+
+    def set_full_parameter(self, p: nn.Parameter | str, value: Tensor) -> None:
+        """Replace the fp32 weight, and what is rounded from it, by `value`: the same on every rank."""
+        p = self.parameter(p)
+        bucket = self.home(p)
+        for flat in [] if bucket is None else self.copies(bucket):
+            put(bucket, flat, p, value)  # type: ignore[arg-type]
+        if bucket is None:
+            DATA.__get__(p).copy_(value)
+
+    def full_gradient(self, p: nn.Parameter | str) -> Tensor | None:
+        """The gradient since the last step, the mean over ranks, fp32; None if there is none."""
+        p = self.parameter(p)
+        bucket = self.gradients.bucket_of.get(p)
+        total = None if bucket is None else self.gradients.total.get(bucket)
+        return None if bucket is None or total is None else whole(bucket, total, p)
+
+    def set_full_gradient(self, p: nn.Parameter | str, value: Tensor) -> None:
+        """Replace the gradient since the last step by `value`: the same on every rank."""
+        p = self.parameter(p)
+        self.view.write(p, value)
+
+    def full_state(self, p: nn.Parameter | str, key: str) -> Tensor | None:
+        """The optimizer's state `key` of p ("exp_avg"), fp32, in p's shape; None if it has none yet."""
+        p = self.parameter(p)
+        part = self.local_state(p, key)
+        if part is None or part.numel() == 1 != p.numel():
+            return part
+        bucket = self.gradients.bucket_of[p]
+        return whole(bucket, self.spread(bucket, p, part), p)
+
+    def set_full_state(self, p: nn.Parameter | str, key: str, value: Tensor) -> None:
+        """Replace the optimizer's state `key` of p by `value`. KeyError before the first step has made it."""
+        p = self.parameter(p)
+        part = self.local_state(p, key)
+        if part is None:
+            raise KeyError(f"the optimizer has no state {key!r} of {self.names[p]} yet: take a step first")
+        with torch.no_grad():
+            part.copy_(self.gradients.bucket_of[p].cut(value, p, part.numel()))
+
+    def local_parameter(self, p: nn.Parameter | str) -> Tensor:
+        """This rank's part of the fp32 weight: a flat view, to be changed with `copy_` and its like."""
+        p = self.parameter(p)
+        bucket = self.home(p)
+        return DATA.__get__(p).view(-1) if bucket is None else bucket.part(self.weights(bucket), p)
+
+    def local_gradient(self, p: nn.Parameter | str) -> Tensor:
+        """This rank's part of the mean gradient: a flat view. RuntimeError if there is none."""
+        return self.view.mine(self.parameter(p))
+
+    def local_state(self, p: nn.Parameter | str, key: str) -> Tensor | None:
+        """This rank's part of the optimizer's state `key`: a flat view; None if it has none yet."""
+        p = self.parameter(p)
+        bucket = self.gradients.bucket_of.get(p)
+        return None if bucket is None else self.update.slices.state_part(bucket, p, key)
+
+    def parameter(self, p: nn.Parameter | str) -> nn.Parameter:
+        """The parameter of this name. KeyError for one that is not the model's."""
+        for known, name in self.names.items():
+            if name == p if isinstance(p, str) else known is p:
+                return known
+        raise KeyError(f"{p if isinstance(p, str) else tuple(p.shape)}: not a parameter of the stage's model")
+
+    def home(self, p: nn.Parameter) -> Bucket | None:
+        """The buffer that p lies in, if any."""
+        return self.gradients.bucket_of.get(p)
+
+    def weights(self, bucket: Bucket) -> Tensor:
+        """The most exact weights of a bucket: fp32 masters ([P] or [S]) or the owned slice."""
+        return self.update.masters.get(bucket, self.update.owned[bucket])
+
+    def copies(self, bucket: Bucket) -> list[Tensor]:
+        """Every buffer here that holds the weights of a bucket."""
+        held = [self.weights(bucket), self.update.owned[bucket], bucket.full]
+        return [flat for flat in held if flat.untyped_storage().nbytes()]
+
+    def spread(self, bucket: Bucket, p: nn.Parameter, part: Tensor) -> Tensor:
+        """A buffer as long as the bucket's owned slice with `part` in p's place."""
+        flat = torch.zeros_like(self.weights(bucket), dtype=torch.float32)
+        bucket.part(flat, p).copy_(part)
+        return flat
+
+
+@torch.no_grad()
+def whole(bucket: Bucket, flat: Tensor, p: nn.Parameter) -> Tensor:
+    """p's piece of flat ([P], or [S] on each rank), fp32, in p's shape and in memory of its own. A collective."""
+    if flat.numel() == bucket.padded:
+        return bucket.piece(flat, p).to(torch.float32, copy=True)
+    result = torch.empty(p.numel(), dtype=torch.float32, device=flat.device)
+    at = 0
+    for rank in range(bucket.group.size):
+        start, end = bucket.span(p, rank)
+        if start < end:
+            here = result[at : at + end - start]
+            if rank == bucket.group.rank:
+                here.copy_(flat[start:end])
+            bucket.group.broadcast(here, rank, tag="full parameter")
+            at += end - start
+    return result.view(p.shape)
+
+
+@torch.no_grad()
+def put(bucket: Bucket, flat: Tensor, p: nn.Parameter, value: Tensor) -> None:
+    """Write `value`, in p's shape, to what flat holds of p here."""
+    if value.shape != p.shape:
+        raise ValueError(f"a value of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}")
+    mine = bucket.part(flat, p)
+    mine.copy_(bucket.cut(value, p, mine.numel()))

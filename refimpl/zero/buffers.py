@@ -1,0 +1,39 @@
+"""Buffers that training changes, such as BatchNorm's running means: rank 0's on every rank, before each forward.
+
+Each rank sees its own samples, so the ranks' running means drift apart, and with them what evaluation says. Only
+floating-point buffers that are saved with the model travel, all of one dtype in one message; positions and masks
+(`persistent=False`) never change. SyncBatchNorm makes them equal by itself. As torch's DDP with `broadcast_buffers`;
+DeepSpeed lets them drift.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from refimpl.comm.group import Group
+
+
+class Buffers:
+    """`share()` before a training forward."""
+
+    def __init__(self, model: nn.Module, group: Group, enabled: bool) -> None:
+        self.group = group
+        saved = [
+            buffer
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set
+        ]
+        self.shared = saved if enabled and group.size > 1 else []
+
+    @torch.no_grad()
+    def share(self, training: bool) -> None:
+        """Rank 0's buffers to every rank; nothing unless `training`: in evaluation a rank may run forward alone."""
+        if not training:
+            return
+        for dtype in dict.fromkeys(b.dtype for b in self.shared):
+            same: list[Tensor] = [b for b in self.shared if b.dtype == dtype]
+            flat = torch.cat([b.flatten() for b in same])
+            self.group.broadcast(flat, tag="buffers")
+            if self.group.rank != 0:
+                for buffer, new in zip(same, flat.split([b.numel() for b in same]), strict=True):  # type: ignore[no-untyped-call]
+                    buffer.copy_(new.view(buffer.shape))

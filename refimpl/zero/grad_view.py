@@ -1,0 +1,134 @@
+"""What `p.grad` shows and takes under a stage: the mean over ranks, where it is whole or as the 1/N that is here.
+
+Under DDP it is a view of the bucket, so every loop over `p.grad` works as in plain torch. From ZeRO-1 on a rank has
+1/N of the mean: `p.grad` is then a `GradientShard`, of p's shape, that answers what torch's clipping and the usual
+logging ask: its norm is the whole gradient's (one all-reduce for all parameters, kept until a gradient changes, so
+every rank must ask), and factors and bounds are applied to the part that is here. Anything else is an error that names
+the remedy. FSDP2 does the same with DTensor: torch/distributed/tensor/_ops/_math_ops.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from refimpl.zero.flat import Bucket
+from refimpl.zero.gradients import Gradients
+
+aten = torch.ops.aten
+ELEMENTWISE = {
+    aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.clamp_.default, aten.clamp_.Tensor,
+    aten.clamp_min_.default, aten.clamp_max_.default, aten.zero_.default, aten.nan_to_num_.default,
+}  # fmt: skip
+
+
+class GradientView:
+    """Reads and writes single gradients in `gradients`."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self.gradients = gradients
+        self._norms: dict[float, dict[nn.Parameter, Tensor]] = {}
+        self._of: dict[Bucket, int] = {}  # version of each total that the norms are of
+
+    @torch.no_grad()
+    def read(self, p: nn.Parameter) -> Tensor | None:
+        """The gradient of p since the last step: the mean over ranks, or this rank's own if it is not reduced yet.
+
+        A view in p's shape, or a `GradientShard`; None when there is none.
+        """
+        grads = self.gradients
+        bucket, name = grads.bucket_of[p], grads.names[p]
+        total, local = grads.total.get(bucket), grads.waiting(p)
+        if local is not None and total is not None:
+            raise RuntimeError(
+                f"the gradient of {name} is in two parts, one reduced and one of this rank's own: read it when the "
+                "backward of the last micro-batch has reduced it"
+            )
+        if total is None:
+            return local
+        whole = total.numel() == bucket.padded
+        if p not in grads.used and not (whole and bucket.piece(total, p).any()):
+            return None
+        return bucket.piece(total, p) if whole else GradientShard(p, self.mine(p), self, name)
+
+    def mine(self, p: nn.Parameter) -> Tensor:
+        """The part of p's reduced gradient that this rank has, flat; RuntimeError if there is none."""
+        bucket = self.gradients.bucket_of[p]
+        total = self.gradients.total.get(bucket)
+        if total is None:
+            raise RuntimeError(f"{self.gradients.names[p]} has no reduced gradient: read it between backward and step")
+        return bucket.part(total, p)
+
+    @torch.no_grad()
+    def write(self, p: nn.Parameter, value: Tensor | None) -> None:
+        """Replace the gradient of p: the mean over ranks, or this rank's own if none is reduced. None drops it."""
+        grads = self.gradients
+        if value is None:
+            grads.discard(p)
+        elif grads.bucket_of[p] not in grads.total:
+            grads.discard(p)
+            grads.add(p, value)
+        elif not isinstance(value, GradientShard):
+            grads.used.add(p)
+            mine = self.mine(p)
+            mine.copy_(grads.bucket_of[p].cut(value, p, mine.numel()))
+
+    def norm(self, p: nn.Parameter, order: float) -> Tensor:
+        """The norm of p's whole gradient, fp32. A collective: all parameters' norms are found at once."""
+        versions = {bucket: total._version for bucket, total in self.gradients.total.items()}
+        if versions != self._of:
+            self._of, self._norms = versions, {}
+        if order not in self._norms:
+            self._norms[order] = self._all_norms(order)
+        return self._norms[order][p].clone()
+
+    def _all_norms(self, order: float) -> dict[nn.Parameter, Tensor]:
+        params = [p for p, bucket in self.gradients.bucket_of.items() if bucket in self.gradients.total]
+        most = order == float("inf")
+        mine = [self.mine(p).double() for p in params]
+        powers = torch.stack(
+            [(m.abs().max() if m.numel() else m.new_zeros(())) if most else m.abs().pow(order).sum() for m in mine]
+        )
+        self.gradients.group.all_reduce(powers, "max" if most else "sum", tag="norm")
+        norms = (powers if most else powers.pow(1 / order)).float()
+        return dict(zip(params, norms.unbind(), strict=True))
+
+
+class GradientShard(Tensor):
+    """A gradient of the parameter's shape of which this rank has `part`, flat [0..numel]."""
+
+    part: Tensor
+    label: str
+    of: Callable[[float], Tensor]  # its norm
+
+    @staticmethod
+    def __new__(cls, p: nn.Parameter, part: Tensor, view: GradientView, name: str) -> "GradientShard":
+        self: GradientShard = Tensor._make_wrapper_subclass(cls, p.shape, dtype=part.dtype, device=part.device)
+        self.part, self.label, self.of = part, name, lambda order: view.norm(p, order)
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"GradientShard({self.label}, {self.part.numel()} of {self.numel()} elements here)"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        grad, *rest = args
+        if isinstance(grad, GradientShard) and not any(isinstance(a, GradientShard) for a in rest):
+            if func is aten.linalg_vector_norm.default and not rest[1:]:
+                return grad.of(float(rest[0]) if rest else 2.0)
+            if func in ELEMENTWISE:
+                func(grad.part, *rest, **(kwargs or {}))
+                return grad
+            if func in (aten.detach.default, aten.alias.default):
+                return grad
+        shard = next(a for a in args if isinstance(a, GradientShard)) if not isinstance(grad, list | tuple) else grad[0]
+        raise NotImplementedError(
+            f"{func} on the gradient of {shard.label}: this rank has 1/N of it. stage.clip_grad_norm_(limit) clips, "
+            f"stage.full_gradient({shard.label!r}) brings it all, stage.local_gradient({shard.label!r}) this part"
+        )

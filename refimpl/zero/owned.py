@@ -1,0 +1,62 @@
+"""A torch optimizer that a stage has taken over: what a training loop calls on it, the stage does.
+
+The object stays the caller's, so schedules, Trainers and `isinstance` go on working; its class becomes a subclass of
+what it was. `step` is the stage's step, a closure included; `zero_grad` drops what the stage has not applied;
+`add_param_group` makes the stage train more of the model. Its parameters are this rank's slices (see `Slices`).
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import optim
+
+if TYPE_CHECKING:
+    from refimpl.zero.stage import Stage
+
+
+class Owned(optim.Optimizer):
+    """Mixed in before the optimizer's own class."""
+
+    stage: "Stage"
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As torch: nothing without a gradient; returns what the closure does."""
+        return self.stage.optimizer_step(closure)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a torch schedule need not wrap it
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.stage.zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.stage.add_param_group(param_group)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch.amp.GradScaler asks before it steps."""
+        raise RuntimeError(
+            f"torch.amp.GradScaler looks for overflow on this rank alone, and {type(self.stage).__name__} shards: "
+            "ranks would skip different steps. Leave it out (GradScaler(enabled=False)) and give the stage a scaler: "
+            f"{type(self.stage).__name__}(model, optimizer, scaler=DynamicLossScaler()), with stage.backward(loss) or "
+            "stage.scale(loss).backward()"
+        )
+
+
+def take_over(optimizer: optim.Optimizer, stage: "Stage") -> None:
+    """From now on `optimizer` is the stage's. ValueError if it is another's already."""
+    kind = type(optimizer)
+    if isinstance(optimizer, Owned):
+        raise ValueError(
+            f"this {kind.__name__} belongs to {type(optimizer.stage).__name__} already: make an optimizer for each "
+            "stage, or put the models in one nn.ModuleList under one stage"
+        )
+    vars(optimizer).pop("step", None)  # a schedule that was made before wrapped it
+    optimizer.__class__ = type(kind.__name__, (Owned, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    optimizer.stage = stage  # type: ignore[attr-defined]
+
+
+def let_go(optimizer: optim.Optimizer) -> None:
+    """The optimizer is an ordinary one again."""
+    if isinstance(optimizer, Owned):
+        del optimizer.stage
+        optimizer.__class__ = type(optimizer).__mro__[2]

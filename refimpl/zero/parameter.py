@@ -1,0 +1,183 @@
+"""A parameter that a stage looks after: it stays a plain parameter to use, and what would go wrong unseen does not.
+
+    Managed   p.grad      shows the gradient where the stage keeps it; p.grad = None drops it there
+              p.data = t  copies t into the stage's memory; another dtype, shape or device is refused
+              p.requires_grad_(True)   asks the stage to train it from now on
+    Freed     (ZeRO-3) as Managed, and has no values now: whoever computes with it gathers it first, or is told to
+
+An ordinary `nn.Parameter` becomes one by its `__class__` and is one again when the stage lets go. A copy (deepcopy,
+pickle) is an ordinary parameter with the whole values. DeepSpeed hangs the same on `param.ds_*` attributes
+(deepspeed/runtime/zero/partition_parameters.py) and lets `p.grad` be None.
+"""
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from refimpl.zero.stage import Stage
+
+_TENSOR: Any = Tensor  # its descriptors are how a subclass reaches what it overrides
+DATA, GRAD, REQUIRES_GRAD = _TENSOR.data, _TENSOR.grad, _TENSOR.requires_grad
+
+
+class Managed(nn.Parameter):
+    """A parameter of a stage. `stage` is set by `Stage`; without one it behaves as any other."""
+
+    stage: "Stage | None" = None
+
+    @property
+    def grad(self) -> Tensor | None:
+        """What the stage holds for this parameter: see `Stage.read_gradient`."""
+        return raw_grad(self) if self.stage is None else self.stage.read_gradient(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self.stage is None:
+            GRAD.__set__(self, value)
+        else:
+            self.stage.write_gradient(self, value)
+
+    @property
+    def data(self) -> Tensor:
+        return DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value is self:
+            return
+        mine = DATA.__get__(self)
+        if (value.dtype, value.device, value.shape) != (mine.dtype, mine.device, mine.shape):
+            name = self.stage.name_of(self) if self.stage else "?"
+            raise RuntimeError(
+                f"parameter {name}: it lies in a buffer of {type(self.stage).__name__} as {mine.dtype} on "
+                f"{mine.device}, shape {tuple(mine.shape)}, and cannot become {value.dtype} on {value.device}, shape "
+                f"{tuple(value.shape)}. Move or cast the model before the stage is built"
+            )
+        if value.data_ptr() != mine.data_ptr():
+            mine.copy_(value)
+
+    @property
+    def requires_grad(self) -> bool:
+        return REQUIRES_GRAD.__get__(self)  # type: ignore[no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        REQUIRES_GRAD.__set__(self, value)
+        if value and self.stage is not None:
+            self.stage.unfrozen(self)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "Managed":
+        self.requires_grad = requires_grad
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.whole_copy(), self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(self.whole_copy(), self.requires_grad)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def whole_copy(self) -> Tensor:
+        """The parameter's values in memory of their own. For a sharded one a collective."""
+        return DATA.__get__(self).clone()  # type: ignore[no-any-return]
+
+
+class Holder(Protocol):
+    """Who knows how a freed parameter can be had: a unit of ZeRO-3."""
+
+    def wanted(self, p: nn.Parameter, what: str) -> None:
+        """Make p whole because `what` is about to compute with it, or raise."""
+
+    def copy_of(self, p: nn.Parameter) -> Tensor:
+        """p's values, whole, in memory of their own. A collective."""
+
+
+class Freed(Managed):
+    """A sharded parameter between two uses: it has a shape, and no values."""
+
+    zero_unit: Holder
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in CONVERSIONS and args[0] is func(*args, **(kwargs or {})):
+                return args[0]  # to where and what it is already
+            if func not in HARMLESS:
+                for p in tree_leaves((args, kwargs)):
+                    if isinstance(p, Freed):
+                        p.zero_unit.wanted(p, getattr(func, "__name__", str(func)))
+            return func(*args, **(kwargs or {}))
+
+    def whole_copy(self) -> Tensor:
+        return self.zero_unit.copy_of(self)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Parameter(sharded, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+# What may be asked of a parameter that has no values.
+HARMLESS = {
+    *(getattr(_TENSOR, name).__get__ for name in (
+        "shape", "dtype", "device", "ndim", "layout", "grad", "grad_fn", "requires_grad", "is_leaf", "is_cuda",
+        "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "_version", "names",
+        "is_mps", "is_xpu", "is_mkldnn", "output_nr", "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad",
+    ) if hasattr(_TENSOR, name)),
+    *(getattr(_TENSOR, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks")),
+    *(getattr(_TENSOR, name) for name in (
+        "size", "numel", "nelement", "dim", "ndimension", "stride", "is_contiguous", "element_size",
+        "is_floating_point", "is_complex", "is_signed", "register_hook", "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "get_device", "untyped_storage", "__len__", "__repr__", "__hash__",
+    )),
+    torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type,
+}  # fmt: skip
+CONVERSIONS = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
+
+
+def stage_of(p: nn.Parameter) -> "Stage | None":
+    """The stage that looks after p, if any."""
+    return getattr(p, "stage", None) if isinstance(p, Managed) else None
+
+
+def raw_grad(p: nn.Parameter) -> Tensor | None:
+    """The gradient that autograd has put there."""
+    return GRAD.__get__(p)  # type: ignore[no-any-return]
+
+
+def clear_raw_grad(p: nn.Parameter) -> None:
+    GRAD.__set__(p, None)
+
+
+def place(p: nn.Parameter, memory: Tensor, kind: type[nn.Parameter]) -> None:
+    """Let p be of class `kind` and live in `memory`."""
+    p.__class__ = Managed
+    DATA.__set__(p, memory)
+    p.__class__ = kind
+
+
+class Hook:
+    """A module's hook that stays behind when the module is copied or pickled: the copy is a plain module."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return (no_hook, ())
+
+
+def no_hook() -> Any:
+    return _nothing
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """What is left of a hook in a copy."""

@@ -1,0 +1,63 @@
+"""`state_dict()` and `load_state_dict()` of a sharded model, one module at a time: whole weights go out and come in.
+
+Both are collectives: every rank calls them, and `state_dict` gives every rank its own whole copy. A rank that needs
+none calls `stage.full_state_dict()`, which keeps rank 0's alone. One unit is gathered at a time for saving, for loading
+those of a module and the ones around it. DeepSpeed writes empty tensors here and asks for `zero_to_fp32` instead.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from refimpl.zero.parameter import Hook
+from refimpl.zero.unit import unit_of, whole
+
+
+class StateDicts:
+    """Hooks on every module of `model` that has sharded parameters of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.handles: list[Any] = []
+        self.paused = False
+        self._loading: dict[nn.Module, whole] = {}
+        for module in model.modules():
+            if any(unit_of(p) for p in module.parameters(recurse=False)):
+                self.handles += [
+                    module.register_state_dict_pre_hook(Hook(self.before_save)),  # type: ignore[no-untyped-call]
+                    module.register_state_dict_post_hook(Hook(self.after_save)),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(Hook(self.before_load)),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_post_hook(Hook(self.after_load)),  # type: ignore[no-untyped-call]
+                ]
+
+    def before_save(self, module: nn.Module, *_: Any) -> None:
+        for p in module.parameters(recurse=False):
+            if (unit := unit_of(p)) is not None:
+                unit.is_placeholder = True
+
+    @torch.no_grad()
+    def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Put whole copies where the placeholders stand."""
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            unit = unit_of(p)
+            if unit is None:
+                continue
+            unit.is_placeholder = False
+            if not self.paused and state.get(prefix + name) is not p:  # keep_vars asks for the parameter itself
+                state[prefix + name] = unit.copy_of(p)
+
+    def before_load(self, module: nn.Module, *_: Any) -> None:
+        self._loading[module] = whole(module.parameters(recurse=False))
+        self._loading[module].__enter__()
+
+    @torch.no_grad()
+    def after_load(self, module: nn.Module, *_: Any) -> None:
+        """Every rank has loaded the same: each keeps its shard."""
+        gathered = self._loading.pop(module)
+        for unit in gathered.units:
+            unit.mine.copy_(unit.shard(unit.full))
+        gathered.__exit__()
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()

@@ -1,0 +1,181 @@
+"""The optimizer's parameters: slices of this rank's fp32 memory, as few and as long as the truth allows.
+
+One slice a bucket is enough while all of its parameters have the same history, and one long slice is updated faster
+than many short ones. When a parameter stays without a gradient on every rank, torch leaves it alone, and its moments
+and count of steps fall behind its neighbours': its slice is then cut at its borders, once and for good. The pieces are
+views of the same memory, so nothing moves.
+
+An optimizer that is not element-wise (LBFGS, Muon, Adafactor) needs whole parameters: where every rank has them all
+(DDP) it gets one slice a parameter, in the parameter's shape.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn, optim
+
+from refimpl.zero.flat import Bucket
+
+ELEMENTWISE = (
+    optim.AdamW, optim.Adam, optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam,
+    optim.RAdam, optim.ASGD, optim.Rprop,
+)  # fmt: skip
+
+
+@dataclass
+class Slice:
+    """Elements start to end of a bucket's owned memory; `param` is a view of them that the optimizer knows."""
+
+    start: int
+    end: int
+    param: nn.Parameter
+
+
+class Slices:
+    """Keeps `optimizer` pointed at slices of the buckets' masters, and its state with them."""
+
+    def __init__(self, optimizer: optim.Optimizer | None, allow_untested: bool = False) -> None:
+        """ValueError if the optimizer has already taken steps. None: nothing to update."""
+        self.optimizer = optimizer
+        self.kind: Any = type(optimizer)  # what its class was before a stage took it over
+        self.of: dict[Bucket, list[Slice]] = {}
+        self._masters: dict[Bucket, Tensor] = {}
+        if optimizer is None:
+            return
+        self.elementwise = is_elementwise(self.kind) or allow_untested
+        if any(float(s.get("step", s.get("n_iter", 0))) > 0 for s in optimizer.state.values()):
+            raise ValueError(
+                f"{self.kind.__name__} has already taken steps: build the stage first, then load its state"
+            )
+        self._born_with_state = bool(optimizer.state)
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            group["params"].clear()  # in place: LBFGS holds on to the list
+
+    def add(self, masters: dict[Bucket, Tensor]) -> None:
+        """Slices for these buckets, in the optimizer's groups that the buckets name.
+
+        TypeError if sharding these parameters would change what the optimizer computes.
+        """
+        fresh: dict[int, list[nn.Parameter]] = {}
+        for bucket, master in masters.items():
+            self._masters[bucket] = master
+            self.of[bucket] = self._first(bucket, master)
+            fresh.setdefault(bucket.group_index, []).extend(s.param for s in self.of[bucket])
+        assert self.optimizer is not None or not masters
+        for index, params in fresh.items():
+            self._enlist(index, params)
+
+    def _first(self, bucket: Bucket, master: Tensor) -> list[Slice]:
+        if self.elementwise:
+            return [Slice(0, master.numel(), nn.Parameter(master, requires_grad=False))]
+        if master.numel() != bucket.padded:
+            raise TypeError(
+                f"{self.kind.__name__} is not known to be element-wise: on a shard it would compute something else. "
+                f"Known: {', '.join(k.__name__ for k in ELEMENTWISE)}, Lion. Use DDP (stage 0), or, if every element's "
+                "update depends on that element alone, set allow_untested_optimizer=True "
+                "(zero_allow_untested_optimizer), or `elementwise = True` on its class"
+            )
+        return [
+            Slice(at, at + p.numel(), nn.Parameter(bucket.piece(master, p), requires_grad=False))
+            for p, at in bucket.offset.items()
+        ]
+
+    def _enlist(self, index: int, params: list[nn.Parameter]) -> None:
+        """Add params to the optimizer's group. Where state is made by the constructor (Adagrad), a new one makes it."""
+        assert self.optimizer is not None
+        group = self.optimizer.param_groups[index]
+        group["params"] += params
+        if self._born_with_state:
+            accepted = inspect.signature(self.kind.__init__).parameters
+            given = {k: v for k, v in self.optimizer.defaults.items() if k in accepted}
+            self.optimizer.state.update(self.kind([{**group, "params": params}], **given).state)
+
+    def hand_out(self, bucket: Bucket, grad: Tensor, left_alone: set[nn.Parameter]) -> None:
+        """grad, as long as the bucket's master, to its slices; those of parameters to leave alone get none."""
+        spans = [self._span(bucket, p) for p in bucket.params if p in left_alone]
+        for start, end in spans:
+            self._cut(bucket, start)
+            self._cut(bucket, end)
+        for s in self.of[bucket]:
+            alone = any(start <= s.start < s.end <= end for start, end in spans)
+            s.param.grad = None if alone else grad[s.start : s.end].view(s.param.shape)
+
+    def _span(self, bucket: Bucket, p: nn.Parameter) -> tuple[int, int]:
+        """Where p lies in the bucket's master."""
+        if self._masters[bucket].numel() == bucket.padded:
+            return bucket.offset[p], bucket.offset[p] + p.numel()
+        return bucket.span(p)
+
+    def _cut(self, bucket: Bucket, at: int) -> None:
+        """Cut the slice that has `at` inside, with its state, in two."""
+        slices, optimizer = self.of[bucket], self.optimizer
+        assert optimizer is not None
+        i = next((i for i, s in enumerate(slices) if s.start < at < s.end), None)
+        if i is None:
+            return
+        old, master = slices[i], self._masters[bucket]
+        pieces = [Slice(a, b, nn.Parameter(master[a:b], requires_grad=False)) for a, b in
+                  ((old.start, at), (at, old.end))]  # fmt: skip
+        state = optimizer.state.pop(old.param, {})
+        for new in pieces:
+            inside = slice(new.start - old.start, new.end - old.start)
+            if state:
+                optimizer.state[new.param] = {
+                    key: (value[inside] if value.shape == old.param.shape else value.clone())
+                    if isinstance(value, Tensor) else value
+                    for key, value in state.items()
+                }  # fmt: skip
+        slices[i : i + 1] = pieces
+        params = optimizer.param_groups[bucket.group_index]["params"]
+        j = next(j for j, p in enumerate(params) if p is old.param)
+        params[j : j + 1] = [new.param for new in pieces]
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """The optimizer's own step, not the stage's."""
+        assert self.optimizer is not None
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a torch schedule looks for
+        return self.kind.step(self.optimizer, closure) if closure else self.kind.step(self.optimizer)
+
+    def release_gradients(self) -> None:
+        for slices in self.of.values():
+            for s in slices:
+                s.param.grad = None
+
+    def state_part(self, bucket: Bucket, p: nn.Parameter, key: str) -> Tensor | None:
+        """This rank's part of p's state `key`, flat; None if the optimizer has none (yet)."""
+        start, end = self._span(bucket, p)
+        for s in self.of.get(bucket, []):
+            value = self.optimizer.state.get(s.param, {}).get(key) if self.optimizer else None
+            if s.start <= start and end <= s.end and isinstance(value, Tensor):
+                return value.view(-1)[start - s.start : end - s.start] if value.shape == s.param.shape else value
+        return None
+
+    def state(self) -> list[Tensor]:
+        """The optimizer's own tensors."""
+        if self.optimizer is None:
+            return []
+        return [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, and where its slices are cut."""
+        if self.optimizer is None:
+            return {}
+        cuts = [[s.start for s in slices[1:]] for slices in self.of.values()]
+        return {"cuts": cuts, **optim.Optimizer.state_dict(self.optimizer)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`, over the same buckets."""
+        if self.optimizer is None:
+            return
+        for bucket, cuts in zip(self.of, state["cuts"], strict=True):
+            for at in cuts:
+                self._cut(bucket, at)
+        self.kind.load_state_dict(self.optimizer, {k: v for k, v in state.items() if k != "cuts"})
+
+
+def is_elementwise(kind: type) -> bool:
+    """Whether every element's update depends on that element alone."""
+    return kind in ELEMENTWISE or bool(getattr(kind, "elementwise", False))
