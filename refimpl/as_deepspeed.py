@@ -57,10 +57,13 @@ class Finder(MetaPathFinder):
             raise ModuleNotFoundError(
                 f"{fullname}: not implemented yet; this `deepspeed` is refimpl ({ours} does not exist)", name=fullname
             )
-        return ModuleSpec(fullname, Alias(ours), origin=found.origin, is_package=found.submodule_search_locations is not None)
+        return ModuleSpec(
+            fullname, Alias(ours), origin=found.origin, is_package=found.submodule_search_locations is not None
+        )
 
     def find_distributions(
-        self, context: importlib.metadata.DistributionFinder.Context = importlib.metadata.DistributionFinder.Context()  # noqa: B008
+        self,
+        context: importlib.metadata.DistributionFinder.Context = importlib.metadata.DistributionFinder.Context(),  # noqa: B008
     ) -> Iterable[importlib.metadata.Distribution]:
         """What `importlib.metadata.version("deepspeed")` reads."""
         return [Installed()] if context.name in (None, "deepspeed") else []
@@ -85,7 +88,9 @@ class Installed(importlib.metadata.Distribution):
     """The metadata of a package that is not on disk."""
 
     def read_text(self, filename: str) -> str | None:
-        metadata = f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\nSummary: refimpl in DeepSpeed's place\n"
+        metadata = (
+            f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\nSummary: refimpl in DeepSpeed's place\n"
+        )
         return {"METADATA": metadata, "top_level.txt": "deepspeed\n"}.get(filename)
 
     def locate_file(self, path: object) -> Path:

@@ -25,7 +25,11 @@ class DeepSpeedAccelerator:
 
     def _here(self) -> torch.device:
         if "REFIMPL_DEVICE" not in os.environ and under_torchrun():  # not joined yet
-            return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if self.device_count() else torch.device("cpu")
+            return (
+                torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+                if self.device_count()
+                else torch.device("cpu")
+            )
         return torch.device(os.environ.get("REFIMPL_DEVICE", "cpu"))
 
     @property
@@ -91,7 +95,7 @@ class DeepSpeedAccelerator:
 
     def Stream(self, *args: Any, **kwargs: Any) -> Any:
         """A CUDA stream; None on a CPU."""
-        return torch.cuda.Stream(*args, **kwargs) if self._cuda else None
+        return torch.cuda.Stream(*args, **kwargs) if self._cuda else None  # type: ignore[no-untyped-call]
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Compute in `stream` inside the block."""
@@ -106,12 +110,12 @@ class DeepSpeedAccelerator:
     def range_push(self, msg: str) -> None:
         """Open a range in NVIDIA's profiler."""
         if self._cuda:
-            torch.cuda.nvtx.range_push(msg)
+            torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
 
     def range_pop(self) -> None:
         """Close it."""
         if self._cuda:
-            torch.cuda.nvtx.range_pop()
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     # Random numbers.
 
@@ -149,7 +153,9 @@ class DeepSpeedAccelerator:
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Held by tensors now; on a CPU, by the process."""
-        return torch.cuda.memory_allocated(self._index(device_index)) if self._cuda else psutil.Process().memory_info().rss
+        return (
+            torch.cuda.memory_allocated(self._index(device_index)) if self._cuda else psutil.Process().memory_info().rss
+        )
 
     memory_reserved = memory_cached = memory_allocated
 

@@ -117,7 +117,10 @@ def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
 
 
 def all_to_all(
-    output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: ProcessGroup | None = None, async_op: bool = False
+    output_tensor_list: list[Tensor],
+    input_tensor_list: list[Tensor],
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Any:
     """Tensor i of every rank to rank i, as torch's."""
     return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)

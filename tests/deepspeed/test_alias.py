@@ -47,7 +47,9 @@ def installed(tmp_path: Path) -> Path:
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").write_text("real = True\n")
     (tmp_path / "deepspeed-9.0.dist-info").mkdir()
-    (tmp_path / "deepspeed-9.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 9.0\n")
+    (tmp_path / "deepspeed-9.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: deepspeed\nVersion: 9.0\n"
+    )
     return tmp_path
 
 
@@ -69,7 +71,9 @@ def test_an_installed_deepspeed_wins_unless_forced(installed: Path) -> None:
 def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("import deepspeed\nname = deepspeed.__name__\n")
     script = "import sys, beside; print(__name__, beside.name, sys.argv[1:], sys.path[0])"
-    assert run_script(script, tmp_path, "--x", "1", alias=True) == f"__main__ refimpl.deepspeed ['--x', '1'] {tmp_path}\n"
+    assert (
+        run_script(script, tmp_path, "--x", "1", alias=True) == f"__main__ refimpl.deepspeed ['--x', '1'] {tmp_path}\n"
+    )
     said = run_python("-m", "refimpl.as_deepspeed", "-m", "script", "2", path=(tmp_path,))
     assert said.startswith("__main__ refimpl.deepspeed ['2']")
     assert "usage" in run_python("-m", "refimpl.as_deepspeed", expect=1)

@@ -146,9 +146,10 @@ def test_a_rank_that_is_not_joined_yet_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 def test_ranks_that_name_a_meeting_point_themselves(tmp_path: object) -> None:
     code = (
-        "import sys, threading, subprocess, torch, deepspeed.comm as dist\n"
+        "import sys, subprocess, torch, deepspeed.comm as dist\n"
         "rank = int(sys.argv[2])\n"
-        "other = None if rank else subprocess.Popen([sys.executable, '-m', 'refimpl.as_deepspeed', *sys.argv[:2], '1'])\n"
+        "more = [sys.executable, '-m', 'refimpl.as_deepspeed', *sys.argv[:2], '1']\n"
+        "other = None if rank else subprocess.Popen(more)\n"
         "dist.init_distributed(init_method=sys.argv[1], rank=rank, world_size=2)\n"
         "x = torch.ones(1)\n"
         "dist.all_reduce(x)\n"

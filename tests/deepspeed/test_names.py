@@ -42,7 +42,10 @@ def test_an_optimizer_steps_as_the_one_it_stands_for(kind: type) -> None:
 @pytest.mark.parametrize(("kind", "switch"), [(FusedAdam, "adam_w_mode"), (DeepSpeedCPUAdam, "adamw_mode")])
 def test_adam_without_decoupled_decay_is_torchs_adam(kind: type, switch: str) -> None:
     p, q = (nn.Parameter(torch.ones(64)) for _ in range(2))
-    mine, theirs = kind([p], lr=0.1, weight_decay=0.5, **{switch: False}), torch.optim.Adam([q], lr=0.1, weight_decay=0.5)
+    mine, theirs = (
+        kind([p], lr=0.1, weight_decay=0.5, **{switch: False}),
+        torch.optim.Adam([q], lr=0.1, weight_decay=0.5),
+    )
     p.grad = q.grad = torch.ones(64)
     mine.step()
     theirs.step()

@@ -27,6 +27,11 @@ def answers() -> None:
     whole = nn.Linear(2, 2).weight
     assert not hasattr(whole, "ds_id")
     weight = model[0].weight
+    state = model.state_dict()  # a collective; whole on every rank
+    assert (state["0.weight"].shape, type(state["0.weight"])) == ((8, 8), torch.Tensor)
+    assert all(tensor.isfinite().all() for tensor in state.values())
+    model.load_state_dict({name: tensor + 1 for name, tensor in state.items()})
+    assert model.state_dict()["1.bias"].equal(state["1.bias"] + 1)
     for engine in (None, deepspeed.initialize(model=model, config=CONFIG)[0]):
         assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
         assert (weight.ds_shape, weight.ds_numel, weight.ds_persist) == ((8, 8), 64, False)

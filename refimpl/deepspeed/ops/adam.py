@@ -28,7 +28,9 @@ class FusedAdam(torch.optim.Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        super().__init__(params, **_options("FusedAdam", lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode))
+        super().__init__(
+            params, **_options("FusedAdam", lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
+        )
 
 
 class DeepSpeedCPUAdam(torch.optim.Adam):
@@ -51,7 +53,8 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         if not fp32_optimizer_states:
             raise ValueError("DeepSpeedCPUAdam: fp32_optimizer_states=False: not implemented, states stay in fp32")
         super().__init__(
-            model_params, **_options("DeepSpeedCPUAdam", lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode)
+            model_params,
+            **_options("DeepSpeedCPUAdam", lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode),
         )
 
 

@@ -23,7 +23,9 @@ __all__ = [
 def DeepSpeedConfig(
     config: Mapping[str, Any] | str | Path, mpu: Any = None, mesh_device: Any = None
 ) -> engine_config.DeepSpeedConfig:
-    """The file or dictionary, checked and resolved for all ranks of this job. `DeepSpeedConfigError` names wrong keys."""
+    """The file or dictionary, checked, for all ranks of this job. `DeepSpeedConfigError` names wrong keys."""
     if mpu is not None or mesh_device is not None:
-        raise NotImplementedError("DeepSpeedConfig: mpu and mesh_device: not implemented yet; all ranks are data-parallel")
+        raise NotImplementedError(
+            "DeepSpeedConfig: mpu and mesh_device: not implemented yet; all ranks are data-parallel"
+        )
     return engine_config.load_config(config, world_size=Group.world().size)

@@ -1,4 +1,4 @@
-"""Data loading under DeepSpeed's names. DeepSpeed: deepspeed/runtime/dataloader.py; ours: refimpl/engine/dataloader.py."""
+"""Data loading under DeepSpeed's names. DeepSpeed: runtime/dataloader.py; ours: refimpl/engine/dataloader.py."""
 
 from refimpl.engine.dataloader import RepeatingLoader
 

@@ -18,7 +18,9 @@ from refimpl.zero.parameter import stage_of
 T = TypeVar("T")
 
 
-def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> Tensor:
     """Scale all gradients so that their norm is at most `max_norm`; the norm before.
 
     Gradients that a stage holds are clipped by it over all ranks (L2 only), others as torch does.

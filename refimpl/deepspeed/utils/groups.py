@@ -1,4 +1,4 @@
-"""Who belongs together: all ranks are data-parallel, every other axis has one rank. DeepSpeed: deepspeed/utils/groups.py.
+"""Who belongs together: all ranks are data-parallel, every other axis has one rank. DeepSpeed: utils/groups.py.
 
 Its experts' groups come with the mixture of experts.
 """

@@ -24,7 +24,11 @@ class OnDevice(TorchFunctionMode):
         self.dtype, self.device, self.enabled = dtype, device, enabled
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         if not self.enabled or func not in FACTORIES:

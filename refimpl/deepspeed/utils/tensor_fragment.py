@@ -26,7 +26,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """The state `optim_state_key` ("exp_avg", ...) of `param`, whole, fp32. KeyError before the first step."""
+    """The state `optim_state_key` ("exp_avg", ...) of `param`, whole, fp32; None before the first step."""
     stage = stage_of(param)
     return None if stage is None else stage.full_state(param, optim_state_key)
 
@@ -61,13 +61,13 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
     return _stage(param).local_parameter(param)
 
 
-def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's fragment of the gradient; None before backward."""
+def safe_get_local_grad(param: nn.Parameter) -> Tensor:
+    """This rank's fragment of the gradient. RuntimeError before backward."""
     return _stage(param).local_gradient(param)
 
 
-def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
-    """This rank's fragment of an optimizer state."""
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """This rank's fragment of an optimizer state; None before the first step."""
     return _stage(param).local_state(param, optim_state_key)
 
 
@@ -78,15 +78,15 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Write this rank's fragment of the gradient."""
-    gradient = _stage(param).local_gradient(param)
-    if gradient is None:
-        raise ValueError("safe_set_local_grad: there is no gradient yet; call it between backward and step")
-    gradient.copy_(value.flatten())
+    _stage(param).local_gradient(param).copy_(value.flatten())
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Write this rank's fragment of an optimizer state."""
-    _stage(param).local_state(param, optim_state_key).copy_(value.flatten())
+    """Write this rank's fragment of an optimizer state. KeyError before the first step."""
+    state = _stage(param).local_state(param, optim_state_key)
+    if state is None:
+        raise KeyError(f"safe_set_local_optimizer_state: no state {optim_state_key!r} yet; take a step first")
+    state.copy_(value.flatten())
 
 
 def _stage(param: nn.Parameter) -> Stage:

@@ -29,16 +29,22 @@ def get_fp32_state_dict_from_zero_checkpoint(
     folder = _folder(Path(checkpoint_dir), tag)
     about = json.loads((folder / "checkpoint.json").read_text())
     rounded = load_file(folder / "model.safetensors")
-    files = [torch.load(folder / rank_file(r), map_location="cpu", weights_only=True) for r in range(about["world_size"])]
+    files = [
+        torch.load(folder / rank_file(r), map_location="cpu", weights_only=True) for r in range(about["world_size"])
+    ]
     exact = dict(_masters(about["layout"], files))
     frozen = set(files[0]["untrained"])
     if exclude_frozen_parameters:
         rounded = {name: weight for name, weight in rounded.items() if name not in frozen}
+    result = {}
     for name, weight in rounded.items():
-        if name not in exact and name not in frozen:  # tied: saved under one of its names
-            twins = (n for n in exact if rounded[n].shape == weight.shape and torch.equal(rounded[n], weight))
-            exact |= {name: exact[twin] for twin in twins}
-    return {name: exact.get(name, weight.float() if weight.is_floating_point() else weight) for name, weight in rounded.items()}
+        result[name] = weight.float() if weight.is_floating_point() else weight
+        if name in exact:
+            result[name] = exact[name]
+        elif name not in frozen:  # tied: its master is saved under another of its names
+            same = [n for n in exact if rounded[n].shape == weight.shape and torch.equal(rounded[n], weight)]
+            result[name] = exact[same[0]] if same else result[name]
+    return result
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -59,7 +65,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         torch.save(state, folder / "pytorch_model.bin")
 
 
-def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None) -> nn.Module:
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
     """Load the fp32 weights into `model`, which becomes an ordinary one on the CPU; returns it."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)

@@ -105,7 +105,7 @@ def _refuse(later: Mapping[str, Any]) -> None:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do: a parameter that another module reads is noticed when it is read. RuntimeError for other things."""
+    """Nothing to do: a parameter that another module reads is noticed when it is read."""
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError(f"register_external_parameter: a torch.nn.Parameter, not {type(parameter).__name__}")
 
@@ -115,7 +115,9 @@ unregister_external_parameter = register_external_parameter
 _orig_torch_arange = torch.arange
 
 
-def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Callable[..., Tensor]:
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Callable[..., Tensor]:
     """`fn`: `Init` casts parameters, and leaves torch's constructors alone. transformers replaces this function."""
     return fn
 
