@@ -47,6 +47,8 @@ class Fetch:
         self.trace = Trace()
         self._running: list[nn.Module] = []  # modules inside their forward now, outermost first
         self._watching: list[bool] = []  # for each of them, whether what autograd saves is looked at
+        self.is_recorded = False  # whether the backward under way is
+        self.keeps = False  # nothing is freed before the backward after a recorded one is over
         self.handles: list[Any] = []
         for unit in self.units:
             unit.on_use = self.used
@@ -67,7 +69,7 @@ class Fetch:
             # No gradient will say that backward is through with them; the gradient of the module's input does.
             for tensor in tensors_of((args, kwargs)):
                 if tensor.requires_grad:
-                    tensor.register_hook(Hook(lambda _: self.release(frozen)))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(Hook(lambda _: self.after_backward(frozen)))  # type: ignore[no-untyped-call]
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._running.pop()
@@ -83,7 +85,15 @@ class Fetch:
 
     def before_backward(self, module: nn.Module) -> None:
         self.sign()
+        # create_graph: this backward is recorded. What it saves must be there when the next one goes through it.
+        self.is_recorded = torch.is_grad_enabled()
+        self.keeps = self.keeps or self.is_recorded
         self.need(module, "backward")
+
+    def after_backward(self, units: list[Unit]) -> None:
+        """Free units of which no gradient will say that backward is through with them."""
+        if not self.keeps:
+            self.release(units)
 
     def watch_saved(self, module: nn.Module) -> None:
         """Look at what autograd saves while `module` runs: what lies in a unit must be there when it is unpacked.
@@ -168,7 +178,9 @@ class Fetch:
 
     def end(self) -> None:
         """Backward, or an iteration without one, is over: free what no gradient freed."""
-        self.release(self.units)
+        self.keeps, self.is_recorded = self.is_recorded, False
+        if not self.keeps:
+            self.release(self.units)
 
     def remove(self) -> None:
         """Let go of the modules."""
