@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from refimpl.engine.keys import ConfigError, Key, not_honoured
 from refimpl.engine.names import named, optimizer_problem, schedule_problem
+from refimpl.engine.quote import quote
 
 Table = Mapping[str, Key]
 
@@ -27,7 +28,15 @@ RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "zero_optimization.cpu_offload_param": ("offload_param", lambda on: {"device": "cpu" if on else "none"}),
     "zero_optimization.cpu_offload_use_pin_memory": ("offload_optimizer", lambda on: {"pin_memory": on}),
 }
-FREE = ("optimizer.params", "scheduler.params")  # arguments of a class: checked against its signature when it is made
+# The names of DeepSpeed's fields, accepted beside the names of its documentation: zero_optimization.NAME is read as
+# zero_optimization.stage3_NAME. Both at once is an error.
+UNPREFIXED = (
+    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
+    "max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold "
+    "use_all_reduce_for_fetch_params allgather_sequential"
+)
+ALIASES = {f"zero_optimization.{name}": f"stage3_{name}" for name in UNPREFIXED.split()}
+FREE = ("optimizer.params", "scheduler.params")  # arguments of a class: `refimpl.engine.arguments` reads them
 
 
 def table(model: type[BaseModel]) -> dict[str, Key]:
@@ -36,7 +45,11 @@ def table(model: type[BaseModel]) -> dict[str, Key]:
         Key(path, "warned", f"deprecated spelling of {name}, which gets its own answer")
         for path, (name, _) in RENAMED.items()
     ]
-    return {key.path: key for key in [*_fields(model), *not_honoured(), *deprecated, *named()]}
+    keys = {key.path: key for key in [*_fields(model), *not_honoured(), *deprecated, *named()]}
+    for path, name in ALIASES.items():
+        long = keys[f"zero_optimization.{name}"]
+        keys[path] = Key(path, long.verdict, f"another spelling of {long.path}", long.silent)
+    return keys
 
 
 def markdown(keys: Table) -> str:
@@ -78,11 +91,11 @@ class _Walk:
             if key is None:
                 if prefix.removesuffix(".") in FREE:
                     kept[name] = value
-                else:
-                    self.problems.append(f"{path}: unknown key{_nearest(name, prefix, self.keys)}")
-            elif isinstance(value, Mapping) and (path in FREE or any(k.startswith(f"{path}.") for k in self.keys)):
-                inner = self.section(value, f"{path}.")
-                if key.verdict == "honoured":
+                elif prefix or not _comment(name):
+                    self.problems.append(f"{path}: unknown key{_nearest(str(name), prefix, self.keys)}")
+            elif self.is_section(path):
+                inner = self.inside(key, value)
+                if key.verdict == "honoured" and inner is not None:
                     kept[name] = inner
             elif key.verdict == "honoured":
                 kept[name] = value
@@ -90,27 +103,43 @@ class _Walk:
                 self.refuse(key, value)
         return kept
 
+    def is_section(self, path: str) -> bool:
+        """Whether keys stand below `path`."""
+        return path in FREE or any(key.startswith(f"{path}.") for key in self.keys)
+
+    def inside(self, key: Key, value: Any) -> dict[str, Any] | None:
+        """The honoured part of the section `value`; None for one that is not there, spelt null, or no section."""
+        if isinstance(value, Mapping):
+            return self.section(value, f"{key.path}.")
+        if value is not None and not any(value is silent for silent in key.silent):
+            asked = f"{key.reason}; " if key.verdict == "rejected" else ""
+            self.problems.append(f"{key.path} = {quote(value)}: {asked}a section is an object, {{...}}")
+        return None
+
     def refuse(self, key: Key, value: Any) -> None:
-        """A warning or a problem, unless `value` asks for nothing."""
+        """A warning or a problem, unless `value` asks for nothing; "auto" is DeepSpeed's default."""
         off = isinstance(value, Mapping) and value.get("enabled") is False
-        if key.needs or off or value in key.silent:
+        if key.needs or off or value == "auto" or value in key.silent:
             return
-        line = f"{key.path} = {value!r}: {key.reason}"
+        line = f"{key.path} = {quote(value)}: {key.reason}"
         if key.verdict == "warned":
             self.notes.append(f"{line}; the key has no effect")
         else:
             self.problems.append(line)
 
     def modern(self, given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        """`given` with today's spelling of its deprecated keys."""
-        modern = {name: value for name, value in given.items() if f"{prefix}{name}" not in RENAMED}
+        """`given` with today's spelling of its deprecated keys, and one spelling of those that have two."""
+        modern = {n: value for n, value in given.items() if f"{prefix}{n}" not in (*RENAMED, *ALIASES)}
         for name, value in given.items():
             path = f"{prefix}{name}"
-            if path not in RENAMED:
+            if path in RENAMED:
+                today, translate = RENAMED[path]
+                new = translate(value)
+                self.notes.append(f"{path}: deprecated; write {prefix}{today}")
+            elif path in ALIASES:
+                today, new = ALIASES[path], value
+            else:
                 continue
-            today, translate = RENAMED[path]
-            new = translate(value)
-            self.notes.append(f"{path}: deprecated; write {prefix}{today}")
             if isinstance(new, Mapping) and isinstance(modern.get(today), Mapping):
                 new = {**new, **modern[today]}
             elif today in modern:
@@ -136,6 +165,11 @@ def _fields(model: type[BaseModel], prefix: str = "") -> list[Key]:
         inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
         rows += _fields(inner, f"{prefix}{name}.") if inner else []
     return rows
+
+
+def _comment(name: object) -> bool:
+    """JSON has no comments, so people write keys like "_comment"; DeepSpeed reads no such key."""
+    return isinstance(name, str) and name.startswith(("_", "//", "#"))
 
 
 def _nearest(name: str, prefix: str, keys: Table) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import refimpl.engine
-from refimpl.engine.answer import RENAMED, markdown, table
+from refimpl.engine.answer import ALIASES, RENAMED, markdown, table
 from refimpl.engine.config import DeepSpeedConfig, load_config
 from refimpl.engine.keys import ConfigError, ConfigWarning
 
@@ -257,13 +257,48 @@ def test_deprecated_spellings(name: str) -> None:
         load({"train_batch_size": 8, ZERO: {name: True, today: None}})
 
 
+@pytest.mark.parametrize("path", ALIASES)
+def test_names_of_deepspeeds_fields_beside_those_of_its_documentation(path: str) -> None:
+    name, long = path.split(".")[1], ALIASES[path]
+    assert KEYS[path].verdict == KEYS[f"{ZERO}.{long}"].verdict
+    value: Any = True if name.startswith(("gather", "use_", "allgather")) else 7
+    if KEYS[path].verdict == "honoured":
+        loaded, notes = load({"train_batch_size": 8, ZERO: {name: value}})
+        assert notes == []
+        assert loaded == load({"train_batch_size": 8, ZERO: {long: value}})[0]
+        assert getattr(loaded.zero_optimization, long) == value
+    else:
+        with pytest.raises(ConfigError, match=rf"{ZERO}\.{long} = True: not implemented yet"):
+            load({"train_batch_size": 8, ZERO: {name: value}})
+    with pytest.raises(ConfigError, match=rf"{path} and {ZERO}\.{long} mean the same key"):
+        load({"train_batch_size": 8, ZERO: {name: value, long: value}})
+
+
+def test_keys_that_are_comments_are_left_out_at_the_top() -> None:
+    assert load({"train_batch_size": 8, "_comment": "x", "//": [1]}) == load({"train_batch_size": 8})
+    with pytest.raises(ConfigError, match=rf"{ZERO}\._comment: unknown key"):
+        load({"train_batch_size": 8, ZERO: {"_comment": "x"}})
+
+
+@pytest.mark.parametrize("name", ["comms_config", "monitor_config", "cuda_visible_devices"])
+def test_names_that_deepspeed_does_not_read_and_its_examples_have(name: str) -> None:
+    loaded, notes = load({"train_batch_size": 8, name: {"verbose": True}})
+    assert [note.split(" ")[0] for note in notes] == [name]
+    assert loaded == load({"train_batch_size": 8})[0]
+
+
+def test_a_key_that_is_no_text() -> None:
+    with pytest.raises(ConfigError, match=r"^7: unknown key$"):
+        load({"train_batch_size": 8, 7: True})  # type: ignore[dict-item]
+
+
 def test_oldest_spelling_of_stage_1() -> None:
     loaded, notes = load({"train_batch_size": 8, ZERO: True})
     assert loaded.zero_optimization.stage == 1
     assert len(notes) == 1
 
 
-@pytest.mark.parametrize("name", ["Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "onebitadam"])
+@pytest.mark.parametrize("name", ["Lamb", "LAMB", "OneBitAdam", "OnebitAdam", "ZeroOneAdam", "OneBitLamb", "muon"])
 def test_optimizers_of_later_parts_are_rejected_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"optimizer.type = '{name}': not implemented yet"):
         load({"train_batch_size": 8, "optimizer": {"type": name}})
@@ -272,8 +307,20 @@ def test_optimizers_of_later_parts_are_rejected_by_name(name: str) -> None:
 def test_names_of_optimizers_and_schedules() -> None:
     for name in ("Adam", "adamw", "Lion", "SGD", "Adagrad", "RMSprop"):
         assert load({"train_batch_size": 8, "optimizer": {"type": name}})[1] == []
-    for name in ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "StepLR"):
-        assert load({"train_batch_size": 8, "scheduler": {"type": name}})[1] == []
+    needed: dict[str, dict[str, Any]] = {
+        "LRRangeTest": {},
+        "OneCycle": {"cycle_min_lr": 0, "cycle_max_lr": 0.1},
+        "WarmupLR": {},
+        "WarmupDecayLR": {"total_num_steps": 100},
+        "WarmupCosineLR": {"total_num_steps": 100},
+        "StepLR": {"step_size": 3},
+    }
+    for name, params in needed.items():
+        assert load({"train_batch_size": 8, "scheduler": {"type": name, "params": params}})[1] == []
+        for missing in params:
+            left = {key: value for key, value in params.items() if key != missing}
+            with pytest.raises(ConfigError, match=rf"^scheduler\.params\.{missing}: {name} needs it"):
+                load({"train_batch_size": 8, "scheduler": {"type": name, "params": left}})
     with pytest.raises(ConfigError, match=r"optimizer.type = 'AdmaW': unknown; did you mean AdamW\?"):
         load({"train_batch_size": 8, "optimizer": {"type": "AdmaW"}})
     with pytest.raises(ConfigError, match=r"scheduler.type = 'WarmUpLR': unknown; did you mean WarmupLR\?"):
@@ -291,7 +338,7 @@ def test_every_honoured_key_is_read_by_somebody() -> None:
     declared = {"sections.py", "keys.py"}
     folder = Path(next(iter(refimpl.engine.__path__)))
     code = "\n".join(file.read_text() for file in folder.glob("*.py") if file.name not in declared)
-    honoured = [path for path, key in KEYS.items() if key.verdict == "honoured" and ": " not in path]
+    honoured = [p for p, key in KEYS.items() if key.verdict == "honoured" and ": " not in p and p not in ALIASES]
     assert [p for p in honoured if not re.search(rf"\.{p.rsplit('.', 1)[-1]}\b", code)] == []
 
 

@@ -28,7 +28,9 @@ class Net(nn.Module):
 
 
 def config(**more: Any) -> dict[str, Any]:
-    return {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}} | more
+    """The oracles do not clip; unset, DeepSpeed and we do."""
+    sgd = {"type": "SGD", "params": {"lr": 0.5}}
+    return {"train_micro_batch_size_per_gpu": 4, "optimizer": sgd, "gradient_clipping": 0.0} | more
 
 
 def start(model: nn.Module | None = None, **more: Any) -> refimpl.Engine:
@@ -92,6 +94,22 @@ def test_every_optimizer_trains_in_every_stage(stage: int, name: str) -> None:
     steps(engine, 2)
     for key, weight in engine.stage.full_state_dict().items():
         torch.testing.assert_close(weight, plain.state_dict()[key], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_are_clipped_at_1_unless_the_file_says_otherwise(stage: int) -> None:
+    """As in DeepSpeed since 0.19.3: with SGD, an update is no longer than lr x 1."""
+    moved = {}
+    for name, clipping in {"unset": {}, "one": {"gradient_clipping": 1.0}, "off": {"gradient_clipping": 0}}.items():
+        settings = {key: value for key, value in config().items() if key != "gradient_clipping"}
+        settings |= {"zero_optimization": {"stage": stage}} | clipping
+        engine = refimpl.initialize(model=Net(), config=settings)[0]
+        engine.backward(100 * engine(torch.ones(4, 64)))
+        engine.step()
+        weights = zip(engine.stage.full_state_dict().values(), Net().state_dict().values(), strict=True)
+        moved[name] = torch.cat([(after - before).flatten() for after, before in weights]).norm().item()
+    assert moved["unset"] == moved["one"] == pytest.approx(0.5, rel=1e-3)
+    assert moved["off"] > 1
 
 
 def test_the_clients_optimizer_wins_over_the_file() -> None:
