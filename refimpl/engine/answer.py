@@ -7,6 +7,7 @@ sections and accepts unknown keys at the top and in activation_checkpointing in 
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel
@@ -82,6 +83,11 @@ class _Walk:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
+    @cached_property
+    def sections(self) -> set[str]:
+        """The paths below which keys stand."""
+        return {path.rpartition(".")[0] for path in self.keys} | set(FREE)
+
     def section(self, given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         """The honoured part of one section; `prefix` is its path and a dot, or empty at the top."""
         kept = {}
@@ -93,7 +99,7 @@ class _Walk:
                     kept[name] = value
                 elif prefix or not _comment(name):
                     self.problems.append(f"{path}: unknown key{_nearest(str(name), prefix, self.keys)}")
-            elif self.is_section(path):
+            elif path in self.sections:
                 inner = self.inside(key, value)
                 if key.verdict == "honoured" and inner is not None:
                     kept[name] = inner
@@ -102,10 +108,6 @@ class _Walk:
             else:
                 self.refuse(key, value)
         return kept
-
-    def is_section(self, path: str) -> bool:
-        """Whether keys stand below `path`."""
-        return path in FREE or any(key.startswith(f"{path}.") for key in self.keys)
 
     def inside(self, key: Key, value: Any) -> dict[str, Any] | None:
         """The honoured part of the section `value`; None for one that is not there, spelt null, or no section."""
@@ -118,8 +120,7 @@ class _Walk:
 
     def refuse(self, key: Key, value: Any) -> None:
         """A warning or a problem, unless `value` asks for nothing; "auto" is DeepSpeed's default."""
-        off = isinstance(value, Mapping) and value.get("enabled") is False
-        if key.needs or off or value == "auto" or value in key.silent:
+        if key.needs or _off(value) or value == "auto" or value in key.silent:
             return
         line = f"{key.path} = {quote(value)}: {key.reason}"
         if key.verdict == "warned":
@@ -165,6 +166,18 @@ def _fields(model: type[BaseModel], prefix: str = "") -> list[Key]:
         inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
         rows += _fields(inner, f"{prefix}{name}.") if inner else []
     return rows
+
+
+def _off(section: Any) -> bool:
+    """Whether a section of somebody else's keys is switched off, or all the switches inside it are."""
+    if not isinstance(section, Mapping):
+        return False
+    inside = [value for value in section.values() if isinstance(value, Mapping) and _switches(value)]
+    return section.get("enabled") is False or (bool(inside) and all(map(_off, inside)))
+
+
+def _switches(section: Mapping[str, Any]) -> bool:
+    return "enabled" in section or any(_switches(value) for value in section.values() if isinstance(value, Mapping))
 
 
 def _comment(name: object) -> bool:

@@ -112,8 +112,8 @@ class DeepSpeedConfig(section.Section):
         """The stage's own small configuration."""
         zero = self.zero_optimization
         return ZeroConfig(
-            reduce_bucket_size=zero.reduce_bucket_size,
-            allgather_bucket_size=zero.allgather_bucket_size,
+            reduce_bucket_size=max(1, zero.reduce_bucket_size),  # a tensor larger than a bucket has its own
+            allgather_bucket_size=max(1, zero.allgather_bucket_size),
             overlap_comm=zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm,
             gradient_clipping=self.gradient_clipping,
             communication_data_type=self.communication_data_type,

@@ -143,8 +143,12 @@ class ZeroOptimization(Section):
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(no_bool)] = Field(
         default=0, description="0 nothing, 1 optimizer, 2 + gradients, 3 + parameters sharded"
     )
-    reduce_bucket_size: Positive = Field(default=500_000_000, description="elements reduced in one collective")
-    allgather_bucket_size: Positive = Field(default=500_000_000, description="elements gathered in one collective")
+    reduce_bucket_size: Count = Field(
+        default=500_000_000, description="elements reduced in one collective; 0: one gradient at a time"
+    )
+    allgather_bucket_size: Count = Field(
+        default=500_000_000, description="elements gathered in one collective; 0: one parameter at a time"
+    )
     overlap_comm: bool | None = Field(default=None, description="reduce during backward; unset means only in stage 3")
     stage3_prefetch_bucket_size: Count = Field(default=50_000_000, description="elements gathered ahead of use")
     stage3_param_persistence_threshold: Count = Field(default=100_000, description="smaller parameters stay gathered")

@@ -151,6 +151,11 @@ def test_zero_config_has_deepspeeds_defaults() -> None:
             assert zero.zero_config().overlap_comm is asked
 
 
+def test_a_bucket_of_nothing_holds_one_tensor() -> None:
+    zero = load(zero_optimization={"reduce_bucket_size": 0, "allgather_bucket_size": 0}).zero_config()
+    assert (zero.reduce_bucket_size, zero.allgather_bucket_size) == (1, 1)
+
+
 def test_zero_config_takes_every_key() -> None:
     loaded = load(
         gradient_clipping=0.5,

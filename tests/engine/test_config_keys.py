@@ -216,6 +216,26 @@ def test_a_value_that_asks_for_nothing_passes_in_silence(path: str) -> None:
         assert load(config) == (plain, [])
 
 
+def test_a_section_with_every_switch_inside_it_off_asks_for_nothing() -> None:
+    off, on = {"enabled": False, "bits": 8}, {"enabled": True, "bits": 8}
+    groups = {"group": {"params": {"bits": 8}}}
+    quantise = {"shared_parameters": off, "different_groups": groups}
+    plain = load({"train_batch_size": 8})
+    for section in (
+        {"weight_quantization": quantise, "layer_reduction": off},
+        {"enabled": True, "data_sampling": off, "data_routing": {"enabled": True, "random_ltd": off}},
+    ):
+        assert load({"train_batch_size": 8, "compression_training": section}) == plain
+    for section in (
+        {"weight_quantization": {**quantise, "shared_parameters": on}, "layer_reduction": off},
+        {"weight_quantization": quantise, "layer_reduction": on},
+        {"different_groups": groups},
+        {"enabled": True},
+    ):
+        with pytest.raises(ConfigError, match=r"^compression_training = "):
+            load({"train_batch_size": 8, "compression_training": section})
+
+
 @pytest.mark.parametrize("path", [p for p in KEYS if ": " not in p and "." in p])
 def test_a_misspelt_key_is_named_with_its_full_path_and_the_nearest_key(path: str) -> None:
     section, name = path.rsplit(".", 1)

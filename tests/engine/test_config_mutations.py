@@ -134,7 +134,7 @@ def outcome(config: dict[str, Any]) -> tuple[list[float], str | None]:
 def test_every_mutation_loads_or_names_its_place(good: int) -> None:
     dice, refused = random.Random(good), 0
     assert use(copy.deepcopy(GOOD[good]))
-    for _ in range(1000):
+    for _ in range(700):
         config = copy.deepcopy(GOOD[good])
         path = mutate(config, dice)
         rates, error = outcome(config)
@@ -145,4 +145,4 @@ def test_every_mutation_loads_or_names_its_place(good: int) -> None:
             refused += 1
             assert any(place in error for place in places), (path, error)
             assert len(error) < 2_000
-    assert 300 < refused < 900  # neither everything nor nothing
+    assert 200 < refused < 650  # neither everything nor nothing

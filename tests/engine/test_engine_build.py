@@ -62,6 +62,7 @@ P = [nn.Parameter(torch.ones(64))]
         ("Adagrad", {}, torch.optim.Adagrad, 0, None),
         ("RMSprop", {}, torch.optim.RMSprop, 0, None),
         ("Lion", {}, "Lion", 0.0, None),
+        ("Adam", {"bias_correction": False}, "UncorrectedAdam", 0.0, None),
     ],
 )
 def test_optimizers_by_name(name: str, params: dict[str, Any], kind: Any, decay: float, fused: bool | None) -> None:
@@ -76,14 +77,16 @@ def test_a_misspelt_parameter_is_named() -> None:
         named_optimizer("AdamW", P, {"weight_dacay": 0.1})
     with pytest.raises(ValueError, match=r"scheduler.params.warmup_steps: WarmupLR"):
         start(scheduler={"type": "WarmupLR", "params": {"warmup_steps": 3}})
-    with pytest.raises(ValueError, match="bias_correction"):
-        named_optimizer("Adam", P, {"bias_correction": False})
+    with pytest.raises(ValueError, match=r"bias_correction = False: .* leave torch_adam out"):
+        named_optimizer("Adam", P, {"bias_correction": False, "torch_adam": True})
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["Adam", "SGD", "Adagrad", "Lion", "RMSprop"])
+@pytest.mark.parametrize("name", ["Adam", "SGD", "Adagrad", "Lion", "RMSprop", "Adam uncorrected"])
 def test_every_optimizer_trains_in_every_stage(stage: int, name: str) -> None:
-    params = {"lr": 0.01}
+    params: dict[str, Any] = {"lr": 0.01}
+    if name.endswith("uncorrected"):
+        name, params = "Adam", params | {"bias_correction": False}
     engine = start(optimizer={"type": name, "params": params}, zero_optimization={"stage": stage})
     plain = Net()
     oracle = named_optimizer(name, list(plain.parameters()), params)
