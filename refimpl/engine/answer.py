@@ -8,8 +8,11 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Number
+from types import NoneType
 from typing import Any
 
+import torch
 from pydantic import BaseModel
 
 from refimpl.engine.keys import ConfigError, Key, not_honoured
@@ -18,6 +21,11 @@ from refimpl.engine.quote import quote
 
 Table = Mapping[str, Key]
 
+
+def _offload_if(on: Any) -> dict[str, str]:
+    return {"device": "cpu" if on and on != "auto" else "none"}
+
+
 # Deprecated spelling -> (today's spelling in the same section, today's value). Both at once is an error.
 RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "bfloat16": ("bf16", lambda value: value),
@@ -25,8 +33,8 @@ RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
         "stage3_gather_16bit_weights_on_model_save",
         lambda value: value,
     ),
-    "zero_optimization.cpu_offload": ("offload_optimizer", lambda on: {"device": "cpu" if on else "none"}),
-    "zero_optimization.cpu_offload_param": ("offload_param", lambda on: {"device": "cpu" if on else "none"}),
+    "zero_optimization.cpu_offload": ("offload_optimizer", _offload_if),
+    "zero_optimization.cpu_offload_param": ("offload_param", _offload_if),
     "zero_optimization.cpu_offload_use_pin_memory": ("offload_optimizer", lambda on: {"pin_memory": on}),
 }
 # The names of DeepSpeed's fields, accepted beside the names of its documentation: zero_optimization.NAME is read as
@@ -37,6 +45,8 @@ UNPREFIXED = (
     "use_all_reduce_for_fetch_params allgather_sequential"
 )
 ALIASES = {f"zero_optimization.{name}": f"stage3_{name}" for name in UNPREFIXED.split()}
+COMMENTS = ("_", "//", "#")  # how people begin a key that is a comment, JSON having none; DeepSpeed reads no such key
+VALUES = (str, Number, list, tuple, set, Mapping, NoneType, torch.dtype)
 FREE = ("optimizer.params", "scheduler.params")  # arguments of a class: `refimpl.engine.arguments` reads them
 
 
@@ -91,14 +101,14 @@ class _Walk:
     def section(self, given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         """The honoured part of one section; `prefix` is its path and a dot, or empty at the top."""
         kept = {}
-        for name, value in self.modern(given, prefix).items():
+        for name, value in self.modern(self.plain(given, prefix), prefix).items():
             path = f"{prefix}{name}"
-            key = self.keys.get(path)
+            key = self.keys.get(path) if "." not in name and ":" not in name else None
             if key is None:
                 if prefix.removesuffix(".") in FREE:
                     kept[name] = value
-                elif prefix or not _comment(name):
-                    self.problems.append(f"{path}: unknown key{_nearest(str(name), prefix, self.keys)}")
+                elif prefix or not name.startswith(COMMENTS):
+                    self.problems.append(f"{path}: unknown key{_nearest(name, prefix, self.keys)}")
             elif path in self.sections:
                 inner = self.inside(key, value)
                 if key.verdict == "honoured" and inner is not None:
@@ -107,6 +117,20 @@ class _Walk:
                 kept[name] = value
             else:
                 self.refuse(key, value)
+        return kept
+
+    def plain(self, given: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
+        """`given` without what no JSON file holds: a problem each. An optimizer's rate may be a tensor."""
+        free, kept = prefix.removesuffix(".") in FREE, {}
+        for name, value in given.items():
+            if not isinstance(name, str):
+                self.problems.append(f"{prefix}{quote(name)}: a key is text")
+            elif free and isinstance(value, Mapping):
+                self.problems.append(f"{prefix}{name} = {quote(value)}: must not be an object")
+            elif free or isinstance(value, VALUES):
+                kept[name] = value
+            else:
+                self.problems.append(f"{prefix}{name}: a {type(value).__name__} is nothing that a JSON file holds")
         return kept
 
     def inside(self, key: Key, value: Any) -> dict[str, Any] | None:
@@ -120,7 +144,7 @@ class _Walk:
 
     def refuse(self, key: Key, value: Any) -> None:
         """A warning or a problem, unless `value` asks for nothing; "auto" is DeepSpeed's default."""
-        if key.needs or _off(value) or value == "auto" or value in key.silent:
+        if key.needs or _off(value) or value in ("auto", *key.silent):
             return
         line = f"{key.path} = {quote(value)}: {key.reason}"
         if key.verdict == "warned":
@@ -141,8 +165,9 @@ class _Walk:
                 today, new = ALIASES[path], value
             else:
                 continue
-            if isinstance(new, Mapping) and isinstance(modern.get(today), Mapping):
-                new = {**new, **modern[today]}
+            both = modern.get(today)
+            if isinstance(new, Mapping) and isinstance(both, Mapping) and not new.keys() & both.keys():
+                new = {**new, **both}
             elif today in modern:
                 self.problems.append(f"{path} and {prefix}{today} mean the same key; keep the second")
             modern[today] = new
@@ -180,15 +205,10 @@ def _switches(section: Mapping[str, Any]) -> bool:
     return "enabled" in section or any(_switches(value) for value in section.values() if isinstance(value, Mapping))
 
 
-def _comment(name: object) -> bool:
-    """JSON has no comments, so people write keys like "_comment"; DeepSpeed reads no such key."""
-    return isinstance(name, str) and name.startswith(("_", "//", "#"))
-
-
 def _nearest(name: str, prefix: str, keys: Table) -> str:
     """A key of the same section that is spelt almost like `name`, else one that lives elsewhere."""
     here = [path.removeprefix(prefix) for path in keys if path.startswith(prefix)]
-    near = difflib.get_close_matches(name, [key for key in here if "." not in key], n=1)
+    near = difflib.get_close_matches(name, [key for key in here if "." not in key and ":" not in key], n=1)
     if near:
         return f"; did you mean {near[0]}?"
     elsewhere = {path.rsplit(".", 1)[-1]: path for path in keys}

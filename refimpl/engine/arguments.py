@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from inspect import Parameter, formatannotation, signature
+from numbers import Real
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ def _number(name: str, kind: str, value: Any) -> Any:
 
 
 def _finite(value: Any) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if isinstance(value, bool) or not isinstance(value, Real | str):
         raise ValueError("must be a number")
     try:
         number = float(value)
@@ -122,4 +123,4 @@ def _finite(value: Any) -> int | float:
         raise ValueError("must be a number") from None
     if not math.isfinite(number):
         raise ValueError("must be a finite number")
-    return number if isinstance(value, str) else value
+    return value if isinstance(value, int) else number

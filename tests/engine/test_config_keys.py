@@ -307,9 +307,33 @@ def test_names_that_deepspeed_does_not_read_and_its_examples_have(name: str) -> 
     assert loaded == load({"train_batch_size": 8})[0]
 
 
-def test_a_key_that_is_no_text() -> None:
-    with pytest.raises(ConfigError, match=r"^7: unknown key$"):
-        load({"train_batch_size": 8, 7: True})  # type: ignore[dict-item]
+def test_what_no_json_file_holds() -> None:
+    for name in (7, None, 10**5000):
+        with pytest.raises(ConfigError, match=r": a key is text$"):
+            load({"train_batch_size": 8, name: True})  # type: ignore[dict-item]
+        with pytest.raises(ConfigError, match=r"^optimizer\.params\..*: a key is text$"):
+            load({"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {name: True}}})
+    with pytest.raises(ConfigError, match=r"^steps_per_print: a Tensor is nothing that a JSON file holds$"):
+        load({"train_batch_size": 8, "steps_per_print": torch.ones(3)})
+    knot: dict[str, Any] = {"train_batch_size": 8}
+    knot["optimizer"] = {"type": "SGD", "params": knot}
+    with pytest.raises(ConfigError, match=r"^optimizer\.params\.optimizer = .*: must not be an object"):
+        load(knot)
+
+
+def test_a_path_is_no_key() -> None:
+    with pytest.raises(ConfigError, match=rf"^{ZERO}\.stage: unknown key"):
+        load({"train_batch_size": 8, f"{ZERO}.stage": 2})
+    with pytest.raises(ConfigError, match=r"^optimizer\.type: Adam: unknown key"):
+        load({"train_batch_size": 8, "optimizer": {"type": "Adam", "type: Adam": 1}})
+
+
+def test_a_deprecated_spelling_may_stand_beside_what_it_does_not_repeat() -> None:
+    assert load({"train_batch_size": 8, ZERO: {"cpu_offload": "auto"}})[0] == load({"train_batch_size": 8})[0]
+    both = {"cpu_offload_use_pin_memory": True, "offload_optimizer": {"device": "none"}}
+    assert load({"train_batch_size": 8, ZERO: both})[0] == load({"train_batch_size": 8})[0]
+    with pytest.raises(ConfigError, match="bfloat16 and bf16 mean the same key"):
+        load({"train_batch_size": 8, "bf16": {"enabled": True}, "bfloat16": {"enabled": False}})
 
 
 def test_oldest_spelling_of_stage_1() -> None:
