@@ -27,7 +27,11 @@ from refimpl.zero.config import ZeroConfig
 
 
 class DeepSpeedConfig(section.Section):
-    """Every honoured key of a DeepSpeed configuration, resolved for one world size. Made by `load_config`."""
+    """Every honoured key of a DeepSpeed configuration, resolved for one world size. Made by `load_config`.
+
+    Defaults are DeepSpeed's. One of them is easily overlooked: since 0.19.3 (#8068) gradients are clipped at a global
+    norm of 1.0 where `gradient_clipping` is not set, in every stage and precision; 0 turns it off.
+    """
 
     train_batch_size: section.Positive = Field(description="samples an optimizer step, over all ranks")
     train_micro_batch_size_per_gpu: section.Positive = Field(description="samples a rank feeds to one forward")
