@@ -22,10 +22,11 @@ import torch.distributed as dist
 
 from refimpl.comm.group import Group
 from refimpl.engine.build import named_optimizer
-from refimpl.engine.config import DeepSpeedConfig, read_json
+from refimpl.engine.config import DeepSpeedConfig
 from refimpl.engine.dataloader import RepeatingLoader
 from refimpl.engine.engine import Engine as DeepSpeedEngine
 from refimpl.engine.initialize import connect, initialize
+from refimpl.engine.read import read_json
 from refimpl.zero import init
 
 __all__ = [
