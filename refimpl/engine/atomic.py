@@ -1,7 +1,7 @@
 """Files and folders that are whole whenever they have their name, at whatever moment the process or the power dies.
 
     .<name>.refimpl-<id>    being written, by the save `id`; renamed to <name> when it is whole and on the disk
-    .<name>.refimpl-old     what <name> was, while its successor takes the name: whole, and it counts as <name> meanwhile
+    .<name>.refimpl-old     what <name> was, while its successor takes the name; whole, and counts as <name>
 
 A rename is atomic, but one folder cannot be renamed over another that is not empty; hence the second form. Whoever dies
 leaves one of the two behind. `hold` recognises them: an old folder whose name is free gets it back, the rest goes.
