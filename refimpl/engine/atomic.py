@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -91,11 +91,12 @@ def inherit(old: Path, folder: Path, ours: Callable[[str], bool]) -> None:
 
 def discard(path: Path, mark: str) -> None:
     """Delete a file, a link or a folder, as far as it can be deleted: what stays behind is not taken for whole."""
-    if path.is_dir() and not path.is_symlink():
-        (path / mark).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            (path / mark).unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 @contextmanager
