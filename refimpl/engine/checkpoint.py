@@ -7,10 +7,10 @@
     save_dir/<tag>/model.safetensors       the model's weights, whole, under their names, for everybody else
 
 A save writes a folder beside <tag> and renames it when every rank's file is on the disk (refimpl/engine/atomic.py), so
-a checkpoint that is replaced stays whole until its successor is. A load checks every file before it changes anything
-in the engine, and changes nothing on the disk; see refimpl/engine/resume.py for what must fit. Files are loaded without
-unpickling code (`weights_only`). DeepSpeed's counterpart: `save_checkpoint` in deepspeed/runtime/engine.py, which
-writes into the folder itself, without checksums, a pickle a rank and no whole weights.
+a checkpoint that is replaced stays whole until its successor is; the disk must have room for both. A load checks every
+file before it changes anything in the engine, and changes nothing on the disk; see refimpl/engine/resume.py for what
+must fit. Files are loaded without unpickling code (`weights_only`). DeepSpeed's counterpart: `save_checkpoint` in
+deepspeed/runtime/engine.py, which writes into the folder itself, without checksums: a pickle a rank, no whole weights.
 """
 
 import os

@@ -165,16 +165,15 @@ def check_same(engine: "Engine", folder: Path, about: dict[str, Any]) -> None:
 
 
 def check_parts(engine: "Engine", path: Path, content: dict[str, Any], left_out: list[str], strict: bool) -> None:
-    """CheckpointError if the rank's file lacks what this engine holds, or has it in another shape."""
+    """CheckpointError if the rank's file lacks a buffer or frozen weight of the model, or has it in another shape."""
     here, there = untrained(engine), content["untrained"]
     both = [name for name in here if name in there]
     wrong = [f"{name} has another shape" for name in both if here[name].shape != there[name].shape]
-    wrong += [f"the stage's {key} is not there" for key in engine.stage.state_dict() if key not in content["stage"]]
     if strict:
         wrong += [f"{name} is not there" for name in here if name not in there and name not in left_out]
         wrong += [f"{name} is not in the model" for name in there if name not in here]
     if wrong:
-        raise CheckpointError(f"{path}: {'; '.join(wrong)}. Build the model that was saved, with the same refimpl")
+        raise CheckpointError(f"{path}: {'; '.join(wrong)}. Build the model that was saved")
 
 
 def restore(engine: "Engine", folder: Path, mine: dict[str, Any], wanted: Wanted) -> None:

@@ -70,20 +70,11 @@ def test_a_flipped_bit_anywhere(name: str, saved: Path, other: refimpl.Engine) -
     for place in (*everywhere, len(content) - 2):
         damaged = bytearray(content)
         damaged[place] ^= 1 << place % 8
-        if name == "checkpoint.json" and is_same_json(content, bytes(damaged)):
-            continue  # the bit was one of a blank between two words
         path.write_bytes(damaged)
         refused(other, saved, match=name)
         refused(other, saved, match=name, load_module_only=True)
     path.write_bytes(content)
     assert other.load_checkpoint(saved)[0] == str(saved / TAG)
-
-
-def is_same_json(a: bytes, b: bytes) -> bool:
-    try:
-        return bool(json.loads(a) == json.loads(b))
-    except ValueError:
-        return False
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -248,6 +239,16 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(saved: Path, other: refi
     (saved / "empty").mkdir()
     assert other.save_checkpoint(saved, "empty")
     assert other.load_checkpoint(saved)[0] == str(saved / "empty")
+
+
+def test_a_tag_that_is_a_link_is_replaced_and_what_it_points_at_kept(saved: Path, other: refimpl.Engine) -> None:
+    (saved / "best").symlink_to(TAG)
+    before = tree(saved / TAG)
+    assert other.load_checkpoint(saved, "best")[0] == str(saved / "best")
+    other.save_checkpoint(saved, "best")
+    assert not (saved / "best").is_symlink()
+    assert tree(saved / TAG) == before
+    assert sorted(path.name for path in saved.iterdir()) == ["best", TAG, "latest"]
 
 
 def test_another_optimizer_or_schedule_is_refused(saved: Path) -> None:
