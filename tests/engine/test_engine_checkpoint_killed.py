@@ -146,3 +146,32 @@ def test_what_a_living_run_is_writing_is_left_alone(tmp_path: Path, monkeypatch:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "mine", "theirs"]
     for tag in ("mine", "theirs"):
         assert engine.load_checkpoint(tmp_path, tag)[0] == str(tmp_path / tag)
+
+
+def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the power that fails: no kill shows it. Files are told by their inodes, which a rename keeps."""
+    events: list[tuple[str, int]] = []
+    calls = {name: getattr(os, name) for name in ("fsync", "rename", "replace")}
+
+    def fsync(handle: int) -> None:
+        events.append(("sync", os.fstat(handle).st_ino))
+        calls["fsync"](handle)
+
+    def renaming(name: str) -> Callable[[Path, Path], None]:
+        def rename(old: Path, new: Path) -> None:
+            events.append(("name", os.stat(old).st_ino))
+            calls[name](old, new)
+
+        return rename
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", renaming("rename"))
+    monkeypatch.setattr(os, "replace", renaming("replace"))
+    start(settings(0)).save_checkpoint(tmp_path, "a")
+    parent, folder, latest = (path.stat().st_ino for path in (tmp_path, tmp_path / "a", tmp_path / "latest"))
+    named, pointed = events.index(("name", folder)), events.index(("name", latest))
+    for path in (tmp_path / "a", *(tmp_path / "a").iterdir()):
+        assert events.index(("sync", path.stat().st_ino)) < named
+    assert ("sync", parent) in events[named:pointed]
+    assert ("sync", latest) in events[named:pointed]
+    assert events[-1] == ("sync", parent)
