@@ -76,11 +76,12 @@ def find(load_dir: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None:
             tag, who = latest.read_text().strip(), str(latest)
         if not tag:
             raise CheckpointError(f"{latest}: is empty; write a tag into it, or pass one; {complete}")
-    folder = manifest.folder_of(load_dir, checked_tag(tag, who))
-    file = folder / manifest.NAME
-    if not file.is_file():
-        named = "" if who == "load_checkpoint" else f" ({latest} names it)"
-        raise CheckpointError(f"{file}: no such file{named}; {complete}")
+    with naming(load_dir / checked_tag(tag, who)):
+        folder = manifest.folder_of(load_dir, tag)
+        file = folder / manifest.NAME
+        if not file.is_file():
+            named = "" if who == "load_checkpoint" else f" ({latest} names it)"
+            raise CheckpointError(f"{file}: no such file{named}; {complete}")
     return folder, manifest.read(file)
 
 

@@ -222,6 +222,7 @@ def test_a_tag_that_is_no_name(tag: str, saved: Path, other: refimpl.Engine) -> 
 def test_a_tag_that_is_too_long(saved: Path, other: refimpl.Engine) -> None:
     with pytest.raises(CheckpointError, match=r"xxx: File name too long; choose a shorter tag"):
         other.save_checkpoint(saved, "x" * 300)
+    refused(other, saved, match=r"xxx: File name too long; choose a shorter tag", tag="x" * 300)
 
 
 @pytest.mark.parametrize("save_dir", ["", None])
