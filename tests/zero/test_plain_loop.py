@@ -1,4 +1,4 @@
-"""A stage in loops that nobody wrote for it: plain backward and step, several losses, closures, exceptions, schedules."""
+"""A stage in loops that nobody wrote for it: plain backward and step, several losses, closures, exceptions."""
 
 import warnings
 from collections.abc import Callable
@@ -215,7 +215,7 @@ def in_every_loop(stage_name: str) -> list[dict[str, Tensor]]:
 
 @every_stage
 def test_every_loop_ends_as_in_plain_torch(stage: str) -> None:
-    """Equal weights up to rounding: one process sees the mean over ranks as one large batch, where the loss is a mean."""
+    """Equal up to rounding: one process sees all ranks' samples as one batch, over which the loss is a mean."""
     ranks = 3
     for got in run(in_every_loop, stage, ranks=ranks):
         for (loop, optimizer_of), weights in zip(CASES, got, strict=True):
@@ -399,6 +399,5 @@ def test_an_optimizer_after_the_stage_and_bare_parameters(stage: str) -> None:
     plain(model, optimizer, lambda step: batch(step, 0))
     for a, b in zip(expected[:4], model.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b)
-    both = [run(later, stage, ranks=2) for _ in range(1)][0]
-    for a, b in zip(*both, strict=True):
+    for a, b in zip(*run(later, stage, ranks=2), strict=True):
         assert torch.equal(a, b)
