@@ -11,7 +11,6 @@ nothing is released there until its gradients are complete.
 DeepSpeed: deepspeed/runtime/zero/parameter_offload.py and partitioned_param_coordinator.py.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from refimpl.zero.backward import in_backward
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.order import RollCall
 from refimpl.zero.outputs import tensors_of
-from refimpl.zero.parameter import Hook
+from refimpl.zero.parameter import Hook, untraced
 from refimpl.zero.prefetch import Pass, Trace
 from refimpl.zero.unit import Unit, in_flight_elements, live_elements
 
@@ -53,7 +52,7 @@ class Fetch:
         for unit in self.units:
             unit.on_use = self.used
         for module in self.units_of:
-            before, after = Hook(eager(self.before_forward)), Hook(eager(self.after_forward))
+            before, after = untraced(self.before_forward), untraced(self.after_forward)
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self.handles.append(module.register_forward_hook(after, always_call=True))
 
@@ -188,13 +187,3 @@ class Fetch:
             handle.remove()
         for unit in self.units:
             unit.on_use = None
-
-
-def eager(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """fn as the compiler must see it: not to be traced, so that a compiled forward breaks its graph there.
-
-    The import waits for a compiler to be there: it takes a second that no other rank needs.
-    """
-    fn_ = functools.partial(fn)
-    fn_._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return fn_

@@ -31,7 +31,7 @@ from refimpl.zero.grad_view import GradientView
 from refimpl.zero.gradients import Gradients
 from refimpl.zero.outputs import tensors_of
 from refimpl.zero.owned import let_go, take_over
-from refimpl.zero.parameter import DATA, GRAD, Freed, Hook, Managed, clear_raw_grad, place, raw_grad, stage_of
+from refimpl.zero.parameter import DATA, GRAD, Freed, Hook, Managed, clear_raw_grad, place, raw_grad, stage_of, untraced
 from refimpl.zero.update import Update
 
 
@@ -81,8 +81,8 @@ class Stage(ByName, ABC):
             p.__class__ = Freed if isinstance(p, Freed) else Managed
             p.stage = self  # type: ignore[attr-defined]
         self.handles += [
-            self.model.register_forward_pre_hook(Hook(self.before_forward)),
-            self.model.register_forward_hook(Hook(self.after_forward)),
+            self.model.register_forward_pre_hook(untraced(self.before_forward)),
+            self.model.register_forward_hook(untraced(self.after_forward)),
         ]
 
     # What makes a stage.
