@@ -7,14 +7,24 @@ sections and accepts unknown keys at the top and in activation_checkpointing in 
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from numbers import Number
+from types import NoneType
 from typing import Any
 
+import torch
 from pydantic import BaseModel
 
 from refimpl.engine.keys import ConfigError, Key, not_honoured
 from refimpl.engine.names import named, optimizer_problem, schedule_problem
+from refimpl.engine.quote import quote
 
 Table = Mapping[str, Key]
+
+
+def _offload_if(on: Any) -> dict[str, str]:
+    return {"device": "cpu" if on and on != "auto" else "none"}
+
 
 # Deprecated spelling -> (today's spelling in the same section, today's value). Both at once is an error.
 RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
@@ -23,11 +33,21 @@ RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
         "stage3_gather_16bit_weights_on_model_save",
         lambda value: value,
     ),
-    "zero_optimization.cpu_offload": ("offload_optimizer", lambda on: {"device": "cpu" if on else "none"}),
-    "zero_optimization.cpu_offload_param": ("offload_param", lambda on: {"device": "cpu" if on else "none"}),
+    "zero_optimization.cpu_offload": ("offload_optimizer", _offload_if),
+    "zero_optimization.cpu_offload_param": ("offload_param", _offload_if),
     "zero_optimization.cpu_offload_use_pin_memory": ("offload_optimizer", lambda on: {"pin_memory": on}),
 }
-FREE = ("optimizer.params", "scheduler.params")  # arguments of a class: checked against its signature when it is made
+# The names of DeepSpeed's fields, accepted beside the names of its documentation: zero_optimization.NAME is read as
+# zero_optimization.stage3_NAME. Both at once is an error.
+UNPREFIXED = (
+    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
+    "max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold "
+    "use_all_reduce_for_fetch_params allgather_sequential"
+)
+ALIASES = {f"zero_optimization.{name}": f"stage3_{name}" for name in UNPREFIXED.split()}
+COMMENTS = ("_", "//", "#")  # how people begin a key that is a comment, JSON having none; DeepSpeed reads no such key
+VALUES = (str, Number, list, tuple, set, Mapping, NoneType, torch.dtype)
+FREE = ("optimizer.params", "scheduler.params")  # arguments of a class: `refimpl.engine.arguments` reads them
 
 
 def table(model: type[BaseModel]) -> dict[str, Key]:
@@ -36,7 +56,11 @@ def table(model: type[BaseModel]) -> dict[str, Key]:
         Key(path, "warned", f"deprecated spelling of {name}, which gets its own answer")
         for path, (name, _) in RENAMED.items()
     ]
-    return {key.path: key for key in [*_fields(model), *not_honoured(), *deprecated, *named()]}
+    keys = {key.path: key for key in [*_fields(model), *not_honoured(), *deprecated, *named()]}
+    for path, name in ALIASES.items():
+        long = keys[f"zero_optimization.{name}"]
+        keys[path] = Key(path, long.verdict, f"another spelling of {long.path}", long.silent)
+    return keys
 
 
 def markdown(keys: Table) -> str:
@@ -69,20 +93,25 @@ class _Walk:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
+    @cached_property
+    def sections(self) -> set[str]:
+        """The paths below which keys stand."""
+        return {path.rpartition(".")[0] for path in self.keys} | set(FREE)
+
     def section(self, given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         """The honoured part of one section; `prefix` is its path and a dot, or empty at the top."""
         kept = {}
-        for name, value in self.modern(given, prefix).items():
+        for name, value in self.modern(self.plain(given, prefix), prefix).items():
             path = f"{prefix}{name}"
-            key = self.keys.get(path)
+            key = self.keys.get(path) if "." not in name and ":" not in name else None
             if key is None:
                 if prefix.removesuffix(".") in FREE:
                     kept[name] = value
-                else:
+                elif prefix or not name.startswith(COMMENTS):
                     self.problems.append(f"{path}: unknown key{_nearest(name, prefix, self.keys)}")
-            elif isinstance(value, Mapping) and (path in FREE or any(k.startswith(f"{path}.") for k in self.keys)):
-                inner = self.section(value, f"{path}.")
-                if key.verdict == "honoured":
+            elif path in self.sections:
+                inner = self.inside(key, value)
+                if key.verdict == "honoured" and inner is not None:
                     kept[name] = inner
             elif key.verdict == "honoured":
                 kept[name] = value
@@ -90,29 +119,55 @@ class _Walk:
                 self.refuse(key, value)
         return kept
 
+    def plain(self, given: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
+        """`given` without what no JSON file holds: a problem each. An optimizer's rate may be a tensor."""
+        free, kept = prefix.removesuffix(".") in FREE, {}
+        for name, value in given.items():
+            if not isinstance(name, str):
+                self.problems.append(f"{prefix}{quote(name)}: a key is text")
+            elif free and isinstance(value, Mapping):
+                self.problems.append(f"{prefix}{name} = {quote(value)}: must not be an object")
+            elif free or isinstance(value, VALUES):
+                kept[name] = value
+            else:
+                self.problems.append(f"{prefix}{name}: a {type(value).__name__} is nothing that a JSON file holds")
+        return kept
+
+    def inside(self, key: Key, value: Any) -> dict[str, Any] | None:
+        """The honoured part of the section `value`; None for one that is not there, spelt null, or no section."""
+        if isinstance(value, Mapping):
+            return self.section(value, f"{key.path}.")
+        if value is not None and not any(value is silent for silent in key.silent):
+            asked = f"{key.reason}; " if key.verdict == "rejected" else ""
+            self.problems.append(f"{key.path} = {quote(value)}: {asked}a section is an object, {{...}}")
+        return None
+
     def refuse(self, key: Key, value: Any) -> None:
-        """A warning or a problem, unless `value` asks for nothing."""
-        off = isinstance(value, Mapping) and value.get("enabled") is False
-        if key.needs or off or value in key.silent:
+        """A warning or a problem, unless `value` asks for nothing; "auto" is DeepSpeed's default."""
+        if key.needs or _off(value) or value in ("auto", *key.silent):
             return
-        line = f"{key.path} = {value!r}: {key.reason}"
+        line = f"{key.path} = {quote(value)}: {key.reason}"
         if key.verdict == "warned":
             self.notes.append(f"{line}; the key has no effect")
         else:
             self.problems.append(line)
 
     def modern(self, given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        """`given` with today's spelling of its deprecated keys."""
-        modern = {name: value for name, value in given.items() if f"{prefix}{name}" not in RENAMED}
+        """`given` with today's spelling of its deprecated keys, and one spelling of those that have two."""
+        modern = {n: value for n, value in given.items() if f"{prefix}{n}" not in (*RENAMED, *ALIASES)}
         for name, value in given.items():
             path = f"{prefix}{name}"
-            if path not in RENAMED:
+            if path in RENAMED:
+                today, translate = RENAMED[path]
+                new = translate(value)
+                self.notes.append(f"{path}: deprecated; write {prefix}{today}")
+            elif path in ALIASES:
+                today, new = ALIASES[path], value
+            else:
                 continue
-            today, translate = RENAMED[path]
-            new = translate(value)
-            self.notes.append(f"{path}: deprecated; write {prefix}{today}")
-            if isinstance(new, Mapping) and isinstance(modern.get(today), Mapping):
-                new = {**new, **modern[today]}
+            both = modern.get(today)
+            if isinstance(new, Mapping) and isinstance(both, Mapping) and not new.keys() & both.keys():
+                new = {**new, **both}
             elif today in modern:
                 self.problems.append(f"{path} and {prefix}{today} mean the same key; keep the second")
             modern[today] = new
@@ -138,10 +193,22 @@ def _fields(model: type[BaseModel], prefix: str = "") -> list[Key]:
     return rows
 
 
+def _off(section: Any) -> bool:
+    """Whether a section of somebody else's keys is switched off, or all the switches inside it are."""
+    if not isinstance(section, Mapping):
+        return False
+    inside = [value for value in section.values() if isinstance(value, Mapping) and _switches(value)]
+    return section.get("enabled") is False or (bool(inside) and all(map(_off, inside)))
+
+
+def _switches(section: Mapping[str, Any]) -> bool:
+    return "enabled" in section or any(_switches(value) for value in section.values() if isinstance(value, Mapping))
+
+
 def _nearest(name: str, prefix: str, keys: Table) -> str:
     """A key of the same section that is spelt almost like `name`, else one that lives elsewhere."""
     here = [path.removeprefix(prefix) for path in keys if path.startswith(prefix)]
-    near = difflib.get_close_matches(name, [key for key in here if "." not in key], n=1)
+    near = difflib.get_close_matches(name, [key for key in here if "." not in key and ":" not in key], n=1)
     if near:
         return f"; did you mean {near[0]}?"
     elsewhere = {path.rsplit(".", 1)[-1]: path for path in keys}

@@ -1,11 +1,11 @@
 """A value spelt "auto" is left to the training script or to the model, as in Hugging Face's files.
 
 Taken, in this order, from the caller's `auto` dictionary (by full path, "optimizer.params.lr", or by last name, "lr"),
-then from a rule below, else an error names the key. Nothing is guessed. Source of the rules: `trainer_config_process`
+then from a rule below. What is left falls back to its default in the sections where DeepSpeed does the same, and is
+an error that names the key elsewhere: no rate and no size is guessed. Source of the rules: `trainer_config_process`
 and `trainer_config_finalize` in transformers/integrations/deepspeed.py.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -60,17 +60,18 @@ RULES: Mapping[str, Rule] = {
     "zero_optimization.stage3_prefetch_bucket_size": lambda values, model: int(0.9 * hidden_size(model) ** 2),
     "zero_optimization.stage3_param_persistence_threshold": lambda values, model: 10 * hidden_size(model),
 }
+DEFAULTED = ("fp16", "bf16", "zero_optimization", "csv_monitor", "tensorboard", "wandb", "comms_logger")
 
 
 def resolve(values: Mapping[str, Any], *, model: torch.nn.Module | None, given: Mapping[str, Any]) -> Values:
     """A copy of `values` without any "auto". Raises `ConfigError` that lists all keys that stay unresolved."""
-    result = copy.deepcopy(dict(values))
+    result = _copy(values)
     problems = []
-    for path in sorted(_autos(result)):  # sorted: the optimizer's learning rate before the scheduler's
-        *parents, name = path.split(".")
+    for *parents, name in sorted(_autos(result), key=str):  # the optimizer's learning rate before the scheduler's
         home = result
         for parent in parents:
             home = home[parent]
+        path = ".".join(map(str, [*parents, name]))
         try:
             home[name] = _value(path, result, model, given)
         except Unresolved as lack:
@@ -78,19 +79,24 @@ def resolve(values: Mapping[str, Any], *, model: torch.nn.Module | None, given: 
                 del home[name]
             else:
                 problems.append(
-                    f'{path}: "auto" cannot be resolved: {lack}. Write a number, or pass auto={{"{path}": ...}}'
+                    f'{path}: "auto" cannot be resolved: {lack}. Write a value in its place '
+                    f'(where you call load_config yourself: or pass auto={{"{path}": ...}})'
                 )
     if problems:
         raise ConfigError("\n".join(problems))
     return result
 
 
-def _autos(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _copy(values: Mapping[str, Any]) -> Values:
+    return {name: _copy(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+
+
+def _autos(values: Mapping[str, Any], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _autos(value, f"{prefix}{name}.")
-        elif value == "auto":
-            yield prefix + name
+            yield from _autos(value, (*parents, name))
+        elif isinstance(value, str) and value == "auto":
+            yield (*parents, name)
 
 
 def _value(path: str, values: Values, model: torch.nn.Module | None, given: Mapping[str, Any]) -> Any:
@@ -103,6 +109,8 @@ def _value(path: str, values: Values, model: torch.nn.Module | None, given: Mapp
 
 
 def _unneeded(path: str, values: Values) -> bool:
-    """The batch triple completes itself, and stage 3's sizes mean nothing in the others."""
+    """The batch triple completes itself, stage 3's sizes mean nothing elsewhere, and some sections have defaults."""
     in_stage_3 = (values.get("zero_optimization") or {}).get("stage") == 3
-    return path in (TRAIN, MICRO, STEPS) or (path.startswith("zero_optimization.stage3_") and not in_stage_3)
+    other_stage = path.startswith("zero_optimization.stage3_") and not in_stage_3
+    has_default = path.split(".")[0] in DEFAULTED and path not in (*RULES, "zero_optimization.stage")
+    return path in (TRAIN, MICRO, STEPS) or other_stage or has_default

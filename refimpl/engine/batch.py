@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from refimpl.engine.keys import ConfigError
+from refimpl.engine.quote import quote
 from refimpl.engine.sections import Positive
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -45,7 +46,7 @@ def _size(values: Mapping[str, Any], key: str) -> int | None:
     try:
         return TypeAdapter[int](Positive).validate_python(values[key])
     except ValidationError as error:
-        raise ConfigError(f"{key} = {values[key]!r}: must be a whole number of at least 1") from error
+        raise ConfigError(f"{key} = {quote(values[key])}: must be a whole number of at least 1") from error
 
 
 def _quotient(train: int, key: str, factors: Mapping[str, int]) -> int:

@@ -7,8 +7,6 @@ DeepSpeed's counterpart: the `_configure_*` methods of deepspeed/runtime/engine.
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from inspect import isclass, signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,13 +16,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from refimpl.comm.group import Group
+from refimpl.engine import arguments
 from refimpl.engine.config import DeepSpeedConfig, load_config
 from refimpl.engine.dataloader import make_dataloader
+from refimpl.engine.keys import ConfigError
 from refimpl.engine.monitor import Monitor
+from refimpl.engine.names import optimizer_named, schedule_named
 from refimpl.engine.sections import Optimizer as OptimizerSection
 from refimpl.engine.sections import Scheduler as SchedulerSection
-from refimpl.optim import schedule
-from refimpl.optim.lion import Lion
 from refimpl.zero.ddp import DDP
 from refimpl.zero.parameter import place
 from refimpl.zero.stage import Stage
@@ -147,26 +146,9 @@ def make_optimizer(
 
 
 def named_optimizer(name: str, parameters: list[Any], params: Mapping[str, Any]) -> Optimizer:
-    """An optimizer by DeepSpeed's or torch's name, with DeepSpeed's defaults where DeepSpeed has the name.
-
-    "Adam" is AdamW unless adam_w_mode is false, and its weight_decay is 0 unless `torch_adam` asks for torch's 0.01.
-    Both are fused: same formula, same bits on any cut at a multiple of 64 elements, ten times faster on a CPU.
-    """
-    options, kind = dict(params), name.lower()
-    if kind in ("adam", "adamw"):
-        decoupled = options.pop("adam_w_mode", True) or kind == "adamw"
-        if not options.pop("torch_adam", False):
-            options = {"weight_decay": 0.0} | options
-        if not options.pop("bias_correction", True):
-            raise ValueError("optimizer.params.bias_correction = false: not implemented, torch's Adam always corrects")
-        options = {"fused": True} | options
-        named: Callable[..., Optimizer] = torch.optim.AdamW if decoupled else torch.optim.Adam
-    elif kind == "lion":
-        named = Lion
-    else:
-        classes = (value for value in vars(torch.optim).values() if isclass(value) and issubclass(value, Optimizer))
-        named = next(value for value in classes if value.__name__.lower() == kind)
-    return checked("optimizer", named, parameters, options)
+    """An optimizer by DeepSpeed's or torch's name; `names.optimizer_named` says what the names mean."""
+    make, options = optimizer_named(name, params)
+    return checked("optimizer", make, parameters, options)
 
 
 def make_scheduler(client: Any | None, section: SchedulerSection | None, optimizer: Optimizer) -> Any | None:
@@ -180,16 +162,13 @@ def make_scheduler(client: Any | None, section: SchedulerSection | None, optimiz
         return client(optimizer) if callable(client) else client
     if section is None:
         return None
-    named = getattr(schedule, section.type, None) or getattr(torch.optim.lr_scheduler, section.type)
-    return checked("scheduler", named, optimizer, section.params)
+    return checked("scheduler", schedule_named(section.type), optimizer, section.params)
 
 
 def checked(section: str, make: Callable[..., T], first: Any, params: Mapping[str, Any]) -> T:
-    """make(first, **params), after a check that it takes such parameters: the error names the nearest one."""
-    known = list(signature(make).parameters)[1:]
-    for name in params:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(known)}"
-            raise ValueError(f"{section}.params.{name}: {getattr(make, '__name__', make)} has no such parameter{hint}")
-    return make(first, **params)
+    """make(first, **params), after a check of the parameters. ConfigError names the parameter, else the section."""
+    values = arguments.read(section, make, params)
+    try:
+        return make(first, **values)
+    except Exception as error:  # whatever a class of torch has to say about its arguments
+        raise ConfigError(f"{section}.params: {getattr(make, '__name__', make)}: {error}") from error

@@ -1,11 +1,10 @@
 """A DeepSpeed JSON file becomes one frozen, fully resolved `DeepSpeedConfig`.
 
-Four steps: every key gets one of three answers (`keys`, `names`, `answer`), every "auto" a value (`auto`), the batch
+Steps: every key gets one of three answers (`keys`, `names`, `answer`), every "auto" a value (`auto`), the batch
 triple is completed (`batch`), and pydantic checks types and ranges (`sections`). Nothing that was asked for is dropped
 in silence. DeepSpeed's file: deepspeed/runtime/config.py.
 """
 
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,17 +13,25 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from refimpl.engine import arguments
 from refimpl.engine import sections as section
 from refimpl.engine.answer import answer, table
 from refimpl.engine.auto import resolve
 from refimpl.engine.batch import complete
 from refimpl.engine.keys import ConfigError, ConfigWarning
+from refimpl.engine.names import optimizer_named, schedule_named
+from refimpl.engine.quote import quote
+from refimpl.engine.read import read_json
 from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler
 from refimpl.zero.config import ZeroConfig
 
 
 class DeepSpeedConfig(section.Section):
-    """Every honoured key of a DeepSpeed configuration, resolved for one world size. Made by `load_config`."""
+    """Every honoured key of a DeepSpeed configuration, resolved for one world size. Made by `load_config`.
+
+    Defaults are DeepSpeed's. One of them is easily overlooked: since 0.19.3 (#8068) gradients are clipped at a global
+    norm of 1.0 where `gradient_clipping` is not set, in every stage and precision; 0 turns it off.
+    """
 
     train_batch_size: section.Positive = Field(description="samples an optimizer step, over all ranks")
     train_micro_batch_size_per_gpu: section.Positive = Field(description="samples a rank feeds to one forward")
@@ -37,8 +44,12 @@ class DeepSpeedConfig(section.Section):
     steps_per_print: Annotated[section.Positive | None, BeforeValidator(section.never)] = Field(
         default=None, description="steps between reports; unset: none"
     )
-    gradient_clipping: section.Number = Field(default=0.0, description="bound on the global L2 norm; 0 means off")
-    gradient_allreduce_op: Literal["mean", "sum"] = Field(default="mean", description="what a gradient over ranks is")
+    gradient_clipping: section.Number = Field(
+        default=1.0, description="bound on the global L2 norm; 0 means off, unset is 1.0, as in DeepSpeed since 0.19.3"
+    )
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(section.lower)] = Field(
+        default="mean", description="what a gradient over ranks is"
+    )
     prescale_gradients: bool = Field(default=False, description="divide before the reduction instead of after it")
     gradient_predivide_factor: section.Number = Field(
         default=1.0, gt=0, description="without prescale: divide by this before, by the rest after"
@@ -107,8 +118,8 @@ class DeepSpeedConfig(section.Section):
         cast = self.fp16.enabled or self.bf16.enabled or self.data_types.param_dtype is not None
         return ZeroConfig(
             dtype=self.dtype if cast else None,  # without fp16, bf16 or data_types a model keeps its own
-            reduce_bucket_size=zero.reduce_bucket_size,
-            allgather_bucket_size=zero.allgather_bucket_size,
+            reduce_bucket_size=max(1, zero.reduce_bucket_size),  # a tensor larger than a bucket has its own
+            allgather_bucket_size=max(1, zero.allgather_bucket_size),
             overlap_comm=zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm,
             gradient_clipping=self.gradient_clipping,
             communication_data_type=self.communication_data_type,
@@ -142,48 +153,59 @@ def load_config(
 ) -> DeepSpeedConfig:
     """Read, answer, resolve and check a DeepSpeed configuration.
 
-    `config` is a dictionary or the path of a JSON file; `world_size` the number of data-parallel ranks; `model` and
-    `auto` fill in "auto" values (see `refimpl.engine.auto`). Warnings (`ConfigWarning`) come from rank 0 only; errors
-    (`ConfigError`) come from every rank, name each wrong key with its full path, and list all of them at once.
+    `config` is a dictionary or the path of a file; `world_size` the number of data-parallel ranks; `model` and `auto`
+    fill in "auto" values (see `refimpl.engine.auto`). Warnings (`ConfigWarning`) come from rank 0 only; errors
+    (`ConfigError`) come from every rank, name each wrong key with its full path, and list all that one step finds.
     """
-    raw = dict(config) if isinstance(config, Mapping) else read_json(Path(config))
+    raw = _raw(config)
     values, notes = answer(raw, table(DeepSpeedConfig))
     if rank == 0:
         for note in notes:
             warnings.warn(note, ConfigWarning, stacklevel=2)
     values = complete(resolve(values, model=model, given=auto or {}), world_size)
+    problems = _wrong_arguments(values)
     try:
-        return DeepSpeedConfig.model_validate(values)
+        settings = DeepSpeedConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_readable(error))) from None
+        problems += _readable(error)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return settings
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; a missing file, bad JSON or a key that occurs twice is a `ConfigError`."""
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; pass a dictionary or the path of a DeepSpeed JSON file")
+def _raw(config: object) -> dict[str, Any]:
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not isinstance(config, str | Path):
+        raise ConfigError(f"a configuration is a dictionary or the path of a JSON file, not {type(config).__name__}")
+    if str(config).lstrip().startswith("{"):
+        raise ConfigError("the configuration is JSON text; pass json.loads(text), or the path of a file that holds it")
+    return read_json(Path(config))
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ConfigError(f"{path}: key {', '.join(map(repr, twice))} occurs twice in one object; keep one")
-        return dict(pairs)
 
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: a DeepSpeed configuration is a JSON object, not {type(content).__name__}")
-    return content
+def _wrong_arguments(values: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the arguments of optimizer and schedule."""
+    problems = []
+    for name in ("optimizer", "scheduler"):
+        given = values.get(name) or {}
+        if "type" not in given:
+            continue
+        params = given.get("params") or {}
+        try:
+            if name == "optimizer":
+                arguments.read(name, *optimizer_named(given["type"], params))
+            else:
+                arguments.read(name, schedule_named(given["type"]), params)
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems
 
 
 def _readable(error: ValidationError) -> list[str]:
     """One line a wrong value: full path, what is wrong, what was given."""
     lines = []
-    for problem in error.errors():
+    for problem in error.errors(include_url=False):
         path = ".".join(str(part) for part in problem["loc"])
         message = problem["msg"].removeprefix("Value error, ")
-        lines.append(f"{path}: {message}; got {problem['input']!r}" if path else message)
+        lines.append(f"{path}: {message}; got {quote(problem['input'])}" if path else message)
     return lines

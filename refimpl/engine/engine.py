@@ -21,7 +21,7 @@ DeepSpeed's file: deepspeed/runtime/engine.py. What is different here, on purpos
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from refimpl.engine import checkpoint
+from refimpl.engine import checkpoint, weights
 from refimpl.engine.asked import Asked
 from refimpl.engine.build import Parts
 from refimpl.engine.dataloader import RepeatingLoader
+from refimpl.engine.module_weights import ModuleWeights
 from refimpl.engine.report import Report, mean_loss
-from refimpl.engine.weights import Weights
+from refimpl.engine.resume import Wanted
 from refimpl.zero.zero3 import Zero3
 
 
-class Engine(Weights, Asked):
+class Engine(ModuleWeights, Asked):
     """Trains `module` as the configuration says. Made by `initialize`, on every rank alike.
 
     `global_steps` counts optimizer steps (skipped ones too), `micro_steps` micro-batches, `global_samples` samples over
@@ -239,19 +240,45 @@ class Engine(Weights, Asked):
         tag: str | float | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write everything that `load_checkpoint` needs to go on. Every rank must call it. Returns True."""
-        return checkpoint.save(self, Path(save_dir), tag, client_state or {}, save_latest)
+        """Write everything that `load_checkpoint` needs to go on. Every rank must call it. Returns True.
+
+        A checkpoint of the same tag is replaced, at once, when all of the new one is on the disk.
+        """
+        return checkpoint.save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
-        self, load_dir: str | Path, tag: str | float | None = None
+        self,
+        load_dir: str | Path,
+        tag: str | float | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., object] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint: its path and this rank's client_state, or (None, None) if there is no `latest`."""
-        return checkpoint.load(self, Path(load_dir), tag)
+        """Go on from a checkpoint: its path and this rank's client_state, or (None, None) if there is no `latest`.
 
-    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
+        load_module_only: the weights and nothing else; load_optimizer_states=False: all but the optimizer. Either goes
+        from any stage and world size to any other. custom_load_fn(src=weights by name, dst=module) then may do it.
+        load_module_strict=False: weights that only one side has stay as they are. CheckpointError on every rank, the
+        engine unchanged, if the checkpoint is damaged or does not fit.
+        """
+        wanted = Wanted(
+            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
+        )
+        return checkpoint.load(self, Path(load_dir), tag, wanted)
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
         """Write the whole model's weights in its training dtype. Every rank must call it. False if config forbids."""
-        return checkpoint.save_16bit_model(self, Path(save_dir), save_filename)
+        return weights.save_16bit_model(self, Path(save_dir), save_filename, exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """The whole weights in the training dtype on rank 0, None elsewhere: what Hugging Face's libraries save."""
+        return weights.whole_weights(self, exclude_frozen_parameters)
 
     # Inside.
 

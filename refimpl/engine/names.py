@@ -4,13 +4,20 @@ Optimizers are read in any case ("adamw"), schedules as they are spelt; DeepSpee
 DeepSpeed's functions: `_configure_basic_optimizer`, `_scheduler_from_config` in deepspeed/runtime/engine.py.
 """
 
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from inspect import isclass
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from refimpl.engine.keys import NOT_YET, Key
+from refimpl.engine.arguments import flag
+from refimpl.engine.keys import NOT_YET, ConfigError, Key
+from refimpl.engine.quote import quote
 from refimpl.optim import schedule
+from refimpl.optim.lion import Lion
+from refimpl.optim.uncorrected_adam import UncorrectedAdam
 
 OWN_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
 OWN_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
@@ -19,17 +26,55 @@ LATER = ("Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon", "MuAdam", "M
 
 def optimizer_problem(name: object) -> str | None:
     """Why `optimizer.type = name` cannot be honoured; None when it can."""
-    if str(name).lower() in (later.lower() for later in LATER):
-        return f"optimizer.type = {name!r}: {NOT_YET}; use one of {', '.join(OWN_OPTIMIZERS)}"
+    if not isinstance(name, str):
+        return f"optimizer.type = {quote(name)}: must be text; one of {', '.join(OWN_OPTIMIZERS)}"
+    if name.lower() in (later.lower() for later in LATER):
+        return f"optimizer.type = {quote(name)}: {NOT_YET}; use one of {', '.join(OWN_OPTIMIZERS)}"
     known = [*OWN_OPTIMIZERS, *_classes(torch.optim, torch.optim.Optimizer)]
-    return None if str(name).lower() in (one.lower() for one in known) else _unknown("optimizer", name, known)
+    return None if name.lower() in (one.lower() for one in known) else _unknown("optimizer", name, known)
 
 
 def schedule_problem(name: object) -> str | None:
     """Why `scheduler.type = name` cannot be honoured; None when it can."""
+    if not isinstance(name, str):
+        return f"scheduler.type = {quote(name)}: must be text; one of {', '.join(OWN_SCHEDULES)}"
     module = torch.optim.lr_scheduler
     known = [*OWN_SCHEDULES, *_classes(module, module.LRScheduler)]
     return None if name in known else _unknown("scheduler", name, known)
+
+
+def optimizer_named(name: str, params: Mapping[str, Any]) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
+    """The class and its arguments, with DeepSpeed's defaults where DeepSpeed has the name.
+
+    "Adam" is AdamW unless adam_w_mode is false, and its weight_decay is 0 unless `torch_adam` asks for torch's 0.01.
+    Both are fused: same formula, same bits on any cut at a multiple of 64 elements, ten times faster on a CPU.
+    `bias_correction` false is the one thing that torch's Adam lacks.
+    """
+    options, kind = dict(params), name.lower()
+    if kind == "lion":
+        return Lion, options
+    if kind not in ("adam", "adamw"):
+        return next(c for c in _classes(torch.optim, Optimizer).values() if c.__name__.lower() == kind), options
+    switches = {
+        switch: flag(f"optimizer.params.{switch}", options.pop(switch, default))
+        for switch, default in {"adam_w_mode": True, "torch_adam": False, "bias_correction": True}.items()
+    }
+    decoupled = switches["adam_w_mode"] or kind == "adamw"
+    if not switches["bias_correction"]:
+        if switches["torch_adam"]:
+            raise ConfigError("optimizer.params.bias_correction = False: torch's Adam corrects; leave torch_adam out")
+        return UncorrectedAdam, options | {"adam_w_mode": decoupled}
+    if not switches["torch_adam"]:
+        options = {"weight_decay": 0.0} | options
+    if not any(options.get(other) for other in ("foreach", "differentiable")):  # torch runs one of the three
+        options = {"fused": True} | options
+    return (torch.optim.AdamW if decoupled else torch.optim.Adam), options
+
+
+def schedule_named(name: str) -> Callable[..., Any]:
+    """A class of `refimpl.optim.schedule`, else of torch."""
+    found: Callable[..., Any] = getattr(schedule, name, None) or getattr(torch.optim.lr_scheduler, name)
+    return found
 
 
 def named() -> list[Key]:
@@ -42,12 +87,12 @@ def named() -> list[Key]:
     return rows
 
 
-def _classes(module: object, base: type) -> list[str]:
+def _classes(module: object, base: type) -> dict[str, Any]:
     classes = {name: value for name, value in vars(module).items() if isclass(value) and name[0] != "_"}
-    return [name for name, value in classes.items() if issubclass(value, base) and value is not base]
+    return {name: value for name, value in classes.items() if issubclass(value, base) and value is not base}
 
 
-def _unknown(section: str, name: object, known: list[str]) -> str:
-    near = get_close_matches(str(name), known, n=1)
+def _unknown(section: str, name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
-    return f"{section}.type = {name!r}: unknown; {hint}"
+    return f"{section}.type = {quote(name)}: unknown; {hint}"

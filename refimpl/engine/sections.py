@@ -28,15 +28,28 @@ def as_number(value: Any) -> Any:
     """JSON has no 5e8 that is an integer, so `5e8`, `"5e8"` and `500000000` are the same count. A bool is no number."""
     if isinstance(value, bool):
         raise ValueError("must be a number, not true or false")
-    return float(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError("must be a number") from None
+
+
+def no_bool(value: Any) -> Any:
+    """`true` is not the number 1."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false")
+    return value
 
 
 def as_dtype(value: Any) -> torch.dtype:
     """`"bf16"`, `"bfloat16"`, `"torch.bfloat16"` and `torch.bfloat16` are the same dtype."""
-    dtype = DTYPES.get(str(value).lower().removeprefix("torch."))
-    if dtype is None:
-        raise ValueError(f"must be one of fp32, fp16, bf16, not {value!r}")
-    return dtype
+    if isinstance(value, str | torch.dtype):
+        dtype = DTYPES.get(str(value).lower().removeprefix("torch."))
+        if dtype is not None:
+            return dtype
+    raise ValueError("must be one of fp32, fp16, bf16")
 
 
 def upper(value: Any) -> Any:
@@ -49,12 +62,20 @@ def never(value: Any) -> Any:
     return None if value in (float("inf"), "inf", "Infinity") else value
 
 
-Count = Annotated[int, BeforeValidator(as_number), Field(ge=0)]
-Positive = Annotated[int, BeforeValidator(as_number), Field(ge=1)]
+def lower(value: Any) -> Any:
+    """DeepSpeed reads `SUM` and `sum` alike."""
+    return value.lower() if isinstance(value, str) else value
+
+
+Count = Annotated[int, BeforeValidator(as_number), Field(ge=0, le=sys.maxsize)]
+Positive = Annotated[int, BeforeValidator(as_number), Field(ge=1, le=sys.maxsize)]
 Number = Annotated[float, BeforeValidator(as_number), Field(ge=0, allow_inf_nan=False)]
 Dtype = Annotated[
     torch.dtype, PlainValidator(as_dtype), PlainSerializer(lambda dtype: str(dtype).removeprefix("torch."))
 ]
+
+
+POWERS = 127  # 2**127 is fp32's largest power of two
 
 
 class Section(BaseModel):
@@ -71,8 +92,10 @@ class FP16(Section):
     """Train in fp16 with fp32 master weights and a loss scale."""
 
     enabled: bool = Field(default=False, description="the model is cast to fp16; master weights stay in fp32")
-    loss_scale: Number = Field(default=0.0, description="static loss scale; 0 means dynamic")
-    initial_scale_power: Count = Field(default=16, description="the dynamic scale starts at 2 to this power")
+    loss_scale: Number = Field(default=0.0, le=2.0**POWERS, description="static loss scale; 0 means dynamic")
+    initial_scale_power: Count = Field(
+        default=16, le=POWERS, description="the dynamic scale starts at 2 to this power; the scaled loss is fp32"
+    )
     loss_scale_window: Positive = Field(default=1000, description="good steps before the dynamic scale doubles")
     hysteresis: Positive = Field(default=2, description="overflows endured before the dynamic scale halves")
     consecutive_hysteresis: bool = Field(default=False, description="a good step refills the hysteresis")
@@ -121,11 +144,15 @@ class LeafModule(Section):
 class ZeroOptimization(Section):
     """What is sharded and how it is communicated."""
 
-    stage: Literal[0, 1, 2, 3] = Field(
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(no_bool)] = Field(
         default=0, description="0 nothing, 1 optimizer, 2 + gradients, 3 + parameters sharded"
     )
-    reduce_bucket_size: Positive = Field(default=500_000_000, description="elements reduced in one collective")
-    allgather_bucket_size: Positive = Field(default=500_000_000, description="elements gathered in one collective")
+    reduce_bucket_size: Count = Field(
+        default=500_000_000, description="elements reduced in one collective; 0: one gradient at a time"
+    )
+    allgather_bucket_size: Count = Field(
+        default=500_000_000, description="elements gathered in one collective; 0: one parameter at a time"
+    )
     overlap_comm: bool | None = Field(default=None, description="reduce during backward; unset means only in stage 3")
     stage3_prefetch_bucket_size: Count = Field(default=50_000_000, description="elements gathered ahead of use")
     stage3_param_persistence_threshold: Count = Field(default=100_000, description="smaller parameters stay gathered")

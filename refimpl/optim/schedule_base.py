@@ -62,3 +62,10 @@ def per_group(optimizer: torch.optim.Optimizer, rate: Rate, name: str) -> list[f
     if len(rates) != count:
         raise ValueError(f"{name} has {len(rates)} values for {count} parameter groups")
     return rates
+
+
+def whole(name: str, value: float, least: int = 0) -> int:
+    """`value` as a count of steps; ValueError where it is not one."""
+    if not isinstance(value, int | float) or value != value // 1 or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    return int(value)

@@ -7,17 +7,20 @@ DeepSpeed's file, whose argument names, defaults and values these are: deepspeed
 
 import math
 import warnings
+from typing import Literal
 
 import torch
 
-from refimpl.optim.schedule_base import Rate, Schedule, per_group
+from refimpl.optim.schedule_base import Rate, Schedule, per_group, whole
+
+Warming = Literal["log", "linear"]
 
 
 class WarmupLR(Schedule):
     """lr(k) = min + (max - min) * (warm(k) if k < W else 1).
 
-    Without `warmup_max_lr` the maximum is the first group's rate. Raises ValueError for an unknown `warmup_type`, a W
-    that is no positive whole number, or as many rates as there are not groups.
+    Without `warmup_max_lr` the maximum is each group's own rate. Raises ValueError for an unknown `warmup_type` (where
+    DeepSpeed falls back to "log"), a W that is no positive whole number, or another number of rates than groups.
     """
 
     def __init__(
@@ -26,12 +29,12 @@ class WarmupLR(Schedule):
         warmup_min_lr: Rate = 0.0,
         warmup_max_lr: Rate | None = None,
         warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
+        warmup_type: Warming = "log",
         last_batch_iteration: int = -1,
     ) -> None:
         self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type)
         if warmup_max_lr is None:
-            warmup_max_lr = float(optimizer.param_groups[0]["lr"])
+            warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
         self.min_lrs = per_group(optimizer, warmup_min_lr, "warmup_min_lr")
         self.max_lrs = per_group(optimizer, warmup_max_lr, "warmup_max_lr")
         super().__init__(optimizer, last_batch_iteration)
@@ -54,13 +57,14 @@ class WarmupDecayLR(WarmupLR):
         optimizer: torch.optim.Optimizer,
         total_num_steps: int,
         warmup_min_lr: Rate = 0.0,
-        warmup_max_lr: Rate = 0.001,
+        warmup_max_lr: Rate | None = 0.001,
         warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
+        warmup_type: Warming = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.total_num_steps = _total(total_num_steps, warmup_num_steps)
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+        warmup, _ = _warmup(warmup_num_steps, warmup_type)
+        self.total_num_steps = _total(total_num_steps, warmup)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup, warmup_type, last_batch_iteration)
 
     def gamma(self, k: int) -> float:
         """The part of max - min that is reached, or still left."""
@@ -83,11 +87,11 @@ class WarmupCosineLR(Schedule):
         warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000,
         cos_min_ratio: float = 0.0001,
-        warmup_type: str = "log",
+        warmup_type: Warming = "log",
         last_batch_iteration: int = -1,
     ) -> None:
         self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type)
-        self.total_num_steps = _total(total_num_steps, warmup_num_steps)
+        self.total_num_steps = _total(total_num_steps, self.warmup_num_steps)
         self.warmup_min_ratio = warmup_min_ratio
         self.cos_min_ratio = cos_min_ratio
         self.org_lrs = [float(group["lr"]) for group in optimizer.param_groups]
@@ -111,22 +115,21 @@ class WarmupCosineLR(Schedule):
         return low + (1 - low) * part
 
 
-def warm(k: int, steps: int, kind: str) -> float:
+def warm(k: int, steps: int, kind: Warming) -> float:
     """The part of a warm-up of `steps` steps that is done after step k: from 0 towards 1."""
     if k < 0:
         return 0.0
     return k / steps if kind == "linear" else math.log(k + 1) / math.log(steps)
 
 
-def _warmup(steps: int, kind: str) -> tuple[int, str]:
-    if steps < 1 or steps != int(steps):
-        raise ValueError(f"warmup_num_steps must be a positive whole number, not {steps}")
+def _warmup(steps: int, kind: Warming) -> tuple[int, Warming]:
     if kind not in ("log", "linear"):
         raise ValueError(f"warmup_type must be 'log' or 'linear', not {kind!r}")
-    return max(2, int(steps)), kind
+    return max(2, whole("warmup_num_steps", steps, least=1)), kind
 
 
 def _total(total: int, warmup: int) -> int:
+    total = whole("total_num_steps", total, least=1)
     if total < warmup:
         warnings.warn(
             f"total_num_steps {total} is less than warmup_num_steps {warmup}: no steps to decay in", stacklevel=3

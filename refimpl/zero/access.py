@@ -101,6 +101,7 @@ class ByName:
 
     def weights(self, bucket: Bucket) -> Tensor:
         """The most exact weights of a bucket: fp32 masters ([P] or [S]) or the owned slice."""
+        self.update.adopt(bucket)
         return self.update.masters.get(bucket, self.update.owned[bucket])
 
     def copies(self, bucket: Bucket) -> list[Tensor]:

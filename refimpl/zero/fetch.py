@@ -11,7 +11,6 @@ nothing is released there until its gradients are complete.
 DeepSpeed: deepspeed/runtime/zero/parameter_offload.py and partitioned_param_coordinator.py.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from refimpl.zero.backward import in_backward
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.order import RollCall
 from refimpl.zero.outputs import tensors_of
-from refimpl.zero.parameter import Hook
+from refimpl.zero.parameter import Hook, untraced
 from refimpl.zero.prefetch import Pass, Trace
 from refimpl.zero.unit import Unit, in_flight_elements, live_elements
 
@@ -47,11 +46,13 @@ class Fetch:
         self.trace = Trace()
         self._running: list[nn.Module] = []  # modules inside their forward now, outermost first
         self._watching: list[bool] = []  # for each of them, whether what autograd saves is looked at
+        self.is_recorded = False  # whether the backward under way is
+        self.keeps = False  # nothing is freed before the backward after a recorded one is over
         self.handles: list[Any] = []
         for unit in self.units:
             unit.on_use = self.used
         for module in self.units_of:
-            before, after = Hook(eager(self.before_forward)), Hook(eager(self.after_forward))
+            before, after = untraced(self.before_forward), untraced(self.after_forward)
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self.handles.append(module.register_forward_hook(after, always_call=True))
 
@@ -67,7 +68,7 @@ class Fetch:
             # No gradient will say that backward is through with them; the gradient of the module's input does.
             for tensor in tensors_of((args, kwargs)):
                 if tensor.requires_grad:
-                    tensor.register_hook(Hook(lambda _: self.release(frozen)))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(Hook(lambda _: self.after_backward(frozen)))  # type: ignore[no-untyped-call]
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._running.pop()
@@ -83,7 +84,15 @@ class Fetch:
 
     def before_backward(self, module: nn.Module) -> None:
         self.sign()
+        # create_graph: this backward is recorded. What it saves must be there when the next one goes through it.
+        self.is_recorded = torch.is_grad_enabled()
+        self.keeps = self.keeps or self.is_recorded
         self.need(module, "backward")
+
+    def after_backward(self, units: list[Unit]) -> None:
+        """Free units of which no gradient will say that backward is through with them."""
+        if not self.keeps:
+            self.release(units)
 
     def watch_saved(self, module: nn.Module) -> None:
         """Look at what autograd saves while `module` runs: what lies in a unit must be there when it is unpacked.
@@ -168,7 +177,9 @@ class Fetch:
 
     def end(self) -> None:
         """Backward, or an iteration without one, is over: free what no gradient freed."""
-        self.release(self.units)
+        self.keeps, self.is_recorded = self.is_recorded, False
+        if not self.keeps:
+            self.release(self.units)
 
     def remove(self) -> None:
         """Let go of the modules."""
@@ -176,13 +187,3 @@ class Fetch:
             handle.remove()
         for unit in self.units:
             unit.on_use = None
-
-
-def eager(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """fn as the compiler must see it: not to be traced, so that a compiled forward breaks its graph there.
-
-    The import waits for a compiler to be there: it takes a second that no other rank needs.
-    """
-    fn_ = functools.partial(fn)
-    fn_._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return fn_

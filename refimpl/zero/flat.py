@@ -118,7 +118,7 @@ def groups_of(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> dict
             if tensor not in known:
                 raise ValueError(
                     f"{type(optimizer).__name__}, group {i}: a tensor of shape {tuple(tensor.shape)} is not a "
-                    "parameter of the stage's model: put both models in one nn.ModuleList, or make an optimizer for each"
+                    "parameter of the stage's model: put both models in one nn.ModuleList, or an optimizer for each"
                 )
     return {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
 

@@ -175,6 +175,11 @@ class Hook:
         return (no_hook, ())
 
 
+def untraced(fn: Any) -> Hook:
+    """A hook for a forward that may be compiled: the graph breaks before it, and the compiler does not look inside."""
+    return Hook(torch.compiler.disable(fn))
+
+
 def no_hook() -> Any:
     return _nothing
 

@@ -31,7 +31,7 @@ from refimpl.zero.grad_view import GradientView
 from refimpl.zero.gradients import Gradients
 from refimpl.zero.outputs import tensors_of
 from refimpl.zero.owned import let_go, take_over
-from refimpl.zero.parameter import DATA, GRAD, Freed, Hook, Managed, clear_raw_grad, place, raw_grad, stage_of
+from refimpl.zero.parameter import DATA, GRAD, Freed, Hook, Managed, clear_raw_grad, place, raw_grad, stage_of, untraced
 from refimpl.zero.update import Update
 
 
@@ -70,7 +70,7 @@ class Stage(ByName, ABC):
         self.passes = BackwardPass(self.begin_backward, self.end_backward, self.drop_backward)
         self.buckets = self.lay_out([p for p in self.names if p in self.group_of and p.requires_grad])
         self.buffers = Buffers(self.model, self.group, self.config.broadcast_buffers)
-        self.thawed: list[nn.Parameter] = []
+        self.thawed: dict[nn.Parameter, None] = {}  # to be trained from the next pass on; an ordered set
         self.gradients = Gradients(
             self.buckets, self.reduce, self.group, self.config, self.names, self.passes.sign, self.in_order
         )
@@ -83,8 +83,8 @@ class Stage(ByName, ABC):
             p.__class__ = Freed if isinstance(p, Freed) else Managed
             p.stage = self  # type: ignore[attr-defined]
         self.handles += [
-            self.model.register_forward_pre_hook(Hook(self.before_forward)),
-            self.model.register_forward_hook(Hook(self.after_forward)),
+            self.model.register_forward_pre_hook(untraced(self.before_forward)),
+            self.model.register_forward_hook(untraced(self.after_forward)),
         ]
 
     # What makes a stage.
@@ -259,18 +259,18 @@ class Stage(ByName, ABC):
         kind = self.update.slices.kind
         kind.add_param_group(self.optimizer, {**group, "params": []})
         self.group_of |= dict.fromkeys(tensors, len(self.optimizer.param_groups) - 1)
-        self.thawed += [p for p in tensors if p.requires_grad]
+        self.thawed |= dict.fromkeys(p for p in tensors if p.requires_grad)
         self.include_thawed()
 
     def unfrozen(self, p: nn.Parameter) -> None:
         """p.requires_grad was set to True."""
-        if p in self.group_of and p not in self.gradients.bucket_of and p not in self.thawed:
-            self.thawed.append(p)
+        if p in self.group_of and p not in self.gradients.bucket_of:
+            self.thawed[p] = None
 
     def include_thawed(self) -> list[nn.Parameter]:
         """Make buckets of what is to be trained from now on; returns it."""
         thawed = [p for p in self.thawed if p.requires_grad]
-        self.thawed = []
+        self.thawed = {}
         if thawed:
             fresh = self.lay_out_more(thawed)
             self.buckets += fresh

@@ -98,10 +98,11 @@ class Update:
             self.publish(bucket)
         return result
 
+    @torch.no_grad()
     def adopt(self, bucket: Bucket) -> None:
         """A weight that no longer is its rounded master was written from outside: the master follows."""
-        mine, master = self.owned[bucket], self.masters[bucket]
-        if mine.dtype == torch.float32:
+        mine, master = self.owned[bucket], self.masters.get(bucket)
+        if master is None or mine.dtype == torch.float32:
             return
         for weight, wide in zip(torch.split(mine, NORM_BLOCK), torch.split(master, NORM_BLOCK), strict=True):
             rounded = wide.to(weight.dtype)
@@ -155,7 +156,10 @@ class Update:
         """The optimizer's own tensors (AdamW: two [S] a bucket, and a step count)."""
         return self.slices.state()
 
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
+        for bucket in self.masters:
+            self.adopt(bucket)
         return {
             "optimizer": self.slices.state_dict(),
             "masters": list(self.masters.values()),

@@ -20,7 +20,7 @@ from refimpl.zero.order import RollCall
 from refimpl.zero.parameter import DATA
 from refimpl.zero.saved import StateDicts
 from refimpl.zero.stage import Stage, share
-from refimpl.zero.unit import Unit, leaves, make_units, owners, resident, unit_of, whole
+from refimpl.zero.unit import Unit, leaves, make_units, make_whole, owners, resident, unit_of, whole
 
 
 class Zero3(Stage):
@@ -55,7 +55,7 @@ class Zero3(Stage):
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; frees the parameters."""
         mine = self.gradients.take(bucket.padded // self.group.size, local)  # [S]
         work = self.group.reduce_scatter(mine, local, self.gradients.op, async_op=True, tag="gradients")
-        if isinstance(bucket, Unit):
+        if isinstance(bucket, Unit) and not self.fetch.keeps:
             bucket.free()
         return self.roll_call.note(f"reduces {bucket.name}", work), mine
 
@@ -90,6 +90,11 @@ class Zero3(Stage):
 
     def weights(self, bucket: Bucket) -> Tensor:
         return bucket.mine if isinstance(bucket, Unit) and bucket not in self.update.owned else super().weights(bucket)
+
+    def release(self) -> None:
+        self.detach_all()
+        make_whole(list(self.names))
+        super().release()
 
     @property
     def gathering_modules(self) -> int:

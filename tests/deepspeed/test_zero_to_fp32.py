@@ -15,7 +15,7 @@ from refimpl.deepspeed.utils.zero_to_fp32 import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from refimpl.engine.checkpoint import CheckpointError
+from refimpl.engine.errors import CheckpointError
 
 
 class Tied(nn.Module):
@@ -74,7 +74,7 @@ def test_every_weight_in_full_precision(stage: int, extra: dict[str, Any], tmp_p
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="latest"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"nonsense/checkpoint\.json"):
+    with pytest.raises(CheckpointError, match="nonsense"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="nonsense")
     with pytest.raises(NotImplementedError, match="lazy_mode"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path, lazy_mode=True)

@@ -1,11 +1,13 @@
 """A value spelt "auto": taken from the caller, else from the model or another key, else an error that names the key."""
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import refimpl
 from refimpl.engine.config import load_config
 from refimpl.engine.keys import ConfigError
 
@@ -113,3 +115,34 @@ def test_the_callers_value_wins_over_a_rule() -> None:
     asked = {"train_batch_size": 2, "fp16": {"enabled": "auto"}}
     assert not load_config(asked, world_size=1, model=Model()).fp16.enabled
     assert load_config(asked, world_size=1, model=Model(), auto={"fp16.enabled": True}).fp16.enabled
+
+
+def test_the_hint_is_true_for_who_calls_initialize_and_for_who_calls_load_config() -> None:
+    config = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}}
+    with pytest.raises(ConfigError) as error:
+        refimpl.initialize(model=Model(), config=config)
+    assert 'optimizer.params.lr: "auto" cannot be resolved' in str(error.value)
+    assert "Write a value in its place" in str(error.value)
+    assert 'load_config yourself: or pass auto={"optimizer.params.lr": ...}' in str(error.value)
+    assert "auto" not in inspect.signature(refimpl.initialize).parameters
+    loaded = load_config(config, world_size=1, auto={"optimizer.params.lr": 0.5})
+    assert loaded.optimizer is not None
+    assert loaded.optimizer.params == {"lr": 0.5}
+
+
+def test_what_deepspeed_leaves_at_its_default() -> None:
+    """transformers and accelerate hand these on as they are; DeepSpeed's sections then drop them."""
+    zero = {
+        "stage": 3,
+        "overlap_comm": "auto",
+        "contiguous_gradients": "auto",
+        "round_robin_gradients": "auto",
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+        "max_live_parameters": "auto",
+        "offload_optimizer": {"device": "auto", "nvme_path": "auto"},
+    }
+    config = {"train_batch_size": 2, "zero_optimization": zero, "fp16": {"loss_scale": "auto"}}
+    plain = {"train_batch_size": 2, "zero_optimization": {"stage": 3}}
+    assert load_config(config, world_size=1) == load_config(plain, world_size=1)
+    with pytest.raises(ConfigError, match=r'^zero_optimization.stage: "auto" cannot be resolved'):
+        load_config({"train_batch_size": 2, "zero_optimization": {"stage": "auto"}}, world_size=1)

@@ -28,7 +28,9 @@ class Net(nn.Module):
 
 
 def config(**more: Any) -> dict[str, Any]:
-    return {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}} | more
+    """The oracles do not clip; unset, DeepSpeed and we do."""
+    sgd = {"type": "SGD", "params": {"lr": 0.5}}
+    return {"train_micro_batch_size_per_gpu": 4, "optimizer": sgd, "gradient_clipping": 0.0} | more
 
 
 def start(model: nn.Module | None = None, **more: Any) -> refimpl.Engine:
@@ -60,6 +62,7 @@ P = [nn.Parameter(torch.ones(64))]
         ("Adagrad", {}, torch.optim.Adagrad, 0, None),
         ("RMSprop", {}, torch.optim.RMSprop, 0, None),
         ("Lion", {}, "Lion", 0.0, None),
+        ("Adam", {"bias_correction": False}, "UncorrectedAdam", 0.0, None),
     ],
 )
 def test_optimizers_by_name(name: str, params: dict[str, Any], kind: Any, decay: float, fused: bool | None) -> None:
@@ -74,14 +77,16 @@ def test_a_misspelt_parameter_is_named() -> None:
         named_optimizer("AdamW", P, {"weight_dacay": 0.1})
     with pytest.raises(ValueError, match=r"scheduler.params.warmup_steps: WarmupLR"):
         start(scheduler={"type": "WarmupLR", "params": {"warmup_steps": 3}})
-    with pytest.raises(ValueError, match="bias_correction"):
-        named_optimizer("Adam", P, {"bias_correction": False})
+    with pytest.raises(ValueError, match=r"bias_correction = False: .* leave torch_adam out"):
+        named_optimizer("Adam", P, {"bias_correction": False, "torch_adam": True})
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["Adam", "SGD", "Adagrad", "Lion", "RMSprop"])
+@pytest.mark.parametrize("name", ["Adam", "SGD", "Adagrad", "Lion", "RMSprop", "Adam uncorrected"])
 def test_every_optimizer_trains_in_every_stage(stage: int, name: str) -> None:
-    params = {"lr": 0.01}
+    params: dict[str, Any] = {"lr": 0.01}
+    if name.endswith("uncorrected"):
+        name, params = "Adam", params | {"bias_correction": False}
     engine = start(optimizer={"type": name, "params": params}, zero_optimization={"stage": stage})
     plain = Net()
     oracle = named_optimizer(name, list(plain.parameters()), params)
@@ -92,6 +97,22 @@ def test_every_optimizer_trains_in_every_stage(stage: int, name: str) -> None:
     steps(engine, 2)
     for key, weight in engine.stage.full_state_dict().items():
         torch.testing.assert_close(weight, plain.state_dict()[key], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_are_clipped_at_1_unless_the_file_says_otherwise(stage: int) -> None:
+    """As in DeepSpeed since 0.19.3: with SGD, an update is no longer than lr x 1."""
+    moved = {}
+    for name, clipping in {"unset": {}, "one": {"gradient_clipping": 1.0}, "off": {"gradient_clipping": 0}}.items():
+        settings = {key: value for key, value in config().items() if key != "gradient_clipping"}
+        settings |= {"zero_optimization": {"stage": stage}} | clipping
+        engine = refimpl.initialize(model=Net(), config=settings)[0]
+        engine.backward(100 * engine(torch.ones(4, 64)))
+        engine.step()
+        weights = zip(engine.stage.full_state_dict().values(), Net().state_dict().values(), strict=True)
+        moved[name] = torch.cat([(after - before).flatten() for after, before in weights]).norm().item()
+    assert moved["unset"] == moved["one"] == pytest.approx(0.5, rel=1e-3)
+    assert moved["off"] > 1
 
 
 def test_the_clients_optimizer_wins_over_the_file() -> None:

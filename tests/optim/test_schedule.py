@@ -35,10 +35,14 @@ def test_warmup(kind: str) -> None:
     assert seen == pytest.approx([low, *(low + (high - low) * x for x in part), *[high] * 4])
 
 
-def test_warmup_is_log_by_default_and_ends_at_the_optimizers_rate() -> None:
+def test_warmup_is_log_by_default_and_ends_at_each_groups_own_rate() -> None:
     schedule = WarmupLR(adam(0.4, 0.8), warmup_num_steps=3)
+    assert schedule.max_lrs == [0.4, 0.8]
     assert rates(schedule, 4) == pytest.approx([0, 0, 0.4 * math.log(2, 3), 0.4, 0.4])
-    assert schedule.get_last_lr() == pytest.approx([0.4, 0.4])  # the first group's, as in DeepSpeed
+    assert schedule.get_last_lr() == pytest.approx([0.4, 0.8])
+    decaying = WarmupDecayLR(adam(0.4, 0.8), 10, warmup_max_lr=None, warmup_num_steps=3)
+    decaying.step(3)
+    assert decaying.get_last_lr() == pytest.approx([0.4, 0.8])
 
 
 @pytest.mark.parametrize("kind", ["log", "linear"])
@@ -100,6 +104,56 @@ def test_one_cycle_without_decay_stays_at_its_ends() -> None:
     seen = rates(OneCycle(optimizer, 0.1, 0.5, cycle_first_step_size=2, decay_lr_rate=1.0), 8)
     assert seen == pytest.approx([0.1, 0.3, 0.5, 0.3, 0.1, 0.1, 0.1, 0.1, 0.1])
     assert optimizer.param_groups[0]["betas"][0] == 0.9
+
+
+def test_one_cycle_with_a_rate_and_a_momentum_for_each_group() -> None:
+    optimizer = adam(0.1, 0.2)
+    schedule = OneCycle(
+        optimizer,
+        [0.01, 0.02],
+        [0.1, 0.4],
+        cycle_first_step_size=4,
+        cycle_min_mom=[0.7, 0.8],
+        cycle_max_mom=[0.9, 0.95],
+    )
+    seen = []
+    for k in (-1, 3, 7, 20):
+        schedule.step(k)
+        seen.append([(group["lr"], group["betas"][0]) for group in optimizer.param_groups])
+    low, high = [(0.01, 0.9), (0.02, 0.95)], [(0.1, 0.7), (0.4, 0.8)]
+    start = [(0.01, 0.7), (0.02, 0.8)]  # construction writes the smallest momentum, as DeepSpeed does
+    for found, expected in zip(seen, [start, high, low, low], strict=True):
+        assert [pytest.approx(pair) for pair in expected] == found
+    for name in ("cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom"):
+        options = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, name: [0.1, 0.2, 0.3]}
+        with pytest.raises(ValueError, match=f"{name} has 3 values for 2 parameter groups"):
+            OneCycle(adam(0.1, 0.2), **options)
+
+
+def test_one_cycle_gives_its_momentum_as_betas() -> None:
+    schedule = OneCycle(adam(), 0.1, 0.5, cycle_first_step_size=4, cycle_min_mom=0.8, cycle_max_mom=0.9)
+    assert schedule.get_mom() == [(0.9, 0.99)]  # the formula's, before the first step too
+    schedule.step(3)
+    assert schedule.get_mom() == [(0.8, 0.99)]
+
+
+def test_one_cycle_without_a_way_down() -> None:
+    schedule = OneCycle(adam(), 0.1, 0.5, cycle_first_step_size=4, cycle_second_step_size=0)
+    assert schedule.step_ratio == 1
+    assert rates(schedule, 6) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, None), (-1, None), (0, 5), (5, -1), (2.5, None), (math.inf, 1)])
+def test_one_cycle_of_no_length(first: float, second: int | None) -> None:
+    sizes: dict[str, Any] = {"cycle_first_step_size": first, "cycle_second_step_size": second}
+    with pytest.raises(ValueError, match=r"cycle_(first|second)_step_size must be a whole number of at least"):
+        OneCycle(adam(), 0.1, 0.5, **sizes)
+
+
+@pytest.mark.parametrize("size", [0, -5, 2.5])
+def test_a_range_test_of_no_length(size: int) -> None:
+    with pytest.raises(ValueError, match="lr_range_test_step_size must be a whole number of at least 1"):
+        LRRangeTest(adam(), lr_range_test_step_size=size)
 
 
 def test_one_cycle_in_stairs() -> None:
@@ -182,11 +236,33 @@ def test_a_rate_kept_in_a_tensor_stays_in_it() -> None:
     assert rate.item() == 0.5
 
 
-@pytest.mark.parametrize("bad", [{"warmup_num_steps": 0}, {"warmup_num_steps": 2.5}, {"warmup_type": "cubic"}])
+@pytest.mark.parametrize(
+    "bad",
+    [{"warmup_num_steps": 0}, {"warmup_num_steps": 2.5}, {"warmup_num_steps": None}, {"warmup_type": "cubic"}],
+)
 def test_bad_arguments(bad: dict[str, Any]) -> None:
     for make in (WarmupLR, lambda o, **k: WarmupDecayLR(o, 9999, **k), lambda o, **k: WarmupCosineLR(o, 9999, **k)):
         with pytest.raises(ValueError, match="warmup_"):
             make(adam(), **bad)
+
+
+@pytest.mark.parametrize("total", [0, -1, 2.5, None])
+def test_bad_totals(total: Any) -> None:
+    for make in (WarmupDecayLR, WarmupCosineLR):
+        with pytest.raises(ValueError, match="total_num_steps must be a whole number of at least 1"):
+            make(adam(), total)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("number", range(5))
+def test_every_schedule_writes_into_a_rate_kept_in_a_tensor(number: int, shape: tuple[int, ...]) -> None:
+    plain, kept = adam(), adam()
+    rate = torch.full(shape, 0.1, dtype=torch.float64)
+    kept.param_groups[0]["lr"] = rate
+    for optimizer in (plain, kept):
+        SCHEDULES[number](optimizer).step(2)
+    assert kept.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(plain.param_groups[0]["lr"])
 
 
 def test_a_warmup_of_one_step_counts_as_two() -> None:

@@ -14,7 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from refimpl.engine.checkpoint import CheckpointError, rank_file, unshared
+from refimpl.engine import manifest, resume
+from refimpl.engine.errors import CheckpointError
+from refimpl.engine.resume import WEIGHTS, rank_file
+from refimpl.engine.weights import unshared
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -22,16 +25,18 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Tensor]:
     """The model's weights and buffers by name, fp32, on the CPU. `tag`: by default what the file `latest` says.
 
-    CheckpointError names the file that is missing. NotImplementedError for `lazy_mode`.
+    CheckpointError names the file that is missing or damaged. NotImplementedError for `lazy_mode`.
     """
     if lazy_mode:
         raise NotImplementedError("zero_to_fp32: lazy_mode: not implemented; leave it out")
-    folder = _folder(Path(checkpoint_dir), tag)
-    about = json.loads((folder / "checkpoint.json").read_text())
-    rounded = load_file(folder / "model.safetensors")
-    files = [
-        torch.load(folder / rank_file(r), map_location="cpu", weights_only=True) for r in range(about["world_size"])
-    ]
+    found = resume.find(Path(checkpoint_dir), tag)
+    if found is None:
+        raise CheckpointError(f"{checkpoint_dir}/latest: no such file; pass tag=..., or the folder of save_checkpoint")
+    folder, about = found
+    names = [rank_file(rank) for rank in range(about["world_size"])]
+    manifest.check(folder, about["files"], [WEIGHTS, *names])
+    rounded = load_file(folder / WEIGHTS)
+    files = [torch.load(folder / name, map_location="cpu", weights_only=True) for name in names]
     exact = dict(_masters(about["layout"], files))
     frozen = set(files[0]["untrained"])
     if exclude_frozen_parameters:
@@ -72,16 +77,6 @@ def load_state_dict_from_zero_checkpoint(
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
-
-
-def _folder(directory: Path, tag: str | None) -> Path:
-    latest = directory / "latest"
-    if tag is None and not latest.is_file():
-        raise CheckpointError(f"{latest}: no such file; pass tag=..., or the folder that save_checkpoint was given")
-    folder = directory / (latest.read_text().strip() if tag is None else tag)
-    if not (folder / "checkpoint.json").is_file():
-        raise CheckpointError(f"{folder / 'checkpoint.json'}: no such file; is this a checkpoint of refimpl?")
-    return folder
 
 
 def _masters(layout: list[list[str]], files: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,135 @@
+"""Files and folders that are whole whenever they have their name, at whatever moment the process or the power dies.
+
+    .<name>.refimpl-<id>    being written, by the save `id`; renamed to <name> when it is whole and on the disk
+    .<name>.refimpl-old     what <name> was, while its successor takes the name; whole, and counts as <name>
+
+A rename is atomic, but one folder cannot be renamed over another that is not empty; hence the second form. Whoever dies
+leaves one of the two behind. `hold` recognises them: an old folder whose name is free gets it back, the rest goes.
+A save holds its folder with `flock`, which ends with the process, so that what another run is writing is left alone.
+A file system without flock keeps what a killed save has left.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from uuid import uuid4
+
+LEFTOVER = re.compile(r"\.(?P<name>.+)\.refimpl-(?P<id>old|[0-9a-f]{8})")
+
+
+def new_id() -> str:
+    return uuid4().hex[:8]
+
+
+def unfinished(path: Path, id_: str) -> Path:
+    """Where the save `id_` writes what is to become `path`."""
+    return path.with_name(f".{path.name}.refimpl-{id_}")
+
+
+def retired(path: Path) -> Path:
+    """Where `path` stays while its successor takes its name."""
+    return path.with_name(f".{path.name}.refimpl-old")
+
+
+def sync(path: Path) -> None:
+    """Return when a file's content, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():  # some network disks: not for folders
+            raise
+    finally:
+        os.close(handle)
+
+
+def write_file(path: Path, fill: Callable[[Path], object]) -> None:
+    """fill(another path), then give it the name `path`, in place of what has it."""
+    part = unfinished(path, new_id())
+    try:
+        fill(part)
+        sync(part)
+        os.replace(part, path)
+    except Exception:
+        part.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def replace_folder(new: Path, folder: Path, mark: str, ours: Callable[[str], bool]) -> None:
+    """Give the folder `new` the name `folder`. What had it is deleted, but for files in it that are not `ours`.
+
+    `mark`: the file without which a folder is not whole.
+    """
+    old = retired(folder)
+    if os.path.lexists(folder):
+        discard(old, mark)
+        os.rename(folder, old)
+    try:
+        os.rename(new, folder)
+    except OSError:
+        if os.path.lexists(old) and not os.path.lexists(folder):
+            os.rename(old, folder)
+        raise
+    sync(folder.parent)  # before anything of the old one is deleted
+    inherit(old, folder, ours)
+    discard(old, mark)
+
+
+def inherit(old: Path, folder: Path, ours: Callable[[str], bool]) -> None:
+    """Move what somebody else has put into `old` to its successor."""
+    if old.is_dir() and not old.is_symlink():
+        for entry in old.iterdir():
+            if not ours(entry.name) and not os.path.lexists(folder / entry.name):
+                os.rename(entry, folder / entry.name)
+
+
+def discard(path: Path, mark: str) -> None:
+    """Delete a file, a link or a folder, as far as it can be deleted: what stays behind is not taken for whole."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            (path / mark).unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+@contextmanager
+def hold(folder: Path, mark: str, ours: Callable[[str], bool]) -> Iterator[None]:
+    """Save into `folder` in the block. First clear what killed saves have left there, if nobody else saves there."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            clear(folder, mark, ours)
+        lock(handle, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(handle)
+
+
+def lock(handle: int, kind: int) -> bool:
+    """False if somebody else's lock forbids this one, or the file system has none."""
+    try:
+        fcntl.flock(handle, kind)
+    except OSError:
+        return False
+    return True
+
+
+def clear(folder: Path, mark: str, ours: Callable[[str], bool]) -> None:
+    for entry in sorted(folder.iterdir()):
+        found = LEFTOVER.fullmatch(entry.name)
+        if found is None:
+            continue
+        successor = folder / found["name"]
+        if found["id"] == "old" and (entry / mark).is_file():
+            if not os.path.lexists(successor):
+                os.rename(entry, successor)
+                continue
+            inherit(entry, successor, ours)
+        discard(entry, mark)

@@ -1,0 +1,238 @@
+"""Parts of a checkpoint: the weights alone, all but the optimizer, all but the schedule, all but what is frozen."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from saving import SIZE, Net, same, settings, start, train, weights
+from torch import Tensor, nn
+
+import refimpl
+from refimpl import launch
+from refimpl.engine.checkpoint import CheckpointError
+
+FROZEN = {"frozen.weight", "frozen.bias"}
+
+
+def trained(config: dict[str, Any], folder: Path, **how: Any) -> dict[str, Tensor]:
+    engine = start(config)
+    train(engine, range(2))
+    engine.save_checkpoint(folder, client_state={"rank": engine.group.rank}, **how)
+    return weights(engine)
+
+
+def warm_start(config: dict[str, Any], folder: Path, how: dict[str, Any]) -> tuple[dict[str, Tensor], ...]:
+    """Weights loaded, and three steps later, beside those of an engine that had these weights from the start."""
+    engine = start(config, seed=9)
+    rank = engine.group.rank
+    path, client = engine.load_checkpoint(folder, **how)
+    assert path == str(folder / "global_step2")
+    assert client == {"rank": rank if rank < 2 else 0}
+    counted = not how.get("load_module_only")
+    assert (engine.global_steps, engine.micro_steps) == ((2, 2) if counted else (0, 0))
+    loaded = weights(engine)
+    rates = [engine.get_lr()]
+    train(engine, range(2, 5))  # the first rates of the schedule are 0
+    model = Net(11)
+    model.load_state_dict(load_file(folder / "global_step2/model.safetensors"))
+    fresh = refimpl.initialize(model=model, config=config)[0]
+    if counted:
+        fresh.lr_scheduler.step(1)
+    rates.append(fresh.get_lr())
+    train(fresh, range(2, 5))
+    assert rates[0] == rates[1]
+    assert engine.get_lr() == fresh.get_lr()
+    return loaded, weights(engine), weights(fresh)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", ["load_module_only", "load_optimizer_states"])
+def test_weights_alone_go_anywhere(stage: int, how: str, tmp_path: Path) -> None:
+    """Saved by 2 ranks in stage 2, loaded by 1 and 3 in any stage; the next steps are those of a fresh optimizer."""
+    saved = launch.run(trained, settings(2), tmp_path, ranks=2)[0]
+    option = {how: how == "load_module_only"}
+    three = launch.run(warm_start, settings(stage), tmp_path, option, ranks=3)[0]
+    for loaded, after, fresh in (three, warm_start(settings(stage), tmp_path, option)):
+        assert same(loaded, saved)
+        assert same(after, fresh)
+        assert not torch.equal(after["into.weight"], loaded["into.weight"])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_alone_into_another_dtype(stage: int, tmp_path: Path) -> None:
+    """From shards of stage 3 into the other; fp32 weights rounded to bf16."""
+    saved = launch.run(trained, settings(3), tmp_path, ranks=2)[0]
+    config = settings(stage, bf16={"enabled": True})
+    loaded = launch.run(load_only, config, tmp_path, ranks=2)[0]
+    assert loaded["into.weight"].dtype == torch.bfloat16
+    assert same(loaded, {name: w.to(loaded[name].dtype) for name, w in saved.items()})
+
+
+def load_only(config: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+    engine = start(config, seed=9)
+    engine.load_checkpoint(folder, load_module_only=True)
+    return weights(engine)
+
+
+def schedule_of(engine: refimpl.Engine) -> Any:
+    return engine.lr_scheduler.last_batch_iteration, engine.get_lr()
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+@pytest.mark.parametrize("scheduler", [True, False])
+def test_the_schedule_is_restored_or_kept(optimizer: bool, scheduler: bool, tmp_path: Path) -> None:
+    saved = start(settings(1))
+    train(saved, range(3))
+    saved.save_checkpoint(tmp_path)
+    engine = start(settings(1), seed=9)
+    fresh = schedule_of(engine)
+    assert schedule_of(saved) != fresh
+    engine.load_checkpoint(tmp_path, load_optimizer_states=optimizer, load_lr_scheduler_states=scheduler)
+    assert schedule_of(engine) == (schedule_of(saved) if scheduler else fresh)
+    assert bool(engine.optimizer.state) == optimizer
+    assert same(weights(engine), weights(saved))
+    assert engine.global_steps == 3
+
+
+def test_one_cycle_keeps_its_momentum_too(tmp_path: Path) -> None:
+    config = settings(1, scheduler={"type": "OneCycle", "params": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01}})
+    saved = start(config)
+    train(saved, range(3))
+    saved.save_checkpoint(tmp_path)
+    engine = start(config)
+    before = engine.optimizer.param_groups[0]["betas"]
+    engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    assert engine.optimizer.param_groups[0]["betas"] == before
+    engine.load_checkpoint(tmp_path)
+    assert engine.optimizer.param_groups[0]["betas"] == saved.optimizer.param_groups[0]["betas"] != before
+
+
+def test_torchs_schedule_with_a_fresh_optimizer_stands_at_the_saved_rate(tmp_path: Path) -> None:
+    def engine() -> refimpl.Engine:
+        config = {key: value for key, value in settings(1).items() if key != "scheduler"}
+        schedule = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # noqa: E731
+        return refimpl.initialize(model=Net(), config=config, lr_scheduler=schedule)[0]
+
+    saved = engine()
+    train(saved, range(2))
+    saved.save_checkpoint(tmp_path)
+    again = engine()
+    again.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert again.get_lr() == saved.get_lr() == [0.01 / 4]
+    train(again, range(1))
+    assert again.get_lr() == [0.01 / 8]
+
+
+def without_frozen(config: dict[str, Any], folder: Path) -> None:
+    engine = start(config)
+    train(engine, range(2))
+    engine.save_checkpoint(folder, "all")
+    engine.save_checkpoint(folder, "less", exclude_frozen_parameters=True)
+    if engine.group.rank == 0:
+        everything, less = (load_file(folder / tag / "model.safetensors").keys() for tag in ("all", "less"))
+        assert everything - less == FROZEN
+        assert json.loads((folder / "less/checkpoint.json").read_text())["left_out"] == sorted(FROZEN)
+    mine = f"rank{engine.group.rank:05d}.pt"
+    there, here = (torch.load(folder / tag / mine, weights_only=True)["untrained"] for tag in ("all", "less"))
+    assert there.keys() - here.keys() == FROZEN
+    saved, after = weights(engine), train(engine, range(2, 3))
+    for how in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
+        again = start(config, seed=9)
+        own = weights(again)
+        again.load_checkpoint(folder, "less", **how)
+        expected = {name: (own if name in FROZEN else saved)[name] for name in saved}
+        assert same(weights(again), expected)
+    base = start(config)  # the frozen weights of the run that saved, as a base model has them
+    base.load_checkpoint(folder, "less")
+    assert train(base, range(2, 3)) == after
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_weights_left_out(stage: int, tmp_path: Path) -> None:
+    launch.run(without_frozen, settings(stage), tmp_path, ranks=2)
+
+
+def test_a_16bit_model_without_frozen_weights(tmp_path: Path) -> None:
+    start(settings(0)).save_16bit_model(tmp_path, "m.safetensors", exclude_frozen_parameters=True)
+    assert Net().state_dict().keys() - load_file(tmp_path / "m.safetensors").keys() == FROZEN
+
+
+class Grown(Net):
+    """One layer more than was saved."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.more = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.more(x))
+
+
+class Wide(Net):
+    """A frozen layer of another shape."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.frozen = nn.Linear(SIZE, 2 * SIZE).requires_grad_(False)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_of_another_model(stage: int, tmp_path: Path) -> None:
+    saved = trained(settings(stage), tmp_path)
+    grown = refimpl.initialize(model=Grown(9), config=settings(stage))[0]
+    before = weights(grown)
+    with pytest.raises(CheckpointError, match=r"more.weight is not in the file.*more.bias.*load_module_strict=False"):
+        grown.load_checkpoint(tmp_path, load_module_only=True)
+    assert same(weights(grown), before)
+    grown.load_checkpoint(tmp_path, load_module_only=True, load_module_strict=False)
+    assert same(weights(grown), saved | {name: w for name, w in before.items() if name.startswith("more")})
+    wide = refimpl.initialize(model=Wide(9), config=settings(stage))[0]
+    before = weights(wide)
+    for how in ({}, {"load_module_only": True}, {"load_module_only": True, "load_module_strict": False}):
+        with pytest.raises(CheckpointError, match=r"frozen.weight"):
+            wide.load_checkpoint(tmp_path, **how)
+        assert same(weights(wide), before)
+
+
+def load_by_hand(config: dict[str, Any], folder: Path, broken: bool) -> dict[str, Tensor]:
+    engine = start(config, seed=9)
+    before = weights(engine)
+
+    def load(src: dict[str, Tensor], dst: nn.Module) -> None:
+        if broken and engine.group.rank == 1:
+            raise KeyError("into.weight")
+        dst.load_state_dict({name: -w if w.is_floating_point() else w for name, w in src.items()})
+
+    if broken:
+        with pytest.raises(CheckpointError, match=r"rank 1: KeyError\('into.weight'\)"):
+            engine.load_checkpoint(folder, load_module_only=True, custom_load_fn=load)
+        return before
+    engine.load_checkpoint(folder, load_module_only=True, custom_load_fn=load)
+    return weights(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_custom_load_fn(stage: int, tmp_path: Path) -> None:
+    saved = launch.run(trained, settings(2), tmp_path, ranks=2)[0]
+    loaded = launch.run(load_by_hand, settings(stage), tmp_path, False, ranks=2)[0]
+    assert same(loaded, {name: -w if w.is_floating_point() else w for name, w in saved.items()})
+    launch.run(load_by_hand, settings(stage), tmp_path, True, ranks=2)
+
+
+def test_custom_load_fn_beside_the_saved_optimizer_is_refused(tmp_path: Path) -> None:
+    engine = start(settings(0))
+    engine.save_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="add load_optimizer_states=False"):
+        engine.load_checkpoint(tmp_path, custom_load_fn=print)
+
+
+def test_saving_what_was_just_loaded_gives_the_same_files(tmp_path: Path) -> None:
+    """DeepSpeed's test_load_immediate_save, and its inverse."""
+    engine = start(settings(2))
+    engine.save_checkpoint(tmp_path, "a")
+    engine.load_checkpoint(tmp_path, load_optimizer_states=False, load_lr_scheduler_states=False)
+    engine.save_checkpoint(tmp_path, "b")
+    assert same(load_file(tmp_path / "a/model.safetensors"), load_file(tmp_path / "b/model.safetensors"))
