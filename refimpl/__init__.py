@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from refimpl.as_deepspeed import alias_deepspeed
     from refimpl.comm.group import Group
     from refimpl.engine.engine import Engine
     from refimpl.engine.initialize import initialize
@@ -31,6 +32,7 @@ __all__ = [
     "Zero2",
     "Zero3",
     "ZeroConfig",
+    "alias_deepspeed",
     "initialize",
     "join",
     "run",
@@ -49,6 +51,7 @@ _HOMES = {
     "Zero2": "zero.zero2",
     "Zero3": "zero.zero3",
     "ZeroConfig": "zero.config",
+    "alias_deepspeed": "as_deepspeed",
     "initialize": "engine.initialize",
     "join": "launch",
     "run": "launch",

@@ -6,7 +6,7 @@ DeepSpeed's counterpart: the `_configure_*` methods of deepspeed/runtime/engine.
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ STAGES: tuple[Callable[..., Stage], ...] = (DDP, Zero1, Zero2, Zero3)
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 MakeOptimizer = Callable[[list[Any]], Optimizer]
 T = TypeVar("T")
+LEAF_FLAG = "_z3_leaf"  # on a module that ZeRO-3 gathers whole; set by deepspeed.utils.set_z3_leaf_modules
 
 
 @dataclass(frozen=True)
@@ -61,22 +62,28 @@ def build(
     scheduler: Any | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> Parts:
-    """Every part, in the order in which they depend on each other. A caller's optimizer wins, as in DeepSpeed."""
+    """Every part, in the order in which they depend on each other. A caller's optimizer wins, as in DeepSpeed.
+
+    Without any optimizer the engine is for inference, and a schedule in the configuration has nothing to do.
+    """
     settings = load_config(config, world_size=group.size, model=model, rank=group.rank)
     if settings.log_level is not None:
         logging.getLogger("refimpl").setLevel(settings.log_level)
     if settings.dump_state and group.rank == 0:
         print(settings.model_dump_json(indent=2))
     place_model(model, settings, group.device)
-    opt = make_optimizer(optimizer, settings.optimizer, trainable(model, parameters))
-    stage = STAGES[settings.zero_optimization.stage](
-        model, opt, group, config=settings.zero_config(), scaler=settings.loss_scaler()
-    )
+    opt = None
+    if optimizer is not None or settings.optimizer is not None:
+        opt = make_optimizer(optimizer, settings.optimizer, trainable(model, parameters))
+    zero = settings.zero_config()
+    flagged = tuple(path for path, module in model.named_modules() if getattr(module, LEAF_FLAG, False))
+    zero = replace(zero, leaf_modules=(*zero.leaf_modules, *flagged))
+    stage = STAGES[settings.zero_optimization.stage](model, opt, group, zero, settings.loss_scaler())
     loader = None
     if dataset is not None:
         micro_batch, drop_last = settings.train_micro_batch_size_per_gpu, settings.dataloader_drop_last
         loader = make_dataloader(dataset, micro_batch, group.rank, group.size, drop_last, collate_fn)
-    schedule_ = make_scheduler(scheduler, settings.scheduler, opt)
+    schedule_ = None if opt is None else make_scheduler(scheduler, settings.scheduler, opt)
     return Parts(settings, group, model, stage, schedule_, loader, Monitor(settings, group.rank))
 
 
@@ -134,8 +141,7 @@ def make_optimizer(
         if not isinstance(made, Optimizer):
             raise TypeError(f"optimizer: the callable returned {type(made).__name__}, not a torch.optim.Optimizer")
         return made
-    if section is None:
-        raise ValueError('no optimizer: pass `optimizer=...` or add {"optimizer": {"type": "AdamW", ...}} to config')
+    assert section is not None
     return named_optimizer(section.type, parameters, section.params)
 
 

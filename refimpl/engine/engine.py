@@ -12,6 +12,9 @@ DeepSpeed's file: deepspeed/runtime/engine.py. What is different here, on purpos
 - Micro-batches are counted when they go backward, not when `step` is called, and gradients are always added up: three
   `backward` and one `step` update with the sum of the three (DeepSpeed's stages 1 and 2 keep the last one), and N
   `backward` and one `step` update at once when N micro-batches are a batch (DeepSpeed waits for N `step` calls).
+- A plain `loss.backward()` is as good, in every stage (`engine.scale(loss).backward()` in fp16), and is counted by
+  `step`. Every gradient that reaches a parameter is divided by gradient_accumulation_steps, whatever way the loss went:
+  through the engine, the bare model, or two engines (DeepSpeed divides at the engine's outputs).
 - `backward` returns the loss that it was given, the number to log. DeepSpeed returns it divided by the accumulation.
 - A gradient that is not finite on any rank skips the update on all, in every stage and dtype.
 - `get_global_grad_norm` is a number after every step, in every stage and dtype.
@@ -24,18 +27,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from refimpl.engine import checkpoint, weights
+from refimpl.engine.asked import Asked
 from refimpl.engine.build import Parts
 from refimpl.engine.dataloader import RepeatingLoader
+from refimpl.engine.module_state import ModuleState
 from refimpl.engine.report import Report, mean_loss
 from refimpl.engine.resume import Wanted
+from refimpl.zero.zero3 import Zero3
 
 
-class Engine(nn.Module):
+class Engine(ModuleState, Asked):
     """Trains `module` as the configuration says. Made by `initialize`, on every rank alike.
 
     `global_steps` counts optimizer steps (skipped ones too), `micro_steps` micro-batches, `global_samples` samples over
@@ -57,6 +63,18 @@ class Engine(nn.Module):
         self._pending = 0  # micro-batches gone backward since the last call of step
         self._accumulated = 0  # micro-batches since the last update
         self._batches: Iterator[Any] | None = None
+        self.stage.gradients.divisor = self.config.gradient_accumulation_steps
+
+    def __getattr__(self, name: str) -> Any:
+        """What an engine does not have is the model's: `engine.generate`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = self.__dict__["_modules"].get("module")
+            if not hasattr(model, name):
+                kind = type(model).__name__
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}, nor has its {kind}") from None
+            return getattr(model, name)
 
     # The three calls.
 
@@ -69,7 +87,7 @@ class Engine(nn.Module):
         with self.report.time("fwd"):
             return self.module(*inputs, **kwargs)
 
-    def backward(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add the gradient of loss / gradient_accumulation_steps (of loss, if not `scale_wrt_gas`); return `loss`.
 
         loss: a scalar with a graph, ValueError otherwise. The gradient is averaged over ranks by the time it is used.
@@ -79,16 +97,25 @@ class Engine(nn.Module):
             raise ValueError(f"engine.backward: the loss must be a scalar tensor, not {what}")
         self._pending += 1
         self.report.loss(loss)
-        share = self.config.gradient_accumulation_steps if scale_wrt_gas else 1
+        gradients = self.stage.gradients
+        gradients.divisor = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         sync = self._syncing and self.is_gradient_accumulation_boundary()
-        with self.report.time("bwd"):
-            self.stage.backward(loss / share if share > 1 else loss, sync=sync)
+        try:
+            with self.report.time("bwd"):
+                self.stage.backward(loss, sync=sync, retain_graph=retain_graph)
+        finally:
+            gradients.divisor = self.gradient_accumulation_steps()
         return loss
 
-    def step(self) -> None:
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times fp16's loss scale, for a `backward()` called by hand; the loss itself in other dtypes."""
+        return self.stage.scale(loss)
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At the accumulation boundary, update the model and then the learning rate; otherwise only count.
 
-        The learning rate stays where it is when the update was skipped. RuntimeError inside `no_sync`.
+        The learning rate stays where it is when the update was skipped; `lr_kwargs` are for the schedule's `step`.
+        RuntimeError inside `no_sync`.
         """
         if not self._syncing:
             raise RuntimeError("engine.step() inside no_sync(): the gradients are not reduced; leave the block first")
@@ -103,11 +130,15 @@ class Engine(nn.Module):
         with self.report.time("step"):
             self._step_applied = self.stage.step()
         if self._step_applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+            self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
         self.global_samples += self._accumulated * self.train_micro_batch_size_per_gpu() * self.group.size
         self._accumulated = 0
         self.report.after_update(self.global_steps, self.global_samples, self.get_lr())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients since the last update. Micro-batches stay counted, as in DeepSpeed."""
+        self.stage.zero_grad()
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One optimizer step over gradient_accumulation_steps micro-batches; the mean loss over them and all ranks.
@@ -152,18 +183,19 @@ class Engine(nn.Module):
         if self.zero_optimization_stage() >= 2:
             stage = self.zero_optimization_stage()
             raise RuntimeError(f"no_sync: ZeRO stage {stage} shards every micro-batch's gradient; use stage 0 or 1")
-        self._syncing = False
+        before, self._syncing = self._syncing, False
         try:
-            yield
+            with self.stage.no_sync():
+                yield
         finally:
-            self._syncing = True
+            self._syncing = before
 
     # What it is and how it fares.
 
     @property
-    def optimizer(self) -> Optimizer:
-        """The torch optimizer; its parameters are this rank's fp32 shards."""
-        return self.stage.optimizer
+    def optimizer(self) -> Optimizer | None:
+        """The torch optimizer; its parameters are this rank's fp32 shards. None in an engine for inference."""
+        return self.stage.update.slices.optimizer
 
     @property
     def skipped_steps(self) -> int:
@@ -180,23 +212,25 @@ class Engine(nn.Module):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [float(group["lr"]) for group in self.stage.optimizer.param_groups]
 
-    def train_batch_size(self) -> int:
-        """Samples in an optimizer step, over all ranks."""
-        return self.config.train_batch_size
+    def destroy(self) -> None:
+        """Let go of model and optimizer: another engine may have them. Stage 3 leaves the model in shards."""
+        if isinstance(self.stage, Zero3):
+            self.stage.detach_all()
+            for p in self.stage.names:
+                del p.stage  # type: ignore[attr-defined]
+        else:
+            self.stage.release()
 
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples in one forward of one rank."""
-        return self.config.train_micro_batch_size_per_gpu
+    def empty_partition_cache(self) -> None:
+        """Free the parameters that stage 3 has gathered ahead or kept for their next use."""
+        if isinstance(self.stage, Zero3):
+            self.stage.fetch.end()
 
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one rank in an optimizer step."""
-        return self.config.gradient_accumulation_steps
-
-    def zero_optimization_stage(self) -> int:
-        """0 (nothing sharded) to 3 (parameters sharded)."""
-        return self.config.zero_optimization.stage
+    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **_: Any) -> None:
+        """torch.compile the model in place."""
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
 
     # Saving; see refimpl/engine/checkpoint.py.
 

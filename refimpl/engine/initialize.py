@@ -30,7 +30,7 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
     config_params: Mapping[str, Any] | str | Path | None = None,
-) -> tuple[Engine, Optimizer, DataLoader[Any] | None, Any | None]:
+) -> tuple[Engine, Optimizer | None, DataLoader[Any] | None, Any | None]:
     """Make an engine from a model and a DeepSpeed configuration: (engine, optimizer, dataloader, scheduler).
 
     The configuration is `config` (a dictionary or a path), `config_params` (its old name) or `args.deepspeed_config`:

@@ -83,6 +83,10 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of the dictionary that DeepSpeed's engines keep as their `config`."""
+        return getattr(self, name, default)
+
 
 class FP16(Section):
     """Train in fp16 with fp32 master weights and a loss scale."""

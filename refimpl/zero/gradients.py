@@ -57,6 +57,7 @@ class Gradients:
         self.buckets: list[Bucket] = []
         self.reduce, self.group, self.config, self.names = reduce, group, config, names
         self.sign, self.in_order = sign, in_order
+        self.divisor: float = 1  # of every gradient that arrives: to average over micro-batches
         self.sync = True  # whether a backward reduces its gradients, or keeps them for a later one
         self.used: set[nn.Parameter] = set()  # that this rank has a gradient of since the step
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
@@ -125,7 +126,7 @@ class Gradients:
         assert grad is not None
         clear_raw_grad(p)
         bucket = self.bucket_of[p]
-        self.add(p, grad)
+        self.add(p, grad if self.divisor == 1 else grad / self.divisor)
         if self._missing and bucket in self._missing:
             self._missing[bucket].discard(p)
             self._launch_full(bucket)
@@ -159,6 +160,11 @@ class Gradients:
         if bucket in self.total:
             bucket.part(self.total[bucket], p).zero_()
         self._written.get(bucket, set()).discard(p)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the last backward brought a gradient."""
+        return self._first is not None
 
     @property
     def was_finite(self) -> bool:

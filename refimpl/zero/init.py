@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from refimpl.comm.group import Group
+from refimpl.zero.saved import StateDicts
 from refimpl.zero.unit import Unit, unit_of, whole
 
 
@@ -77,9 +78,11 @@ class Init:
         if self.dtype is not None:
             for p in fresh:
                 p.data = p.data.to(self.dtype)
-        for dtype in dict.fromkeys(p.dtype for p in fresh):  # not a set: its order differs between ranks
-            unit = Unit([p for p in fresh if p.dtype == dtype], self.group, name=type(module).__name__)
-            unit.on_use = self._used
+        dtypes = dict.fromkeys(p.dtype for p in fresh)  # not a set: its order differs between ranks
+        units = [Unit([p for p in fresh if p.dtype == d], self.group, name=type(module).__name__) for d in dtypes]
+        saved = StateDicts([module]) if units else None
+        for unit in units:
+            unit.on_use, unit.state_dicts = self._used, saved
         self._commit()
 
     def _used(self, unit: Unit, what: str) -> None:

@@ -5,10 +5,13 @@ what it was. `step` is the stage's step, a closure included; `zero_grad` drops w
 `add_param_group` makes the stage train more of the model. Its parameters are this rank's slices (see `Slices`).
 """
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import optim
+
+from refimpl.optim.loss_scale import DynamicLossScaler
 
 if TYPE_CHECKING:
     from refimpl.zero.stage import Stage
@@ -30,6 +33,24 @@ class Owned(optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.stage.add_param_group(param_group)
+
+    @property
+    def loss_scale(self) -> float:
+        """fp16's loss scale; 1 in other dtypes."""
+        return self.stage.scaler.scale if self.stage.scaler else 1.0
+
+    cur_scale = loss_scale  # DeepSpeed has both
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts itself."""
+        return isinstance(self.stage.scaler, DynamicLossScaler)
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped, because some rank had a gradient that was not finite."""
+        norm = self.stage.grad_norm
+        return norm is not None and not math.isfinite(norm)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -5,6 +5,7 @@ none calls `stage.full_state_dict()`, which keeps rank 0's alone. One unit is ga
 those of a module and the ones around it. DeepSpeed writes empty tensors here and asks for `zero_to_fp32` instead.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from refimpl.zero.unit import unit_of, whole
 
 
 class StateDicts:
-    """Hooks on every module of `model` that has sharded parameters of its own."""
+    """Hooks on each of `modules` that has sharded parameters of its own."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.handles: list[Any] = []
         self.paused = False
         self._loading: dict[nn.Module, whole] = {}
-        for module in model.modules():
+        for module in modules:
             if any(unit_of(p) for p in module.parameters(recurse=False)):
                 self.handles += [
                     module.register_state_dict_pre_hook(Hook(self.before_save)),  # type: ignore[no-untyped-call]

@@ -65,6 +65,8 @@ class Stage(ByName, ABC):
     def build(self, optimizer: optim.Optimizer | None) -> None:
         """Lay the model out for this optimizer, and listen to it."""
         self.group_of = groups_of(optimizer, self.model)
+        self._scaled = False  # whether `scale` was called for the backward to come
+        self._unscaled = False  # whether fp16's gradients arrived that are of no scaled loss
         self.passes = BackwardPass(self.begin_backward, self.end_backward, self.drop_backward)
         self.buckets = self.lay_out([p for p in self.names if p in self.group_of and p.requires_grad])
         self.buffers = Buffers(self.model, self.group, self.config.broadcast_buffers)
@@ -118,6 +120,7 @@ class Stage(ByName, ABC):
 
     def scale(self, loss: Tensor) -> Tensor:
         """loss times the loss scale, fp32; the loss itself without a scaler. For a `backward()` called by hand."""
+        self._scaled = True
         return loss.float() * self.scaler.scale if self.scaler else loss
 
     @contextmanager
@@ -158,6 +161,11 @@ class Stage(ByName, ABC):
         self.refuse_without_optimizer()
         if not self.passes.settle():
             raise RuntimeError("step() after a backward that raised: its gradients were dropped; run a backward first")
+        if self._unscaled:
+            raise RuntimeError(
+                "step(): a gradient of fp16 came from a loss without its loss scale: call engine.backward(loss), or "
+                "scale(loss).backward() in place of loss.backward(); zero_grad() drops what is there"
+            )
         for p in self.include_thawed():
             if (grad := raw_grad(p)) is not None:
                 clear_raw_grad(p)
@@ -191,6 +199,7 @@ class Stage(ByName, ABC):
         """Drop all gradients since the last step."""
         self.passes.settle()
         self.gradients.drop()
+        self._unscaled = False
         for p in self.names:
             if p not in self.gradients.bucket_of:
                 clear_raw_grad(p)
@@ -220,6 +229,8 @@ class Stage(ByName, ABC):
         self.gradients.begin()
 
     def end_backward(self, asked: bool) -> None:
+        self._unscaled |= self.scaler is not None and not self._scaled and self.gradients.arrived
+        self._scaled = False
         self.gradients.end(asked)
 
     def drop_backward(self) -> None:
@@ -310,6 +321,7 @@ class Stage(ByName, ABC):
         else:
             self.passes.settle()
             self.view.write(p, value)
+            self._unscaled &= bool(self.gradients.used)
 
     def name_of(self, p: nn.Parameter) -> str:
         return self.names.get(p, "?")

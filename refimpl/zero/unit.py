@@ -10,6 +10,7 @@ tensor (deepspeed/runtime/zero/partition_parameters.py), which views kept by aut
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ class Unit(Bucket):
         self.mine = self.shard(self.full).clone()  # [S]
         self.unrounded = None if self.unrounded is None else self.shard(self.unrounded).clone()  # [S]
         self.on_use: Callable[[Unit, str], None] | None = None
+        self.state_dicts: Any = None  # before there is a stage: the hooks that bring it whole into a state_dict
         self.is_placeholder = False  # while a state_dict is made of the names
         self._nothing = torch.tensor(float("nan"), dtype=self.dtype, device=self.device)
         self._work: Work | None = None

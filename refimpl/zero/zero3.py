@@ -33,6 +33,8 @@ class Zero3(Stage):
         large = [p for p in self.names if p not in small]
         trained = {p: self.group_of[p] for p in params}
         dtype = self.config.dtype
+        for unit in {u for p in large if (u := unit_of(p)) is not None and u.state_dicts is not None}:
+            unit.state_dicts.remove()  # from now on the stage's own
         units_of = make_units(large, owners(self.model, leaves(self.model, self.config)), trained, self.group, dtype)
         self.kept = lay_out(
             [p for p in params if p in small], trained, self.group, self.config.reduce_bucket_size, dtype
@@ -41,7 +43,7 @@ class Zero3(Stage):
         self.units = [u for units in units_of.values() for u in units]
         self.roll_call = RollCall(self.group, self.config.check_order)
         self.fetch = Fetch(self.model, units_of, self.config, self.roll_call, self.passes.sign)
-        self.state_dicts = StateDicts(self.model)
+        self.state_dicts = StateDicts(self.model.modules())
         self.handles += [self.fetch, self.state_dicts]
         return [*self.kept, *(u for u in self.units if u.group_index >= 0)]
 

@@ -1,0 +1,115 @@
+"""refimpl under the name `deepspeed`, so that scripts written for DeepSpeed run unchanged.
+
+    python -m refimpl.as_deepspeed script.py --its arguments
+    torchrun --nproc-per-node 2 -m refimpl.as_deepspeed script.py --its arguments
+
+or, as the first line of a program, `refimpl.alias_deepspeed()`. One finder in front of `sys.meta_path` answers both
+questions that are asked of a package: where `deepspeed.x` is (it is the module `refimpl.deepspeed.x` itself, so
+`isinstance` agrees under both names) and which version is installed (`importlib.metadata`). Nothing is written, and
+other processes do not see it.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import runpy
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+VERSION = "0.19.8+refimpl"  # the DeepSpeed whose behaviour is meant
+
+
+def alias_deepspeed(force: bool = False) -> bool:
+    """Let `import deepspeed` mean `refimpl.deepspeed` in this process; True when it does.
+
+    A DeepSpeed that is really installed wins, and False is returned, unless `force`. RuntimeError when it is forced
+    after the other one was imported: two halves of two packages would be mixed.
+    """
+    if any(getattr(finder, "stands_for", None) == "refimpl.deepspeed" for finder in sys.meta_path):
+        return True
+    installed = any(True for _ in importlib.metadata.distributions(name="deepspeed"))
+    if installed and not force:
+        return False
+    if "deepspeed" in sys.modules:
+        raise RuntimeError("alias_deepspeed: deepspeed is imported already; call it before anything imports deepspeed")
+    sys.meta_path.insert(0, Finder())
+    return True
+
+
+class Finder(MetaPathFinder):
+    """Answers for `deepspeed` and everything below it, before the path is searched."""
+
+    stands_for = "refimpl.deepspeed"
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of `deepspeed...`; None for other names. ModuleNotFoundError for a part that is not built."""
+        if fullname.partition(".")[0] != "deepspeed":
+            return None
+        ours = f"refimpl.{fullname}"
+        found = importlib.util.find_spec(ours)
+        if found is None:
+            raise ModuleNotFoundError(
+                f"{fullname}: not implemented yet; this `deepspeed` is refimpl ({ours} does not exist)", name=fullname
+            )
+        return ModuleSpec(
+            fullname, Alias(ours), origin=found.origin, is_package=found.submodule_search_locations is not None
+        )
+
+    def find_distributions(
+        self,
+        context: importlib.metadata.DistributionFinder.Context = importlib.metadata.DistributionFinder.Context(),  # noqa: B008
+    ) -> Iterable[importlib.metadata.Distribution]:
+        """What `importlib.metadata.version("deepspeed")` reads."""
+        return [Installed()] if context.name in (None, "deepspeed") else []
+
+
+class Alias(Loader):
+    """Loads nothing: the module is the one of another name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self.name)
+        self.own_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.own_spec  # the import system has just replaced it by the alias's
+
+
+class Installed(importlib.metadata.Distribution):
+    """The metadata of a package that is not on disk."""
+
+    def read_text(self, filename: str) -> str | None:
+        metadata = (
+            f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\nSummary: refimpl in DeepSpeed's place\n"
+        )
+        return {"METADATA": metadata, "top_level.txt": "deepspeed\n"}.get(filename)
+
+    def locate_file(self, path: object) -> Path:
+        return Path(__file__).parent / str(path)
+
+
+def main(arguments: list[str]) -> None:
+    """Run a script (or `-m module`) with its arguments; it finds refimpl even where a deepspeed is installed."""
+    if not arguments or arguments == ["-m"]:
+        raise SystemExit("usage: python -m refimpl.as_deepspeed [-m] script.py [arguments of the script]")
+    alias_deepspeed(force=True)
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path[0] = str(Path(arguments[0]).resolve().parent)  # as `python script.py` has it
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,106 @@
+"""DeepSpeed's own spelling: a training script changes one line, `import refimpl.deepspeed as deepspeed`.
+
+    deepspeed.initialize, init_distributed, add_config_arguments, DeepSpeedEngine, DeepSpeedConfig
+    deepspeed.zero.Init, zero.GatheredParameters        runtime/zero/partition_parameters.py
+    deepspeed.comm                                      collectives, torch.distributed's
+    deepspeed.ops.adam, .adagrad, .lion                 optimizers by DeepSpeed's names
+    deepspeed.utils                                     safe_get_full_fp32_param and its kin, logger, leaf modules
+    deepspeed.accelerator.get_accelerator()             the device of this rank
+
+Or no line at all: see refimpl/as_deepspeed.py. Start the ranks with torchrun, srun or mpirun; without them the script
+runs as one process. Not one idea lives here: modules have DeepSpeed's paths and name those of refimpl that do the work.
+DeepSpeed's file: deepspeed/__init__.py.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from refimpl.as_deepspeed import VERSION
+from refimpl.deepspeed import accelerator, checkpoint, comm, launcher, moe, ops, pipe, runtime, utils
+from refimpl.deepspeed.accelerator import get_accelerator
+from refimpl.deepspeed.comm import init_distributed
+from refimpl.deepspeed.later import later
+from refimpl.deepspeed.pipe import PipelineModule
+from refimpl.deepspeed.runtime import zero
+from refimpl.deepspeed.runtime.activation_checkpointing import checkpointing
+from refimpl.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from refimpl.deepspeed.runtime.dataloader import RepeatingLoader
+from refimpl.deepspeed.runtime.engine import DeepSpeedEngine
+from refimpl.deepspeed.utils import OnDevice, log_dist, logger
+from refimpl.engine import initialize as _engine
+from refimpl.engine.build import MakeOptimizer, Parameters
+
+__version__ = VERSION
+__version_major__, __version_minor__, __version_patch__ = map(int, VERSION.partition("+")[0].split("."))
+
+__all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedEngine",
+    "OnDevice",
+    "PipelineModule",
+    "RepeatingLoader",
+    "accelerator",
+    "add_config_arguments",
+    "checkpoint",
+    "checkpointing",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "init_inference",
+    "initialize",
+    "launcher",
+    "log_dist",
+    "logger",
+    "moe",
+    "ops",
+    "pipe",
+    "runtime",
+    "tp_model_init",
+    "utils",
+    "zero",
+]
+
+init_inference = later("deepspeed.init_inference", "inference kernels; call the model itself")
+tp_model_init = later("deepspeed.tp_model_init", "tensor parallelism")
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any | None = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+) -> tuple[DeepSpeedEngine, Optimizer | None, DataLoader[Any] | None, Any | None]:
+    """`refimpl.initialize` with DeepSpeed's arguments in DeepSpeed's order: (engine, optimizer, dataloader, scheduler).
+
+    `distributed_port` is the launcher's to choose. NotImplementedError for `mesh_param`.
+    """
+    if mesh_param is not None:
+        raise NotImplementedError("initialize: mesh_param: not implemented yet; all ranks are data-parallel")
+    return _engine.initialize(
+        args, model, optimizer, model_parameters, training_data, lr_scheduler,
+        mpu, dist_init_required, collate_fn, config, config_params,
+    )  # fmt: skip
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed`, a flag for the script's own use, and `--deepspeed_config FILE`, which `initialize` reads."""
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="a flag for the script; changes nothing by itself")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON configuration")
+    return parser

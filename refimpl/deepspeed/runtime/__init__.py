@@ -1,0 +1,13 @@
+"""DeepSpeed's engine room by its module paths; each module names the one of refimpl that does the work."""
+
+from refimpl.deepspeed.runtime import (
+    activation_checkpointing,
+    config,
+    dataloader,
+    engine,
+    lr_schedules,
+    utils,
+    zero,
+)
+
+__all__ = ["activation_checkpointing", "config", "dataloader", "engine", "lr_schedules", "utils", "zero"]

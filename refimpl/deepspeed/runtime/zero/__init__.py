@@ -1,0 +1,21 @@
+"""`deepspeed.zero`: `Init`, `GatheredParameters` and what belongs to them."""
+
+from refimpl.deepspeed.runtime.zero import partition_parameters
+from refimpl.deepspeed.runtime.zero.partition_parameters import (
+    GatheredParameters,
+    Init,
+    ZeroParamStatus,
+    ZeroParamType,
+    register_external_parameter,
+    unregister_external_parameter,
+)
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "partition_parameters",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]

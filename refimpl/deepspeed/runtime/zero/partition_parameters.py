@@ -1,0 +1,173 @@
+"""ZeRO-3's parameters as DeepSpeed's users see them: `Init`, `GatheredParameters`, and what a parameter answers.
+
+    p.ds_id, ds_shape, ds_numel     of the whole parameter
+    p.ds_status                     NOT_AVAILABLE, INFLIGHT or AVAILABLE
+    p.ds_tensor                     this rank's shard of its unit, one-dimensional, in the training dtype
+    p.ds_persist                    whether it stays whole (small parameters do: then it has none of the rest)
+    p.all_gather(), p.partition()   make it whole, and let it go; collectives
+
+As in DeepSpeed only a sharded parameter has these: `hasattr(p, "ds_id")` tells. They are those of its unit, the
+parameters of a module that are gathered together. DeepSpeed: deepspeed/runtime/zero/partition_parameters.py.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from refimpl.comm.group import Group
+from refimpl.deepspeed.accelerator import get_accelerator
+from refimpl.engine.read import read_json
+from refimpl.engine.initialize import connect
+from refimpl.zero import init
+from refimpl.zero.init import GatheredParameters
+from refimpl.zero.parameter import Managed
+from refimpl.zero.unit import Unit, unit_of
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "get_accelerator",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "zero_wrapper_for_fp_tensor_constructor",
+]
+
+
+class ZeroParamType(Enum):
+    """What is done with a parameter."""
+
+    NORMAL = 1  # the same on every rank
+    PARTITIONED = 2  # sharded
+    REMOTE = 3  # on another device
+
+
+class ZeroParamStatus(Enum):
+    """Where a sharded parameter is."""
+
+    AVAILABLE = 1  # whole
+    NOT_AVAILABLE = 2  # only in shards
+    INFLIGHT = 3  # on its way
+
+
+class Init(init.Init):
+    """Shard a model while it is built, over the launcher's ranks, in `dtype` or the dtype that the configuration says.
+
+    Without either it is built in its own dtype and cast by `initialize`: the same bits, more memory on the way.
+    `module`: one that is built already, sharded at once. `mem_efficient_linear` and `pin_memory` change nothing here.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Group | torch.distributed.ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Mapping[str, Any] | str | Path | None = None,
+        config: Mapping[str, Any] | str | Path | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **later: Any,
+    ) -> None:
+        _refuse({"mpu": mpu, **later})
+        if remote_device not in (None, "none", "cpu", "cuda"):
+            raise NotImplementedError(f"zero.Init: remote_device={remote_device!r}: not implemented yet; leave it out")
+        raw = config if config_dict_or_path is None else config_dict_or_path
+        if dtype is None and raw is not None:
+            dtype = _dtype(raw if isinstance(raw, Mapping) else read_json(Path(raw)))
+        group = data_parallel_group
+        if isinstance(group, torch.distributed.ProcessGroup):
+            group = Group(group)
+        super().__init__((group or connect()) if enabled else group, dtype, enabled)
+        for each in module.modules() if module is not None and enabled else []:
+            self._built(each)
+
+
+def _dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
+    """bf16 or fp16, whichever section is enabled."""
+    dtypes = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+    sections = {key: raw.get(key) for key in dtypes}
+    return next((dtypes[k] for k, s in sections.items() if isinstance(s, Mapping) and s.get("enabled") is True), None)
+
+
+def _refuse(later: Mapping[str, Any]) -> None:
+    wanted = [name for name, value in later.items() if value]
+    if wanted:
+        raise NotImplementedError(f"zero.Init: {', '.join(wanted)}: not implemented yet; leave it out")
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing to do: a parameter that another module reads is noticed when it is read."""
+    if not isinstance(parameter, nn.Parameter):
+        raise RuntimeError(f"register_external_parameter: a torch.nn.Parameter, not {type(parameter).__name__}")
+
+
+unregister_external_parameter = register_external_parameter
+
+_orig_torch_arange = torch.arange
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Callable[..., Tensor]:
+    """`fn`: `Init` casts parameters, and leaves torch's constructors alone. transformers replaces this function."""
+    return fn
+
+
+# What a sharded parameter answers. The class is refimpl's own; these names are DeepSpeed's, so they are given here.
+
+
+def _unit(p: nn.Parameter) -> Unit:
+    unit = unit_of(p)
+    if unit is None:
+        raise AttributeError("this parameter is not sharded: only ZeRO-3's sharded ones have DeepSpeed's attributes")
+    return unit
+
+
+def _status(p: nn.Parameter) -> ZeroParamStatus:
+    unit = _unit(p)
+    if unit.is_free:
+        return ZeroParamStatus.NOT_AVAILABLE
+    return ZeroParamStatus.INFLIGHT if unit.in_flight else ZeroParamStatus.AVAILABLE
+
+
+def _all_gather(p: nn.Parameter, param_list: Iterable[nn.Parameter] | None = None, async_op: bool = False) -> None:
+    """Make p, or all of `param_list`, whole: until `partition`, or until the module that uses it is done with it."""
+    units = list(dict.fromkeys(_unit(one) for one in (param_list or [p])))
+    for unit in units:
+        unit.start()
+    for unit in units:
+        unit.wait()
+
+
+def _partition(
+    p: nn.Parameter, param_list: Iterable[nn.Parameter] | None = None, has_been_updated: bool = False
+) -> None:
+    """Let p, or all of `param_list`, go; with `has_been_updated`, take over rank 0's values first."""
+    for unit in dict.fromkeys(_unit(one) for one in (param_list or [p])):
+        if has_been_updated:
+            unit.adopt(root=0)
+        unit.free()
+
+
+def _answers(name: str, answer: Callable[[nn.Parameter], Any]) -> None:
+    setattr(Managed, name, property(answer))
+
+
+_answers("ds_id", lambda p: id(p) if _unit(p) else None)
+_answers("ds_shape", lambda p: p.shape if _unit(p) else None)
+_answers("ds_numel", lambda p: p.numel() if _unit(p) else None)
+_answers("ds_status", _status)
+_answers("ds_tensor", lambda p: _unit(p).mine)
+_answers("ds_persist", lambda p: False if _unit(p) else None)
+_answers("ds_process_group", lambda p: _unit(p).group.handle)
+_answers("all_gather", lambda p: partial(_all_gather, p) if _unit(p) else None)
+_answers("partition", lambda p: partial(_partition, p) if _unit(p) else None)

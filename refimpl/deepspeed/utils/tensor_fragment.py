@@ -1,0 +1,96 @@
+"""Whole fp32 parameters, gradients and optimizer states of a sharded model, read and written; and this rank's share.
+
+`safe_get_full_*` and `safe_set_full_*` are collectives: call them on every rank, in the same order. `None` for a
+parameter that no engine trains. The `local` ones are this rank's fragment, one-dimensional, in every stage.
+DeepSpeed: deepspeed/utils/tensor_fragment.py; ours: refimpl/zero/stage.py.
+"""
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor, nn
+
+from refimpl.zero.parameter import stage_of
+from refimpl.zero.stage import Stage
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """The fp32 master of `param`, whole."""
+    stage = stage_of(param)
+    return None if stage is None else stage.full_parameter(param)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The gradient of `param`, whole, fp32, averaged over ranks; None before backward."""
+    stage = stage_of(param)
+    return param.grad if stage is None else stage.full_gradient(param)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """The state `optim_state_key` ("exp_avg", ...) of `param`, whole, fp32; None before the first step."""
+    stage = stage_of(param)
+    return None if stage is None else stage.full_state(param, optim_state_key)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Write the fp32 master of `param`, and `param` itself."""
+    _stage(param).set_full_parameter(param, value)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Write the gradient of `param`."""
+    _stage(param).set_full_gradient(param, value)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Write the state `optim_state_key` of `param`."""
+    _stage(param).set_full_state(param, optim_state_key, value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Replace each gradient by update_func(gradient, param); parameters without one are left alone."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
+    """This rank's fragment of the fp32 master."""
+    return _stage(param).local_parameter(param)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor:
+    """This rank's fragment of the gradient. RuntimeError before backward."""
+    return _stage(param).local_gradient(param)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """This rank's fragment of an optimizer state; None before the first step."""
+    return _stage(param).local_state(param, optim_state_key)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's fragment of the fp32 master."""
+    _stage(param).local_parameter(param).copy_(value.flatten())
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's fragment of the gradient."""
+    _stage(param).local_gradient(param).copy_(value.flatten())
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Write this rank's fragment of an optimizer state. KeyError before the first step."""
+    state = _stage(param).local_state(param, optim_state_key)
+    if state is None:
+        raise KeyError(f"safe_set_local_optimizer_state: no state {optim_state_key!r} yet; take a step first")
+    state.copy_(value.flatten())
+
+
+def _stage(param: nn.Parameter) -> Stage:
+    stage = stage_of(param)
+    if stage is None:
+        raise ValueError(f"a parameter of shape {tuple(param.shape)} that no engine trains: pass one of engine.module")
+    return stage

@@ -1,0 +1,170 @@
+"""What a script asks an engine about its configuration, under DeepSpeed's names, and the two sizes that it may change.
+
+DeepSpeed's file: deepspeed/runtime/engine.py.
+"""
+
+import torch
+from torch import nn
+
+from refimpl.comm.group import Group
+from refimpl.engine.config import DeepSpeedConfig
+from refimpl.zero.stage import Stage
+
+
+class Asked(nn.Module):
+    """The questions. An `Engine` is one, and sets these four."""
+
+    config: DeepSpeedConfig
+    group: Group
+    stage: Stage
+    module: nn.Module
+
+    # The batch.
+
+    def train_batch_size(self) -> int:
+        """Samples in an optimizer step, over all ranks."""
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples in one forward of one rank."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one rank in an optimizer step."""
+        return self.config.gradient_accumulation_steps
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """The three above. (DeepSpeed returns its three methods.)"""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples of an optimizer step by the number of micro-batches. ValueError if that is not whole."""
+        once = self.train_micro_batch_size_per_gpu() * self.group.size
+        if train_batch_size < once or train_batch_size % once:
+            raise ValueError(
+                f"set_train_batch_size({train_batch_size}): not a multiple of micro-batch "
+                f"{self.train_micro_batch_size_per_gpu()} x world size {self.group.size} = {once}"
+            )
+        self._set_sizes(self.train_micro_batch_size_per_gpu(), train_batch_size // once)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of a micro-batch, and so of a step: the client's own loader gives as many from now on."""
+        if micro_batch_size < 1:
+            raise ValueError(f"set_train_micro_batch_size({micro_batch_size}): must be at least 1")
+        self._set_sizes(micro_batch_size, self.gradient_accumulation_steps())
+
+    def _set_sizes(self, micro: int, steps: int) -> None:
+        sizes = {
+            "train_batch_size": micro * steps * self.group.size,
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": steps,
+        }
+        self.config = self.config.model_copy(update=sizes)
+        self.stage.gradients.divisor = steps
+
+    @property
+    def dp_world_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.group.size
+
+    world_size = data_parallel_size = dp_world_size
+    mp_world_size = 1
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number."""
+        return self.group.rank
+
+    # Numbers.
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model is trained in fp16."""
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model is trained in bf16."""
+        return self.config.bf16.enabled
+
+    def fp16_auto_cast(self) -> bool:
+        """Whether inputs are cast to fp16."""
+        return self.config.fp16.auto_cast
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """dtype of the parameters, and of accumulated gradients."""
+        return self.config.dtype, self.config.data_types.grad_accum_dtype or self.config.dtype
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether fp16's loss scale adapts itself."""
+        return self.config.fp16.enabled and self.config.fp16.loss_scale == 0
+
+    def loss_scale(self) -> float:
+        """The configured static loss scale; 0 is dynamic. The one in force is `optimizer.loss_scale`."""
+        return self.config.fp16.loss_scale
+
+    def gradient_clipping(self) -> float:
+        """Bound on the global gradient norm; 0 does not clip."""
+        return self.config.gradient_clipping
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts micro-batches."""
+        return self.config.managed_gradient_accumulation
+
+    # What is sharded.
+
+    def zero_optimization_stage(self) -> int:
+        """0 (nothing sharded) to 3 (parameters sharded)."""
+        return self.config.zero_optimization.stage
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are sharded."""
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are sharded."""
+        return self.zero_optimization_stage() == 3
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether `save_16bit_model` may gather the weights of stage 3."""
+        return self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+    def zero_ignore_unused_parameters(self) -> bool:
+        """Whether a parameter may have no gradient."""
+        return self.config.zero_optimization.ignore_unused_parameters
+
+    def zero_allow_untested_optimizer(self) -> bool:
+        """Whether an optimizer that is not known to be element-wise is taken."""
+        return self.config.zero_allow_untested_optimizer
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether optimizer states live in host memory: not yet."""
+        return False
+
+    # The rest.
+
+    def optimizer_name(self) -> str | None:
+        """The optimizer's name in the configuration."""
+        return self.config.optimizer.type if self.config.optimizer else None
+
+    def scheduler_name(self) -> str | None:
+        """The schedule's name in the configuration."""
+        return self.config.scheduler.type if self.config.scheduler else None
+
+    def steps_per_print(self) -> int | None:
+        """Steps between two reports."""
+        return self.config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether times are reported."""
+        return self.config.wall_clock_breakdown
+
+    def memory_breakdown(self) -> bool:
+        """Whether bytes are reported."""
+        return self.config.memory_breakdown
+
+    def dump_state(self) -> bool:
+        """Whether the configuration was printed at the start."""
+        return self.config.dump_state

@@ -1,0 +1,58 @@
+"""The model's weights of an engine: given out and taken in, whole in every stage.
+
+DeepSpeed's functions: `module_state_dict`, `load_module_state_dict` in deepspeed/runtime/engine.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from refimpl.zero.stage import Stage
+
+
+class ModuleState(nn.Module):
+    """What an `Engine` says of its weights; it sets these two."""
+
+    stage: Stage
+    module: nn.Module
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The model's `state_dict`. In stage 3 a collective."""
+        state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, p in self.module.named_parameters(prefix.rstrip(".")):
+                if not p.requires_grad:
+                    state.pop(name, None)
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Any = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Load weights into the model, whole in every stage; masters follow. `checkpoint`: they, or {"module": ...}.
+
+        custom_load_fn(src=weights, dst=model) is called instead of `model.load_state_dict` if given.
+        """
+        weights = checkpoint.get("module", checkpoint)
+        if custom_load_fn is not None:
+            custom_load_fn(src=weights, dst=self.module)
+        else:
+            self.module.load_state_dict(weights, strict=strict)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """The whole weights in the training dtype on rank 0, None elsewhere: what Hugging Face's libraries save."""
+        state = self.stage.full_state_dict()
+        if state is None:
+            return None
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        return {name: w for name, w in state.items() if not (exclude_frozen_parameters and name in frozen)}

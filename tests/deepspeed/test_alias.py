@@ -1,0 +1,98 @@
+"""refimpl under the name `deepspeed`: the same modules, the metadata, and a real installation beside it."""
+
+from pathlib import Path
+
+import pytest
+from foreign import run_python, run_script
+
+SAME = """
+import importlib.metadata, importlib.util, sys
+import refimpl
+assert refimpl.alias_deepspeed() and refimpl.alias_deepspeed()
+assert sum(type(finder).__name__ == "Finder" for finder in sys.meta_path) == 1
+assert importlib.util.find_spec("deepspeed") is not None
+import deepspeed, deepspeed.comm as dist
+from deepspeed import comm
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+import refimpl.deepspeed.runtime.zero.partition_parameters as ours
+import refimpl.deepspeed.ops.adam
+assert deepspeed is refimpl.deepspeed and dist is comm is refimpl.deepspeed.comm
+assert FusedAdam is refimpl.deepspeed.ops.adam.FusedAdam and ZeroParamStatus is ours.ZeroParamStatus
+assert importlib.metadata.version("deepspeed") == deepspeed.__version__
+assert importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
+assert importlib.metadata.packages_distributions()["deepspeed"] == ["deepspeed"]
+assert deepspeed.__spec__.name == "refimpl.deepspeed"
+from packaging.version import Version
+assert Version("0.19") < Version(deepspeed.__version__) < Version("0.20"), deepspeed.__version__
+assert deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES[0] == "LRRangeTest"  # without an import of its own
+try:
+    import deepspeed.runtime.sequence_parallel.ulysses_sp
+except ImportError as error:
+    assert "deepspeed.runtime.sequence_parallel" in str(error) and "not implemented yet" in str(error), error
+else:
+    raise AssertionError
+assert importlib.util.find_spec("json") is not None
+print("done")
+"""
+
+
+def test_both_names_are_the_same_modules() -> None:
+    assert run_python("-c", SAME) == "done\n"
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder in which a deepspeed is installed."""
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("real = True\n")
+    (tmp_path / "deepspeed-9.0.dist-info").mkdir()
+    (tmp_path / "deepspeed-9.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: deepspeed\nVersion: 9.0\n"
+    )
+    return tmp_path
+
+
+def test_an_installed_deepspeed_wins_unless_forced(installed: Path) -> None:
+    stays = (
+        "import refimpl, importlib.metadata as m; assert not refimpl.alias_deepspeed(); import deepspeed; "
+        "assert deepspeed.real and m.version('deepspeed') == '9.0'"
+    )
+    run_python("-c", stays, path=(installed,))
+    forced = (
+        "import refimpl, importlib.metadata as m; assert refimpl.alias_deepspeed(force=True); import deepspeed; "
+        "assert deepspeed is refimpl.deepspeed and 'refimpl' in m.version('deepspeed')"
+    )
+    run_python("-c", forced, path=(installed,))
+    late = "import deepspeed, refimpl; refimpl.alias_deepspeed(force=True)"
+    assert "imported already" in run_python("-c", late, path=(installed,), expect=1)
+
+
+def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("import deepspeed\nname = deepspeed.__name__\n")
+    script = "import sys, beside; print(__name__, beside.name, sys.argv[1:], sys.path[0])"
+    assert (
+        run_script(script, tmp_path, "--x", "1", alias=True) == f"__main__ refimpl.deepspeed ['--x', '1'] {tmp_path}\n"
+    )
+    said = run_python("-m", "refimpl.as_deepspeed", "-m", "script", "2", path=(tmp_path,))
+    assert said.startswith("__main__ refimpl.deepspeed ['2']")
+    assert "usage" in run_python("-m", "refimpl.as_deepspeed", expect=1)
+
+
+def test_what_is_not_there_yet_says_so_when_it_is_used() -> None:
+    import refimpl.deepspeed as deepspeed
+
+    for use, what in (
+        (lambda: deepspeed.PipelineModule(layers=[], num_stages=2), "pipeline parallelism"),
+        (lambda: deepspeed.moe.layer.MoE(hidden_size=4), "mixture of experts"),
+        (lambda: deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer({}), "mixture of experts"),
+        (lambda: deepspeed.init_inference(None), "inference"),
+        (lambda: deepspeed.initialize(mesh_param=(1, 1)), "mesh_param"),
+        (lambda: deepspeed.checkpointing.configure(None, partition_activations=True), "partition_activations"),
+        (lambda: deepspeed.zero.Init(remote_device="nvme"), "nvme"),
+        (lambda: deepspeed.zero.Init(zero_quantized_weights=True), "zero_quantized_weights"),
+    ):
+        with pytest.raises(NotImplementedError, match=what):
+            use()
+    deepspeed.checkpointing.configure(None, partition_activations=False)
+    assert not deepspeed.checkpointing.is_configured()

@@ -1,0 +1,164 @@
+"""deepspeed.comm: every collective against what it must give, at 1 to 3 ranks; joining; a world without a launcher."""
+
+import datetime
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from foreign import run_python
+from torch import Tensor
+
+from refimpl import launch
+from refimpl.deepspeed import comm as dist
+from refimpl.deepspeed.utils import groups
+
+
+def row(rank: int, size: int) -> Tensor:
+    """What rank has: [size], element i tells rank and i."""
+    return torch.arange(size, dtype=torch.float32) + 10 * rank
+
+
+def reductions() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total = torch.stack([row(r, size) for r in range(size)]).sum(0)
+    x = row(rank, size)
+    dist.all_reduce(x, prof=True, log_name="x", debug="y")
+    assert x.equal(total)
+    x = row(rank, size)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, async_op=True).wait()
+    assert x.equal(row(size - 1, size))
+    x = row(rank, size)
+    dist.reduce(x, dst=0)
+    assert rank or x.equal(total)
+    one = torch.zeros(1)
+    dist.reduce_scatter_tensor(one, row(rank, size))
+    assert one.equal(total[rank : rank + 1])
+    dist.reduce_scatter(one, list(row(rank, size).split(1)))
+    assert one.equal(total[rank : rank + 1])
+    xs = [row(rank, size), row(rank, size)]
+    dist.all_reduce_coalesced(xs)
+    assert all(x.equal(total) for x in xs)
+
+
+def exchanges() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    everyone = torch.stack([row(r, size) for r in range(size)])
+    rows = [torch.zeros(size) for _ in range(size)]
+    dist.all_gather(rows, row(rank, size))
+    flat = torch.zeros(size * size)
+    dist.all_gather_into_tensor(flat, row(rank, size))
+    assert torch.stack(rows).equal(everyone)
+    assert flat.equal(everyone.flatten())
+    dist.all_gather_coalesced([flat.zero_()], [row(rank, size)])
+    assert flat.equal(everyone.flatten())
+    column = torch.zeros(size)
+    dist.all_to_all_single(column, row(rank, size))
+    assert column.equal(everyone[:, rank])
+    columns = [torch.zeros(1) for _ in range(size)]
+    dist.all_to_all(columns, list(row(rank, size).split(1)))
+    assert torch.cat(columns).equal(everyone[:, rank])
+    x = row(rank, size)
+    dist.broadcast(x, src=size - 1)
+    assert x.equal(everyone[-1])
+    dist.gather(row(rank, size), rows if rank == 0 else None, dst=0)
+    assert rank or torch.stack(rows).equal(everyone)
+    dist.scatter(x, list(everyone.unbind()) if rank == 0 else None, src=0)
+    assert x.equal(everyone[rank])
+    objects: list[object] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": r} for r in range(size)]
+    objects = [rank] if rank == 0 else [None]
+    dist.broadcast_object_list(objects, src=0)
+    assert objects == [0]
+    dist.barrier()
+    dist.monitored_barrier(timeout=datetime.timedelta(seconds=30))
+
+
+def point_to_point() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.zeros(size)
+    if size > 1 and rank < 2:
+        if rank == 0:
+            dist.send(row(0, size), 1)
+            dist.isend(row(0, size), 1).wait()
+        else:
+            dist.recv(x, 0)
+            assert x.equal(row(0, size))
+            dist.irecv(x.zero_(), 0).wait()
+            assert x.equal(row(0, size))
+    pair = dist.new_group(ranks=[0, size - 1] if size > 1 else [0])
+    assert dist.get_rank(pair) == {0: 0, size - 1: min(1, size - 1)}.get(rank, -1)
+    assert dist.get_world_size(dist.get_world_group()) == size
+    if dist.get_rank(pair) >= 0:
+        assert dist.get_global_rank(pair, dist.get_world_size(pair) - 1) == size - 1
+        assert dist.get_all_ranks_from_group(pair) == sorted({0, size - 1})
+    assert (groups._get_data_parallel_rank(), groups._get_data_parallel_world_size()) == (rank, size)
+    assert groups._get_sequence_parallel_world_size() == groups._get_model_parallel_world_size() == 1
+    assert torch_dist.get_world_size(groups._clone_world_group()) == size
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_collectives(ranks: int) -> None:
+    for job in (reductions, exchanges, point_to_point):
+        launch.run(job, ranks=ranks)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that is not joined to anything, before and after."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "REFIMPL_DEVICE"):
+        monkeypatch.setenv(name, "")  # so that what joining sets is taken back
+        monkeypatch.delenv(name)
+    yield
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_process_without_a_launcher_is_rank_0_of_1() -> None:
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_local_rank(), dist.get_world_group()) == (0, 1, 0, None)
+    with pytest.raises(RuntimeError, match="dist_init_required=False"):
+        dist.init_distributed(dist_init_required=False)
+    dist.init_distributed(timeout=datetime.timedelta(seconds=30))
+    dist.init_distributed()  # once is enough
+    assert dist.is_initialized()
+    assert (dist.get_rank(), dist.get_world_size(), os.environ["LOCAL_RANK"]) == (0, 1, "0")
+    reductions()
+    exchanges()
+
+
+@pytest.mark.usefixtures("alone")
+def test_nccl_without_a_gpu_becomes_gloo_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.warns(UserWarning, match="gloo"):
+        dist.init_distributed(dist_backend="nccl")
+    assert torch_dist.get_backend() == "gloo"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rank_that_is_not_joined_yet_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="init_distributed"):
+        dist.get_rank()
+
+
+def test_ranks_that_name_a_meeting_point_themselves(tmp_path: object) -> None:
+    code = (
+        "import sys, subprocess, torch, deepspeed.comm as dist\n"
+        "rank = int(sys.argv[2])\n"
+        "more = [sys.executable, '-m', 'refimpl.as_deepspeed', *sys.argv[:2], '1']\n"
+        "other = None if rank else subprocess.Popen(more)\n"
+        "dist.init_distributed(init_method=sys.argv[1], rank=rank, world_size=2)\n"
+        "x = torch.ones(1)\n"
+        "dist.all_reduce(x)\n"
+        "assert x.item() == 2 and dist.get_rank() == rank\n"
+        "assert other is None or other.wait(60) == 0\n"
+        "print('met')\n"
+    )
+    script = f"{tmp_path}/script.py"
+    with open(script, "w") as file:
+        file.write(code)
+    said = run_python("-m", "refimpl.as_deepspeed", script, f"file://{tmp_path}/meet", "0")
+    assert said.split() == ["met", "met"]

@@ -1,0 +1,216 @@
+"""The small things behind DeepSpeed's names: optimizers, helpers, the accelerator, logging, OnDevice, leaf flags."""
+
+import logging
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import refimpl.deepspeed as deepspeed
+from refimpl.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from refimpl.deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
+from refimpl.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from refimpl.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from refimpl.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from refimpl.deepspeed.runtime import utils
+from refimpl.optim.lion import Lion
+
+TORCHS = {
+    FusedAdam: (torch.optim.AdamW, {"weight_decay": 0.0}),
+    DeepSpeedCPUAdam: (torch.optim.AdamW, {"weight_decay": 0.0}),
+    DeepSpeedCPUAdagrad: (torch.optim.Adagrad, {}),
+    FusedLion: (Lion, {"betas": (0.9, 0.999)}),
+    DeepSpeedCPULion: (Lion, {"betas": (0.9, 0.999)}),
+}
+
+
+@pytest.mark.parametrize("kind", TORCHS)
+def test_an_optimizer_steps_as_the_one_it_stands_for(kind: type) -> None:
+    other, defaults = TORCHS[kind]
+    p, q = (nn.Parameter(torch.linspace(-1, 1, 192)) for _ in range(2))
+    mine, theirs = kind([p], lr=0.1), other([q], lr=0.1, **defaults)
+    for step in range(3):
+        p.grad = q.grad = torch.randn(192, generator=torch.Generator().manual_seed(step))
+        mine.step()
+        theirs.step()
+    torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    assert isinstance(mine, kind)
+    assert not isinstance(theirs, kind)
+
+
+@pytest.mark.parametrize(("kind", "switch"), [(FusedAdam, "adam_w_mode"), (DeepSpeedCPUAdam, "adamw_mode")])
+def test_adam_without_decoupled_decay_is_torchs_adam(kind: type, switch: str) -> None:
+    p, q = (nn.Parameter(torch.ones(64)) for _ in range(2))
+    mine, theirs = (
+        kind([p], lr=0.1, weight_decay=0.5, **{switch: False}),
+        torch.optim.Adam([q], lr=0.1, weight_decay=0.5),
+    )
+    p.grad = q.grad = torch.ones(64)
+    mine.step()
+    theirs.step()
+    torch.testing.assert_close(p, q)
+    decoupled = kind([p], lr=0.1, weight_decay=0.5)
+    decoupled.step()
+    theirs.step()
+    assert not torch.allclose(p, q, atol=1e-3)
+
+
+def test_options_that_change_nothing_silently() -> None:
+    p = [nn.Parameter(torch.ones(4))]
+    for make in (
+        lambda: FusedAdam(p, bias_correction=False),
+        lambda: DeepSpeedCPUAdam(p, fp32_optimizer_states=False),
+        lambda: DeepSpeedCPUAdagrad(p, amsgrad=True),
+        lambda: DeepSpeedCPULion(p, fp32_optimizer_states=False),
+    ):
+        with pytest.raises(ValueError, match="not implemented"):
+            make()
+
+
+def test_partitions() -> None:
+    assert utils.partition_uniform(10, 4) == [0, 3, 6, 8, 10]
+    assert utils.partition_uniform(2, 4) == [0, 1, 2, 2, 2]
+    assert utils.partition_balanced([1, 1, 1, 1], 2) == [0, 2, 4]
+    assert utils.partition_balanced([5, 1, 1, 1, 1, 1], 2) == [0, 1, 6]
+    assert utils.partition_balanced([1, 2, 3], 4) == [0, 1, 2, 3, 3]
+    weights = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+    for parts in range(1, 11):
+        bounds = utils.partition_balanced(weights, parts)
+        assert (bounds[0], bounds[-1], len(bounds)) == (0, 11, parts + 1)
+        assert bounds == sorted(set(bounds))
+    assert utils.prefix_sum_inc([1, 2, 3]) == [1, 3, 6]
+
+
+def test_moving_and_copying() -> None:
+    held = torch.ones(3)
+    moved = utils.move_to_device({"a": [held, (held * 2,)]}, "cpu")
+    assert moved["a"][1][0].equal(held * 2)
+    assert isinstance(moved["a"][1], tuple)
+    assert utils.move_to_device(held, "cpu", criterion_func=torch.is_tensor) is held
+    flat = torch.arange(100.0)
+    copy = clone_tensors_for_torch_save({"x": flat[:2], "n": 1})
+    assert copy["x"].equal(flat[:2])
+    assert copy["x"].untyped_storage().nbytes() == 8
+    assert copy["n"] == 1
+    assert DEEPSPEED_ENVIRONMENT_NAME == ".deepspeed_env"
+    assert utils.call_to_str("f", 1, x=2) == "f(1, x=2)"
+    assert utils.get_only_unique_item([2, 2]) == 2
+    with pytest.raises(RuntimeError, match="unique"):
+        utils.get_only_unique_item([1, 2])
+
+
+def test_seeding_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    draws = []
+    for _ in range(2):
+        utils.set_random_seed(5)
+        draws.append(torch.rand(3))
+    assert draws[0].equal(draws[1])
+    utils.see_memory_usage("silent")
+    utils.see_memory_usage("loud", force=True)
+    said = capsys.readouterr().out
+    assert "silent" not in said
+    assert said.startswith("loud\nMA ")
+
+
+def test_clipping_of_plain_gradients() -> None:
+    p = nn.Parameter(torch.ones(4))
+    p.grad = torch.full((4,), 3.0)
+    assert utils.clip_grad_norm_([p], 1.0).item() == pytest.approx(6)
+    assert p.grad.norm().item() == pytest.approx(1, rel=1e-4)
+
+
+def test_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REFIMPL_DEVICE", raising=False)
+    accelerator = deepspeed.get_accelerator()
+    assert (accelerator.device_name(), accelerator.device_name(0), accelerator._name) == ("cpu", "cpu", "cpu")
+    assert (accelerator.current_device_name(), accelerator.current_device()) == ("cpu", "cpu")
+    assert (accelerator.communication_backend_name(), accelerator.is_available()) == ("gloo", True)
+    assert accelerator.on_accelerator(torch.ones(1))
+    assert not accelerator.on_accelerator(torch.ones(1, device="meta"))
+    before = accelerator.memory_allocated()
+    assert 0 < before < accelerator.total_memory()
+    for act in (accelerator.synchronize, accelerator.empty_cache, accelerator.reset_peak_memory_stats):
+        act()
+    accelerator.set_device(0)
+    with accelerator.device(0), accelerator.stream(accelerator.Stream()):
+        state = accelerator.get_rng_state()
+    accelerator.manual_seed(3)
+    first = torch.rand(1)
+    accelerator.set_rng_state(state)
+    accelerator.manual_seed(3)
+    assert torch.rand(1).equal(first)
+    assert accelerator.is_bf16_supported()
+    assert torch.float16 in accelerator.supported_dtypes()
+    monkeypatch.setenv("REFIMPL_DEVICE", "cuda:1")
+    assert (accelerator.device_name(), accelerator.device_name(1), accelerator.current_device_name()) == (
+        "cuda", "cuda:1", "cuda:1",
+    )  # fmt: skip
+    assert accelerator.communication_backend_name() == "nccl"
+
+
+def test_messages_of_some_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = deepspeed.utils.logger
+    assert logger is logging.getLogger("DeepSpeed")
+    level = logger.level
+    try:
+        deepspeed.utils.log_dist("too quiet", ranks=[0])
+        deepspeed.utils.set_log_level_from_string("info")
+        deepspeed.utils.log_dist("heard", ranks=[0])
+        logger.warning_once("once")
+        logger.warning_once("once")
+        deepspeed.utils.log_dist_once("also once")
+        deepspeed.utils.log_dist_once("also once")
+    finally:
+        logger.setLevel(level)
+    said = capsys.readouterr().out
+    assert "too quiet" not in said
+    assert [said.count(text) for text in ("heard", " once\n", "also once")] == [1, 2, 1]
+    with pytest.raises(ValueError, match="loud"):
+        deepspeed.utils.set_log_level_from_string("loud")
+
+
+def test_models_on_another_device_and_in_another_dtype() -> None:
+    with deepspeed.OnDevice(dtype=torch.float16, device="meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        here = torch.ones(2, device="cpu")
+        ints = torch.zeros(2, dtype=torch.long)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    assert (here.device.type, here.dtype, ints.dtype) == ("cpu", torch.float16, torch.long)
+    with deepspeed.OnDevice(dtype=torch.float16, enabled=False):
+        assert torch.ones(1).dtype == torch.float32
+    assert torch.ones(1).dtype == torch.float32
+
+
+class Inner(nn.Linear):
+    pass
+
+
+def test_leaf_flags() -> None:
+    model = nn.Sequential(Inner(4, 4), nn.Sequential(Inner(4, 4), nn.Tanh()))
+    flags = deepspeed.utils
+    assert flags.get_z3_leaf_modules(model) == []
+    assert flags.set_z3_leaf_modules(model, [Inner]) == [model[0], model[1][0]]
+    assert flags.get_z3_leaf_modules(model) == [model[0], model[1][0]]
+    assert flags.z3_leaf_module(model[0])
+    assert not flags.z3_leaf_module(model)
+    assert flags.unset_z3_leaf_modules(model, ["Inner"]) == [model[0], model[1][0]]
+    assert flags.set_z3_leaf_modules_by_name(model, ["1", "7"], raise_if_not_found=False) == ([model[1]], ["7"])
+    assert flags.set_z3_leaf_modules_by_suffix(model, [".0"]) == ([model[1][0]], [])
+    for call in (
+        lambda: flags.set_z3_leaf_modules(model, [nn.Conv2d]),
+        lambda: flags.set_z3_leaf_modules_by_name(model, ["7"]),
+    ):
+        with pytest.raises(ValueError, match="no such"):
+            call()
+    with pytest.raises(TypeError, match="classes"):
+        flags.set_z3_leaf_modules(model, [model[0]])
+
+
+def test_a_configuration_by_itself(tmp_path: object) -> None:
+    config = deepspeed.DeepSpeedConfig({"train_batch_size": 4, "bf16": {"enabled": True}})
+    assert (config.train_micro_batch_size_per_gpu, config.bf16.enabled) == (4, True)
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="train_batch_sizes"):
+        deepspeed.DeepSpeedConfig({"train_batch_sizes": 4})
+    assert os.environ.get("WORLD_SIZE", "1") == "1"

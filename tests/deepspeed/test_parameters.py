@@ -1,0 +1,132 @@
+"""ZeRO-3's parameters under DeepSpeed's names: what they answer, Init's arguments, GatheredParameters, leaf modules."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import refimpl.deepspeed as deepspeed
+from refimpl import launch
+from refimpl.deepspeed.runtime.zero import partition_parameters
+from refimpl.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from refimpl.deepspeed.utils import set_z3_leaf_modules
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 6},
+}
+
+
+def answers() -> None:
+    with deepspeed.zero.Init():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    whole = nn.Linear(2, 2).weight
+    assert not hasattr(whole, "ds_id")
+    weight = model[0].weight
+    state = model.state_dict()  # a collective; whole on every rank
+    assert (state["0.weight"].shape, type(state["0.weight"])) == ((8, 8), torch.Tensor)
+    assert all(tensor.isfinite().all() for tensor in state.values())
+    model.load_state_dict({name: tensor + 1 for name, tensor in state.items()})
+    assert model.state_dict()["1.bias"].equal(state["1.bias"] + 1)
+    for engine in (None, deepspeed.initialize(model=model, config=CONFIG)[0]):
+        assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        assert (weight.ds_shape, weight.ds_numel, weight.ds_persist) == ((8, 8), 64, False)
+        assert weight.ds_id != model[1].weight.ds_id
+        assert weight.ds_tensor.dim() == 1
+        assert 72 <= weight.ds_tensor.numel() * deepspeed.comm.get_world_size() < 72 + 2 * 64  # with padding
+        weight.all_gather()
+        assert weight.ds_status == ZeroParamStatus.AVAILABLE
+        assert weight.detach().isfinite().all()
+        weight.partition()
+        assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        weight.all_gather(param_list=[weight, model[1].weight])
+        assert model[1].weight.ds_status == ZeroParamStatus.AVAILABLE
+        with torch.no_grad():
+            model[1].weight.fill_(7)
+        model[1].weight.partition(param_list=[model[1].weight], has_been_updated=True)
+        weight.partition()
+        with deepspeed.zero.GatheredParameters(model[1].weight):
+            assert model[1].weight.eq(7).all()
+        if engine is not None:
+            assert not hasattr(model[1].bias, "ds_id")  # four elements: stays whole
+            assert deepspeed.utils.safe_get_full_fp32_param(model[1].weight).eq(7).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sharded_parameter_answers(ranks: int) -> None:
+    launch.run(answers, ranks=ranks)
+
+
+def construction(folder: str) -> None:
+    file = Path(folder, f"config{deepspeed.comm.get_rank()}.json")
+    file.write_text(json.dumps({"fp16": {"enabled": True}}))
+    for arguments, dtype in (
+        ({"config_dict_or_path": {"bf16": {"enabled": True}}}, torch.bfloat16),
+        ({"config": {"bf16": {"enabled": False}}}, torch.float32),
+        ({"config": str(file), "mem_efficient_linear": False, "pin_memory": True}, torch.float16),
+        ({"dtype": torch.bfloat16, "remote_device": "none"}, torch.bfloat16),
+        ({"data_parallel_group": torch.distributed.group.WORLD}, torch.float32),
+    ):
+        with deepspeed.zero.Init(**arguments):
+            layer = nn.Linear(4, 4)
+        assert layer.weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        with deepspeed.zero.GatheredParameters(layer.weight):
+            assert layer.weight.dtype == dtype
+            assert layer.weight.isfinite().all()
+    with deepspeed.zero.Init(enabled=False):
+        layer = nn.Linear(4, 4)
+    assert not hasattr(layer.weight, "ds_id")
+    built = layer.weight.detach().clone()
+    torch.distributed.broadcast(built, 0)
+    deepspeed.zero.Init(module=layer)
+    assert layer.weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    with deepspeed.zero.GatheredParameters(layer.weight, enabled=True, fwd_module=layer):
+        assert layer.weight.detach().equal(built)
+    with deepspeed.zero.GatheredParameters(layer.weight, enabled=False):
+        assert layer.weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+
+
+def test_inits_arguments(tmp_path: Path) -> None:
+    launch.run(construction, str(tmp_path), ranks=2)
+
+
+def test_external_parameters_need_no_word() -> None:
+    deepspeed.zero.register_external_parameter(nn.Linear(1, 1), nn.Parameter(torch.ones(1)))
+    with pytest.raises(RuntimeError, match="Parameter"):
+        deepspeed.zero.register_external_parameter(nn.Linear(1, 1), torch.ones(1))
+    assert partition_parameters.zero_wrapper_for_fp_tensor_constructor(torch.arange) is torch.arange
+
+
+class Experts(nn.Module):
+    """Which expert runs is another one each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.experts[which](x)
+
+
+def leaves(flag: bool) -> list[Any]:
+    model = Experts()
+    if flag:
+        set_z3_leaf_modules(model, [Experts])
+    engine = deepspeed.initialize(model=model, config=CONFIG)[0]
+    used = []
+    for step in range(3):
+        loss = engine(torch.ones(2, 8), which=(step + engine.group.rank) % 3).square().mean()
+        engine.backward(loss)
+        engine.step()
+        used.append(engine.stage.gathering_modules)
+    return used
+
+
+def test_a_leaf_module_is_gathered_whole() -> None:
+    assert launch.run(leaves, True, ranks=2) == [[1] * 3] * 2
+    with pytest.raises(launch.RankError, match="experts"):
+        launch.run(leaves, False, ranks=2)

@@ -1,0 +1,80 @@
+"""Whole fp32 weights out of a checkpoint of any stage, in a process that knows nothing of the ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import refimpl.deepspeed as deepspeed
+from refimpl import launch
+from refimpl.deepspeed.utils.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+from refimpl.engine.checkpoint import CheckpointError
+
+
+class Tied(nn.Module):
+    """Tied weights, a frozen layer, a buffer, odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.middle, self.head = nn.Embedding(11, 7), nn.Linear(7, 7), nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.middle.bias.requires_grad_(False)
+        self.register_buffer("scale", torch.tensor([1.5]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.middle(self.embed(x)) * self.scale  # buffers stay in fp32
+        return self.head(hidden.to(self.embed.weight.dtype)).float().square().mean()
+
+
+def save(stage: int, folder: str, extra: dict[str, Any]) -> dict[str, torch.Tensor]:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 60},
+    }
+    engine = deepspeed.initialize(model=Tied(), config=config | extra)[0]
+    for _ in range(3):
+        engine.backward(engine(torch.arange(4) + engine.group.rank))
+        engine.step()
+    engine.save_checkpoint(folder)
+    whole = {name: deepspeed.utils.safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+    return {name: p for name, p in whole.items() if p is not None}
+
+
+@pytest.mark.parametrize("extra", [{}, {"bf16": {"enabled": True}}])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_weight_in_full_precision(stage: int, extra: dict[str, Any], tmp_path: Path) -> None:
+    expected = launch.run(save, stage, str(tmp_path / "ck"), extra, ranks=3)[0]
+    state = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ck")
+    assert state.keys() == {"embed.weight", "middle.weight", "middle.bias", "head.weight", "scale"}
+    assert all(tensor.dtype == torch.float32 for tensor in state.values())
+    for name in ("embed.weight", "middle.weight"):
+        assert state[name].equal(expected[name]), name
+    assert state["head.weight"].equal(state["embed.weight"])
+    assert state["scale"].item() == 1.5
+    without = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ck", exclude_frozen_parameters=True)
+    assert "middle.bias" not in without
+    model = load_state_dict_from_zero_checkpoint(Tied(), tmp_path / "ck", tag="global_step3")
+    assert model.head.weight.equal(expected["embed.weight"])
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ck", tmp_path / "out")
+    written = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert written["middle.weight"].equal(expected["middle.weight"])
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ck", tmp_path / "out", safe_serialization=True)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == state.keys()
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="latest"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"nonsense/checkpoint\.json"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="nonsense")
+    with pytest.raises(NotImplementedError, match="lazy_mode"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path, lazy_mode=True)

@@ -1,0 +1,174 @@
+"""What scripts and libraries ask of an engine under DeepSpeed's names, and its weights going out and coming in."""
+
+from typing import Any
+
+import pytest
+import torch
+from test_engine import STAGES, Net, batch, close, config, oracle
+from torch import Tensor
+
+import refimpl
+from refimpl import launch
+
+
+class Speaker(Net):
+    """A model with something to say for itself."""
+
+    greeting = "hello"
+
+    def generate(self, n: int) -> list[int]:
+        return list(range(n))
+
+
+def test_unknown_attributes_are_the_models() -> None:
+    engine, *_ = refimpl.initialize(model=Speaker(), config=config(0))
+    assert engine.generate(3) == [0, 1, 2]
+    assert engine.greeting == "hello"
+    assert engine.up is engine.module.up
+    assert not hasattr(engine, "sing")
+    with pytest.raises(AttributeError, match=r"Engine has no attribute 'sing', nor has its Speaker"):
+        engine.sing()
+
+
+def test_the_questions() -> None:
+    settings = config(
+        2,
+        gradient_accumulation_steps=3,
+        gradient_clipping=0.5,
+        fp16={"enabled": True, "loss_scale": 0, "initial_scale_power": 4},
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
+    )
+    engine, optimizer, *_ = refimpl.initialize(model=Net(), config=settings)
+    assert (engine.fp16_enabled(), engine.bfloat16_enabled(), engine.fp16_auto_cast()) == (True, False, False)
+    assert (engine.dynamic_loss_scale(), engine.loss_scale(), engine.gradient_clipping()) == (True, 0, 0.5)
+    assert engine.get_data_types() == (torch.float16, torch.float16)
+    assert engine.get_batch_info() == (12, 4, 3)
+    assert (engine.zero_optimization(), engine.zero_optimization_stage()) == (True, 2)
+    assert engine.zero_optimization_partition_gradients()
+    assert not engine.zero_optimization_partition_weights()
+    assert not engine.zero_gather_16bit_weights_on_model_save()
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("SGD", "WarmupLR")
+    assert (engine.world_size, engine.dp_world_size, engine.mp_world_size, engine.global_rank) == (1, 1, 1, 0)
+    assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.dynamic_loss_scale) == (16, 16, True)
+    assert optimizer.overflow is False
+    assert engine.config.get("zero_optimization", {}).get("stage") == 2
+    assert engine.config.get("nonsense", 7) == 7
+    fp32, plain, *_ = refimpl.initialize(model=Net(), config=config(0))
+    assert (plain.loss_scale, plain.dynamic_loss_scale, fp32.fp16_enabled()) == (1.0, False, False)
+
+
+def overflows() -> tuple[bool, bool, float]:
+    settings = config(1, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+    engine, optimizer, *_ = refimpl.initialize(model=Net(), config=settings)
+    seen = []
+    for factor in (float("inf"), 1.0):
+        engine.backward(engine(batch(0, 0, 0).half()) * (factor if engine.group.rank else 1.0))
+        engine.step()
+        seen.append(optimizer.overflow)
+    return *seen, optimizer.cur_scale
+
+
+def test_the_optimizer_tells_of_an_overflow() -> None:
+    assert launch.run(overflows, ranks=2) == [(True, False, 8.0)] * 2
+
+
+def resized(stage: int) -> tuple[Any, tuple[int, ...]]:
+    engine, *_ = refimpl.initialize(model=Net(), config=config(stage))
+    engine.set_train_batch_size(24)  # 4 x 3 micro-batches x 2 ranks
+    for micro in range(3):
+        engine.backward(engine(batch(engine.group.rank, 0, micro)))
+        engine.step()
+    with pytest.raises(ValueError, match=r"4 x world size 2 = 8"):
+        engine.set_train_batch_size(25)
+    engine.set_train_micro_batch_size(5)
+    return engine.stage.full_state_dict(), (*engine.get_batch_info(), engine.global_steps)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_batch_may_change(stage: int) -> None:
+    results = launch.run(resized, stage, ranks=2)
+    close(results[0][0], oracle(2, steps=1, micros=3, divide=3)["weights"])
+    assert results[1][1] == (30, 5, 3, 1)
+
+
+def weights_travel(stage: int, extra: dict[str, Any]) -> None:
+    engine, *_ = refimpl.initialize(model=Net(), config=config(stage, **extra))
+    engine.module.down.bias.requires_grad_(False)
+    start = {name: w.clone() for name, w in engine.module_state_dict().items()}
+    assert start["up.weight"].isfinite().all()
+    without = engine.module_state_dict(exclude_frozen_parameters=True)
+    assert start.keys() - without.keys() == {"down.bias"}
+    other = {name: w * 2 for name, w in start.items()}
+    engine.load_module_state_dict(other)
+    x = batch(0, 0, 0).to(start["up.weight"].dtype)
+    engine.backward(engine(x) * 0)  # a step with a zero gradient must not bring the old weights back
+    engine.step()
+    for name, w in engine.module_state_dict().items():
+        torch.testing.assert_close(w, other[name])
+    engine.load_module_state_dict({"module": start}, strict=False)
+    engine.load_module_state_dict(start, custom_load_fn=lambda src, dst: dst.load_state_dict(src))
+    for name, w in engine.module_state_dict().items():
+        torch.testing.assert_close(w, start[name])
+    whole = engine._zero3_consolidated_16bit_state_dict()
+    assert (whole is not None) == (engine.group.rank == 0)
+    assert whole is None or all(w.equal(start[name]) for name, w in whole.items())
+
+
+@pytest.mark.parametrize("extra", [{}, {"bf16": {"enabled": True}}])
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_go_out_and_come_in_whole(stage: int, extra: dict[str, Any]) -> None:
+    launch.run(weights_travel, stage, extra, ranks=2)
+
+
+def again(stage: int) -> tuple[dict[str, Tensor] | None, int]:
+    model, optimizer = Net(), None
+    for step in range(2):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = refimpl.initialize(model=model, optimizer=optimizer, config=config(stage, optimizer=None))
+        engine.backward(engine(batch(engine.group.rank, step, 0)))
+        engine.step()
+        engine.empty_partition_cache()
+        state = engine.stage.full_state_dict()
+        state = state and {name: w.clone() for name, w in state.items()}
+        engine.destroy()
+    assert type(optimizer) is torch.optim.SGD
+    return state, engine.group.rank
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_destroyed_engine_gives_the_model_back(stage: int) -> None:
+    results = launch.run(again, stage, ranks=2)
+    close(results[0][0], oracle(2, steps=2, micros=1)["weights"])
+
+
+def infers(stage: int) -> tuple[float, object]:
+    settings = {k: v for k, v in config(stage).items() if k != "optimizer"}
+    engine, optimizer, *_ = refimpl.initialize(model=Net(), config=settings)
+    engine.eval()
+    with torch.no_grad():
+        loss = engine(batch(0, 0, 0)).item()
+    with pytest.raises(RuntimeError, match="no optimizer"):
+        engine.step()
+    return loss, optimizer
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_engine_without_an_optimizer_infers(stage: int) -> None:
+    expected = Net()(batch(0, 0, 0)).item()
+    for loss, optimizer in launch.run(infers, stage, ranks=2):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert optimizer is None
+
+
+def test_arguments_for_the_schedule() -> None:
+    class Told:
+        given: dict[str, Any]
+
+        def step(self, **given: Any) -> None:
+            self.given = given
+
+    schedule = Told()
+    engine, *_ = refimpl.initialize(model=Net(), config=config(0), lr_scheduler=schedule)
+    engine.backward(engine(batch(0, 0, 0)))
+    engine.step(lr_kwargs={"epoch": 3})
+    assert schedule.given == {"epoch": 3}

@@ -1,0 +1,190 @@
+"""Training loops as people write them around an engine: plain backward, bare models, two engines, graphs kept."""
+
+from typing import Any
+
+import pytest
+import torch
+from test_engine import SIZE, STAGES, Net, batch, close, config, oracle
+from torch import Tensor, nn
+
+import refimpl
+from refimpl import launch
+
+
+def weights_of(engine: Any) -> dict[str, Tensor] | None:
+    state = engine.stage.full_state_dict()
+    return state and {name: w.clone() for name, w in state.items()}
+
+
+def plainly(settings: dict[str, Any], steps: int, micros: int, bare: bool) -> dict[str, Any]:
+    """`loss.backward(); engine.step()` for each micro-batch, the loss from the engine or from the model itself."""
+    engine, *_ = refimpl.initialize(model=Net(), config=settings)
+    model, norms = engine.module if bare else engine, []
+    for step in range(steps):
+        for micro in range(micros):
+            model(batch(engine.group.rank, step, micro)).backward()
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return {"weights": weights_of(engine), "norms": norms, "steps": engine.global_steps}
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_plain_backward_is_divided_by_the_accumulation(stage: int, bare: bool) -> None:
+    expected = oracle(2, steps=2, micros=3, divide=3)
+    results = launch.run(plainly, config(stage, gradient_accumulation_steps=3), 2, 3, bare, ranks=2)
+    close(results[0]["weights"], expected["weights"])
+    assert results[1]["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    assert results[1]["steps"] == 2
+
+
+def two_engines(stage: int, way: str) -> tuple[Any, Any]:
+    """One loss over two engines that accumulate over 2 and over 1 micro-batches."""
+    one, *_ = refimpl.initialize(model=Net(), config=config(stage, gradient_accumulation_steps=2))
+    other, *_ = refimpl.initialize(model=Net(), config=config(stage))
+    for micro in range(2):
+        x = batch(one.group.rank, 0, micro)
+        loss = one(x) + other(x)
+        one.backward(loss) if way == "engine" else loss.backward()
+        one.step()
+        other.step()
+    return weights_of(one), weights_of(other)
+
+
+@pytest.mark.parametrize("way", ["engine", "plain"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_loss_over_two_engines(stage: int, way: str) -> None:
+    first, second = launch.run(two_engines, stage, way, ranks=2)[0]
+    close(first, oracle(2, steps=1, micros=2, divide=2)["weights"])
+    model = Net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for micro in range(2):
+        opt.zero_grad()
+        (sum(model(batch(r, 0, micro)) for r in range(2)) / 2).backward()
+        opt.step()
+    close(second, model.state_dict())
+
+
+def through_another(stage: int) -> tuple[Any, Any]:
+    """A generator's step goes through the discriminator, whose gradients are then dropped: zero_grad of the model."""
+    generator, *_ = refimpl.initialize(model=nn.Linear(SIZE, SIZE), config=config(stage))
+    critic, *_ = refimpl.initialize(model=Net(), config=config(stage))
+    for step in range(2):
+        x = batch(generator.group.rank, step, 0)
+        critic.module.zero_grad()
+        made = generator.module(x)
+        critic.backward(critic.module(x))
+        critic.backward(-critic.module(made.detach()))
+        critic.step()
+        generator.module.zero_grad()
+        generator.backward(critic.module(made))
+        generator.step()
+    return weights_of(generator), weights_of(critic)
+
+
+def test_a_gan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(1)
+        return nn.Linear(SIZE, SIZE), Net()
+
+    generator, critic = start()
+    opt_g, opt_c = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, critic))
+    for step in range(2):
+        xs = [batch(r, step, 0) for r in range(2)]
+        made = [generator(x) for x in xs]
+        opt_c.zero_grad()
+        (sum(critic(x) - critic(m.detach()) for x, m in zip(xs, made, strict=True)) / 2).backward()
+        opt_c.step()
+        opt_g.zero_grad()
+        (sum(critic(m) for m in made) / 2).backward()
+        opt_g.step()
+
+    def seeded(stage: int) -> tuple[Any, Any]:
+        torch.manual_seed(1)
+        return through_another(stage)
+
+    for stage in STAGES:
+        mine = launch.run(seeded, stage, ranks=2)[0]
+        close(mine[0], generator.state_dict())
+        close(mine[1], critic.state_dict())
+
+
+def half(way: str) -> tuple[Any, float]:
+    settings = config(1, fp16={"enabled": True, "initial_scale_power": 8})
+    engine, optimizer, *_ = refimpl.initialize(model=Net(), config=settings)
+    for step in range(2):
+        loss = engine(batch(engine.group.rank, step, 0).half())
+        if way == "engine":
+            engine.backward(loss)
+        elif way == "scaled":
+            engine.scale(loss).backward()
+        else:
+            loss.backward()
+            with pytest.raises(RuntimeError, match=r"scale\(loss\)"):
+                engine.step()
+            engine.zero_grad()
+            continue
+        engine.step()
+    return weights_of(engine), optimizer.loss_scale
+
+
+def test_fp16_by_hand_needs_the_scale_and_says_so() -> None:
+    (expected, scale), *_ = launch.run(half, "engine", ranks=2)
+    (by_hand, _), *_ = launch.run(half, "scaled", ranks=2)
+    assert scale == 256
+    assert all(torch.equal(by_hand[name], w) for name, w in expected.items())
+    (unmoved, _), *_ = launch.run(half, "unscaled", ranks=2)
+    close(unmoved, {name: w.half() for name, w in Net().state_dict().items()})
+
+
+def kept(stage: int) -> float:
+    engine, *_ = refimpl.initialize(model=Net(), config=config(stage))
+    loss = engine(batch(engine.group.rank, 0, 0))
+    engine.backward(loss, retain_graph=True)
+    engine.backward(loss)
+    engine.step()
+    norm: float = engine.get_global_grad_norm()
+    return norm
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_graph_may_be_kept(stage: int) -> None:
+    twice = [2 * oracle(2, steps=1, micros=1)["norms"][0]] * 2
+    assert launch.run(kept, stage, ranks=2) == pytest.approx(twice, rel=1e-5)
+
+
+def nested() -> tuple[int, int]:
+    engine, *_ = refimpl.initialize(model=Net(), config=config(1))
+    with engine.no_sync():
+        with engine.no_sync():
+            engine.backward(engine(batch(0, 0, 0)))
+        engine.backward(engine(batch(0, 0, 1)))
+        engine(batch(0, 0, 2)).backward()
+        with pytest.raises(RuntimeError, match="inside no_sync"):
+            engine.step()
+    silent = engine.group.ledger.sent_bytes("tag").get("gradients", 0)
+    engine.backward(engine(batch(0, 0, 3)))
+    return silent, engine.group.ledger.sent_bytes("tag")["gradients"]
+
+
+def test_nested_no_sync_stays_silent() -> None:
+    for silent, sent in launch.run(nested, ranks=2):
+        assert silent == 0
+        assert sent > 0
+
+
+def dropped(stage: int, who: str) -> float:
+    engine, optimizer, *_ = refimpl.initialize(model=Net(), config=config(stage))
+    engine.backward(100 * engine(batch(engine.group.rank, 1, 1)))
+    {"engine": engine, "optimizer": optimizer, "module": engine.module}[who].zero_grad()
+    engine.backward(engine(batch(engine.group.rank, 0, 0)))
+    engine.step()
+    norm: float = engine.get_global_grad_norm()
+    return norm
+
+
+@pytest.mark.parametrize("who", ["engine", "optimizer", "module"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_grad_drops_what_was_not_applied(stage: int, who: str) -> None:
+    norm = oracle(2, steps=1, micros=1)["norms"][0]
+    assert launch.run(dropped, stage, who, ranks=2) == pytest.approx([norm, norm], rel=1e-5)
