@@ -98,10 +98,8 @@ class World:
         """End every rank now, and the processes that it started."""
         self.alive = self.idle = False
         for process in self.processes:
-            if process.is_alive() and process.pid:
-                with suppress(ProcessLookupError):  # it is so young that it leads no process group yet
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.kill()
+            _end_group(process)
+            process.kill()
         for process in self.processes:
             process.join()
         for pipe in (*self.pipes, self.life):
@@ -173,6 +171,7 @@ class World:
                     raise RankError(f"what rank {rank} sent cannot be unpickled here: {error!r}", rank) from error
                 return kind, value
         self.processes[rank].join(5)
+        _end_group(self.processes[rank])
         return "died", self.processes[rank].exitcode
 
     def _timed_out(self, pending: set[int], timeout: float) -> RankTimeout:
@@ -193,6 +192,14 @@ class World:
             time.sleep(0.01)
             dump = file.read_text() if file.exists() else ""
         return hang.where(dump)
+
+
+def _end_group(process: Rank) -> None:
+    """Kill a rank and what it started: its process group, which outlives the rank that led it."""
+    if process.pid:
+        # No such group: all have ended, or the rank is so young that it leads none. macOS refuses one of zombies.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def place(ranks: int, device: str) -> tuple[str, list[str]]:
