@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d
 from refimpl.comm import collectives
 from refimpl.comm.collectives import Op
 from refimpl.measure.ledger import Ledger
+from refimpl.ranks import environment
 
 Phase = Callable[[], list[Any]]  # starts transfers, returns their handles
 
@@ -80,7 +81,13 @@ class Group:
 
     @classmethod
     def world(cls, ledger: Ledger | None = None, deterministic: bool = False) -> "Group":
-        """All ranks of this job; a group of one when torch.distributed was never initialised."""
+        """All ranks of this job; a group of one in a process that is alone.
+
+        RuntimeError if a launcher started this process as one of several ranks, and they were not joined: each would
+        train by itself.
+        """
+        if not dist.is_initialized():
+            environment.expect_alone()
         return cls(dist.group.WORLD if dist.is_initialized() else None, ledger, deterministic=deterministic)
 
     def scratch(self) -> list[Tensor]:

@@ -20,10 +20,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from refimpl.ranks import hang
+from refimpl.ranks.environment import without_place
 from refimpl.ranks.errors import Failed, RankError, RankTimeout, end_of_grace, failed
+from refimpl.ranks.meet import devices_of
 from refimpl.ranks.rank import Rank, Setup
 from refimpl.ranks.server import PRELOAD
 from refimpl.ranks.travel import dumps, loads
@@ -46,7 +46,7 @@ class World:
     def __init__(self, ranks: int = 2, *, device: str = "auto", threads: int = 1) -> None:
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1, not {ranks}")
-        backend, devices = place(ranks, device)
+        backend, devices = devices_of(ranks, device)
         directory = Path(tempfile.mkdtemp(prefix="refimpl-"))
         self.setup = Setup(ranks, backend, devices, threads, directory, _environment(ranks, threads))
         self.alive = True  # until stopped
@@ -202,21 +202,9 @@ def _end_group(process: Rank) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def place(ranks: int, device: str) -> tuple[str, list[str]]:
-    """The backend, and the device of each of the ranks on this machine."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', not {device!r}")
-    gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    if device == "cuda" and not gpus:
-        raise RuntimeError("device='cuda', but torch finds no GPU on this machine: use 'cpu' or 'auto'")
-    if device == "cpu" or (device == "auto" and gpus < ranks):
-        return "gloo", ["cpu"] * ranks
-    return "nccl" if gpus >= ranks else "gloo", [f"cuda:{rank % gpus}" for rank in range(ranks)]
-
-
 def _environment(ranks: int, threads: int) -> dict[str, str]:
-    """This process's environment for the ranks (the server still has that of its own start), less torchrun's."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "TORCHELASTIC_"))}
+    """This process's environment for the ranks (the server still has that of its own start), less a launcher's."""
+    kept = without_place(os.environ)
     kept.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # not by the host's name
     return kept | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": str(threads)}
 
