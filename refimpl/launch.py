@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from refimpl.ranks import environment
 from refimpl.ranks.errors import RankDied, RankError, RankTimeout
-from refimpl.ranks.meet import meet
+from refimpl.ranks.meet import leave, meet
 from refimpl.ranks.rank import report
 from refimpl.ranks.world import OnReport, World
 
@@ -118,3 +118,4 @@ def _leave() -> None:
     if dist.is_initialized() and not failed:
         gc.collect()  # transfers in reference cycles keep gloo's threads, with which Python can not exit
         dist.destroy_process_group()
+    leave()

@@ -2,7 +2,9 @@
 
 import datetime
 import os
+import shutil
 import socket
+import tempfile
 import warnings
 
 import torch
@@ -40,6 +42,20 @@ def meet(place: Place, meeting: str, device: str, backend: str | None, timeout: 
         timeout=timeout,
         device_id=mine if chosen == "nccl" else None,
     )
+    _share_board(local_rank)
+
+
+def leave() -> None:
+    """Take down what `meet` put up on this machine."""
+    if os.environ.get("LOCAL_RANK") == "0":
+        shutil.rmtree(os.environ["REFIMPL_BOARD"], ignore_errors=True)
+
+
+def _share_board(local_rank: int) -> None:
+    """Agree on a folder in which the ranks of this machine see each other's calls (see `refimpl.comm.board`)."""
+    folders: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(folders, tempfile.mkdtemp(prefix="refimpl-") if local_rank == 0 else "")
+    os.environ["REFIMPL_BOARD"] = next(folder for folder in folders if folder and os.path.isdir(folder))
 
 
 def _on_this_machine(place: Place, store: Store) -> tuple[int, int]:

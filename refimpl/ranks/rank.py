@@ -10,7 +10,6 @@ import faulthandler
 import io
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import sys
@@ -29,15 +28,11 @@ if sys.platform == "win32":
     raise ImportError("refimpl starts its ranks through a fork server, which Windows lacks: use Linux, macOS or WSL")
 from multiprocessing.context import ForkServerProcess
 
+from refimpl.ranks.lost import lost_connection as lost_connection
 from refimpl.ranks.travel import dumps, loads, survives
 
 # The process group never gives up by itself: it is the caller who notices a hang, and can say where each rank stands.
 _NEVER = datetime.timedelta(days=365)
-_CONNECTION_LOST = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|timed out waiting"
-    r"|remote process (has )?(exited|failed)|communicator was aborted",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class Setup:
     backend: str  # "gloo" | "nccl"
     devices: list[str]  # of each rank: "cpu" | "cuda:0"
     threads: int
-    directory: Path  # for the rendezvous file and the stacks
+    directory: Path  # for the rendezvous file, the stacks and the boards
     environment: dict[str, str]
 
     def stack_file(self, rank: int) -> Path:
@@ -97,6 +92,7 @@ class Rank(ForkServerProcess):
         os.environ.clear()
         os.environ.update(setup.environment)
         os.environ.update(RANK=str(self.number), LOCAL_RANK=str(self.number), REFIMPL_DEVICE=str(device))
+        os.environ.update(REFIMPL_BOARD=str(setup.directory))
         torch.set_num_threads(setup.threads)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -195,14 +191,3 @@ def _failure(error: BaseException) -> Failure:
     title = "".join(trace.format_exception_only()).strip()
     portable_trace = trace if survives(trace) else "".join(trace.format())
     return Failure(title, portable_trace, error if survives(error) else None, lost_connection(error), now)
-
-
-def lost_connection(error: BaseException | None) -> bool:
-    """Whether this error, or one that it was raised from, only says that another rank went away."""
-    while error is not None:
-        if isinstance(error, ConnectionError | dist.DistNetworkError) or (
-            isinstance(error, RuntimeError) and _CONNECTION_LOST.search(str(error))
-        ):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
