@@ -116,7 +116,7 @@ def expect_alone(environ: Mapping[str, str] = os.environ) -> None:
 
 def without_place(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without what a launcher said of this process: for ranks that this process starts."""
-    said = {name for launcher in LAUNCHERS for name in (launcher.rank, launcher.local_rank)}
+    said = {name for launcher in LAUNCHERS for name in (launcher.rank, launcher.local_rank)} | {"REFIMPL_BOARD"}
     return {k: v for k, v in environ.items() if k not in said and not k.startswith(("MASTER_", "TORCHELASTIC_"))}
 
 

@@ -29,6 +29,7 @@ if sys.platform == "win32":
 from multiprocessing.context import ForkServerProcess
 
 from refimpl.ranks.lost import lost_connection as lost_connection
+from refimpl.ranks.settings import Settings
 from refimpl.ranks.travel import dumps, loads, survives
 
 # The process group never gives up by itself: it is the caller who notices a hang, and can say where each rank stands.
@@ -45,6 +46,7 @@ class Setup:
     threads: int
     directory: Path  # for the rendezvous file, the stacks and the boards
     environment: dict[str, str]
+    keep_settings: bool  # from call to call: torch's settings and the seeds
 
     def stack_file(self, rank: int) -> Path:
         return self.directory / f"stack{rank}"
@@ -76,7 +78,10 @@ class Rank(ForkServerProcess):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         sys.stdout, sys.stderr = _Output(self, "stdout", 1), _Output(self, "stderr", 2)
         self._attempt(self._connect)
+        first = Settings()
         while (call := self._receive()) is not None:
+            if not self.setup.keep_settings:
+                first.restore()
             self._attempt(call)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -92,7 +97,6 @@ class Rank(ForkServerProcess):
         os.environ.clear()
         os.environ.update(setup.environment)
         os.environ.update(RANK=str(self.number), LOCAL_RANK=str(self.number), REFIMPL_DEVICE=str(device))
-        os.environ.update(REFIMPL_BOARD=str(setup.directory))
         torch.set_num_threads(setup.threads)
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -41,14 +41,29 @@ class World:
 
     After a call in which every rank returned or raised, the world is ready for the next. When a rank died, or still
     waits for one that failed, all are killed and `alive` is False.
+
+    Calls are jobs of their own: each finds torch's settings (gradients on, default dtype, threads, ...) and the seeds
+    of torch, random and numpy as the first did. keep_settings=True leaves them as the last call did, as in a session.
+    compare=False: the ranks do not compare their calls of `Group` (see `refimpl.comm.board`), as gloo alone.
     """
 
-    def __init__(self, ranks: int = 2, *, device: str = "auto", threads: int = 1) -> None:
+    def __init__(
+        self,
+        ranks: int = 2,
+        *,
+        device: str = "auto",
+        threads: int = 1,
+        keep_settings: bool = False,
+        compare: bool = True,
+    ) -> None:
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1, not {ranks}")
         backend, devices = devices_of(ranks, device)
         directory = Path(tempfile.mkdtemp(prefix="refimpl-"))
-        self.setup = Setup(ranks, backend, devices, threads, directory, _environment(ranks, threads))
+        environment = _environment(ranks, threads)
+        if compare:
+            environment["REFIMPL_BOARD"] = str(directory)
+        self.setup = Setup(ranks, backend, devices, threads, directory, environment, keep_settings)
         self.alive = True  # until stopped
         self.idle = False  # every rank waits for the next call
         self.processes: list[Rank] = []

@@ -252,6 +252,16 @@ def test_shapes_and_gradients_do_not_matter():
     run(check)
 
 
+def test_a_world_may_leave_the_comparison_out():
+    def work() -> float:
+        x = torch.ones(20)
+        Group.world().broadcast(x if dist.get_rank() else x[:10].mul_(2))
+        return x.sum().item()
+
+    with launch.World(2, device="cpu", compare=False) as world:
+        assert world.call(work) == [30.0, 30.0]  # rank 1 has half of it, and is not told
+
+
 TORCHRUN = """
 import sys, torch, torch.distributed as dist, refimpl
 from refimpl import Group
