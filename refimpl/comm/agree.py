@@ -1,23 +1,14 @@
 """One call of a group on its way: announced on the board before each of its phases, and its failure put into words."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from refimpl.comm.board import Board, Call, CollectiveMismatch, caller
+from refimpl.comm.board import Board, Call, caller
 from refimpl.ranks.lost import RankLost, lost_connection
 
 Phase = Callable[[], list[Any]]  # starts transfers, returns their handles
 Part = tuple[tuple[int, ...], str]  # (sender, receiver) of one message, and what it holds
-
-
-class Refused:
-    """In place of a transfer that was not begun: waiting for it raises."""
-
-    def __init__(self, error: CollectiveMismatch) -> None:
-        self.error = error
-
-    def wait(self) -> None:
-        raise self.error
 
 
 class Agreed:
@@ -47,8 +38,8 @@ class Agreed:
             if everyone:
                 half = f"second half of call {self.number}: " if self.number else ""
                 calls.append(((), Call(half + self.what, half + self.text)))
-            if error := self.board.announce(calls):
-                return [Refused(error)]
+            if refusal := self.board.announce(calls):
+                return [refusal]
             self.number, self.parts = calls[-1][1].number, ()
         with self:
             return [Transfer(handle, self) for handle in phase()]
@@ -58,7 +49,7 @@ class Agreed:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, RuntimeError) and lost_connection(error) and not isinstance(error, RankLost):
-            reason = str(error).strip().splitlines()[-1].rstrip(".")
+            reason = re.sub(r"^\[[^]]*\] ", "", str(error).strip().splitlines()[-1]).rstrip(".")  # not gloo's own file
             did = self.board.standings() if self.board else ""
             raise RankLost(
                 f"rank {self.rank} waits in vain in {self.text}: another rank left (it returned, raised or was killed) "

@@ -42,6 +42,20 @@ class Call:
     number: int = 0
 
 
+@dataclass
+class Refusal:
+    """A call that was not made. It stays on the board, for the others to see, until this rank makes its next one."""
+
+    error: CollectiveMismatch
+    posted: Sequence[tuple["Channel", int, int]]  # the checksum before, the number
+    raised: bool = False
+
+    def wait(self) -> None:
+        """In place of a transfer that was not begun."""
+        self.raised = True
+        raise self.error
+
+
 class Channel:
     """The records of `members` ranks, of which this one is number `me`, in one file."""
 
@@ -114,21 +128,29 @@ class Board:
         self.ranks, self.me = ranks, me
         self._name = directory / f"board{zlib.crc32(f'{group} {ranks}'.encode()):08x}"
         self._channels: dict[tuple[int, ...], Channel | None] = {}
+        self._refusal: Refusal | None = None
 
-    def announce(self, calls: Sequence[tuple[tuple[int, ...], Call]]) -> CollectiveMismatch | None:
-        """Write down one call on each of these channels (members' numbers; none: all). What to raise, if it differs."""
-        posted = []
+    def announce(self, calls: Sequence[tuple[tuple[int, ...], Call]]) -> Refusal | None:
+        """Write down one call on each of these channels (members' numbers; none: all). A refusal if one differs.
+
+        After a refusal every call is refused for the same reason, until somebody has waited for one and was told.
+        """
+        if self._refusal and not self._refusal.raised:
+            return self._refusal
+        for channel, before, number in self._refusal.posted if self._refusal else ():
+            channel.retract(before, number)
+        self._refusal = None
+        posted: list[tuple[Channel, int, int]] = []
         for members, call in calls:
             if channel := self.channel(*members):
                 before = channel.checksum()
                 call.number = channel.post(call.fits, call.text)
-                posted.append((channel, members, before, call.number))
-        for channel, members, _, number in posted:
+                posted.append((channel, before, call.number))
+        for channel, _, number in posted:
             if not channel.agrees(number):
-                error = CollectiveMismatch(self._text(channel, members, number))
-                for other, _, before, its in posted:
-                    other.retract(before, its)
-                return error
+                members = next(m for m, there in self._channels.items() if there is channel)
+                self._refusal = Refusal(CollectiveMismatch(self._text(channel, members, number)), posted)
+                return self._refusal
         return None
 
     def channel(self, *members: int) -> Channel | None:

@@ -165,7 +165,24 @@ def test_a_call_that_was_refused_can_be_made_rightly():
     assert run(work) == [(False, 16.0), (True, 16.0)]
 
 
-def test_many_groups_objects_of_one_group_share_its_record():
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_async_call_that_was_refused_is_told_by_whatever_is_waited_for_next(ranks: int):
+    def work() -> None:
+        group = Group.world()
+        first = group.all_reduce(torch.ones(8), async_op=True)
+        second = group.all_reduce(torch.ones(4 if group.rank == 1 else 6), async_op=True, tag="other")
+        first.wait()
+        second.wait()
+
+    with pytest.raises(launch.RankError) as caught:
+        run(work, ranks=ranks)
+    text = str(caught.value.__cause__)
+    assert "rank 1: all_reduce (sum) of 4 float32, tag 'other' at " in text
+    assert len(re.findall(r"rank [02]: all_reduce \(sum\) of 6 float32, tag 'other' at ", text)) >= 1
+    assert "second half" not in text
+
+
+def test_many_objects_of_one_group_share_its_record():
     def work() -> float:
         x = torch.ones(1)
         for _ in range(3 * KEPT):
@@ -191,8 +208,9 @@ def test_differences_too_old_to_be_shown_are_told_as_that(tmp_path: Path):
     boards = [Board(tmp_path, "0", [0, 1], me) for me in range(2)]
     for i in range(2 * KEPT):
         assert boards[0].announce([((), Call(f"call {i}", f"call {i}"))]) is None
-    errors = [boards[1].announce([((), Call(f"call {max(i, 1)}", f"call {i}"))]) for i in range(2 * KEPT)]
-    assert "were different before this one, too long ago" in str(next(filter(None, errors)))
+    told = [boards[1].announce([((), Call(f"call {max(i, 1)}", f"call {i}"))]) for i in range(2 * KEPT)]
+    first = next(refusal for refusal in told if refusal)
+    assert "were different before this one, too long ago" in str(first.error)
 
 
 def test_ranks_that_are_not_there_are_refused_at_the_call():
