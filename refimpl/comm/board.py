@@ -142,13 +142,13 @@ class Board:
         self._refusal = None
         posted: list[tuple[Channel, int, int]] = []
         for members, call in calls:
-            if channel := self.channel(*members):
-                before = channel.checksum()
-                call.number = channel.post(call.fits, call.text)
-                posted.append((channel, before, call.number))
+            if there := self.channel(*members):
+                before = there.checksum()
+                call.number = there.post(call.fits, call.text)
+                posted.append((there, before, call.number))
         for channel, _, number in posted:
             if not channel.agrees(number):
-                members = next(m for m, there in self._channels.items() if there is channel)
+                members = next(m for m, known in self._channels.items() if known is channel)
                 self._refusal = Refusal(CollectiveMismatch(self._text(channel, members, number)), posted)
                 return self._refusal
         return None
