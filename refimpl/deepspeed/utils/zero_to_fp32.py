@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from refimpl.engine.checkpoint import CheckpointError, rank_file, 
+from refimpl.engine.errors import CheckpointError
+from refimpl.engine.resume import rank_file
+from refimpl.engine.weights import unshared
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from refimpl.comm.group import Group
 from refimpl.deepspeed.accelerator import get_accelerator
-from refimpl.engine.read import read_json
 from refimpl.engine.initialize import connect
+from refimpl.engine.read import read_json
 from refimpl.zero import init
 from refimpl.zero.init import GatheredParameters
 from refimpl.zero.parameter import Managed
