@@ -78,10 +78,7 @@ class Rank(ForkServerProcess):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         sys.stdout, sys.stderr = _Output(self, "stdout", 1), _Output(self, "stderr", 2)
         self._attempt(self._connect)
-        first = Settings()
         while (call := self._receive()) is not None:
-            if not self.setup.keep_settings:
-                first.restore()
             self._attempt(call)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -108,6 +105,7 @@ class Rank(ForkServerProcess):
             timeout=_NEVER,
             device_id=device if setup.backend == "nccl" else None,
         )
+        self.first = Settings()
 
     def _receive(self) -> Callable[[], object] | None:
         """The caller's next wish; None to leave. Unpickling is part of the wish: if it fails, the caller is told."""
@@ -116,6 +114,8 @@ class Rank(ForkServerProcess):
             return None
 
         def call() -> object:
+            if not self.setup.keep_settings:
+                self.first.restore()
             fn, args = loads(message)
             return fn(*args)
 
