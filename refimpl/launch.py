@@ -13,22 +13,23 @@ value, output comes back, and what goes wrong on a rank is raised here, with the
 
     launch.run(add, 10, ranks=2)   # [21, 21]
 
-The same function runs under torchrun when the script calls `join()` first instead of `run`.
+The same function runs under torchrun, srun or mpirun when the script calls `join()` first instead of `run`.
 """
 
 import atexit
+import datetime
 import gc
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
+from refimpl.ranks import environment
 from refimpl.ranks.errors import RankDied, RankError, RankTimeout
+from refimpl.ranks.meet import leave, meet
 from refimpl.ranks.rank import report
-from refimpl.ranks.world import OnReport, World, place
+from refimpl.ranks.world import OnReport, World
 
 __all__ = ["RankDied", "RankError", "RankTimeout", "World", "join", "report", "run", "under_torchrun"]
 
@@ -59,27 +60,57 @@ def run(
 
 
 def under_torchrun() -> bool:
-    """Whether a launcher such as torchrun started this process as one of its ranks (never true inside `run`)."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+    """Whether torchrun, srun or mpirun started this process as one of its ranks (never true inside `run`)."""
+    return environment.find() is not None
 
 
-def join(device: str = "auto") -> None:
-    """Join the ranks that torchrun started: make the process group its environment describes.
+def join(
+    device: str = "auto",
+    *,
+    timeout: float | datetime.timedelta | None = None,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    backend: str | None = None,
+) -> None:
+    """Join the ranks that torchrun, srun or mpirun started: make the process group that all of them form.
 
     NCCL with one GPU for each local rank when there are enough, else gloo on the CPU; or as `device` says, see `run`.
-    The group is destroyed at exit.
-    Raises RuntimeError if no launcher started this process.
+    timeout: seconds a collective may take; None: torch's default. init_method: where to meet, such as
+    "tcp://host:29500"; else MASTER_ADDR and MASTER_PORT say it, or nobody need if all ranks are on this machine. rank,
+    world_size: this process's place, if no launcher says it. backend: "nccl" or "gloo"; "nccl" without a GPU for each
+    rank becomes gloo, with a warning. RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are set afterwards.
+    The group is destroyed at exit. Nothing happens where the ranks are joined already, as inside `run`.
+
+    Raises RuntimeError if no launcher started this process, or if nobody says where to meet; ValueError for a backend
+    or a device that there is not.
     """
-    if not under_torchrun():
-        raise RuntimeError("join() needs the environment that torchrun sets: torchrun --nproc-per-node 2 script.py")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    backend, devices = place(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)
-    mine = torch.device(devices[local_rank])
-    os.environ["REFIMPL_DEVICE"] = str(mine)
-    if mine.type == "cuda":
-        torch.cuda.set_device(mine)
-    dist.init_process_group(backend, device_id=mine if backend == "nccl" else None)
-    atexit.register(_leave)
+    if backend not in (None, "nccl", "gloo"):
+        raise ValueError(f"backend must be 'nccl' or 'gloo', not {backend!r}")
+    if not dist.is_initialized():
+        place = _place(rank, world_size)
+        meeting = init_method if init_method not in (None, "env://") else environment.meeting_point(place)
+        limit = datetime.timedelta(seconds=timeout) if isinstance(timeout, float | int) else timeout
+        meet(place, meeting, device, backend, limit)
+        atexit.register(_leave)
+
+
+def _place(rank: int | None, world_size: int | None) -> environment.Place:
+    """This process's place in its job: what it was told, else what the launcher says."""
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"rank and world_size go together: got rank={rank}, world_size={world_size}")
+    found = environment.find(certain=False)
+    if rank is not None and world_size is not None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be from 0 to {world_size - 1}, not {rank}")
+        same = found is not None and (found.rank, found.size) == (rank, world_size)
+        return found if same and found else environment.Place("you", rank, world_size, None, None, "")
+    if found is None:
+        raise RuntimeError(
+            "join() needs the environment that torchrun sets: torchrun --nproc-per-node 2 script.py; or srun, or "
+            "mpirun; by hand: export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
+    return found
 
 
 def _leave() -> None:
@@ -87,3 +118,4 @@ def _leave() -> None:
     if dist.is_initialized() and not failed:
         gc.collect()  # transfers in reference cycles keep gloo's threads, with which Python can not exit
         dist.destroy_process_group()
+    leave()

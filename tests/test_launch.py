@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -332,6 +333,26 @@ def test_a_stopped_world_leaves_no_process():
         launch.run(lambda: (launch.report(os.getpid()), hang(0)), timeout=2, on_report=lambda _, pid: pids.append(pid))
     assert len(pids) == 2
     assert not any(runs(pid) for pid in pids)
+
+
+def work_with_a_child(how: str) -> None:
+    launch.report(subprocess.Popen(["sleep", "1000"]).pid)
+    if dist.get_rank() == 1 and how == "exit":
+        os._exit(1)
+    if dist.get_rank() == 1 and how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how != "return":
+        dist.barrier()
+
+
+@pytest.mark.parametrize("how", ["exit", "kill", "return"])
+def test_what_a_rank_started_ends_with_it(how: str):
+    children: list[int] = []
+    died = pytest.raises(launch.RankDied) if how != "return" else nullcontext()
+    with died:
+        launch.run(work_with_a_child, how, on_report=lambda _, pid: children.append(pid))
+    assert len(children) == 2
+    assert not any(runs(pid) for pid in children)
 
 
 CALLER = """

@@ -312,9 +312,10 @@ def test_prefetch(answer: Answer, group: WatchedGroup) -> None:
         )
         case(f"trace {' '.join(trace)}, at {at}")
         fetch = object.__new__(Fetch)
-        fetch.units, fetch.trace, fetch.in_backward = list(units.values()), refimpl_trace(trace, at, units), True  # type: ignore[assignment]
+        fetch.units, fetch.trace = list(units.values()), refimpl_trace(trace, at, units)  # type: ignore[assignment]
         fetch.config = ZeroConfig(prefetch_bucket_size=budget, max_live_parameters=most_live)
-        expected = [u.name for u in fetch._ahead([units[trace[at - 1]]])]  # type: ignore[list-item]
+        with torch.enable_grad():
+            expected = [u.name for u in fetch._ahead([units[trace[at - 1]]])]  # type: ignore[list-item]
         found = answer.prefetch(trace, at, sizes, live, flying, budget, most_live)
         if found == expected:
             continue

@@ -51,6 +51,18 @@ def count(text: str) -> int:
     return value
 
 
+def writable(file: Path) -> Path:
+    """The report's file, opened before anything is measured, and left as it was."""
+    new = not file.exists()
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise typer.BadParameter(f"--json {file}: cannot write there: {error.strerror}") from None
+    if new:
+        file.unlink()
+    return file
+
+
 Ranks = Annotated[list[int], typer.Option(min=2, help="Numbers of ranks.")]
 TurnsOption = Annotated[int, typer.Option("--turns", min=1, help="Times each contestant's turn comes.")]
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Steps (or calls) in a turn.")]
@@ -73,6 +85,7 @@ def zero(
     """Step time of DDP and ZeRO-1, 2, 3 beside torch DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed."""
     from refimpl.bench.zero import Row, Workload, measure
 
+    file = writable(file) if file else None
     workloads = [Workload(p, batch, context, Turns(turns, steps)) for p in params]
     publish("Median step, slowest rank", Row, measure(ranks, workloads, stages, rounds), file)
 
@@ -89,6 +102,7 @@ def comm(
     """Single collectives beside torch.distributed's own."""
     from refimpl.bench.comm import Row, measure
 
+    file = writable(file) if file else None
     publish("Median call, slowest rank", Row, measure(ranks, sizes, turns=Turns(turns, steps), rounds=rounds), file)
 
 

@@ -23,6 +23,7 @@ from refimpl.cli.train import DTYPES, Compared, Trained, oracle, train
 from refimpl.comm.group import Group
 from refimpl.model.gpt import native_low_precision
 from refimpl.plan.formulas import Strategy
+from refimpl.ranks.environment import find
 
 TIMEOUT = 300  # seconds that one step may take
 
@@ -125,7 +126,7 @@ def environment(plan: Plan, results: Sequence[Results]) -> dict[str, Any]:
     """Where the numbers come from, and what the rows leave out."""
     model = plan.task.model
     transit = {f"{s} {d}": ranks[0].transit / model.parameters for s, d, ranks in by_strategy(plan, results)}
-    device = torch.device(plan.device)
+    device, place = torch.device(plan.device), find()
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -134,7 +135,7 @@ def environment(plan: Plan, results: Sequence[Results]) -> dict[str, Any]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name() if plan.device == "cuda" else "cpu",
         "bf16": "native" if native_low_precision(device) else "emulated",
-        "started_by": "torchrun" if launch.under_torchrun() else "refimpl.launch",
+        "started_by": place.launcher if place else "refimpl.launch",
         "parameters": model.parameters,
         "model": {"layers": model.layers, "width": model.width, "context": model.context, "vocab": model.vocab},
         "steps": plan.task.steps,

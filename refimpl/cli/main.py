@@ -4,7 +4,6 @@ Bad input is one line on stderr and exit status 2. Commands import what they nee
 `--version` do not wait for torch.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn, cast
@@ -26,8 +25,11 @@ UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
 
 
 def refuse(command: str, reason: object) -> NoReturn:
-    """Say why in one line on stderr, once for all of torchrun's ranks, and leave with status 2."""
-    if os.environ.get("RANK", "0") == "0":
+    """Say why in one line on stderr, once for all of a launcher's ranks, and leave with status 2."""
+    from refimpl.ranks.environment import find
+
+    place = find()
+    if place is None or place.rank == 0:
         print(f"{command}: {reason}", file=sys.stderr)
     raise SystemExit(2)
 

@@ -3,7 +3,7 @@
 Every refusal is one line that names the option, what is wrong with it, and what would do.
 """
 
-import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import torch
 
-from refimpl import launch
 from refimpl.cli.doctor import GB, MB
 from refimpl.cli.train import STAGES, Task
 from refimpl.model.data import corpus, load_text
 from refimpl.model.gpt import GPTConfig
 from refimpl.plan.formulas import Strategy
+from refimpl.ranks import environment
 from refimpl.zero.flat import ALIGN, round_up
 
 # What a rank takes beyond its tensors, most of it torch's workspaces: 30 MB of its own (unique set size), measured with
@@ -73,17 +73,15 @@ def plan(
     task = Task(model, load_text(text, context) if text else corpus(), steps, seed)
     chosen = [s for s in STAGES if s in (strategies or STAGES)]
     _check_memory(rank_bytes(task, len(chosen)), ranks)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out}: it is a file, and the report needs a folder")
+    _check_writable(out)
     return Plan(task, chosen, ranks, device, out)
 
 
 def _ranks(asked: int | None) -> int:
-    if launch.under_torchrun():
-        there = int(os.environ["WORLD_SIZE"])
-        if asked not in (None, there):
-            raise ValueError(f"--ranks {asked}: torchrun started {there} ranks; leave --ranks out")
-        return there
+    if place := environment.find():
+        if asked not in (None, place.size):
+            raise ValueError(f"--ranks {asked}: {place.launcher} started {place.size} ranks; leave --ranks out")
+        return place.size
     if asked is not None and asked < 1:
         raise ValueError(f"--ranks {asked}: at least 1 rank is needed")
     return asked or 2
@@ -96,8 +94,7 @@ def _device(asked: str, ranks: int) -> str:
     gpus = torch.cuda.device_count()
     if asked == "cuda" and not gpus:
         raise ValueError("--device cuda: torch finds no GPU on this machine; leave --device out")
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if launch.under_torchrun() else ranks
-    return "cuda" if asked == "cuda" or (asked == "auto" and gpus >= local) else "cpu"
+    return "cuda" if asked == "cuda" or (asked == "auto" and gpus >= _local(ranks)) else "cpu"
 
 
 def rank_bytes(task: Task, strategies: int) -> int:
@@ -109,10 +106,30 @@ def rank_bytes(task: Task, strategies: int) -> int:
 
 
 def _check_memory(each: int, ranks: int) -> None:
-    local = int(os.environ["LOCAL_WORLD_SIZE"]) if launch.under_torchrun() else ranks
+    local = _local(ranks)
     free = psutil.virtual_memory().available
     if local * each > free:
         raise ValueError(
             f"--ranks {ranks}: {local} on this machine need about {local * each / GB:.1f} GB ({each / GB:.2f} each), "
             f"and {free / GB:.1f} GB are free: enough for {free // each}"
         )
+
+
+def _local(ranks: int) -> int:
+    """How many of the ranks are on this machine; all of them, if their launcher does not say."""
+    place = environment.find()
+    return place.local_size or place.size if place else ranks
+
+
+def _check_writable(out: Path) -> None:
+    """Make the folder and write into it before anything is trained. Rank 0 alone will write the report."""
+    place = environment.find()
+    if place and place.rank:
+        return
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out}: it is a file, and the report needs a folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise ValueError(f"--out {out}: cannot write there: {error.strerror}; choose another folder") from None

@@ -82,8 +82,8 @@ def init_distributed(
         raise RuntimeError("dist_init_required=False, but torch.distributed is not initialised: leave it out")
     if rank < 0 and init_method is None and not launch.under_torchrun():
         rank, world_size, init_method = 0, 1, f"file://{Path(tempfile.mkdtemp(), 'alone')}"
-    place = {"rank": rank, "world_size": world_size} if rank >= 0 else {}
-    launch.join(timeout=timeout, init_method=init_method, backend=dist_backend, **place)
+    place = (rank, world_size) if rank >= 0 else (None, None)
+    launch.join(timeout=timeout, init_method=init_method, backend=dist_backend, rank=place[0], world_size=place[1])
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:

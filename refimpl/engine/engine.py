@@ -35,13 +35,13 @@ from refimpl.engine import checkpoint, weights
 from refimpl.engine.asked import Asked
 from refimpl.engine.build import Parts
 from refimpl.engine.dataloader import RepeatingLoader
-from refimpl.engine.module_weights import ModuleWeights
+from refimpl.engine.module_state import ModuleState
 from refimpl.engine.report import Report, mean_loss
 from refimpl.engine.resume import Wanted
 from refimpl.zero.zero3 import Zero3
 
 
-class Engine(ModuleWeights, Asked):
+class Engine(ModuleState, Asked):
     """Trains `module` as the configuration says. Made by `initialize`, on every rank alike.
 
     `global_steps` counts optimizer steps (skipped ones too), `micro_steps` micro-batches, `global_samples` samples over
@@ -275,10 +275,6 @@ class Engine(ModuleWeights, Asked):
     ) -> bool:
         """Write the whole model's weights in its training dtype. Every rank must call it. False if config forbids."""
         return weights.save_16bit_model(self, Path(save_dir), save_filename, exclude_frozen_parameters)
-
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """The whole weights in the training dtype on rank 0, None elsewhere: what Hugging Face's libraries save."""
-        return weights.whole_weights(self, exclude_frozen_parameters)
 
     # Inside.
 

@@ -45,6 +45,11 @@ class Wanted:
         return self.module_only or not self.optimizer
 
 
+def param_groups(engine: "Engine") -> list[dict[str, Any]]:
+    """The optimizer's groups; none in an engine without one."""
+    return [] if engine.optimizer is None else engine.optimizer.param_groups
+
+
 def rank_file(rank: int) -> str:
     return f"rank{rank:05d}.pt"
 
@@ -85,11 +90,6 @@ def find(load_dir: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None:
     return folder, manifest.read(file)
 
 
-def groups_of(engine: "Engine") -> list[dict[str, Any]]:
-    """The optimizer's parameter groups; none in an engine for inference."""
-    return [] if engine.optimizer is None else engine.optimizer.param_groups
-
-
 def identity(engine: "Engine") -> dict[str, Any]:
     """What a run must have in common with the one that it continues."""
     return {
@@ -97,7 +97,7 @@ def identity(engine: "Engine") -> dict[str, Any]:
         "stage": engine.zero_optimization_stage(),
         "dtype": str(engine.config.dtype).removeprefix("torch."),
         "optimizer": type(engine.optimizer).__name__,
-        "parameter_groups": len(groups_of(engine)),
+        "parameter_groups": len(param_groups(engine)),
     }
 
 
@@ -184,7 +184,7 @@ def check_parts(engine: "Engine", path: Path, content: dict[str, Any], left_out:
 
 def restore(engine: "Engine", folder: Path, mine: dict[str, Any], wanted: Wanted) -> None:
     """What was `checked` into the engine. Collective."""
-    scheduler, groups = engine.lr_scheduler, groups_of(engine)
+    scheduler, groups = engine.lr_scheduler, param_groups(engine)
     if scheduler is not None and wanted.scheduler and not wanted.module_only:
         restore_schedule(engine, folder, mine["lr_scheduler"])
     rates = [{key: group[key] for key in SCHEDULED if key in group} for group in groups]
@@ -199,7 +199,7 @@ def restore(engine: "Engine", folder: Path, mine: dict[str, Any], wanted: Wanted
             if name in mine["untrained"]:
                 tensor.copy_(mine["untrained"][name])
         if scheduler is not None and not wanted.scheduler:  # the schedule goes on from here, not from there
-            for group, rate in zip(groups_of(engine), rates, strict=True):
+            for group, rate in zip(param_groups(engine), rates, strict=True):
                 group.update(rate)
 
 
@@ -218,7 +218,7 @@ def restore_schedule(engine: "Engine", folder: Path, state: dict[str, Any]) -> N
         scheduler.load_state_dict(before)
         raise
     if hasattr(scheduler, "get_last_lr"):  # torch's do not write them when they are loaded
-        for group, rate in zip(groups_of(engine), scheduler.get_last_lr(), strict=True):
+        for group, rate in zip(param_groups(engine), scheduler.get_last_lr(), strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Phase = Literal["start", "end", "mark"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     """One entry. `call` ties a start to its end (-1 for a mark); `sent_bytes` is charged at the start."""
 
@@ -28,71 +28,88 @@ class Event:
     time_ns: int
 
 
-class Ledger:
-    """Events of one rank, in the order in which they happened. Not shared between threads."""
+@dataclass(slots=True)
+class Total:
+    """All calls of one collective under one tag."""
 
-    def __init__(self) -> None:
+    calls: int = 0
+    sent_bytes: int = 0
+
+
+class Ledger:
+    """Events of one rank, in the order in which they happened. Not shared between threads.
+
+    `sent_bytes`, `calls` and `table` are exact over everything since `reset`. `events` is a list that forgets: it holds
+    the last `keep` events at least (an eighth more before the oldest go), so that a long training does not fill memory.
+    """
+
+    def __init__(self, keep: int = 100_000) -> None:
+        """ValueError if keep < 1."""
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1 event, not {keep}")
+        self.keep = keep
         self.events: list[Event] = []
         self._started: dict[int, Event] = {}
+        self._totals: dict[tuple[str, str], Total] = {}  # (op, tag) -> since the last reset
         self._calls = 0
 
     def start(self, op: str, sent_bytes: int, tag: str = "") -> int:
         """A collective begins. `sent_bytes`: what this rank sends. Returns the id to hand to `end`."""
         call, self._calls = self._calls, self._calls + 1
         event = Event("start", op, tag, call, sent_bytes, time.perf_counter_ns())
-        self.events.append(event)
+        self._append(event)
         self._started[call] = event
+        total = self._totals.setdefault((op, tag), Total())
+        total.calls += 1
+        total.sent_bytes += sent_bytes
         return call
 
     def end(self, call: int) -> None:
         """The collective's result is usable. KeyError if `call` is not open."""
         begun = self._started.pop(call)
-        self.events.append(Event("end", begun.op, begun.tag, call, 0, time.perf_counter_ns()))
+        self._append(Event("end", begun.op, begun.tag, call, 0, time.perf_counter_ns()))
 
     def mark(self, name: str) -> None:
         """A named instant, so that its place among the collectives can be compared."""
-        self.events.append(Event("mark", name, "", -1, 0, time.perf_counter_ns()))
+        self._append(Event("mark", name, "", -1, 0, time.perf_counter_ns()))
 
     def reset(self) -> None:
-        """Forget all events. Collectives that are still open stay open."""
+        """Forget all events and sums. Collectives that are still open stay open."""
         self.events.clear()
+        self._totals.clear()
 
     def open_calls(self) -> list[Event]:
         """Collectives that have started and not ended: what a rank that hangs is waiting for."""
         return list(self._started.values())
 
-    def _by(self, by: str, weigh: bool) -> dict[str, int]:
-        sums: Counter[str] = Counter()
-        for event in self.events:
-            if event.phase == "start":
-                sums[event.tag if by == "tag" else event.op] += event.sent_bytes if weigh else 1
-        return dict(sums)
+    def _append(self, event: Event) -> None:
+        self.events.append(event)
+        if len(self.events) > self.keep + self.keep // 8:  # many at once: a list is slow to lose its first
+            del self.events[: -self.keep]
 
     def sent_bytes(self, by: Literal["op", "tag"] = "op") -> dict[str, int]:
         """Bytes this rank sent, summed by collective or by tag."""
-        return self._by(by, weigh=True)
+        sums: Counter[str] = Counter()
+        for (op, tag), total in self._totals.items():
+            sums[tag if by == "tag" else op] += total.sent_bytes
+        return dict(sums)
 
     def calls(self, by: Literal["op", "tag"] = "op") -> dict[str, int]:
         """Number of collectives started, by collective or by tag."""
-        return self._by(by, weigh=False)
+        sums: Counter[str] = Counter()
+        for (op, tag), total in self._totals.items():
+            sums[tag if by == "tag" else op] += total.calls
+        return dict(sums)
 
     def table(self) -> "pd.DataFrame":
         """One row a (collective, tag): calls and bytes sent by this rank."""
         import pandas as pd
 
-        starts = [e for e in self.events if e.phase == "start"]
-        frame = pd.DataFrame(
-            {
-                "collective": [e.op for e in starts],
-                "tag": [e.tag for e in starts],
-                "sent_bytes": [e.sent_bytes for e in starts],
-            }
-        )
-        grouped = frame.groupby(["collective", "tag"], sort=False)["sent_bytes"]
-        return grouped.agg(calls="count", sent_bytes="sum").reset_index()
+        rows = [(op, tag, total.calls, total.sent_bytes) for (op, tag), total in self._totals.items()]
+        return pd.DataFrame(rows, columns=["collective", "tag", "calls", "sent_bytes"])
 
     def chrome_trace(self, rank: int = 0) -> dict[str, Any]:
-        """The events in Chrome's trace format (times in microseconds): json.dump it, open it in a trace viewer."""
+        """The kept events in Chrome's trace format (times in microseconds): json.dump it, open it in a trace viewer."""
         rows: list[dict[str, Any]] = []
         ends = {e.call: e.time_ns for e in self.events if e.phase == "end"}
         for e in self.events:

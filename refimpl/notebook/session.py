@@ -59,7 +59,7 @@ class Ranks:
             stopped = self.size
             self.stop()
         if not self._alive:
-            self._world, self.size = World(size), size
+            self._world, self.size = World(size, keep_settings=True), size
             self._world.call(cell.prepare)
         return stopped
 

@@ -10,7 +10,6 @@ import faulthandler
 import io
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import sys
@@ -29,15 +28,12 @@ if sys.platform == "win32":
     raise ImportError("refimpl starts its ranks through a fork server, which Windows lacks: use Linux, macOS or WSL")
 from multiprocessing.context import ForkServerProcess
 
+from refimpl.ranks.lost import lost_connection as lost_connection
+from refimpl.ranks.settings import Settings
 from refimpl.ranks.travel import dumps, loads, survives
 
 # The process group never gives up by itself: it is the caller who notices a hang, and can say where each rank stands.
 _NEVER = datetime.timedelta(days=365)
-_CONNECTION_LOST = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|timed out waiting"
-    r"|remote process (has )?(exited|failed)|communicator was aborted",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -48,8 +44,9 @@ class Setup:
     backend: str  # "gloo" | "nccl"
     devices: list[str]  # of each rank: "cpu" | "cuda:0"
     threads: int
-    directory: Path  # for the rendezvous file and the stacks
+    directory: Path  # for the rendezvous file, the stacks and the boards
     environment: dict[str, str]
+    keep_settings: bool  # from call to call: torch's settings and the seeds
 
     def stack_file(self, rank: int) -> Path:
         return self.directory / f"stack{rank}"
@@ -108,6 +105,7 @@ class Rank(ForkServerProcess):
             timeout=_NEVER,
             device_id=device if setup.backend == "nccl" else None,
         )
+        self.first = Settings()
 
     def _receive(self) -> Callable[[], object] | None:
         """The caller's next wish; None to leave. Unpickling is part of the wish: if it fails, the caller is told."""
@@ -116,6 +114,8 @@ class Rank(ForkServerProcess):
             return None
 
         def call() -> object:
+            if not self.setup.keep_settings:
+                self.first.restore()
             fn, args = loads(message)
             return fn(*args)
 
@@ -195,14 +195,3 @@ def _failure(error: BaseException) -> Failure:
     title = "".join(trace.format_exception_only()).strip()
     portable_trace = trace if survives(trace) else "".join(trace.format())
     return Failure(title, portable_trace, error if survives(error) else None, lost_connection(error), now)
-
-
-def lost_connection(error: BaseException | None) -> bool:
-    """Whether this error, or one that it was raised from, only says that another rank went away."""
-    while error is not None:
-        if isinstance(error, ConnectionError | dist.DistNetworkError) or (
-            isinstance(error, RuntimeError) and _CONNECTION_LOST.search(str(error))
-        ):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -20,10 +20,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from refimpl.ranks import hang
+from refimpl.ranks.environment import without_place
 from refimpl.ranks.errors import Failed, RankError, RankTimeout, end_of_grace, failed
+from refimpl.ranks.meet import devices_of
 from refimpl.ranks.rank import Rank, Setup
 from refimpl.ranks.server import PRELOAD
 from refimpl.ranks.travel import dumps, loads
@@ -41,14 +41,29 @@ class World:
 
     After a call in which every rank returned or raised, the world is ready for the next. When a rank died, or still
     waits for one that failed, all are killed and `alive` is False.
+
+    Calls are jobs of their own: each finds torch's settings (gradients on, default dtype, threads, ...) and the seeds
+    of torch, random and numpy as the first did. keep_settings=True leaves them as the last call did, as in a session.
+    compare=False: the ranks do not compare their calls of `Group` (see `refimpl.comm.board`), as gloo alone.
     """
 
-    def __init__(self, ranks: int = 2, *, device: str = "auto", threads: int = 1) -> None:
+    def __init__(
+        self,
+        ranks: int = 2,
+        *,
+        device: str = "auto",
+        threads: int = 1,
+        keep_settings: bool = False,
+        compare: bool = True,
+    ) -> None:
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1, not {ranks}")
-        backend, devices = place(ranks, device)
+        backend, devices = devices_of(ranks, device)
         directory = Path(tempfile.mkdtemp(prefix="refimpl-"))
-        self.setup = Setup(ranks, backend, devices, threads, directory, _environment(ranks, threads))
+        environment = _environment(ranks, threads)
+        if compare:
+            environment["REFIMPL_BOARD"] = str(directory)
+        self.setup = Setup(ranks, backend, devices, threads, directory, environment, keep_settings)
         self.alive = True  # until stopped
         self.idle = False  # every rank waits for the next call
         self.processes: list[Rank] = []
@@ -98,10 +113,8 @@ class World:
         """End every rank now, and the processes that it started."""
         self.alive = self.idle = False
         for process in self.processes:
-            if process.is_alive() and process.pid:
-                with suppress(ProcessLookupError):  # it is so young that it leads no process group yet
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.kill()
+            _end_group(process)
+            process.kill()
         for process in self.processes:
             process.join()
         for pipe in (*self.pipes, self.life):
@@ -173,6 +186,7 @@ class World:
                     raise RankError(f"what rank {rank} sent cannot be unpickled here: {error!r}", rank) from error
                 return kind, value
         self.processes[rank].join(5)
+        _end_group(self.processes[rank])
         return "died", self.processes[rank].exitcode
 
     def _timed_out(self, pending: set[int], timeout: float) -> RankTimeout:
@@ -195,21 +209,17 @@ class World:
         return hang.where(dump)
 
 
-def place(ranks: int, device: str) -> tuple[str, list[str]]:
-    """The backend, and the device of each of the ranks on this machine."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', not {device!r}")
-    gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    if device == "cuda" and not gpus:
-        raise RuntimeError("device='cuda', but torch finds no GPU on this machine: use 'cpu' or 'auto'")
-    if device == "cpu" or (device == "auto" and gpus < ranks):
-        return "gloo", ["cpu"] * ranks
-    return "nccl" if gpus >= ranks else "gloo", [f"cuda:{rank % gpus}" for rank in range(ranks)]
+def _end_group(process: Rank) -> None:
+    """Kill a rank and what it started: its process group, which outlives the rank that led it."""
+    if process.pid:
+        # No such group: all have ended, or the rank is so young that it leads none. macOS refuses one of zombies.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _environment(ranks: int, threads: int) -> dict[str, str]:
-    """This process's environment for the ranks (the server still has that of its own start), less torchrun's."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "TORCHELASTIC_"))}
+    """This process's environment for the ranks (the server still has that of its own start), less a launcher's."""
+    kept = without_place(os.environ)
     kept.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # not by the host's name
     return kept | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": str(threads)}
 

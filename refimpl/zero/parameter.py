@@ -177,7 +177,7 @@ class Hook:
 
 def untraced(fn: Any) -> Hook:
     """A hook for a forward that may be compiled: the graph breaks before it, and the compiler does not look inside."""
-    return Hook(torch.compiler.disable(fn))
+    return Hook(torch.compiler.disable(fn))  # type: ignore[no-untyped-call]
 
 
 def no_hook() -> Any:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import refimpl
+from refimpl.bench.cli import writable
 from refimpl.cli.main import main
 
 
@@ -40,6 +41,11 @@ def refimpl_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--text latin.txt", "latin.txt is not UTF-8 text: byte 0 is 0xe9"),
         ("--text .", "cannot read .: Is a directory"),
         ("--out short.txt", "--out short.txt: it is a file, and the report needs a folder"),
+        (
+            "--out short.txt/deeper",
+            "--out short.txt/deeper: cannot write there: Not a directory; choose another folder",
+        ),
+        ("--out /proc/demo", "--out /proc/demo: cannot write there: "),
         ("--nonsense", "--nonsense"),
     ],
 )
@@ -95,3 +101,29 @@ def test_python_m_refimpl_refuses_without_a_traceback() -> None:
 def test_a_bench_of_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert refimpl_command(monkeypatch, "bench", "zero", "--nonsense") == 2
     assert "--nonsense" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", [".", "short.txt/report.json", "/proc/report.json", "nowhere/report.json"])
+def test_a_bench_that_cannot_write_its_report_is_refused_before_it_measures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, file: str
+) -> None:
+    def measured(*_: object, **__: object) -> None:
+        pytest.fail("measured first")
+
+    (tmp_path / "short.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for bench in ("zero", "comm"):
+        monkeypatch.setattr(f"refimpl.bench.{bench}.measure", measured)
+        assert refimpl_command(monkeypatch, "bench", bench, "--json", file) == 2
+        err = capsys.readouterr().err
+        assert f"--json {file}: cannot write there: " in err
+        assert err.count("\n") == 1
+
+
+def test_a_report_that_is_there_stays_until_there_is_a_new_one(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("{}")
+    for file in (old, new):
+        assert writable(file) == file
+    assert old.read_text() == "{}"
+    assert not new.exists()

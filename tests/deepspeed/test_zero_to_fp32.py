@@ -76,5 +76,12 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="nonsense"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="nonsense")
+    launch.run(save, 1, str(tmp_path), {}, ranks=2)
+    rank1 = tmp_path / "global_step3" / "rank00001.pt"
+    content = bytearray(rank1.read_bytes())
+    content[-200] ^= 1
+    rank1.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"rank00001\.pt"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     with pytest.raises(NotImplementedError, match="lazy_mode"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path, lazy_mode=True)

@@ -91,3 +91,31 @@ def test_chrome_trace_is_json_with_one_lane_a_call() -> None:
     assert all(ended[i]["ts"] >= begun[i]["ts"] for i in ended)
     assert [row["name"] for row in rows if row["ph"] == "i"] == ["grad w"]
     assert begun[0]["args"] == {"tag": "forward", "sent_bytes": 100}
+
+
+def test_a_long_run_keeps_the_last_events_and_the_sums_of_all() -> None:
+    ledger = Ledger(keep=16)
+    for step in range(1000):
+        ledger.end(ledger.start("send" if step % 2 else "all_gather", step, "even" if step % 2 == 0 else "odd"))
+        ledger.mark(f"step {step}")
+        assert len(ledger.events) <= 18
+    assert [e.op for e in ledger.events[-3:]] == ["send", "send", "step 999"]
+    assert len(ledger.events) >= 16
+    assert ledger.calls() == {"all_gather": 500, "send": 500}
+    assert ledger.sent_bytes("tag") == {"even": sum(range(0, 1000, 2)), "odd": sum(range(1, 1000, 2))}
+    assert ledger.table()["sent_bytes"].sum() == sum(range(1000))
+    ledger.reset()
+    assert ledger.calls() == ledger.sent_bytes() == {}
+    assert ledger.table().empty
+
+
+def test_by_default_a_hundred_thousand_events_are_kept() -> None:
+    ledger = Ledger()
+    for _ in range(120_000):
+        ledger.mark("step")
+    assert 100_000 <= len(ledger.events) <= 112_500
+
+
+def test_a_ledger_that_keeps_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="keep must be at least 1 event, not 0"):
+        Ledger(keep=0)

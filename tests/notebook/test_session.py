@@ -120,12 +120,12 @@ def test_a_hang_says_where_each_rank_waits():
     ranks.start(3)
     try:
         text(ranks, "x = torch.ones(4)\ndef share():\n    group.all_reduce(x)")
-        source = "if rank == 0:\n    share()\nif rank == 1:\n    group.broadcast(x, root=0)"
+        source = "if rank == 0:\n    share()\nif rank == 1:\n    group.barrier()"
         _, error = ranks.run("\n" + source, "In[8]", timeout=2)
         assert str(error) == (
             "The cell did not end within 2 s:\n"
             "  rank 0 waits in all_reduce at In[7]:4: group.all_reduce(x)\n"
-            "  rank 1 waits in broadcast at In[8]:5: group.broadcast(x, root=0)\n"
+            "  rank 1 waits in barrier at In[8]:5: group.barrier()\n"
             "  rank 2 finished\n" + LOST
         )
         ranks.start(3)

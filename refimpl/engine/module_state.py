@@ -1,4 +1,4 @@
-"""The model's weights of an engine: given out and taken in, whole in every stage. In files: see weights.py.
+"""The model's weights of an engine: given out and taken in, whole in every stage.
 
 DeepSpeed's functions: `module_state_dict`, `load_module_state_dict` in deepspeed/runtime/engine.py.
 """
@@ -6,12 +6,16 @@ DeepSpeed's functions: `module_state_dict`, `load_module_state_dict` in deepspee
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from refimpl.engine.weights import frozen_names
+from refimpl.zero.stage import Stage
 
 
-class ModuleWeights(nn.Module):
-    """What an `Engine` says of its weights; it sets `module`."""
+class ModuleState(nn.Module):
+    """What an `Engine` says of its weights; it sets these two."""
 
+    stage: Stage
     module: nn.Module
 
     def module_state_dict(
@@ -24,9 +28,8 @@ class ModuleWeights(nn.Module):
         """The model's `state_dict`. In stage 3 a collective."""
         state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
-            for name, p in self.module.named_parameters(prefix.rstrip(".")):
-                if not p.requires_grad:
-                    state.pop(name, None)
+            for name in frozen_names(self.module):
+                state.pop(prefix + name, None)
         return state
 
     def load_module_state_dict(
@@ -45,3 +48,11 @@ class ModuleWeights(nn.Module):
             custom_load_fn(src=weights, dst=self.module)
         else:
             self.module.load_state_dict(weights, strict=strict)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """The whole weights in the training dtype on rank 0, None elsewhere: what Hugging Face's libraries save."""
+        state = self.stage.full_state_dict()
+        if state is None:
+            return None
+        left_out = frozen_names(self.module) if exclude_frozen_parameters else set()
+        return {name: w for name, w in state.items() if name not in left_out}

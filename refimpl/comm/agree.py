@@ -1,0 +1,69 @@
+"""One call of a group on its way: announced on the board before each of its phases, and its failure put into words."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from refimpl.comm.board import Board, Call, caller
+from refimpl.ranks.lost import RankLost, lost_connection
+
+Phase = Callable[[], list[Any]]  # starts transfers, returns their handles
+Part = tuple[tuple[int, ...], str]  # (sender, receiver) of one message, and what it holds
+
+
+class Agreed:
+    """A collective whose phases begin only if no rank is seen to begin another; `text` is what an error says of it.
+
+    `parts`: messages between two ranks, each of which must suit both, where the ranks bring different sizes.
+    """
+
+    def __init__(self, board: Board | None, rank: int, what: str, tag: str, parts: Sequence[Part] = ()) -> None:
+        self.board, self.rank, self.what = board, rank, what
+        self.text = what + (f", tag {tag!r}" if tag else "") + caller()
+        self.parts = parts
+        self.number = 0  # of the first phase among the group's calls, once that has begun
+
+    def collective(self, phase: Phase) -> Phase:
+        """A phase in which every rank of the group takes part."""
+        return lambda: self._begin(phase, everyone=True)
+
+    def message(self, phase: Phase) -> Phase:
+        """A phase that concerns two ranks alone."""
+        return lambda: self._begin(phase, everyone=False)
+
+    def _begin(self, phase: Phase, everyone: bool) -> list[Any]:
+        if self.board:
+            part = ", {what} from {members[0]} to {members[1]}" if everyone else ""
+            calls = [(m, Call(what, self.text + part.format(what=what, members=m))) for m, what in self.parts]
+            if everyone:
+                half = f"second half of call {self.number}: " if self.number else ""
+                calls.append(((), Call(half + self.what, half + self.text)))
+            if refusal := self.board.announce(calls):
+                return [refusal]
+            self.number, self.parts = calls[-1][1].number, ()
+        with self:
+            return [Transfer(handle, self) for handle in phase()]
+
+    def __enter__(self) -> None:
+        """Errors inside that only say that a connection closed become RankLost."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, RuntimeError) and lost_connection(error) and not isinstance(error, RankLost):
+            reason = re.sub(r"^\[[^]]*\] ", "", str(error).strip().splitlines()[-1]).rstrip(".")  # not gloo's own file
+            did = self.board.standings() if self.board else ""
+            raise RankLost(
+                f"rank {self.rank} waits in vain in {self.text}: another rank left (it returned, raised or was killed) "
+                f"or is stuck. Look at what the others printed last. The library says: {reason}."
+                + (f"\nThe last call of each rank of this group:{did}" if did else "")
+            ) from None
+
+
+class Transfer:
+    """A transfer under way, part of a collective."""
+
+    def __init__(self, handle: Any, part_of: Agreed) -> None:
+        self.handle, self.part_of = handle, part_of
+
+    def wait(self) -> None:
+        with self.part_of:
+            self.handle.wait()

@@ -1,0 +1,194 @@
+"""The board: every rank writes down its next call where the ranks of its machine see it, and compares before it sends.
+
+Collectives match by position only. If one rank's message is longer than the buffer that waits for it, gloo aborts the
+process; if it is shorter, half of the buffer is filled and nobody is told. So each rank keeps a record of its calls in
+a file that all ranks of the machine map into memory. Of two ranks that differ, the one that comes second sees both
+calls: it raises, and has sent nothing. Cost: no message, some microseconds a call. Ranks of other machines are
+not seen.
+
+A record holds the last 64 calls of a rank. Each carries a checksum of itself and all before it, so that a rank that
+comes later than that still notices, at its next call in sight.
+"""
+
+import mmap
+import struct
+import sys
+import sysconfig
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+ENTRY, KEPT = 512, 64  # bytes of a call, calls of a record
+_HEAD = struct.Struct("<qII")  # number of the call (0: none), checksum, bytes of text
+_NUMBER = struct.Struct("<q")
+_REFIMPL, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+_STDLIB, _SITE = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")  # the one may lie in the other
+
+
+class CollectiveMismatch(RuntimeError):
+    """Ranks called different collectives at the same point, or one with different sizes. The text names each call."""
+
+
+@dataclass
+class Call:
+    """One call of one rank. `fits` must be equal on all ranks; `number` is its place in the record, 0 before that."""
+
+    fits: str  # "all_reduce sum of 1000 float32"
+    text: str  # with its tag and line
+    number: int = 0
+
+
+@dataclass
+class Refusal:
+    """A call that was not made. It stays on the board, for the others to see, until this rank makes its next one."""
+
+    error: CollectiveMismatch
+    posted: Sequence[tuple["Channel", int, int]]  # the checksum before, the number
+    raised: bool = False
+
+    def wait(self) -> None:
+        """In place of a transfer that was not begun."""
+        self.raised = True
+        raise self.error
+
+
+class Channel:
+    """The records of `members` ranks, of which this one is number `me`, in one file."""
+
+    def __init__(self, file: Path, members: int, me: int) -> None:
+        self.members, self.me = members, me
+        with file.open("a+b") as shared:  # whoever comes first makes it
+            shared.truncate(members * (KEPT + 1) * ENTRY)
+            self.memory = mmap.mmap(shared.fileno(), members * (KEPT + 1) * ENTRY)
+
+    def post(self, fits: str, text: str) -> int:
+        """Write down this rank's next call. Returns its number."""
+        latest, checksum = self._latest(self.me)
+        at = self._at(self.me, latest + 1)
+        data = text.encode()[: ENTRY - _HEAD.size]
+        checksum = zlib.crc32(fits.encode(), checksum)
+        _NUMBER.pack_into(self.memory, at, 0)  # nobody reads it half written: its number comes last
+        self.memory[at + _HEAD.size : at + _HEAD.size + len(data)] = data
+        _HEAD.pack_into(self.memory, at, 0, checksum, len(data))
+        _NUMBER.pack_into(self.memory, at, latest + 1)
+        _HEAD.pack_into(self.memory, self._at(self.me), latest + 1, checksum, 0)
+        return latest + 1
+
+    def agrees(self, number: int) -> bool:
+        """Whether no other rank is seen to make, or to have made, other calls up to this one of mine."""
+        seen = [self._checksum(member, number) for member in range(self.members)]
+        return all(other in (None, seen[self.me]) for other in seen)
+
+    def retract(self, checksum: int, number: int) -> None:
+        """Forget this rank's last call, which was not made: the record is again what it was before."""
+        _NUMBER.pack_into(self.memory, self._at(self.me, number), 0)
+        _HEAD.pack_into(self.memory, self._at(self.me), number - 1, checksum, 0)
+
+    def checksum(self) -> int:
+        """Of all calls of this rank so far."""
+        return self._latest(self.me)[1]
+
+    def says(self, member: int, number: int) -> str:
+        """What a member calls there, for the reader of an error."""
+        if self._checksum(member, number) is None:
+            return "is already past it" if self._latest(member)[0] >= number else "has not come here yet"
+        at = self._at(member, number) + _HEAD.size
+        _, _, length = _HEAD.unpack_from(self.memory, at - _HEAD.size)
+        return self.memory[at : at + length].decode(errors="replace")
+
+    def last(self, member: int) -> str:
+        """The last call of a member, for the reader of an error."""
+        number = self._latest(member)[0]
+        return f"call {number}, {self.says(member, number)}" if number else "no call yet"
+
+    def _at(self, member: int, number: int | None = None) -> int:
+        """Where a call stands, or (without a number) what is known of the latest."""
+        return ENTRY * (member * (KEPT + 1) + (0 if number is None else 1 + number % KEPT))
+
+    def _latest(self, member: int) -> tuple[int, int]:
+        number, checksum, _ = _HEAD.unpack_from(self.memory, self._at(member))
+        return number, checksum
+
+    def _checksum(self, member: int, number: int) -> int | None:
+        """Of a member's calls up to this one; None if it is not there (yet, or any more)."""
+        at = self._at(member, number)
+        before, checksum, _ = _HEAD.unpack_from(self.memory, at)
+        (after,) = _NUMBER.unpack_from(self.memory, at)
+        return checksum if before == after == number else None
+
+
+class Board:
+    """The channels of one group: `ranks` are its members' ranks in the job, `me` this one's number among them."""
+
+    def __init__(self, directory: Path, group: str, ranks: Sequence[int], me: int) -> None:
+        self.ranks, self.me = ranks, me
+        self._name = directory / f"board{zlib.crc32(f'{group} {ranks}'.encode()):08x}"
+        self._channels: dict[tuple[int, ...], Channel | None] = {}
+        self._refusal: Refusal | None = None
+
+    def announce(self, calls: Sequence[tuple[tuple[int, ...], Call]]) -> Refusal | None:
+        """Write down one call on each of these channels (members' numbers; none: all). A refusal if one differs.
+
+        After a refusal every call is refused for the same reason, until somebody has waited for one and was told.
+        """
+        if self._refusal and not self._refusal.raised:
+            return self._refusal
+        for channel, before, number in self._refusal.posted if self._refusal else ():
+            channel.retract(before, number)
+        self._refusal = None
+        posted: list[tuple[Channel, int, int]] = []
+        for members, call in calls:
+            if there := self.channel(*members):
+                before = there.checksum()
+                call.number = there.post(call.fits, call.text)
+                posted.append((there, before, call.number))
+        for channel, _, number in posted:
+            if not channel.agrees(number):
+                members = next(m for m, known in self._channels.items() if known is channel)
+                self._refusal = Refusal(CollectiveMismatch(self._text(channel, members, number)), posted)
+                return self._refusal
+        return None
+
+    def channel(self, *members: int) -> Channel | None:
+        """That of the whole group, or from one member to another. None once its folder is gone: ranks have left."""
+        if members not in self._channels:
+            file = Path("-".join([str(self._name), *map(str, members)]))
+            place = members.index(self.me) if members else self.me
+            try:
+                self._channels[members] = Channel(file, len(members) or len(self.ranks), place)
+            except FileNotFoundError:
+                self._channels[members] = None
+        return self._channels[members]
+
+    def standings(self) -> str:
+        """The last call of each rank of this group, a line each."""
+        channel = self.channel()
+        return "".join(f"\n  rank {rank}: {channel.last(i)}" for i, rank in enumerate(self.ranks)) if channel else ""
+
+    def _text(self, channel: Channel, members: tuple[int, ...], number: int) -> str:
+        ranks = [self.ranks[member] for member in members] or self.ranks
+        said = {rank: channel.says(member, number) for member, rank in enumerate(ranks)}
+        head = "ranks called different collectives, or one with buffers of different lengths"
+        if members:
+            head = "what one rank sends is not what the other waits for"
+        if len(set(said.values())) == 1:
+            head = "the calls of these ranks were different before this one, too long ago to be told"
+        lines = "".join(f"\n  rank {rank}: {text}" for rank, text in said.items())
+        return f"{head}:{lines}\nAll ranks must make the same calls in the same order, with the same length and dtype"
+
+
+def caller() -> str:
+    """ " at train.py:12", the innermost line that is neither ours nor a library's; "" if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+
+
+def _is_library(file: str) -> bool:
+    in_stdlib = file.startswith(_STDLIB) and not file.startswith(_SITE)
+    return in_stdlib or file.startswith((_REFIMPL, _TORCH, "<frozen ", "<string>"))

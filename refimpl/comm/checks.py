@@ -1,0 +1,54 @@
+"""What a call can be seen to be wrong about before it begins: a ValueError names the call, the value and the remedy."""
+
+from torch import Tensor
+
+from refimpl.comm.collectives import NATIVE
+
+
+def tensors(call: str, **given: Tensor | list[Tensor]) -> None:
+    """Every tensor must be contiguous: it travels as one piece of memory."""
+    for name, value in given.items():
+        for tensor in value if isinstance(value, list) else [value]:
+            if not tensor.is_contiguous():
+                shape = tuple(tensor.shape)
+                raise ValueError(f"{call}: {name} {shape} is not contiguous in memory: pass {name}.contiguous()")
+
+
+def reduction(call: str, op: str, x: Tensor, out: Tensor) -> None:
+    """The reduction must exist, for this dtype."""
+    if op not in NATIVE:
+        raise ValueError(f"{call}: op must be one of {', '.join(NATIVE)}, not {op!r}")
+    if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+        raise ValueError(f"{call}: the mean of {x.dtype} is no {x.dtype}: sum it, or pass x.float()")
+    if out.is_floating_point() != x.is_floating_point():
+        raise ValueError(f"{call}: x is {x.dtype}, out is {out.dtype}: they must have one dtype")
+
+
+def same_dtype(call: str, x: Tensor, out: Tensor | list[Tensor]) -> None:
+    """What arrives is not converted."""
+    for tensor in out if isinstance(out, list) else [out]:
+        if tensor.dtype != x.dtype:
+            raise ValueError(f"{call}: x is {x.dtype}, out is {tensor.dtype}: they must have one dtype")
+
+
+def splits(call: str, size: int, **given: tuple[Tensor, list[int] | None]) -> None:
+    """Each tensor's rows must be dealt out to the group's ranks: as the splits say, or equally."""
+    for name, (tensor, parts) in given.items():
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if parts is None and rows % size:
+            raise ValueError(f"{call}: {name} has {rows} rows, which {size} ranks cannot share equally: give splits")
+        if parts is not None and (len(parts) != size or sum(parts) != rows or min(parts) < 0):
+            raise ValueError(f"{call}: {name} has {rows} rows for {size} ranks, and the splits are {parts}")
+
+
+def member(call: str, name: str, rank: int, size: int) -> None:
+    """A rank of the group."""
+    if not 0 <= rank < size:
+        raise ValueError(f"{call}: {name}={rank}, but this group has {size} ranks: 0 to {size - 1}")
+
+
+def other(call: str, name: str, rank: int, size: int, mine: int) -> None:
+    """A rank of the group other than this one."""
+    member(call, name, rank, size)
+    if rank == mine:
+        raise ValueError(f"{call}: {name}={rank} is this rank itself: copy the tensor instead")

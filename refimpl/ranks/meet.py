@@ -1,0 +1,80 @@
+"""Ranks that somebody else started meet: which of them share this machine, on which devices, by which library."""
+
+import datetime
+import os
+import shutil
+import socket
+import tempfile
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
+
+from refimpl.ranks.environment import Place
+
+
+def meet(place: Place, meeting: str, device: str, backend: str | None, timeout: datetime.timedelta | None) -> None:
+    """Make torch's default process group of all ranks, this one at `place`, and set what torchrun sets."""
+    limit = timeout or default_pg_timeout
+    store, _, _ = next(rendezvous(meeting, place.rank, place.size, timeout=limit))
+    store.set_timeout(limit)
+    local_rank, local_size = _on_this_machine(place, store)
+    chosen, devices = devices_of(local_size, device)
+    if backend == "nccl" and chosen != "nccl" and place.rank == 0:
+        warnings.warn(
+            f"backend='nccl' needs a GPU for each of the {local_size} ranks of a machine, and torch finds "
+            f"{torch.cuda.device_count()} here: the ranks speak gloo",
+            stacklevel=3,
+        )
+    chosen = "gloo" if backend == "gloo" else chosen
+    mine = torch.device(devices[local_rank])
+    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.size), REFIMPL_DEVICE=str(mine))
+    os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))
+    if mine.type == "cuda":
+        torch.cuda.set_device(mine)
+    dist.init_process_group(
+        chosen,
+        store=PrefixStore("refimpl", store),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timeout,
+        device_id=mine if chosen == "nccl" else None,
+    )
+    _share_board(local_rank)
+
+
+def leave() -> None:
+    """Take down what `meet` put up on this machine."""
+    if os.environ.get("LOCAL_RANK") == "0":
+        shutil.rmtree(os.environ["REFIMPL_BOARD"], ignore_errors=True)
+
+
+def _share_board(local_rank: int) -> None:
+    """Agree on a folder in which the ranks of this machine see each other's calls (see `refimpl.comm.board`)."""
+    folders: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(folders, tempfile.mkdtemp(prefix="refimpl-") if local_rank == 0 else "")
+    os.environ["REFIMPL_BOARD"] = next(folder for folder in folders if folder and os.path.isdir(folder))
+
+
+def _on_this_machine(place: Place, store: Store) -> tuple[int, int]:
+    """(local rank, number of local ranks): what the launcher says, else who else has this host's name."""
+    if place.local_rank is not None and place.local_size is not None:
+        return place.local_rank, place.local_size
+    mine = socket.gethostname()
+    store.set(f"refimpl/host/{place.rank}", mine)
+    here = [rank for rank in range(place.size) if store.get(f"refimpl/host/{rank}").decode() == mine]
+    return here.index(place.rank), len(here)
+
+
+def devices_of(ranks: int, device: str) -> tuple[str, list[str]]:
+    """The backend, and the device of each of the ranks on this machine."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', not {device!r}")
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        raise RuntimeError("device='cuda', but torch finds no GPU on this machine: use 'cpu' or 'auto'")
+    if device == "cpu" or (device == "auto" and gpus < ranks):
+        return "gloo", ["cpu"] * ranks
+    return "nccl" if gpus >= ranks else "gloo", [f"cuda:{rank % gpus}" for rank in range(ranks)]

@@ -1,0 +1,61 @@
+"""What one call may change in its process for the next: torch's settings and the seeds, read and put back.
+
+Unrelated jobs on ranks that stay, such as one exercise after another, must not see each other's `manual_seed` or
+`set_grad_enabled(False)`. The cells of one notebook must: there nothing is put back.
+"""
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (torch.get_rng_state, torch.set_rng_state),
+    (random.getstate, random.setstate),
+)
+_CUDNN = ("benchmark", "deterministic", "enabled")
+
+
+class Settings:
+    """This process's settings and seeds at the moment this is made."""
+
+    def __init__(self) -> None:
+        self.values = [(put, get()) for get, put in _SETTINGS]
+        self.cudnn = {name: getattr(torch.backends.cudnn, name) for name in _CUDNN}
+        self.cuda = torch.cuda.get_rng_state() if _cuda_runs() else None
+        self.numpy = _numpy_random().get_state() if _numpy_random() else None
+
+    def restore(self) -> None:
+        """Put all of them back. Seeds of what was not loaded then become new ones."""
+        torch.set_default_device(None)  # a rank begins with none, and to set one, even the CPU, slows every call
+        for put, value in self.values:
+            put(value)
+        for name, value in self.cudnn.items():
+            setattr(torch.backends.cudnn, name, value)
+        if _cuda_runs():
+            if self.cuda is None:
+                torch.cuda.manual_seed(torch.initial_seed())
+            else:
+                torch.cuda.set_rng_state(self.cuda)
+        if numpy := _numpy_random():
+            if self.numpy is None:
+                numpy.seed()
+            else:
+                numpy.set_state(self.numpy)
+
+
+def _cuda_runs() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _numpy_random() -> Any:
+    """numpy's module of that name, if somebody has loaded it: it is slow to load."""
+    return sys.modules.get("numpy.random")

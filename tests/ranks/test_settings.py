@@ -1,0 +1,71 @@
+"""Jobs on ranks that stay do not see each other's settings and seeds; the cells of one session do."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from refimpl import launch
+
+
+def look() -> dict[str, Any]:
+    return {
+        "gradients": torch.is_grad_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "threads": torch.get_num_threads(),
+        "deterministic": (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic),
+        "precision": torch.get_float32_matmul_precision(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "torch": torch.rand(2).double().tolist(),
+        "random": random.random(),
+        "numpy": np.random.rand(),  # noqa: NPY002 (the seed that is shared)
+    }
+
+
+def change() -> dict[str, Any]:
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_num_threads(2)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.set_float32_matmul_precision("medium")
+    torch.autograd.set_detect_anomaly(True)
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    return {}
+
+
+def test_a_call_starts_where_the_first_did() -> None:
+    with launch.World(2, device="cpu") as world:
+        first = world.call(look)
+        world.call(change)
+        assert world.call(look) == first
+        assert first[0]["gradients"] is True
+
+
+def test_also_after_a_call_that_raised() -> None:
+    def raises() -> None:
+        change()
+        raise ValueError("alike on every rank")
+
+    with launch.World(2, device="cpu") as world:
+        first = world.call(look)
+        with pytest.raises(launch.RankError, match="alike on every rank"):
+            world.call(raises)
+        assert world.call(look) == first
+
+
+def test_a_session_keeps_what_its_cells_set() -> None:
+    with launch.World(1, device="cpu", keep_settings=True) as world:
+        world.call(torch.manual_seed, 5)
+        world.call(torch.set_default_dtype, torch.float64)
+        drawn = world.call(lambda: torch.rand(3).tolist())
+        assert world.call(lambda: torch.rand(3).tolist()) != drawn
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            assert drawn == [torch.rand(3, dtype=torch.float64).tolist()]

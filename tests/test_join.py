@@ -1,0 +1,169 @@
+"""Ranks that others started, as real processes: whatever the launcher says, they find each other or say what to do."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from refimpl import launch
+from refimpl.engine.initialize import connect
+from refimpl.ranks.environment import LAUNCHERS
+
+ROOT = Path(__file__).parents[1]
+STARTS = ("MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_", "REFIMPL_")
+PLACES = {name for row in LAUNCHERS for name in (row.rank, row.size, row.local_rank, row.local_size)}
+ALONE = {k: v for k, v in os.environ.items() if not k.startswith(STARTS) and k not in PLACES}
+BASE = {
+    **ALONE,
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+}
+
+HEAD = "import os, sys, torch, torch.distributed as dist, refimpl\nfrom refimpl import Group\n"
+SUM = HEAD + """
+refimpl.join("cpu", timeout=60)
+refimpl.join()
+group = Group.world()
+x = torch.tensor([group.rank + 1])
+group.all_reduce(x)
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+print(x.item(), *(os.environ[name] for name in names))
+"""  # fmt: skip
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def ranks(tmp_path: Path, source: str, environ: Callable[[int], Mapping[str, str]]) -> list[tuple[int, str]]:
+    """Two processes with environments of their own: (exit status, output) of each."""
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script)], env={**BASE, **environ(rank)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in started]
+        return [(process.returncode, output) for process, output in zip(started, outputs, strict=True)]
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def srun(rank: int) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2",
+    }  # fmt: skip
+
+
+def old_srun(rank: int) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": str(rank),
+        "SLURM_TASKS_PER_NODE": "2", "WORLD_SIZE": "2",
+    }  # fmt: skip
+
+
+def open_mpi(rank: int) -> dict[str, str]:
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }  # fmt: skip
+
+
+def hydra(rank: int) -> dict[str, str]:
+    return {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2"}
+
+
+@pytest.mark.parametrize("environ", [srun, old_srun, open_mpi, hydra])
+def test_ranks_of_other_launchers_join(tmp_path: Path, environ: Callable[[int], dict[str, str]]) -> None:
+    for rank, (status, output) in enumerate(ranks(tmp_path, SUM, environ)):
+        assert (status, output) == (0, f"3 {rank} 2 {rank} 2\n"), output
+
+
+@pytest.mark.parametrize("more", [{}, {"LOCAL_RANK": "{}"}])
+def test_ranks_set_by_hand_find_out_who_shares_their_machine(tmp_path: Path, more: dict[str, str]) -> None:
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+
+    def by_hand(rank: int) -> dict[str, str]:
+        return {"RANK": str(rank), **place, **{k: v.format(rank) for k, v in more.items()}}
+
+    for rank, (status, output) in enumerate(ranks(tmp_path, SUM, by_hand)):
+        assert (status, output) == (0, f"3 {rank} 2 {rank} 2\n"), output
+
+
+def test_a_place_and_a_meeting_point_can_be_given(tmp_path: Path) -> None:
+    port = free_port()
+    given = f'"cpu", init_method="tcp://127.0.0.1:{port}", rank=int(os.environ["MINE"]), world_size=2, timeout=60'
+    source = SUM.replace('"cpu", timeout=60', given)
+    for rank, (status, output) in enumerate(ranks(tmp_path, source, lambda rank: {"MINE": str(rank)})):
+        assert (status, output) == (0, f"3 {rank} 2 {rank} 2\n"), output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only without a GPU")
+def test_nccl_without_gpus_becomes_gloo_and_rank_0_says_so_once(tmp_path: Path) -> None:
+    source = SUM.replace('"cpu", timeout=60', 'backend="nccl"')
+    (zero, said), (one, nothing) = ranks(tmp_path, source, open_mpi)
+    assert (zero, one) == (0, 0), (said, nothing)
+    assert said.count("backend='nccl' needs a GPU for each of the 2 ranks") == 1
+    assert "nccl" not in nothing
+
+
+def test_a_forgotten_join_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    source = HEAD + "Group.world()\nprint('trained alone')\n"
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for environ in (srun, open_mpi, lambda rank: {"RANK": str(rank), **place}):
+        for rank, (status, output) in enumerate(ranks(tmp_path, source, environ)):
+            assert status == 1
+            assert f"rank {rank} of 2, which" in output
+            assert "has not joined the others, and would train alone: call refimpl.join()" in output
+
+
+def test_initialize_joins_the_ranks_of_any_launcher(tmp_path: Path) -> None:
+    source = HEAD + "from refimpl.engine.initialize import connect\nprint(connect().size, connect().size)\n"
+    assert ranks(tmp_path, source, srun) == [(0, "2 2\n")] * 2
+
+
+def test_ranks_of_several_machines_are_told_what_to_export(tmp_path: Path) -> None:
+    def two_nodes(rank: int) -> dict[str, str]:
+        return srun(rank) | {"SLURM_LOCALID": "0", "SLURM_NODEID": str(rank), "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+
+    for rank, (status, output) in enumerate(ranks(tmp_path, SUM, two_nodes)):
+        assert status == 1
+        assert f"rank {rank}: srun started 2 ranks, 1 of them on this machine, and did not say where" in output
+        assert "export MASTER_ADDR (the name of the host of rank 0) and MASTER_PORT" in output
+
+
+def test_join_and_connect_inside_run_change_nothing() -> None:
+    def work() -> tuple[int, int, bool]:
+        before = dist.group.WORLD
+        launch.join()
+        return dist.get_world_size(), connect().size, dist.group.WORLD is before
+
+    assert launch.run(work) == [(2, 2, True)] * 2
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(0, None), (None, 2), (2, 2), (-1, 2)])
+def test_half_a_place_or_one_outside_is_refused(rank: int | None, world_size: int | None) -> None:
+    with pytest.raises(ValueError, match="rank"):
+        launch.join(rank=rank, world_size=world_size, init_method="tcp://127.0.0.1:1")
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match="backend must be 'nccl' or 'gloo', not 'mpi'"):
+        launch.join(backend="mpi")
