@@ -26,6 +26,7 @@ def engine_of(stage: int, **more: Any) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
     }
     return deepspeed.initialize(model=net(), config=config | more)[0]

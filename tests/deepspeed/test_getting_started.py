@@ -59,7 +59,7 @@ for epoch in range(5):
 model_engine.save_checkpoint(cmd_args.save_dir, client_state={"epoch": epoch})
 _, client_sd = model_engine.load_checkpoint(cmd_args.save_dir)
 assert client_sd["epoch"] == 4
-assert model.linear1.weight.isnan().all()  # in shards
+assert model.linear1.weight.ds_status.name == "NOT_AVAILABLE"  # in shards
 with deepspeed.zero.GatheredParameters([model.linear1.weight]):
     assert model.linear1.weight.shape == (64, 32)
 deepspeed.comm.barrier()
