@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
@@ -88,7 +90,7 @@ def build(
 
 
 def place_model(model: nn.Module, config: DeepSpeedConfig, device: torch.device) -> None:
-    """Move `model` to `device`, in place; the stage casts its parameters. Buffers keep their dtype, as in 0.19.
+    """Move `model` to `device`, in place; the stage casts its parameters. Buffers keep their dtype, as in 0.19 (#8066).
 
     What `zero.Init` sharded is moved one unit at a time, and made whole for the stages that keep whole parameters.
     """
@@ -103,6 +105,12 @@ def place_model(model: nn.Module, config: DeepSpeedConfig, device: torch.device)
                         place(p, p.data.to(device), nn.Parameter)
                     Unit(unit.params, unit.group, name=unit.name)
     model.to(device)
+    if (cast := config.zero_config().dtype) is not None:
+        for module in model.modules():
+            if isinstance(module, _BatchNorm | _InstanceNorm):  # torch has no kernel for two dtypes of these
+                for name, buffer in module.named_buffers(recurse=False):
+                    if buffer.is_floating_point():
+                        module.register_buffer(name, buffer.to(cast))
     if (dtype := config.data_types.buffer_dtype) is not None:
         for buffer in model.buffers():
             if buffer.is_floating_point():

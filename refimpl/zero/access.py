@@ -5,6 +5,7 @@ Everything that a stage keeps for a parameter lies in a flat buffer that its buc
 has one), `put` writes it back. DeepSpeed: deepspeed/utils/tensor_fragment.py, `safe_get_full_fp32_param` and its kin.
 """
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,11 @@ class ByName:
     gradients: "Gradients"
     view: "GradientView"
     update: "Update"
+
+    def named_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of every trained parameter, fp32, by the parameter's name: see `local_parameter`."""
+        for p in self.gradients.bucket_of:
+            yield self.names[p], self.local_parameter(p)
 
     def full_parameter(self, p: nn.Parameter | str) -> Tensor:
         """The fp32 weight: the master, where there is one. -> p's shape, in memory of its own."""

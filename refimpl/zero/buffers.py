@@ -2,8 +2,8 @@
 
 Each rank sees its own samples, so the ranks' running means drift apart, and with them what evaluation says. Only
 floating-point buffers that are saved with the model travel, all of one dtype in one message; positions and masks
-(`persistent=False`) never change. SyncBatchNorm makes them equal by itself. As torch's DDP with `broadcast_buffers`;
-DeepSpeed lets them drift.
+(`persistent=False`) never change. As torch's DDP with `broadcast_buffers`; DeepSpeed lets them drift. torch's
+SyncBatchNorm makes them equal by itself, on GPUs (it refuses a CPU).
 """
 
 import torch

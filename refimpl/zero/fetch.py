@@ -59,6 +59,7 @@ class Fetch:
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._running and not in_backward():
             self.trace.restart()
+            self.roll_call.hear()
         self._running.append(module)
         self._watching.append(False)
         self.need(module, "forward")

@@ -34,6 +34,7 @@ class RollCall:
         self.enabled = enabled and group.size > 1
         self.line = own_line(group) if self.enabled else group
         self._notes: list[str] = []
+        self._unheard: list[Work] = []  # calls that nobody may have waited for
         self._next = NextCall(self)
 
     def __call__(self, what: str) -> Work:
@@ -45,9 +46,16 @@ class RollCall:
         everyones = torch.empty(self.line.size, MESSAGE, dtype=torch.uint8)  # [N, 128]
         said = self.line.all_to_all(everyones, mine.repeat(self.line.size, 1), async_op=True, tag="roll call")
         call = Work(lambda: [said], lambda: compare(everyones, mine))
+        self._unheard.append(call)
         self._next.call = call
         self._notes, self._next = [], NextCall(self)
         return call
+
+    def hear(self) -> None:
+        """Wait for every call so far: nothing stays open from one iteration to the next."""
+        for call in self._unheard:
+            call.wait()
+        self._unheard.clear()
 
     def note(self, what: str, begun: Work) -> Work:
         """`begun`, a collective for `what`, for which nobody waits before the next roll call is heard."""

@@ -72,7 +72,8 @@ class Zero3(Stage):
         self.fetch.end()
 
     def collect(self) -> dict[Bucket, Tensor]:
-        self.roll_call("step").wait()
+        self.roll_call("step")
+        self.roll_call.hear()
         self.fetch.end()
         return super().collect()
 
