@@ -25,17 +25,19 @@ from refimpl.optim.loss_scale import LossScaler
 from refimpl.zero.access import ByName
 from refimpl.zero.backward import BackwardPass, in_backward
 from refimpl.zero.buffers import Buffers
+from refimpl.zero.changing import Changing
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket, groups_of, lay_out
 from refimpl.zero.grad_view import GradientView
 from refimpl.zero.gradients import Gradients
 from refimpl.zero.outputs import tensors_of
-from refimpl.zero.owned import let_go, take_over
-from refimpl.zero.parameter import DATA, GRAD, Freed, Hook, Managed, clear_raw_grad, place, raw_grad, stage_of, untraced
+from refimpl.zero.owned import take_over
+from refimpl.zero.parameter import DATA, GRAD, Freed, Hook, Managed, clear_raw_grad, raw_grad, untraced
+from refimpl.zero.start import refuse_foreign, refuse_replaced, share
 from refimpl.zero.update import Update
 
 
-class Stage(ByName, ABC):
+class Stage(Changing, ByName, ABC):
     """A data-parallel strategy around a model and, if there is something to train, its optimizer."""
 
     reduces_always = False  # whether there is no memory in which a whole gradient could wait for a later pass
@@ -215,7 +217,7 @@ class Stage(ByName, ABC):
     # What the hooks call.
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
-        if self.passes.settle():
+        if not in_backward() and self.passes.settle():
             self.include_thawed()
         self.buffers.share(model.training and torch.is_grad_enabled() and not in_backward())
 
@@ -236,74 +238,6 @@ class Stage(ByName, ABC):
     def drop_backward(self) -> None:
         """A backward raised: what it left, and what was accumulated before it, is dropped."""
         self.gradients.drop()
-
-    # What may change after the stage was built.
-
-    def attach(self, optimizer: optim.Optimizer) -> None:
-        """Train with this optimizer, over parameters of the model, from now on. For a stage built without one."""
-        if self.update.slices.optimizer is not None:
-            raise ValueError(f"attach: {type(self).__name__} has an optimizer already")
-        self.detach_all()
-        self.build(optimizer)
-
-    def add_param_group(self, group: dict[str, Any]) -> None:
-        """Train more of the model: a group as for `optimizer.add_param_group`. On every rank alike."""
-        tensors: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        for tensor in tensors:
-            if tensor not in self.names:
-                raise ValueError(
-                    f"add_param_group: a tensor of shape {tuple(tensor.shape)} is not of the stage's model"
-                )
-            if tensor in self.group_of and self.update.slices.optimizer is not None:
-                raise ValueError(f"add_param_group: {self.names[tensor]} is in a group of the optimizer already")
-        kind = self.update.slices.kind
-        kind.add_param_group(self.optimizer, {**group, "params": []})
-        self.group_of |= dict.fromkeys(tensors, len(self.optimizer.param_groups) - 1)
-        self.thawed |= dict.fromkeys(p for p in tensors if p.requires_grad)
-        self.include_thawed()
-
-    def unfrozen(self, p: nn.Parameter) -> None:
-        """p.requires_grad was set to True."""
-        if p in self.group_of and p not in self.gradients.bucket_of:
-            self.thawed[p] = None
-
-    def include_thawed(self) -> list[nn.Parameter]:
-        """Make buckets of what is to be trained from now on; returns it."""
-        thawed = [p for p in self.thawed if p.requires_grad]
-        self.thawed = {}
-        if thawed:
-            fresh = self.lay_out_more(thawed)
-            self.buckets += fresh
-            self.gradients.watch(fresh)
-            self.update.add({b: self.owned(b) for b in fresh})
-        return thawed
-
-    def lay_out_more(self, params: list[nn.Parameter]) -> list[Bucket]:
-        """Buckets of parameters that were not trained until now."""
-        ordered = [p for p in self.names if p in set(params)]
-        buckets = lay_out(ordered, self.group_of, self.group, self.config.reduce_bucket_size)
-        for p in params:
-            p.stage = self  # type: ignore[attr-defined]
-        return buckets
-
-    def release(self) -> None:
-        """Let go: the model is an ordinary one again, with whole weights; the optimizer no longer trains it."""
-        self.detach_all()
-        for p in self.names:
-            whole = p.whole_copy()  # type: ignore[attr-defined]
-            del p.stage  # type: ignore[attr-defined]
-            place(p, whole, nn.Parameter)
-
-    def detach_all(self) -> None:
-        """Remove every hook, and give the optimizer back."""
-        self.passes.settle()
-        self.gradients.drop()
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-        self.gradients.remove()
-        if self.update.slices.optimizer is not None:
-            let_go(self.update.slices.optimizer)
 
     # What it is and holds.
 
@@ -383,42 +317,3 @@ class Stage(ByName, ABC):
     @property
     def skipped_steps(self) -> int:
         return self.update.skipped_steps
-
-
-@torch.no_grad()
-def share(model: nn.Module, done: set[nn.Parameter], group: Group, dtype: torch.dtype | None) -> None:
-    """Rank 0's values of all other parameters and of buffers. These parameters are cast too; buffers never are."""
-    loose = [p for p in model.parameters() if p not in done]
-    for tensor in [*(DATA.__get__(p) for p in loose), *model.buffers()]:
-        whole = tensor.contiguous()
-        group.broadcast(whole, tag="start")
-        if whole is not tensor:
-            tensor.copy_(whole)
-    for p in loose:
-        if dtype is not None and p.is_floating_point():
-            DATA.__set__(p, DATA.__get__(p).to(dtype))
-
-
-def refuse_foreign(p: nn.Parameter, name: str) -> None:
-    """A stage takes ordinary parameters that no other stage has."""
-    if (other := stage_of(p)) is not None:
-        raise ValueError(
-            f"parameter {name} belongs to a {type(other).__name__} already: call its release() first, or give each "
-            "stage a model of its own"
-        )
-    if type(p) not in (nn.Parameter, Managed, Freed):
-        remedy = "run a forward first, so that it has a shape" if nn.parameter.is_lazy(p) else "use nn.Parameter"
-        raise TypeError(f"parameter {name} is a {type(p).__name__}: {remedy}")
-
-
-def refuse_replaced(model: nn.Module, names: dict[nn.Parameter, str], gradients: Gradients) -> None:
-    """A parameter object that was put in another's place is trained by nobody."""
-    if len(gradients.used) == len(gradients.bucket_of):
-        return
-    here = set(model.parameters())
-    gone = [names[p] for p in gradients.bucket_of if p not in gradients.used and p not in here]
-    if gone:
-        raise RuntimeError(
-            f"{', '.join(gone)}: replaced in the model since the stage was built, so the new tensor is not trained. "
-            "Copy values in place (p.copy_ under torch.no_grad), or build the stage after the change"
-        )

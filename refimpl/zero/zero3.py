@@ -19,7 +19,8 @@ from refimpl.zero.flat import Bucket, gather_all, lay_out
 from refimpl.zero.order import RollCall
 from refimpl.zero.parameter import DATA
 from refimpl.zero.saved import StateDicts
-from refimpl.zero.stage import Stage, share
+from refimpl.zero.stage import Stage
+from refimpl.zero.start import share
 from refimpl.zero.unit import Unit, leaves, make_units, make_whole, owners, resident, unit_of, whole
 
 

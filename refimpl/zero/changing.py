@@ -1,0 +1,112 @@
+"""What may change after a stage was built: its optimizer, what it trains, and whether there is a stage at all.
+
+Parameters that are to be trained from now on (unfrozen, or of a new optimizer group) get buckets of their own, behind
+those that are there: nothing moves, and no state is lost.
+"""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn, optim
+
+from refimpl.zero.flat import Bucket, lay_out
+from refimpl.zero.owned import let_go
+from refimpl.zero.parameter import place
+
+if TYPE_CHECKING:
+    from refimpl.comm.group import Group
+    from refimpl.zero.backward import BackwardPass
+    from refimpl.zero.config import ZeroConfig
+    from refimpl.zero.gradients import Gradients
+    from refimpl.zero.update import Update
+
+
+class Changing(ABC):
+    """A part of `Stage`, which sets these."""
+
+    model: nn.Module
+    names: dict[nn.Parameter, str]
+    group: "Group"
+    config: "ZeroConfig"
+    group_of: dict[nn.Parameter, int]
+    buckets: list[Bucket]
+    thawed: dict[nn.Parameter, None]
+    handles: list[Any]
+    gradients: "Gradients"
+    update: "Update"
+    passes: "BackwardPass"
+
+    @abstractmethod
+    def build(self, optimizer: optim.Optimizer | None) -> None:
+        """See `Stage.build`."""
+
+    @abstractmethod
+    def owned(self, bucket: Bucket) -> Tensor:
+        """See `Stage.owned`."""
+
+    def attach(self, optimizer: optim.Optimizer) -> None:
+        """Train with this optimizer, over parameters of the model, from now on. For a stage built without one."""
+        if self.update.slices.optimizer is not None:
+            raise ValueError(f"attach: {type(self).__name__} has an optimizer already")
+        self.detach_all()
+        self.build(optimizer)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Train more of the model: a group as for `optimizer.add_param_group`. On every rank alike."""
+        tensors: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        for tensor in tensors:
+            if tensor not in self.names:
+                raise ValueError(
+                    f"add_param_group: a tensor of shape {tuple(tensor.shape)} is not of the stage's model"
+                )
+            if tensor in self.group_of and self.update.slices.optimizer is not None:
+                raise ValueError(f"add_param_group: {self.names[tensor]} is in a group of the optimizer already")
+        optimizer = self.update.slices.optimizer
+        assert optimizer is not None
+        self.update.slices.kind.add_param_group(optimizer, {**group, "params": []})
+        self.group_of |= dict.fromkeys(tensors, len(optimizer.param_groups) - 1)
+        self.thawed |= dict.fromkeys(p for p in tensors if p.requires_grad)
+        self.include_thawed()
+
+    def unfrozen(self, p: nn.Parameter) -> None:
+        """p.requires_grad was set to True."""
+        if p in self.group_of and p not in self.gradients.bucket_of:
+            self.thawed[p] = None
+
+    def include_thawed(self) -> list[nn.Parameter]:
+        """Make buckets of what is to be trained from now on; returns it."""
+        thawed = [p for p in self.thawed if p.requires_grad]
+        self.thawed = {}
+        if thawed:
+            fresh = self.lay_out_more(thawed)
+            self.buckets += fresh
+            self.gradients.watch(fresh)
+            self.update.add({b: self.owned(b) for b in fresh})
+        return thawed
+
+    def lay_out_more(self, params: list[nn.Parameter]) -> list[Bucket]:
+        """Buckets of parameters that were not trained until now."""
+        ordered = [p for p in self.names if p in set(params)]
+        buckets = lay_out(ordered, self.group_of, self.group, self.config.reduce_bucket_size)
+        for p in params:
+            p.stage = self  # type: ignore[attr-defined]
+        return buckets
+
+    def release(self) -> None:
+        """Let go: the model is an ordinary one again, with whole weights; the optimizer no longer trains it."""
+        self.detach_all()
+        for p in self.names:
+            whole = p.whole_copy()  # type: ignore[attr-defined]
+            del p.stage  # type: ignore[attr-defined]
+            place(p, whole, nn.Parameter)
+
+    def detach_all(self) -> None:
+        """Remove every hook, and give the optimizer back."""
+        self.passes.settle()
+        self.gradients.drop()
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.gradients.remove()
+        if self.update.slices.optimizer is not None:
+            let_go(self.update.slices.optimizer)

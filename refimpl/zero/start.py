@@ -1,0 +1,47 @@
+"""How a stage begins, and what it refuses: all ranks take rank 0's model, and every parameter is an ordinary one."""
+
+import torch
+from torch import nn
+
+from refimpl.comm.group import Group
+from refimpl.zero.gradients import Gradients
+from refimpl.zero.parameter import DATA, Freed, Managed, stage_of
+
+
+@torch.no_grad()
+def share(model: nn.Module, done: set[nn.Parameter], group: Group, dtype: torch.dtype | None) -> None:
+    """Rank 0's values of all other parameters and of buffers. These parameters are cast too; buffers never are."""
+    loose = [p for p in model.parameters() if p not in done]
+    for tensor in [*(DATA.__get__(p) for p in loose), *model.buffers()]:
+        whole = tensor.contiguous()
+        group.broadcast(whole, tag="start")
+        if whole is not tensor:
+            tensor.copy_(whole)
+    for p in loose:
+        if dtype is not None and p.is_floating_point():
+            DATA.__set__(p, DATA.__get__(p).to(dtype))
+
+
+def refuse_foreign(p: nn.Parameter, name: str) -> None:
+    """A stage takes ordinary parameters that no other stage has."""
+    if (other := stage_of(p)) is not None:
+        raise ValueError(
+            f"parameter {name} belongs to a {type(other).__name__} already: call its release() first, or give each "
+            "stage a model of its own"
+        )
+    if type(p) not in (nn.Parameter, Managed, Freed):
+        remedy = "run a forward first, so that it has a shape" if nn.parameter.is_lazy(p) else "use nn.Parameter"
+        raise TypeError(f"parameter {name} is a {type(p).__name__}: {remedy}")
+
+
+def refuse_replaced(model: nn.Module, names: dict[nn.Parameter, str], gradients: Gradients) -> None:
+    """A parameter object that was put in another's place is trained by nobody."""
+    if len(gradients.used) == len(gradients.bucket_of):
+        return
+    here = set(model.parameters())
+    gone = [names[p] for p in gradients.bucket_of if p not in gradients.used and p not in here]
+    if gone:
+        raise RuntimeError(
+            f"{', '.join(gone)}: replaced in the model since the stage was built, so the new tensor is not trained. "
+            "Copy values in place (p.copy_ under torch.no_grad), or build the stage after the change"
+        )
