@@ -552,7 +552,7 @@ for step in range(3):
 #
 # The remedy costs nothing: check **after** the reduction. Inf plus anything is Inf or NaN, so all ranks see it, decide
 # alike and skip together. When each rank holds only a shard of the gradients (from ZeRO-1 on) it must be told: 8 bytes,
-# in `Update._sum_of_squares`.
+# in `Update._agree`.
 
 # %%
 # %%ranks 4

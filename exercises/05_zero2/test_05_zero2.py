@@ -62,7 +62,7 @@ def layout(group: WatchedGroup, limit: int) -> tuple[list[Bucket], dict[nn.Param
     """refimpl's buckets of the Net, and the names of their parameters."""
     model = Net()
     trained = {p: 0 for p in model.parameters() if p.requires_grad}
-    return lay_out(model, trained, group, limit), {p: n for n, p in model.named_parameters()}
+    return lay_out(list(trained), trained, group, limit), {p: n for n, p in model.named_parameters()}
 
 
 @on_ranks(2, 3, 4)

@@ -58,7 +58,8 @@ def implementations(stage: int) -> list[Implementation]:
         Implementation(f"refimpl {ours[stage].__name__}", lambda m, g: refimpl_stage(ours[stage], m, g), ours=True)
     ]
     racers.append(peers[stage])
-    if importlib.util.find_spec("deepspeed"):
+    found = importlib.util.find_spec("deepspeed")
+    if found is not None and found.origin is not None:  # a folder of that name is no package
         racers.append(Implementation(f"DeepSpeed stage {stage}", lambda m, g: deepspeed_stage(stage, m, g)))
     return racers
 
