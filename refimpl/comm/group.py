@@ -73,7 +73,6 @@ class Group:
         self.ledger = ledger or Ledger()
         self._ordered = self.backend == "gloo" or deterministic
         self._scratch = collectives.Scratch()
-        self._halfway = Work()  # the composed all-reduce started last
         directory = os.environ.get("REFIMPL_BOARD")
         ranks = dist.get_process_group_ranks(handle) if handle else []
         self._board = Board(Path(directory), handle.group_name, ranks, self.rank) if handle and directory else None
@@ -144,10 +143,7 @@ class Group:
             self._scratch.give(received)
             return collectives.all_gather(self.handle, chunks, own, self.rank)
 
-        # The one before goes into its second half, the gather, which now travels beside this one's first.
-        self._halfway.advance()
-        self._halfway = self._run("all_reduce", sent, tag, async_op, begin(exchange), begin(reduce_and_share))
-        return self._halfway
+        return self._run("all_reduce", sent, tag, async_op, begin(exchange), begin(reduce_and_share))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
         """x [N*s] on every rank -> out [s]: this rank's chunk of the sum, mean or maximum.

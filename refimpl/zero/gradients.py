@@ -67,7 +67,7 @@ class Gradients:
         self.total: dict[Bucket, Tensor] = {}  # [P] or [S], mean over ranks of all that has travelled since the step
         self._written: dict[Bucket, set[nn.Parameter]] = {}  # whose piece of `local` holds something
         self._missing: dict[Bucket, set[nn.Parameter]] | None = None  # still to arrive in this backward
-        self._flights: deque[Flight] = deque()
+        self.flights: deque[Flight] = deque()  # reductions under way, the oldest first
         self._lent: list[tuple[Scratch, Tensor]] = []  # buffers that totals live in until the step
         self._scratch, self._results = Scratch(), Scratch()  # kept between steps, for `local` and for `result`
         # Divide by `before` on the way in, and multiply by `after` when summed; a plain mean divides inside the sum.
@@ -93,7 +93,7 @@ class Gradients:
 
     def begin(self) -> None:
         """A backward begins: every bucket with something to train awaits its gradients."""
-        while self._flights:  # of a backward that raised
+        while self.flights:  # of a backward that raised
             self._settle(discard=True)
         self._missing = {b: missing for b in self.buckets if (missing := {p for p in b.params if p.requires_grad})}
         self._first = None
@@ -214,25 +214,25 @@ class Gradients:
         for p in bucket.params:
             if p not in written:
                 bucket.piece(local, p).zero_()
-        while len(self._flights) >= IN_FLIGHT:
+        while len(self.flights) >= IN_FLIGHT:
             self._settle()
         wire = local.to(self.config.communication_data_type or local.dtype)
         if self._before != 1:
             wire.div_(self._before)
         work, result = self.reduce(bucket, wire)
-        self._flights.append(Flight(bucket, work, local, result))
+        self.flights.append(Flight(bucket, work, local, result))
         if not self.config.overlap_comm:
             self._settle()
 
     def _settle_all(self) -> None:
-        for flight in self._flights:
+        for flight in self.flights:
             flight.work.advance()  # so that the second halves of all-reduces travel together
-        while self._flights:
+        while self.flights:
             self._settle()
 
     def _settle(self, discard: bool = False) -> None:
         """Wait for the oldest reduction and add its result to the bucket's total."""
-        flight = self._flights.popleft()
+        flight = self.flights.popleft()
         flight.work.wait()
         if not discard:
             result = flight.result.to(flight.local.dtype)
