@@ -319,13 +319,13 @@ from refimpl.optim.loss_scale import DynamicLossScaler
 show.source(DynamicLossScaler.update, DynamicLossScaler._shrink)
 
 # %% [markdown]
-# The master weights live in `Update`, which all strategies share. `apply` is your loop: check, skip or unscale, step,
-# and `publish` rounds the masters into the model.
+# The master weights live in `Update`, which all strategies share. `prepare` and `apply` are your loop: check, skip or
+# unscale, step, and `publish` rounds the masters into the model. (`adopt` is for weights that somebody wrote meanwhile.)
 
 # %%
 from refimpl.zero.update import Update
 
-show.source(Update.apply, Update.publish)
+show.source(Update.prepare, Update.apply, Update.publish)
 
 # %% [markdown]
 # One number does three jobs here. The sum of squares is the norm for clipping, it is finite only if every gradient is,

@@ -239,8 +239,8 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["formula", "counted", "tim
 # %% [markdown]
 # DDP and ZeRO-1 send once a step, however many micro-batches there are. ZeRO-2 sends $A$ reduce-scatters and one
 # all-gather, $(A + 1)\,\Psi b\frac{N-1}{N}$. At $A = 4$ that is two and a half times the traffic of ZeRO-1. This is the trade that the
-# abstract of the paper does not mention: **accumulate much, and ZeRO-1 may be the better stage.** (The 24 bytes on top
-# are the gradient's norm, one number over four ranks.)
+# abstract of the paper does not mention: **accumulate much, and ZeRO-1 may be the better stage.** (The few hundred
+# bytes on top are the gradient's norm, and which parameters no rank has used.)
 #
 # Now watch the memory during a backward, on a model of 2.4 million parameters. Each time a gradient arrives, count the gradient buffers of the stage,
 # waiting or travelling:
@@ -329,7 +329,24 @@ memory_knobs(
 # ## 6. Break it
 #
 # **Reading `p.grad`.** Most training loops have a line that clips gradients between backward and step. Under ZeRO-2 the
-# gradients have left by then. What does the line do?
+# gradients have left by then. What does the line do to your `Collector`?
+
+# %%
+# %%ranks 4
+torch.manual_seed(0)
+model = GPT(config)
+collector = Collector(model, 40_000)
+model(*batches.batch(0, micro=rank)).backward()
+norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)  # the famous line
+print("clip_grad_norm_ says:", norm.item())
+print("gradients it saw:", sum(p.grad is not None for p in model.parameters()))
+
+# %% [markdown]
+# No error, a norm of zero, and training goes on **unclipped**. A log of `p.grad.norm()` fails at least with an
+# `AttributeError`; this line does not. Look for norms that are exactly 0. One remedy is to let the stage clip, because
+# it alone can sum over the shards: `ZeroConfig(gradient_clipping=0.1)`, and `stage.grad_norm` to log. The other is to
+# let `p.grad` be an object that knows where the rest of it is. FSDP2 does that with a DTensor; here it is a tensor of the
+# parameter's shape that holds this rank's part and answers a question for its norm with an all-reduce:
 
 # %%
 # %%ranks 4
@@ -338,18 +355,13 @@ from refimpl.zero.zero2 import Zero2
 torch.manual_seed(0)
 model = GPT(config)
 stage = Zero2(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group)
-stage.backward(model(*batches.batch(0, micro=rank)))
-norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)  # the famous line
-print("clip_grad_norm_ says:", norm.item())
-print("gradients it saw:", sum(p.grad is not None for p in model.parameters()))
+model(*batches.batch(0, micro=rank)).backward()
+print(model.wte.weight.grad)
+norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)
 stage.step()
-print(f"the norm was {stage.grad_norm:.1f}")
+print(f"clip_grad_norm_ says {norm.item():.1f}, the step saw {stage.grad_norm:.1f}")
 
 # %% [markdown]
-# No error, a norm of zero, and training goes on **unclipped**. A log of `p.grad.norm()` fails at least with an
-# `AttributeError`; this line does not. Look for norms that are exactly 0. The remedy is to let the stage clip, because
-# it alone can sum over the shards: `ZeroConfig(gradient_clipping=0.1)`, and `stage.grad_norm` to log.
-#
 # **The lost micro-batch.** In `Collector.reduce` there is a sum: `self.shards[i] + mine`. Leave it out, as one does when one
 # thinks of a single micro-batch, and each backward overwrites what the one before had reduced. The loss still falls. A
 # test that finds it needs no reference: feed the **same** micro-batch $A$ times, and the gradient must be $A$ times as long.

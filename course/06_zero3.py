@@ -306,8 +306,8 @@ for name, (_, sent, layout, _) in measured.items():
 pd.concat(rows)
 
 # %% [markdown]
-# ZeRO-3 gathers $2\Psi$ of parameters where the others gather $\Psi$ or nothing. What is left is small talk: the norm,
-# and the **roll call**, 128 bytes before each collective in which the ranks say what they are about to do. Section 6
+# ZeRO-3 gathers $2\Psi$ of parameters where the others gather $\Psi$ or nothing. What is left is small talk: the norm
+# (and which parameters no rank used), and the **roll call**, 128 bytes before each collective in which the ranks say what they are about to do. Section 6
 # shows what it is good for. In units of $\Psi b\frac{N-1}{N}$, with one and with three micro-batches:
 
 # %%
