@@ -44,9 +44,11 @@ class Scratch:
         """Whether `tensor` came from `take` and has not been handed back."""
         return id(tensor) in self._taken
 
-    def give(self, view: Tensor) -> None:
-        """Hand a tensor from `take` back."""
-        self._free.append(self._taken.pop(id(view)))
+    def give(self, view: Tensor, keep: bool = True) -> None:
+        """Hand a tensor from `take` back; without `keep` its memory is left to whoever still holds it."""
+        buffer = self._taken.pop(id(view))
+        if keep:
+            self._free.append(buffer)
 
     def tensors(self) -> list[Tensor]:
         return [*self._free, *self._taken.values()]

@@ -18,7 +18,7 @@ class Buffers:
     def __init__(self, model: nn.Module, group: Group, enabled: bool) -> None:
         self.group = group
         saved = [
-            buffer
+            (module, name)
             for module in model.modules()
             for name, buffer in module.named_buffers(recurse=False)
             if buffer.is_floating_point() and name not in module._non_persistent_buffers_set
@@ -30,8 +30,9 @@ class Buffers:
         """Rank 0's buffers to every rank; nothing unless `training`: in evaluation a rank may run forward alone."""
         if not training:
             return
-        for dtype in dict.fromkeys(b.dtype for b in self.shared):
-            same: list[Tensor] = [b for b in self.shared if b.dtype == dtype]
+        buffers: list[Tensor] = [getattr(module, name) for module, name in self.shared]  # forward may reassign one
+        for dtype in dict.fromkeys(b.dtype for b in buffers):
+            same = [b for b in buffers if b.dtype == dtype]
             flat = torch.cat([b.flatten() for b in same])
             self.group.broadcast(flat, tag="buffers")
             if self.group.rank != 0:

@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 
 from refimpl.zero.flat import Bucket, lay_out
 from refimpl.zero.owned import let_go
-from refimpl.zero.parameter import place
+from refimpl.zero.parameter import Managed, place
 
 if TYPE_CHECKING:
     from refimpl.comm.group import Group
@@ -95,9 +95,9 @@ class Changing(ABC):
     def release(self) -> None:
         """Let go: the model is an ordinary one again, with whole weights; the optimizer no longer trains it."""
         self.detach_all()
-        for p in self.names:
-            whole = p.whole_copy()  # type: ignore[attr-defined]
-            del p.stage  # type: ignore[attr-defined]
+        for p in [p for p in self.names if isinstance(p, Managed)]:
+            whole = p.whole_copy()
+            del p.stage
             place(p, whole, nn.Parameter)
 
     def detach_all(self) -> None:
@@ -110,3 +110,4 @@ class Changing(ABC):
         self.gradients.remove()
         if self.update.slices.optimizer is not None:
             let_go(self.update.slices.optimizer)
+            self.update.slices.restore(self.group_of)

@@ -7,11 +7,13 @@ every rank must ask), and factors and bounds are applied to the part that is her
 the remedy. FSDP2 does the same with DTensor: torch/distributed/tensor/_ops/_math_ops.py.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from refimpl.zero.flat import Bucket
 from refimpl.zero.gradients import Gradients
@@ -29,7 +31,9 @@ class GradientView:
     def __init__(self, gradients: Gradients) -> None:
         self.gradients = gradients
         self._norms: dict[float, dict[nn.Parameter, Tensor]] = {}
-        self._of: dict[Bucket, int] = {}  # version of each total that the norms are of
+        self._of: list[int] = []  # what the norms are of: generation and version of each total
+        self._shown: dict[Bucket, list[weakref.ref[Tensor]]] = {}  # views that somebody may have kept
+        gradients.held = self.held
 
     @torch.no_grad()
     def read(self, p: nn.Parameter) -> Tensor | None:
@@ -48,9 +52,18 @@ class GradientView:
         if total is None:
             return local
         whole = total.numel() == bucket.padded
-        if p not in grads.used and not (whole and bucket.piece(total, p).any()):
+        # Every rank must give the same answer: where p is cut, none knows alone whether another one has used it.
+        if p in grads.dropped or (whole and p not in grads.used and not bucket.piece(total, p).any()):
             return None
-        return bucket.piece(total, p) if whole else GradientShard(p, self.mine(p), self, name)
+        shown = (
+            bucket.piece(total, p) if whole else GradientShard(p, self.mine(p), lambda order: self.norm(p, order), name)
+        )
+        self._shown.setdefault(bucket, []).append(weakref.ref(shown))
+        return shown
+
+    def held(self, bucket: Bucket) -> bool:
+        """Whether a view of this step's gradients is still somebody's: then its memory is not for the next step."""
+        return any(view() is not None for view in self._shown.pop(bucket, []))
 
     def mine(self, p: nn.Parameter) -> Tensor:
         """The part of p's reduced gradient that this rank has, flat; RuntimeError if there is none."""
@@ -76,12 +89,30 @@ class GradientView:
 
     def norm(self, p: nn.Parameter, order: float) -> Tensor:
         """The norm of p's whole gradient, fp32. A collective: all parameters' norms are found at once."""
-        versions = {bucket: total._version for bucket, total in self.gradients.total.items()}
-        if versions != self._of:
-            self._of, self._norms = versions, {}
+        state = [self.gradients.generation, *(total._version for total in self.gradients.total.values())]
+        if state != self._of:
+            self._of, self._norms = state, {}
         if order not in self._norms:
             self._norms[order] = self._all_norms(order)
         return self._norms[order][p].clone()
+
+    def of_slice(self, like: nn.Parameter, bucket: Bucket, start: int, end: int) -> Tensor | None:
+        """The gradient of a slice that the optimizer knows, start to end of what this rank owns of the bucket.
+
+        Its norm is that of all ranks' parts of the bucket, and 0 for all but the first slice of one.
+        """
+        total = self.gradients.total.get(bucket)
+        if total is None:
+            return None
+        part = total[start:end].view(like.shape)
+        if total.numel() == bucket.padded:
+            return part
+
+        def norm(order: float) -> Tensor:
+            parts = torch.stack([self.norm(p, order) for p in bucket.params])
+            return torch.linalg.vector_norm(parts, order) if start == 0 else torch.zeros(())
+
+        return GradientShard(like, part, norm, f"a slice of {bucket.name}")
 
     def _all_norms(self, order: float) -> dict[nn.Parameter, Tensor]:
         params = [p for p, bucket in self.gradients.bucket_of.items() if bucket in self.gradients.total]
@@ -103,9 +134,9 @@ class GradientShard(Tensor):
     of: Callable[[float], Tensor]  # its norm
 
     @staticmethod
-    def __new__(cls, p: nn.Parameter, part: Tensor, view: GradientView, name: str) -> "GradientShard":
+    def __new__(cls, p: nn.Parameter, part: Tensor, of: Callable[[float], Tensor], name: str) -> "GradientShard":
         self: GradientShard = Tensor._make_wrapper_subclass(cls, p.shape, dtype=part.dtype, device=part.device)
-        self.part, self.label, self.of = part, name, lambda order: view.norm(p, order)
+        self.part, self.label, self.of = part, name, of
         return self
 
     def __init__(self, *_: Any) -> None:
@@ -122,12 +153,12 @@ class GradientShard(Tensor):
         if isinstance(grad, GradientShard) and not any(isinstance(a, GradientShard) for a in rest):
             if func is aten.linalg_vector_norm.default and not rest[1:]:
                 return grad.of(float(rest[0]) if rest else 2.0)
-            if func in ELEMENTWISE:
+            if func in ELEMENTWISE and not any(isinstance(a, Tensor) and a.numel() > 1 for a in rest):
                 func(grad.part, *rest, **(kwargs or {}))
                 return grad
             if func in (aten.detach.default, aten.alias.default):
                 return grad
-        shard = next(a for a in args if isinstance(a, GradientShard)) if not isinstance(grad, list | tuple) else grad[0]
+        shard = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, GradientShard))
         raise NotImplementedError(
             f"{func} on the gradient of {shard.label}: this rank has 1/N of it. stage.clip_grad_norm_(limit) clips, "
             f"stage.full_gradient({shard.label!r}) brings it all, stage.local_gradient({shard.label!r}) this part"

@@ -60,6 +60,9 @@ class Gradients:
         self.divisor: float = 1  # of every gradient that arrives: to average over micro-batches
         self.sync = True  # whether a backward reduces its gradients, or keeps them for a later one
         self.used: set[nn.Parameter] = set()  # that this rank has a gradient of since the step
+        self.dropped: set[nn.Parameter] = set()  # whose reduced gradient was dropped, on every rank
+        self.generation = 0  # counts the changes of `total`
+        self.held: Callable[[Bucket], bool] = lambda _: False  # whether somebody has kept a view of its total
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         self._first: Tensor | None = None  # whether the first gradient of this backward was finite
         self._handles: list[Any] = []
@@ -158,6 +161,7 @@ class Gradients:
         bucket = self.bucket_of[p]
         self.used.discard(p)
         if bucket in self.total:
+            self.dropped.add(p)
             bucket.part(self.total[bucket], p).zero_()
         self._written.get(bucket, set()).discard(p)
 
@@ -235,6 +239,8 @@ class Gradients:
         flight = self.flights.popleft()
         flight.work.wait()
         if not discard:
+            self.generation += 1
+            self.dropped -= set(flight.bucket.params)
             result = flight.result.to(flight.local.dtype)
             if self.op == "sum" and self._after != 1:
                 result.mul_(self._after)
@@ -262,10 +268,12 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget all gradients; their buffers stay for the next backward."""
+        kept = {total.untyped_storage().data_ptr() for bucket, total in self.total.items() if self.held(bucket)}
         self.total = {}
-        self.used = set()
+        self.used, self.dropped = set(), set()
+        self.generation += 1
         for scratch, buffer in self._lent:
-            scratch.give(buffer)
+            scratch.give(buffer, keep=buffer.untyped_storage().data_ptr() not in kept)
         self._lent.clear()
 
     def buffers(self) -> list[Tensor]:

@@ -128,21 +128,20 @@ class GatheredParameters:
         params = [params] if isinstance(params, nn.Parameter) else list(params)
         self.whole = whole(params if enabled else [])
         self.modifier_rank = modifier_rank
-        self._versions: list[int] = []
 
     def __enter__(self) -> None:
-        self._versions = [p._version for unit in self.whole.__enter__() for p in unit.params]
+        self.whole.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         changed = []
-        if kind is None and self.modifier_rank is not None:
-            for unit in self.whole.units:
+        for unit in self.whole.units:
+            if kind is None and self.modifier_rank is not None:
                 unit.adopt(self.modifier_rank)
-        elif kind is None:
-            versions = [p._version for unit in self.whole.units for p in unit.params]
-            alike = all(torch.equal(unit.mine, unit.shard(unit.full)) for unit in self.whole.units)
-            if versions != self._versions or not alike:
-                changed = [unit.name for unit in self.whole.units]
+                continue
+            versions = [p._version for p in unit.params]
+            if kind is None and (versions != unit.versions or not torch.equal(unit.mine, unit.shard(unit.full))):
+                changed.append(unit.name)
+            unit.versions = versions
         self.whole.__exit__()
         if changed:
             raise RuntimeError(

@@ -34,6 +34,30 @@ class Owned(optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.stage.add_param_group(param_group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, of this rank's slices, and whose they are: see `load_state_dict`."""
+        return {**super().state_dict(), "slices_of": self._whose()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of `state_dict`, on the same rank. ValueError for another's, or for one of whole parameters."""
+        given, here = state_dict.get("slices_of"), self._whose()
+        if given != here:
+            whose = (
+                "of whole parameters"
+                if given is None
+                else f"rank {given['rank']}'s of {given['ranks']}, {given['stage']}"
+            )
+            raise ValueError(
+                f"optimizer.load_state_dict: this state is {whose}; here is rank {here['rank']} of {here['ranks']}, "
+                f"{here['stage']}. Every rank saves and loads its own: optimizer.state_dict(), or stage.state_dict()"
+            )
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "slices_of"})
+
+    def _whose(self) -> dict[str, Any]:
+        shared = self.stage.update.replicated()  # every rank has the same
+        rank = 0 if shared else self.stage.group.rank
+        return {"stage": type(self.stage).__name__, "rank": rank, "ranks": 1 if shared else self.stage.group.size}
+
     @property
     def loss_scale(self) -> float:
         """fp16's loss scale; 1 in other dtypes."""

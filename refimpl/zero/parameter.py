@@ -48,16 +48,22 @@ class Managed(nn.Parameter):
     def data(self, value: Tensor) -> None:
         if value is self:
             return
-        mine = DATA.__get__(self)
-        if (value.dtype, value.device, value.shape) != (mine.dtype, mine.device, mine.shape):
-            name = self.stage.name_of(self) if self.stage else "?"
-            raise RuntimeError(
-                f"parameter {name}: it lies in a buffer of {type(self.stage).__name__} as {mine.dtype} on "
-                f"{mine.device}, shape {tuple(mine.shape)}, and cannot become {value.dtype} on {value.device}, shape "
-                f"{tuple(value.shape)}. Move or cast the model before the stage is built"
-            )
-        if value.data_ptr() != mine.data_ptr():
+        mine, stage = DATA.__get__(self), self.stage
+        if value.data_ptr() == mine.data_ptr():
+            return
+        if stage is None:
             mine.copy_(value)
+            return
+        if (value.dtype, value.device, value.shape) == (mine.dtype, mine.device, mine.shape):
+            raise RuntimeError(
+                f"parameter {stage.name_of(self)}.data = ...: it lies in a buffer of {type(stage).__name__} and cannot be "
+                "moved to other memory. Copy: p.data.copy_(value), and keep old weights as p.detach().clone()"
+            )
+        raise RuntimeError(
+            f"parameter {stage.name_of(self)}: it lies in a buffer of {type(stage).__name__} as {mine.dtype} on "
+            f"{mine.device}, shape {tuple(mine.shape)}, and cannot become {value.dtype} on {value.device}, shape "
+            f"{tuple(value.shape)}. Move or cast the model before the stage is built"
+        )
 
     @property
     def requires_grad(self) -> bool:

@@ -56,7 +56,7 @@ class StateDicts:
         """Every rank has loaded the same: each keeps its shard."""
         gathered = self._loading.pop(module)
         for unit in gathered.units:
-            unit.mine.copy_(unit.shard(unit.full))
+            unit.keep()
         gathered.__exit__()
 
     def remove(self) -> None:

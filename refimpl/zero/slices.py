@@ -10,6 +10,7 @@ An optimizer that is not element-wise (LBFGS, Muon, Adafactor) needs whole param
 """
 
 import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,27 @@ from typing import Any
 from torch import Tensor, nn, optim
 
 from refimpl.zero.flat import Bucket
+from refimpl.zero.parameter import GRAD
 
 ELEMENTWISE = (
     optim.AdamW, optim.Adam, optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam,
     optim.RAdam, optim.ASGD, optim.Rprop,
 )  # fmt: skip
+
+
+class SliceParameter(nn.Parameter):
+    """What the optimizer knows. Between backward and step its `grad` shows what the stage holds: see `GradientView`."""
+
+    shows: Callable[[], Tensor | None] | None = None
+
+    @property
+    def grad(self) -> Tensor | None:
+        own: Tensor | None = GRAD.__get__(self)
+        return self.shows() if own is None and self.shows is not None else own
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        GRAD.__set__(self, value)
 
 
 @dataclass
@@ -30,7 +47,7 @@ class Slice:
 
     start: int
     end: int
-    param: nn.Parameter
+    param: SliceParameter
 
 
 class Slices:
@@ -42,10 +59,12 @@ class Slices:
         self.kind: Any = type(optimizer)  # what its class was before a stage took it over
         self.of: dict[Bucket, list[Slice]] = {}
         self._masters: dict[Bucket, Tensor] = {}
+        self.gradient_of: Callable[[nn.Parameter, Bucket, int, int], Tensor | None] | None = None  # see `GradientView`
+        self._applying = False  # from `hand_out` to `release_gradients`: then a slice's grad is what it was handed
         if optimizer is None:
             return
         self.elementwise = is_elementwise(self.kind) or allow_untested
-        if any(float(s.get("step", s.get("n_iter", 0))) > 0 for s in optimizer.state.values()):
+        if any(has_stepped(state) for state in optimizer.state.values()):
             raise ValueError(
                 f"{self.kind.__name__} has already taken steps: build the stage first, then load its state"
             )
@@ -59,7 +78,7 @@ class Slices:
 
         TypeError if sharding these parameters would change what the optimizer computes.
         """
-        fresh: dict[int, list[nn.Parameter]] = {}
+        fresh: dict[int, list[SliceParameter]] = {}
         for bucket, master in masters.items():
             self._masters[bucket] = master
             self.of[bucket] = self._first(bucket, master)
@@ -70,7 +89,7 @@ class Slices:
 
     def _first(self, bucket: Bucket, master: Tensor) -> list[Slice]:
         if self.elementwise:
-            return [Slice(0, master.numel(), nn.Parameter(master, requires_grad=False))]
+            return [self._slice(bucket, 0, master.numel(), master)]
         if master.numel() != bucket.padded:
             raise TypeError(
                 f"{self.kind.__name__} is not known to be element-wise: on a shard it would compute something else. "
@@ -78,12 +97,22 @@ class Slices:
                 "update depends on that element alone, set allow_untested_optimizer=True "
                 "(zero_allow_untested_optimizer), or `elementwise = True` on its class"
             )
-        return [
-            Slice(at, at + p.numel(), nn.Parameter(bucket.piece(master, p), requires_grad=False))
-            for p, at in bucket.offset.items()
-        ]
+        return [self._slice(bucket, at, at + p.numel(), bucket.piece(master, p)) for p, at in bucket.offset.items()]
 
-    def _enlist(self, index: int, params: list[nn.Parameter]) -> None:
+    def _slice(self, bucket: Bucket, start: int, end: int, memory: Tensor) -> Slice:
+        param = SliceParameter(memory, requires_grad=False)
+        this = weakref.ref(param)  # no cycle: it must go when it is cut in two
+
+        def shows() -> Tensor | None:
+            p = this()
+            if self._applying or self.gradient_of is None or p is None:
+                return None
+            return self.gradient_of(p, bucket, start, end)
+
+        param.shows = shows
+        return Slice(start, end, param)
+
+    def _enlist(self, index: int, params: list[SliceParameter]) -> None:
         """Add params to the optimizer's group. Where state is made by the constructor (Adagrad), a new one makes it."""
         assert self.optimizer is not None
         group = self.optimizer.param_groups[index]
@@ -95,6 +124,7 @@ class Slices:
 
     def hand_out(self, bucket: Bucket, grad: Tensor, left_alone: set[nn.Parameter]) -> None:
         """grad, as long as the bucket's master, to its slices; those of parameters to leave alone get none."""
+        self._applying = True
         spans = [self._span(bucket, p) for p in bucket.params if p in left_alone]
         for start, end in spans:
             self._cut(bucket, start)
@@ -117,8 +147,7 @@ class Slices:
         if i is None:
             return
         old, master = slices[i], self._masters[bucket]
-        pieces = [Slice(a, b, nn.Parameter(master[a:b], requires_grad=False)) for a, b in
-                  ((old.start, at), (at, old.end))]  # fmt: skip
+        pieces = [self._slice(bucket, a, b, master[a:b]) for a, b in ((old.start, at), (at, old.end))]
         state = optimizer.state.pop(old.param, {})
         for new in pieces:
             inside = slice(new.start - old.start, new.end - old.start)
@@ -140,9 +169,17 @@ class Slices:
         return self.kind.step(self.optimizer, closure) if closure else self.kind.step(self.optimizer)
 
     def release_gradients(self) -> None:
+        self._applying = False
         for slices in self.of.values():
             for s in slices:
                 s.param.grad = None
+
+    def restore(self, group_of: dict[nn.Parameter, int]) -> None:
+        """Point the optimizer at the model's own parameters again, without state."""
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+            for i, group in enumerate(self.optimizer.param_groups):
+                group["params"][:] = [p for p, index in group_of.items() if index == i]
 
     def state_part(self, bucket: Bucket, p: nn.Parameter, key: str) -> Tensor | None:
         """This rank's part of p's state `key`, flat; None if the optimizer has none (yet)."""
@@ -179,3 +216,11 @@ class Slices:
 def is_elementwise(kind: type) -> bool:
     """Whether every element's update depends on that element alone."""
     return kind in ELEMENTWISE or bool(getattr(kind, "elementwise", False))
+
+
+def has_stepped(state: dict[str, Any]) -> bool:
+    """Whether an optimizer's state of one parameter is more than what its constructor made."""
+    for count in ("step", "n_iter"):
+        if count in state:
+            return float(state[count]) > 0
+    return any(isinstance(value, Tensor) for value in state.values())

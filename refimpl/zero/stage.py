@@ -12,6 +12,7 @@
 bucket is reduced (`reduce`), and what brings new weights to the next forward (`gather`).
 """
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -32,8 +33,8 @@ from refimpl.zero.grad_view import GradientView
 from refimpl.zero.gradients import Gradients
 from refimpl.zero.outputs import tensors_of
 from refimpl.zero.owned import take_over
-from refimpl.zero.parameter import DATA, GRAD, Freed, Hook, Managed, clear_raw_grad, raw_grad, untraced
-from refimpl.zero.start import refuse_foreign, refuse_replaced, share
+from refimpl.zero.parameter import DATA, GRAD, Freed, Hook, Managed, clear_raw_grad, raw_grad, stage_of, untraced
+from refimpl.zero.start import refuse_foreign, refuse_replaced, refuse_shared_memory, share
 from refimpl.zero.update import Update
 
 
@@ -41,6 +42,7 @@ class Stage(Changing, ByName, ABC):
     """A data-parallel strategy around a model and, if there is something to train, its optimizer."""
 
     reduces_always = False  # whether there is no memory in which a whole gradient could wait for a later pass
+    manages_all = False  # whether also parameters of no optimizer group are the stage's
     in_order = True  # whether buckets are reduced in one fixed order
 
     def __init__(
@@ -59,14 +61,17 @@ class Stage(Changing, ByName, ABC):
         self.model = model if isinstance(model, nn.Module) else nn.ParameterList(model)
         self.group, self.config, self.given_scaler = group or Group.world(), config or ZeroConfig(), scaler
         self.names = {p: name for name, p in self.model.named_parameters()}
-        for p, name in self.names.items():
-            refuse_foreign(p, name)
+        refuse_shared_memory(self.names)
         self.handles: list[Any] = []
         self.build(optimizer)
 
     def build(self, optimizer: optim.Optimizer | None) -> None:
         """Lay the model out for this optimizer, and listen to it."""
         self.group_of = groups_of(optimizer, self.model)
+        managed = [p for p in self.names if p in self.group_of or self.manages_all]
+        for p in managed:
+            if stage_of(p) is not self:
+                refuse_foreign(p, self.names[p])
         self._scaled = False  # whether `scale` was called for the backward to come
         self._unscaled = False  # whether fp16's gradients arrived that are of no scaled loss
         self.passes = BackwardPass(self.begin_backward, self.end_backward, self.drop_backward)
@@ -79,9 +84,10 @@ class Stage(Changing, ByName, ABC):
         self.view = GradientView(self.gradients)
         owned = {b: self.owned(b) for b in self.buckets}
         self.update = Update(optimizer, owned, self.group, self.config, self.given_scaler, type(self).__name__)
+        self.update.slices.gradient_of = self.view.of_slice
         if optimizer is not None:
             take_over(optimizer, self)
-        for p in self.names:
+        for p in managed:
             p.__class__ = Freed if isinstance(p, Freed) else Managed
             p.stage = self  # type: ignore[attr-defined]
         self.handles += [
@@ -195,6 +201,8 @@ class Stage(Changing, ByName, ABC):
         self.gradients.clear()
         if done:
             self.gather()
+            # As an in-place update does: a graph that was recorded with the old weights can no longer run backward.
+            torch.autograd.graph.increment_version([p for p in self.gradients.bucket_of if not isinstance(p, Freed)])
         return done, result
 
     def zero_grad(self) -> None:
@@ -202,7 +210,7 @@ class Stage(Changing, ByName, ABC):
         self.passes.settle()
         self.gradients.drop()
         self._unscaled = False
-        for p in self.names:
+        for p in self.group_of:
             if p not in self.gradients.bucket_of:
                 clear_raw_grad(p)
 
@@ -217,7 +225,13 @@ class Stage(Changing, ByName, ABC):
     # What the hooks call.
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
-        if not in_backward() and self.passes.settle():
+        if not in_backward():
+            if not self.passes.settle():
+                warnings.warn(
+                    f"{type(self).__name__}: the backward before this forward raised: its gradients, and those "
+                    "accumulated since the last step, are dropped",
+                    stacklevel=2,
+                )
             self.include_thawed()
         self.buffers.share(model.training and torch.is_grad_enabled() and not in_backward())
 

@@ -29,9 +29,24 @@ def refuse_foreign(p: nn.Parameter, name: str) -> None:
             f"parameter {name} belongs to a {type(other).__name__} already: call its release() first, or give each "
             "stage a model of its own"
         )
+    if p.is_complex():
+        raise TypeError(f"parameter {name} is complex: keep its real and imaginary parts in two parameters")
     if type(p) not in (nn.Parameter, Managed, Freed):
         remedy = "run a forward first, so that it has a shape" if nn.parameter.is_lazy(p) else "use nn.Parameter"
         raise TypeError(f"parameter {name} is a {type(p).__name__}: {remedy}")
+
+
+def refuse_shared_memory(names: dict[nn.Parameter, str]) -> None:
+    """Two parameters on one memory would part: each gets a place of its own."""
+    first: dict[int, str] = {}
+    for p, name in names.items():
+        if not isinstance(p, Freed) and p.numel():
+            other = first.setdefault(p.data_ptr(), name)
+            if other != name:
+                raise ValueError(
+                    f"parameters {other} and {name} share their memory, but are two objects, and would be trained "
+                    "apart: tie them by assigning the parameter itself (b.weight = a.weight)"
+                )
 
 
 def refuse_replaced(model: nn.Module, names: dict[nn.Parameter, str], gradients: Gradients) -> None:

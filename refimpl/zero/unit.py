@@ -41,10 +41,12 @@ class Unit(Bucket):
         super().__init__(params, group, group_index, name, dtype)
         self.mine = self.shard(self.full).clone()  # [S]
         self.unrounded = None if self.unrounded is None else self.shard(self.unrounded).clone()  # [S]
+        self.versions = [p._version for p in params]  # of what was gathered: who writes to it raises them
         self.on_use: Callable[[Unit, str], None] | None = None
         self.state_dicts: Any = None  # before there is a stage: the hooks that bring it whole into a state_dict
         self.is_placeholder = False  # while a state_dict is made of the names
-        self._nothing = torch.tensor(float("nan"), dtype=self.dtype, device=self.device)
+        nothing = float("nan") if self.dtype.is_floating_point else 0
+        self._nothing = torch.tensor(nothing, dtype=self.dtype, device=self.device)
         self._work: Work | None = None
         self.is_free = False
         self.free()
@@ -52,7 +54,13 @@ class Unit(Bucket):
     def adopt(self, root: int) -> None:
         """Take over what rank `root` has in `full`, on every rank: after a change from outside."""
         self.group.broadcast(self.full, root, tag="start")
+        self.keep()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """This rank's shard of `full`, which was written on every rank alike."""
         self.mine.copy_(self.shard(self.full))
+        self.versions = [p._version for p in self.params]
 
     def start(self, announced: Work | None = None) -> None:
         """Begin to gather: mine [S] -> full [P]. Nothing if it is there or on its way.
@@ -78,6 +86,7 @@ class Unit(Bucket):
         for p in self.params:
             if unit_of(p) is self:
                 place(p, self.piece(self.full, p), Managed)
+        self.versions = [p._version for p in self.params]
 
     @property
     def in_flight(self) -> bool:
@@ -88,11 +97,17 @@ class Unit(Bucket):
         if self.is_free:
             return
         self.wait()
+        written = self.versions != [p._version for p in self.params]
         for p in self.params:
             if unit_of(p) is self:
                 place(p, self._nothing.expand(p.shape), Freed)
         self.full.untyped_storage().resize_(0)
         self.is_free = True
+        if written:
+            raise RuntimeError(
+                f"a parameter of {self.name} was written while it was gathered, which is lost: write inside "
+                "`with GatheredParameters(parameters, modifier_rank=0):`, not in forward (Embedding(max_norm=...) does)"
+            )
 
     def wanted(self, p: nn.Parameter, what: str) -> None:
         """`what` computes with p, which is freed: let `on_use` gather it, else say what to do."""

@@ -83,7 +83,7 @@ class Update:
         factor = self._clip_factor() / scale
         left_alone = {p for p, no_rank in zip(params, unused, strict=True) if no_rank}
         for bucket, grad in gradients.items():
-            wide = grad.to(torch.float32)
+            wide = grad.to(self.masters[bucket].dtype)
             self.slices.hand_out(bucket, wide.mul_(factor) if factor != 1 and finite else wide, left_alone)
         return finite
 
@@ -102,7 +102,7 @@ class Update:
     def adopt(self, bucket: Bucket) -> None:
         """A weight that no longer is its rounded master was written from outside: the master follows."""
         mine, master = self.owned[bucket], self.masters.get(bucket)
-        if master is None or mine.dtype == torch.float32:
+        if master is None or master.dtype == mine.dtype:
             return
         for weight, wide in zip(torch.split(mine, NORM_BLOCK), torch.split(master, NORM_BLOCK), strict=True):
             rounded = wide.to(weight.dtype)
@@ -111,7 +111,7 @@ class Update:
 
     def publish(self, bucket: Bucket) -> None:
         """Round the fp32 master into the owned slice (nothing to do when they are the same memory)."""
-        if self.owned[bucket].dtype != torch.float32:
+        if self.owned[bucket].dtype != self.masters[bucket].dtype:
             self.owned[bucket].copy_(self.masters[bucket])
 
     def _agree(self, gradients: list[Tensor], unused: list[bool], exact: bool) -> tuple[Tensor, list[bool]]:
@@ -179,8 +179,8 @@ class Update:
 
 
 def master_of(bucket: Bucket, mine: Tensor) -> Tensor:
-    """The fp32 master of an owned slice: the slice itself, or a copy, with what rounding took off if that is known."""
-    if mine.dtype == torch.float32:
+    """The fp32 master of an owned slice: the slice itself if it is as exact, or a copy, with what was rounded off."""
+    if mine.dtype in (torch.float32, torch.float64):
         return mine
     unrounded, bucket.unrounded = bucket.unrounded, None
     if unrounded is None:

@@ -26,6 +26,7 @@ from refimpl.zero.unit import Unit, leaves, make_units, make_whole, owners, resi
 
 class Zero3(Stage):
     reduces_always = True  # there is no memory in which a whole gradient could wait
+    manages_all = True
     in_order = False
 
     def lay_out(self, params: list[nn.Parameter]) -> list[Bucket]:

@@ -1,0 +1,228 @@
+"""Habits of foreign training scripts, found by an attack on the stages: right as in plain torch, or refused by name."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_plain_loop import batch, by_adamw, every_stage, plain, small
+from torch import Tensor, nn
+from training import STAGES
+
+from refimpl.comm.group import Group
+from refimpl.launch import RankError, run
+from refimpl.zero.config import ZeroConfig
+
+Habit = Callable[[nn.Module, torch.optim.Optimizer, list[int], int], None]
+
+
+class Branching(nn.Module):
+    """The second layer is used for rank 1's samples only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        out: Tensor = self.first(x) if rank == 0 else self.second(self.first(x))
+        return out.square().mean()
+
+
+def backwards(model: nn.Module, step: int, ranks: list[int], share: int) -> None:
+    for rank in ranks:
+        (model(batch(step, rank), rank) / share).backward()
+
+
+def clipped_after_unequal_micro_batches(model: nn.Module, optimizer: Any, ranks: list[int], share: int) -> None:
+    for step in range(6):
+        for micro in range(1 + step % 2):
+            backwards(model, 10 * step + micro, ranks, share)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clipped_through_the_optimizer(model: nn.Module, optimizer: Any, ranks: list[int], share: int) -> None:
+    """As Lightning does."""
+    for step in range(4):
+        backwards(model, step, ranks, share)
+        nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+HABITS: list[Habit] = [clipped_after_unequal_micro_batches, clipped_through_the_optimizer]
+
+
+def all_habits(stage_name: str) -> list[dict[str, Tensor]]:
+    group, ends = Group.world(), []
+    for habit in HABITS:
+        model = Branching()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        stage = STAGES[stage_name](model, optimizer, group, ZeroConfig(reduce_bucket_size=20))
+        habit(model, optimizer, [group.rank], 1)
+        ends.append(dict(model.state_dict()))
+        stage.release()
+        loss = model(batch(0, 0), 1)
+        before = copy.deepcopy(model.state_dict())
+        loss.backward()
+        optimizer.step()  # an ordinary optimizer of an ordinary model again
+        assert not torch.equal(before["first.weight"], model.state_dict()["first.weight"])
+    return ends
+
+
+@pytest.mark.parametrize("stage", ["ddp", "zero1", "zero2"])
+def test_clipping_sees_the_whole_gradient_on_every_rank(stage: str) -> None:
+    """Also of parameters that this rank did not use. (ZeRO-3 needs the same path on all ranks.)"""
+    for ends in run(all_habits, stage, ranks=2):
+        for habit, weights in zip(HABITS, ends, strict=True):
+            model = Branching()
+            habit(model, torch.optim.SGD(model.parameters(), lr=0.5), [0, 1], 2)
+            for name, expected in model.state_dict().items():
+                torch.testing.assert_close(weights[name], expected, rtol=1e-4, atol=1e-6)
+
+
+def refused(stage_name: str, how: str) -> None:
+    group = Group.world()
+    model: Any = small()
+    optimizer: Any = by_adamw(model)
+    if how == "complex":
+        model.register_parameter("wave", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
+    if how == "one memory":
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        model[1].weight.data = model[0].weight.data
+    if how == "momentum":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        plain(model, optimizer, lambda step: batch(step, 0))
+    if how in ("complex", "one memory"):
+        optimizer = by_adamw(model)
+    STAGES[stage_name](model, optimizer, group)
+    plain(model, optimizer, lambda step: batch(step, group.rank))
+    if how == "data":
+        model[0].weight.data = torch.zeros(7, 5)
+    if how == "state of another":
+        optimizer.load_state_dict(group.all_gather_object(optimizer.state_dict())[0])
+    if how == "plain state":
+        twin = small()
+        optimizer.load_state_dict(by_adamw(twin).state_dict())
+    if how == "late backward":
+        loss = model(batch(9, group.rank)).square().mean()
+        plain(model, optimizer, lambda step: batch(step, group.rank))
+        loss.backward()
+
+
+@every_stage
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("complex", "parameter wave is complex"),
+        ("one memory", "parameters 0.weight and 1.weight share their memory"),
+        ("momentum", "SGD has already taken steps"),
+        ("plain state", "this state is of whole parameters"),
+        ("data", r"parameter 0.weight\.data = .*p.data.copy_|parameter 0.weight: __get__ needs its values"),
+        ("state of another", r"this state is rank 0's of 2, Zero\d; here is rank 1 of 2"),
+        ("late backward", "modified by an inplace operation"),
+    ],
+)
+def test_what_would_go_wrong_unseen_is_refused(stage: str, how: str, message: str) -> None:
+    if (how, stage) in (("state of another", "ddp"), ("late backward", "zero3")):
+        return  # every rank of DDP has the same state; what ZeRO-3's autograd saved is looked up anew
+    with pytest.raises(RankError, match=f"(?s){message}"):
+        run(refused, stage, how, ranks=2)
+
+
+class Renormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 8, max_norm=0.1)
+
+    def forward(self) -> Tensor:
+        out: Tensor = self.embed(torch.arange(6))
+        return out.sum()
+
+
+def written_in_forward() -> None:
+    model = Renormed()
+    STAGES["zero3"](model, by_adamw(model))
+    model().backward()
+
+
+def test_a_weight_written_in_forward_is_refused_by_zero3() -> None:
+    with pytest.raises(RankError, match="a parameter of embed was written while it was gathered"):
+        run(written_in_forward, ranks=2)
+
+
+def in_double(stage_name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        plain(model, optimizer, lambda step: batch(step, 0).double())
+        return dict(model.state_dict())
+
+    model = small().double()
+    optimizer = by_adamw(model)
+    STAGES[stage_name](model, optimizer)
+    twin = small().double()
+    return train(model, optimizer), train(twin, by_adamw(twin))
+
+
+@every_stage
+def test_fp64_stays_fp64(stage: str) -> None:
+    for weights, expected in run(in_double, stage, ranks=2):
+        for name, w in weights.items():
+            torch.testing.assert_close(w, expected[name], rtol=1e-12, atol=1e-12)
+            assert not torch.equal(w, w.float().double())
+
+
+def two_stages_share(stage_name: str) -> list[Tensor]:
+    """An optimizer, and so a stage, for each half of a model; gradients of one half kept for later."""
+    group, model = Group.world(), small()
+    first: Any = model
+    one = torch.optim.SGD(first[0].parameters(), lr=0.1)
+    two = torch.optim.SGD(first[2].parameters(), lr=0.2)
+    if group.size > 1:
+        STAGES[stage_name](model, one, group)
+        STAGES[stage_name](model, two, group)
+    data = batch(0, group.rank) if group.size > 1 else torch.cat([batch(0, 0), batch(0, 1)])
+    kept = []
+    for scale in (1.0, 3.0):
+        model(scale * data).square().mean().backward()
+        one.step()
+        if stage_name == "ddp":
+            kept.append(first[2].weight.grad)
+        one.zero_grad()
+        two.step()
+        two.zero_grad()
+    if kept and group.size > 1:
+        assert not torch.equal(kept[0], kept[1]), "what was kept is not overwritten by the next backward"
+    return list(model.state_dict().values())
+
+
+@pytest.mark.parametrize("stage", ["ddp", "zero1", "zero2"])
+def test_two_optimizers_of_one_model_have_a_stage_each(stage: str) -> None:
+    expected = run(two_stages_share, stage, ranks=1)[0]
+    for got in run(two_stages_share, stage, ranks=2):
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def told_of_what_is_dropped(stage_name: str) -> list[str]:
+    model: Any = small()
+    optimizer = by_adamw(model)
+    STAGES[stage_name](model, optimizer)
+    model(batch(0, 0)).sum().backward()
+    hook = model[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch(1, 0)).sum().backward()
+    hook.remove()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model(batch(2, 0)).sum().backward()
+    return [str(w.message) for w in seen]
+
+
+@every_stage
+def test_gradients_dropped_with_an_exception_are_told(stage: str) -> None:
+    for (told,) in run(told_of_what_is_dropped, stage, ranks=2):
+        assert "the backward before this forward raised" in told
