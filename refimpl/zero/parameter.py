@@ -56,8 +56,8 @@ class Managed(nn.Parameter):
             return
         if (value.dtype, value.device, value.shape) == (mine.dtype, mine.device, mine.shape):
             raise RuntimeError(
-                f"parameter {stage.name_of(self)}.data = ...: it lies in a buffer of {type(stage).__name__} and cannot be "
-                "moved to other memory. Copy: p.data.copy_(value), and keep old weights as p.detach().clone()"
+                f"parameter {stage.name_of(self)}.data = ...: it lies in a buffer of {type(stage).__name__} and stays "
+                "there. Copy: p.data.copy_(new), and keep old ones as p.detach().clone()"
             )
         raise RuntimeError(
             f"parameter {stage.name_of(self)}: it lies in a buffer of {type(stage).__name__} as {mine.dtype} on "

@@ -8,7 +8,8 @@
     optimizer.zero_grad()
 
 `stage.backward(loss)` and `stage.step()` say the same explicitly; `stage.backward` scales the loss for fp16 and, with
-`sync=False`, keeps gradients for a later pass. A subclass says what a rank owns of a bucket (`owned`), how a full
+`sync=False`, keeps gradients for a later pass. A step uses gradients up: they do not add up over steps. `p.grad` shows
+them between backward and step (see `GradientView`). A subclass says what a rank owns of a bucket (`owned`), how a full
 bucket is reduced (`reduce`), and what brings new weights to the next forward (`gather`).
 """
 
