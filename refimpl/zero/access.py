@@ -96,8 +96,10 @@ class ByName:
 
     def parameter(self, p: nn.Parameter | str) -> nn.Parameter:
         """The parameter of this name. KeyError for one that is not the model's."""
+        if not isinstance(p, str) and p in self.names:
+            return p
         for known, name in self.names.items():
-            if name == p if isinstance(p, str) else known is p:
+            if name == p and isinstance(p, str):
                 return known
         raise KeyError(f"{p if isinstance(p, str) else tuple(p.shape)}: not a parameter of the stage's model")
 
@@ -112,8 +114,8 @@ class ByName:
 
     def copies(self, bucket: Bucket) -> list[Tensor]:
         """Every buffer here that holds the weights of a bucket."""
-        held = [self.weights(bucket), self.update.owned[bucket], bucket.full]
-        return [flat for flat in held if flat.untyped_storage().nbytes()]
+        held = [self.weights(bucket), self.update.owned.get(bucket), bucket.full]
+        return [flat for flat in held if flat is not None and flat.untyped_storage().nbytes()]
 
     def spread(self, bucket: Bucket, p: nn.Parameter, part: Tensor) -> Tensor:
         """A buffer as long as the bucket's owned slice with `part` in p's place."""

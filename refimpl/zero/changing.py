@@ -12,6 +12,7 @@ from torch import Tensor, nn, optim
 from refimpl.zero.flat import Bucket, lay_out
 from refimpl.zero.owned import let_go
 from refimpl.zero.parameter import Managed, place
+from refimpl.zero.unit import make_whole
 
 if TYPE_CHECKING:
     from refimpl.comm.group import Group
@@ -95,6 +96,7 @@ class Changing(ABC):
     def release(self) -> None:
         """Let go: the model is an ordinary one again, with whole weights; the optimizer no longer trains it."""
         self.detach_all()
+        make_whole(list(self.names))
         for p in [p for p in self.names if isinstance(p, Managed)]:
             whole = p.whole_copy()
             del p.stage

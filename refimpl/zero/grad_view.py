@@ -7,9 +7,9 @@ every rank must ask), and factors and bounds are applied to the part that is her
 the remedy. FSDP2 does the same with DTensor: torch/distributed/tensor/_ops/_math_ops.py.
 """
 
-import weakref
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ class GradientView:
         self.gradients = gradients
         self._norms: dict[float, dict[nn.Parameter, Tensor]] = {}
         self._of: list[int] = []  # what the norms are of: generation and version of each total
-        self._shown: dict[Bucket, list[weakref.ref[Tensor]]] = {}  # views that somebody may have kept
+        self._shown: dict[Bucket, WeakValueDictionary[int, Tensor]] = {}  # views by id, as long as somebody keeps them
         gradients.held = self.held
 
     @torch.no_grad()
@@ -58,12 +58,12 @@ class GradientView:
         shown = (
             bucket.piece(total, p) if whole else GradientShard(p, self.mine(p), lambda order: self.norm(p, order), name)
         )
-        self._shown.setdefault(bucket, []).append(weakref.ref(shown))
+        self._shown.setdefault(bucket, WeakValueDictionary())[id(shown)] = shown
         return shown
 
     def held(self, bucket: Bucket) -> bool:
         """Whether a view of this step's gradients is still somebody's: then its memory is not for the next step."""
-        return any(view() is not None for view in self._shown.pop(bucket, []))
+        return bool(self._shown.pop(bucket, None))
 
     def mine(self, p: nn.Parameter) -> Tensor:
         """The part of p's reduced gradient that this rank has, flat; RuntimeError if there is none."""

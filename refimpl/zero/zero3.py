@@ -21,7 +21,7 @@ from refimpl.zero.parameter import DATA
 from refimpl.zero.saved import StateDicts
 from refimpl.zero.stage import Stage
 from refimpl.zero.start import share
-from refimpl.zero.unit import Unit, leaves, make_units, make_whole, owners, resident, unit_of, whole
+from refimpl.zero.unit import Unit, leaves, make_units, owners, resident, unit_of, whole
 
 
 class Zero3(Stage):
@@ -93,11 +93,6 @@ class Zero3(Stage):
 
     def weights(self, bucket: Bucket) -> Tensor:
         return bucket.mine if isinstance(bucket, Unit) and bucket not in self.update.owned else super().weights(bucket)
-
-    def release(self) -> None:
-        self.detach_all()
-        make_whole(list(self.names))
-        super().release()
 
     @property
     def gathering_modules(self) -> int:

@@ -306,6 +306,8 @@ def by_name(stage_name: str, dtype: torch.dtype) -> bool:
     assert torch.equal(stage.full_state(name, "exp_avg"), -new)
     assert torch.equal(stage.full_parameter(name), new)
     assert torch.equal(model.state_dict()[name], new.to(dtype))
+    stage.set_full_parameter("frozen.bias", torch.arange(13.0))
+    assert torch.equal(model.state_dict()["frozen.bias"], torch.arange(13.0).to(dtype))
     shards = dict(stage.named_shards())
     assert shards.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
     assert shards[name].data_ptr() == stage.local_parameter(name).data_ptr()
