@@ -16,7 +16,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from refimpl.comm.group import Group, Work
+from refimpl.comm.group import Group
+from refimpl.comm.work import Work
 
 
 def average_gradients(group: Group, params: Sequence[nn.Parameter]) -> None:

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from refimpl.comm.group import Group, Work
+from refimpl.comm.group import Group
+from refimpl.comm.work import Work
 
 
 def assign_buckets(params: Sequence[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:  # given

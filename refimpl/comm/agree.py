@@ -1,13 +1,13 @@
 """One call of a group on its way: announced on the board before each of its phases, and its failure put into words."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from refimpl.comm.board import Board, Call, caller
+from refimpl.comm.work import Phase, Steps
 from refimpl.ranks.lost import RankLost, lost_connection
 
-Phase = Callable[[], list[Any]]  # starts transfers, returns their handles
 Part = tuple[tuple[int, ...], str]  # (sender, receiver) of one message, and what it holds
 
 
@@ -23,13 +23,15 @@ class Agreed:
         self.parts = parts
         self.number = 0  # of the first phase among the group's calls, once that has begun
 
-    def collective(self, phase: Phase) -> Phase:
-        """A phase in which every rank of the group takes part."""
-        return lambda: self._begin(phase, everyone=True)
+    def collective(self, steps: Steps) -> Iterator[Phase]:
+        """Steps in which every rank of the group takes part."""
+        for phase in steps:
+            yield lambda phase=phase: self._begin(phase, everyone=True)  # type: ignore[misc]
 
-    def message(self, phase: Phase) -> Phase:
-        """A phase that concerns two ranks alone."""
-        return lambda: self._begin(phase, everyone=False)
+    def message(self, steps: Steps) -> Iterator[Phase]:
+        """Steps that concern two ranks alone."""
+        for phase in steps:
+            yield lambda phase=phase: self._begin(phase, everyone=False)  # type: ignore[misc]
 
     def _begin(self, phase: Phase, everyone: bool) -> list[Any]:
         if self.board:

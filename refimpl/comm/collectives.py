@@ -7,12 +7,14 @@ accumulates N micro-batches: fp32 results are equal to that process's bit for bi
 are summed in fp32 and rounded once.
 """
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Handle = dist.ProcessGroup
 Op = Literal["sum", "mean", "max"]
 BLOCK = 1 << 18  # elements added at a time: N + 1 blocks of 1 MB stay in a core's cache, so memory is read once
 NATIVE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
@@ -23,7 +25,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
-        self._taken: dict[int, Tensor] = {}
+        self._taken: dict[int, tuple[Tensor, Tensor]] = {}  # id of the view -> (view, buffer); the view keeps its id
 
     def take(self, numel: int, like: Tensor) -> Tensor:
         """A [numel] tensor of like's dtype and device: the smallest free buffer that holds it, or a new one."""
@@ -37,7 +39,7 @@ class Scratch:
             self._free = self._free[1:]
             buffer = torch.empty(max(need, 1), dtype=torch.uint8, device=like.device)
         view = buffer[:need].view(like.dtype)
-        self._taken[id(view)] = buffer
+        self._taken[id(view)] = (view, buffer)
         return view
 
     def lends(self, tensor: Tensor) -> bool:
@@ -46,12 +48,12 @@ class Scratch:
 
     def give(self, view: Tensor, keep: bool = True) -> None:
         """Hand a tensor from `take` back; without `keep` its memory is left to whoever still holds it."""
-        buffer = self._taken.pop(id(view))
+        _, buffer = self._taken.pop(id(view))
         if keep:
             self._free.append(buffer)
 
     def tensors(self) -> list[Tensor]:
-        return [*self._free, *self._taken.values()]
+        return [*self._free, *(buffer for _, buffer in self._taken.values())]
 
 
 def chunk_sizes(numel: int, size: int) -> list[int]:
@@ -59,7 +61,7 @@ def chunk_sizes(numel: int, size: int) -> list[int]:
     return [numel // size + (r < numel % size) for r in range(size)]
 
 
-def exchange(handle: dist.ProcessGroup | None, received: Tensor, x: Tensor, sizes: list[int], rank: int) -> list[Any]:
+def exchange(handle: Handle, received: Tensor, x: Tensor, sizes: list[int], rank: int) -> list[Any]:
     """Start sending chunk i of x to rank i; received [(N-1) * sizes[rank]] collects the others' chunks for this rank.
 
     Two all-to-alls, to the ranks below and to those above, so that the own chunk is not copied on the way.
@@ -68,9 +70,10 @@ def exchange(handle: dist.ProcessGroup | None, received: Tensor, x: Tensor, size
     none_below, none_above = [0] * (rank + 1), [0] * (len(sizes) - rank)
     start, end = sum(below), sum(below) + mine
     split = mine * rank
+    all_to_all = partial(dist.all_to_all_single, group=handle, async_op=True)
     return [
-        *all_to_all(handle, received[split:], x[:start], none_below + [mine] * len(above), below + none_above),
-        *all_to_all(handle, received[:split], x[end:], [mine] * len(below) + none_above, none_below + above),
+        all_to_all(received[split:], x[:start], none_below + [mine] * len(above), below + none_above),
+        all_to_all(received[:split], x[end:], [mine] * len(below) + none_above, none_below + above),
     ]
 
 
@@ -100,18 +103,7 @@ def ordered_reduce(out: Tensor, received: Tensor, own: Tensor, rank: int, op: Op
             here.copy_(total.to(own.dtype))
 
 
-def all_to_all(
-    handle: dist.ProcessGroup | None,
-    out: Tensor,
-    x: Tensor,
-    out_splits: list[int] | None = None,
-    in_splits: list[int] | None = None,
-) -> list[Any]:
-    """Start sending chunk i of x to rank i; out collects the chunks received, in rank order."""
-    return [dist.all_to_all_single(out, x, out_splits, in_splits, group=handle, async_op=True)]
-
-
-def all_gather(handle: dist.ProcessGroup | None, chunks: list[Tensor], x: Tensor, rank: int) -> list[Any]:
+def all_gather(handle: Handle, chunks: list[Tensor], x: Tensor, rank: int) -> list[Any]:
     """Start N broadcasts, one from each rank, straight into the N places of the result."""
     if chunks[rank].data_ptr() != x.data_ptr():
         chunks[rank].copy_(x)
@@ -122,27 +114,3 @@ def all_gather(handle: dist.ProcessGroup | None, chunks: list[Tensor], x: Tensor
         for source, chunk in enumerate(chunks)
         if chunk.numel()
     ]
-
-
-def broadcast(handle: dist.ProcessGroup | None, x: Tensor, root: int) -> list[Any]:
-    return [dist.broadcast(x, group=handle, group_src=root, async_op=True)]
-
-
-def native_all_reduce(handle: dist.ProcessGroup | None, x: Tensor, op: Op) -> list[Any]:
-    return [dist.all_reduce(x, NATIVE[op], group=handle, async_op=True)]
-
-
-def native_reduce_scatter(handle: dist.ProcessGroup | None, out: Tensor, x: Tensor, op: Op) -> list[Any]:
-    return [_current("reduce_scatter")(out, x, NATIVE[op], group=handle, async_op=True)]
-
-
-def native_all_gather(handle: dist.ProcessGroup | None, out: Tensor | list[Tensor], x: Tensor) -> list[Any]:
-    if isinstance(out, Tensor):
-        return [_current("all_gather")(out, x, group=handle, async_op=True)]
-    return [dist.all_gather(out, x, group=handle, async_op=True)]
-
-
-def _current(name: str) -> Any:
-    """torch 2.13 renames the single-buffer collectives and warns about the old names, which 2.11 has alone."""
-    old = {"reduce_scatter": "reduce_scatter_tensor", "all_gather": "all_gather_into_tensor"}[name]
-    return getattr(dist, f"{name}_single", None) or getattr(dist, old)

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from refimpl import launch
-from refimpl.comm.group import Group, Phase, Work
+from refimpl.comm.group import Group
+from refimpl.comm.work import Steps, Work
 from refimpl.grading.compare import Wrong
 from refimpl.measure.ledger import Event, Ledger
 
@@ -31,10 +32,10 @@ class WatchedGroup(Group):
         super().__init__(handle)
         self.control, self.told = control, told
 
-    def _run(self, op: str, sent: int, tag: str, async_op: bool, *phases: Phase) -> Work:
+    def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps) -> Work:
         if self.told:
             launch.report(Called(_words(op, tag, sent)))
-        return super()._run(op, sent, tag, async_op, *phases)
+        return super()._run(op, sent, tag, async_op, steps)
 
     def send(self, x: Tensor, to: int, *, async_op: bool = False, tag: str = "") -> Work:
         return super().send(x, to, async_op=async_op, tag=f"to {to}")

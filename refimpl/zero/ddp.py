@@ -10,7 +10,7 @@ A gradient's way: backward -> `Gradients.arrive` -> bucket full -> `reduce` -> `
 
 from torch import Tensor
 
-from refimpl.comm.group import Work
+from refimpl.comm.work import Work
 from refimpl.zero.flat import Bucket
 from refimpl.zero.stage import Stage
 
@@ -22,6 +22,4 @@ class DDP(Stage):
 
     def reduce(self, bucket: Bucket, local: Tensor) -> tuple[Work, Tensor]:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [P], in place."""
-        if self.gradients.flights:  # the bucket before enters its second half, a gather, which now travels beside this
-            self.gradients.flights[-1].work.advance()
         return self.group.all_reduce(local, self.gradients.op, async_op=True, tag="gradients"), local

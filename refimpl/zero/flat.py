@@ -13,7 +13,8 @@ The padding is zero, gets zero gradients and is never saved.
 import torch
 from torch import Tensor, nn
 
-from refimpl.comm.group import Group, Work
+from refimpl.comm.group import Group
+from refimpl.comm.work import Work
 from refimpl.zero.parameter import Managed, place
 
 ALIGN = 64  # elements: torch's fused AdamW gives the same bits on any cut that falls on a multiple of 64

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from refimpl.comm.collectives import Op, Scratch
-from refimpl.comm.group import Group, Work
+from refimpl.comm.group import Group
+from refimpl.comm.work import Work
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
 from refimpl.zero.parameter import clear_raw_grad, raw_grad

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from refimpl.comm.group import Group, Work
+from refimpl.comm.group import Group
+from refimpl.comm.work import Work
 
 MESSAGE = 128  # bytes: a checksum of the whole text, then as much of its end as fits
 CHECKSUM = 4
@@ -45,7 +46,7 @@ class RollCall:
         mine = torch.frombuffer(bytearray(message.ljust(MESSAGE, b" ")), dtype=torch.uint8)  # [128]
         everyones = torch.empty(self.line.size, MESSAGE, dtype=torch.uint8)  # [N, 128]
         said = self.line.all_to_all(everyones, mine.repeat(self.line.size, 1), async_op=True, tag="roll call")
-        call = Work(lambda: [said], lambda: compare(everyones, mine))
+        call = Work(iter((lambda: [said], lambda: compare(everyones, mine))))
         self._unheard.append(call)
         self._next.call = call
         self._notes, self._next = [], NextCall(self)
@@ -63,7 +64,7 @@ class RollCall:
             return begun
         self._notes.append(what)
         heard = self._next
-        return Work(lambda: [heard, begun])
+        return Work(iter((lambda: [heard, begun],)))
 
 
 class NextCall:
@@ -91,6 +92,7 @@ def compare(everyones: Tensor, mine: Tensor) -> list[Any]:
 
 def own_line(group: Group) -> Group:
     """A gloo group of the same ranks for host tensors, on which small messages do not queue behind large ones."""
+    assert group.handle is not None
     ranks = dist.get_process_group_ranks(group.handle)
     handle = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return Group(handle, group.ledger, torch.device("cpu"))

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from refimpl.comm.group import Group, Work
+from refimpl.comm.group import Group
+from refimpl.comm.work import Work
 from refimpl.optim.loss_scale import LossScaler
 from refimpl.zero.access import ByName
 from refimpl.zero.backward import BackwardPass, in_backward

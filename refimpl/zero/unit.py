@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from refimpl.comm.group import Group, Work
+from refimpl.comm.group import Group
+from refimpl.comm.work import Work
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
 from refimpl.zero.parameter import DATA, Freed, Managed, place, stage_of
@@ -70,7 +71,7 @@ class Unit(Bucket):
         if self.is_free:
             self.full.untyped_storage().resize_(self.padded * self.full.element_size())
             gather = self.group.all_gather(self.full, self.mine, async_op=True, tag="parameters")
-            self._work = Work(lambda: [announced, gather]) if announced else gather
+            self._work = Work(iter((lambda: [announced, gather],))) if announced else gather
             self.is_free = False
 
     def wait(self) -> None:

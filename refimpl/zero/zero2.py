@@ -11,7 +11,7 @@ A gradient's way: backward -> `Gradients.arrive` -> bucket full -> `reduce` -> `
 
 from torch import Tensor
 
-from refimpl.comm.group import Work
+from refimpl.comm.work import Work
 from refimpl.zero.flat import Bucket, gather_all
 from refimpl.zero.stage import Stage
 

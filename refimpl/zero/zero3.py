@@ -13,7 +13,7 @@ A parameter's way: shard -> `Fetch.before_forward` -> `Unit.wait` -> views compu
 
 from torch import Tensor, nn
 
-from refimpl.comm.group import Work
+from refimpl.comm.work import Work
 from refimpl.zero.fetch import Fetch
 from refimpl.zero.flat import Bucket, gather_all, lay_out
 from refimpl.zero.order import RollCall

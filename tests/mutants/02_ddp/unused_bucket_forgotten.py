@@ -1,7 +1,7 @@
 """A bucket with an unused parameter never fills, and finish() does not launch it.
 
 task: Ddp
-says: hangs: rank 1 has called fewer collectives
+says: the gradient of inner.weight is wrong
 """
 
 from contextlib import contextmanager

@@ -1,0 +1,49 @@
+"""Collectives composed of simpler ones: a reduction is an all-to-all and ordered adds, an all-gather N broadcasts.
+
+    all_reduce       exchange -> add in rank order -> all_gather         2n(N-1)/N bytes a rank
+    reduce_scatter   exchange -> add in rank order                        n(N-1)/N
+    all_gather       broadcast from every rank into its place             n(N-1)/N
+
+See `collectives.py` for why this is faster on gloo than gloo's own, and for the order of the adds.
+"""
+
+from torch import Tensor
+
+from refimpl.comm import collectives
+from refimpl.comm.collectives import Op
+from refimpl.comm.transport import Library
+from refimpl.comm.work import Steps
+
+
+class Composed(Library):
+    """gloo's transport; with `deterministic=True` also NCCL's."""
+
+    in_halves = True
+
+    def __init__(self, handle: collectives.Handle) -> None:
+        super().__init__(handle)
+        self._scratch = collectives.Scratch()
+
+    def all_reduce(self, x: Tensor, op: Op) -> Steps:
+        sizes = collectives.chunk_sizes(x.numel(), self.size)
+        chunks = list(x.split(sizes))  # type: ignore[no-untyped-call]
+        own = chunks[self.rank]
+        received = self._scratch.take(own.numel() * (self.size - 1), x)
+        yield lambda: collectives.exchange(self.handle, received, x, sizes, self.rank)
+        collectives.ordered_reduce(own, received, own, self.rank, op)
+        self._scratch.give(received)
+        yield lambda: collectives.all_gather(self.handle, chunks, own, self.rank)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Steps:
+        own = x.view(self.size, -1)[self.rank]
+        sizes = [own.numel()] * self.size
+        received = self._scratch.take(x.numel() - own.numel(), x)
+        yield lambda: collectives.exchange(self.handle, received, x, sizes, self.rank)
+        collectives.ordered_reduce(out, received, own, self.rank, op)
+        self._scratch.give(received)
+
+    def all_gather(self, chunks: list[Tensor], x: Tensor) -> Steps:
+        yield lambda: collectives.all_gather(self.handle, chunks, x, self.rank)
+
+    def scratch(self) -> list[Tensor]:
+        return self._scratch.tensors()
