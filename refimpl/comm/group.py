@@ -30,6 +30,7 @@ from refimpl.comm.board import Board
 from refimpl.comm.collectives import Op
 from refimpl.comm.composed import Composed
 from refimpl.comm.native import Native
+from refimpl.comm.patience import Patience
 from refimpl.comm.transport import Alone, Library, Transport
 from refimpl.comm.work import Phase, Steps, Work
 from refimpl.measure.ledger import Ledger
@@ -52,6 +53,7 @@ class Group:
         self.rank, self.size = self.transport.rank, self.transport.size
         self.device = device or torch.device(os.environ.get("REFIMPL_DEVICE", "cpu"))
         self.ledger = ledger or Ledger()
+        self.patience = Patience()
         self._half: Work | None = None  # an all-reduce whose second half is not begun
         directory = os.environ.get("REFIMPL_BOARD")
         ranks = dist.get_process_group_ranks(handle) if handle else []
@@ -101,7 +103,7 @@ class Group:
     def _agreed(self, what: str, tag: str, parts: Sequence[Part] = ()) -> Agreed:
         """What is begun only when no rank is seen to begin something else; `what` must be equal on all ranks."""
         board = self._board if self.size > 1 else None
-        return Agreed(board, dist.get_rank() if self.handle else 0, what, tag, parts)
+        return Agreed(board, self.patience, dist.get_rank() if self.handle else 0, what, tag, parts)
 
     def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
         """Replace x [n] by its sum, mean or maximum over ranks, the same bits on every rank. Any n; x contiguous.
@@ -191,6 +193,13 @@ class Group:
         checks.tensors("recv", x=x)
         agreed = self._agreed(f"recv of {_words(x)} from {source}", tag, [((source, self.rank), _words(x))])
         return self._run("recv", 0, tag, async_op, agreed.message(self.transport.recv(x, source)))
+
+    def settle(self) -> None:
+        """Before the host reads a number from a GPU: return, patiently (see `Patience`), when it is there."""
+        if self.device.type == "cuda":
+            queued = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            queued.record()
+            self.patience.poll(queued.query)
 
     def barrier(self) -> None:
         """Return when every rank has come here."""

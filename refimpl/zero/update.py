@@ -131,6 +131,7 @@ class Update:
         message = ranks_unused if alike else torch.cat([total, ranks_unused])
         if message.numel():
             self.group.all_reduce(message, "sum", tag="norm")
+            self.group.settle()
         if not alike:
             total, ranks_unused = message[:1], message[1:]
         return total, (ranks_unused == self.group.size).tolist()
