@@ -50,24 +50,27 @@ class Path:
 
     def begin(self, what: str) -> None:
         """An iteration begins, or a step."""
-        self._do(what, expected := self._expected(), known=what == expected)
+        if what != self._expected():
+            self._leave(what)
+        self.at += 1
         self.outline.add(what)
         self.trace = self.traces.setdefault(what, Trace())
         self.trace.restart()
 
     def visit(self, bucket: Bucket, during: Pass) -> None:
         """This rank is about to use or to reduce `bucket`."""
-        self._do(words(bucket, during), self._expected(), known=self.trace.next == (bucket, during))
+        if self.trace.next != (bucket, during):
+            self._leave(words(bucket, during))
+        self.at += 1
         self.trace.visit(bucket, during)
 
     def _expected(self) -> str:
         """What this rank did here the last time, "" if it never was here."""
         return self.outline.expected if self.trace.next is None else words(*self.trace.next)
 
-    def _do(self, what: str, expected: str, known: bool) -> None:
-        if self.roll_call and not known:
-            self.roll_call(Standing(self.at, self.patience.begun, what, expected))
-        self.at += 1
+    def _leave(self, what: str) -> None:
+        if self.roll_call:
+            self.roll_call(Standing(self.at, self.patience.begun, what, self._expected()))
 
     def stalled(self, number: int) -> None:
         """This rank has waited long for collective `number`: if a calling rank is the reason, call too."""
