@@ -57,6 +57,10 @@ class Unit(Bucket):
         self.group.broadcast(self.full, root, tag="start")
         self.keep()
 
+    def gather(self, most: int) -> list[Work]:
+        """Nothing after an update: a unit is gathered when a module needs it."""
+        return []
+
     @torch.no_grad()
     def keep(self) -> None:
         """This rank's shard of `full`, which was written on every rank alike."""
