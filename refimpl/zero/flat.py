@@ -7,7 +7,7 @@
 Shapes in comments are [P] for a full buffer and [S] for a shard. Each bucket is cut into N shards, so every reduction
 and every gather keeps all ranks equally busy (as in Megatron-LM's distributed optimizer). DeepSpeed cuts the whole flat
 group instead (deepspeed/runtime/zero/stage_1_and_2.py), so that a bucket may belong to one rank alone.
-The padding is zero, gets zero gradients and is never saved.
+Each parameter begins on a multiple of 8 elements. The padding is zero, gets zero gradients and is never saved.
 """
 
 import torch
@@ -18,6 +18,7 @@ from refimpl.comm.work import Work
 from refimpl.zero.parameter import Managed, place
 
 ALIGN = 64  # elements: torch's fused AdamW gives the same bits on any cut that falls on a multiple of 64
+ALIGN_PARAMETER = 8  # elements, 16 bytes of bf16: where cuBLAS's fast kernels want a matrix to begin
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -43,10 +44,14 @@ class Bucket:
         self.offset: dict[nn.Parameter, int] = {}
         self.numel = 0
         for p in params:
-            self.offset[p] = self.numel
-            self.numel += p.numel()
+            self.offset[p] = round_up(self.numel, ALIGN_PARAMETER)
+            self.numel = self.offset[p] + p.numel()
         self.padded = round_up(self.numel, group.size * ALIGN)
         self.device = params[0].device
+        is_padding = torch.ones(self.padded, dtype=torch.bool)
+        for p in params:
+            self.piece(is_padding, p).fill_(False)
+        self.padding = is_padding.nonzero().view(-1).to(self.device)  # indices that are no parameter's
         whole = torch.zeros(self.padded, dtype=params[0].dtype, device=self.device)  # [P]
         with torch.no_grad():
             for p in params:

@@ -26,7 +26,7 @@ from refimpl.comm.group import Group
 from refimpl.comm.work import Work
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
-from refimpl.zero.parameter import clear_raw_grad, raw_grad
+from refimpl.zero.parameter import take_raw_grad
 
 IN_FLIGHT = 2  # one bucket travels while the next one fills
 
@@ -82,6 +82,8 @@ class Gradients:
         self.flights: deque[Flight] = deque()  # reductions under way, the oldest first
         self.total: dict[Bucket, Tensor] = {}  # [P] or [S], mean over ranks of all that has travelled since the step
         self._written: dict[Bucket, set[nn.Parameter]] = {}  # whose piece of `local` holds something
+        self._kept: dict[Bucket, dict[nn.Parameter, Tensor]] = {}  # gradients not yet copied there
+        self.at_once = group.device.type == "cuda"  # copy a bucket's gradients when it is full: one launch, not many
         self._missing: dict[Bucket, set[nn.Parameter]] | None = None  # still to arrive in this backward
         self._lent: dict[Bucket, Tensor] = {}  # the buffers that totals live in until the step
         self._scratch, self._results = Scratch(), Scratch()  # kept between steps, for `local` and for `result`
@@ -128,16 +130,15 @@ class Gradients:
         self._missing = None
         for local in self.local.values():
             self._scratch.give(local)
-        self.local, self._written = {}, {}
+        self.local, self._written, self._kept = {}, {}, {}
         self.clear()
 
     def arrive(self, p: nn.Parameter) -> None:
         """Runs inside backward when p's gradient is complete: add it to the bucket, and launch what is now full."""
         self.sign()
         self.group.ledger.mark(f"grad {self.names[p]}")
-        grad = raw_grad(p)
+        grad = take_raw_grad(p)
         assert grad is not None
-        clear_raw_grad(p)
         bucket = self.bucket_of[p]
         self.add(p, grad if self.divisor == 1 else grad / self.divisor)
         if self._missing and bucket in self._missing:
@@ -148,25 +149,37 @@ class Gradients:
     def add(self, p: nn.Parameter, grad: Tensor) -> None:
         """Add this rank's own gradient of p, to be reduced later."""
         bucket = self.bucket_of[p]
-        piece = bucket.piece(self._open(bucket), p)
+        local, written, kept = self._open(bucket), self._written[bucket], self._kept.setdefault(bucket, {})
         grad = grad.to_dense() if grad.is_sparse else grad
         if self.first_finite is None:
             self.first_finite = grad.isfinite().all()
-        if p in self._written[bucket]:
-            piece.add_(grad)
-        else:
-            piece.copy_(grad)
-            self._written[bucket].add(p)
         self.used.add(p)
+        if self.at_once and p not in written and p not in kept:
+            kept[p] = grad
+            return
+        self._copy_kept(bucket)
+        if p in written:
+            bucket.piece(local, p).add_(grad)
+        else:
+            bucket.piece(local, p).copy_(grad)
+            written.add(p)
+
+    def _copy_kept(self, bucket: Bucket) -> None:
+        """Copy the gradients that were kept as they came into the bucket's buffer."""
+        if kept := self._kept.pop(bucket, None):
+            torch._foreach_copy_([bucket.piece(self.local[bucket], p) for p in kept], list(kept.values()))
+            self._written[bucket].update(kept)
 
     def waiting(self, p: nn.Parameter) -> Tensor | None:
         """This rank's own gradient of p that is not reduced yet, in p's shape."""
         bucket = self.bucket_of[p]
+        self._copy_kept(bucket)
         return bucket.piece(self.local[bucket], p) if p in self._written.get(bucket, ()) else None
 
     def discard(self, p: nn.Parameter) -> None:
         """Drop the gradient of p alone."""
         bucket = self.bucket_of[p]
+        self._copy_kept(bucket)
         self.used.discard(p)
         if bucket in self.total:
             self.dropped.add(p)
@@ -178,7 +191,7 @@ class Gradients:
         if bucket not in self.local:
             dtype = self.config.grad_accum_dtype or bucket.dtype
             self.local[bucket] = self._scratch.take(bucket.padded, torch.empty(0, dtype=dtype, device=bucket.device))
-            self.local[bucket][bucket.numel :].zero_()
+            self.local[bucket].index_fill_(0, bucket.padding, 0)
             self._written[bucket] = set()
         return self.local[bucket]
 
@@ -213,6 +226,7 @@ class Gradients:
         if self._missing is not None:
             self._missing.pop(bucket, None)
         local = self._open(bucket)
+        self._copy_kept(bucket)
         del self.local[bucket]
         for p in set(bucket.params) - self._written.pop(bucket):
             bucket.piece(local, p).zero_()

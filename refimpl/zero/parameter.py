@@ -157,8 +157,11 @@ def raw_grad(p: nn.Parameter) -> Tensor | None:
     return GRAD.__get__(p)  # type: ignore[no-any-return]
 
 
-def clear_raw_grad(p: nn.Parameter) -> None:
+def take_raw_grad(p: nn.Parameter) -> Tensor | None:
+    """The same, taken away from there."""
+    grad: Tensor | None = GRAD.__get__(p)
     GRAD.__set__(p, None)
+    return grad
 
 
 def place(p: nn.Parameter, memory: Tensor, kind: type[nn.Parameter]) -> None:

@@ -34,7 +34,7 @@ from refimpl.zero.grad_view import GradientView
 from refimpl.zero.gradients import Gradients, Reduction
 from refimpl.zero.outputs import tensors_of
 from refimpl.zero.owned import take_over
-from refimpl.zero.parameter import DATA, Freed, Hook, Managed, clear_raw_grad, raw_grad, stage_of, untraced
+from refimpl.zero.parameter import DATA, Freed, Hook, Managed, stage_of, take_raw_grad, untraced
 from refimpl.zero.start import refuse_foreign, refuse_replaced, refuse_shared_memory, share
 from refimpl.zero.update import Update
 
@@ -171,8 +171,7 @@ class Stage(Changing, ByName, ABC):
                 "scale(loss).backward() in place of loss.backward(); zero_grad() drops what is there"
             )
         for p in self.include_thawed():
-            if (grad := raw_grad(p)) is not None:
-                clear_raw_grad(p)
+            if (grad := take_raw_grad(p)) is not None:
                 self.gradients.add(p, grad)
         refuse_replaced(self.model, self.names, self.gradients)
         return self.gradients.finish()
@@ -221,7 +220,7 @@ class Stage(Changing, ByName, ABC):
         self._unscaled = False
         for p in self.group_of:
             if p not in self.gradients.bucket_of:
-                clear_raw_grad(p)
+                take_raw_grad(p)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients since the last step to this global norm, now; returns the norm before. A collective."""
