@@ -186,14 +186,15 @@ from refimpl.zero.zero1 import Zero1
 show.diff(DDP, Zero1)
 
 # %% [markdown]
-# The same three places. `owned` is a shard of each bucket; `reduce` is a reduce-scatter; `gather` has something to do.
-# The shard is a view of the bucket, so the optimizer writes into the model's own memory, and the all-gather only has
-# to fill in the other parts:
+# `owned` is a shard of each bucket, and `reduce` is a reduce-scatter. The third place follows from the first: what a
+# rank does not own must be gathered after the update. The shard is a view of the bucket, so the optimizer writes into
+# the model's own memory, and the all-gather only has to fill in the other parts:
 
 # %%
 from refimpl.zero.flat import Bucket
+from refimpl.zero.stage import Stage
 
-show.source(Bucket.shard, Bucket.gather)
+show.source(Stage.gather, Bucket.shard, Bucket.gather)
 
 # %% [markdown]
 # ## 5. Measure it

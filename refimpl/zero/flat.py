@@ -59,6 +59,7 @@ class Bucket:
         group.broadcast(whole, tag="start")
         self.dtype = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
         self.full = whole.to(self.dtype)  # [P]
+        self.mine = self.shard(self.full)  # [S]
         self.unrounded = None if self.full is whole else whole  # what fp32 master weights begin with
         self.attach()
 
@@ -66,6 +67,9 @@ class Bucket:
         """Make every parameter a view of `full`."""
         for p in self.params:
             place(p, self.piece(self.full, p), Managed)
+
+    def free(self) -> None:
+        """Nothing: `full` stays, here. See `Unit`."""
 
     def piece(self, flat: Tensor, p: nn.Parameter) -> Tensor:
         """The part of flat [P] that belongs to p, in p's shape."""
@@ -97,7 +101,7 @@ class Bucket:
         rows = self.full.view(self.group.size, -1)  # [N, S]
         width = max(1, most // self.group.size)
         if rows.shape[1] <= width:
-            return [self.group.all_gather(self.full, self.shard(self.full), async_op=True, tag="parameters")]
+            return [self.group.all_gather(self.full, self.mine, async_op=True, tag="parameters")]
         return [
             self.group.all_gather(list(cut.unbind()), cut[self.group.rank], async_op=True, tag="parameters")
             for cut in torch.split(rows, width, dim=1)

@@ -2,7 +2,7 @@
 
     a bucket is   until                                                  its gradients lie in
     empty         `add`: the first gradient arrives (`arrive` is the hook)
-    filling       `launch`: full, or backward is over                     local [P]
+    filling       `launch`: full, or backward is over                     filling: [P], see `Filling`
     travelling    `settle`: the reduction has arrived                     flights
     reduced       `clear`: the step has used it                           total [P] or [S]
 
@@ -25,6 +25,7 @@ from refimpl.comm.collectives import Op, Scratch
 from refimpl.comm.group import Group
 from refimpl.comm.work import Work
 from refimpl.zero.config import ZeroConfig
+from refimpl.zero.filling import Filling
 from refimpl.zero.flat import Bucket
 from refimpl.zero.parameter import take_raw_grad
 
@@ -78,11 +79,9 @@ class Gradients:
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         self.first_finite: Tensor | None = None  # whether the last backward's first gradient was; None: it had none
         self._handles: list[Any] = []
-        self.local: dict[Bucket, Tensor] = {}  # [P], this rank's own sum, still to travel
+        self.filling: dict[Bucket, Filling] = {}  # this rank's own sum, still to travel
         self.flights: deque[Flight] = deque()  # reductions under way, the oldest first
         self.total: dict[Bucket, Tensor] = {}  # [P] or [S], mean over ranks of all that has travelled since the step
-        self._written: dict[Bucket, set[nn.Parameter]] = {}  # whose piece of `local` holds something
-        self._kept: dict[Bucket, dict[nn.Parameter, Tensor]] = {}  # gradients not yet copied there
         self.at_once = group.device.type == "cuda"  # copy a bucket's gradients when it is full: one launch, not many
         self._missing: dict[Bucket, set[nn.Parameter]] | None = None  # still to arrive in this backward
         self._lent: dict[Bucket, Tensor] = {}  # the buffers that totals live in until the step
@@ -128,9 +127,9 @@ class Gradients:
     def drop(self) -> None:
         """Forget everything since the last step. What still travels is waited for when the next backward begins."""
         self._missing = None
-        for local in self.local.values():
-            self._scratch.give(local)
-        self.local, self._written, self._kept = {}, {}, {}
+        for filling in self.filling.values():
+            self._scratch.give(filling.buffer)
+        self.filling = {}
         self.clear()
 
     def arrive(self, p: nn.Parameter) -> None:
@@ -149,51 +148,34 @@ class Gradients:
     def add(self, p: nn.Parameter, grad: Tensor) -> None:
         """Add this rank's own gradient of p, to be reduced later."""
         bucket = self.bucket_of[p]
-        local, written, kept = self._open(bucket), self._written[bucket], self._kept.setdefault(bucket, {})
         grad = grad.to_dense() if grad.is_sparse else grad
         if self.first_finite is None:
             self.first_finite = grad.isfinite().all()
         self.used.add(p)
-        if self.at_once and p not in written and p not in kept:
-            kept[p] = grad
-            return
-        self._copy_kept(bucket)
-        if p in written:
-            bucket.piece(local, p).add_(grad)
-        else:
-            bucket.piece(local, p).copy_(grad)
-            written.add(p)
-
-    def _copy_kept(self, bucket: Bucket) -> None:
-        """Copy the gradients that were kept as they came into the bucket's buffer."""
-        if kept := self._kept.pop(bucket, None):
-            torch._foreach_copy_([bucket.piece(self.local[bucket], p) for p in kept], list(kept.values()))
-            self._written[bucket].update(kept)
+        self._open(bucket).add(p, grad, self.at_once)
 
     def waiting(self, p: nn.Parameter) -> Tensor | None:
         """This rank's own gradient of p that is not reduced yet, in p's shape."""
-        bucket = self.bucket_of[p]
-        self._copy_kept(bucket)
-        return bucket.piece(self.local[bucket], p) if p in self._written.get(bucket, ()) else None
+        filling = self.filling.get(self.bucket_of[p])
+        return None if filling is None else filling.of(p)
 
     def discard(self, p: nn.Parameter) -> None:
         """Drop the gradient of p alone."""
         bucket = self.bucket_of[p]
-        self._copy_kept(bucket)
         self.used.discard(p)
         if bucket in self.total:
             self.dropped.add(p)
             bucket.part(self.total[bucket], p).zero_()
-        self._written.get(bucket, set()).discard(p)
+        if bucket in self.filling:
+            self.filling[bucket].discard(p)
 
-    def _open(self, bucket: Bucket) -> Tensor:
-        """The bucket's [P] buffer to fill, its padding zero."""
-        if bucket not in self.local:
+    def _open(self, bucket: Bucket) -> Filling:
+        """The bucket's gradients of this rank, with a buffer to fill."""
+        if bucket not in self.filling:
             dtype = self.config.grad_accum_dtype or bucket.dtype
-            self.local[bucket] = self._scratch.take(bucket.padded, torch.empty(0, dtype=dtype, device=bucket.device))
-            self.local[bucket].index_fill_(0, bucket.padding, 0)
-            self._written[bucket] = set()
-        return self.local[bucket]
+            buffer = self._scratch.take(bucket.padded, torch.empty(0, dtype=dtype, device=bucket.device))
+            self.filling[bucket] = Filling(bucket, buffer)
+        return self.filling[bucket]
 
     def _launch_full(self, touched: Bucket) -> None:
         """Launch what is full. `_missing` lists, in launch order, the buckets not launched in this backward."""
@@ -215,7 +197,7 @@ class Gradients:
                     f"rank {self.group.rank}: no gradient for {', '.join(unused)}; freeze what the loss does not use, "
                     "or set ignore_unused_parameters=True"
                 )
-        late = [b for b in self.buckets if b in self.local and b not in self._missing]
+        late = [b for b in self.buckets if b in self.filling and b not in self._missing]
         for bucket in [*self._missing, *late]:
             self.launch(bucket)
         while self.flights:
@@ -225,11 +207,8 @@ class Gradients:
         """Start the reduction of the bucket's local gradients; what was not written counts as zero."""
         if self._missing is not None:
             self._missing.pop(bucket, None)
-        local = self._open(bucket)
-        self._copy_kept(bucket)
-        del self.local[bucket]
-        for p in set(bucket.params) - self._written.pop(bucket):
-            bucket.piece(local, p).zero_()
+        local = self._open(bucket).complete()
+        del self.filling[bucket]
         while len(self.flights) >= IN_FLIGHT:
             self.settle()
         wire = local.to(self.config.communication_data_type or local.dtype)
@@ -266,9 +245,9 @@ class Gradients:
 
     def finish(self) -> dict[Bucket, Tensor]:
         """All gradients since the last step as means over ranks; a bucket in which all is frozen has none."""
-        if self.local:  # the last backward was not reduced
+        if self.filling:  # the last backward was not reduced
             for bucket in self.buckets:
-                if bucket in self.local or any(p.requires_grad for p in bucket.params):
+                if bucket in self.filling or any(p.requires_grad for p in bucket.params):
                     self.launch(bucket)
             while self.flights:
                 self.settle()
@@ -282,6 +261,10 @@ class Gradients:
         self._lent, self.total = {}, {}
         self.used, self.dropped = set(), set()
         self.generation += 1
+
+    def tensors(self) -> list[Tensor]:
+        """The gradients since the last step: reduced, or this rank's own."""
+        return [*self.total.values(), *(filling.buffer for filling in self.filling.values())]
 
     def buffers(self) -> list[Tensor]:
         """Transient memory kept between steps."""

@@ -32,14 +32,15 @@ from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket, gather_all, groups_of, lay_out
 from refimpl.zero.grad_view import GradientView
 from refimpl.zero.gradients import Gradients, Reduction
+from refimpl.zero.held import Held
 from refimpl.zero.outputs import tensors_of
 from refimpl.zero.owned import take_over
-from refimpl.zero.parameter import DATA, Freed, Hook, Managed, stage_of, take_raw_grad, untraced
+from refimpl.zero.parameter import Freed, Hook, Managed, stage_of, take_raw_grad, untraced
 from refimpl.zero.start import refuse_foreign, refuse_replaced, refuse_shared_memory, share
 from refimpl.zero.update import Update
 
 
-class Stage(Changing, ByName, ABC):
+class Stage(Changing, ByName, Held, ABC):
     """A data-parallel strategy around a model and, if there is something to train, its optimizer."""
 
     reduces_always = False  # whether there is no memory in which a whole gradient could wait for a later pass
@@ -260,39 +261,10 @@ class Stage(Changing, ByName, ABC):
         """A backward raised: what it left, and what was accumulated before it, is dropped."""
         self.gradients.drop()
 
-    # What it is and holds.
+    # What it is.
 
     def name_of(self, p: nn.Parameter) -> str:
         return self.names.get(p, "?")
-
-    def state_dict(self) -> dict[str, Any]:
-        """What this rank owns (references, not copies): optimizer state, fp32 weights, loss scale."""
-        return {"stage": type(self).__name__, "ranks": self.group.size, **self.update.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`, on every rank. ValueError for another stage or number of ranks."""
-        here = {"stage": type(self).__name__, "ranks": self.group.size}
-        for key, value in here.items():
-            if state[key] != value:
-                raise ValueError(f"this state was saved with {key} = {state[key]}, here {key} = {value}")
-        self.update.load_state_dict(state)
-        self.gather()
-
-    def full_state_dict(self) -> dict[str, Tensor] | None:
-        """The model's weights by name on rank 0, None elsewhere: views of the model's own memory, not a copy."""
-        return self.model.state_dict() if self.group.rank == 0 else None
-
-    def tensors(self) -> dict[str, list[Tensor]]:
-        """Every tensor this stage keeps alive now, by class, for a `MemoryMeter` (views: count their storages)."""
-        masters = [m for b, m in self.update.masters.items() if b.dtype != torch.float32]
-        return {
-            "parameters": [DATA.__get__(p) for p in self.names if not isinstance(p, Freed)],
-            "gradients": [*self.gradients.total.values(), *self.gradients.local.values()],
-            "optimizer": self.update.state(),
-            "master weights": masters,
-            "gathered": [],
-            "buckets": [*self.gradients.buffers(), *self.group.scratch()],
-        }
 
     @property
     def gathering_modules(self) -> int:
@@ -309,16 +281,3 @@ class Stage(Changing, ByName, ABC):
     def refuse_without_optimizer(self) -> None:
         if self.update.slices.optimizer is None:
             raise RuntimeError(f"{type(self).__name__} has no optimizer: pass one when it is built, or to `attach`")
-
-    @property
-    def scaler(self) -> LossScaler | None:
-        return self.update.scaler
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Global L2 norm of the last step's gradients: unscaled, before clipping, each parameter counted once."""
-        return self.update.grad_norm
-
-    @property
-    def skipped_steps(self) -> int:
-        return self.update.skipped_steps

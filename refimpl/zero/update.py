@@ -127,7 +127,7 @@ class Update:
         params = [p for bucket in self.owned for p in bucket.params]
         message = torch.tensor([0.0, *(p not in used for p in params)], dtype=torch.float64, device=self.group.device)
         for bucket, gradient in gradients.items():
-            if self.group.rank == 0 or gradient.numel() < bucket.padded:  # what every rank has counts once
+            if bucket.group.rank == 0 or gradient.numel() < bucket.padded:  # what every rank has counts once
                 message[0] += sum_of_squares(gradient, exact)
         self.group.all_reduce(message, "sum", tag="norm")
         squares, *unused = message.tolist()

@@ -19,7 +19,7 @@ from refimpl.zero.stage import Stage
 class Zero1(Stage):
     def owned(self, bucket: Bucket) -> Tensor:
         """This rank's shard, which `Stage.gather` brings to every rank after the update. -> [S]"""
-        return bucket.shard(bucket.full)
+        return bucket.mine
 
     def reduce(self, bucket: Bucket, local: Tensor) -> Reduction:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S], in its own place."""

@@ -21,7 +21,7 @@ class Zero2(Stage):
 
     def owned(self, bucket: Bucket) -> Tensor:
         """This rank's shard, which `Stage.gather` brings to every rank after the update. -> [S]"""
-        return bucket.shard(bucket.full)
+        return bucket.mine
 
     def reduce(self, bucket: Bucket, local: Tensor) -> Reduction:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; local is then free."""

@@ -51,13 +51,13 @@ class Zero3(Stage):
 
     def owned(self, bucket: Bucket) -> Tensor:
         """This rank's shard. -> [S]"""
-        return bucket.mine if isinstance(bucket, Unit) else bucket.shard(bucket.full)
+        return bucket.mine
 
     def reduce(self, bucket: Bucket, local: Tensor) -> Reduction:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; frees the parameters."""
         mine = self.gradients.take(bucket.padded // self.group.size, local)  # [S]
         work = bucket.group.reduce_scatter(mine, local, self.gradients.op, async_op=True, tag="gradients")
-        if isinstance(bucket, Unit) and not self.fetch.keeps:
+        if not self.fetch.keeps:
             bucket.free()
         return Reduction(self.roll_call.note(f"reduces {bucket.name}", work), mine, memory=mine)
 
