@@ -1,13 +1,16 @@
 """A bucket that fills: this rank's own gradients, added into one flat buffer [P] as they arrive.
 
-Where a launch is dear (CUDA) gradients are kept as they come and copied at once when somebody wants the buffer: one
-launch a bucket instead of one a parameter, as torch's DDP (`batched_grad_copy`). What never arrives counts as zero.
+Small gradients are kept as they come and copied together when somebody wants the buffer: one call a bucket instead of
+one a parameter (torch's DDP: `batched_grad_copy`). On CUDA, where each call is a launch, all are. On a CPU a large one
+is copied while it is still in cache, and its memory is free again. What never arrives counts as zero.
 """
 
 import torch
 from torch import Tensor, nn
 
 from refimpl.zero.flat import Bucket
+
+SMALL = 1 << 14  # elements: 64 KB of fp32
 
 
 class Filling:
@@ -20,13 +23,13 @@ class Filling:
         self.kept: dict[nn.Parameter, Tensor] = {}  # not yet copied there
         buffer.index_fill_(0, bucket.padding, 0)
 
-    def add(self, p: nn.Parameter, grad: Tensor, at_once: bool) -> None:
-        """Add a gradient of p; `at_once`: keep it until the buffer is wanted."""
-        if at_once and p not in self.written and p not in self.kept:
-            self.kept[p] = grad
-        elif p in self.written or p in self.kept:
+    def add(self, p: nn.Parameter, grad: Tensor) -> None:
+        """Add a gradient of p, without a graph."""
+        if p in self.kept or p in self.written:
             self.copy_kept()
             self.bucket.piece(self.buffer, p).add_(grad)
+        elif grad.numel() < SMALL or grad.is_cuda:
+            self.kept[p] = grad
         else:
             self.bucket.piece(self.buffer, p).copy_(grad)
             self.written.add(p)

@@ -42,6 +42,7 @@ class Bucket:
         """
         self.params, self.group, self.group_index, self.name = params, group, group_index, name
         self.offset: dict[nn.Parameter, int] = {}
+        self.stride = {p: torch.empty(p.shape, device="meta").stride() for p in params}
         self.numel = 0
         for p in params:
             self.offset[p] = round_up(self.numel, ALIGN_PARAMETER)
@@ -73,7 +74,7 @@ class Bucket:
 
     def piece(self, flat: Tensor, p: nn.Parameter) -> Tensor:
         """The part of flat [P] that belongs to p, in p's shape."""
-        return flat[self.offset[p] : self.offset[p] + p.numel()].view(p.shape)
+        return flat.as_strided(p.shape, self.stride[p], flat.storage_offset() + self.offset[p])
 
     def span(self, p: nn.Parameter, rank: int | None = None) -> tuple[int, int]:
         """Start and end of what a rank's shard [S] holds of p; start = end when that is nothing."""

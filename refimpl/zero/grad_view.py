@@ -93,6 +93,7 @@ class GradientView:
         elif grads.bucket_of[p] not in grads.total:
             grads.discard(p)
             grads.add(p, value)
+            grads.waiting(p)  # copied at once: the tensor stays the caller's
         elif not isinstance(value, GradientShard):
             grads.used.add(p)
             mine = self.mine(p)

@@ -82,7 +82,6 @@ class Gradients:
         self.filling: dict[Bucket, Filling] = {}  # this rank's own sum, still to travel
         self.flights: deque[Flight] = deque()  # reductions under way, the oldest first
         self.total: dict[Bucket, Tensor] = {}  # [P] or [S], mean over ranks of all that has travelled since the step
-        self.at_once = group.device.type == "cuda"  # copy a bucket's gradients when it is full: one launch, not many
         self._missing: dict[Bucket, set[nn.Parameter]] | None = None  # still to arrive in this backward
         self._lent: dict[Bucket, Tensor] = {}  # the buffers that totals live in until the step
         self._scratch, self._results = Scratch(), Scratch()  # kept between steps, for `local` and for `result`
@@ -144,15 +143,15 @@ class Gradients:
             self._missing[bucket].discard(p)
             self._launch_full(bucket)
 
-    @torch.no_grad()
     def add(self, p: nn.Parameter, grad: Tensor) -> None:
         """Add this rank's own gradient of p, to be reduced later."""
         bucket = self.bucket_of[p]
+        grad = grad.detach() if grad.requires_grad else grad  # recorded: create_graph
         grad = grad.to_dense() if grad.is_sparse else grad
         if self.first_finite is None:
             self.first_finite = grad.isfinite().all()
         self.used.add(p)
-        self._open(bucket).add(p, grad, self.at_once)
+        self._open(bucket).add(p, grad)
 
     def waiting(self, p: nn.Parameter) -> Tensor | None:
         """This rank's own gradient of p that is not reduced yet, in p's shape."""
