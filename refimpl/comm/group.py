@@ -30,6 +30,7 @@ from refimpl.comm.board import Board
 from refimpl.comm.collectives import Op
 from refimpl.comm.composed import Composed
 from refimpl.comm.native import Native
+from refimpl.comm.patience import Patience
 from refimpl.comm.process_group import ControlLine, backend_of, device_of
 from refimpl.comm.streams import Streams, streams_of
 from refimpl.comm.transport import Alone, Library, Transport
@@ -61,6 +62,7 @@ class Group:
         self.rank, self.size = self.transport.rank, self.transport.size
         self.ledger = ledger or Ledger()
         self._line = ControlLine(handle, self.backend) if handle else None
+        self.patience = Patience()
         self._half: Work | None = None  # an all-reduce whose second half is not begun
         directory = os.environ.get("REFIMPL_BOARD")
         ranks = dist.get_process_group_ranks(handle) if handle else []
@@ -106,7 +108,7 @@ class Group:
     def _agreed(self, what: str, tag: str, parts: Sequence[Part] = ()) -> Agreed:
         """What is begun only when no rank is seen to begin something else; `what` must be equal on all ranks."""
         board = self._board if self.size > 1 else None
-        return Agreed(board, dist.get_rank() if self.handle else 0, what, tag, parts)
+        return Agreed(board, self.patience, dist.get_rank() if self.handle else 0, what, tag, parts)
 
     def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
         """Replace x [n] by its sum, mean or maximum over ranks, the same bits on every rank. Any n; x contiguous.
@@ -212,6 +214,13 @@ class Group:
         sending = self._run("send", x.numel() * x.element_size(), tag, True, steps, x, out)
         self._run("recv", 0, tag, True, iter(())).wait()
         sending.wait()
+
+    def settle(self) -> None:
+        """Before the host reads a number from a GPU: return, patiently (see `Patience`), when it is there."""
+        if self.device.type == "cuda":
+            queued = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            queued.record()
+            self.patience.poll(queued.query)
 
     def barrier(self) -> None:
         """Return when every rank has come here."""

@@ -28,7 +28,6 @@ class Layout:
     numel: int  # Psi, parameters that are trained
     padding: int  # elements added to fill the buckets up
     buckets: int  # buckets (ZeRO-3: units) with gradients
-    modules: int = 0  # ZeRO-3: modules that gather units
     parameters: int = 0  # how many tensors those elements are
 
     @property
@@ -50,15 +49,12 @@ class LaidOut(Protocol):
     @property
     def buckets(self) -> Sequence[Bucket]: ...
 
-    @property
-    def gathering_modules(self) -> int: ...
-
 
 def layout_of(stage: LaidOut) -> Layout:
     """The layout that a stage has chosen."""
     numel, padded = (sum(getattr(b, size) for b in stage.buckets) for size in ("numel", "padded"))
     parameters = sum(len(b.params) for b in stage.buckets)
-    return Layout(numel, padded - numel, len(stage.buckets), stage.gathering_modules, parameters)
+    return Layout(numel, padded - numel, len(stage.buckets), parameters)
 
 
 @dataclass(frozen=True)
@@ -96,11 +92,9 @@ def traffic(strategy: Strategy, ranks: int, itemsize: int, layout: Layout, micro
     if strategy in ("zero1", "zero2"):
         times = micro_batches if strategy == "zero2" else 1
         return [Sent("reduce_scatter", "gradients", times * once), Sent("all_gather", "parameters", once), norm]
-    calls = micro_batches * (2 * layout.modules + 1) + 1  # each gather, the end of backward, the step
     return [
         Sent("reduce_scatter", "gradients", micro_batches * once),
         Sent("all_gather", "parameters", 2 * micro_batches * once),
-        Sent("all_to_all", "roll call", 128 * (ranks - 1) * calls),
         norm,
     ]
 

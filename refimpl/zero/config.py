@@ -35,7 +35,7 @@ class ZeroConfig:
     max_reuse_distance: int = 0  # keep what is used again before this many elements are gathered; 0 keeps nothing
     leaf_modules: tuple[type | str, ...] = ()  # modules gathered whole: classes, class names or ends of paths
     module_granularity_threshold: int = 0  # gather whole what has fewer parameters for each module inside
-    check_order: bool = True  # 128 bytes a collective to name ranks that take different paths
+    check_order: bool = True  # name ranks that take different paths; costs a message where a path is new
 
     def __post_init__(self) -> None:
         for name in ("reduce_bucket_size", "allgather_bucket_size"):

@@ -267,11 +267,6 @@ class Stage(Changing, ByName, Held, ABC):
         return self.names.get(p, "?")
 
     @property
-    def gathering_modules(self) -> int:
-        """How many modules gather parameters for themselves: none but in ZeRO-3."""
-        return 0
-
-    @property
     def optimizer(self) -> optim.Optimizer:
         """The optimizer, which is the caller's own object. RuntimeError if there is none."""
         self.refuse_without_optimizer()

@@ -130,6 +130,7 @@ class Update:
             if bucket.group.rank == 0 or gradient.numel() < bucket.padded:  # what every rank has counts once
                 message[0] += sum_of_squares(gradient, exact)
         self.group.all_reduce(message, "sum", tag="norm")
+        self.group.settle()
         squares, *unused = message.tolist()
         return squares, {p for p, ranks in zip(params, unused, strict=True) if ranks == self.group.size}
 

@@ -149,10 +149,10 @@ def order_of_gathers(prefetch: int, live: int = 10**9) -> tuple[list[tuple[str, 
     for unit in stage.units:
         start = unit.start
 
-        def spied(announced: Any = None, unit: Any = unit, start: Callable[..., None] = start) -> None:
+        def spied(unit: Any = unit, start: Callable[[], None] = start) -> None:
             if unit.is_free:
                 seen.append(("gather", unit.name))
-            start(announced)
+            start()
 
         unit.start = spied  # type: ignore[method-assign]
     for step in range(3):
