@@ -7,6 +7,7 @@ accumulates N micro-batches: fp32 results are equal to that process's bit for bi
 are summed in fp32 and rounded once.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Handle = dist.ProcessGroup
+Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 Op = Literal["sum", "mean", "max"]
 BLOCK = 1 << 18  # elements added at a time: N + 1 blocks of 1 MB stay in a core's cache, so memory is read once
 NATIVE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
@@ -23,7 +25,9 @@ NATIVE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.Reduc
 class Scratch:
     """Receive buffers kept between calls: a fresh 100 MB buffer costs 25,000 page faults before its first byte."""
 
-    def __init__(self) -> None:
+    def __init__(self, empty: Empty | None = None) -> None:
+        """`empty(numel, dtype, device)` makes a buffer; torch's by default."""
+        self._empty = empty or (lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
         self._free: list[Tensor] = []
         self._taken: dict[int, tuple[Tensor, Tensor]] = {}  # id of the view -> (view, buffer); the view keeps its id
 
@@ -37,7 +41,7 @@ class Scratch:
         else:
             # Any free buffer is too small: replace one rather than keep both.
             self._free = self._free[1:]
-            buffer = torch.empty(max(need, 1), dtype=torch.uint8, device=like.device)
+            buffer = self._empty(max(need, 1), torch.uint8, like.device)
         view = buffer[:need].view(like.dtype)
         self._taken[id(view)] = (view, buffer)
         return view
@@ -77,13 +81,19 @@ def exchange(handle: Handle, received: Tensor, x: Tensor, sizes: list[int], rank
     ]
 
 
-def ordered_reduce(out: Tensor, received: Tensor, own: Tensor, rank: int, op: Op) -> None:
-    """received [(N-1) * s] from the other ranks, own [s] -> out [s], added in rank order; a mean divides once.
+def rows_of(received: Tensor, own: Tensor, rank: int, size: int) -> list[Tensor]:
+    """received [(N-1) * s] from the other ranks, own [s] -> N rows [s] in rank order."""
+    rows = received.view(size - 1, own.numel()).unbind()
+    return [*rows[:rank], own, *rows[rank:]]
 
-    `out` may be `own`. Low precision is summed in fp32 and rounded to own's dtype once, whatever dtype `out` has.
+
+def ordered_reduce(out: Tensor, rows: list[Tensor], rank: int, op: Op) -> None:
+    """rows, N tensors [s] -> out [s], added in rank order; a mean divides once.
+
+    `out` may be rows[rank]. Low precision is summed in fp32 and rounded to the rows' dtype once, whatever dtype `out`
+    has.
     """
-    rows = list(received.view(-1, own.numel()).unbind()) if own.numel() else []
-    rows.insert(rank, own)
+    own = rows[rank]
     combine = torch.maximum if op == "max" else torch.add
     low = own.dtype in (torch.bfloat16, torch.float16)
     # Sum in `out` itself, unless that would overwrite the own row before its turn or needs another dtype.

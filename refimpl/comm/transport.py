@@ -1,6 +1,7 @@
 """How the bytes of a group's collectives travel: what stands below `Group`, one class for each way.
 
     Alone      one rank: a copy, or nothing
+    Shared     memory that the ranks of one host map, sums in rank order (tensors on the CPU)
     Composed   transfers of torch.distributed, sums in rank order (gloo; any library with `deterministic=True`)
     Native     the library's own collectives (NCCL)
 
@@ -10,6 +11,7 @@ generator of steps (see `Work`) over flat, contiguous tensors whose sizes fit.
 
 from abc import ABC, abstractmethod
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -52,8 +54,12 @@ class Transport(ABC):
     @abstractmethod
     def recv(self, x: Tensor, source: int) -> Steps: ...
 
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory from which the collectives of these ranks go the shortest way. A flat tensor, not resizable."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
     def scratch(self) -> list[Tensor]:
-        """Receive buffers kept between calls."""
+        """Buffers kept between calls."""
         return []
 
 
