@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+import worlds
 from torch import Tensor
 
-from refimpl import launch
 from refimpl.bench.comm import COLLECTIVES, NATIVE, contestants, measure, numbers
 from refimpl.bench.race import Turns
 from refimpl.comm.group import Group
@@ -26,7 +26,7 @@ def results(collective: str) -> dict[str, list[Tensor]]:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_contestants_do_the_same(collective: str, ranks: int) -> None:
-    for rank in launch.run(results, collective, ranks=ranks):
+    for rank in worlds.run(results, collective, ranks=ranks):
         expected = rank.pop(NATIVE)
         assert rank
         for buffers in rank.values():

@@ -1,8 +1,8 @@
 """The comparison compares like with like: every contestant of every stage computes the same losses."""
 
 import pytest
+import worlds
 
-from refimpl import launch
 from refimpl.bench.race import Turns
 from refimpl.bench.zero import SAME_LOSS, Lap, Workload, check_same_work, heat, measure, rank_rows
 
@@ -11,9 +11,9 @@ TINY = Workload(parameters=50_000, context=16, turns=Turns(turns=2, steps=2))
 
 def test_all_stages_and_peers_reach_the_same_loss() -> None:
     """One oracle for all: plain DDP's losses at stage 0, rank by rank and step by step."""
-    oracle = [lap.losses["torch DDP"] for lap in launch.run(heat, 0, TINY, ranks=3)]
+    oracle = [lap.losses["torch DDP"] for lap in worlds.run(heat, 0, TINY, ranks=3)]
     for stage in range(4):
-        laps = launch.run(heat, stage, TINY, ranks=3)
+        laps = worlds.run(heat, stage, TINY, ranks=3)
         for lap, expected in zip(laps, oracle, strict=True):
             assert len(lap.losses) >= 2
             for losses in lap.losses.values():
