@@ -43,9 +43,8 @@ def test_an_ordered_reduction_is_the_sequential_one_bit_for_bit(
     powers = 10.0 ** torch.randint(-3, 4, (ranks, numel), generator=dice)  # so that the order of additions shows
     rows = list((torch.randn(ranks, numel, generator=dice) * powers).to(dtype))
     expected = sequential(rows, op)
-    received = torch.cat([row for other, row in enumerate(rows) if other != rank] or [rows[0][:0]])
-    own = rows[rank].clone()
-    out = own if in_place else torch.empty_like(own)
-    ordered_reduce(out, received, own, rank, op)
+    given = [row.clone() for row in rows]
+    out = given[rank] if in_place else torch.empty_like(given[rank])
+    ordered_reduce(out, given, rank, op)
     assert torch.equal(out, expected)
-    assert in_place or torch.equal(own, rows[rank])
+    assert all(torch.equal(given[i], row) for i, row in enumerate(rows) if not in_place or i != rank)

@@ -14,7 +14,7 @@ NUMELS = st.lists(st.integers(1, 10**9), min_size=1, max_size=8)
 def layout(numels: list[int], ranks: int) -> Layout:
     """Buckets of these sizes, of one parameter each."""
     padded = sum(round_up(n, ranks * ALIGN) for n in numels)
-    return Layout(sum(numels), padded - sum(numels), len(numels), len(numels), len(numels))
+    return Layout(sum(numels), padded - sum(numels), len(numels), len(numels))
 
 
 @given(NUMELS, RANKS, ITEMSIZE)

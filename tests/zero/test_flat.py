@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from refimpl.comm.group import Group
-from refimpl.zero.flat import ALIGN, Bucket, cut_into_buckets, round_up
+from refimpl.zero.flat import ALIGN, ALIGN_PARAMETER, Bucket, cut_into_buckets, round_up
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 RANKS = st.integers(1, 5)
@@ -48,14 +48,16 @@ def test_rounding_up_adds_less_than_one_multiple(n: int, multiple: int) -> None:
 
 
 @given(SHAPES, RANKS)
-def test_parameters_lie_end_to_end_and_the_rest_is_zero(shapes: list[tuple[int, ...]], ranks: int) -> None:
+def test_parameters_lie_one_behind_the_other_and_the_rest_is_zero(shapes: list[tuple[int, ...]], ranks: int) -> None:
     expected = parameters(shapes)
     numel = sum(p.numel() for p in expected)
     for bucket in on_every_rank(shapes, ranks):
-        assert bucket.full[:numel].tolist() == list(range(1, numel + 1))
-        assert not bucket.full[numel:].any()
+        assert bucket.full[bucket.full != 0].tolist() == list(range(1, numel + 1))
+        assert not bucket.full[bucket.padding].any()
+        assert len(bucket.padding) + numel == bucket.padded
+        assert all(at % ALIGN_PARAMETER == 0 for at in bucket.offset.values())
         assert bucket.padded % (ranks * ALIGN) == 0
-        assert bucket.padded - numel < ranks * ALIGN
+        assert bucket.padded - numel < ranks * ALIGN + ALIGN_PARAMETER * len(shapes)
         for p, original in zip(bucket.params, expected, strict=True):
             assert torch.equal(p, original)
             assert p.numel() == 0 or p.untyped_storage().data_ptr() == bucket.full.untyped_storage().data_ptr()

@@ -1,7 +1,8 @@
 """The way of one gradient, and of one parameter: which of our functions hold its data, and in how many files.
 
 A function counts if, when it returns, one of its arguments or variables is a tensor as long as a shard. Who only
-watches (the ledger, the board) or schedules (hooks, passes) holds none. `-s` prints the walk.
+watches (the ledger, the board) or schedules (hooks, passes) holds none. The walk ends where a transport takes the data
+(`TRANSPORTS`) and goes on where it gives it back. `-s` prints it.
 """
 
 import sys
@@ -17,6 +18,7 @@ from refimpl import launch
 from refimpl.comm.group import Group
 
 WIDTH = 64
+TRANSPORTS = ("collectives.py", "composed.py", "mapped.py", "shared.py", "work.py")
 AT_MOST = {"ddp": (32, 11), "zero1": (36, 11), "zero2": (36, 11), "zero3": (42, 13)}  # functions, files
 
 
@@ -39,6 +41,7 @@ def walk(stage_name: str) -> list[str]:
     def look(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         ours = "/refimpl/" in code.co_filename and not code.co_name.startswith("<")
+        ours = ours and not code.co_filename.endswith(TRANSPORTS)
         if event == "return" and ours and any(map(holds, frame.f_locals.values())):
             seen[f"{code.co_filename.split('/refimpl/')[1]} {code.co_qualname}"] = None
 
