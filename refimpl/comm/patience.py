@@ -12,48 +12,54 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-STALL, AGAIN = 0.5, 0.1  # seconds until somebody is asked for the first time, and between two times
-
 
 class Patience:
     """The collectives that this rank has begun in one group, numbered from 1, and how they are waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, stall: float = 0.5, again: float = 0.1) -> None:
+        """Somebody is asked after `stall` seconds, and every `again` seconds after that."""
+        self.stall, self.again = stall, again
         self.begun = 0  # collectives (of two halves: both), the same on every rank at the same point of the program
         self.ask: list[Callable[[int], None]] = []  # who may know why a collective does not end
         self.lost: RuntimeError | None = None  # why this group is of no more use: its ranks have begun different calls
 
     def begin(self) -> int:
-        """The number of a collective that begins now. Raises what has parted the ranks, if something has."""
-        if self.lost is not None:
-            raise self.lost
+        """The number of a collective that begins now."""
+        self.refuse_lost()
         self.begun += 1
         return self.begun
 
+    def refuse_lost(self) -> None:
+        """Raise what has parted the ranks, if something has."""
+        if self.lost is not None:
+            raise self.lost
+
     def wait(self, handle: Any, number: int) -> None:
         """Return when the transfer `handle` of collective `number` is done."""
-        pause = STALL
-        while self.ask or self.lost is not None:
-            if self.lost is not None:
-                raise self.lost
-            try:
-                handle.wait(timedelta(seconds=pause))
-                return
-            except RuntimeError:
-                if handle.is_completed():  # it failed, or was done a moment after its time: the library says which
-                    break
+        self.refuse_lost()
+        pause = self.stall
+        while self.ask and not _is_done_within(handle, pause):
             self._ask(number)
-            pause = AGAIN
+            pause = self.again
         handle.wait()
 
     def poll(self, is_done: Callable[[], bool]) -> None:
         """Return when `is_done()`: what the device was given last, all collectives begun so far among it."""
-        since = time.monotonic()
+        due = time.monotonic() + self.stall
         while not is_done():
-            if time.monotonic() > since + STALL:
+            if time.monotonic() > due:
                 self._ask(self.begun)
-                time.sleep(AGAIN)
+                due = time.monotonic() + self.again
 
     def _ask(self, number: int) -> None:
         for ask in list(self.ask):
             ask(number)
+
+
+def _is_done_within(handle: Any, seconds: float) -> bool:
+    """Whether torch's handle is done, or has failed: waiting for it once more tells which."""
+    try:
+        handle.wait(timedelta(seconds=seconds))
+    except RuntimeError:  # "Operation timed out!", the transfer goes on; or what made it fail
+        return bool(handle.is_completed())
+    return True

@@ -28,7 +28,7 @@ class ZeroConfig:
     dtype: torch.dtype | None = None  # cast parameters to it; fp32 masters keep what this rounds off
     broadcast_buffers: bool = True  # rank 0's buffers on every rank before each training forward
 
-    prefetch_bucket_size: int = 5_000_000  # elements gathered ahead of their use
+    prefetch_bucket_size: int = 5_000_000  # elements gathered ahead of their use; one unit may be larger; 0: none
     param_persistence_threshold: int = 0  # parameters this small stay gathered
     model_persistence_threshold: int = 2**63 - 1  # ... up to this many in all
     max_live_parameters: int = 1_000_000_000  # no prefetch beyond this many gathered elements

@@ -87,6 +87,7 @@ class RollCall:
 
     def __call__(self, mine: Standing) -> None:
         """Say where this rank is; return when every rank is about to do the same. RankDivergence if one is not."""
+        self.patience.refuse_lost()
         self.store.set(self._key(self.rank), json.dumps({"round": self.round, **asdict(mine)}))
         pause = 1e-4
         while None in (said := self.said()):

@@ -6,7 +6,7 @@ DeepSpeed: deepspeed/runtime/zero/partitioned_param_coordinator.py.
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, cast
 
 from refimpl.zero.flat import Bucket
 from refimpl.zero.unit import Unit
@@ -40,8 +40,7 @@ class Trace:
         """The units that are used next, as far as recorded."""
         for bucket, during in self.order[self.at :]:
             if during != "reduction":
-                assert isinstance(bucket, Unit)
-                yield bucket
+                yield cast(Unit, bucket)
 
     def distance(self, unit: Unit) -> int | None:
         """Elements to be gathered before `unit` is used again; None if it is not."""
