@@ -62,7 +62,7 @@ P = [nn.Parameter(torch.ones(64))]
         ("Adagrad", {}, torch.optim.Adagrad, 0, None),
         ("RMSprop", {}, torch.optim.RMSprop, 0, None),
         ("Lion", {}, "Lion", 0.0, None),
-        ("Adam", {"bias_correction": False}, "UncorrectedAdam", 0.0, None),
+        ("Adam", {"bias_correction": False}, "Adam", 0.0, True),
     ],
 )
 def test_optimizers_by_name(name: str, params: dict[str, Any], kind: Any, decay: float, fused: bool | None) -> None:
