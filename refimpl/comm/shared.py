@@ -183,7 +183,9 @@ class Shared(Library):
         if not all(self.own.holds(piece) for piece in pieces.values()):
             different = list({id(piece): piece for piece in pieces.values()}.values())
             copied = self._buffer(sum(piece.numel() for piece in different), different[0])
-            copies = dict(zip(map(id, different), copied.split([len(piece) for piece in different]), strict=True))
+            copies = dict(
+                zip(map(id, different), torch.split(copied, [len(piece) for piece in different]), strict=True)
+            )
             for piece in different:
                 copies[id(piece)].copy_(piece)
             pieces = {m: copies[id(piece)] for m, piece in pieces.items()}
@@ -269,5 +271,5 @@ def _everyone(handle: dist.ProcessGroup, mine: Any) -> list[Any]:
 
 def _parts(x: Tensor, splits: list[int] | None, ranks: int) -> list[Tensor]:
     """The rows of x for each rank, flat."""
-    rows = x.split(splits) if splits else x.chunk(ranks) if x.numel() else [x] * ranks
+    rows = torch.split(x, splits) if splits else x.chunk(ranks) if x.numel() else [x] * ranks
     return [part.reshape(-1) for part in rows]
