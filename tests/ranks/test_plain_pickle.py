@@ -30,7 +30,7 @@ def test_ranks_start_and_a_function_of_a_module_travels(tmp_path: Path) -> None:
         tmp_path,
         "from refimpl import launch\n"
         "import torch.distributed as dist\n"
-        "print(launch.run(dist.get_world_size, ranks=2, device='cpu'))\n"
+        "print(launch.run(dist.get_world_size, ranks=2, device='cpu'))\n",
     )
     assert done.stdout == "[2, 2]\n", done.stderr
 
