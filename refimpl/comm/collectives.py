@@ -16,6 +16,7 @@ from torch import Tensor
 
 from refimpl.comm.streams import Event, Streams
 
+Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 Start = Callable[..., list[Any]]  # starts one of torch.distributed's collectives: see `Library.start`
 Op = Literal["sum", "mean", "max"]
 BLOCK = 1 << 18  # elements a CPU adds at a time: N + 1 blocks of 1 MB stay in a core's cache, so memory is read once
@@ -28,8 +29,10 @@ class Scratch:
     What was queued with a buffer before `give` is done before what is queued with it after `take`, on any stream.
     """
 
-    def __init__(self, streams: Streams | None = None) -> None:
+    def __init__(self, streams: Streams | None = None, empty: Empty | None = None) -> None:
+        """`empty(numel, dtype, device)` makes a buffer; torch's by default."""
         self.streams = streams or Streams()
+        self._empty = empty or (lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
         self._free: list[Tensor] = []
         self._given: dict[int, Event] = {}  # id of a free buffer -> when its last user's stream is through with it
         self._taken: dict[int, tuple[Tensor, Tensor]] = {}  # id of the view -> (view, buffer); the view keeps its id
@@ -47,7 +50,7 @@ class Scratch:
             for small in self._free[:1]:
                 self.streams.wait(self._given.pop(id(small)))
             self._free = self._free[1:]
-            buffer = torch.empty(max(need, 1), dtype=torch.uint8, device=like.device)
+            buffer = self._empty(max(need, 1), torch.uint8, like.device)
         view = buffer[:need].view(like.dtype)
         self._taken[id(view)] = (view, buffer)
         return view
@@ -92,13 +95,19 @@ def exchange(start: Start, received: Tensor, x: Tensor, sizes: list[int], rank: 
     ]
 
 
-def ordered_reduce(out: Tensor, received: Tensor, own: Tensor, rank: int, op: Op) -> None:
-    """received [(N-1) * s] from the other ranks, own [s] -> out [s], added in rank order; a mean divides once.
+def rows_of(received: Tensor, own: Tensor, rank: int, size: int) -> list[Tensor]:
+    """received [(N-1) * s] from the other ranks, own [s] -> N rows [s] in rank order."""
+    rows = received.view(size - 1, own.numel()).unbind()
+    return [*rows[:rank], own, *rows[rank:]]
 
-    `out` may be `own`. Low precision is summed in fp32 and rounded to own's dtype once, whatever dtype `out` has.
+
+def ordered_reduce(out: Tensor, rows: list[Tensor], rank: int, op: Op) -> None:
+    """rows, N tensors [s] -> out [s], added in rank order; a mean divides once.
+
+    `out` may be rows[rank]. Low precision is summed in fp32 and rounded to the rows' dtype once, whatever dtype `out`
+    has.
     """
-    rows = list(received.view(-1, own.numel()).unbind()) if own.numel() else []
-    rows.insert(rank, own)
+    own = rows[rank]
     combine = torch.maximum if op == "max" else torch.add
     low = own.dtype in (torch.bfloat16, torch.float16)
     # Sum in `out` itself, unless that would overwrite the own row before its turn or needs another dtype.

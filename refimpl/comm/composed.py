@@ -32,7 +32,8 @@ class Composed(Library):
         own = chunks[self.rank]
         received = self._scratch.take(own.numel() * (self.size - 1), x)
         yield lambda: collectives.exchange(self.start, received, x, sizes, self.rank)
-        collectives.ordered_reduce(own, received, own, self.rank, op)
+        rows = collectives.rows_of(received, own, self.rank, self.size)
+        collectives.ordered_reduce(own, rows, self.rank, op)
         self._scratch.give(received)
         yield lambda: collectives.all_gather(self.start, chunks, own, self.rank)
 
@@ -41,7 +42,8 @@ class Composed(Library):
         sizes = [own.numel()] * self.size
         received = self._scratch.take(x.numel() - own.numel(), x)
         yield lambda: collectives.exchange(self.start, received, x, sizes, self.rank)
-        collectives.ordered_reduce(out, received, own, self.rank, op)
+        rows = collectives.rows_of(received, own, self.rank, self.size)
+        collectives.ordered_reduce(out, rows, self.rank, op)
         self._scratch.give(received)
 
     def all_gather(self, chunks: list[Tensor], x: Tensor) -> Steps:

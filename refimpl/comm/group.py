@@ -30,7 +30,9 @@ from refimpl.comm.board import Board
 from refimpl.comm.collectives import Op
 from refimpl.comm.composed import Composed
 from refimpl.comm.native import Native
+from refimpl.comm.patience import Patience
 from refimpl.comm.process_group import ControlLine, backend_of, device_of
+from refimpl.comm.shared import meet
 from refimpl.comm.streams import Streams, streams_of
 from refimpl.comm.transport import Alone, Library, Transport
 from refimpl.comm.work import Steps, Work
@@ -57,14 +59,15 @@ class Group:
         self.device = device or device_of(handle)
         self.backend = backend_of(handle, self.device)
         self.streams = streams or streams_of(self.device)
-        self.transport = transport or _transport(handle, self.backend, deterministic, self.streams)
-        self.rank, self.size = self.transport.rank, self.transport.size
         self.ledger = ledger or Ledger()
         self._line = ControlLine(handle, self.backend) if handle else None
+        self.patience = Patience()
         self._half: Work | None = None  # an all-reduce whose second half is not begun
         directory = os.environ.get("REFIMPL_BOARD")
         ranks = dist.get_process_group_ranks(handle) if handle else []
-        self._board = Board(Path(directory), handle.group_name, ranks, self.rank) if handle and directory else None
+        self._board = Board(Path(directory), handle.group_name, ranks, handle.rank()) if handle and directory else None
+        self.transport = transport or self._transport(handle, deterministic)
+        self.rank, self.size = self.transport.rank, self.transport.size
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
@@ -82,9 +85,34 @@ class Group:
             environment.expect_alone()
         return cls(dist.group.WORLD if dist.is_initialized() else None, ledger, deterministic=deterministic)
 
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """[numel] where this group's collectives need no copy of it: for buffers that travel often. Not resizable."""
+        return self.transport.empty(numel, dtype, device or self.device)
+
     def scratch(self) -> list[Tensor]:
-        """The receive buffers kept between calls: memory that counts as `buckets`."""
+        """The buffers that collectives keep between calls: memory that counts as `buckets`."""
         return self.transport.scratch()
+
+    def _transport(self, handle: dist.ProcessGroup | None, deterministic: bool) -> Transport:
+        """The way of this group: the library's own collectives only where they are fast and their order is free."""
+        wish = os.environ.get("REFIMPL_TRANSPORT", "")
+        if wish not in ("", "gloo", "shared"):
+            raise ValueError(f"REFIMPL_TRANSPORT must be gloo or shared, or not be set, not {wish!r}")
+        if handle is None:
+            return Alone()
+        if self.backend != "gloo" or self.device.type != "cpu":
+            shared: Transport | str = f"its tensors are on {self.device.type}, its backend is {self.backend}"
+        elif wish == "gloo" or handle.size() == 1:
+            return Composed(handle, self.backend, self.streams)
+        else:
+            with Agreed(self._board, self.patience, dist.get_rank(), "the making of a Group", ""):
+                shared = meet(handle)
+        if isinstance(shared, Transport):
+            return shared
+        if wish == "shared":
+            raise RuntimeError(f"REFIMPL_TRANSPORT=shared, but this group cannot share memory: {shared}; unset it")
+        kind = Composed if self.backend == "gloo" or deterministic else Native
+        return kind(handle, self.backend, self.streams)
 
     def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps, *holds: Tensor) -> Work:
         """Enter the call in the ledger and begin it. `holds`: what it reads and writes.
@@ -106,7 +134,7 @@ class Group:
     def _agreed(self, what: str, tag: str, parts: Sequence[Part] = ()) -> Agreed:
         """What is begun only when no rank is seen to begin something else; `what` must be equal on all ranks."""
         board = self._board if self.size > 1 else None
-        return Agreed(board, dist.get_rank() if self.handle else 0, what, tag, parts)
+        return Agreed(board, self.patience, dist.get_rank() if self.handle else 0, what, tag, parts)
 
     def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
         """Replace x [n] by its sum, mean or maximum over ranks, the same bits on every rank. Any n; x contiguous.
@@ -213,6 +241,13 @@ class Group:
         self._run("recv", 0, tag, True, iter(())).wait()
         sending.wait()
 
+    def settle(self) -> None:
+        """Before the host reads a number from a GPU: return, patiently (see `Patience`), when it is there."""
+        if self.device.type == "cuda":
+            queued = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            queued.record()
+            self.patience.poll(queued.query)
+
     def barrier(self) -> None:
         """Return when every rank has come here."""
         if self._line is not None:
@@ -235,13 +270,6 @@ class Group:
                 if other != self.rank:
                     parts.append(((self.rank, other) if sent else (other, self.rank), _words(rows)))
         return parts
-
-
-def _transport(handle: dist.ProcessGroup | None, backend: str, deterministic: bool, streams: Streams) -> Transport:
-    """The way of this group: the library's own collectives only where they are fast and their order is free."""
-    if handle is None:
-        return Alone()
-    return (Composed if backend == "gloo" or deterministic else Native)(handle, backend, streams)
 
 
 def _words(x: Tensor) -> str:

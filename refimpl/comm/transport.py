@@ -1,6 +1,7 @@
 """How the bytes of a group's collectives travel: what stands below `Group`, one class for each way.
 
     Alone      one rank: a copy, or nothing
+    Shared     memory that the ranks of one host map, sums in rank order (tensors on the CPU)
     Composed   transfers of torch.distributed, sums in rank order (gloo; any library with `deterministic=True`)
     Native     the library's own collectives (NCCL)
 
@@ -12,6 +13,7 @@ transport, a stream of its own: each starts when what the caller's stream was gi
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -60,8 +62,12 @@ class Transport(ABC):
     def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
         """Both at once: neither waits for the other to begin."""
 
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory from which the collectives of these ranks go the shortest way. A flat tensor, not resizable."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
     def scratch(self) -> list[Tensor]:
-        """Receive buffers kept between calls."""
+        """Buffers kept between calls."""
         return []
 
 

@@ -66,6 +66,7 @@ class Failure:
     error: BaseException | None  # None if it does not survive pickling
     secondary: bool  # a lost connection: some other rank failed first
     time: float  # time.monotonic() of this machine
+    out_of_step: bool  # ranks have begun different collectives: their process group is of no more use
 
 
 class Rank(ForkServerProcess):
@@ -201,4 +202,5 @@ def _failure(error: BaseException) -> Failure:
     trace = traceback.TracebackException(type(error), error, frames, lookup_lines=False)
     title = "".join(trace.format_exception_only()).strip()
     portable_trace = trace if survives(trace) else "".join(trace.format())
-    return Failure(title, portable_trace, error if survives(error) else None, lost_connection(error), now)
+    portable_error, out_of_step = error if survives(error) else None, getattr(error, "out_of_step", False)
+    return Failure(title, portable_trace, portable_error, lost_connection(error), now, out_of_step)

@@ -39,8 +39,9 @@ _START = 120.0  # seconds a world may take to start: the very first waits until 
 class World:
     """N ranks that stay: each `call` runs a function on all of them. Use it in a `with` statement, or `stop()` it.
 
-    After a call in which every rank returned or raised, the world is ready for the next. When a rank died, or still
-    waits for one that failed, all are killed and `alive` is False; on NCCL also when one only raised.
+    After a call in which every rank returned or raised, the world is ready for the next. When a rank died, still waits
+    for one that failed, or has begun collectives that another never will, all are killed and `alive` is False; on NCCL
+    also when one only raised.
 
     Calls are jobs of their own: each finds torch's settings (gradients on, default dtype, threads, ...) and the seeds
     of torch, random and numpy as the first did. keep_settings=True leaves them as the last call did, as in a session.
@@ -162,8 +163,9 @@ class World:
                     else:
                         failures.append(failed(rank, value))
                 deadline = end_of_grace(failures) if failures else time.monotonic() + patience
+        in_step = not any(failure.out_of_step for failure in failures)
         # After a failure NCCL may wait on a GPU for ever, for a collective that not every rank has entered.
-        usable = not failures or self.setup.backend != "nccl"
+        usable = in_step and (not failures or self.setup.backend != "nccl")
         self.idle = usable and not pending and all(process.is_alive() for process in self.processes)
         if failures:
             raise min(failures, key=Failed.order).error

@@ -1,6 +1,12 @@
 """A unit: parameters that a module needs together, whole only while it does, and 1/N of them the rest of the time.
 
-    freed -> (start) -> in flight -> (wait) -> available -> (free) -> freed
+    state       memory of `full`    its parameters   `is_free`   `in_flight`   what ends it
+    freed       none                Freed            True        False         start
+    in flight   [P], being filled   Freed            False       True          wait (free waits first)
+    available   [P]                 Managed          False       False         free
+
+`p.zero_unit` is the unit that shards p; read it with `unit_of`. When the ranks have parted (see `RollCall`) a gather
+under way never ends: `free` leaves it alone, and its memory, into which a peer may still write, to the library.
 
 The full buffer keeps its identity and gives its memory back: `untyped_storage().resize_(0)`. So everything autograd
 saved during forward, also views such as weight.t(), is right again once the buffer is refilled for backward. A freed
@@ -57,21 +63,21 @@ class Unit(Bucket):
         self.group.broadcast(self.full, root, tag="start")
         self.keep()
 
+    def gather(self, most: int) -> list[Work]:
+        """Nothing after an update: a unit is gathered when a module needs it."""
+        return []
+
     @torch.no_grad()
     def keep(self) -> None:
         """This rank's shard of `full`, which was written on every rank alike."""
         self.mine.copy_(self.shard(self.full))
         self.versions = [p._version for p in self.params]
 
-    def start(self, announced: Work | None = None) -> None:
-        """Begin to gather: mine [S] -> full [P]. Nothing if it is there or on its way.
-
-        `announced`: the roll call that named this gather, to be heard before anyone waits for it.
-        """
+    def start(self) -> None:
+        """Begin to gather: mine [S] -> full [P]. Nothing if it is there or on its way."""
         if self.is_free:
             self.full.untyped_storage().resize_(self.padded * self.full.element_size())
-            gather = self.group.all_gather(self.full, self.mine, async_op=True, tag="parameters")
-            self._work = Work(iter((lambda: [announced, gather],))) if announced else gather
+            self._work = self.group.all_gather(self.full, self.mine, async_op=True, tag="parameters")
             self.is_free = False
 
     def wait(self) -> None:
@@ -96,6 +102,9 @@ class Unit(Bucket):
     def free(self) -> None:
         """Give the memory of `full` back."""
         if self.is_free:
+            return
+        if self.in_flight and self.group.patience.lost is not None:
+            self._work, self.is_free = None, True
             return
         self.wait()
         written = self.versions != [p._version for p in self.params]
@@ -214,6 +223,14 @@ def make_units(
     return units
 
 
+def gather(now: list[Unit], ahead: Iterable[Unit] = ()) -> None:
+    """Return when the units `now` are available, with those `ahead` on their way: all start before one is awaited."""
+    for unit in [*now, *ahead]:
+        unit.start()
+    for unit in now:
+        unit.wait()
+
+
 class whole:
     """Parameters that may be sharded, whole for the time of a `with` block. A collective; what is written is lost."""
 
@@ -223,13 +240,10 @@ class whole:
 
     def __enter__(self) -> list[Unit]:
         self._free_after = [u for u in self.units if u.is_free]
-        for unit in self.units:
-            unit.start()
-        for unit in self.units:
-            unit.wait()
+        gather(self.units)
         return self.units
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         for unit in self._free_after:
             unit.free()
 
