@@ -16,6 +16,8 @@ from refimpl.comm.work import Steps
 class Native(Library):
     """NCCL's transport. Which order a sum has is the library's choice."""
 
+    gathers_lists = False  # it would gather into a buffer of its own, and copy
+
     def all_reduce(self, x: Tensor, op: Op) -> Steps:
         yield lambda: self.start(dist.all_reduce, x, self._op(op))
 

@@ -48,6 +48,13 @@ class Streams:
     def wait(self, event: Event) -> None:
         """What the current stream is given from now on waits for `event`."""
 
+    def followed_by(self, other: Stream | None) -> None:
+        """What the stream `other` is given from now on waits for all that the current one was given so far."""
+        if other != self.current():
+            event = self.record()
+            with self.use(other):
+                self.wait(event)
+
     def ms(self, first: Event, last: Event) -> float:
         """Milliseconds between two timed events. The host waits for the later one."""
         raise RuntimeError("a device without streams has no timed events: the host's clock is true there")

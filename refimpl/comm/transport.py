@@ -27,6 +27,7 @@ class Transport(ABC):
     """`size` ranks, of which this one is number `rank`."""
 
     in_halves = False  # whether an all-reduce is two transfers, the second of which must be started
+    gathers_lists = True  # whether an all-gather into separate tensors is as fast as into one buffer
     lane: Lane | None = None  # where there are streams: the one that the steps run on
 
     def __init__(self, rank: int, size: int) -> None:

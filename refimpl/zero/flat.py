@@ -102,10 +102,10 @@ class Bucket:
         return flat.view(self.group.size, -1)[self.group.rank]
 
     def gather(self, most: int) -> list[Work]:
-        """Start to fill `full` [P] with every rank's shard of it, at most about `most` elements a call."""
+        """Start to fill `full` [P] with every rank's shard of it, about `most` elements a call (NCCL: all)."""
         rows = self.full.view(self.group.size, -1)  # [N, S]
         width = max(1, most // self.group.size)
-        if rows.shape[1] <= width:
+        if rows.shape[1] <= width or not self.group.transport.gathers_lists:
             return [self.group.all_gather(self.full, self.mine, async_op=True, tag="parameters")]
         return [
             self.group.all_gather(list(cut.unbind()), cut[self.group.rank], async_op=True, tag="parameters")

@@ -55,6 +55,7 @@ class Unit(Bucket):
         nothing = float("nan") if self.dtype.is_floating_point else 0
         self._nothing = torch.tensor(nothing, dtype=self.dtype, device=self.device)
         self._work: Work | None = None
+        self._allocated_on = group.streams.current()
         self.is_free = False
         self.free()
 
@@ -81,6 +82,7 @@ class Unit(Bucket):
         """Begin to gather: mine [S] -> full [P]. Nothing if it is there or on its way."""
         if self.is_free:
             self.full.untyped_storage().resize_(self.padded * self.full.element_size())
+            self._allocated_on = self.group.streams.current()
             self._work = self.group.all_gather(self.full, self.mine, async_op=True, tag="parameters")
             self.is_free = False
 
@@ -115,6 +117,7 @@ class Unit(Bucket):
         for p in self.params:
             if unit_of(p) is self:
                 place(p, self._nothing.expand(p.shape), Freed)
+        self.group.streams.followed_by(self._allocated_on)  # whose next tensor may get this memory
         self.full.untyped_storage().resize_(0)
         self.is_free = True
         if written:

@@ -92,6 +92,12 @@ class Recorder(Streams):
                 places.setdefault(entry.where, set()).add(at)
         return places
 
+    def with_repeats(self, entries: Collection[int]) -> set[int]:
+        """These waits and all others of the same stream for the same event."""
+        waits = [(at, e) for at, e in enumerate(self.log) if isinstance(e, Wait)]
+        same = {(e.event, e.stream) for at, e in waits if at in entries}
+        return {at for at, e in waits if (e.event, e.stream) in same}
+
 
 class Watch(TorchDispatchMode):
     """Logs every access to memory with the recorder's current stream. `syncs`: how often the host asked for a value."""
@@ -192,9 +198,9 @@ def caller() -> str:
     """Which of the three waits this is, and the innermost function outside `refimpl.comm` that wanted it.
 
     "inputs": the communication's stream waits for the caller's; "result": the caller's for the communication's;
-    "buffer": whoever takes a buffer for its last user.
+    "buffer": whoever gets a buffer for its last user.
     """
-    kinds = {"following": "inputs", "wait": "result", "take": "buffer"}
+    kinds = {"following": "inputs", "wait": "result", "take": "buffer", "followed_by": "buffer"}
     kind, frame = "", sys._getframe(1)
     while frame.f_back is not None:
         ours = Path(frame.f_code.co_filename).parent.name == "comm"
