@@ -62,6 +62,7 @@ class Bucket:
         self.full = whole if whole.dtype == self.dtype else self.room(self.dtype).copy_(whole)  # [P]
         self.mine = self.shard(self.full)  # [S]
         self.unrounded = None if self.full is whole else whole  # what fp32 master weights begin with
+        self.views = {p: self.piece(self.full, p) for p in params}
         self.attach()
 
     def room(self, dtype: torch.dtype) -> Tensor:
@@ -71,7 +72,7 @@ class Bucket:
     def attach(self) -> None:
         """Make every parameter a view of `full`."""
         for p in self.params:
-            place(p, self.piece(self.full, p), Managed)
+            place(p, self.views[p], Managed)
 
     def free(self) -> None:
         """Nothing: `full` stays, here. See `Unit`."""

@@ -53,7 +53,8 @@ class Unit(Bucket):
         self.state_dicts: Any = None  # before there is a stage: the hooks that bring it whole into a state_dict
         self.is_placeholder = False  # while a state_dict is made of the names
         nothing = float("nan") if self.dtype.is_floating_point else 0
-        self._nothing = torch.tensor(nothing, dtype=self.dtype, device=self.device)
+        scalar = torch.tensor(nothing, dtype=self.dtype, device=self.device)
+        self._nothings = {p: scalar.expand(p.shape) for p in params}
         self._work: Work | None = None
         self._allocated_on = group.streams.current()
         self.is_free = False
@@ -98,7 +99,7 @@ class Unit(Bucket):
         """As in `Bucket`, for the parameters that no other unit has taken over since."""
         for p in self.params:
             if unit_of(p) is self:
-                place(p, self.piece(self.full, p), Managed)
+                place(p, self.views[p], Managed)
         self.versions = [p._version for p in self.params]
 
     @property
@@ -116,7 +117,7 @@ class Unit(Bucket):
         written = self.versions != [p._version for p in self.params]
         for p in self.params:
             if unit_of(p) is self:
-                place(p, self._nothing.expand(p.shape), Freed)
+                place(p, self._nothings[p], Freed)
         self.group.streams.followed_by(self._allocated_on)  # whose next tensor may get this memory
         self.full.untyped_storage().resize_(0)
         self.is_free = True
@@ -201,15 +202,6 @@ def _lowest_called(paths: list[list[str]], modules: dict[str, nn.Module]) -> str
     while common and not _is_called(modules[".".join(common)]):
         common = common[:-1]
     return ".".join(common)
-
-
-def live_elements(units: list[Unit]) -> int:
-    """Elements gathered now or on their way."""
-    return sum(u.padded for u in units if not u.is_free)
-
-
-def in_flight_elements(units: list[Unit]) -> int:
-    return sum(u.padded for u in units if u.in_flight)
 
 
 def make_units(
