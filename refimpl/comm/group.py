@@ -16,7 +16,7 @@ DeepSpeed's counterpart: deepspeed/comm/comm.py, which keeps one global backend 
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,11 @@ from refimpl.comm.collectives import Op
 from refimpl.comm.composed import Composed
 from refimpl.comm.native import Native
 from refimpl.comm.patience import Patience
+from refimpl.comm.process_group import ControlLine, backend_of, device_of
+from refimpl.comm.shared import meet
+from refimpl.comm.streams import Streams, streams_of
 from refimpl.comm.transport import Alone, Library, Transport
-from refimpl.comm.work import Phase, Steps, Work
+from refimpl.comm.work import Steps, Work
 from refimpl.measure.ledger import Ledger
 from refimpl.ranks import environment
 
@@ -46,18 +49,25 @@ class Group:
         ledger: Ledger | None = None,
         device: torch.device | None = None,
         deterministic: bool = False,
+        streams: Streams | None = None,
+        transport: Transport | None = None,
     ) -> None:
-        """`handle` None is a group of this process alone: every collective is a copy or nothing, and sends 0 bytes."""
-        self.backend: str = dist.get_backend(handle) if handle else "none"
-        self.transport = _transport(handle, self.backend, deterministic)
-        self.rank, self.size = self.transport.rank, self.transport.size
-        self.device = device or torch.device(os.environ.get("REFIMPL_DEVICE", "cpu"))
+        """`handle` None is a group of this process alone: every collective is a copy or nothing, and sends 0 bytes.
+
+        `streams`: what orders the device's work, a GPU's own by default. `transport`: another way than the usual one.
+        """
+        self.device = device or device_of(handle)
+        self.backend = backend_of(handle, self.device)
+        self.streams = streams or streams_of(self.device)
         self.ledger = ledger or Ledger()
+        self._line = ControlLine(handle, self.backend) if handle else None
         self.patience = Patience()
         self._half: Work | None = None  # an all-reduce whose second half is not begun
         directory = os.environ.get("REFIMPL_BOARD")
         ranks = dist.get_process_group_ranks(handle) if handle else []
-        self._board = Board(Path(directory), handle.group_name, ranks, self.rank) if handle and directory else None
+        self._board = Board(Path(directory), handle.group_name, ranks, handle.rank()) if handle and directory else None
+        self.transport = transport or self._transport(handle, deterministic)
+        self.rank, self.size = self.transport.rank, self.transport.size
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
@@ -75,12 +85,37 @@ class Group:
             environment.expect_alone()
         return cls(dist.group.WORLD if dist.is_initialized() else None, ledger, deterministic=deterministic)
 
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """[numel] where this group's collectives need no copy of it: for buffers that travel often. Not resizable."""
+        return self.transport.empty(numel, dtype, device or self.device)
+
     def scratch(self) -> list[Tensor]:
-        """The receive buffers kept between calls: memory that counts as `buckets`."""
+        """The buffers that collectives keep between calls: memory that counts as `buckets`."""
         return self.transport.scratch()
 
-    def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps) -> Work:
-        """Enter the call in the ledger and begin it.
+    def _transport(self, handle: dist.ProcessGroup | None, deterministic: bool) -> Transport:
+        """The way of this group: the library's own collectives only where they are fast and their order is free."""
+        wish = os.environ.get("REFIMPL_TRANSPORT", "")
+        if wish not in ("", "gloo", "shared"):
+            raise ValueError(f"REFIMPL_TRANSPORT must be gloo or shared, or not be set, not {wish!r}")
+        if handle is None:
+            return Alone()
+        if self.backend != "gloo" or self.device.type != "cpu":
+            shared: Transport | str = f"its tensors are on {self.device.type}, its backend is {self.backend}"
+        elif wish == "gloo" or handle.size() == 1:
+            return Composed(handle, self.backend, self.streams)
+        else:
+            with Agreed(self._board, self.patience, dist.get_rank(), "the making of a Group", ""):
+                shared = meet(handle)
+        if isinstance(shared, Transport):
+            return shared
+        if wish == "shared":
+            raise RuntimeError(f"REFIMPL_TRANSPORT=shared, but this group cannot share memory: {shared}; unset it")
+        kind = Composed if self.backend == "gloo" or deterministic else Native
+        return kind(handle, self.backend, self.streams)
+
+    def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps, *holds: Tensor) -> Work:
+        """Enter the call in the ledger and begin it. `holds`: what it reads and writes.
 
         The second half of an all-reduce begun before is started first: at the same place on every rank.
         """
@@ -88,12 +123,8 @@ class Group:
             self._half.advance()
         self._half = None
         call = self.ledger.start(op, sent, tag)
-
-        def story() -> Iterator[Phase]:
-            yield from steps
-            self.ledger.end(call)
-
-        work = Work(story())
+        lane, ledger = self.transport.lane, self.ledger
+        work = Work(steps, lane, holds, lambda work: ledger.end(call, *work.span()), ledger.timed and lane is not None)
         if not async_op:
             work.wait()
         elif op == "all_reduce" and self.transport.in_halves:
@@ -117,7 +148,7 @@ class Group:
         sent = (x.numel() - mine + mine * (self.size - 1)) * x.element_size()
         agreed = self._agreed(f"all_reduce ({op}) of {_words(x)}", tag)
         steps = self.transport.all_reduce(x.detach().view(-1), op)
-        return self._run("all_reduce", sent, tag, async_op, agreed.collective(steps))
+        return self._run("all_reduce", sent, tag, async_op, agreed.collective(steps), x)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
         """x [N*s] on every rank -> out [s]: this rank's chunk of the sum, mean or maximum.
@@ -131,7 +162,7 @@ class Group:
         sent = (x.numel() - out.numel()) * x.element_size()
         agreed = self._agreed(f"reduce_scatter ({op}) of {_words(x)}", tag)
         steps = self.transport.reduce_scatter(out.detach().view(-1), x.detach().view(-1), op)
-        return self._run("reduce_scatter", sent, tag, async_op, agreed.collective(steps))
+        return self._run("reduce_scatter", sent, tag, async_op, agreed.collective(steps), out, x)
 
     def all_gather(self, out: Tensor | list[Tensor], x: Tensor, *, async_op: bool = False, tag: str = "") -> Work:
         """x [s] on every rank -> out [N*s] in rank order, or N tensors [s]. x may be out's own chunk.
@@ -147,7 +178,7 @@ class Group:
         sent = x.numel() * x.element_size() * (self.size - 1)
         agreed = self._agreed(f"all_gather of {_words(x)} a rank", tag)
         steps = self.transport.all_gather([c.detach().view(-1) for c in chunks], x.detach().view(-1))
-        return self._run("all_gather", sent, tag, async_op, agreed.collective(steps))
+        return self._run("all_gather", sent, tag, async_op, agreed.collective(steps), *chunks, x)
 
     def all_to_all(
         self,
@@ -169,7 +200,7 @@ class Group:
         if in_splits or out_splits:
             what, parts = "all_to_all in uneven parts", self._parts(out, x, out_splits, in_splits)
         steps = self.transport.all_to_all(out, x, out_splits, in_splits)
-        return self._run("all_to_all", sent, tag, async_op, self._agreed(what, tag, parts).collective(steps))
+        return self._run("all_to_all", sent, tag, async_op, self._agreed(what, tag, parts).collective(steps), out, x)
 
     def broadcast(self, x: Tensor, root: int = 0, *, async_op: bool = False, tag: str = "") -> Work:
         """x of rank `root` -> x on every rank. The root is charged n(N-1) bytes, the others 0."""
@@ -177,7 +208,7 @@ class Group:
         checks.tensors("broadcast", x=x)
         sent = x.numel() * x.element_size() * (self.size - 1) if self.rank == root else 0
         agreed = self._agreed(f"broadcast of {_words(x)} from {root}", tag)
-        return self._run("broadcast", sent, tag, async_op, agreed.collective(self.transport.broadcast(x, root)))
+        return self._run("broadcast", sent, tag, async_op, agreed.collective(self.transport.broadcast(x, root)), x)
 
     def send(self, x: Tensor, to: int, *, async_op: bool = False, tag: str = "") -> Work:
         """Send x to rank `to` of this group, which must call `recv`. Sends n bytes. ValueError if there is no such."""
@@ -185,14 +216,30 @@ class Group:
         checks.tensors("send", x=x)
         sent = x.numel() * x.element_size()
         agreed = self._agreed(f"send of {_words(x)} to {to}", tag, [((self.rank, to), _words(x))])
-        return self._run("send", sent, tag, async_op, agreed.message(self.transport.send(x, to)))
+        return self._run("send", sent, tag, async_op, agreed.message(self.transport.send(x, to)), x)
 
     def recv(self, x: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
         """Fill x with what rank `source` of this group sends. Sends nothing itself. ValueError if there is no such."""
         checks.other("recv", "source", source, self.size, self.rank)
         checks.tensors("recv", x=x)
         agreed = self._agreed(f"recv of {_words(x)} from {source}", tag, [((source, self.rank), _words(x))])
-        return self._run("recv", 0, tag, async_op, agreed.message(self.transport.recv(x, source)))
+        return self._run("recv", 0, tag, async_op, agreed.message(self.transport.recv(x, source)), x)
+
+    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int, *, tag: str = "") -> None:
+        """Send x to rank `to` while `out` is filled with what rank `source` sends; return when both are done.
+
+        Sends n bytes. All ranks may call it at once, in any ring or exchange, where a send and then a recv could wait
+        for each other. ValueError if there is no such rank.
+        """
+        checks.other("send_recv", "to", to, self.size, self.rank)
+        checks.other("send_recv", "source", source, self.size, self.rank)
+        checks.tensors("send_recv", x=x, out=out)
+        what = f"send_recv of {_words(x)} to {to} and {_words(out)} from {source}"
+        parts = [((self.rank, to), _words(x)), ((source, self.rank), _words(out))]
+        steps = self._agreed(what, tag, parts).message(self.transport.send_recv(x, to, out, source))
+        sending = self._run("send", x.numel() * x.element_size(), tag, True, steps, x, out)
+        self._run("recv", 0, tag, True, iter(())).wait()
+        sending.wait()
 
     def settle(self) -> None:
         """Before the host reads a number from a GPU: return, patiently (see `Patience`), when it is there."""
@@ -203,16 +250,16 @@ class Group:
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
-        if self.handle is not None:
+        if self._line is not None:
             with self._agreed("barrier", ""):
-                dist.barrier(self.handle)
+                dist.barrier(self._line.handle)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's picklable object, in rank order. For control, not for data: not charged to the ledger."""
         objects: list[Any] = [obj] * self.size
-        if self.handle is not None:
+        if self._line is not None:
             with self._agreed("all_gather_object", ""):
-                dist.all_gather_object(objects, obj, group=self.handle)
+                dist.all_gather_object(objects, obj, group=self._line.handle)
         return objects
 
     def _parts(self, out: Tensor, x: Tensor, out_splits: list[int] | None, in_splits: list[int] | None) -> list[Part]:
@@ -223,13 +270,6 @@ class Group:
                 if other != self.rank:
                     parts.append(((self.rank, other) if sent else (other, self.rank), _words(rows)))
         return parts
-
-
-def _transport(handle: dist.ProcessGroup | None, backend: str, deterministic: bool) -> Transport:
-    """The way of this group: the library's own collectives only where they are fast and their order is free."""
-    if handle is None:
-        return Alone()
-    return Composed(handle) if backend == "gloo" or deterministic else Native(handle)
 
 
 def _words(x: Tensor) -> str:

@@ -1,5 +1,6 @@
 """What an answer sent, as the ledger saw it, beside what it should have sent."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -32,10 +33,10 @@ class WatchedGroup(Group):
         super().__init__(handle)
         self.control, self.told = control, told
 
-    def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps) -> Work:
+    def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps, *holds: Tensor) -> Work:
         if self.told:
             launch.report(Called(_words(op, tag, sent)))
-        return super()._run(op, sent, tag, async_op, steps)
+        return super()._run(op, sent, tag, async_op, steps, *holds)
 
     def send(self, x: Tensor, to: int, *, async_op: bool = False, tag: str = "") -> Work:
         return super().send(x, to, async_op=async_op, tag=f"to {to}")
@@ -43,13 +44,18 @@ class WatchedGroup(Group):
     def recv(self, x: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
         return super().recv(x, source, async_op=async_op, tag=f"from {source}")
 
-    def fresh(self) -> "WatchedGroup":
+    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int, *, tag: str = "") -> None:
+        super().send_recv(x, to, out, source, tag=f"to {to}")
+
+    def fresh(self, told: bool = True) -> "WatchedGroup":
         """The same ranks with an empty ledger, for what the answer does."""
-        return WatchedGroup(self.handle, self.control)
+        other = copy.copy(self)
+        other.ledger, other.told = Ledger(), told
+        return other
 
     def oracle(self) -> "WatchedGroup":
         """The same ranks with an empty ledger, for what the answer should do."""
-        return WatchedGroup(self.handle, self.control, told=False)
+        return self.fresh(told=False)
 
     def everyone(self, obj: T) -> list[T]:
         """Every rank's obj, in rank order, by connections that the answer does not use."""

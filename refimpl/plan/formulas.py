@@ -84,8 +84,7 @@ def memory_bytes(strategy: Strategy, ranks: int, itemsize: int, layout: Layout) 
 def traffic(strategy: Strategy, ranks: int, itemsize: int, layout: Layout, micro_batches: int = 1) -> list[Sent]:
     """What rank 0 sends per step, by collective and purpose. `itemsize`: bytes of an element on the wire."""
     once = layout.padded * itemsize * (ranks - 1) // ranks
-    # One fp64 a parameter, whether any rank used it; from ZeRO-1 on the sum of squares too.
-    words = layout.parameters + (strategy != "ddp")
+    words = layout.parameters + 1  # fp64: of each parameter, whether any rank used it, and the sum of squares
     rank_0s = -(-words // ranks)  # those that rank 0 adds up and returns; it sends the others
     norm = Sent("all_reduce", "norm", 8 * (words - rank_0s + rank_0s * (ranks - 1)))
     if strategy == "ddp":

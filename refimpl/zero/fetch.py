@@ -13,6 +13,7 @@ DeepSpeed: deepspeed/runtime/zero/parameter_offload.py and partitioned_param_coo
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from refimpl.zero.outputs import tensors_of
 from refimpl.zero.parameter import Hook, untraced
 from refimpl.zero.path import Path
 from refimpl.zero.prefetch import Pass
-from refimpl.zero.unit import Unit, gather, in_flight_elements, live_elements
+from refimpl.zero.unit import Unit, gather
+
+AHEAD = 16  # uses in the trace that are looked at for prefetching
 
 
 @dataclass
@@ -141,10 +144,11 @@ class Fetch:
 
     def _ahead(self, now: list[Unit]) -> list[Unit]:
         """What to prefetch beside the units needed now: the next of the trace that fit both budgets, in elements."""
-        others = [u for u in self.units if u not in now]
-        flying, live = in_flight_elements(others), live_elements(others) + sum(u.padded for u in now)
+        others = [u for u in self.units if not u.is_free and u not in now]
+        flying = sum(u.padded for u in others if u.in_flight)
+        live = sum(u.padded for u in others) + sum(u.padded for u in now)
         chosen: list[Unit] = []
-        for unit in self.path.trace.ahead():
+        for unit in islice(self.path.trace.ahead(), AHEAD):
             if not unit.is_free or unit in now or unit in chosen:
                 continue
             alone = not flying and self.config.prefetch_bucket_size > 0  # one may be larger than the budget

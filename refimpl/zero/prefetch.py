@@ -6,6 +6,7 @@ DeepSpeed: deepspeed/runtime/zero/partitioned_param_coordinator.py.
 """
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Literal, cast
 
 from refimpl.zero.flat import Bucket
@@ -38,7 +39,7 @@ class Trace:
 
     def ahead(self) -> Iterator[Unit]:
         """The units that are used next, as far as recorded."""
-        for bucket, during in self.order[self.at :]:
+        for bucket, during in islice(self.order, self.at, None):
             if during != "reduction":
                 yield cast(Unit, bucket)
 

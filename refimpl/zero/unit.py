@@ -46,22 +46,32 @@ class Unit(Bucket):
         for p in params:
             p.zero_unit = self  # type: ignore[attr-defined]
         super().__init__(params, group, group_index, name, dtype)
-        self.mine = self.shard(self.full).clone()  # [S]
+        self.mine = group.empty(self.padded // group.size, self.dtype, self.device).copy_(self.shard(self.full))  # [S]
         self.unrounded = None if self.unrounded is None else self.shard(self.unrounded).clone()  # [S]
         self.versions = [p._version for p in params]  # of what was gathered: who writes to it raises them
         self.on_use: Callable[[Unit, str], None] | None = None
         self.state_dicts: Any = None  # before there is a stage: the hooks that bring it whole into a state_dict
         self.is_placeholder = False  # while a state_dict is made of the names
         nothing = float("nan") if self.dtype.is_floating_point else 0
-        self._nothing = torch.tensor(nothing, dtype=self.dtype, device=self.device)
+        scalar = torch.tensor(nothing, dtype=self.dtype, device=self.device)
+        self._nothings = {p: scalar.expand(p.shape) for p in params}
         self._work: Work | None = None
+        self._allocated_on = group.streams.current()
         self.is_free = False
         self.free()
+
+    def room(self, dtype: torch.dtype) -> Tensor:
+        """Memory that can be given back."""
+        return torch.empty(self.padded, dtype=dtype, device=self.device)
 
     def adopt(self, root: int) -> None:
         """Take over what rank `root` has in `full`, on every rank: after a change from outside."""
         self.group.broadcast(self.full, root, tag="start")
         self.keep()
+
+    def gather(self, most: int) -> list[Work]:
+        """Nothing after an update: a unit is gathered when a module needs it."""
+        return []
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -73,6 +83,7 @@ class Unit(Bucket):
         """Begin to gather: mine [S] -> full [P]. Nothing if it is there or on its way."""
         if self.is_free:
             self.full.untyped_storage().resize_(self.padded * self.full.element_size())
+            self._allocated_on = self.group.streams.current()
             self._work = self.group.all_gather(self.full, self.mine, async_op=True, tag="parameters")
             self.is_free = False
 
@@ -88,7 +99,7 @@ class Unit(Bucket):
         """As in `Bucket`, for the parameters that no other unit has taken over since."""
         for p in self.params:
             if unit_of(p) is self:
-                place(p, self.piece(self.full, p), Managed)
+                place(p, self.views[p], Managed)
         self.versions = [p._version for p in self.params]
 
     @property
@@ -106,7 +117,8 @@ class Unit(Bucket):
         written = self.versions != [p._version for p in self.params]
         for p in self.params:
             if unit_of(p) is self:
-                place(p, self._nothing.expand(p.shape), Freed)
+                place(p, self._nothings[p], Freed)
+        self.group.streams.followed_by(self._allocated_on)  # whose next tensor may get this memory
         self.full.untyped_storage().resize_(0)
         self.is_free = True
         if written:
@@ -190,15 +202,6 @@ def _lowest_called(paths: list[list[str]], modules: dict[str, nn.Module]) -> str
     while common and not _is_called(modules[".".join(common)]):
         common = common[:-1]
     return ".".join(common)
-
-
-def live_elements(units: list[Unit]) -> int:
-    """Elements gathered now or on their way."""
-    return sum(u.padded for u in units if not u.is_free)
-
-
-def in_flight_elements(units: list[Unit]) -> int:
-    return sum(u.padded for u in units if u.in_flight)
 
 
 def make_units(

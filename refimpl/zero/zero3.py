@@ -13,9 +13,9 @@ A parameter's way: shard -> `Fetch.before_forward` -> `Unit.wait` -> views compu
 
 from torch import Tensor, nn
 
-from refimpl.comm.work import Work
 from refimpl.zero.fetch import Fetch
-from refimpl.zero.flat import Bucket, gather_all, lay_out
+from refimpl.zero.flat import Bucket, lay_out
+from refimpl.zero.gradients import Reduction
 from refimpl.zero.parameter import DATA
 from refimpl.zero.path import Path
 from refimpl.zero.saved import StateDicts
@@ -51,20 +51,16 @@ class Zero3(Stage):
 
     def owned(self, bucket: Bucket) -> Tensor:
         """This rank's shard. -> [S]"""
-        return bucket.mine if isinstance(bucket, Unit) else bucket.shard(bucket.full)
+        return bucket.mine
 
-    def reduce(self, bucket: Bucket, local: Tensor) -> tuple[Work, Tensor]:
+    def reduce(self, bucket: Bucket, local: Tensor) -> Reduction:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; frees the parameters."""
         self.path.visit(bucket, "reduction")
         mine = self.gradients.take(bucket.padded // self.group.size, local)  # [S]
-        work = self.group.reduce_scatter(mine, local, self.gradients.op, async_op=True, tag="gradients")
-        if isinstance(bucket, Unit) and not self.fetch.keeps:
+        work = bucket.group.reduce_scatter(mine, local, self.gradients.op, async_op=True, tag="gradients")
+        if not self.fetch.keeps:
             bucket.free()
-        return work, mine
-
-    def gather(self) -> None:
-        """Only what stays whole: the units are gathered when a module needs them, see `Fetch.need`."""
-        gather_all(self.kept, self.config.allgather_bucket_size)
+        return Reduction(work, mine, memory=mine)
 
     def end_backward(self, asked: bool) -> None:
         super().end_backward(asked)

@@ -11,9 +11,10 @@ from test_stages import GPT_JOB, Scored
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import STAGES, Block, Job, Net, differing, oracle, tokens, train
+from worlds import run
 
 from refimpl.comm.group import Group
-from refimpl.launch import RankError, run
+from refimpl.launch import RankError
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.zero3 import Zero3
 

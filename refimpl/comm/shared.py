@@ -1,0 +1,277 @@
+"""Collectives through memory that the ranks of one host share: nothing is sent, each rank reads what its peers have.
+
+    all_reduce       add my chunk of everyone's buffer, in rank order; then copy everyone's finished chunk
+    reduce_scatter   add my chunk of everyone's buffer
+    all_gather       copy everyone's
+    all_to_all, broadcast, send, recv   copy what is meant for me
+
+A tensor that lies in this rank's mapped memory (`Transport.empty`) is read there by its peers; any other is copied
+there first. Either way the caller may write to it when the work is done: peers have read it, or read the copy.
+The copy of one call serves a later one when all have read it. Signals travel through memory too (see `signals.py`).
+Everything is done by the rank's own thread, as far as it can be, whenever it begins or waits for some collective of the
+group; works of different groups must be waited for in one order on all ranks, as NCCL asks for launches.
+
+As NCCL's shared-memory and peer-to-peer transports inside a node (its "SHM" and "P2P" in NCCL_DEBUG=INFO).
+"""
+
+import math
+import os
+import time
+import weakref
+from collections.abc import Generator, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from refimpl.comm import collectives
+from refimpl.comm.board import CollectiveMismatch
+from refimpl.comm.collectives import Op, Scratch
+from refimpl.comm.mapped import Mapped, Own, Place, host, of_peer
+from refimpl.comm.signals import Channel, Need, Watch, channel_words, unsupported
+from refimpl.comm.streams import Streams
+from refimpl.comm.transport import Library
+from refimpl.comm.work import Steps
+
+Shows = Generator[Need, None, Tensor | None]
+PATIENCE = 0.05  # seconds a rank sleeps before it looks whether the peer is alive
+SHORT = 0.001  # ... while other collectives of its own may go on
+
+
+class Task:
+    """One collective under way: steps that go on once a need is met."""
+
+    def __init__(self, transport: "Shared", steps: Iterator[Need]) -> None:
+        self.transport, self.steps = transport, steps
+        self.need: Need | None = None
+        self.error: Exception | None = None
+        self.over = False
+
+    def advance(self) -> None:
+        """Go as far as possible without waiting."""
+        while not self.over and (self.need is None or self.transport.watch.met(self.need)):
+            try:
+                self.need = next(self.steps)
+            except StopIteration:
+                self.over = True
+            except Exception as error:  # whoever waits for this collective is told, not whoever waits for another
+                self.over, self.error = True, error
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """As torch's: RuntimeError if it is not over within the limit, and may be waited for again."""
+        if not self.transport.finish(self, limit):
+            raise RuntimeError("the collective is not over yet")
+        if self.error:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        return self.over
+
+
+class Shared(Library):
+    """`files`, `pids`: of every rank of the group; this rank's own file is among them."""
+
+    def __init__(self, handle: dist.ProcessGroup, files: Sequence[Mapped], own: Own, pids: Sequence[int]) -> None:
+        super().__init__(handle, "gloo", Streams())
+        self.files, self.own = files, own
+        weakref.finalize(self, own.leave).atexit = False
+        ranks = dist.get_process_group_ranks(handle)
+        self.watch = Watch(files, pids, [f"rank {ranks[m]} (process {pid})" for m, pid in enumerate(pids)])
+        self._tasks: list[Task] = []
+        self._scratch = Scratch(empty=lambda numel, dtype, device: own.empty(numel, dtype))
+        self._lent: list[tuple[list[Need], Tensor]] = []  # copies, until these needs are met: then all have read them
+        words = channel_words(self.size)
+        self._all = Channel(self.rank, files, dict.fromkeys(range(self.size), 0))
+        self._to = [
+            Channel(self.rank, files, {self.rank: (1 + to) * words, to: (1 + self.size + self.rank) * words})
+            for to in range(self.size)
+        ]
+        self._from = [
+            Channel(self.rank, files, {source: (1 + self.rank) * words, self.rank: (1 + self.size + source) * words})
+            for source in range(self.size)
+        ]
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.own.empty(numel, dtype) if device.type == "cpu" else super().empty(numel, dtype, device)
+
+    def scratch(self) -> list[Tensor]:
+        return self._scratch.tensors()
+
+    def all_reduce(self, x: Tensor, op: Op) -> Steps:
+        yield lambda: self._begin(self._all_reduce(x, op))
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Steps:
+        yield lambda: self._begin(self._reduce_scatter(out, x, op))
+
+    def all_gather(self, chunks: list[Tensor], x: Tensor) -> Steps:
+        yield lambda: self._begin(self._all_gather(chunks, x))
+
+    def all_to_all(self, out: Tensor, x: Tensor, out_splits: list[int] | None, in_splits: list[int] | None) -> Steps:
+        yield lambda: self._begin(self._all_to_all(_parts(out, out_splits, self.size), _parts(x, in_splits, self.size)))
+
+    def broadcast(self, x: Tensor, root: int) -> Steps:
+        yield lambda: self._begin(self._broadcast(x.view(-1), root))
+
+    def send(self, x: Tensor, to: int) -> Steps:
+        yield lambda: self._begin(self._give(self._to[to], {to: x.view(-1)}))
+
+    def recv(self, x: Tensor, source: int) -> Steps:
+        yield lambda: self._begin(self._take(self._from[source], {source: x.view(-1)}))
+
+    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
+        giving = self._give(self._to[to], {to: x.view(-1)})
+        taking = self._take(self._from[source], {source: out.view(-1)})
+        yield lambda: [*self._begin(giving), *self._begin(taking)]
+
+    def _all_reduce(self, x: Tensor, op: Op) -> Iterator[Need]:
+        first, second = self._all.number(), self._all.number()
+        chunks = list(x.split(collectives.chunk_sizes(x.numel(), self.size)))  # type: ignore[no-untyped-call]
+        yield from self._reduce(first, chunks[self.rank], chunks, op, wait=False)
+        # A peer that shows its sum has read everything of the first round: its chunk of mine may be overwritten.
+        yield from self._gather(second, chunks, chunks[self.rank])
+
+    def _reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Iterator[Need]:
+        yield from self._reduce(self._all.number(), out, list(x.view(self.size, -1).unbind()), op)
+
+    def _all_gather(self, chunks: list[Tensor], x: Tensor) -> Iterator[Need]:
+        yield from self._gather(self._all.number(), chunks, x)
+
+    def _reduce(self, number: int, out: Tensor, chunks: list[Tensor], op: Op, wait: bool = True) -> Iterator[Need]:
+        """chunks, N tensors [s] of every rank -> out [s], the sum of those with this rank's number."""
+        own = chunks[self.rank]
+        copied = yield from self._show(self._all, number, {m: chunks[m] for m in self._all.others})
+        yield from self._all.posted(number)
+        rows = [own if m == self.rank else self._shown(self._all, m, number, own) for m in range(self.size)]
+        collectives.ordered_reduce(out, rows, self.rank, op)
+        yield from self._end(self._all, number, copied, wait)
+
+    def _gather(self, number: int, chunks: list[Tensor], x: Tensor) -> Iterator[Need]:
+        """x [s] of every rank -> chunks, N tensors [s]."""
+        copied = yield from self._show(self._all, number, dict.fromkeys(self._all.others, x))
+        if chunks[self.rank].data_ptr() != x.data_ptr():
+            chunks[self.rank].copy_(x)
+        yield from self._copy(self._all, number, {m: chunks[m] for m in self._all.others})
+        yield from self._end(self._all, number, copied)
+
+    def _all_to_all(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Iterator[Need]:
+        number = self._all.number()
+        copied = yield from self._show(self._all, number, {m: x[m] for m in self._all.others})
+        out[self.rank].copy_(x[self.rank])
+        yield from self._copy(self._all, number, {m: out[m] for m in self._all.others})
+        yield from self._end(self._all, number, copied)
+
+    def _broadcast(self, x: Tensor, root: int) -> Iterator[Need]:
+        if self.rank == root:
+            yield from self._give(self._all, dict.fromkeys(self._all.others, x))
+        else:
+            yield from self._take(self._all, {root: x})
+
+    def _give(self, channel: Channel, pieces: dict[int, Tensor]) -> Iterator[Need]:
+        number = channel.number()
+        copied = yield from self._show(channel, number, pieces)
+        yield from self._end(channel, number, copied)
+
+    def _take(self, channel: Channel, pieces: dict[int, Tensor]) -> Iterator[Need]:
+        number = channel.number()
+        yield from channel.post(number, {})
+        yield from self._copy(channel, number, pieces)
+        channel.finish(number)
+
+    def _show(self, channel: Channel, number: int, pieces: dict[int, Tensor]) -> Shows:
+        """Let each member read its piece, where it lies or in a copy; returns the buffer of the copies, if any."""
+        copied = None
+        if not all(self.own.holds(piece) for piece in pieces.values()):
+            different = list({id(piece): piece for piece in pieces.values()}.values())
+            copied = self._buffer(sum(piece.numel() for piece in different), different[0])
+            copies = dict(
+                zip(map(id, different), torch.split(copied, [len(piece) for piece in different]), strict=True)
+            )
+            for piece in different:
+                copies[id(piece)].copy_(piece)
+            pieces = {m: copies[id(piece)] for m, piece in pieces.items()}
+        yield from channel.post(number, {m: self.own.place(piece) for m, piece in pieces.items()})
+        return copied
+
+    def _shown(self, channel: Channel, member: int, number: int, like: Tensor) -> Tensor:
+        """What a member that has posted shows me: a flat view of its memory, as long as `like`."""
+        place: Place = channel.place(member, number)
+        if place[1] != like.numel() * like.element_size():
+            raise CollectiveMismatch(
+                f"{self.watch.names[member]} shows {place[1]} bytes where {self.watch.names[self.rank]} expects "
+                f"{like.numel() * like.element_size()}: all ranks must make the same calls with the same sizes"
+            )
+        return self.files[member].at(place, like.dtype)
+
+    def _copy(self, channel: Channel, number: int, pieces: dict[int, Tensor]) -> Iterator[Need]:
+        """What members show me, each as soon as it is there -> pieces."""
+        for member, piece in pieces.items():
+            yield from channel.posted(number, member)
+            piece.copy_(self._shown(channel, member, number, piece))
+
+    def _end(self, channel: Channel, number: int, copied: Tensor | None, wait: bool = True) -> Iterator[Need]:
+        """I have read; and my own may be written to again: all have read it, or read a copy."""
+        channel.finish(number)
+        if copied is not None:
+            self._lent.append((channel.finished(number), copied))
+        elif wait:
+            yield from channel.finished(number)
+
+    def _buffer(self, numel: int, like: Tensor) -> Tensor:
+        """A buffer in this rank's file: one that all have read, or a new one."""
+        for lent in list(self._lent):
+            if all(self.watch.met(need) for need in lent[0]):
+                self._lent.remove(lent)
+                self._scratch.give(lent[1])
+        return self._scratch.take(numel, like)
+
+    def _begin(self, steps: Iterator[Need]) -> list[Task]:
+        task = Task(self, steps)
+        self._tasks.append(task)
+        self._progress()
+        return [task]
+
+    def _progress(self) -> None:
+        for task in self._tasks:
+            task.advance()
+        self._tasks = [task for task in self._tasks if not task.over]
+
+    def finish(self, task: Task, limit: timedelta | None = None) -> bool:
+        """Go on with all that is under way until this is over; False if it is not within the limit."""
+        end = math.inf if limit is None else time.monotonic() + limit.total_seconds()
+        while not task.over and time.monotonic() < end:
+            self._progress()
+            if not task.over and task.need:
+                self.watch.wait(task.need, PATIENCE if len(self._tasks) == 1 else SHORT)
+        return task.over
+
+
+def meet(handle: dist.ProcessGroup) -> Shared | str:
+    """The transport of this group, or why it cannot be had: the same answer on every rank. A collective."""
+    reason, own = unsupported(), None
+    words = channel_words(handle.size()) * (1 + 2 * handle.size())
+    if not reason:
+        own = Own(words)
+    me = (host(), os.getpid(), own.descriptor) if own else reason
+    known = _everyone(handle, me)
+    if own is None or any(isinstance(one, str) or one[0] != me[0] for one in known):
+        return next((one for one in known if isinstance(one, str)), "its ranks are on several hosts")
+    try:
+        files = [own if m == handle.rank() else of_peer(pid, fd, words) for m, (_, pid, fd) in enumerate(known)]
+        transport = Shared(handle, files, own, [pid for _, pid, _ in known])
+    except OSError as error:
+        reason = f"rank {dist.get_rank()} cannot map the memory of a peer: {error}"
+    return next(filter(None, _everyone(handle, reason)), "") or transport
+
+
+def _everyone(handle: dist.ProcessGroup, mine: Any) -> list[Any]:
+    found: list[Any] = [None] * handle.size()
+    dist.all_gather_object(found, mine, group=handle)
+    return found
+
+
+def _parts(x: Tensor, splits: list[int] | None, ranks: int) -> list[Tensor]:
+    """The rows of x for each rank, flat."""
+    rows = torch.split(x, splits) if splits else x.chunk(ranks) if x.numel() else [x] * ranks
+    return [part.reshape(-1) for part in rows]
