@@ -12,8 +12,8 @@ keeps fp32 masters of what it updates: FSDP2 by MixedPrecisionPolicy, DDP and Ze
 
 Each peer gets the options that make it fastest here: gradients as views of the buckets in DDP; in FSDP2 one unit a
 transformer block, as ZeRO-3's leaf modules, and a root that is not freed between forward and backward, as its manual
-advises. Tried and left out, since none stood out of the noise on gloo (10M parameters, 2 ranks; CPU time a step by at
-most 4%): static_graph, buckets of 5, 10 and 100 MB and batched_grad_copy in DDP; explicit prefetch by one and by two
+advises. Tried and left out, since none stood out of the noise on gloo (10M parameters, 2 ranks; at most 4% less CPU
+time a step): static_graph, buckets of 5, 10 and 100 MB and batched_grad_copy in DDP; explicit prefetch by one and two
 units, asynchronous unsharding, two reduce-scatter buffers, SUM in place of AVG and units of two blocks in FSDP2. An int
 for reshard_after_forward shards over fewer ranks, more memory than ZeRO-3 keeps. DeepSpeed has its own defaults.
 """

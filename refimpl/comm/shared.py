@@ -8,7 +8,8 @@
 A tensor that lies in this rank's mapped memory (`Transport.empty`) is read there by its peers; any other is copied
 there first. Either way the caller may write to it when the work is done: peers have read it, or read the copy.
 The copy of one call serves a later one when all have read it. Signals travel through memory too (see `signals.py`).
-Everything is done by the rank's own thread, as far as it can be, whenever it begins or waits for some collective.
+Everything is done by the rank's own thread, as far as it can be, whenever it begins or waits for some collective of the
+group; works of different groups must be waited for in one order on all ranks, as NCCL asks for launches.
 
 As NCCL's shared-memory and peer-to-peer transports inside a node (its "SHM" and "P2P" in NCCL_DEBUG=INFO).
 """
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from refimpl.comm import collectives
+from refimpl.comm.board import CollectiveMismatch
 from refimpl.comm.collectives import Op, Scratch
 from refimpl.comm.mapped import Mapped, Own, Place, host, of_peer
 from refimpl.comm.signals import Channel, Need, Watch, channel_words, unsupported
@@ -183,7 +185,9 @@ class Shared(Library):
         if not all(self.own.holds(piece) for piece in pieces.values()):
             different = list({id(piece): piece for piece in pieces.values()}.values())
             copied = self._buffer(sum(piece.numel() for piece in different), different[0])
-            copies = dict(zip(map(id, different), copied.split([len(piece) for piece in different]), strict=True))
+            copies = dict(
+                zip(map(id, different), torch.split(copied, [len(piece) for piece in different]), strict=True)
+            )
             for piece in different:
                 copies[id(piece)].copy_(piece)
             pieces = {m: copies[id(piece)] for m, piece in pieces.items()}
@@ -194,7 +198,7 @@ class Shared(Library):
         """What a member that has posted shows me: a flat view of its memory, as long as `like`."""
         place: Place = channel.place(member, number)
         if place[1] != like.numel() * like.element_size():
-            raise RuntimeError(
+            raise CollectiveMismatch(
                 f"{self.watch.names[member]} shows {place[1]} bytes where {self.watch.names[self.rank]} expects "
                 f"{like.numel() * like.element_size()}: all ranks must make the same calls with the same sizes"
             )
@@ -269,5 +273,5 @@ def _everyone(handle: dist.ProcessGroup, mine: Any) -> list[Any]:
 
 def _parts(x: Tensor, splits: list[int] | None, ranks: int) -> list[Tensor]:
     """The rows of x for each rank, flat."""
-    rows = x.split(splits) if splits else x.chunk(ranks) if x.numel() else [x] * ranks
+    rows = torch.split(x, splits) if splits else x.chunk(ranks) if x.numel() else [x] * ranks
     return [part.reshape(-1) for part in rows]

@@ -98,7 +98,7 @@ class Watch:
         return self.files[need.member].words[need.word] >= need.value
 
     def wait(self, need: Need, seconds: float) -> None:
-        """Return when the need is met, or after a while. ConnectionError if it never will be: the peer has ended."""
+        """Return when the need is met, or after a while. RuntimeError if it never will be: the peer has ended."""
         for _ in range(LOOKS):
             if self.met(need):
                 return
@@ -109,7 +109,7 @@ class Watch:
             poll = select.poll()
             poll.register(self.processes[need.member], select.POLLIN)
             if poll.poll(0) and not self.met(need):  # it may have posted just before it ended
-                raise ConnectionError(f"remote process has exited: {self.names[need.member]}")
+                raise RuntimeError(f"remote process has exited: {self.names[need.member]}")
 
 
 class _Timespec(ctypes.Structure):

@@ -23,9 +23,8 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
         for stage in zero.STAGES:
             laps = world.call(zero.heat, stage, workload, timeout=seconds)
             zero.check_same_work(laps)
-            times = slowest([lap.times for lap in laps])
-            ms = {name: median(steps) for name, steps in times.items()}
-            yield Finding(f"stage {stage}, ms a step on {ranks} rank(s)", ms)
+            rows = zero.rank_rows({"plain": slowest([lap.times for lap in laps])}, stage, ranks, workload)
+            yield Finding(f"stage {stage}, ms a step on {ranks} rank(s)", {r.implementation: r.step_ms for r in rows})
         for collective in comm.COLLECTIVES:
             size = 10_000 if small else 100_000_000
             times = slowest(world.call(comm.heat, collective, size, turns, timeout=seconds))

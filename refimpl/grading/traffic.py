@@ -1,5 +1,6 @@
 """What an answer sent, as the ledger saw it, beside what it should have sent."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -46,13 +47,15 @@ class WatchedGroup(Group):
     def send_recv(self, x: Tensor, to: int, out: Tensor, source: int, *, tag: str = "") -> None:
         super().send_recv(x, to, out, source, tag=f"to {to}")
 
-    def fresh(self) -> "WatchedGroup":
+    def fresh(self, told: bool = True) -> "WatchedGroup":
         """The same ranks with an empty ledger, for what the answer does."""
-        return WatchedGroup(self.handle, self.control)
+        other = copy.copy(self)
+        other.ledger, other.told = Ledger(), told
+        return other
 
     def oracle(self) -> "WatchedGroup":
         """The same ranks with an empty ledger, for what the answer should do."""
-        return WatchedGroup(self.handle, self.control, told=False)
+        return self.fresh(told=False)
 
     def everyone(self, obj: T) -> list[T]:
         """Every rank's obj, in rank order, by connections that the answer does not use."""

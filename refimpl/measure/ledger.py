@@ -10,13 +10,12 @@ has each collective's begin and end recorded on the stream that it runs on: see 
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from refimpl.comm.streams import Streams
 
 Phase = Literal["start", "end", "mark"]
 
@@ -88,12 +87,13 @@ class Ledger:
         self._totals.clear()
         self._spans.clear()
 
-    def device_ms(self, streams: "Streams") -> dict[int, float]:
+    def device_ms(self, ms: Callable[[Any, Any], float]) -> dict[int, float]:
         """Milliseconds that each ended call took on its own stream, its wait for the caller's not counted.
 
-        The host waits for the last of them. Empty unless `timed`, and on a device without streams.
+        `ms(begun, done)` is that of the group's `streams`; the host waits for the last event. Empty unless `timed`, and
+        on a device without streams.
         """
-        return {call: streams.ms(begun, done) for call, (begun, done) in self._spans.items()}
+        return {call: ms(begun, done) for call, (begun, done) in self._spans.items()}
 
     def open_calls(self) -> list[Event]:
         """Collectives that have started and not ended: what a rank that hangs is waiting for."""

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from refimpl.ranks.allocator import keep_freed_memory
 from refimpl.ranks.environment import Place
 
 
 def meet(place: Place, meeting: str, device: str, backend: str | None, timeout: datetime.timedelta | None) -> None:
     """Make torch's default process group of all ranks, this one at `place`, and set what torchrun sets."""
+    keep_freed_memory()
     limit = timeout or default_pg_timeout
     store, _, _ = next(rendezvous(meeting, place.rank, place.size, timeout=limit))
     store.set_timeout(limit)

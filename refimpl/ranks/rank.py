@@ -29,6 +29,7 @@ if sys.platform == "win32":
 from multiprocessing.context import ForkServerProcess
 
 from refimpl.ranks import flight
+from refimpl.ranks.allocator import keep_freed_memory
 from refimpl.ranks.lost import lost_connection as lost_connection
 from refimpl.ranks.settings import Settings
 from refimpl.ranks.travel import dumps, loads, survives
@@ -100,6 +101,7 @@ class Rank(ForkServerProcess):
         os.environ.clear()
         os.environ.update(setup.environment)
         os.environ.update(RANK=str(self.number), LOCAL_RANK=str(self.number), REFIMPL_DEVICE=str(device))
+        keep_freed_memory()
         torch.set_num_threads(setup.threads)
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -53,16 +53,20 @@ class Bucket:
         for p in params:
             self.piece(is_padding, p).fill_(False)
         self.padding = is_padding.nonzero().view(-1).to(self.device)  # indices that are no parameter's
-        whole = torch.zeros(self.padded, dtype=params[0].dtype, device=self.device)  # [P]
+        whole = self.room(params[0].dtype).zero_()  # [P]
         with torch.no_grad():
             for p in params:
                 self.piece(whole, p).copy_(p)
         group.broadcast(whole, tag="start")
         self.dtype = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
-        self.full = whole.to(self.dtype)  # [P]
+        self.full = whole if whole.dtype == self.dtype else self.room(self.dtype).copy_(whole)  # [P]
         self.mine = self.shard(self.full)  # [S]
         self.unrounded = None if self.full is whole else whole  # what fp32 master weights begin with
         self.attach()
+
+    def room(self, dtype: torch.dtype) -> Tensor:
+        """Memory for `full` [P], which peers may read in place."""
+        return self.group.empty(self.padded, dtype, self.device)
 
     def attach(self) -> None:
         """Make every parameter a view of `full`."""

@@ -84,7 +84,8 @@ class Gradients:
         self.total: dict[Bucket, Tensor] = {}  # [P] or [S], mean over ranks of all that has travelled since the step
         self._missing: dict[Bucket, set[nn.Parameter]] | None = None  # still to arrive in this backward
         self._lent: dict[Bucket, Tensor] = {}  # the buffers that totals live in until the step
-        self._scratch, self._results = Scratch(), Scratch()  # kept between steps, for `local` and for `result`
+        # Kept between steps, for what fills, which the ranks exchange, and for the results.
+        self._scratch, self._results = Scratch(group.streams, group.empty), Scratch(group.streams)
         divisor = group.size if config.prescale_gradients else config.gradient_predivide_factor
         plain_sum = config.gradient_allreduce_op == "sum"
         self.op: Op = "mean" if divisor == 1 and not plain_sum else "sum"  # a plain mean divides inside the sum

@@ -46,7 +46,7 @@ class Unit(Bucket):
         for p in params:
             p.zero_unit = self  # type: ignore[attr-defined]
         super().__init__(params, group, group_index, name, dtype)
-        self.mine = self.shard(self.full).clone()  # [S]
+        self.mine = group.empty(self.padded // group.size, self.dtype, self.device).copy_(self.shard(self.full))  # [S]
         self.unrounded = None if self.unrounded is None else self.shard(self.unrounded).clone()  # [S]
         self.versions = [p._version for p in params]  # of what was gathered: who writes to it raises them
         self.on_use: Callable[[Unit, str], None] | None = None
@@ -58,6 +58,10 @@ class Unit(Bucket):
         self._allocated_on = group.streams.current()
         self.is_free = False
         self.free()
+
+    def room(self, dtype: torch.dtype) -> Tensor:
+        """Memory that can be given back."""
+        return torch.empty(self.padded, dtype=dtype, device=self.device)
 
     def adopt(self, root: int) -> None:
         """Take over what rank `root` has in `full`, on every rank: after a change from outside."""

@@ -366,7 +366,8 @@ def written_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="this system has no /proc/self/io to check against")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ledger_agrees_with_what_each_rank_writes_to_its_sockets(ranks: int) -> None:
+def test_ledger_agrees_with_what_each_rank_writes_to_its_sockets(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFIMPL_TRANSPORT", "gloo")  # which has sockets
     n = ranks * 2**18  # fp32 elements: 1 MiB a chunk
 
     def check() -> list[tuple[int, int]]:
@@ -409,7 +410,8 @@ def loopback_bytes() -> int:
 
 @pytest.mark.xdist_group("loopback")
 @pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="this system has no /proc/net/dev to check against")
-def test_ledger_agrees_with_the_kernels_loopback_counter() -> None:
+def test_ledger_agrees_with_the_kernels_loopback_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFIMPL_TRANSPORT", "gloo")
     n = 6 * 2**20  # fp32 elements: 24 MiB
     volume = 4 * n * (4 + 2 + 2 + 2 + 2 + 1)  # all_reduce, ..., send: 312 MiB by the three ranks together
 

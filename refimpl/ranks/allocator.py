@@ -1,0 +1,23 @@
+"""Freed memory stays with the process: glibc hands large blocks back to the kernel, which zeroes every page of the next.
+
+A buffer that comes and goes at every layer, as ZeRO-3's gathered parameters do, costs a page fault for each 4 KB of it
+each time, about as much as copying it. A rank does the same work step after step and needs the memory again.
+What a rank frees then still counts as resident (RSS), ready for its next allocation. See man 3 mallopt.
+"""
+
+import ctypes
+import os
+from collections.abc import Mapping
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # numbers of <malloc.h>
+_NEVER = 2**31 - 1
+
+
+def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell this process's allocator. False where it is not glibc's, or the user has said what it should do."""
+    libc = ctypes.CDLL(None)
+    said = any(key.startswith("MALLOC_") for key in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
+    if said or not hasattr(libc, "gnu_get_libc_version"):
+        return False
+    # No block by mmap, which is unmapped when freed; and the heap's end stays where it is.
+    return bool(libc.mallopt(_MMAP_MAX, 0) and libc.mallopt(_TRIM_THRESHOLD, _NEVER))

@@ -1,0 +1,275 @@
+"""The transport of one host: who gets it, tensors that peers read in place, memory that nobody leaves behind."""
+
+import functools
+import gc
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_group import exact, given, reduced
+from torch import Tensor
+
+from refimpl import launch
+from refimpl.comm import shared, signals
+from refimpl.comm.composed import Composed
+from refimpl.comm.group import Group
+from refimpl.comm.shared import Shared
+from refimpl.ranks.lost import RankLost
+
+run = functools.partial(launch.run, device="cpu")
+MESSAGE = (torch.float64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn)
+
+pytestmark = pytest.mark.skipif(bool(signals.unsupported()), reason=signals.unsupported())
+
+
+def test_ranks_of_one_host_share_memory_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kinds() -> list[str]:
+        group, some = Group.world(), dist.new_group([0, 2])
+        kind = [type(group.transport).__name__]
+        return [*kind, type(Group(some).transport).__name__] if group.rank != 1 else kind
+
+    assert run(kinds, ranks=3) == [["Shared", "Shared"], ["Shared"], ["Shared", "Shared"]]
+    monkeypatch.setenv("REFIMPL_TRANSPORT", "gloo")
+    assert run(kinds, ranks=3) == [["Composed", "Composed"], ["Composed"], ["Composed", "Composed"]]
+    monkeypatch.setenv("REFIMPL_TRANSPORT", "tcp")
+    with pytest.raises(launch.RankError, match="REFIMPL_TRANSPORT must be gloo or shared, or not be set, not 'tcp'"):
+        run(kinds, ranks=3)
+
+
+def test_all_ranks_take_gloo_when_one_of_them_cannot_share() -> None:
+    def check() -> None:
+        rank = dist.get_rank()
+        elsewhere = shared.host
+        shared.host = lambda: f"host {rank // 2}"
+        assert type(Group.world().transport) is Composed
+        os.environ["REFIMPL_TRANSPORT"] = "shared"
+        with pytest.raises(RuntimeError, match="shared, but this group cannot share memory: its ranks are on several"):
+            Group.world()
+        shared.host = elsewhere
+
+        opens = shared.of_peer
+        if rank == 1:
+            shared.of_peer = lambda *_: open("/proc/0/fd/0")
+        with pytest.raises(
+            RuntimeError, match="cannot share memory: rank 1 cannot map the memory of a peer: .*No such"
+        ):
+            Group.world()
+        shared.of_peer = opens
+        assert type(Group.world().transport) is Shared
+
+    run(check, ranks=3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_tensors_that_peers_read_in_place_may_be_written_as_soon_as_the_work_is_done(ranks: int) -> None:
+    """Each round writes over what the last one read, at once: a peer that still read would get numbers of the next."""
+
+    def check() -> None:
+        group = Group.world()
+        s = 5000
+        x, out = group.empty(ranks * s, torch.float32), group.empty(ranks * s, torch.float32)
+        mine = slice(group.rank * s, (group.rank + 1) * s)
+        for turn in range(30):
+            inputs = [given(100 * turn + r, ranks * s, torch.float32) for r in range(ranks)]
+            own, total = inputs[group.rank], reduced(inputs, "mean")
+            group.all_reduce(x.copy_(own), "mean")
+            exact(x, total)
+            group.reduce_scatter(x.copy_(own)[mine], x, "mean")
+            exact(x[mine], total[mine])
+            group.all_gather(out, x.copy_(own)[mine])
+            exact(out, torch.cat([g[r * s : (r + 1) * s] for r, g in enumerate(inputs)]))
+            group.all_to_all(out, x)
+            exact(out, torch.cat([g[mine] for g in inputs]))
+            group.broadcast(x, turn % ranks)
+            exact(x, inputs[turn % ranks])
+        assert group.scratch() == []  # nothing was copied on the way
+
+    run(check, ranks=ranks)
+
+
+def test_every_dtype_travels() -> None:
+    def check() -> None:
+        group = Group.world()
+        for dtype in MESSAGE:
+            pieces = [torch.arange(r, r + 6).to(dtype) for r in range(3)]
+            out = torch.zeros(18).to(dtype)
+            group.all_gather(out, pieces[group.rank])
+            exact(out.view(torch.uint8), torch.cat([p.view(torch.uint8) for p in pieces]))
+            group.all_to_all(out[:6], pieces[group.rank])
+            exact(out[:6].view(torch.uint8), torch.cat([p.chunk(3)[group.rank].view(torch.uint8) for p in pieces]))
+
+    run(check, ranks=3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_more_calls_under_way_than_there_are_slots_waited_for_in_another_order_on_each_rank(ranks: int) -> None:
+    def check() -> None:
+        group = Group.world()
+        count = 3 * signals.SLOTS
+        inputs = [given(group.rank + ranks * i, 40, torch.float32) for i in range(count)]
+        works = []
+        for i, x in enumerate(inputs):
+            mapped = group.empty(40, torch.float32)
+            inputs[i] = mapped.copy_(x) if i % 2 else x
+            works.append(group.all_reduce(inputs[i], async_op=True))
+        for i in range(count):
+            works[i if group.rank % 2 else count - 1 - i].wait()
+        for i, x in enumerate(inputs):
+            exact(x, reduced([given(r + ranks * i, 40, torch.float32) for r in range(ranks)], "sum"))
+
+    run(check, ranks=ranks)
+
+
+def test_two_groups_of_the_same_ranks_and_one_of_some_do_not_mix() -> None:
+    def check() -> None:
+        one, two = Group.world(), Group.world()
+        some = Group(dist.new_group([0, 2, 3])) if one.rank != 1 else None
+        a, b, c = torch.ones(9), torch.full((9,), 10.0), torch.full((9,), 100.0)
+        works = [group.all_reduce(x, async_op=True) for group, x in ((one, a), (two, b), (some, c)) if group]
+        for work in works:  # of different groups in one order on every rank
+            work.wait()
+        exact(a, torch.full((9,), 4.0))
+        exact(b, torch.full((9,), 40.0))
+        exact(c, torch.full((9,), 300.0 if some else 100.0))
+        if some:
+            assert some.size == 3
+            for root in range(3):
+                some.broadcast(c if some.rank == root else c.zero_(), root)
+                assert c[0].item() == 300
+        one.barrier()
+
+    run(check, ranks=4)
+
+
+def test_ranks_that_send_to_each_other_before_they_receive_do_not_wait_for_ever() -> None:
+    def check() -> None:
+        group = Group.world()
+        x = torch.full((3_000_000,), float(group.rank))
+        for _ in range(3):
+            group.send(x, 1 - group.rank)
+        for _ in range(3):
+            group.recv(x, 1 - group.rank)
+            assert x[-1].item() == 1 - group.rank
+
+    run(check, ranks=2)
+
+
+def test_what_one_rank_never_waits_for_does_not_hold_up_the_others() -> None:
+    def check() -> float:
+        group = Group.world()
+        x = torch.full((4,), float(group.rank))
+        group.broadcast(x, 0, async_op=group.rank == 0)  # rank 0 goes home
+        return x.sum().item()
+
+    assert run(check, ranks=3) == [0.0, 0.0, 0.0]
+
+
+def test_sizes_that_differ_are_an_error_also_where_nobody_compares_calls() -> None:
+    def check() -> None:
+        group = Group.world()
+        x = torch.ones(4 + group.rank)
+        with pytest.raises(RuntimeError, match=r"rank \d \(process \d+\) shows \d+ bytes where rank \d .* expects"):
+            group.broadcast(x, 0) if group.rank else group.all_gather([torch.ones(4), torch.ones(4)], x)
+
+    with launch.World(2, device="cpu", compare=False) as world:
+        world.call(check)
+
+
+def test_a_peer_that_dies_is_named_by_whoever_waits_for_it() -> None:
+    def check() -> None:
+        group = Group.world()
+        x = torch.ones(4)
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            group.all_reduce(x, tag="loss")
+        except RankLost as error:
+            launch.report(str(error))
+            raise
+
+    said: list[str] = []
+    with pytest.raises(launch.RankDied, match="rank 1 was killed by SIGKILL"):
+        run(check, ranks=2, on_report=lambda rank, text: said.append(text))
+    assert all("waits in vain in all_reduce (sum) of 4 float32, tag 'loss'" in text for text in said)
+    assert all("remote process has exited: rank 1" in text for text in said)
+
+
+def test_a_hang_names_the_call_and_the_line() -> None:
+    def check() -> None:
+        group = Group.world()
+        if group.rank == 0:
+            group.reduce_scatter(torch.ones(2), torch.ones(4))
+
+    with pytest.raises(launch.RankTimeout, match=r"rank 0 waits in reduce_scatter at .*test_shared.py:\d+: group.red"):
+        run(check, ranks=2, timeout=3)
+
+
+def files() -> list[str]:
+    """What this process has mapped or open of a shared file."""
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:refimpl" in line]
+    links = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    return mapped + [link for link in links if "memfd:refimpl" in link or "pidfd" in link]
+
+
+def test_a_group_that_goes_takes_its_mappings_along() -> None:
+    def check() -> None:
+        gc.collect()
+        before = files()
+        group = Group.world()
+        kept: Tensor | None = group.empty(1000, torch.float32).fill_(3)
+        group.all_reduce(torch.ones(100_000))
+        group.all_reduce(kept, async_op=True).wait()
+        assert len(files()) > len(before)
+        del group
+        exact(kept, torch.full((1000,), 6.0))  # memory outlives the group as long as a tensor is there
+        kept = None
+        assert files() == before
+
+    run(check, ranks=2)
+
+
+def test_memory_goes_back_to_the_system_with_its_tensor() -> None:
+    def check() -> None:
+        group = Group.world()
+        assert isinstance(group.transport, Shared)
+        held = lambda: 512 * os.fstat(group.transport.own.descriptor).st_blocks  # noqa: E731
+        before = held()
+        x = group.empty(1_000_000, torch.float32).fill_(1)
+        view = x[5:10]
+        del x
+        assert held() - before >= 4_000_000
+        del view
+        assert held() == before
+        again = group.empty(1_000_000, torch.float32)
+        assert not again.any()  # new pages
+        assert again.untyped_storage().nbytes() == 4_000_000
+
+    run(check, ranks=2)
+
+
+def test_copies_are_kept_and_counted() -> None:
+    def check() -> None:
+        group = Group.world()
+        for _ in range(5):
+            group.all_gather(torch.empty(4000), torch.ones(1000))
+            group.barrier()  # then all have read it
+        assert [t.numel() for t in group.scratch()] == [4000]
+
+    run(check, ranks=4)
+
+
+def test_ranks_that_are_killed_leave_nothing_behind() -> None:
+    def check() -> None:
+        group = Group.world()
+        group.all_reduce(group.empty(1000, torch.float32).fill_(1))
+        assert any("(deleted)" in line for line in files())
+        launch.report("here")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    named = set(os.listdir("/dev/shm"))
+    with pytest.raises(launch.RankDied):
+        run(check, ranks=3)
+    assert not [name for name in set(os.listdir("/dev/shm")) - named if "refimpl" in name]
