@@ -8,7 +8,8 @@ JOBS ?= 2
 QUICK := tests/bank/test_cards.py tests/bank/test_progress.py tests/bench/test_race.py tests/cli/test_main.py \
   tests/comm/test_collectives.py tests/comm/test_ring.py tests/comm/test_mesh.py tests/course \
   tests/deepspeed/test_names.py tests/deepspeed/test_parameters.py $(wildcard tests/engine/test_config*.py) \
-  tests/engine/test_engine_checkpoint.py tests/grading/test_compare.py tests/grading/test_stubs.py tests/measure \
+  tests/engine/test_engine_checkpoint.py \
+  tests/gpu/test_check.py::test_the_twins_themselves_do_not_race tests/grading/test_compare.py tests/grading/test_stubs.py tests/measure \
   tests/model tests/notebook/test_show.py tests/optim tests/plan tests/ranks tests/site/test_pages.py \
   tests/zero/test_flat.py tests/zero/test_init.py tests/zero/test_stages.py::test_fp32_equals_one_process_bit_for_bit \
   tests/test_contributing.py tests/test_mutants.py::test_every_chapter_is_complete
@@ -60,6 +61,7 @@ lint: $(STAMP)
 
 # With the Python that has the GPU's torch, which a .venv of ours would not: nothing is installed.
 gpu-check:
+	@$(PYTHON) -c 'import torch' || { echo "error: $(PYTHON) has no torch. Try: make gpu-check PYTHON=python3.12"; exit 2; }
 	@$(PYTHON) -m refimpl.gpu $(ARGS)
 
 lab: $(STAMP)

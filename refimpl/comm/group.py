@@ -244,9 +244,8 @@ class Group:
     def settle(self) -> None:
         """Before the host reads a number from a GPU: return, patiently (see `Patience`), when it is there."""
         if self.device.type == "cuda":
-            queued = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            queued.record()
-            self.patience.poll(queued.query)
+            queued = self.streams.record()
+            self.patience.poll(lambda: self.streams.is_done(queued))
 
     def barrier(self) -> None:
         """Return when every rank has come here."""

@@ -48,6 +48,10 @@ class Streams:
     def wait(self, event: Event) -> None:
         """What the current stream is given from now on waits for `event`."""
 
+    def is_done(self, event: Event) -> bool:
+        """Whether it has happened."""
+        return True
+
     def followed_by(self, other: Stream | None) -> None:
         """What the stream `other` is given from now on waits for all that the current one was given so far."""
         if other != self.current():
@@ -80,6 +84,9 @@ class CudaStreams(Streams):
 
     def wait(self, event: Event) -> None:
         self.current().wait_event(event)
+
+    def is_done(self, event: Event) -> bool:
+        return bool(event.query())
 
     def ms(self, first: Event, last: Event) -> float:
         last.synchronize()

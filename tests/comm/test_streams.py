@@ -146,12 +146,12 @@ def test_times_on_the_lane_are_between_the_first_step_and_the_last(fake: None) -
     recorder, ledger = Timed(), Ledger(timed=True)
     group = Group(dist.group.WORLD, ledger, streams=recorder)
     works = [group.all_reduce(torch.ones(8), async_op=True) for _ in range(2)]
-    assert ledger.device_ms(recorder) == {}
+    assert ledger.device_ms(recorder.ms) == {}
     for work in works:
         work.wait()
     # The events of a call: asked, begun, done.
     assert [(w.begun_at, w.done_at) for w in works] == [(2, 3), (5, 6)]
-    assert ledger.device_ms(recorder) == {0: 1.0, 1: 1.0}
+    assert ledger.device_ms(recorder.ms) == {0: 1.0, 1: 1.0}
 
 
 def test_the_library_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_on_a_gpu_the_result_is_waited_for_and_the_host_is_not() -> None:
     done.record()
     assert not done.query()  # all of it is queued, and the host is here
     assert torch.equal(y, torch.full_like(y, 4))
-    [ms] = ledger.device_ms(streams).values()
+    [ms] = ledger.device_ms(streams.ms).values()
     assert ms > 0
 
 
