@@ -73,7 +73,10 @@ class Gradients:
         self._missing: dict[Bucket, set[nn.Parameter]] | None = None  # still to arrive in this backward
         self.flights: deque[Flight] = deque()  # reductions under way, the oldest first
         self._lent: list[tuple[Scratch, Tensor]] = []  # buffers that totals live in until the step
-        self._scratch, self._results = Scratch(group.empty), Scratch()  # kept between steps, for `local` and for `result`
+        self._scratch, self._results = (
+            Scratch(group.empty),
+            Scratch(),
+        )  # kept between steps, for `local` and for `result`
         # Divide by `before` on the way in, and multiply by `after` when summed; a plain mean divides inside the sum.
         before = group.size if config.prescale_gradients else config.gradient_predivide_factor
         plain_sum = config.gradient_allreduce_op == "sum"
