@@ -1,13 +1,15 @@
 """Ranks that stay: tests run their functions on one living world of each size, instead of starting ranks of their own.
 
-`worlds.run` is `launch.run` on ranks that earlier tests of this process have used. torch's settings and the seeds are
-put back between calls (`launch.World`), and nothing else is. After a call that failed, when the environment is another
-one, and after CALLS calls the ranks are replaced: they may have made different calls, and hold groups of their own.
+`worlds.run` is `launch.run` on ranks that earlier tests of this process have used. torch's settings and the seeds
+(`launch.World`) and the filters of warnings are put back between calls, and nothing else is. After a call that failed,
+when the environment is another one, and after CALLS calls the ranks are replaced: they may have made different calls,
+and hold groups of their own.
 
 A test whose subject is a process (how it starts, what it holds, how it ends, what is patched in it) uses `launch.run`.
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,4 +78,10 @@ def worlds() -> Worlds:
 def run(fn: Callable[..., T], *args: Any, ranks: int = 2, timeout: float | None = 60, device: str = "auto") -> list[T]:
     """fn(*args) on `ranks` living ranks; see `launch.run`."""
     with worlds().one(ranks, device) as world:
-        return world.call(fn, *args, timeout=timeout)
+        return world.call(undisturbed, fn, *args, timeout=timeout)
+
+
+def undisturbed(fn: Callable[..., T], *args: Any) -> T:
+    """In a rank: fn(*args), whose `warnings.simplefilter` ends with it."""
+    with warnings.catch_warnings():
+        return fn(*args)
