@@ -1,11 +1,13 @@
 """Single collectives: `Group`'s and the ring's beside torch.distributed's own, on the same ranks and buffers.
 
 Sizes are those of the full buffer (what an all-reduce reduces, a reduce-scatter takes in, an all-gather puts out), so
-that n bytes always mean n(N-1)/N sent, and twice that for an all-reduce.
+that n bytes always mean n(N-1)/N sent, and twice that for an all-reduce. The buffers lie where the ranks of one host
+can read them in place, as the stages' do; to gloo it is memory like any other.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from refimpl.bench.race import Times, Turns, both_worlds, race, slowest
 from refimpl.comm import ring
 from refimpl.comm.group import Group
+from refimpl.comm.shared import Shared
 
 Way = Callable[[], object]
 
@@ -37,28 +40,39 @@ class Row:
     ratio_any_pages: float
 
 
-def contestants(collective: str, group: Group, full: Tensor, other: Tensor, shard: Tensor) -> dict[str, Way]:
+def transports() -> dict[str, Group]:
+    """A group of all ranks for each transport that they have; the first is what they get when they do not ask."""
+    group = Group.world()
+    if not isinstance(group.transport, Shared):
+        return {"refimpl": group}
+    return {"refimpl shared": group, "refimpl gloo": Group.world(transport="gloo")}
+
+
+def contestants(
+    collective: str, groups: Mapping[str, Group], full: Tensor, other: Tensor, shard: Tensor
+) -> dict[str, Way]:
     """Each way to do `collective`: all_reduce in place in full [N*s], reduce_scatter full -> shard [s], all_gather
     shard -> full, all_to_all full -> other [N*s]. KeyError for another collective."""
+    group = next(iter(groups.values()))
     # torch 2.13 renames the single-buffer collectives and warns about the old names, which 2.11 has alone.
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     ways: dict[str, dict[str, Way]] = {
         "all_reduce": {
-            "refimpl": lambda: group.all_reduce(full),
+            **{name: partial(g.all_reduce, full) for name, g in groups.items()},
             "refimpl ring": lambda: ring.all_reduce(group, full),
             NATIVE: lambda: dist.all_reduce(full),
         },
         "reduce_scatter": {
-            "refimpl": lambda: group.reduce_scatter(shard, full),
+            **{name: partial(g.reduce_scatter, shard, full) for name, g in groups.items()},
             NATIVE: lambda: reduce_scatter(shard, full),
         },
         "all_gather": {
-            "refimpl": lambda: group.all_gather(full, shard),
+            **{name: partial(g.all_gather, full, shard) for name, g in groups.items()},
             NATIVE: lambda: all_gather(full, shard),
         },
         "all_to_all": {
-            "refimpl": lambda: group.all_to_all(other, full),
+            **{name: partial(g.all_to_all, other, full) for name, g in groups.items()},
             NATIVE: lambda: dist.all_to_all_single(other, full),
         },
     }
@@ -67,10 +81,11 @@ def contestants(collective: str, group: Group, full: Tensor, other: Tensor, shar
 
 def heat(collective: str, size: int, turns: Turns) -> Times:
     """Runs on every rank: race the ways to do `collective` on `size` bytes of zeros (repeated sums do not overflow)."""
-    group = Group.world()
-    full = torch.zeros(numbers(size, group.size), device=group.device)
-    shard = torch.zeros(len(full) // group.size, device=group.device)
-    return race(group, contestants(collective, group, full, torch.zeros_like(full), shard), turns)
+    groups = transports()
+    group = next(iter(groups.values()))
+    n = numbers(size, group.size)
+    full, other, shard = (group.empty(s, torch.float32).zero_() for s in (n, n, n // group.size))
+    return race(group, contestants(collective, groups, full, other, shard), turns)
 
 
 def numbers(size: int, ranks: int) -> int:

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from refimpl import launch
+from refimpl.comm.group import Group
+from refimpl.comm.shared import Shared, meet
 from refimpl.model.gpt import native_low_precision
 
 GB, MB = 10**9, 10**6
@@ -37,7 +39,7 @@ def cores() -> int:
 
 
 def examine() -> Iterator[Finding]:
-    """Look at one thing after the other; the last two take a second or more."""
+    """Look at one thing after the other; the last three take a second or more."""
     yield Finding("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}")
     yield _cores()
     yield _memory()
@@ -49,6 +51,7 @@ def examine() -> Iterator[Finding]:
     yield _triton()
     yield _disk()
     yield _ranks()
+    yield _transport()
 
 
 def show(findings: Iterable[Finding]) -> None:
@@ -132,6 +135,23 @@ def _disk() -> Finding:
 
 def _nothing() -> None:
     """What a rank does when only its start is of interest."""
+
+
+def _how() -> tuple[bool, str]:
+    """On a rank: whether it shares memory with its peers, and why it could not."""
+    group = Group.world()
+    assert group.handle is not None
+    found = meet(group.handle)
+    return isinstance(group.transport, Shared), found if isinstance(found, str) else ""
+
+
+def _transport() -> Finding:
+    [(shares, why), _] = launch.run(_how, ranks=2, device="cpu")
+    said = os.environ.get("REFIMPL_TRANSPORT")
+    state = ("shared memory" if shares else "gloo over TCP") + (f" (REFIMPL_TRANSPORT={said})" if said else "")
+    return Finding(
+        "transport", f"{state} between the ranks of this host", f"slower than shared memory: {why}" if why else ""
+    )
 
 
 def _ranks() -> Finding:

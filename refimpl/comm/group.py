@@ -9,9 +9,11 @@ Traffic a rank sends for a buffer of n bytes on N ranks (counted in the group's 
     broadcast        n(N-1)        charged to the root
     send             n
 
-How the bytes travel is the business of a `Transport`. On NCCL these are the library's own. On gloo the reductions and
-the all-gather are composed (see `collectives.py`), which is faster than gloo's own and adds the ranks' contributions
-in rank order, so that every strategy built on them gives the same bits; `deterministic=True` asks for it on NCCL too.
+How the bytes travel is the business of a `Transport`. On NCCL these are the library's own. Ranks of one host read each
+other's memory (see `shared.py`). On gloo the reductions and the all-gather are composed (see `collectives.py`), which
+is faster than gloo's own. These two add the ranks' contributions in rank order, so that every strategy built on them
+gives the same bits; `deterministic=True` asks for it on NCCL too. The bytes charged are the algorithm's, whatever the
+way.
 DeepSpeed's counterpart: deepspeed/comm/comm.py, which keeps one global backend instead.
 """
 
@@ -50,11 +52,14 @@ class Group:
         device: torch.device | None = None,
         deterministic: bool = False,
         streams: Streams | None = None,
-        transport: Transport | None = None,
+        transport: Transport | str | None = None,
     ) -> None:
         """`handle` None is a group of this process alone: every collective is a copy or nothing, and sends 0 bytes.
 
-        `streams`: what orders the device's work, a GPU's own by default. `transport`: another way than the usual one.
+        All ranks of `handle` make theirs together. `streams`: what orders the device's work, a GPU's own by default.
+        `transport`: one, or "gloo" or "shared" for tensors on the CPU; by default what REFIMPL_TRANSPORT says, else
+        shared memory if all ranks are on one host, else gloo. ValueError for another, RuntimeError for "shared" where
+        it cannot be.
         """
         self.device = device or device_of(handle)
         self.backend = backend_of(handle, self.device)
@@ -66,7 +71,8 @@ class Group:
         directory = os.environ.get("REFIMPL_BOARD")
         ranks = dist.get_process_group_ranks(handle) if handle else []
         self._board = Board(Path(directory), handle.group_name, ranks, handle.rank()) if handle and directory else None
-        self.transport = transport or self._transport(handle, deterministic)
+        wish = os.environ.get("REFIMPL_TRANSPORT", "") if transport is None else transport
+        self.transport = wish if isinstance(wish, Transport) else self._transport(handle, wish, deterministic)
         self.rank, self.size = self.transport.rank, self.transport.size
 
     @property
@@ -75,7 +81,7 @@ class Group:
         return self.transport.handle if isinstance(self.transport, Library) else None
 
     @classmethod
-    def world(cls, ledger: Ledger | None = None, deterministic: bool = False) -> "Group":
+    def world(cls, ledger: Ledger | None = None, deterministic: bool = False, transport: str | None = None) -> "Group":
         """All ranks of this job; a group of one in a process that is alone.
 
         RuntimeError if a launcher started this process as one of several ranks, and they were not joined: each would
@@ -83,7 +89,8 @@ class Group:
         """
         if not dist.is_initialized():
             environment.expect_alone()
-        return cls(dist.group.WORLD if dist.is_initialized() else None, ledger, deterministic=deterministic)
+        handle = dist.group.WORLD if dist.is_initialized() else None
+        return cls(handle, ledger, deterministic=deterministic, transport=transport)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """[numel] where this group's collectives need no copy of it: for buffers that travel often. Not resizable."""
@@ -93,15 +100,15 @@ class Group:
         """The buffers that collectives keep between calls: memory that counts as `buckets`."""
         return self.transport.scratch()
 
-    def _transport(self, handle: dist.ProcessGroup | None, deterministic: bool) -> Transport:
+    def _transport(self, handle: dist.ProcessGroup | None, wish: str, deterministic: bool) -> Transport:
         """The way of this group: the library's own collectives only where they are fast and their order is free."""
-        wish = os.environ.get("REFIMPL_TRANSPORT", "")
         if wish not in ("", "gloo", "shared"):
-            raise ValueError(f"REFIMPL_TRANSPORT must be gloo or shared, or not be set, not {wish!r}")
+            raise ValueError(f"REFIMPL_TRANSPORT must be gloo or shared, or not set, not {wish!r}")
         if handle is None:
             return Alone()
+        shared: Transport | str
         if self.backend != "gloo" or self.device.type != "cpu":
-            shared: Transport | str = f"its tensors are on {self.device.type}, its backend is {self.backend}"
+            shared = f"its tensors are on {self.device.type}, its backend is {self.backend}"
         elif wish == "gloo" or handle.size() == 1:
             return Composed(handle, self.backend, self.streams)
         else:

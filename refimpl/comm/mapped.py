@@ -19,7 +19,7 @@ Place = tuple[int, int]  # (offset, bytes)
 
 
 class Mapped:
-    """One rank's file as this process sees it. `words`: its first part as 64-bit integers; `address`: its beginning."""
+    """One rank's file as this process sees it, at `address`. `words`: its first part, as 64-bit integers."""
 
     def __init__(self, descriptor: int, words: int) -> None:
         """OSError if it cannot be mapped."""
@@ -87,6 +87,6 @@ def of_peer(pid: int, descriptor: int, words: int) -> Mapped:
 
 
 def host() -> str:
-    """What processes have in common that find each other in /proc: the running kernel and how it numbers processes."""
+    """What processes that find each other in /proc have in common: the running kernel, the numbering of processes."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

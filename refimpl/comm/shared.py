@@ -130,7 +130,7 @@ class Shared(Library):
 
     def _all_reduce(self, x: Tensor, op: Op) -> Iterator[Need]:
         first, second = self._all.number(), self._all.number()
-        chunks = list(x.split(collectives.chunk_sizes(x.numel(), self.size)))  # type: ignore[no-untyped-call]
+        chunks = list(torch.split(x, collectives.chunk_sizes(x.numel(), self.size)))
         yield from self._reduce(first, chunks[self.rank], chunks, op, wait=False)
         # A peer that shows its sum has read everything of the first round: its chunk of mine may be overwritten.
         yield from self._gather(second, chunks, chunks[self.rank])
@@ -276,5 +276,5 @@ def _everyone(handle: dist.ProcessGroup, mine: Any) -> list[Any]:
 
 def _parts(x: Tensor, splits: list[int] | None, ranks: int) -> list[Tensor]:
     """The rows of x for each rank, flat."""
-    rows = torch.split(x, splits) if splits else x.chunk(ranks) if x.numel() else [x] * ranks
-    return [part.reshape(-1) for part in rows]
+    rows = splits or [x.shape[0] // ranks] * ranks
+    return [part.reshape(-1) for part in torch.split(x, rows)]

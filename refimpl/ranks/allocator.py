@@ -1,4 +1,4 @@
-"""Freed memory stays with the process. glibc hands large blocks back to the kernel, which must zero the next ones.
+"""Freed memory stays with the process: glibc gives large blocks back, and the next one is zeroed page by page.
 
 A buffer that comes and goes at every layer, as ZeRO-3's gathered parameters do, costs a page fault for each 4 KB of it
 each time, about as much as copying it. A rank does the same work step after step and needs the memory again.

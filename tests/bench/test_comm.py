@@ -5,20 +5,20 @@ import torch
 import worlds
 from torch import Tensor
 
-from refimpl.bench.comm import COLLECTIVES, NATIVE, contestants, measure, numbers
+from refimpl.bench.comm import COLLECTIVES, NATIVE, contestants, measure, numbers, transports
 from refimpl.bench.race import Turns
-from refimpl.comm.group import Group
 
 
 def results(collective: str) -> dict[str, list[Tensor]]:
     """Contestant -> its buffers after one call on this rank's own contents (integers: sums are exact in any order)."""
-    group = Group.world()
+    groups = transports()
+    group = next(iter(groups.values()))
     shard = torch.arange(5.0) + 100 * group.rank
     full = torch.arange(5.0 * group.size) * (group.rank + 1)
     found = {}
-    for name in contestants(collective, group, full, full, shard):
+    for name in contestants(collective, groups, full, full, shard):
         buffers = [full.clone(), torch.zeros_like(full), shard.clone()]
-        contestants(collective, group, *buffers)[name]()
+        contestants(collective, groups, *buffers)[name]()
         found[name] = buffers
     return found
 
@@ -38,7 +38,12 @@ def test_contestants_do_the_same(collective: str, ranks: int) -> None:
 def test_rows_of_a_run() -> None:
     heats = list(measure([2], [1000], turns=Turns(turns=1, steps=2)))
     assert [rows[0].collective for rows in heats] == list(COLLECTIVES)
-    assert [row.implementation for row in heats[0][:3]] == ["refimpl", "refimpl ring", NATIVE]
+    assert [row.implementation for row in heats[0][:4]] == [
+        "refimpl shared",
+        "refimpl gloo",
+        "refimpl ring",
+        NATIVE,
+    ]
     for rows in heats:
         native = {row.pages: row.ms for row in rows if row.implementation == NATIVE}
         assert native.keys() == {"plain", "huge"}

@@ -13,7 +13,18 @@ def test_refimpl_doctor_runs() -> None:
     done = subprocess.run([sys.executable, "-m", "refimpl", "doctor"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    for word in ("cores", "memory", torch.__version__, "GPUs", "gloo yes", "bf16", "triton", "write", "ranks"):
+    for word in (
+        "cores",
+        "memory",
+        torch.__version__,
+        "GPUs",
+        "gloo yes",
+        "bf16",
+        "triton",
+        "write",
+        "ranks",
+        "transport",
+    ):
         assert word in done.stdout
 
 

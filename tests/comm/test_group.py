@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,16 @@ SIZES = [0, 1, 3, 7, 24]  # empty, fewer elements than ranks, not divisible, div
 LONG = BLOCK + 3  # elements a rank: more than one block of the ordered adds
 
 same = torch.testing.assert_close
+
+
+def on_both(check: Callable[[Group], None], ranks: int) -> None:
+    """The check with gloo, then with what the ranks of one host get, in one world."""
+
+    def each() -> None:
+        for transport in ("gloo", ""):
+            check(Group.world(transport=transport))
+
+    run(each, ranks=ranks)
 
 
 def given(rank: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -56,15 +67,14 @@ def exact(actual: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_all_reduce_equals_the_sum_in_rank_order_bit_for_bit_on_any_size(ranks: int) -> None:
-    def check() -> None:
-        group = Group.world()
+    def check(group: Group) -> None:
         for dtype, op, later, n in cases(SIZES, long=ranks * LONG + 1):
             x = given(group.rank, n, dtype)
             work = group.all_reduce(x, op, async_op=later)
             work.wait()
             exact(x, reduced([given(r, n, dtype) for r in range(ranks)], op))
 
-    run(check, ranks=ranks)
+    on_both(check, ranks)
 
 
 def test_rank_order_is_visible_in_the_bits() -> None:
@@ -76,20 +86,18 @@ def test_rank_order_is_visible_in_the_bits() -> None:
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_all_reduce_keeps_the_shape_and_takes_any_rank_of_tensor(ranks: int) -> None:
-    def check() -> None:
-        group = Group.world()
+    def check(group: Group) -> None:
         for shape in [(), (3,), (2, 5), (2, 3, 4)]:
             x = torch.full(shape, float(group.rank + 1))
             group.all_reduce(x)
             exact(x, torch.full(shape, ranks * (ranks + 1) / 2))
 
-    run(check, ranks=ranks)
+    on_both(check, ranks)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_reduce_scatter_gives_each_rank_its_chunk_also_in_place(ranks: int) -> None:
-    def check() -> None:
-        group = Group.world()
+    def check(group: Group) -> None:
         for dtype, op, later, s in cases([0, 1, 5], long=LONG):
             mine = slice(group.rank * s, (group.rank + 1) * s)
             expected = reduced([given(r, s * ranks, dtype) for r in range(ranks)], op)[mine]
@@ -101,13 +109,12 @@ def test_reduce_scatter_gives_each_rank_its_chunk_also_in_place(ranks: int) -> N
             group.reduce_scatter(x[mine], x, op, async_op=later).wait()
             exact(x[mine], expected)
 
-    run(check, ranks=ranks)
+    on_both(check, ranks)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_all_gather_into_one_buffer_into_views_and_in_place(ranks: int) -> None:
-    def check() -> None:
-        group = Group.world()
+    def check(group: Group) -> None:
         for dtype, later, s in itertools.product(DTYPES, (False, True), [0, 1, 5, 4097]):
             x = given(group.rank, s, dtype)
             pieces = [given(r, s, dtype) for r in range(ranks)]
@@ -128,13 +135,12 @@ def test_all_gather_into_one_buffer_into_views_and_in_place(ranks: int) -> None:
             group.all_gather(whole, own, async_op=later).wait()
             exact(whole, torch.cat(pieces))
 
-    run(check, ranks=ranks)
+    on_both(check, ranks)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_all_to_all_transposes_chunks_equal_and_uneven(ranks: int) -> None:
-    def check() -> None:
-        group = Group.world()
+    def check(group: Group) -> None:
         me = group.rank
         for dtype, later in itertools.product(DTYPES, (False, True)):
             x = given(me, 6 * ranks, dtype)
@@ -156,25 +162,23 @@ def test_all_to_all_transposes_chunks_equal_and_uneven(ranks: int) -> None:
             everyone = [sent(source) for source in range(ranks)]
             exact(out, torch.cat([whole.split(splits)[me] for whole, splits in everyone]))
 
-    run(check, ranks=ranks)
+    on_both(check, ranks)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_broadcast_from_every_root(ranks: int) -> None:
-    def check() -> None:
-        group = Group.world()
+    def check(group: Group) -> None:
         for dtype, later, root in itertools.product(DTYPES, (False, True), range(ranks)):
             x = given(group.rank, 33, dtype)
             group.broadcast(x, root, async_op=later).wait()
             exact(x, given(root, 33, dtype))
 
-    run(check, ranks=ranks)
+    on_both(check, ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_send_and_recv_with_every_neighbour(ranks: int) -> None:
-    def check() -> None:
-        group = Group.world()
+    def check(group: Group) -> None:
         for dtype, hop in itertools.product(DTYPES, range(1, ranks)):
             x, arrived = given(group.rank, 17, dtype), torch.empty(17, dtype=dtype)
             source = (group.rank - hop) % ranks
@@ -183,7 +187,7 @@ def test_send_and_recv_with_every_neighbour(ranks: int) -> None:
             sending.wait()
             exact(arrived, given(source, 17, dtype))
 
-    run(check, ranks=ranks)
+    on_both(check, ranks)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -224,8 +228,7 @@ def test_async_returns_before_the_other_rank_has_come(op: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_many_collectives_under_way_at_once_do_not_mix(ranks: int) -> None:
-    def check() -> None:
-        group = Group.world()
+    def check(group: Group) -> None:
         sizes = [8 * ranks, 2 * ranks, 40 * ranks]
         summed = [given(group.rank, n, torch.float32) for n in sizes]
         scattered = [torch.empty(n // ranks) for n in sizes]
@@ -245,28 +248,26 @@ def test_many_collectives_under_way_at_once_do_not_mix(ranks: int) -> None:
             exact(chunk, reduced(inputs, "sum").chunk(ranks)[group.rank])
             exact(whole, torch.cat(inputs))
 
-    run(check, ranks=ranks)
+    on_both(check, ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_low_precision_may_be_reduced_into_fp32(ranks: int) -> None:
     """Rounded to the wire's dtype all the same, so that the result does not depend on where it is put."""
 
-    def check() -> None:
-        group = Group.world()
+    def check(group: Group) -> None:
         for dtype in (torch.bfloat16, torch.float16):
             out = torch.empty(9)
             group.reduce_scatter(out, given(group.rank, 9 * ranks, dtype))
             expected = reduced([given(r, 9 * ranks, dtype) for r in range(ranks)], "sum")
             exact(out, expected.chunk(ranks)[group.rank].float())
 
-    run(check, ranks=ranks)
+    on_both(check, ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_nan_and_inf_of_one_rank_reach_every_rank(ranks: int) -> None:
-    def check() -> None:
-        group = Group.world()
+    def check(group: Group) -> None:
         for op in ("sum", "mean", "max"):
             x = torch.ones(2)
             if group.rank == ranks - 1:
@@ -274,7 +275,7 @@ def test_nan_and_inf_of_one_rank_reach_every_rank(ranks: int) -> None:
             group.all_reduce(x, op)
             same(x, torch.tensor([float("nan"), float("inf")]), equal_nan=True)
 
-    run(check, ranks=ranks)
+    on_both(check, ranks)
 
 
 def test_sizes_that_do_not_fit_are_an_error_before_anything_is_sent() -> None:
