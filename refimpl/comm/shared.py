@@ -93,6 +93,9 @@ class Shared(Library):
             for source in range(self.size)
         ]
 
+    def advance(self) -> None:
+        self._progress()
+
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.own.empty(numel, dtype) if device.type == "cpu" else super().empty(numel, dtype, device)
 

@@ -71,6 +71,9 @@ class Transport(ABC):
         """Buffers kept between calls."""
         return []
 
+    def advance(self) -> None:  # noqa: B027
+        """Let what was begun go on, where it needs this rank's own hands: for who waits for something else."""
+
 
 class Alone(Transport):
     """A group of one rank, which sends nothing."""

@@ -78,6 +78,7 @@ class RollCall:
 
     def __init__(self, group: Group) -> None:
         self.patience, self.rank, self.size, self.round = group.patience, group.rank, group.size, 0
+        self.advance = group.transport.advance
         assert group.handle is not None
         everyone = f"{group.handle.group_name} {dist.get_process_group_ranks(group.handle)}"
         store = PrefixStore(f"roll call of {everyone}", _get_default_store())
@@ -92,8 +93,9 @@ class RollCall:
         pause = 1e-4
         while None in (said := self.said()):
             self._expect(said)
+            self.advance()  # what this rank has begun, others may be waiting for
             time.sleep(pause)
-            pause = min(2 * pause, 0.02)
+            pause = min(2 * pause, 0.005)
         self.round += 1
         standings = [standing for standing in said if standing is not None]
         if (doing := parted(standings)) is not None:

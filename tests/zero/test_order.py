@@ -170,10 +170,13 @@ def part_in_all_ways(turn: Callable[[Zero3], None], ways: list[tuple[bool, bool,
     return [part(turn, built(*way), after=2) for way in ways]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "gloo"), (2, "shared"), (3, "gloo"), (4, "shared")])
 @pytest.mark.parametrize("name", list(WRONG_TURNS))
-def test_every_rank_is_told_what_each_does(name: str, ranks: int) -> None:
+def test_every_rank_is_told_what_each_does(
+    name: str, ranks: int, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With equal and different sizes, with prefetch and without, recomputed or not; no board looks on."""
+    monkeypatch.setenv("REFIMPL_TRANSPORT", transport)
     turn, usual, wrong = WRONG_TURNS[name]
     ways = list(product([True, False], repeat=3)) if ranks == 2 else [(False, True, False), (True, False, True)]
     with World(ranks, compare=False) as world:
