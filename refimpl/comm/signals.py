@@ -50,9 +50,10 @@ class Channel:
         return self._rounds - 1
 
     def post(self, number: int, places: dict[int, Place]) -> Iterator[Need]:
-        """Say where each member finds what it shall read, once all are through with what stood in this slot."""
+        """Say where each member finds what it shall read, once all are through with what stood in this slot: I too."""
         if number >= SLOTS:
-            yield from self.finished(number - SLOTS)
+            before = number - SLOTS
+            yield from [*self.finished(before), Need(self.me, self._slot(self.me, before), 2 * before + 2)]
         words, at = self.files[self.me].words, self._slot(self.me, number)
         for member, (offset, size) in places.items():
             words[at + 1 + 2 * member], words[at + 2 + 2 * member] = offset, size
