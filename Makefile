@@ -4,13 +4,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
+# Of every folder the tests that take the least time for what they check; those of formulas and settings first.
+QUICK := tests/bank/test_cards.py tests/bank/test_progress.py tests/bench/test_race.py tests/cli/test_main.py \
+  tests/comm/test_collectives.py tests/comm/test_ring.py tests/comm/test_mesh.py tests/course \
+  tests/deepspeed/test_names.py tests/deepspeed/test_parameters.py $(wildcard tests/engine/test_config*.py) \
+  tests/engine/test_engine_checkpoint.py \
+  tests/gpu/test_check.py::test_the_twins_themselves_do_not_race tests/grading/test_compare.py tests/grading/test_stubs.py tests/measure \
+  tests/model tests/notebook/test_show.py tests/optim tests/plan tests/ranks tests/site/test_pages.py \
+  tests/zero/test_flat.py tests/zero/test_init.py tests/zero/test_stages.py::test_fp32_equals_one_process_bit_for_bit \
+  tests/test_contributing.py tests/test_mutants.py::test_every_chapter_is_complete
 
-.PHONY: help install demo test lint lab grade notebooks new-lesson site serve clean
+.PHONY: help install demo test quick lint gpu-check lab grade notebooks new-lesson site serve clean
 
 help:
 	@echo "make demo        install what is missing, then train one model by DDP and ZeRO-1, 2, 3 (about 2 minutes)"
 	@echo "make test        install what is missing, then run every check"
+	@echo "make quick       ruff, mypy and some tests of every folder, while you work (under 90 seconds)"
 	@echo "make lint        ruff and mypy alone"
+	@echo "make gpu-check   on a machine with a GPU: what only a GPU can show, in 9 minutes, into out/gpu/; installs nothing"
 	@echo "make lab         open the course in JupyterLab"
 	@echo "make grade       grade the exercises you wrote; one chapter: make grade ARGS='-k 01_collectives'"
 	@echo "make site        build the study site into site/"
@@ -40,10 +51,18 @@ test: $(STAMP) lint
 	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 120 \
 	  --nbval-sanitize-with course/nbval.cfg -n $(JOBS) --dist loadfile course
 
+quick: $(STAMP) lint
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(QUICK) $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# With the Python that has the GPU's torch, which a .venv of ours would not: nothing is installed.
+gpu-check:
+	@$(PYTHON) -c 'import torch' || { echo "error: $(PYTHON) has no torch. Try: make gpu-check PYTHON=python3.12"; exit 2; }
+	@$(PYTHON) -m refimpl.gpu $(ARGS)
 
 lab: $(STAMP)
 	$(BIN)/jupyter lab course $(ARGS)

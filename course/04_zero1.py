@@ -186,14 +186,15 @@ from refimpl.zero.zero1 import Zero1
 show.diff(DDP, Zero1)
 
 # %% [markdown]
-# The same three places. `owned` is a shard of each bucket; `reduce` is a reduce-scatter; `gather` has something to do.
-# The shard is a view of the bucket, so the optimizer writes into the model's own memory, and the all-gather only has
-# to fill in the other parts:
+# `owned` is a shard of each bucket, and `reduce` is a reduce-scatter. The third place follows from the first: what a
+# rank does not own must be gathered after the update. The shard is a view of the bucket, so the optimizer writes into
+# the model's own memory, and the all-gather only has to fill in the other parts:
 
 # %%
 from refimpl.zero.flat import Bucket
+from refimpl.zero.stage import Stage
 
-show.source(Bucket.shard, Bucket.gather)
+show.source(Stage.gather, Bucket.shard, Bucket.gather)
 
 # %% [markdown]
 # ## 5. Measure it
@@ -254,10 +255,10 @@ pd.concat(
 )
 
 # %% [markdown]
-# ZeRO-1's reduce-scatter and all-gather add up to DDP's all-reduce of the gradients, exactly. The 336 bytes that both
-# all-reduce besides say which parameters no rank has used, 8 bytes for each of 28. The 24 more are the price of cutting:
-# no rank sees the whole gradient any more, so the check for infinities and the gradient's norm need one number summed
-# over the ranks.
+# ZeRO-1's reduce-scatter and all-gather add up to DDP's all-reduce of the gradients, exactly. The few hundred bytes
+# that both all-reduce besides are one message of 29 numbers: of each of 28 parameters, how many ranks have not used it,
+# and the sum of the gradient's squares. DDP could do without the last number, since there every rank has the whole
+# gradient. From ZeRO-1 on no rank sees all of it, and the check for infinities and the norm need the sum over ranks.
 #
 # Count again for 1, 2, 3 and 4 ranks, and lay the formula $2 + 2 + 12/N$ over it:
 

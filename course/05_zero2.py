@@ -166,11 +166,12 @@ from refimpl.zero.zero2 import Zero2
 show.diff(Zero1, Zero2)
 
 # %% [markdown]
-# Two changes. The result of the reduction gets **memory of its own**, so the bucket can be used again. And `backward`
-# ignores `sync=False`: a gradient that must not stay can not wait for the next micro-batch either.
+# Two changes. The result of the reduction gets **memory of its own**: the last argument of `Reduction` is what stays in
+# use until the step, the whole bucket in ZeRO-1, the shard here. So the bucket can be used again. And `backward` ignores
+# `sync=False`: a gradient that must not stay can not wait for the next micro-batch either.
 #
-# The hook is this. A gradient moves into its bucket (`local`), `p.grad` is forgotten, and a bucket that nothing is
-# missing from is launched:
+# The hook is this. A gradient moves into its bucket (see `Filling`), `p.grad` is forgotten, and a bucket that nothing
+# is missing from is launched:
 
 # %%
 from refimpl.zero.gradients import Gradients

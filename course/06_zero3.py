@@ -307,8 +307,7 @@ pd.concat(rows)
 
 # %% [markdown]
 # ZeRO-3 gathers $2\Psi$ of parameters where the others gather $\Psi$ or nothing. What is left is small talk: the norm
-# (and which parameters no rank used), and the **roll call**, 128 bytes before each collective in which the ranks say what they are about to do. Section 6
-# shows what it is good for. In units of $\Psi b\frac{N-1}{N}$, with one and with three micro-batches:
+# (and which parameters no rank used). In units of $\Psi b\frac{N-1}{N}$, with one and with three micro-batches:
 
 # %%
 three = launch.run(measure_all, 3, ranks=4)[0]
@@ -498,7 +497,10 @@ print("finite:", bool(loss.isfinite()), "| stepped:", stage.step())
 # **Ranks that take different branches.** Early exit, layer drop, a mixture of experts: each rank decides by its own
 # data. Under DDP that is legal. Under ZeRO-3 the gather in a branch is a collective, and collectives match by position.
 # Rank 0 gathers `first` while rank 1 gathers `second`. If they are equally large, both compute with a mixture of two
-# layers, and nothing ever says so. If not, the job hangs. The roll call finds it before the first wrong number:
+# layers, and nothing ever says so. If not, the job hangs. The **roll call** finds it before the first wrong number. A rank
+# expects of the others what all did there the last time. As long as that holds nothing is said. A rank that is about
+# to do something else, or was never there, calls the roll: it begins nothing before every rank has said what it does. A
+# rank that has waited half a second, for a gather which a calling rank has not begun, answers too.
 
 
 # %% tags=["raises-exception"]
@@ -518,7 +520,8 @@ stage = Zero3(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group)
 stage.backward(model(torch.full((2, 8), 1.0 - 2 * rank)))
 
 # %% [markdown]
-# It names the module on each rank. Without the roll call (`check_order=False`) the same program ends, and no error tells
+# It names the module on each rank. This was the first step, where every path is new. Later it takes the half second, and
+# costs nothing until then: the ranks count what they did, and the trace tells what comes next. Without the roll call (`check_order=False`) the same program ends, and no error tells
 # that the weights were mixed:
 
 # %%
@@ -655,11 +658,11 @@ print("same bits as DDP without a limit:", finished["zero3"][0][1] == unlimited[
 # %% [markdown]
 # - **Exercises:** [exercises/06_zero3](../exercises/06_zero3/exercise.py): `pytest exercises/06_zero3`
 # - **Quiz:** `refimpl quiz --topic zero`
-# - **Tests behind this chapter:** [tests/zero/test_zero3.py](../tests/zero/test_zero3.py) and
-#   [tests/zero/test_init.py](../tests/zero/test_init.py).
+# - **Tests behind this chapter:** [tests/zero/test_zero3.py](../tests/zero/test_zero3.py),
+#   [tests/zero/test_order.py](../tests/zero/test_order.py) and [tests/zero/test_init.py](../tests/zero/test_init.py).
 # - **Code:** [refimpl/zero/zero3.py](../refimpl/zero/zero3.py), [unit.py](../refimpl/zero/unit.py),
 #   [fetch.py](../refimpl/zero/fetch.py), [prefetch.py](../refimpl/zero/prefetch.py),
-#   [order.py](../refimpl/zero/order.py), [init.py](../refimpl/zero/init.py).
+#   [path.py](../refimpl/zero/path.py), [order.py](../refimpl/zero/order.py), [init.py](../refimpl/zero/init.py).
 # - **DeepSpeed:**
 #   [deepspeed/runtime/zero/stage3.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/zero/stage3.py),
 #   [partition_parameters.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/zero/partition_parameters.py)

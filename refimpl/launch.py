@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from refimpl.ranks import environment
 from refimpl.ranks.errors import RankDied, RankError, RankTimeout
@@ -118,4 +119,6 @@ def _leave() -> None:
     if dist.is_initialized() and not failed:
         gc.collect()  # transfers in reference cycles keep gloo's threads, with which Python can not exit
         dist.destroy_process_group()
+    elif dist.is_initialized() and "nccl" in dist.get_backend():
+        distributed_c10d._abort_process_group()  # what others will not enter must not keep this process on the GPU
     leave()

@@ -127,7 +127,8 @@ def prefetch(
 
     trace: the units in the order in which the iteration uses them; trace[at] is the next. sizes: bytes of a unit. live:
     units that are whole or on their way, also the one that computes; flying: those of them that are on their way. All
-    that fly may take `budget` bytes together, all that live `most_live`. Stop at the first that does not fit: one
+    that fly may take `budget` bytes together, all that live `most_live`. One that flies alone may be larger than the
+    budget (a large layer would never be gathered ahead), unless that is 0. Stop at the first that does not fit: one
     behind it would come too early.
     Example: trace a b c d, at 1, all of 4 bytes, live {a}, nothing flies, budget 8, most_live 100 -> [b, c].
     """
@@ -136,8 +137,9 @@ def prefetch(
     for unit in trace[at:]:
         if unit in live or unit in chosen:
             continue
+        flies_alone = in_air == 0 and budget > 0
         in_air, alive = in_air + sizes[unit], alive + sizes[unit]
-        if in_air > budget or alive > most_live:
+        if (in_air > budget and not flies_alone) or alive > most_live:
             break
         chosen.append(unit)
     return chosen

@@ -1,12 +1,47 @@
 """Shared by all tests: helpers beside a test file can be imported from it, also in the ranks it starts."""
 
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
+import pytest
 import torch
 
+from refimpl.ranks.server import PRELOAD
+
 torch.set_num_threads(1)  # as in the ranks: a matmul split over threads may add in another order
+PRELOAD += ["refimpl.deepspeed", "refimpl.grading.rank"]  # what most ranks of these tests would import, each by itself
+
+# The same examples in every run, and few: seconds for all, and no test fails by chance.
+hypothesis.settings.register_profile("suite", derandomize=True, max_examples=50, deadline=None, database=None)
+hypothesis.settings.load_profile("suite")
 
 for folder in sorted({p.parent for p in Path(__file__).parent.rglob("*.py")}):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_that_stay() -> Iterator[None]:
+    """Those of tests/worlds.py end with the session."""
+    yield
+    if "worlds" in sys.modules:
+        sys.modules["worlds"].worlds().stop()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How long each folder took, its fixtures included, the slowest first; with `-n` the sum over the processes."""
+    seconds: Counter[str] = Counter()
+    tests: Counter[str] = Counter()
+    for report in (r for reports in terminalreporter.stats.values() for r in reports):
+        if isinstance(report, pytest.TestReport):
+            place = Path(report.nodeid.partition("::")[0])
+            folder = str(place if place.parent.name == "tests" else place.parent)
+            seconds[folder] += report.duration
+            tests[folder] += report.when == "call"
+    if len(seconds) > 1:
+        terminalreporter.section("durations by folder")
+        for folder, duration in seconds.most_common():
+            terminalreporter.write_line(f"{duration:7.1f}s  {tests[folder]:5} tests  {folder}")

@@ -45,3 +45,12 @@ def test_the_table_of_exercises_has_every_task() -> None:
         name: re.findall(r"`(\w+)`", tasks) for name, tasks in re.findall(r"(?m)^\| `(\w+)` \| (.+) \|$", EXERCISES)
     }
     assert rows == {chapter.name: chapter.tasks for chapter in chapters(ROOT)}
+
+
+def test_the_quick_tests_are_some_of_every_folder() -> None:
+    (quick,) = re.findall(r"(?m)^QUICK := ((?:.*\\\n)*.*)$", MAKEFILE)
+    patterns = [path.partition("::")[0] for path in re.findall(r"tests/[\w/.*:]+", quick)]
+    files = [file for pattern in patterns for file in ROOT.glob(pattern)]
+    assert all(any(ROOT.glob(pattern)) for pattern in patterns)
+    folders = {file.parent for file in (ROOT / "tests").rglob("test_*.py")}
+    assert folders - {file if file.is_dir() else file.parent for file in files} == set()

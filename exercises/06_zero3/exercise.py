@@ -94,7 +94,8 @@ def prefetch(
 
     trace: the units in the order in which the iteration uses them; trace[at] is the next. sizes: bytes of a unit. live:
     units that are whole or on their way, also the one that computes; flying: those of them that are on their way. All
-    that fly may take `budget` bytes together, all that live `most_live`. Stop at the first that does not fit: one
+    that fly may take `budget` bytes together, all that live `most_live`. One that flies alone may be larger than the
+    budget (a large layer would never be gathered ahead), unless that is 0. Stop at the first that does not fit: one
     behind it would come too early.
     Example: trace a b c d, at 1, all of 4 bytes, live {a}, nothing flies, budget 8, most_live 100 -> [b, c].
     """

@@ -1,10 +1,10 @@
-"""`refimpl bench zero` and `refimpl bench comm`: a table on the screen and, with --json, a report in a file."""
+"""`refimpl bench zero`, `comm` and `overhead`: tables on the screen and, with --json, a report; `table` reads it."""
 
 import json
 import os
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +51,13 @@ def count(text: str) -> int:
     return value
 
 
+def precision(text: str) -> str:
+    """fp32 or bf16."""
+    if text not in ("fp32", "bf16"):
+        raise typer.BadParameter(f"{text!r}: choose from fp32, bf16")
+    return text
+
+
 def writable(file: Path) -> Path:
     """The report's file, opened before anything is measured, and left as it was."""
     new = not file.exists()
@@ -64,6 +71,7 @@ def writable(file: Path) -> Path:
 
 
 Ranks = Annotated[list[int], typer.Option(min=2, help="Numbers of ranks.")]
+StagesOption = Annotated[list[int], typer.Option(min=0, max=3, help="ZeRO stages; 0 is DDP.")]
 TurnsOption = Annotated[int, typer.Option("--turns", min=1, help="Times each contestant's turn comes.")]
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Steps (or calls) in a turn.")]
 RoundsOption = Annotated[int, typer.Option("--rounds", min=1, help="Fresh worlds, of each kind of memory pages.")]
@@ -74,7 +82,8 @@ JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the repor
 def zero(
     ranks: Ranks = [2, 4],  # noqa: B006 (typer copies it)
     params: Annotated[list[int], typer.Option(parser=count, help="Model sizes.")] = ["10M"],  # type: ignore[list-item]  # noqa: B006
-    stages: Annotated[list[int], typer.Option(min=0, max=3, help="ZeRO stages; 0 is DDP.")] = [0, 1, 2, 3],  # noqa: B006
+    stages: StagesOption = [0, 1, 2, 3],  # noqa: B006
+    dtypes: Annotated[list[str], typer.Option("--dtype", parser=precision, help="fp32, bf16 or both.")] = ["fp32"],  # noqa: B006
     batch: Annotated[int, typer.Option(min=1, help="Sequences a rank and step.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 64,
     turns: TurnsOption = 4,
@@ -82,12 +91,12 @@ def zero(
     rounds: RoundsOption = 1,
     file: JsonOption = None,
 ) -> None:
-    """Step time of DDP and ZeRO-1, 2, 3 beside torch DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed."""
-    from refimpl.bench.zero import Row, Workload, measure
+    """Step time of DDP and ZeRO-1, 2, 3 beside torch DDP, ZeroRedundancyOptimizer, FSDP2, DeepSpeed, compute alone."""
+    from refimpl.bench.zero import HEAT, Workload, measure
 
     file = writable(file) if file else None
-    workloads = [Workload(p, batch, context, Turns(turns, steps)) for p in params]
-    publish("Median step, slowest rank", Row, measure(ranks, workloads, stages, rounds), file)
+    workloads = [Workload(p, batch, context, Turns(turns, steps), dtype) for p in params for dtype in dtypes]
+    publish("Median step of the slowest rank", HEAT, measure(ranks, workloads, stages, rounds), file)
 
 
 @app.command(cls=Lists)
@@ -100,10 +109,39 @@ def comm(
     file: JsonOption = None,
 ) -> None:
     """Single collectives beside torch.distributed's own."""
-    from refimpl.bench.comm import Row, measure
+    from refimpl.bench.comm import HEAT, measure
 
     file = writable(file) if file else None
-    publish("Median call, slowest rank", Row, measure(ranks, sizes, turns=Turns(turns, steps), rounds=rounds), file)
+    heats = measure(ranks, sizes, turns=Turns(turns, steps), rounds=rounds)
+    publish("Median call of the slowest rank", HEAT, heats, file)
+
+
+@app.command(cls=Lists)
+def overhead(
+    ranks: Annotated[list[int], typer.Option(min=1, help="Numbers of ranks.")] = [8],  # noqa: B006
+    stages: StagesOption = [0, 1, 2, 3],  # noqa: B006
+    units: Annotated[int, typer.Option(min=1, help="Modules of 10 parameters in the model.")] = 100,
+    turns: TurnsOption = 5,
+    steps: StepsOption = 4,
+    top: Annotated[int, typer.Option(min=1, help="Functions to show.")] = 25,
+    file: JsonOption = None,
+) -> None:
+    """CPU time a step in our own Python, by function, on a model of 100 tiny units and 1,000 parameters."""
+    from refimpl.bench.overhead import HEAT, measure
+
+    file = writable(file) if file else None
+    publish("CPU time of a step, mean over ranks", HEAT, measure(ranks, stages, units, turns, steps, top), file)
+
+
+@app.command()
+def table(report: Annotated[Path, typer.Argument(help="What `refimpl bench zero --json` wrote.")]) -> None:
+    """The README's table of a report, in Markdown."""
+    from refimpl.bench.table import markdown
+
+    try:
+        print(markdown(json.loads(report.read_text())["rows"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise typer.BadParameter(f"{report}: not a report of `refimpl bench zero --json`: {error!r}") from None
 
 
 def environment() -> dict[str, Any]:
@@ -119,24 +157,32 @@ def environment() -> dict[str, Any]:
     }
 
 
-def publish(title: str, row: type, heats: Iterable[Sequence[Any]], file: Path | None) -> None:
-    """Show the rows of each heat as soon as it is over, then write the report. `row`: the rows' dataclass."""
+def publish(title: str, common: Sequence[str], heats: Iterable[Sequence[Any]], file: Path | None) -> None:
+    """Show a table for each heat as soon as it is over, then write the report.
+
+    A heat is rows of one dataclass that agree in the fields `common`, which stand above the table.
+    """
     from rich.console import Console
-    from rich.live import Live
     from rich.table import Table
 
-    table = Table(title=title)
-    for field in fields(row):
-        text = field.type is str
-        # Words of a heading stand below each other, so that 80 columns are enough.
-        table.add_column(field.name.replace("_", "\n"), justify="left" if text else "right", no_wrap=True)
     rows = []
-    with Live(table, console=Console(), vertical_overflow="visible"):
-        for heat in heats:
-            for line in heat:
-                table.add_row(*(shown(value) for value in astuple(line)))
-            table.add_section()
-            rows += [asdict(line) for line in heat]
+    for heat in heats:
+        lines = [asdict(line) for line in heat]
+        table = Table(title=f"{title}: {', '.join(f'{name} {shown(lines[0][name])}' for name in common)}")
+        columns = [name for name in lines[0] if name not in common]
+        for name in columns:
+            # Words of a heading stand below each other, so that 80 columns are enough; where not, names are cut.
+            text, width = isinstance(lines[0][name], str), max(len(shown(line[name])) for line in lines)
+            table.add_column(
+                name.replace("_", "\n"),
+                justify="left" if text else "right",
+                no_wrap=True,
+                min_width=None if text else width,
+            )
+        for line in lines:
+            table.add_row(*(shown(line[name]) for name in columns))
+        Console().print(table)
+        rows += lines
     if file:
         file.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
 

@@ -23,18 +23,21 @@ Way = Callable[[], object]
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 NATIVE = "torch.distributed"
+HEAT = ("collective", "ranks", "bytes")  # what all rows of a heat have in common
 
 
 @dataclass(frozen=True)
 class Row:
-    """`ms`: median over calls of the slowest rank. `ratio_to_native`: to torch's own, the better of its two worlds."""
+    """`ms`: median over calls of the slowest rank. Ratios are to torch's own: on the same pages, the better of both."""
 
     implementation: str
     collective: str
     ranks: int
     bytes: int
+    pages: str
     ms: float
-    ratio_to_native: float
+    ratio_same_pages: float
+    ratio_any_pages: float
 
 
 def transports() -> dict[str, Group]:
@@ -101,11 +104,19 @@ def measure(
     for count in ranks:
         for collective in collectives:
             for size in sizes:
-                times: Times = {}
-                for suffix, results in both_worlds(heat, collective, size, turns, ranks=count, rounds=rounds):
+                times: dict[str, Times] = {}
+                for pages, results in both_worlds(heat, collective, size, turns, ranks=count, rounds=rounds):
                     for name, calls in slowest(results).items():
-                        times.setdefault(name + suffix, []).extend(calls)
-                ms = {name: median(calls) for name, calls in times.items()}
-                native = min(value for name, value in ms.items() if name.startswith(NATIVE))
-                actual = 4 * numbers(size, count)
-                yield [Row(name, collective, count, actual, value, value / native) for name, value in ms.items()]
+                        times.setdefault(pages, {}).setdefault(name, []).extend(calls)
+                yield rank_rows(times, collective, count, 4 * numbers(size, count))
+
+
+def rank_rows(times: Mapping[str, Times], collective: str, ranks: int, size: int) -> list[Row]:
+    """One row an implementation and kind of pages."""
+    ms = {pages: {name: median(calls) for name, calls in world.items()} for pages, world in times.items()}
+    best = min(world[NATIVE] for world in ms.values())
+    return [
+        Row(name, collective, ranks, size, pages, value, value / world[NATIVE], value / best)
+        for pages, world in ms.items()
+        for name, value in world.items()
+    ]

@@ -1,13 +1,21 @@
-"""One training step, written with each library: `build(model, group)` gives `step(tokens, targets) -> loss`.
+"""One training step, written with each library: `build(model, group, dtype)` gives `step(tokens, targets) -> loss`.
 
     stage 0   torch DistributedDataParallel
     stage 1   DistributedDataParallel + ZeroRedundancyOptimizer
     stage 2   FSDP2, reshard_after_forward=False: parameters are gathered once a step, gradients reduce-scattered
     stage 3   FSDP2, reshard_after_forward=True (the default): gathered for forward and again for backward
     any       DeepSpeed, where it is installed
+    any       compute alone: plain torch on each rank by itself, which trains another model on each
 
-All of them, ours included, train with `torch.optim.AdamW(fused=True)`, and each peer gets the options that make it
-fastest here: gradients as views of the buckets, and one FSDP2 unit a transformer block, as ZeRO-3's leaf modules.
+All of them, ours included, train with torch's fused AdamW. In bf16 weights, gradients and messages are bf16, and each
+keeps fp32 masters of what it updates: FSDP2 by MixedPrecisionPolicy, DDP and ZeroRedundancyOptimizer by `MasterAdamW`.
+
+Each peer gets the options that make it fastest here: gradients as views of the buckets in DDP; in FSDP2 one unit a
+transformer block, as ZeRO-3's leaf modules, and a root that is not freed between forward and backward, as its manual
+advises. Tried and left out, since none stood out of the noise on gloo (10M parameters, 2 ranks; at most 4% less CPU
+time a step): static_graph, buckets of 5, 10 and 100 MB and batched_grad_copy in DDP; explicit prefetch by one and two
+units, asynchronous unsharding, two reduce-scatter buffers, SUM in place of AVG and units of two blocks in FSDP2. An int
+for reshard_after_forward shards over fewer ranks, more memory than ZeRO-3 keeps. DeepSpeed has its own defaults.
 """
 
 import importlib
@@ -16,11 +24,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from refimpl.bench.masters import MasterAdamW
 from refimpl.comm.group import Group
 from refimpl.model.gpt import Block
 from refimpl.zero.config import ZeroConfig
@@ -30,48 +40,78 @@ from refimpl.zero.zero2 import Zero2
 from refimpl.zero.zero3 import Zero3
 
 Step = Callable[[Tensor, Tensor], Tensor]  # tokens [B, T], targets [B, T] -> this rank's loss; the weights are updated
-Build = Callable[[nn.Module, Group], Step]
+Build = Callable[[nn.Module, Group, torch.dtype], Step]
 
 BUCKET = 10_000_000  # elements: few, large messages, since two cores have little room for overlap
 LEARNING_RATE = 1e-4
+ALONE = "compute alone"
+Stage = DDP | Zero1 | Zero2 | Zero3
+STAGES: tuple[type[Stage], ...] = (DDP, Zero1, Zero2, Zero3)
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """A way to train at one ZeRO stage. `ours` marks this package, the rest are peers."""
+    """A way to train at one ZeRO stage; `build` is handed an fp32 model. Role "alone" does not communicate."""
 
     name: str
     build: Build
-    ours: bool = False
+    role: Literal["ours", "peer", "alone"] = "peer"
 
 
 def implementations(stage: int) -> list[Implementation]:
-    """Ours and its peers at ZeRO stage 0 to 3. KeyError for another stage."""
-    ours: dict[int, type[DDP | Zero1 | Zero2 | Zero3]] = {0: DDP, 1: Zero1, 2: Zero2, 3: Zero3}
+    """Ours, its peers and compute alone at ZeRO stage 0 to 3. IndexError for another stage."""
     peers = {
         0: Implementation("torch DDP", torch_ddp),
         1: Implementation("torch ZeroRedundancy", torch_zero1),
-        2: Implementation("torch FSDP2 stage 2", lambda model, group: torch_fsdp2(model, group, False)),
-        3: Implementation("torch FSDP2 stage 3", lambda model, group: torch_fsdp2(model, group, True)),
+        2: Implementation("torch FSDP2 stage 2", partial(torch_fsdp2, reshard=False)),
+        3: Implementation("torch FSDP2 stage 3", partial(torch_fsdp2, reshard=True)),
     }
     racers = [
-        Implementation(f"refimpl {ours[stage].__name__}", lambda m, g: refimpl_stage(ours[stage], m, g), ours=True)
+        Implementation(f"refimpl {STAGES[stage].__name__}", partial(refimpl_stage, kind=STAGES[stage]), "ours"),
+        peers[stage],
     ]
-    racers.append(peers[stage])
     found = importlib.util.find_spec("deepspeed")
     if found is not None and found.origin is not None:  # a folder of that name is no package
-        racers.append(Implementation(f"DeepSpeed stage {stage}", lambda m, g: deepspeed_stage(stage, m, g)))
-    return racers
+        racers.append(Implementation(f"DeepSpeed stage {stage}", partial(deepspeed_stage, stage=stage)))
+    return [*racers, Implementation(ALONE, alone, "alone")]
 
 
 def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
 
-def refimpl_stage(kind: type[DDP | Zero1 | Zero2 | Zero3], model: nn.Module, group: Group) -> Step:
+def with_masters(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW for `model`, with masters where its weights are not fp32."""
+    low = next(model.parameters()).dtype != torch.float32
+    return MasterAdamW(model.parameters(), lr=LEARNING_RATE) if low else adamw(model.parameters())
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """The step of plain torch and of every torch wrapper: they reduce in backward's own hooks."""
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = model(tokens, targets)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def alone(model: nn.Module, group: Group, dtype: torch.dtype) -> Step:
+    model.to(dtype)
+    return plain_step(model, with_masters(model))
+
+
+def refimpl_stage(model: nn.Module, group: Group, dtype: torch.dtype, kind: type[Stage]) -> Step:
     # As FSDP2 is set up: a unit a block, and what backward needs first (the root, the last block) is not freed before.
     config = ZeroConfig(
-        reduce_bucket_size=BUCKET, prefetch_bucket_size=BUCKET, leaf_modules=(Block,), max_reuse_distance=1
+        reduce_bucket_size=BUCKET,
+        prefetch_bucket_size=BUCKET,
+        leaf_modules=(Block,),
+        max_reuse_distance=1,
+        dtype=dtype,
     )
     stage = kind(model, adamw(model.parameters()), group, config=config)
 
@@ -84,57 +124,42 @@ def refimpl_stage(kind: type[DDP | Zero1 | Zero2 | Zero3], model: nn.Module, gro
     return step
 
 
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """The step of every torch wrapper: they reduce in backward's own hooks."""
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = model(tokens, targets)
-        torch.autograd.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def excuse_deprecated_collectives() -> None:
-    """torch 2.13 warns at collectives that its own FSDP2 and DeepSpeed call: do not charge them for printing it."""
-    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
-
-
 def wrap_ddp(model: nn.Module, group: Group) -> nn.Module:
     devices = [group.device] if group.device.type == "cuda" else None
     return nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
 
-def torch_ddp(model: nn.Module, group: Group) -> Step:
-    return plain_step(wrap_ddp(model, group), adamw(model.parameters()))
+def torch_ddp(model: nn.Module, group: Group, dtype: torch.dtype) -> Step:
+    wrapped = wrap_ddp(model.to(dtype), group)
+    return plain_step(wrapped, with_masters(model))
 
 
-def torch_zero1(model: nn.Module, group: Group) -> Step:
+def torch_zero1(model: nn.Module, group: Group, dtype: torch.dtype) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    wrapped = wrap_ddp(model, group)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LEARNING_RATE, fused=True
-    )
+    wrapped = wrap_ddp(model.to(dtype), group)
+    kind: dict[str, Any] = {"optimizer_class": MasterAdamW}
+    if dtype == torch.float32:
+        kind = {"optimizer_class": torch.optim.AdamW, "fused": True}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), parameters_as_bucket_view=True, lr=LEARNING_RATE, **kind)
     return plain_step(wrapped, optimizer)
 
 
-def torch_fsdp2(model: nn.Module, group: Group, reshard: bool) -> Step:
+def torch_fsdp2(model: nn.Module, group: Group, dtype: torch.dtype, reshard: bool) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     excuse_deprecated_collectives()
     mesh = init_device_mesh(group.device.type, (group.size,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     for module in model.modules():
         if isinstance(module, Block):
-            fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     return plain_step(model, adamw(model.parameters()))
 
 
-def deepspeed_stage(stage: int, model: nn.Module, group: Group) -> Step:
+def deepspeed_stage(model: nn.Module, group: Group, dtype: torch.dtype, stage: int) -> Step:
     os.environ.setdefault("DS_ACCELERATOR", group.device.type)
     deepspeed = importlib.import_module("deepspeed")
     excuse_deprecated_collectives()
@@ -143,6 +168,7 @@ def deepspeed_stage(stage: int, model: nn.Module, group: Group) -> Step:
         "gradient_clipping": 0.0,  # its default is 1.0, which the others do not do
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": dtype == torch.bfloat16},
     }
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=adamw(model.parameters()), config=config, dist_init_required=False
@@ -155,3 +181,8 @@ def deepspeed_stage(stage: int, model: nn.Module, group: Group) -> Step:
         return loss.detach()
 
     return step
+
+
+def excuse_deprecated_collectives() -> None:
+    """torch 2.13 warns at collectives that its own FSDP2 and DeepSpeed call: do not charge them for printing it."""
+    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)

@@ -2,8 +2,7 @@
 
 A step's time is that of its slowest rank; a contestant's is the median of its steps after the warm-up turns; what
 counts is the ratio to the best peer of the same heat. Each race is run in two worlds, because transparent huge pages
-(`THP_MEM_ALLOC_ENABLE=1`, read once by a process) make large fresh buffers cheaper, and some peers allocate many:
-the best peer is the best of both worlds. Names of the second end in (THP).
+(`THP_MEM_ALLOC_ENABLE=1`, read once by a process) make large fresh buffers cheaper, and some peers allocate many.
 """
 
 import os
@@ -62,8 +61,8 @@ def huge_pages(on: bool) -> Iterator[None]:
 
 
 def both_worlds(fn: Callable[..., Any], *args: object, ranks: int, rounds: int = 1) -> Iterator[tuple[str, list[Any]]]:
-    """fn(*args) on a fresh world of plain pages and on one of huge pages, `rounds` times: (suffix, results by rank)."""
+    """fn(*args) on a fresh world of "plain" and on one of "huge" pages, `rounds` times: (pages, results by rank)."""
     for _ in range(rounds):
-        for suffix, on in (("", False), (" (THP)", True)):
-            with huge_pages(on):
-                yield suffix, launch.run(fn, *args, ranks=ranks, timeout=600)
+        for pages in ("plain", "huge"):
+            with huge_pages(pages == "huge"):
+                yield pages, launch.run(fn, *args, ranks=ranks, timeout=600)

@@ -160,7 +160,7 @@ def publish(plan: Plan, rows: list[Row], curves: Curves, facts: dict[str, Any]) 
     most = max(facts["buffers_in_transit_bytes_per_parameter"].values())
     console.print(
         "The small all_reduce: the gradients' norm, which also tells every rank of an Inf, and 8 B a parameter tensor "
-        "for whether any rank used it. all_to_all: the roll call before each gather. bf16 rows have no oracle in bf16.",
+        "for whether any rank used it. bf16 rows have no oracle in bf16.",
         highlight=False,
     )
     console.print(

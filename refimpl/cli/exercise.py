@@ -2,6 +2,7 @@
 
 import typer
 
+from refimpl.cli.refuse import refuse
 from refimpl.grading.chapters import find_chapter
 from refimpl.grading.stubs import stub
 
@@ -16,8 +17,6 @@ def exercises() -> None:
 @app.command()
 def reset(chapter: str, yes: bool = typer.Option(False, "--yes", help="Do not ask.")) -> None:
     """Put the stub of a chapter's exercises back, e.g. `refimpl exercise reset 02_ddp`. Keeps a copy of your file."""
-    from refimpl.cli.main import refuse
-
     try:
         found = find_chapter(chapter)
     except (ValueError, FileNotFoundError) as reason:

@@ -6,11 +6,12 @@ Bad input is one line on stderr and exit status 2. Commands import what they nee
 
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn, cast
+from typing import Annotated, cast
 
 import typer
 
 from refimpl import __version__
+from refimpl.cli.refuse import refuse
 
 app = typer.Typer(
     name="refimpl",
@@ -22,16 +23,6 @@ app = typer.Typer(
 # An unknown option, a missing value, a word that is no number: the parser's own complaint. Its class has no public name
 # in typer, only its subclass has.
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
-
-
-def refuse(command: str, reason: object) -> NoReturn:
-    """Say why in one line on stderr, once for all of a launcher's ranks, and leave with status 2."""
-    from refimpl.ranks.environment import find
-
-    place = find()
-    if place is None or place.rank == 0:
-        print(f"{command}: {reason}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def show_version(wanted: bool) -> None:
@@ -91,7 +82,7 @@ def doctor() -> None:
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
-    """Measure side by side with peers: `refimpl bench zero`, `refimpl bench comm`."""
+    """Measure side by side with peers: `refimpl bench zero`, `comm`, `overhead`; `table` prints a report."""
     from refimpl.bench.cli import app as bench_app
 
     bench_app(context.args, prog_name="refimpl bench", standalone_mode=False)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from refimpl.comm.board import Board, Call, caller
+from refimpl.comm.patience import Patience
 from refimpl.comm.work import Phase, Steps
 from refimpl.ranks.lost import RankLost, lost_connection
 
@@ -17,8 +18,10 @@ class Agreed:
     `parts`: messages between two ranks, each of which must suit both, where the ranks bring different sizes.
     """
 
-    def __init__(self, board: Board | None, rank: int, what: str, tag: str, parts: Sequence[Part] = ()) -> None:
-        self.board, self.rank, self.what = board, rank, what
+    def __init__(
+        self, board: Board | None, patience: Patience, rank: int, what: str, tag: str, parts: Sequence[Part] = ()
+    ) -> None:
+        self.board, self.patience, self.rank, self.what = board, patience, rank, what
         self.text = what + (f", tag {tag!r}" if tag else "") + caller()
         self.parts = parts
         self.number = 0  # of the first phase among the group's calls, once that has begun
@@ -34,6 +37,7 @@ class Agreed:
             yield lambda phase=phase: self._begin(phase, everyone=False)  # type: ignore[misc]
 
     def _begin(self, phase: Phase, everyone: bool) -> list[Any]:
+        place = self.patience.begin() if everyone else None
         if self.board:
             part = ", {what} from {members[0]} to {members[1]}" if everyone else ""
             calls = [(m, Call(what, self.text + part.format(what=what, members=m))) for m, what in self.parts]
@@ -44,7 +48,7 @@ class Agreed:
                 return [refusal]
             self.number, self.parts = calls[-1][1].number, ()
         with self:
-            return [Transfer(handle, self) for handle in phase()]
+            return [Transfer(handle, self, place) for handle in phase()]
 
     def __enter__(self) -> None:
         """Errors inside that only say that a connection closed become RankLost."""
@@ -61,11 +65,14 @@ class Agreed:
 
 
 class Transfer:
-    """A transfer under way, part of a collective."""
+    """A transfer under way, part of a collective, of which it is the `place`th of its group (None: of a message)."""
 
-    def __init__(self, handle: Any, part_of: Agreed) -> None:
-        self.handle, self.part_of = handle, part_of
+    def __init__(self, handle: Any, part_of: Agreed, place: int | None) -> None:
+        self.handle, self.part_of, self.place = handle, part_of, place
 
     def wait(self) -> None:
         with self.part_of:
-            self.handle.wait()
+            if self.place is None:
+                self.handle.wait()
+            else:
+                self.part_of.patience.wait(self.handle, self.place)

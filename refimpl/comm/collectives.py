@@ -8,27 +8,33 @@ are summed in fp32 and rounded once.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Handle = dist.ProcessGroup
+from refimpl.comm.streams import Event, Streams
+
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
+Start = Callable[..., list[Any]]  # starts one of torch.distributed's collectives: see `Library.start`
 Op = Literal["sum", "mean", "max"]
-BLOCK = 1 << 18  # elements added at a time: N + 1 blocks of 1 MB stay in a core's cache, so memory is read once
+BLOCK = 1 << 18  # elements a CPU adds at a time: N + 1 blocks of 1 MB stay in a core's cache, so memory is read once
 NATIVE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
 class Scratch:
-    """Receive buffers kept between calls: a fresh 100 MB buffer costs 25,000 page faults before its first byte."""
+    """Receive buffers kept between calls: a fresh 100 MB buffer costs 25,000 page faults before its first byte.
 
-    def __init__(self, empty: Empty | None = None) -> None:
+    What was queued with a buffer before `give` is done before what is queued with it after `take`, on any stream.
+    """
+
+    def __init__(self, streams: Streams | None = None, empty: Empty | None = None) -> None:
         """`empty(numel, dtype, device)` makes a buffer; torch's by default."""
+        self.streams = streams or Streams()
         self._empty = empty or (lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
         self._free: list[Tensor] = []
+        self._given: dict[int, Event] = {}  # id of a free buffer -> when its last user's stream is through with it
         self._taken: dict[int, tuple[Tensor, Tensor]] = {}  # id of the view -> (view, buffer); the view keeps its id
 
     def take(self, numel: int, like: Tensor) -> Tensor:
@@ -38,8 +44,11 @@ class Scratch:
         if fits:
             buffer = min(fits, key=Tensor.numel)
             self._free = [b for b in self._free if b is not buffer]
+            self.streams.wait(self._given.pop(id(buffer)))
         else:
             # Any free buffer is too small: replace one rather than keep both.
+            for small in self._free[:1]:
+                self.streams.wait(self._given.pop(id(small)))
             self._free = self._free[1:]
             buffer = self._empty(max(need, 1), torch.uint8, like.device)
         view = buffer[:need].view(like.dtype)
@@ -55,6 +64,7 @@ class Scratch:
         _, buffer = self._taken.pop(id(view))
         if keep:
             self._free.append(buffer)
+            self._given[id(buffer)] = self.streams.record()
 
     def tensors(self) -> list[Tensor]:
         return [*self._free, *(buffer for _, buffer in self._taken.values())]
@@ -65,19 +75,23 @@ def chunk_sizes(numel: int, size: int) -> list[int]:
     return [numel // size + (r < numel % size) for r in range(size)]
 
 
-def exchange(handle: Handle, received: Tensor, x: Tensor, sizes: list[int], rank: int) -> list[Any]:
+def exchange(start: Start, received: Tensor, x: Tensor, sizes: list[int], rank: int) -> list[Any]:
     """Start sending chunk i of x to rank i; received [(N-1) * sizes[rank]] collects the others' chunks for this rank.
 
     Two all-to-alls, to the ranks below and to those above, so that the own chunk is not copied on the way.
     """
     mine, below, above = sizes[rank], sizes[:rank], sizes[rank + 1 :]
     none_below, none_above = [0] * (rank + 1), [0] * (len(sizes) - rank)
-    start, end = sum(below), sum(below) + mine
-    split = mine * rank
-    all_to_all = partial(dist.all_to_all_single, group=handle, async_op=True)
+    at, split = sum(below), mine * rank
     return [
-        all_to_all(received[split:], x[:start], none_below + [mine] * len(above), below + none_above),
-        all_to_all(received[:split], x[end:], [mine] * len(below) + none_above, none_below + above),
+        *start(dist.all_to_all_single, received[split:], x[:at], none_below + [mine] * len(above), below + none_above),
+        *start(
+            dist.all_to_all_single,
+            received[:split],
+            x[at + mine :],
+            [mine] * len(below) + none_above,
+            none_below + above,
+        ),
     ]
 
 
@@ -98,29 +112,31 @@ def ordered_reduce(out: Tensor, rows: list[Tensor], rank: int, op: Op) -> None:
     low = own.dtype in (torch.bfloat16, torch.float16)
     # Sum in `out` itself, unless that would overwrite the own row before its turn or needs another dtype.
     in_place = len(rows) > 1 and rank < 2 and not low and out.dtype == own.dtype
-    for start in range(0, own.numel(), BLOCK):
-        blocks = [row[start : start + BLOCK] for row in rows]
-        here = out[start : start + BLOCK]
+    block = BLOCK if own.device.type == "cpu" else max(1, own.numel())  # on a GPU each block is a launch a row
+    for start in range(0, own.numel(), block):
+        blocks = [row[start : start + block] for row in rows]
+        here = out[start : start + block]
         if in_place:
             total, rest = combine(blocks[0], blocks[1], out=here), blocks[2:]
         else:
             total, rest = blocks[0].float() if low else blocks[0].clone(), blocks[1:]
-        for block in rest:
-            combine(total, block, out=total)
+        for other in rest:
+            combine(total, other, out=total)
         if op == "mean" and len(rows) > 1:
             total.div_(len(rows))
         if not in_place:
             here.copy_(total.to(own.dtype))
 
 
-def all_gather(handle: Handle, chunks: list[Tensor], x: Tensor, rank: int) -> list[Any]:
+def all_gather(start: Start, chunks: list[Tensor], x: Tensor, rank: int) -> list[Any]:
     """Start N broadcasts, one from each rank, straight into the N places of the result."""
     if chunks[rank].data_ptr() != x.data_ptr():
         chunks[rank].copy_(x)
     if len(chunks) == 1:
         return []
     return [
-        dist.broadcast(chunk, group=handle, group_src=source, async_op=True)
+        handle
         for source, chunk in enumerate(chunks)
         if chunk.numel()
+        for handle in start(dist.broadcast, chunk, group_src=source)
     ]

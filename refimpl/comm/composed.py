@@ -7,10 +7,12 @@
 See `collectives.py` for why this is faster on gloo than gloo's own, and for the order of the adds.
 """
 
+import torch.distributed as dist
 from torch import Tensor
 
 from refimpl.comm import collectives
 from refimpl.comm.collectives import Op
+from refimpl.comm.streams import Streams
 from refimpl.comm.transport import Library
 from refimpl.comm.work import Steps
 
@@ -20,32 +22,32 @@ class Composed(Library):
 
     in_halves = True
 
-    def __init__(self, handle: collectives.Handle) -> None:
-        super().__init__(handle)
-        self._scratch = collectives.Scratch()
+    def __init__(self, handle: dist.ProcessGroup, backend: str, streams: Streams) -> None:
+        super().__init__(handle, backend, streams)
+        self._scratch = collectives.Scratch(streams)
 
     def all_reduce(self, x: Tensor, op: Op) -> Steps:
         sizes = collectives.chunk_sizes(x.numel(), self.size)
         chunks = list(x.split(sizes))  # type: ignore[no-untyped-call]
         own = chunks[self.rank]
         received = self._scratch.take(own.numel() * (self.size - 1), x)
-        yield lambda: collectives.exchange(self.handle, received, x, sizes, self.rank)
+        yield lambda: collectives.exchange(self.start, received, x, sizes, self.rank)
         rows = collectives.rows_of(received, own, self.rank, self.size)
         collectives.ordered_reduce(own, rows, self.rank, op)
         self._scratch.give(received)
-        yield lambda: collectives.all_gather(self.handle, chunks, own, self.rank)
+        yield lambda: collectives.all_gather(self.start, chunks, own, self.rank)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Steps:
         own = x.view(self.size, -1)[self.rank]
         sizes = [own.numel()] * self.size
         received = self._scratch.take(x.numel() - own.numel(), x)
-        yield lambda: collectives.exchange(self.handle, received, x, sizes, self.rank)
+        yield lambda: collectives.exchange(self.start, received, x, sizes, self.rank)
         rows = collectives.rows_of(received, own, self.rank, self.size)
         collectives.ordered_reduce(out, rows, self.rank, op)
         self._scratch.give(received)
 
     def all_gather(self, chunks: list[Tensor], x: Tensor) -> Steps:
-        yield lambda: collectives.all_gather(self.handle, chunks, x, self.rank)
+        yield lambda: collectives.all_gather(self.start, chunks, x, self.rank)
 
     def scratch(self) -> list[Tensor]:
         return self._scratch.tensors()

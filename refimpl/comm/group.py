@@ -18,7 +18,7 @@ DeepSpeed's counterpart: deepspeed/comm/comm.py, which keeps one global backend 
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,12 @@ from refimpl.comm.board import Board
 from refimpl.comm.collectives import Op
 from refimpl.comm.composed import Composed
 from refimpl.comm.native import Native
+from refimpl.comm.patience import Patience
+from refimpl.comm.process_group import ControlLine, backend_of, device_of
 from refimpl.comm.shared import meet
+from refimpl.comm.streams import Streams, streams_of
 from refimpl.comm.transport import Alone, Library, Transport
-from refimpl.comm.work import Phase, Steps, Work
+from refimpl.comm.work import Steps, Work
 from refimpl.measure.ledger import Ledger
 from refimpl.ranks import environment
 
@@ -48,23 +51,28 @@ class Group:
         ledger: Ledger | None = None,
         device: torch.device | None = None,
         deterministic: bool = False,
-        transport: str | None = None,
+        streams: Streams | None = None,
+        transport: Transport | str | None = None,
     ) -> None:
         """`handle` None is a group of this process alone: every collective is a copy or nothing, and sends 0 bytes.
 
-        All ranks of `handle` make theirs together. `transport`: "gloo" or "shared" for tensors on the CPU; by default
-        what REFIMPL_TRANSPORT says, else shared memory if all ranks are on one host, else gloo. ValueError for another,
-        RuntimeError for "shared" where it cannot be.
+        All ranks of `handle` make theirs together. `streams`: what orders the device's work, a GPU's own by default.
+        `transport`: one, or "gloo" or "shared" for tensors on the CPU; by default what REFIMPL_TRANSPORT says, else
+        shared memory if all ranks are on one host, else gloo. ValueError for another, RuntimeError for "shared" where
+        it cannot be.
         """
-        self.backend: str = dist.get_backend(handle) if handle else "none"
-        self.device = device or torch.device(os.environ.get("REFIMPL_DEVICE", "cpu"))
+        self.device = device or device_of(handle)
+        self.backend = backend_of(handle, self.device)
+        self.streams = streams or streams_of(self.device)
         self.ledger = ledger or Ledger()
+        self._line = ControlLine(handle, self.backend) if handle else None
+        self.patience = Patience()
         self._half: Work | None = None  # an all-reduce whose second half is not begun
         directory = os.environ.get("REFIMPL_BOARD")
         ranks = dist.get_process_group_ranks(handle) if handle else []
         self._board = Board(Path(directory), handle.group_name, ranks, handle.rank()) if handle and directory else None
         wish = os.environ.get("REFIMPL_TRANSPORT", "") if transport is None else transport
-        self.transport = self._transport(handle, wish, deterministic)
+        self.transport = wish if isinstance(wish, Transport) else self._transport(handle, wish, deterministic)
         self.rank, self.size = self.transport.rank, self.transport.size
 
     @property
@@ -81,7 +89,8 @@ class Group:
         """
         if not dist.is_initialized():
             environment.expect_alone()
-        return cls(dist.group.WORLD if dist.is_initialized() else None, ledger, None, deterministic, transport)
+        handle = dist.group.WORLD if dist.is_initialized() else None
+        return cls(handle, ledger, deterministic=deterministic, transport=transport)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """[numel] where this group's collectives need no copy of it: for buffers that travel often. Not resizable."""
@@ -101,18 +110,19 @@ class Group:
         if self.backend != "gloo" or self.device.type != "cpu":
             shared = f"its tensors are on {self.device.type}, its backend is {self.backend}"
         elif wish == "gloo" or handle.size() == 1:
-            return Composed(handle)
+            return Composed(handle, self.backend, self.streams)
         else:
-            with Agreed(self._board, dist.get_rank(), "the making of a Group", ""):
+            with Agreed(self._board, self.patience, dist.get_rank(), "the making of a Group", ""):
                 shared = meet(handle)
         if isinstance(shared, Transport):
             return shared
         if wish == "shared":
             raise RuntimeError(f"REFIMPL_TRANSPORT=shared, but this group cannot share memory: {shared}; unset it")
-        return Composed(handle) if self.backend == "gloo" or deterministic else Native(handle)
+        kind = Composed if self.backend == "gloo" or deterministic else Native
+        return kind(handle, self.backend, self.streams)
 
-    def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps) -> Work:
-        """Enter the call in the ledger and begin it.
+    def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps, *holds: Tensor) -> Work:
+        """Enter the call in the ledger and begin it. `holds`: what it reads and writes.
 
         The second half of an all-reduce begun before is started first: at the same place on every rank.
         """
@@ -120,12 +130,8 @@ class Group:
             self._half.advance()
         self._half = None
         call = self.ledger.start(op, sent, tag)
-
-        def story() -> Iterator[Phase]:
-            yield from steps
-            self.ledger.end(call)
-
-        work = Work(story())
+        lane, ledger = self.transport.lane, self.ledger
+        work = Work(steps, lane, holds, lambda work: ledger.end(call, *work.span()), ledger.timed and lane is not None)
         if not async_op:
             work.wait()
         elif op == "all_reduce" and self.transport.in_halves:
@@ -135,7 +141,7 @@ class Group:
     def _agreed(self, what: str, tag: str, parts: Sequence[Part] = ()) -> Agreed:
         """What is begun only when no rank is seen to begin something else; `what` must be equal on all ranks."""
         board = self._board if self.size > 1 else None
-        return Agreed(board, dist.get_rank() if self.handle else 0, what, tag, parts)
+        return Agreed(board, self.patience, dist.get_rank() if self.handle else 0, what, tag, parts)
 
     def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
         """Replace x [n] by its sum, mean or maximum over ranks, the same bits on every rank. Any n; x contiguous.
@@ -149,7 +155,7 @@ class Group:
         sent = (x.numel() - mine + mine * (self.size - 1)) * x.element_size()
         agreed = self._agreed(f"all_reduce ({op}) of {_words(x)}", tag)
         steps = self.transport.all_reduce(x.detach().view(-1), op)
-        return self._run("all_reduce", sent, tag, async_op, agreed.collective(steps))
+        return self._run("all_reduce", sent, tag, async_op, agreed.collective(steps), x)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
         """x [N*s] on every rank -> out [s]: this rank's chunk of the sum, mean or maximum.
@@ -163,7 +169,7 @@ class Group:
         sent = (x.numel() - out.numel()) * x.element_size()
         agreed = self._agreed(f"reduce_scatter ({op}) of {_words(x)}", tag)
         steps = self.transport.reduce_scatter(out.detach().view(-1), x.detach().view(-1), op)
-        return self._run("reduce_scatter", sent, tag, async_op, agreed.collective(steps))
+        return self._run("reduce_scatter", sent, tag, async_op, agreed.collective(steps), out, x)
 
     def all_gather(self, out: Tensor | list[Tensor], x: Tensor, *, async_op: bool = False, tag: str = "") -> Work:
         """x [s] on every rank -> out [N*s] in rank order, or N tensors [s]. x may be out's own chunk.
@@ -179,7 +185,7 @@ class Group:
         sent = x.numel() * x.element_size() * (self.size - 1)
         agreed = self._agreed(f"all_gather of {_words(x)} a rank", tag)
         steps = self.transport.all_gather([c.detach().view(-1) for c in chunks], x.detach().view(-1))
-        return self._run("all_gather", sent, tag, async_op, agreed.collective(steps))
+        return self._run("all_gather", sent, tag, async_op, agreed.collective(steps), *chunks, x)
 
     def all_to_all(
         self,
@@ -201,7 +207,7 @@ class Group:
         if in_splits or out_splits:
             what, parts = "all_to_all in uneven parts", self._parts(out, x, out_splits, in_splits)
         steps = self.transport.all_to_all(out, x, out_splits, in_splits)
-        return self._run("all_to_all", sent, tag, async_op, self._agreed(what, tag, parts).collective(steps))
+        return self._run("all_to_all", sent, tag, async_op, self._agreed(what, tag, parts).collective(steps), out, x)
 
     def broadcast(self, x: Tensor, root: int = 0, *, async_op: bool = False, tag: str = "") -> Work:
         """x of rank `root` -> x on every rank. The root is charged n(N-1) bytes, the others 0."""
@@ -209,7 +215,7 @@ class Group:
         checks.tensors("broadcast", x=x)
         sent = x.numel() * x.element_size() * (self.size - 1) if self.rank == root else 0
         agreed = self._agreed(f"broadcast of {_words(x)} from {root}", tag)
-        return self._run("broadcast", sent, tag, async_op, agreed.collective(self.transport.broadcast(x, root)))
+        return self._run("broadcast", sent, tag, async_op, agreed.collective(self.transport.broadcast(x, root)), x)
 
     def send(self, x: Tensor, to: int, *, async_op: bool = False, tag: str = "") -> Work:
         """Send x to rank `to` of this group, which must call `recv`. Sends n bytes. ValueError if there is no such."""
@@ -217,27 +223,49 @@ class Group:
         checks.tensors("send", x=x)
         sent = x.numel() * x.element_size()
         agreed = self._agreed(f"send of {_words(x)} to {to}", tag, [((self.rank, to), _words(x))])
-        return self._run("send", sent, tag, async_op, agreed.message(self.transport.send(x, to)))
+        return self._run("send", sent, tag, async_op, agreed.message(self.transport.send(x, to)), x)
 
     def recv(self, x: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
         """Fill x with what rank `source` of this group sends. Sends nothing itself. ValueError if there is no such."""
         checks.other("recv", "source", source, self.size, self.rank)
         checks.tensors("recv", x=x)
         agreed = self._agreed(f"recv of {_words(x)} from {source}", tag, [((source, self.rank), _words(x))])
-        return self._run("recv", 0, tag, async_op, agreed.message(self.transport.recv(x, source)))
+        return self._run("recv", 0, tag, async_op, agreed.message(self.transport.recv(x, source)), x)
+
+    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int, *, tag: str = "") -> None:
+        """Send x to rank `to` while `out` is filled with what rank `source` sends; return when both are done.
+
+        Sends n bytes. All ranks may call it at once, in any ring or exchange, where a send and then a recv could wait
+        for each other. ValueError if there is no such rank.
+        """
+        checks.other("send_recv", "to", to, self.size, self.rank)
+        checks.other("send_recv", "source", source, self.size, self.rank)
+        checks.tensors("send_recv", x=x, out=out)
+        what = f"send_recv of {_words(x)} to {to} and {_words(out)} from {source}"
+        parts = [((self.rank, to), _words(x)), ((source, self.rank), _words(out))]
+        steps = self._agreed(what, tag, parts).message(self.transport.send_recv(x, to, out, source))
+        sending = self._run("send", x.numel() * x.element_size(), tag, True, steps, x, out)
+        self._run("recv", 0, tag, True, iter(())).wait()
+        sending.wait()
+
+    def settle(self) -> None:
+        """Before the host reads a number from a GPU: return, patiently (see `Patience`), when it is there."""
+        if self.device.type == "cuda":
+            queued = self.streams.record()
+            self.patience.poll(lambda: self.streams.is_done(queued))
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
-        if self.handle is not None:
+        if self._line is not None:
             with self._agreed("barrier", ""):
-                dist.barrier(self.handle)
+                dist.barrier(self._line.handle)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's picklable object, in rank order. For control, not for data: not charged to the ledger."""
         objects: list[Any] = [obj] * self.size
-        if self.handle is not None:
+        if self._line is not None:
             with self._agreed("all_gather_object", ""):
-                dist.all_gather_object(objects, obj, group=self.handle)
+                dist.all_gather_object(objects, obj, group=self._line.handle)
         return objects
 
     def _parts(self, out: Tensor, x: Tensor, out_splits: list[int] | None, in_splits: list[int] | None) -> list[Part]:

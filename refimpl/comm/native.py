@@ -16,17 +16,23 @@ from refimpl.comm.work import Steps
 class Native(Library):
     """NCCL's transport. Which order a sum has is the library's choice."""
 
+    gathers_lists = False  # it would gather into a buffer of its own, and copy
+
     def all_reduce(self, x: Tensor, op: Op) -> Steps:
-        yield lambda: [dist.all_reduce(x, NATIVE[op], group=self.handle, async_op=True)]
+        yield lambda: self.start(dist.all_reduce, x, self._op(op))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Steps:
-        yield lambda: [_current("reduce_scatter")(out, x, NATIVE[op], group=self.handle, async_op=True)]
+        yield lambda: self.start(_current("reduce_scatter"), out, x, self._op(op))
 
     def all_gather(self, chunks: list[Tensor], x: Tensor) -> Steps:
         if (whole := _in_one_piece(chunks)) is not None:
-            yield lambda: [_current("all_gather")(whole, x, group=self.handle, async_op=True)]
+            yield lambda: self.start(_current("all_gather"), whole, x)
         else:
-            yield lambda: [dist.all_gather(chunks, x, group=self.handle, async_op=True)]
+            yield lambda: self.start(dist.all_gather, chunks, x)
+
+    def _op(self, op: Op) -> Any:
+        """The mean of one rank's is its sum, which every version of NCCL gets right."""
+        return NATIVE["sum" if op == "mean" and self.size == 1 else op]
 
 
 def _in_one_piece(chunks: list[Tensor]) -> Tensor | None:

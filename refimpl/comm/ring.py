@@ -84,10 +84,9 @@ def _gather(group: Group, chunks: Sequence[Tensor]) -> None:
 
 
 def _shift(group: Group, to_right: Tensor, from_left: Tensor) -> None:
-    """One step of the ring. The send is asynchronous: if every rank sent first and waited, no rank would receive."""
-    sending = group.send(to_right, (group.rank + 1) % group.size, async_op=True, tag="ring")
-    group.recv(from_left, (group.rank - 1) % group.size, tag="ring")
-    sending.wait()
+    """One step of the ring, both ways at once: if every rank sent first and waited, no rank would receive."""
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    group.send_recv(to_right, right, from_left, left, tag="ring")
 
 
 def _check(group: Group, op: str, whole: Tensor, part: Tensor) -> None:

@@ -14,9 +14,12 @@ group; works of different groups must be waited for in one order on all ranks, a
 As NCCL's shared-memory and peer-to-peer transports inside a node (its "SHM" and "P2P" in NCCL_DEBUG=INFO).
 """
 
+import math
 import os
+import time
 import weakref
 from collections.abc import Generator, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from refimpl.comm.board import CollectiveMismatch
 from refimpl.comm.collectives import Op, Scratch
 from refimpl.comm.mapped import Mapped, Own, Place, host, of_peer
 from refimpl.comm.signals import Channel, Need, Watch, channel_words, unsupported
+from refimpl.comm.streams import Streams
 from refimpl.comm.transport import Library
 from refimpl.comm.work import Steps
 
@@ -55,23 +59,28 @@ class Task:
             except Exception as error:  # whoever waits for this collective is told, not whoever waits for another
                 self.over, self.error = True, error
 
-    def wait(self) -> None:
-        self.transport.finish(self)
+    def wait(self, limit: timedelta | None = None) -> None:
+        """As torch's: RuntimeError if it is not over within the limit, and may be waited for again."""
+        if not self.transport.finish(self, limit):
+            raise RuntimeError("the collective is not over yet")
         if self.error:
             raise self.error
+
+    def is_completed(self) -> bool:
+        return self.over
 
 
 class Shared(Library):
     """`files`, `pids`: of every rank of the group; this rank's own file is among them."""
 
     def __init__(self, handle: dist.ProcessGroup, files: Sequence[Mapped], own: Own, pids: Sequence[int]) -> None:
-        super().__init__(handle)
+        super().__init__(handle, "gloo", Streams())
         self.files, self.own = files, own
         weakref.finalize(self, own.leave).atexit = False
         ranks = dist.get_process_group_ranks(handle)
         self.watch = Watch(files, pids, [f"rank {ranks[m]} (process {pid})" for m, pid in enumerate(pids)])
         self._tasks: list[Task] = []
-        self._scratch = Scratch(lambda numel, dtype, device: own.empty(numel, dtype))
+        self._scratch = Scratch(empty=lambda numel, dtype, device: own.empty(numel, dtype))
         self._lent: list[tuple[list[Need], Tensor]] = []  # copies, until these needs are met: then all have read them
         words = channel_words(self.size)
         self._all = Channel(self.rank, files, dict.fromkeys(range(self.size), 0))
@@ -83,6 +92,9 @@ class Shared(Library):
             Channel(self.rank, files, {source: (1 + self.rank) * words, self.rank: (1 + self.size + source) * words})
             for source in range(self.size)
         ]
+
+    def advance(self) -> None:
+        self._progress()
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.own.empty(numel, dtype) if device.type == "cpu" else super().empty(numel, dtype, device)
@@ -110,6 +122,11 @@ class Shared(Library):
 
     def recv(self, x: Tensor, source: int) -> Steps:
         yield lambda: self._begin(self._take(self._from[source], {source: x.view(-1)}))
+
+    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
+        giving = self._give(self._to[to], {to: x.view(-1)})
+        taking = self._take(self._from[source], {source: out.view(-1)})
+        yield lambda: [*self._begin(giving), *self._begin(taking)]
 
     def _all_reduce(self, x: Tensor, op: Op) -> Iterator[Need]:
         first, second = self._all.number(), self._all.number()
@@ -223,12 +240,14 @@ class Shared(Library):
             task.advance()
         self._tasks = [task for task in self._tasks if not task.over]
 
-    def finish(self, task: Task) -> None:
-        """Go on with all that is under way until this is over."""
-        while not task.over:
+    def finish(self, task: Task, limit: timedelta | None = None) -> bool:
+        """Go on with all that is under way until this is over; False if it is not within the limit."""
+        end = math.inf if limit is None else time.monotonic() + limit.total_seconds()
+        while not task.over and time.monotonic() < end:
             self._progress()
             if not task.over and task.need:
                 self.watch.wait(task.need, PATIENCE if len(self._tasks) == 1 else SHORT)
+        return task.over
 
 
 def meet(handle: dist.ProcessGroup) -> Shared | str:

@@ -6,17 +6,20 @@
     Native     the library's own collectives (NCCL)
 
 `Group` checks the call, announces it, counts its bytes; the transport starts transfers. Every collective here is a
-generator of steps (see `Work`) over flat, contiguous tensors whose sizes fit.
+generator of steps (see `Work`) over flat, contiguous tensors whose sizes fit. On a GPU the steps run on the lane of the
+transport, a stream of its own: each starts when what the caller's stream was given before it is done.
 """
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from refimpl.comm.collectives import Op
+from refimpl.comm.process_group import by_name
+from refimpl.comm.streams import Lane, Streams, lane_of
 from refimpl.comm.work import Steps
 
 
@@ -24,6 +27,8 @@ class Transport(ABC):
     """`size` ranks, of which this one is number `rank`."""
 
     in_halves = False  # whether an all-reduce is two transfers, the second of which must be started
+    gathers_lists = True  # whether an all-gather into separate tensors is as fast as into one buffer
+    lane: Lane | None = None  # where there are streams: the one that the steps run on
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -54,6 +59,10 @@ class Transport(ABC):
     @abstractmethod
     def recv(self, x: Tensor, source: int) -> Steps: ...
 
+    @abstractmethod
+    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
+        """Both at once: neither waits for the other to begin."""
+
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory from which the collectives of these ranks go the shortest way. A flat tensor, not resizable."""
         return torch.empty(numel, dtype=dtype, device=device)
@@ -61,6 +70,9 @@ class Transport(ABC):
     def scratch(self) -> list[Tensor]:
         """Buffers kept between calls."""
         return []
+
+    def advance(self) -> None:  # noqa: B027
+        """Let what was begun go on, where it needs this rank's own hands: for who waits for something else."""
 
 
 class Alone(Transport):
@@ -90,6 +102,9 @@ class Alone(Transport):
     def recv(self, x: Tensor, source: int) -> Steps:
         raise AssertionError("there is no other rank")
 
+    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
+        raise AssertionError("there is no other rank")
+
     def _copy(self, out: Tensor, x: Tensor) -> Steps:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
@@ -97,25 +112,57 @@ class Alone(Transport):
 
 
 class Library(Transport):
-    """What torch.distributed does alike with every library. `name`: of the process group."""
+    """What torch.distributed does alike with every library, the process group `handle` behind it.
 
-    def __init__(self, handle: dist.ProcessGroup) -> None:
+    gloo's transfers are waited for by the host. NCCL's are queued on the current stream, which is the lane, and leave
+    the host nothing to wait for.
+    """
+
+    def __init__(self, handle: dist.ProcessGroup, backend: str, streams: Streams) -> None:
         super().__init__(handle.rank(), handle.size())
         self._name = handle.group_name
+        self.host_waits = backend == "gloo"
+        self.lane = lane_of(streams)
 
     @property
     def handle(self) -> dist.ProcessGroup:
-        """torch's group, looked up by name: who still holds one when Python exits makes the process abort."""
-        return distributed_c10d._resolve_process_group(self._name)  # type: ignore[attr-defined]
+        """torch's group."""
+        return by_name(self._name)
+
+    def start(self, transfer: Any, *args: Any, **options: Any) -> list[Any]:
+        """Start one of torch.distributed's collectives; what the host must wait for."""
+        handle = transfer(*args, **options, group=self.handle, async_op=self.host_waits)
+        return [] if handle is None else [handle]
 
     def all_to_all(self, out: Tensor, x: Tensor, out_splits: list[int] | None, in_splits: list[int] | None) -> Steps:
-        yield lambda: [dist.all_to_all_single(out, x, out_splits, in_splits, group=self.handle, async_op=True)]
+        yield lambda: self.start(dist.all_to_all_single, out, x, out_splits, in_splits)
 
     def broadcast(self, x: Tensor, root: int) -> Steps:
-        yield lambda: [dist.broadcast(x, group=self.handle, group_src=root, async_op=True)]
+        yield lambda: self.start(dist.broadcast, x, group_src=root)
 
     def send(self, x: Tensor, to: int) -> Steps:
-        yield lambda: [dist.isend(x, group=self.handle, group_dst=to)]
+        there = self._on_wire(x)
+        yield lambda: [dist.isend(there, group=self.handle, group_dst=to)]
 
     def recv(self, x: Tensor, source: int) -> Steps:
-        yield lambda: [dist.irecv(x, group=self.handle, group_src=source)]
+        here = self._on_wire(x)
+        yield lambda: [dist.irecv(here, group=self.handle, group_src=source)]
+        if here is not x:
+            x.copy_(here)
+
+    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
+        """NCCL runs unbatched sends of a group one after the other: if all ranks send first, none receives."""
+        there, here = self._on_wire(x), self._on_wire(out)
+
+        def both() -> list[Any]:
+            sending = dist.P2POp(dist.isend, there, group=self.handle, group_peer=to)
+            receiving = dist.P2POp(dist.irecv, here, group=self.handle, group_peer=source)
+            return list(dist.batch_isend_irecv([sending, receiving]))
+
+        yield both
+        if here is not out:
+            out.copy_(here)
+
+    def _on_wire(self, x: Tensor) -> Tensor:
+        """x where the library can read and fill it: gloo's send and recv hand its address to a socket."""
+        return x.cpu() if self.host_waits else x

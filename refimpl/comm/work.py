@@ -6,38 +6,89 @@ A transport writes a collective as a generator that reads from top to bottom:
     ordered_reduce(...)
     yield lambda: all_gather(...)
 
-`Work` drives it. Nobody waits where a rank could compute: the caller decides when the next step is due.
+`Work` drives it. Nobody waits where a rank could compute: the caller decides when the next step is due. A step that
+gives the host nothing to wait for (NCCL's, which its stream orders) is followed by the next at once.
+
+With a `Lane` all of it, the adds between two transfers too, runs on the communication's own stream:
+
+    begun    the lane waits for the caller's stream, the first step starts
+    done     the last step was queued: the lane records an event
+    waited   the caller's stream waits for that event; the host does not
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Phase = Callable[[], list[Any]]  # starts transfers, returns their handles, which have a `wait()`
+from torch import Tensor
+
+from refimpl.comm.streams import Event, Lane
+
+Phase = Callable[[], list[Any]]  # starts transfers, returns what the host must wait for: handles with a `wait()`
 Steps = Iterator[Phase]
 
 
 class Work:
     """One collective under way. A `Work` without steps is done."""
 
-    def __init__(self, steps: Steps | None = None) -> None:
-        """Starts the first step's transfers."""
+    def __init__(
+        self,
+        steps: Steps | None = None,
+        lane: Lane | None = None,
+        holds: tuple[Tensor, ...] = (),
+        waited: Callable[["Work"], None] | None = None,
+        timed: bool = False,
+    ) -> None:
+        """Starts the first step's transfers.
+
+        `holds`: what the steps read and write, kept alive until somebody has waited (see `streams`). `waited` is called
+        when the result may be used for the first time. `timed`: `begun_at` and `done_at` can be compared.
+        """
         self._steps: Steps = iter(()) if steps is None else steps
         self._handles: list[Any] = []
+        self.lane, self.timed, self._holds, self._waited = lane, timed, holds, waited
+        self.begun_at: Event = None
+        self.done_at: Event = None
         self.is_done, self.begun = False, 0  # begun: steps so far
-        self.advance()
+        if lane is None:
+            self._next()
+        else:
+            with lane.following():
+                self.begun_at = lane.streams.record(timed=True) if timed else None
+                self._next()
 
     def advance(self) -> None:
         """Wait for the transfers under way, then start the next step. Nothing once the work is done."""
+        if self.is_done:
+            return
+        if self.lane is None:
+            self._next()
+        else:
+            with self.lane.use():
+                self._next()
+
+    def _next(self) -> None:
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()
-        if (phase := next(self._steps, None)) is not None:
+        for phase in self._steps:
             self.begun += 1
             self._handles = phase()
-        else:
-            self.is_done = True
+            if self._handles:
+                return
+        self.is_done = True
+        if self.lane is not None:
+            self.done_at = self.lane.streams.record(self.timed)
+
+    def span(self) -> tuple[Event, Event] | tuple[()]:
+        """When it began and was done on its stream, if it is `timed`."""
+        return (self.begun_at, self.done_at) if self.timed else ()
 
     def wait(self) -> None:
-        """Return when the result may be used (on NCCL: when the current stream is ordered after it)."""
+        """Return when the result may be used: on a GPU, when the current stream is ordered after it."""
         while not self.is_done:
             self.advance()
+        if self.lane is not None:
+            self.lane.streams.wait(self.done_at)
+        waited, self._waited, self._holds = self._waited, None, ()
+        if waited is not None:
+            waited(self)

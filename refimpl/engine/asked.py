@@ -4,20 +4,12 @@ DeepSpeed's file: deepspeed/runtime/engine.py.
 """
 
 import torch
-from torch import nn
 
-from refimpl.comm.group import Group
-from refimpl.engine.config import DeepSpeedConfig
-from refimpl.zero.stage import Stage
+from refimpl.engine.state import TrainingState
 
 
-class Asked(nn.Module):
-    """The questions. An `Engine` is one, and sets these four."""
-
-    config: DeepSpeedConfig
-    group: Group
-    stage: Stage
-    module: nn.Module
+class Asked(TrainingState):
+    """The questions; an `Engine` answers them."""
 
     # The batch.
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,15 +28,13 @@ from torch.utils._pytree import tree_map_only
 from refimpl.engine import atomic, manifest, resume, weights
 from refimpl.engine.errors import CheckpointError, naming, together
 from refimpl.engine.resume import RANK_FILE, WEIGHTS, Wanted, identity, layout, rank_file, untrained
-
-if TYPE_CHECKING:
-    from refimpl.engine.engine import Engine
+from refimpl.engine.state import TrainingState
 
 COUNTERS = ("global_steps", "micro_steps", "global_samples")
 
 
 def save(
-    engine: "Engine",
+    engine: TrainingState,
     save_dir: str | Path,
     tag: str | float | None,
     client_state: Mapping[str, Any],
@@ -88,7 +86,7 @@ def begin(folder: Path, new: Path, held: ExitStack) -> None:
 
 
 def write_rank_file(
-    engine: "Engine", new: Path, id_: str, client_state: Mapping[str, Any], exclude_frozen: bool
+    engine: TrainingState, new: Path, id_: str, client_state: Mapping[str, Any], exclude_frozen: bool
 ) -> dict[str, Any]:
     """Write this rank's file; its size and checksum. Reads it back: what cannot be loaded must fail now."""
     rank, scheduler = engine.group.rank, engine.lr_scheduler
@@ -134,7 +132,7 @@ def finish(folder: Path, new: Path, about: dict[str, Any], whole: dict[str, Tens
 
 
 def load(
-    engine: "Engine", load_dir: Path, tag: str | float | None, wanted: Wanted
+    engine: TrainingState, load_dir: Path, tag: str | float | None, wanted: Wanted
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Restore the checkpoint `tag`, by default the one that `latest` names: (its path, this rank's client_state).
 
@@ -163,13 +161,13 @@ def load(
     return str(folder), mine["client_state"]
 
 
-def about_engine(engine: "Engine") -> dict[str, Any]:
+def about_engine(engine: TrainingState) -> dict[str, Any]:
     """What the manifest says of a run."""
     counters = {name: getattr(engine, name) for name in COUNTERS}
     return identity(engine) | counters | {"scheduler": resume.schedule(engine), "layout": layout(engine)}
 
 
-def agreed_tag(engine: "Engine", tag: str) -> str:
+def agreed_tag(engine: TrainingState, tag: str) -> str:
     """Rank 0's tag. When another rank names another one: nothing, a warning or an error, as `tag_validation` says."""
     tags = engine.group.all_gather_object(tag)
     check = engine.config.checkpoint.tag_validation

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from refimpl.engine import checkpoint, weights
@@ -44,19 +43,16 @@ from refimpl.zero.zero3 import Zero3
 class Engine(ModuleState, Asked):
     """Trains `module` as the configuration says. Made by `initialize`, on every rank alike.
 
-    `global_steps` counts optimizer steps (skipped ones too), `micro_steps` micro-batches, `global_samples` samples over
-    all ranks, `stage.skipped_steps` updates skipped for a gradient that was not finite. `group.ledger` holds the
-    collectives since the first forward after the last update.
+    Its counters are those of `TrainingState`. `group.ledger` holds the collectives since the first forward after the
+    last update.
     """
 
     def __init__(self, parts: Parts) -> None:
-        super().__init__()
-        self.module, self.config, self.group, self.stage = parts.model, parts.config, parts.group, parts.stage
-        self.lr_scheduler, self.training_dataloader = parts.scheduler, parts.dataloader
+        super().__init__(parts)
+        self.training_dataloader = parts.dataloader
         self.report = Report(parts)
         self.device = self.group.device
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.group.rank))
-        self.global_steps = self.micro_steps = self.global_samples = 0
         self._step_applied = False
         self._boundary: bool | None = None  # what the client said, if it did
         self._syncing = True  # False inside no_sync
@@ -191,11 +187,6 @@ class Engine(ModuleState, Asked):
             self._syncing = before
 
     # What it is and how it fares.
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """The torch optimizer; its parameters are this rank's fp32 shards. None in an engine for inference."""
-        return self.stage.update.slices.optimizer
 
     @property
     def skipped_steps(self) -> int:

@@ -15,7 +15,7 @@ from refimpl.engine.atomic import LEFTOVER, retired
 from refimpl.engine.errors import CheckpointError, naming
 
 NAME = "checkpoint.json"
-VERSION = 2  # one more whenever what a save writes changes; 1, without checksums, did not say so
+VERSION = 3  # one more whenever what a save writes changes; 1, without checksums, did not say so
 
 
 def digest(path: Path) -> dict[str, Any]:

@@ -6,17 +6,14 @@ DeepSpeed's functions: `module_state_dict`, `load_module_state_dict` in deepspee
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from refimpl.engine.state import TrainingState
 from refimpl.engine.weights import frozen_names
-from refimpl.zero.stage import Stage
 
 
-class ModuleState(nn.Module):
-    """What an `Engine` says of its weights; it sets these two."""
-
-    stage: Stage
-    module: nn.Module
+class ModuleState(TrainingState):
+    """What an `Engine` says of its weights."""
 
     def module_state_dict(
         self,

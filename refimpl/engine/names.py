@@ -16,8 +16,8 @@ from refimpl.engine.arguments import flag
 from refimpl.engine.keys import NOT_YET, ConfigError, Key
 from refimpl.engine.quote import quote
 from refimpl.optim import schedule
+from refimpl.optim.adam import Adam
 from refimpl.optim.lion import Lion
-from refimpl.optim.uncorrected_adam import UncorrectedAdam
 
 OWN_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
 OWN_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
@@ -63,7 +63,7 @@ def optimizer_named(name: str, params: Mapping[str, Any]) -> tuple[Callable[...,
     if not switches["bias_correction"]:
         if switches["torch_adam"]:
             raise ConfigError("optimizer.params.bias_correction = False: torch's Adam corrects; leave torch_adam out")
-        return UncorrectedAdam, options | {"adam_w_mode": decoupled}
+        return Adam, options | {"adam_w_mode": decoupled, "bias_correction": False}
     if not switches["torch_adam"]:
         options = {"weight_decay": 0.0} | options
     if not any(options.get(other) for other in ("foreach", "differentiable")):  # torch runs one of the three

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from torch.utils._pytree import tree_map_only
 
 from refimpl.engine import manifest, weights
 from refimpl.engine.errors import CheckpointError, naming, together
+from refimpl.engine.state import TrainingState
 from refimpl.zero.unit import unit_of
-
-if TYPE_CHECKING:
-    from refimpl.engine.engine import Engine
 
 WEIGHTS = "model.safetensors"
 RANK_FILE = re.compile(r"rank\d{5,}\.pt")
@@ -45,7 +43,7 @@ class Wanted:
         return self.module_only or not self.optimizer
 
 
-def param_groups(engine: "Engine") -> list[dict[str, Any]]:
+def param_groups(engine: TrainingState) -> list[dict[str, Any]]:
     """The optimizer's groups; none in an engine without one."""
     return [] if engine.optimizer is None else engine.optimizer.param_groups
 
@@ -90,29 +88,29 @@ def find(load_dir: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None:
     return folder, manifest.read(file)
 
 
-def identity(engine: "Engine") -> dict[str, Any]:
+def identity(engine: TrainingState) -> dict[str, Any]:
     """What a run must have in common with the one that it continues."""
     return {
         "world_size": engine.group.size,
-        "stage": engine.zero_optimization_stage(),
+        "stage": engine.config.zero_optimization.stage,
         "dtype": str(engine.config.dtype).removeprefix("torch."),
         "optimizer": type(engine.optimizer).__name__,
         "parameter_groups": len(param_groups(engine)),
     }
 
 
-def layout(engine: "Engine") -> list[list[str]]:
+def layout(engine: TrainingState) -> list[list[str]]:
     """Which parameters, of which shape, lie in which flat buffer, in order: what a shard's elements mean."""
     names = engine.stage.names
     return [[f"{names[p]} {list(p.shape)}" for p in bucket.params] for bucket in engine.stage.buckets]
 
 
-def schedule(engine: "Engine") -> str | None:
+def schedule(engine: TrainingState) -> str | None:
     """The kind of the learning rate's schedule."""
     return None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__
 
 
-def untrained(engine: "Engine", exclude_frozen: bool = False) -> dict[str, Tensor]:
+def untrained(engine: TrainingState, exclude_frozen: bool = False) -> dict[str, Tensor]:
     """What the stage's own state leaves out: this rank's buffers, and frozen parameters, or its shards of them."""
     frozen = {}
     for name, p in engine.module.named_parameters():
@@ -122,7 +120,7 @@ def untrained(engine: "Engine", exclude_frozen: bool = False) -> dict[str, Tenso
     return frozen | dict(engine.module.named_buffers())
 
 
-def checked(engine: "Engine", folder: Path, about: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
+def checked(engine: TrainingState, folder: Path, about: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
     """The content of this rank's file, or of rank 0's if it has none, after every check. Changes nothing.
 
     The ranks share the files between them, so that each is read once.
@@ -152,7 +150,7 @@ def checked(engine: "Engine", folder: Path, about: dict[str, Any], wanted: Wante
     return content
 
 
-def check_same(engine: "Engine", folder: Path, about: dict[str, Any]) -> None:
+def check_same(engine: TrainingState, folder: Path, about: dict[str, Any]) -> None:
     """CheckpointError says how the saving run differs from this one, if it does."""
     differences = [
         f"{name} {about[name]} there, {here} here" for name, here in identity(engine).items() if about[name] != here
@@ -170,7 +168,7 @@ def check_same(engine: "Engine", folder: Path, about: dict[str, Any]) -> None:
         )
 
 
-def check_parts(engine: "Engine", path: Path, content: dict[str, Any], left_out: list[str], strict: bool) -> None:
+def check_parts(engine: TrainingState, path: Path, content: dict[str, Any], left_out: list[str], strict: bool) -> None:
     """CheckpointError if the rank's file lacks a buffer or frozen weight of the model, or has it in another shape."""
     here, there = untrained(engine), content["untrained"]
     both = [name for name in here if name in there]
@@ -182,7 +180,7 @@ def check_parts(engine: "Engine", path: Path, content: dict[str, Any], left_out:
         raise CheckpointError(f"{path}: {'; '.join(wrong)}. Build the model that was saved")
 
 
-def restore(engine: "Engine", folder: Path, mine: dict[str, Any], wanted: Wanted) -> None:
+def restore(engine: TrainingState, folder: Path, mine: dict[str, Any], wanted: Wanted) -> None:
     """What was `checked` into the engine. Collective."""
     scheduler, groups = engine.lr_scheduler, param_groups(engine)
     if scheduler is not None and wanted.scheduler and not wanted.module_only:
@@ -203,7 +201,7 @@ def restore(engine: "Engine", folder: Path, mine: dict[str, Any], wanted: Wanted
                 group.update(rate)
 
 
-def restore_schedule(engine: "Engine", folder: Path, state: dict[str, Any]) -> None:
+def restore_schedule(engine: TrainingState, folder: Path, state: dict[str, Any]) -> None:
     """The saved schedule, and the rates it stands at. If any rank's fails, all have theirs back."""
     scheduler: Any = engine.lr_scheduler
     before = deepcopy(scheduler.state_dict())

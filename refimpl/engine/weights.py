@@ -8,7 +8,6 @@ DeepSpeed: `save_16bit_model` and `load_module_state_dict` in deepspeed/runtime/
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
@@ -17,11 +16,9 @@ from torch import Tensor, nn
 
 from refimpl.engine import atomic
 from refimpl.engine.errors import CheckpointError, naming, together
+from refimpl.engine.state import TrainingState
 from refimpl.zero.init import GatheredParameters
 from refimpl.zero.unit import unit_of
-
-if TYPE_CHECKING:
-    from refimpl.engine.engine import Engine
 
 
 def frozen_names(module: nn.Module) -> set[str]:
@@ -29,7 +26,7 @@ def frozen_names(module: nn.Module) -> set[str]:
     return {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
-def whole_weights(engine: "Engine", exclude_frozen: bool) -> dict[str, Tensor] | None:
+def whole_weights(engine: TrainingState, exclude_frozen: bool) -> dict[str, Tensor] | None:
     """The weights by name on rank 0, None elsewhere. Collective."""
     weights = engine.stage.full_state_dict()
     left_out = frozen_names(engine.module) if exclude_frozen else set()
@@ -57,7 +54,7 @@ def unshared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def save_16bit_model(engine: "Engine", save_dir: Path, filename: str, exclude_frozen: bool) -> bool:
+def save_16bit_model(engine: TrainingState, save_dir: Path, filename: str, exclude_frozen: bool) -> bool:
     """Write the whole weights to one file, as safetensors if its name ends so. Collective.
 
     False, and nothing is written, in stage 3 without zero_optimization.stage3_gather_16bit_weights_on_model_save.
@@ -74,7 +71,7 @@ def save_16bit_model(engine: "Engine", save_dir: Path, filename: str, exclude_fr
     return True
 
 
-def _write_16bit(engine: "Engine", weights: dict[str, Tensor], path: Path) -> None:
+def _write_16bit(engine: TrainingState, weights: dict[str, Tensor], path: Path) -> None:
     dtype = engine.config.dtype
     cast = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
     with naming(path):
@@ -82,7 +79,7 @@ def _write_16bit(engine: "Engine", weights: dict[str, Tensor], path: Path) -> No
         atomic.write_file(path, lambda part: write(part, cast, path.suffix == ".safetensors"))
 
 
-def check_fits(engine: "Engine", path: Path, left_out: list[str], strict: bool) -> None:
+def check_fits(engine: TrainingState, path: Path, left_out: list[str], strict: bool) -> None:
     """CheckpointError if the weights in the file are not those of the model.
 
     strict: no weight may be missing but those that the save has `left_out`, and none may be too many.
@@ -101,7 +98,7 @@ def check_fits(engine: "Engine", path: Path, left_out: list[str], strict: bool) 
         raise CheckpointError(f"{path}: these are not this model's weights: {'; '.join(wrong[:5])}{more}. {remedy}")
 
 
-def read(engine: "Engine", path: Path) -> None:
+def read(engine: TrainingState, path: Path) -> None:
     """The weights of the file into the model, those that it has. Collective; `check_fits` comes first."""
     here = engine.module.state_dict(keep_vars=True)
     units = dict.fromkeys(unit for p in engine.module.parameters() if (unit := unit_of(p)) is not None)
@@ -118,7 +115,7 @@ def read(engine: "Engine", path: Path) -> None:
                             here[name].copy_(file.get_tensor(name))
 
 
-def read_with(engine: "Engine", path: Path, load: Callable[..., object]) -> None:
+def read_with(engine: TrainingState, path: Path, load: Callable[..., object]) -> None:
     """load(src=the file's weights by name, dst=the model) on every rank, the model's parameters whole. Collective.
 
     In stage 3 what rank 0 has made of the parameters is kept.

@@ -33,16 +33,19 @@ class WatchedGroup(Group):
         super().__init__(handle)
         self.control, self.told = control, told
 
-    def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps) -> Work:
+    def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps, *holds: Tensor) -> Work:
         if self.told:
             launch.report(Called(_words(op, tag, sent)))
-        return super()._run(op, sent, tag, async_op, steps)
+        return super()._run(op, sent, tag, async_op, steps, *holds)
 
     def send(self, x: Tensor, to: int, *, async_op: bool = False, tag: str = "") -> Work:
         return super().send(x, to, async_op=async_op, tag=f"to {to}")
 
     def recv(self, x: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
         return super().recv(x, source, async_op=async_op, tag=f"from {source}")
+
+    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int, *, tag: str = "") -> None:
+        super().send_recv(x, to, out, source, tag=f"to {to}")
 
     def fresh(self, told: bool = True) -> "WatchedGroup":
         """The same ranks with an empty ledger, for what the answer does."""

@@ -3,12 +3,16 @@
 A claim such as "ZeRO-3 sends 1.5 times the bytes of DDP" is a sum over this list, and a claim such as "the reduction
 overlaps backward" is the order of two entries in it. Bytes are those that this rank puts on the wire for its payload
 (N ranks, a buffer of n bytes): all-reduce 2n(N-1)/N, reduce-scatter and all-gather n(N-1)/N, send n.
+
+Times are the host's: an "end" is when somebody waited. On a GPU the host only queues; there `Ledger(timed=True)` also
+has each collective's begin and end recorded on the stream that it runs on: see `device_ms`.
 """
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -16,8 +20,7 @@ if TYPE_CHECKING:
 Phase = Literal["start", "end", "mark"]
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):  # a frozen dataclass takes three times as long to make, and every gradient makes one
     """One entry. `call` ties a start to its end (-1 for a mark); `sent_bytes` is charged at the start."""
 
     phase: Phase
@@ -43,15 +46,16 @@ class Ledger:
     the last `keep` events at least (an eighth more before the oldest go), so that a long training does not fill memory.
     """
 
-    def __init__(self, keep: int = 100_000) -> None:
+    def __init__(self, keep: int = 100_000, timed: bool = False) -> None:
         """ValueError if keep < 1."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1 event, not {keep}")
-        self.keep = keep
+        self.keep, self.timed = keep, timed
         self.events: list[Event] = []
         self._started: dict[int, Event] = {}
         self._totals: dict[tuple[str, str], Total] = {}  # (op, tag) -> since the last reset
         self._calls = 0
+        self._spans: dict[int, tuple[Any, Any]] = {}  # call -> (begun, done), events of the collective's stream
 
     def start(self, op: str, sent_bytes: int, tag: str = "") -> int:
         """A collective begins. `sent_bytes`: what this rank sends. Returns the id to hand to `end`."""
@@ -64,9 +68,13 @@ class Ledger:
         total.sent_bytes += sent_bytes
         return call
 
-    def end(self, call: int) -> None:
-        """The collective's result is usable. KeyError if `call` is not open."""
+    def end(self, call: int, *span: Any) -> None:
+        """The collective's result is usable. KeyError if `call` is not open. `span`: two timed events, or nothing."""
         begun = self._started.pop(call)
+        if span:
+            self._spans[call] = (span[0], span[1])
+            if len(self._spans) > self.keep:
+                del self._spans[next(iter(self._spans))]
         self._append(Event("end", begun.op, begun.tag, call, 0, time.perf_counter_ns()))
 
     def mark(self, name: str) -> None:
@@ -77,6 +85,15 @@ class Ledger:
         """Forget all events and sums. Collectives that are still open stay open."""
         self.events.clear()
         self._totals.clear()
+        self._spans.clear()
+
+    def device_ms(self, ms: Callable[[Any, Any], float]) -> dict[int, float]:
+        """Milliseconds that each ended call took on its own stream, its wait for the caller's not counted.
+
+        `ms(begun, done)` is that of the group's `streams`; the host waits for the last event. Empty unless `timed`, and
+        on a device without streams.
+        """
+        return {call: ms(begun, done) for call, (begun, done) in self._spans.items()}
 
     def open_calls(self) -> list[Event]:
         """Collectives that have started and not ended: what a rank that hangs is waiting for."""

@@ -94,13 +94,18 @@ class MemoryMeter:
         """The meter's total beside what the system says, in bytes: compare the growth of each between two calls.
 
         counted: sum of `now()`. resident: this process's RSS (host memory, with the interpreter, code and free heap).
-        cuda_allocated: torch's allocator on the current device, in blocks of 512 bytes; only where CUDA is in use.
+        Only where CUDA is in use, of the current device: cuda_allocated, cuda_peak: torch's allocator, now and at its
+        highest so far, in blocks of 512 bytes; cuda_used: the driver's count, of all processes, with NCCL's buffers,
+        each context and what the allocator keeps.
         """
         import psutil
 
         check = {"counted": sum(self.now().values()), "resident": psutil.Process().memory_info().rss}
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             check["cuda_allocated"] = torch.cuda.memory_allocated()
+            check["cuda_peak"] = torch.cuda.max_memory_allocated()
+            free, whole = torch.cuda.mem_get_info()
+            check["cuda_used"] = whole - free
         return check
 
     def table(self) -> "pd.DataFrame":

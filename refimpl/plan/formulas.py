@@ -28,7 +28,6 @@ class Layout:
     numel: int  # Psi, parameters that are trained
     padding: int  # elements added to fill the buckets up
     buckets: int  # buckets (ZeRO-3: units) with gradients
-    modules: int = 0  # ZeRO-3: modules that gather units
     parameters: int = 0  # how many tensors those elements are
 
     @property
@@ -50,15 +49,12 @@ class LaidOut(Protocol):
     @property
     def buckets(self) -> Sequence[Bucket]: ...
 
-    @property
-    def gathering_modules(self) -> int: ...
-
 
 def layout_of(stage: LaidOut) -> Layout:
     """The layout that a stage has chosen."""
     numel, padded = (sum(getattr(b, size) for b in stage.buckets) for size in ("numel", "padded"))
     parameters = sum(len(b.params) for b in stage.buckets)
-    return Layout(numel, padded - numel, len(stage.buckets), stage.gathering_modules, parameters)
+    return Layout(numel, padded - numel, len(stage.buckets), parameters)
 
 
 @dataclass(frozen=True)
@@ -88,8 +84,7 @@ def memory_bytes(strategy: Strategy, ranks: int, itemsize: int, layout: Layout) 
 def traffic(strategy: Strategy, ranks: int, itemsize: int, layout: Layout, micro_batches: int = 1) -> list[Sent]:
     """What rank 0 sends per step, by collective and purpose. `itemsize`: bytes of an element on the wire."""
     once = layout.padded * itemsize * (ranks - 1) // ranks
-    # One fp64 a parameter, whether any rank used it; from ZeRO-1 on the sum of squares too.
-    words = layout.parameters + (strategy != "ddp")
+    words = layout.parameters + 1  # fp64: of each parameter, whether any rank used it, and the sum of squares
     rank_0s = -(-words // ranks)  # those that rank 0 adds up and returns; it sends the others
     norm = Sent("all_reduce", "norm", 8 * (words - rank_0s + rank_0s * (ranks - 1)))
     if strategy == "ddp":
@@ -97,11 +92,9 @@ def traffic(strategy: Strategy, ranks: int, itemsize: int, layout: Layout, micro
     if strategy in ("zero1", "zero2"):
         times = micro_batches if strategy == "zero2" else 1
         return [Sent("reduce_scatter", "gradients", times * once), Sent("all_gather", "parameters", once), norm]
-    calls = micro_batches * (2 * layout.modules + 1) + 1  # each gather, the end of backward, the step
     return [
         Sent("reduce_scatter", "gradients", micro_batches * once),
         Sent("all_gather", "parameters", 2 * micro_batches * once),
-        Sent("all_to_all", "roll call", 128 * (ranks - 1) * calls),
         norm,
     ]
 

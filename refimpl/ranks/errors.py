@@ -37,6 +37,7 @@ class Failed:
     secondary: bool  # it only lost its connection: another rank failed first
     time: float  # time.monotonic()
     error: RankError
+    out_of_step: bool = False  # the ranks' process group is of no more use
 
     def order(self) -> tuple[bool, float]:
         return self.secondary, self.time
@@ -55,7 +56,7 @@ def failed(rank: int, value: Failure | int | None) -> Failed:
     trace = value.trace if isinstance(value.trace, str) else "".join(value.trace.format())
     error = RankError(f"rank {rank} raised {value.title}\n\n{trace}".rstrip(), rank)
     error.__cause__ = value.error
-    return Failed(value.secondary, value.time, error)
+    return Failed(value.secondary, value.time, error, value.out_of_step)
 
 
 def _ending(code: int | None) -> str:

@@ -1,8 +1,8 @@
 """The life of one rank: a process that joins a process group, then calls whatever its caller sends until told to leave.
 
 A rank never writes to the terminal itself: its output, reports, results and errors travel to the caller on one pipe,
-so they arrive in order and whole. It dies with its caller, however that dies: a thread waits on a pipe that nobody
-writes to, and which the operating system closes when the caller is gone.
+so they arrive in order and whole. It dies with its caller, however that dies: a thread waits on a pipe which the
+operating system closes when the caller is gone, and on which the caller asks which collective is unfinished.
 """
 
 import datetime
@@ -28,13 +28,15 @@ if sys.platform == "win32":
     raise ImportError("refimpl starts its ranks through a fork server, which Windows lacks: use Linux, macOS or WSL")
 from multiprocessing.context import ForkServerProcess
 
+from refimpl.ranks import flight
 from refimpl.ranks.allocator import keep_freed_memory
 from refimpl.ranks.lost import lost_connection as lost_connection
 from refimpl.ranks.settings import Settings
 from refimpl.ranks.travel import dumps, loads, survives
 
-# The process group never gives up by itself: it is the caller who notices a hang, and can say where each rank stands.
-_NEVER = datetime.timedelta(days=365)
+# gloo never gives up by itself: it is the caller who notices a hang, and can say where each rank stands. So it does on
+# NCCL, whose watchdog stays on watch, with torch's own limit: it ends a rank that nobody else would.
+_TIMEOUT = {"gloo": datetime.timedelta(days=365), "nccl": None}
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,9 @@ class Setup:
     def stack_file(self, rank: int) -> Path:
         return self.directory / f"stack{rank}"
 
+    def flight_file(self, rank: int) -> Path:
+        return self.directory / f"flight{rank}"
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -62,6 +67,7 @@ class Failure:
     error: BaseException | None  # None if it does not survive pickling
     secondary: bool  # a lost connection: some other rank failed first
     time: float  # time.monotonic() of this machine
+    out_of_step: bool  # ranks have begun different collectives: their process group is of no more use
 
 
 class Rank(ForkServerProcess):
@@ -104,7 +110,7 @@ class Rank(ForkServerProcess):
             store=dist.FileStore(str(setup.directory / "rendezvous"), setup.ranks),  # type: ignore[attr-defined]
             rank=self.number,
             world_size=setup.ranks,
-            timeout=_NEVER,
+            timeout=_TIMEOUT[setup.backend],
             device_id=device if setup.backend == "nccl" else None,
         )
         self.first = Settings()
@@ -136,7 +142,9 @@ class Rank(ForkServerProcess):
 
     def _die_with_caller(self) -> None:
         try:
-            self.life.recv_bytes()
+            while True:
+                self.life.recv_bytes()  # the caller asks; an answer that fails must not end this thread
+                threading.Thread(target=flight.write, args=(self.setup.flight_file(self.number),), daemon=True).start()
         finally:
             shutil.rmtree(self.setup.directory, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)
@@ -196,4 +204,5 @@ def _failure(error: BaseException) -> Failure:
     trace = traceback.TracebackException(type(error), error, frames, lookup_lines=False)
     title = "".join(trace.format_exception_only()).strip()
     portable_trace = trace if survives(trace) else "".join(trace.format())
-    return Failure(title, portable_trace, error if survives(error) else None, lost_connection(error), now)
+    portable_error, out_of_step = error if survives(error) else None, getattr(error, "out_of_step", False)
+    return Failure(title, portable_trace, portable_error, lost_connection(error), now, out_of_step)

@@ -1,29 +1,36 @@
 """Pickles that another process of this machine can read: what that process could not import travels by value.
 
-cloudpickle already sends lambdas, closures and all of `__main__` (scripts, notebook cells) by value. Here the functions
-and classes of modules that no import would find do too, such as a test file's under pytest's importlib mode.
+That is cloudpickle's work. Without it, on a machine that has torch and little else, plain pickle carries what can be
+imported, and says what to do about the rest.
 """
 
 import io
-import sys
+import pickle
 import types
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
+try:
+    from refimpl.ranks import by_value
+except ModuleNotFoundError:
+    by_value = None  # type: ignore[assignment]
 
 
 def dumps(obj: object) -> bytes:
-    pickler = _Pickler(file := io.BytesIO())
+    """TypeError for what cannot travel: without cloudpickle a lambda, a closure, anything of a script."""
+    if by_value is not None:
+        return by_value.dumps(obj)
     try:
-        pickler.dump(obj)
-    finally:
-        for module in pickler.by_value:
-            cloudpickle.unregister_pickle_by_value(module)
+        _Importable(file := io.BytesIO()).dump(obj)
+    except (pickle.PicklingError, AttributeError) as error:
+        raise TypeError(
+            f"{error}: plain pickle cannot carry it to a rank. Install cloudpickle, or put functions at the top of a "
+            "module that the ranks can import, and hand them what they need as arguments"
+        ) from None
     return file.getvalue()
 
 
 def loads(message: bytes) -> Any:
-    return cloudpickle.loads(message)
+    return pickle.loads(message)
 
 
 def survives(obj: object) -> bool:
@@ -35,34 +42,10 @@ def survives(obj: object) -> bool:
     return True
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.by_value: list[types.ModuleType] = []
-        self.seen = {"__main__"}
+class _Importable(pickle.Pickler):
+    """Refuses what pickle would name and no rank would find: a rank's `__main__` is not the caller's."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, types.FunctionType | type | types.ModuleType):
-            name = obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__
-            module = sys.modules.get(name)
-            if module is not None and name not in self.seen and not _importable(module):
-                cloudpickle.register_pickle_by_value(module)
-                self.by_value.append(module)
-            self.seen.add(name)
-        return super().reducer_override(obj)
-
-
-def _importable(module: types.ModuleType) -> bool:
-    """Whether another process with this sys.path would import the same file under the same name."""
-    file = getattr(module, "__file__", None)
-    if file is None:
-        return True  # built in, or a namespace
-    path, origin, name = None, None, ""
-    for part in module.__name__.split("."):
-        name = f"{name}.{part}".lstrip(".")
-        specs = (finder.find_spec(name, path) for finder in sys.meta_path)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is None:
-            return False
-        path, origin = spec.submodule_search_locations, spec.origin
-    return origin in (file, "frozen")
+        if isinstance(obj, types.FunctionType | type) and obj.__module__ == "__main__":
+            raise pickle.PicklingError(f"{obj.__qualname__} is defined in a script")
+        return NotImplemented

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from refimpl.ranks import hang
+from refimpl.ranks import flight, hang
 from refimpl.ranks.environment import without_place
 from refimpl.ranks.errors import Failed, RankError, RankTimeout, end_of_grace, failed
 from refimpl.ranks.meet import devices_of
@@ -39,8 +39,9 @@ _START = 120.0  # seconds a world may take to start: the very first waits until 
 class World:
     """N ranks that stay: each `call` runs a function on all of them. Use it in a `with` statement, or `stop()` it.
 
-    After a call in which every rank returned or raised, the world is ready for the next. When a rank died, or still
-    waits for one that failed, all are killed and `alive` is False.
+    After a call in which every rank returned or raised, the world is ready for the next. When a rank died, still waits
+    for one that failed, or has begun collectives that another never will, all are killed and `alive` is False; on NCCL
+    also when one only raised.
 
     Calls are jobs of their own: each finds torch's settings (gradients on, default dtype, threads, ...) and the seeds
     of torch, random and numpy as the first did. keep_settings=True leaves them as the last call did, as in a session.
@@ -68,7 +69,7 @@ class World:
         self.idle = False  # every rank waits for the next call
         self.processes: list[Rank] = []
         self.pipes: list[Connection] = []
-        self.ranks_life, self.life = _CONTEXT.Pipe(duplex=False)  # nobody writes: it closes when this process ends
+        self.lives: list[Connection] = []  # of each rank: it closes when this process ends
         atexit.register(self.kill)  # before multiprocessing's own exit, which would wait for the ranks
         try:
             self._start()
@@ -117,7 +118,7 @@ class World:
             process.kill()
         for process in self.processes:
             process.join()
-        for pipe in (*self.pipes, self.life):
+        for pipe in (*self.pipes, *self.lives):
             pipe.close()
         shutil.rmtree(self.setup.directory, ignore_errors=True)
         atexit.unregister(self.kill)
@@ -130,12 +131,13 @@ class World:
 
     def _start(self) -> None:
         _CONTEXT.set_forkserver_preload(PRELOAD)
-        with _without_main(), self.ranks_life:
+        with _without_main():
             for number in range(self.setup.ranks):
-                mine, its = _CONTEXT.Pipe()
+                (mine, its), (its_life, life) = _CONTEXT.Pipe(), _CONTEXT.Pipe(duplex=False)
                 self.pipes.append(mine)
-                with its:
-                    process = Rank(number, self.setup, its, self.ranks_life)
+                self.lives.append(life)
+                with its, its_life:
+                    process = Rank(number, self.setup, its, its_life)
                     process.start()
                 self.processes.append(process)
 
@@ -161,7 +163,10 @@ class World:
                     else:
                         failures.append(failed(rank, value))
                 deadline = end_of_grace(failures) if failures else time.monotonic() + patience
-        self.idle = not pending and all(process.is_alive() for process in self.processes)
+        in_step = not any(failure.out_of_step for failure in failures)
+        # After a failure NCCL may wait on a GPU for ever, for a collective that not every rank has entered.
+        usable = in_step and (not failures or self.setup.backend != "nccl")
+        self.idle = usable and not pending and all(process.is_alive() for process in self.processes)
         if failures:
             raise min(failures, key=Failed.order).error
         if pending:
@@ -194,19 +199,26 @@ class World:
             if pid := self.processes[rank].pid:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
-        give_up = time.monotonic() + 2
+        stacks = self._answers({rank: self.setup.stack_file(rank) for rank in pending}, hang.is_complete)
+        standing = {rank: hang.where(stack) for rank, stack in stacks.items()}
+        asked = [rank for rank in pending if not standing[rank].startswith("waits")]
+        for rank in asked:
+            with suppress(ConnectionError):
+                self.lives[rank].send_bytes(b"?")
+        records = self._answers({rank: self.setup.flight_file(rank) for rank in asked}, bool)
         lines = [f"no rank gave a result or a report for {timeout:g} s"]
         for rank in range(self.setup.ranks):
-            standing = self._where(rank, give_up) if rank in pending else "finished"
-            lines.append(f"  rank {rank} {standing}")
+            more = flight.unfinished(records[rank]) if records.get(rank) else ""
+            lines.append(f"  rank {rank} {standing.get(rank, 'finished')}{more}")
         return RankTimeout("\n".join(lines))
 
-    def _where(self, rank: int, give_up: float) -> str:
-        file, dump = self.setup.stack_file(rank), ""
-        while not hang.is_complete(dump) and time.monotonic() < give_up:
+    def _answers(self, files: dict[int, Path], is_complete: Callable[[str], bool]) -> dict[int, str]:
+        """What each rank writes to its file, of as many as answer within 2 seconds."""
+        texts, give_up = dict.fromkeys(files, ""), time.monotonic() + 2
+        while not all(map(is_complete, texts.values())) and time.monotonic() < give_up:
             time.sleep(0.01)
-            dump = file.read_text() if file.exists() else ""
-        return hang.where(dump)
+            texts = {rank: file.read_text() if file.exists() else "" for rank, file in files.items()}
+        return texts
 
 
 def _end_group(process: Rank) -> None:

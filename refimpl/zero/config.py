@@ -28,14 +28,14 @@ class ZeroConfig:
     dtype: torch.dtype | None = None  # cast parameters to it; fp32 masters keep what this rounds off
     broadcast_buffers: bool = True  # rank 0's buffers on every rank before each training forward
 
-    prefetch_bucket_size: int = 5_000_000  # elements gathered ahead of their use
+    prefetch_bucket_size: int = 5_000_000  # elements gathered ahead of their use; one unit may be larger; 0: none
     param_persistence_threshold: int = 0  # parameters this small stay gathered
     model_persistence_threshold: int = 2**63 - 1  # ... up to this many in all
     max_live_parameters: int = 1_000_000_000  # no prefetch beyond this many gathered elements
     max_reuse_distance: int = 0  # keep what is used again before this many elements are gathered; 0 keeps nothing
     leaf_modules: tuple[type | str, ...] = ()  # modules gathered whole: classes, class names or ends of paths
     module_granularity_threshold: int = 0  # gather whole what has fewer parameters for each module inside
-    check_order: bool = True  # 128 bytes a collective to name ranks that take different paths
+    check_order: bool = True  # name ranks that take different paths; costs a message where a path is new
 
     def __post_init__(self) -> None:
         for name in ("reduce_bucket_size", "allgather_bucket_size"):

@@ -10,8 +10,8 @@ A gradient's way: backward -> `Gradients.arrive` -> bucket full -> `reduce` -> `
 
 from torch import Tensor
 
-from refimpl.comm.work import Work
 from refimpl.zero.flat import Bucket
+from refimpl.zero.gradients import Reduction
 from refimpl.zero.stage import Stage
 
 
@@ -20,6 +20,7 @@ class DDP(Stage):
         """All of it: every rank updates every parameter. -> [P]"""
         return bucket.full
 
-    def reduce(self, bucket: Bucket, local: Tensor) -> tuple[Work, Tensor]:
+    def reduce(self, bucket: Bucket, local: Tensor) -> Reduction:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [P], in place."""
-        return self.group.all_reduce(local, self.gradients.op, async_op=True, tag="gradients"), local
+        work = bucket.group.all_reduce(local, self.gradients.op, async_op=True, tag="gradients")
+        return Reduction(work, local, memory=local)

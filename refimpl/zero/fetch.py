@@ -12,6 +12,8 @@ DeepSpeed: deepspeed/runtime/zero/parameter_offload.py and partitioned_param_coo
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,11 +21,21 @@ from torch import Tensor, nn
 
 from refimpl.zero.backward import in_backward
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.order import RollCall
 from refimpl.zero.outputs import tensors_of
 from refimpl.zero.parameter import Hook, untraced
-from refimpl.zero.prefetch import Pass, Trace
-from refimpl.zero.unit import Unit, in_flight_elements, live_elements
+from refimpl.zero.path import Path
+from refimpl.zero.prefetch import Pass
+from refimpl.zero.unit import Unit, gather
+
+AHEAD = 16  # uses in the trace that are looked at for prefetching
+
+
+@dataclass
+class Running:
+    """A module inside its forward."""
+
+    module: nn.Module
+    is_watched: bool = False  # whether what autograd saves is looked at
 
 
 class Fetch:
@@ -34,18 +46,16 @@ class Fetch:
         model: nn.Module,
         units_of: dict[str, list[Unit]],
         config: ZeroConfig,
-        roll_call: RollCall,
+        path: Path,
         sign: Callable[[], None],
     ) -> None:
         """`sign` is called when backward first needs a module: see `BackwardPass`."""
-        self.model, self.config, self.roll_call, self.sign = model, config, roll_call, sign
+        self.model, self.config, self.path, self.sign = model, config, path, sign
         self.names = {m: name or "the model" for name, m in model.named_modules()}
         self.units_of = {m: list(units_of.get(name, [])) for name, m in model.named_modules()}
         self.units = [u for units in units_of.values() for u in units]
         self.unit_at = {u.full.untyped_storage()._cdata: u for u in self.units}
-        self.trace = Trace()
-        self._running: list[nn.Module] = []  # modules inside their forward now, outermost first
-        self._watching: list[bool] = []  # for each of them, whether what autograd saves is looked at
+        self.running: list[Running] = []  # outermost first
         self.is_recorded = False  # whether the backward under way is
         self.keeps = False  # nothing is freed before the backward after a recorded one is over
         self.handles: list[Any] = []
@@ -57,11 +67,10 @@ class Fetch:
             self.handles.append(module.register_forward_hook(after, always_call=True))
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._running and not in_backward():
-            self.trace.restart()
-            self.roll_call.hear()
-        self._running.append(module)
-        self._watching.append(False)
+        is_outermost = not self.running and not in_backward()
+        self.running.append(Running(module))
+        if is_outermost:
+            self.path.begin(self._iteration(module))
         self.need(module, "forward")
         self.watch_saved(module)
         frozen = [u for u in self.units_of[module] if not any(p.requires_grad for p in u.params)]
@@ -71,16 +80,20 @@ class Fetch:
                 if tensor.requires_grad:
                     tensor.register_hook(Hook(lambda _: self.after_backward(frozen)))  # type: ignore[no-untyped-call]
 
+    def _iteration(self, module: nn.Module) -> str:
+        """The kind of iteration that begins with a forward of `module`: each has a trace of its own."""
+        mode = "training" if self.model.training else "evaluation"
+        return f"a new forward of {self.names[module]} ({mode}, {'' if torch.is_grad_enabled() else 'no '}gradients)"
+
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._running.pop()
-        if self._watching.pop():
+        if self.running.pop().is_watched:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         if self.units_of[module]:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(Hook(lambda _: self.before_backward(module)))  # type: ignore[no-untyped-call]
         if not in_backward():
-            busy = [u for m in self._running for u in self.units_of[m]]
+            busy = [u for inside in self.running for u in self.units_of[inside.module]]
             self.release([u for u in self.units_of[module] if u not in busy and not self._soon_again(u)])
 
     def before_backward(self, module: nn.Module) -> None:
@@ -101,9 +114,10 @@ class Fetch:
         So backward is right whatever the module's output looks like and whichever way it goes on.
         """
         enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-        if self.units_of[module] and not self._watching[-1] and torch.is_grad_enabled() and enabled:
+        running = self.running[-1]
+        if self.units_of[module] and not running.is_watched and torch.is_grad_enabled() and enabled:
             torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
-            self._watching[-1] = True
+            running.is_watched = True
 
     def pack(self, tensor: Tensor) -> Tensor | tuple[Unit, Tensor]:
         unit = self.unit_at.get(tensor.untyped_storage()._cdata)
@@ -125,33 +139,27 @@ class Fetch:
         if not units:
             return
         for unit in units:
-            self.trace.visit(unit, during)
-        wanted = [u for u in units if u.is_free]
-        ahead = self._ahead(units)
-        announced = self.roll_call(
-            f"{during} of {self.names[module]}" + "".join(f", gathers {u.name}" for u in wanted + ahead)
-        )
-        for unit in wanted + ahead:
-            unit.start(announced)
-        for unit in units:
-            unit.wait()
+            self.path.visit(unit, during)
+        gather(units, self._ahead(units))
 
     def _ahead(self, now: list[Unit]) -> list[Unit]:
         """What to prefetch beside the units needed now: the next of the trace that fit both budgets, in elements."""
-        others = [u for u in self.units if u not in now]
-        flying, live = in_flight_elements(others), live_elements(others) + sum(u.padded for u in now)
+        others = [u for u in self.units if not u.is_free and u not in now]
+        flying = sum(u.padded for u in others if u.in_flight)
+        live = sum(u.padded for u in others) + sum(u.padded for u in now)
         chosen: list[Unit] = []
-        for unit in self.trace.ahead(forward_only=not torch.is_grad_enabled() and not in_backward()):
+        for unit in islice(self.path.trace.ahead(), AHEAD):
             if not unit.is_free or unit in now or unit in chosen:
                 continue
+            alone = not flying and self.config.prefetch_bucket_size > 0  # one may be larger than the budget
             flying, live = flying + unit.padded, live + unit.padded
-            if flying > self.config.prefetch_bucket_size or live > self.config.max_live_parameters:
+            if (flying > self.config.prefetch_bucket_size and not alone) or live > self.config.max_live_parameters:
                 break
             chosen.append(unit)
         return chosen
 
     def _soon_again(self, unit: Unit) -> bool:
-        distance = self.trace.distance(unit) if self.config.max_reuse_distance else None
+        distance = self.path.trace.distance(unit) if self.config.max_reuse_distance else None
         return distance is not None and distance < self.config.max_reuse_distance
 
     def release(self, units: list[Unit]) -> None:
@@ -165,14 +173,12 @@ class Fetch:
         """
         if in_backward():
             self.sign()
-            self.trace.visit(unit, "backward")
-            unit.start(self.roll_call(f"backward needs a parameter of {unit.name}"))
+            self.path.visit(unit, "backward")
             unit.wait()
-        elif self._running:
-            reader = self._running[-1]
+        elif self.running:
+            reader = self.running[-1].module
             self.units_of[reader].append(unit)
-            self.trace.visit(unit, "forward")
-            unit.start(self.roll_call(f"forward of {self.names[reader]} reads a parameter of {unit.name}"))
+            self.path.visit(unit, "forward")
             unit.wait()
             self.watch_saved(reader)
 

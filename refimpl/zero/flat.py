@@ -7,7 +7,7 @@
 Shapes in comments are [P] for a full buffer and [S] for a shard. Each bucket is cut into N shards, so every reduction
 and every gather keeps all ranks equally busy (as in Megatron-LM's distributed optimizer). DeepSpeed cuts the whole flat
 group instead (deepspeed/runtime/zero/stage_1_and_2.py), so that a bucket may belong to one rank alone.
-The padding is zero, gets zero gradients and is never saved.
+Each parameter begins on a multiple of 8 elements. The padding is zero, gets zero gradients and is never saved.
 """
 
 import torch
@@ -18,6 +18,7 @@ from refimpl.comm.work import Work
 from refimpl.zero.parameter import Managed, place
 
 ALIGN = 64  # elements: torch's fused AdamW gives the same bits on any cut that falls on a multiple of 64
+ALIGN_PARAMETER = 8  # elements, 16 bytes of bf16: where cuBLAS's fast kernels want a matrix to begin
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -41,12 +42,17 @@ class Bucket:
         """
         self.params, self.group, self.group_index, self.name = params, group, group_index, name
         self.offset: dict[nn.Parameter, int] = {}
+        self.stride = {p: torch.empty(p.shape, device="meta").stride() for p in params}
         self.numel = 0
         for p in params:
-            self.offset[p] = self.numel
-            self.numel += p.numel()
+            self.offset[p] = round_up(self.numel, ALIGN_PARAMETER)
+            self.numel = self.offset[p] + p.numel()
         self.padded = round_up(self.numel, group.size * ALIGN)
         self.device = params[0].device
+        is_padding = torch.ones(self.padded, dtype=torch.bool)
+        for p in params:
+            self.piece(is_padding, p).fill_(False)
+        self.padding = is_padding.nonzero().view(-1).to(self.device)  # indices that are no parameter's
         whole = self.room(params[0].dtype).zero_()  # [P]
         with torch.no_grad():
             for p in params:
@@ -54,7 +60,9 @@ class Bucket:
         group.broadcast(whole, tag="start")
         self.dtype = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
         self.full = whole if whole.dtype == self.dtype else self.room(self.dtype).copy_(whole)  # [P]
+        self.mine = self.shard(self.full)  # [S]
         self.unrounded = None if self.full is whole else whole  # what fp32 master weights begin with
+        self.views = {p: self.piece(self.full, p) for p in params}
         self.attach()
 
     def room(self, dtype: torch.dtype) -> Tensor:
@@ -64,11 +72,14 @@ class Bucket:
     def attach(self) -> None:
         """Make every parameter a view of `full`."""
         for p in self.params:
-            place(p, self.piece(self.full, p), Managed)
+            place(p, self.views[p], Managed)
+
+    def free(self) -> None:
+        """Nothing: `full` stays, here. See `Unit`."""
 
     def piece(self, flat: Tensor, p: nn.Parameter) -> Tensor:
         """The part of flat [P] that belongs to p, in p's shape."""
-        return flat[self.offset[p] : self.offset[p] + p.numel()].view(p.shape)
+        return flat.as_strided(p.shape, self.stride[p], flat.storage_offset() + self.offset[p])
 
     def span(self, p: nn.Parameter, rank: int | None = None) -> tuple[int, int]:
         """Start and end of what a rank's shard [S] holds of p; start = end when that is nothing."""
@@ -92,11 +103,11 @@ class Bucket:
         return flat.view(self.group.size, -1)[self.group.rank]
 
     def gather(self, most: int) -> list[Work]:
-        """Start to fill `full` [P] with every rank's shard of it, at most about `most` elements a call."""
+        """Start to fill `full` [P] with every rank's shard of it, about `most` elements a call (NCCL: all)."""
         rows = self.full.view(self.group.size, -1)  # [N, S]
         width = max(1, most // self.group.size)
-        if rows.shape[1] <= width:
-            return [self.group.all_gather(self.full, self.shard(self.full), async_op=True, tag="parameters")]
+        if rows.shape[1] <= width or not self.group.transport.gathers_lists:
+            return [self.group.all_gather(self.full, self.mine, async_op=True, tag="parameters")]
         return [
             self.group.all_gather(list(cut.unbind()), cut[self.group.rank], async_op=True, tag="parameters")
             for cut in torch.split(rows, width, dim=1)

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from refimpl.zero.backward import in_backward
 from refimpl.zero.flat import Bucket
 from refimpl.zero.gradients import Gradients
+from refimpl.zero.parameter import GRAD, raw_grad
 
 aten = torch.ops.aten
 ELEMENTWISE = {
@@ -28,8 +30,9 @@ ELEMENTWISE = {
 class GradientView:
     """Reads and writes single gradients in `gradients`."""
 
-    def __init__(self, gradients: Gradients) -> None:
-        self.gradients = gradients
+    def __init__(self, gradients: Gradients, settle: Callable[[], object]) -> None:
+        """`settle` closes a backward pass that is over: see `BackwardPass`."""
+        self.gradients, self.settle = gradients, settle
         self._norms: dict[float, dict[nn.Parameter, Tensor]] = {}
         self._of: list[int] = []  # what the norms are of: generation and version of each total
         self._shown: dict[Bucket, WeakValueDictionary[int, Tensor]] = {}  # views by id, as long as somebody keeps them
@@ -39,9 +42,13 @@ class GradientView:
     def read(self, p: nn.Parameter) -> Tensor | None:
         """The gradient of p since the last step: the mean over ranks, or this rank's own if it is not reduced yet.
 
-        A view in p's shape, or a `GradientShard`; None when there is none.
+        A view in p's shape, or a `GradientShard`; None when there is none. Inside backward, and of a parameter that
+        is not trained here, it is autograd's own.
         """
         grads = self.gradients
+        if p not in grads.bucket_of or in_backward():
+            return raw_grad(p)
+        self.settle()
         bucket, name = grads.bucket_of[p], grads.names[p]
         total, local = grads.total.get(bucket), grads.waiting(p)
         if local is not None and total is not None:
@@ -77,11 +84,16 @@ class GradientView:
     def write(self, p: nn.Parameter, value: Tensor | None) -> None:
         """Replace the gradient of p: the mean over ranks, or this rank's own if none is reduced. None drops it."""
         grads = self.gradients
+        if p not in grads.bucket_of or in_backward():
+            GRAD.__set__(p, value)
+            return
+        self.settle()
         if value is None:
             grads.discard(p)
         elif grads.bucket_of[p] not in grads.total:
             grads.discard(p)
             grads.add(p, value)
+            grads.waiting(p)  # copied at once: the tensor stays the caller's
         elif not isinstance(value, GradientShard):
             grads.used.add(p)
             mine = self.mine(p)

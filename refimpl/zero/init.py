@@ -108,8 +108,8 @@ class Init:
         return apply
 
 
-class GatheredParameters:
-    """Context manager, a collective: the parameters are whole inside. With `modifier_rank` its changes are kept.
+class GatheredParameters(whole):
+    """`whole` for the user: a collective; with `modifier_rank` that rank's changes are kept.
 
     Without it they are for reading, and a change is an error on exit. Parameters that are not sharded are left alone.
     After a stage was built, changes reach the fp32 master weights too.
@@ -126,15 +126,12 @@ class GatheredParameters:
         if isinstance(params, nn.Module):
             params = params.parameters()
         params = [params] if isinstance(params, nn.Parameter) else list(params)
-        self.whole = whole(params if enabled else [])
+        super().__init__(params if enabled else [])
         self.modifier_rank = modifier_rank
 
-    def __enter__(self) -> None:
-        self.whole.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         changed = []
-        for unit in self.whole.units:
+        for unit in self.units:
             if kind is None and self.modifier_rank is not None:
                 unit.adopt(self.modifier_rank)
                 continue
@@ -142,7 +139,7 @@ class GatheredParameters:
             if kind is None and (versions != unit.versions or not torch.equal(unit.mine, unit.shard(unit.full))):
                 changed.append(unit.name)
             unit.versions = versions
-        self.whole.__exit__()
+        super().__exit__(kind)
         if changed:
             raise RuntimeError(
                 f"GatheredParameters: parameters of {', '.join(changed)} were written, which is lost without "

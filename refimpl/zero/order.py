@@ -1,98 +1,138 @@
-"""The roll call: ranks say what they are about to do before they do it, so that a wrong turn is named, not a hang.
+"""The roll call: a rank that leaves the path all ranks were on says so before it does anything, and hears the others.
 
 Collectives match by position only. A rank that skips a module pairs its next gather with another rank's gather of
-something else: with equal sizes the weights are silently wrong, with different ones the job hangs until a timeout that
-names nothing (DeepSpeed issues 7998, 5828). So each collective of ZeRO-3 is announced in a message of 128 bytes that
-says what it is for, on a line of their own, and no rank waits for the collective before it has heard that all announced
-the same. Cost: 128 (N-1) bytes a rank for each gather; `check_order=False` leaves it out.
+something else: with equal sizes the weights are silently wrong, with different ones the job dies or hangs, and nothing
+names the module (DeepSpeed issues 7998, 5828). What a rank does next is nearly always what it did there before (see
+`Path`), so nothing is said while that holds. Of the ranks at a fork at least one does something else, and calls:
+
+    a rank    and then                                                          says            becomes
+    follows   does what was expected                                            nothing         follows
+    follows   is about to do something else                                     what it is      calling
+    follows   has waited 0.5 s for a collective that a calling rank has not begun   where it is     calling
+    calling   has heard all ranks: they are about to do the same                nothing         follows
+    calling   has heard all ranks: they are not                                 RankDivergence  -
+
+A calling rank begins nothing, so whoever waits for it learns why; who waits for a rank that is merely slow finds nobody
+calling, and waits on. What is said stands in the key-value store in which the ranks met, a value a rank, written over
+at every second call: no collective is needed, nothing travels while nobody calls, and none of it goes through a GPU.
 """
 
-import zlib
+import json
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from refimpl.comm.group import Group
-from refimpl.comm.work import Work
-
-MESSAGE = 128  # bytes: a checksum of the whole text, then as much of its end as fits
-CHECKSUM = 4
+from refimpl.ranks.lost import RankLost
 
 
 class RankDivergence(RuntimeError):
-    """Ranks reached different collectives at the same point."""
+    """Ranks take different paths through the model. The text names what each of them does where they part.
+
+    `out_of_step`: some have begun collectives that others never will, so the process group is of no more use.
+    """
+
+    def __init__(self, text: str, out_of_step: bool = False) -> None:
+        super().__init__(text)
+        self.out_of_step = out_of_step
+
+    def __reduce__(self) -> Any:
+        return RankDivergence, (str(self), self.out_of_step)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank is when it calls: `at` things were done before, `begun` collectives."""
+
+    at: int
+    begun: int
+    does: str  # what it is about to do; "" if it waits
+    expected: str  # what it did here the last time, "" if it never was here
+
+
+def stuck(number: int, said: Sequence[Standing | None]) -> bool:
+    """Whether a calling rank keeps collective `number` from being done: it will not begin it before all have called."""
+    return any(standing is not None and standing.begun < number for standing in said)
+
+
+def parted(said: Sequence[Standing]) -> list[str] | None:
+    """What each rank does where they part; None if all are about to do the same.
+
+    Who is further on has passed there without a word, so it did what was expected.
+    """
+    first = min(said, key=lambda standing: (standing.at, not standing.does))
+    if all((standing.at, standing.does) == (first.at, first.does) for standing in said):
+        return None
+    usual = first.expected or "something else"
+    return [(s.does or "waits for the others") if s.at == first.at else usual for s in said]
 
 
 class RollCall:
-    """`roll_call("gathers h.3")` on every rank; waiting for what it returns raises RankDivergence on every rank.
+    """What the ranks of a group have to say to each other; one for each stage."""
 
-    `note` announces with the next call, at no cost of its own; who waits for it before there was one makes it.
-    """
+    def __init__(self, group: Group) -> None:
+        self.patience, self.rank, self.size, self.round = group.patience, group.rank, group.size, 0
+        self.advance = group.transport.advance
+        assert group.handle is not None
+        everyone = f"{group.handle.group_name} {dist.get_process_group_ranks(group.handle)}"
+        store = PrefixStore(f"roll call of {everyone}", _get_default_store())
+        number = store.add(f"stages of {self.rank}", 1)  # ranks build their stages in the same order
+        self.store = PrefixStore(f"stage {number}", store)
+        self.leave = weakref.finalize(self, _leave, self.store, self.rank)  # also when the process ends
 
-    def __init__(self, group: Group, enabled: bool = True) -> None:
-        self.enabled = enabled and group.size > 1
-        self.line = own_line(group) if self.enabled else group
-        self._notes: list[str] = []
-        self._unheard: list[Work] = []  # calls that nobody may have waited for
-        self._next = NextCall(self)
+    def __call__(self, mine: Standing) -> None:
+        """Say where this rank is; return when every rank is about to do the same. RankDivergence if one is not."""
+        self.patience.refuse_lost()
+        self.store.set(self._key(self.rank), json.dumps({"round": self.round, **asdict(mine)}))
+        pause = 1e-4
+        while None in (said := self.said()):
+            self._expect(said)
+            self.advance()  # what this rank has begun, others may be waiting for
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
+        self.round += 1
+        standings = [standing for standing in said if standing is not None]
+        if (doing := parted(standings)) is not None:
+            ranks = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(doing))
+            error = RankDivergence(
+                f"the ranks take different paths through the model. {ranks}. ZeRO-3 needs every rank to run the same "
+                "modules in the same order: make the branch depend on something that is equal on all ranks",
+                out_of_step=len({standing.begun for standing in standings}) > 1,
+            )
+            if error.out_of_step:
+                self.patience.lost = error
+            raise error
 
-    def __call__(self, what: str) -> Work:
-        if not self.enabled:
-            return Work()
-        text = "; ".join([*self._notes, what]).encode()
-        message = zlib.crc32(text).to_bytes(CHECKSUM) + text[-(MESSAGE - CHECKSUM) :]
-        mine = torch.frombuffer(bytearray(message.ljust(MESSAGE, b" ")), dtype=torch.uint8)  # [128]
-        everyones = torch.empty(self.line.size, MESSAGE, dtype=torch.uint8)  # [N, 128]
-        said = self.line.all_to_all(everyones, mine.repeat(self.line.size, 1), async_op=True, tag="roll call")
-        call = Work(iter((lambda: [said], lambda: compare(everyones, mine))))
-        self._unheard.append(call)
-        self._next.call = call
-        self._notes, self._next = [], NextCall(self)
-        return call
+    def said(self) -> list[Standing | None]:
+        """What each rank has said in this round, so far."""
+        return [self._said(rank) for rank in range(self.size)]
 
-    def hear(self) -> None:
-        """Wait for every call so far: nothing stays open from one iteration to the next."""
-        for call in self._unheard:
-            call.wait()
-        self._unheard.clear()
+    def _said(self, rank: int) -> Standing | None:
+        if not self.store.check([self._key(rank)]):
+            return None
+        value = json.loads(self.store.get(self._key(rank)))
+        return Standing(**value) if value.pop("round") == self.round else None
 
-    def note(self, what: str, begun: Work) -> Work:
-        """`begun`, a collective for `what`, for which nobody waits before the next roll call is heard."""
-        if not self.enabled:
-            return begun
-        self._notes.append(what)
-        heard = self._next
-        return Work(iter((lambda: [heard, begun],)))
+    def _key(self, rank: int) -> str:
+        """Two in turn: who has begun round n + 2 knows that all have read what it said in round n."""
+        return f"{rank} {self.round % 2}"
 
-
-class NextCall:
-    """The roll call after this moment."""
-
-    def __init__(self, roll_call: RollCall) -> None:
-        self.roll_call = roll_call
-        self.call: Work | None = None
-
-    def wait(self) -> None:
-        (self.call or self.roll_call("waits")).wait()
-
-
-def compare(everyones: Tensor, mine: Tensor) -> list[Any]:
-    """everyones [N, 128], mine [128]. RankDivergence if not all are the same; else nothing to wait for."""
-    if bool((everyones != mine).any()):
-        said = [bytes(row.tolist())[CHECKSUM:].decode(errors="replace").rstrip() for row in everyones]
-        ranks = "; ".join(f"rank {r}: {text}" for r, text in enumerate(said))
-        raise RankDivergence(
-            f"the ranks take different paths through the model. {ranks}. ZeRO-3 needs every rank to run the same "
-            "modules in the same order: make the branch depend on something that is equal on all ranks"
-        )
-    return []
+    def _expect(self, said: Sequence[Standing | None]) -> None:
+        for rank, standing in enumerate(said):
+            if standing is None and self.store.check([_gone(rank)]) and self._said(rank) is None:
+                raise RankLost(f"rank {rank} has left; rank {self.rank} is about to do more with ZeRO-3 than it did")
 
 
-def own_line(group: Group) -> Group:
-    """A gloo group of the same ranks for host tensors, on which small messages do not queue behind large ones."""
-    assert group.handle is not None
-    ranks = dist.get_process_group_ranks(group.handle)
-    handle = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return Group(handle, group.ledger, torch.device("cpu"))
+def _leave(store: Store, rank: int) -> None:
+    with suppress(dist.DistError):  # the store went first: nobody is left to be told
+        store.set(_gone(rank), "")
+
+
+def _gone(rank: int) -> str:
+    return f"{rank} is gone"

@@ -30,15 +30,15 @@ class Managed(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """What the stage holds for this parameter: see `Stage.read_gradient`."""
-        return raw_grad(self) if self.stage is None else self.stage.read_gradient(self)
+        """What the stage holds for this parameter: see `GradientView.read`."""
+        return raw_grad(self) if self.stage is None else self.stage.view.read(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if self.stage is None:
             GRAD.__set__(self, value)
         else:
-            self.stage.write_gradient(self, value)
+            self.stage.view.write(self, value)
 
     @property
     def data(self) -> Tensor:
@@ -157,8 +157,11 @@ def raw_grad(p: nn.Parameter) -> Tensor | None:
     return GRAD.__get__(p)  # type: ignore[no-any-return]
 
 
-def clear_raw_grad(p: nn.Parameter) -> None:
+def take_raw_grad(p: nn.Parameter) -> Tensor | None:
+    """The same, taken away from there."""
+    grad: Tensor | None = GRAD.__get__(p)
     GRAD.__set__(p, None)
+    return grad
 
 
 def place(p: nn.Parameter, memory: Tensor, kind: type[nn.Parameter]) -> None:

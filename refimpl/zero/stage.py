@@ -9,8 +9,8 @@
 
 `stage.backward(loss)` and `stage.step()` say the same explicitly; `stage.backward` scales the loss for fp16 and, with
 `sync=False`, keeps gradients for a later pass. A step uses gradients up: they do not add up over steps. `p.grad` shows
-them between backward and step (see `GradientView`). A subclass says what a rank owns of a bucket (`owned`), how a full
-bucket is reduced (`reduce`), and what brings new weights to the next forward (`gather`).
+them between backward and step (see `GradientView`). A subclass says what a rank owns of a bucket (`owned`) and how a
+full bucket is reduced (`reduce`); what a rank does not own is gathered after the update.
 """
 
 import warnings
@@ -23,24 +23,24 @@ import torch
 from torch import Tensor, nn, optim
 
 from refimpl.comm.group import Group
-from refimpl.comm.work import Work
 from refimpl.optim.loss_scale import LossScaler
 from refimpl.zero.access import ByName
 from refimpl.zero.backward import BackwardPass, in_backward
 from refimpl.zero.buffers import Buffers
 from refimpl.zero.changing import Changing
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.flat import Bucket, groups_of, lay_out
+from refimpl.zero.flat import Bucket, gather_all, groups_of, lay_out
 from refimpl.zero.grad_view import GradientView
-from refimpl.zero.gradients import Gradients
+from refimpl.zero.gradients import Gradients, Reduction
+from refimpl.zero.held import Held
 from refimpl.zero.outputs import tensors_of
 from refimpl.zero.owned import take_over
-from refimpl.zero.parameter import DATA, GRAD, Freed, Hook, Managed, clear_raw_grad, raw_grad, stage_of, untraced
+from refimpl.zero.parameter import Freed, Hook, Managed, stage_of, take_raw_grad, untraced
 from refimpl.zero.start import refuse_foreign, refuse_replaced, refuse_shared_memory, share
 from refimpl.zero.update import Update
 
 
-class Stage(Changing, ByName, ABC):
+class Stage(Changing, ByName, Held, ABC):
     """A data-parallel strategy around a model and, if there is something to train, its optimizer."""
 
     reduces_always = False  # whether there is no memory in which a whole gradient could wait for a later pass
@@ -83,7 +83,7 @@ class Stage(Changing, ByName, ABC):
         self.gradients = Gradients(
             self.buckets, self.reduce, self.group, self.config, self.names, self.passes.sign, self.in_order
         )
-        self.view = GradientView(self.gradients)
+        self.view = GradientView(self.gradients, self.passes.settle)
         owned = {b: self.owned(b) for b in self.buckets}
         self.update = Update(optimizer, owned, self.group, self.config, self.given_scaler, type(self).__name__)
         self.update.slices.gradient_of = self.view.of_slice
@@ -110,11 +110,8 @@ class Stage(Changing, ByName, ABC):
         """What of a bucket's parameters this rank updates: [P], or its shard [S]."""
 
     @abstractmethod
-    def reduce(self, bucket: Bucket, local: Tensor) -> tuple[Work, Tensor]:
+    def reduce(self, bucket: Bucket, local: Tensor) -> Reduction:
         """Runs inside backward, the moment a bucket is full: start to make this rank's gradients of local [P]."""
-
-    def gather(self) -> None:
-        """Bring the updated parameters to where the next forward needs them."""
 
     # Training.
 
@@ -144,26 +141,24 @@ class Stage(Changing, ByName, ABC):
             self.gradients.sync = before
 
     def step(self) -> bool:
-        """Apply the gradients. False if skipped because a gradient on any rank was not finite.
+        """Update and gather. False if skipped because a gradient on any rank was not finite.
 
         RuntimeError if there was no backward since the last step, or if the last one was interrupted.
         """
         gradients = self.collect()
         if not gradients and self.buckets:
             raise RuntimeError("step() before any backward(): there are no gradients to apply")
-        return self.apply(gradients)[0]
+        return self.apply(gradients)
 
     def optimizer_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """`optimizer.step()`: as `step`, but without a gradient nothing happens, as in torch. Returns the closure's."""
-        if closure is None:
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]
-            gradients = self.collect()
-            return self.apply(gradients)[1] if gradients else None
-        if not self.update.slices.elementwise:
-            return self.apply({}, closure)[1]
+        if closure is not None and not self.update.slices.elementwise:
+            return self.search(closure)
         with torch.enable_grad():
-            result = closure()
-        self.optimizer_step()
+            result = closure() if closure else None
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a torch schedule looks for
+        if gradients := self.collect():
+            self.apply(gradients)
         return result
 
     def collect(self) -> dict[Bucket, Tensor]:
@@ -171,41 +166,53 @@ class Stage(Changing, ByName, ABC):
         self.refuse_without_optimizer()
         if not self.passes.settle():
             raise RuntimeError("step() after a backward that raised: its gradients were dropped; run a backward first")
-        if self._unscaled:
+        if self._unscaled and self.gradients.used:
             raise RuntimeError(
                 "step(): a gradient of fp16 came from a loss without its loss scale: call engine.backward(loss), or "
                 "scale(loss).backward() in place of loss.backward(); zero_grad() drops what is there"
             )
         for p in self.include_thawed():
-            if (grad := raw_grad(p)) is not None:
-                clear_raw_grad(p)
+            if (grad := take_raw_grad(p)) is not None:
                 self.gradients.add(p, grad)
         refuse_replaced(self.model, self.names, self.gradients)
         return self.gradients.finish()
 
-    def apply(self, gradients: dict[Bucket, Tensor], closure: Callable[[], Any] | None = None) -> tuple[bool, Any]:
-        """Update this rank's part and gather: whether it was done, and what the optimizer returned.
+    def apply(self, gradients: dict[Bucket, Tensor]) -> bool:
+        """Update this rank's part and gather; False if the update is skipped."""
+        finite = self.update.prepare(gradients, self.gradients.used, self.gradients.first_finite)
+        if finite:
+            self.update.apply()
+        self.after_update(finite)
+        return finite
 
-        With a `closure`, of an optimizer that is not element-wise: it is asked as often as the optimizer likes.
-        """
+    def search(self, closure: Callable[[], Any]) -> Any:
+        """For an optimizer that asks for the loss as often as it likes (LBFGS); returns what that returns."""
 
         def evaluate() -> Any:
             for bucket in self.buckets:
                 self.update.publish(bucket)
             with torch.enable_grad():
-                result = closure() if closure else None
-            self.update.prepare(self.collect(), self.gradients.used, self.gradients.was_finite)
-            return result
+                loss = closure()
+            self.update.prepare(self.collect(), self.gradients.used, self.gradients.first_finite)
+            return loss
 
-        done = closure is not None or self.update.prepare(gradients, self.gradients.used, self.gradients.was_finite)
-        result = self.update.apply(evaluate if closure else None) if done else None
+        result = self.update.apply(evaluate)
+        self.after_update(True)
+        return result
+
+    def after_update(self, done: bool) -> None:
+        """The gradients are used up; bring the new weights to where the next forward needs them."""
         self.update.slices.release_gradients()
         self.gradients.clear()
         if done:
             self.gather()
             # As an in-place update does: a graph that was recorded with the old weights can no longer run backward.
             torch.autograd.graph.increment_version([p for p in self.gradients.bucket_of if not isinstance(p, Freed)])
-        return done, result
+
+    def gather(self) -> None:
+        """Every rank's updated shard to every rank; nothing of what each rank has updated whole."""
+        cut = [b for b in self.buckets if self.update.owned[b] is not b.full]
+        gather_all(cut, self.config.allgather_bucket_size)
 
     def zero_grad(self) -> None:
         """Drop all gradients since the last step."""
@@ -214,7 +221,7 @@ class Stage(Changing, ByName, ABC):
         self._unscaled = False
         for p in self.group_of:
             if p not in self.gradients.bucket_of:
-                clear_raw_grad(p)
+                take_raw_grad(p)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients since the last step to this global norm, now; returns the norm before. A collective."""
@@ -245,7 +252,8 @@ class Stage(Changing, ByName, ABC):
         self.gradients.begin()
 
     def end_backward(self, asked: bool) -> None:
-        self._unscaled |= self.scaler is not None and not self._scaled and self.gradients.arrived
+        arrived = self.gradients.first_finite is not None
+        self._unscaled |= self.scaler is not None and not self._scaled and arrived
         self._scaled = False
         self.gradients.end(asked)
 
@@ -253,60 +261,10 @@ class Stage(Changing, ByName, ABC):
         """A backward raised: what it left, and what was accumulated before it, is dropped."""
         self.gradients.drop()
 
-    # What it is and holds.
-
-    def read_gradient(self, p: nn.Parameter) -> Tensor | None:
-        """What `p.grad` is: see `GradientView.read`; autograd's own for a parameter that is not trained here."""
-        if p not in self.gradients.bucket_of or in_backward():
-            return raw_grad(p)
-        self.passes.settle()
-        return self.view.read(p)
-
-    def write_gradient(self, p: nn.Parameter, value: Tensor | None) -> None:
-        """What `p.grad = value` does."""
-        if p not in self.gradients.bucket_of or in_backward():
-            GRAD.__set__(p, value)
-        else:
-            self.passes.settle()
-            self.view.write(p, value)
-            self._unscaled &= bool(self.gradients.used)
+    # What it is.
 
     def name_of(self, p: nn.Parameter) -> str:
         return self.names.get(p, "?")
-
-    def state_dict(self) -> dict[str, Any]:
-        """What this rank owns (references, not copies): optimizer state, fp32 weights, loss scale."""
-        return {"stage": type(self).__name__, "ranks": self.group.size, **self.update.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`, on every rank. ValueError for another stage or number of ranks."""
-        here = {"stage": type(self).__name__, "ranks": self.group.size}
-        for key, value in here.items():
-            if state[key] != value:
-                raise ValueError(f"this state was saved with {key} = {state[key]}, here {key} = {value}")
-        self.update.load_state_dict(state)
-        self.gather()
-
-    def full_state_dict(self) -> dict[str, Tensor] | None:
-        """The model's weights by name on rank 0, None elsewhere: views of the model's own memory, not a copy."""
-        return self.model.state_dict() if self.group.rank == 0 else None
-
-    def tensors(self) -> dict[str, list[Tensor]]:
-        """Every tensor this stage keeps alive now, by class, for a `MemoryMeter` (views: count their storages)."""
-        masters = [m for b, m in self.update.masters.items() if b.dtype != torch.float32]
-        return {
-            "parameters": [DATA.__get__(p) for p in self.names if not isinstance(p, Freed)],
-            "gradients": [*self.gradients.total.values(), *self.gradients.local.values()],
-            "optimizer": self.update.state(),
-            "master weights": masters,
-            "gathered": [],
-            "buckets": [*self.gradients.buffers(), *self.group.scratch()],
-        }
-
-    @property
-    def gathering_modules(self) -> int:
-        """How many modules gather parameters for themselves: none but in ZeRO-3."""
-        return 0
 
     @property
     def optimizer(self) -> optim.Optimizer:
@@ -318,16 +276,3 @@ class Stage(Changing, ByName, ABC):
     def refuse_without_optimizer(self) -> None:
         if self.update.slices.optimizer is None:
             raise RuntimeError(f"{type(self).__name__} has no optimizer: pass one when it is built, or to `attach`")
-
-    @property
-    def scaler(self) -> LossScaler | None:
-        return self.update.scaler
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Global L2 norm of the last step's gradients: unscaled, before clipping, each parameter counted once."""
-        return self.update.grad_norm
-
-    @property
-    def skipped_steps(self) -> int:
-        return self.update.skipped_steps

@@ -1,6 +1,12 @@
 """A unit: parameters that a module needs together, whole only while it does, and 1/N of them the rest of the time.
 
-    freed -> (start) -> in flight -> (wait) -> available -> (free) -> freed
+    state       memory of `full`    its parameters   `is_free`   `in_flight`   what ends it
+    freed       none                Freed            True        False         start
+    in flight   [P], being filled   Freed            False       True          wait (free waits first)
+    available   [P]                 Managed          False       False         free
+
+`p.zero_unit` is the unit that shards p; read it with `unit_of`. When the ranks have parted (see `RollCall`) a gather
+under way never ends: `free` leaves it alone, and its memory, into which a peer may still write, to the library.
 
 The full buffer keeps its identity and gives its memory back: `untyped_storage().resize_(0)`. So everything autograd
 saved during forward, also views such as weight.t(), is right again once the buffer is refilled for backward. A freed
@@ -47,8 +53,10 @@ class Unit(Bucket):
         self.state_dicts: Any = None  # before there is a stage: the hooks that bring it whole into a state_dict
         self.is_placeholder = False  # while a state_dict is made of the names
         nothing = float("nan") if self.dtype.is_floating_point else 0
-        self._nothing = torch.tensor(nothing, dtype=self.dtype, device=self.device)
+        scalar = torch.tensor(nothing, dtype=self.dtype, device=self.device)
+        self._nothings = {p: scalar.expand(p.shape) for p in params}
         self._work: Work | None = None
+        self._allocated_on = group.streams.current()
         self.is_free = False
         self.free()
 
@@ -61,21 +69,22 @@ class Unit(Bucket):
         self.group.broadcast(self.full, root, tag="start")
         self.keep()
 
+    def gather(self, most: int) -> list[Work]:
+        """Nothing after an update: a unit is gathered when a module needs it."""
+        return []
+
     @torch.no_grad()
     def keep(self) -> None:
         """This rank's shard of `full`, which was written on every rank alike."""
         self.mine.copy_(self.shard(self.full))
         self.versions = [p._version for p in self.params]
 
-    def start(self, announced: Work | None = None) -> None:
-        """Begin to gather: mine [S] -> full [P]. Nothing if it is there or on its way.
-
-        `announced`: the roll call that named this gather, to be heard before anyone waits for it.
-        """
+    def start(self) -> None:
+        """Begin to gather: mine [S] -> full [P]. Nothing if it is there or on its way."""
         if self.is_free:
             self.full.untyped_storage().resize_(self.padded * self.full.element_size())
-            gather = self.group.all_gather(self.full, self.mine, async_op=True, tag="parameters")
-            self._work = Work(iter((lambda: [announced, gather],))) if announced else gather
+            self._allocated_on = self.group.streams.current()
+            self._work = self.group.all_gather(self.full, self.mine, async_op=True, tag="parameters")
             self.is_free = False
 
     def wait(self) -> None:
@@ -90,7 +99,7 @@ class Unit(Bucket):
         """As in `Bucket`, for the parameters that no other unit has taken over since."""
         for p in self.params:
             if unit_of(p) is self:
-                place(p, self.piece(self.full, p), Managed)
+                place(p, self.views[p], Managed)
         self.versions = [p._version for p in self.params]
 
     @property
@@ -101,11 +110,15 @@ class Unit(Bucket):
         """Give the memory of `full` back."""
         if self.is_free:
             return
+        if self.in_flight and self.group.patience.lost is not None:
+            self._work, self.is_free = None, True
+            return
         self.wait()
         written = self.versions != [p._version for p in self.params]
         for p in self.params:
             if unit_of(p) is self:
-                place(p, self._nothing.expand(p.shape), Freed)
+                place(p, self._nothings[p], Freed)
+        self.group.streams.followed_by(self._allocated_on)  # whose next tensor may get this memory
         self.full.untyped_storage().resize_(0)
         self.is_free = True
         if written:
@@ -191,15 +204,6 @@ def _lowest_called(paths: list[list[str]], modules: dict[str, nn.Module]) -> str
     return ".".join(common)
 
 
-def live_elements(units: list[Unit]) -> int:
-    """Elements gathered now or on their way."""
-    return sum(u.padded for u in units if not u.is_free)
-
-
-def in_flight_elements(units: list[Unit]) -> int:
-    return sum(u.padded for u in units if u.in_flight)
-
-
 def make_units(
     params: list[nn.Parameter],
     owner: dict[nn.Parameter, str],
@@ -218,6 +222,14 @@ def make_units(
     return units
 
 
+def gather(now: list[Unit], ahead: Iterable[Unit] = ()) -> None:
+    """Return when the units `now` are available, with those `ahead` on their way: all start before one is awaited."""
+    for unit in [*now, *ahead]:
+        unit.start()
+    for unit in now:
+        unit.wait()
+
+
 class whole:
     """Parameters that may be sharded, whole for the time of a `with` block. A collective; what is written is lost."""
 
@@ -227,13 +239,10 @@ class whole:
 
     def __enter__(self) -> list[Unit]:
         self._free_after = [u for u in self.units if u.is_free]
-        for unit in self.units:
-            unit.start()
-        for unit in self.units:
-            unit.wait()
+        gather(self.units)
         return self.units
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         for unit in self._free_after:
             unit.free()
 

@@ -9,6 +9,7 @@ count of steps), and a weight that was written from outside since the last step 
 DeepSpeed: deepspeed/runtime/zero/stage_1_and_2.py, `step` and `unscale_and_clip_grads`.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -61,27 +62,28 @@ class Update:
         return all(mine.numel() == bucket.padded for bucket, mine in self.owned.items())
 
     @torch.no_grad()
-    def prepare(self, gradients: dict[Bucket, Tensor], used: set[nn.Parameter], was_finite: bool) -> bool:
+    def prepare(
+        self, gradients: dict[Bucket, Tensor], used: set[nn.Parameter], first_finite: Tensor | None = None
+    ) -> bool:
         """Hand the mean gradients, unscaled and clipped, to the optimizer's parameters; False if not all are finite.
 
-        `used`: the parameters that this rank had a gradient of. Clipping is folded into the unscaling.
+        `used`: the parameters that this rank had a gradient of. Clipping is folded into the unscaling. The host waits
+        for the device once, in `_agree`. `first_finite`: see `Gradients`; for the warning.
         """
         self.steps += 1
         scale = self.scaler.scale if self.scaler else 1.0
-        params = [p for bucket in self.owned for p in bucket.params]
-        exact = self.config.gradient_clipping > 0
-        squares, unused = self._agree(list(gradients.values()), [p not in used for p in params], exact)
-        if not torch.isfinite(squares):  # or are the squares too large for fp32?
-            squares, _ = self._agree(list(gradients.values()), [], exact=True)
-        finite = bool(torch.isfinite(squares))
-        self.grad_norm = squares.sqrt().item() / scale
+        squares, left_alone = self._agree(gradients, used, exact=self.config.gradient_clipping > 0)
+        if not math.isfinite(squares):  # or are the squares too large for fp32?
+            squares, _ = self._agree(gradients, used, exact=True)
+        finite = math.isfinite(squares)
+        self.grad_norm = math.sqrt(squares) / scale
         if not finite:
             self.skipped_steps += 1
-            self._warn(was_finite)
+            self._warn(first_finite is None or bool(first_finite))
         if self.scaler:
             self.scaler.update(overflow=not finite)
-        factor = self._clip_factor() / scale
-        left_alone = {p for p, no_rank in zip(params, unused, strict=True) if no_rank}
+        limit = self.config.gradient_clipping
+        factor = (min(1.0, limit / (self.grad_norm + 1e-6)) if limit and self.grad_norm else 1.0) / scale
         for bucket, grad in gradients.items():
             wide = grad.to(self.masters[bucket].dtype)
             self.slices.hand_out(bucket, wide.mul_(factor) if factor != 1 and finite else wide, left_alone)
@@ -114,30 +116,23 @@ class Update:
         if self.owned[bucket].dtype != self.masters[bucket].dtype:
             self.owned[bucket].copy_(self.masters[bucket])
 
-    def _agree(self, gradients: list[Tensor], unused: list[bool], exact: bool) -> tuple[Tensor, list[bool]]:
-        """What all ranks must know of the step, in one message: the sum of squares, [1] fp64, and who used nothing.
+    def _agree(
+        self, gradients: dict[Bucket, Tensor], used: set[nn.Parameter], exact: bool
+    ) -> tuple[float, set[nn.Parameter]]:
+        """What all ranks must know of the step, in one message: the sum of squares, and what no rank has used.
 
         `exact`: squared in fp64, three times the time. Then nothing overflows, and the norm rounds to the same fp32
         number however the parameters are cut: clipping keeps the stages equal bit for bit.
         """
-        device = gradients[0].device if gradients else self.group.device
-        total = torch.zeros(1, dtype=torch.float64, device=device)
-        for gradient in gradients:
-            for block in torch.split(gradient, NORM_BLOCK if gradient.device.type == "cpu" else gradient.numel()):
-                wide = block.to(torch.float64 if exact else torch.float32)
-                total += torch.dot(wide, wide)
-        ranks_unused = torch.tensor(unused, dtype=torch.float64, device=device)
-        alike = self.replicated()  # then every rank has the same sum already
-        message = ranks_unused if alike else torch.cat([total, ranks_unused])
-        if message.numel():
-            self.group.all_reduce(message, "sum", tag="norm")
-        if not alike:
-            total, ranks_unused = message[:1], message[1:]
-        return total, (ranks_unused == self.group.size).tolist()
-
-    def _clip_factor(self) -> float:
-        limit, norm = self.config.gradient_clipping, self.grad_norm
-        return min(1.0, limit / (norm + 1e-6)) if limit and norm else 1.0
+        params = [p for bucket in self.owned for p in bucket.params]
+        message = torch.tensor([0.0, *(p not in used for p in params)], dtype=torch.float64, device=self.group.device)
+        for bucket, gradient in gradients.items():
+            if bucket.group.rank == 0 or gradient.numel() < bucket.padded:  # what every rank has counts once
+                message[0] += sum_of_squares(gradient, exact)
+        self.group.all_reduce(message, "sum", tag="norm")
+        self.group.settle()
+        squares, *unused = message.tolist()
+        return squares, {p for p, ranks in zip(params, unused, strict=True) if ranks == self.group.size}
 
     def _warn(self, was_finite: bool) -> None:
         """Say that a step is skipped, at the 1st, 2nd, 4th, 8th, ... time. A dynamic loss scale skips by design."""
@@ -176,6 +171,18 @@ class Update:
         for (bucket, master), saved in zip(self.masters.items(), state["masters"], strict=True):
             master.copy_(saved)
             self.publish(bucket)
+
+
+def sum_of_squares(x: Tensor, exact: bool) -> Tensor:
+    """x [n] -> its sum of squares, fp64; squared in fp32 unless `exact`."""
+    if x.device.type != "cpu":
+        norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)  # widened in the kernel
+        return norm.square()
+    total = torch.zeros((), dtype=torch.float64)
+    for block in torch.split(x, NORM_BLOCK):
+        wide = block.to(torch.float64 if exact else torch.float32)
+        total += torch.dot(wide, wide)
+    return total
 
 
 def master_of(bucket: Bucket, mine: Tensor) -> Tensor:

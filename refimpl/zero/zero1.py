@@ -6,26 +6,23 @@ Traffic per step: 2 Psi (N-1)/N, a reduce-scatter of the gradients and an all-ga
 all-reduce with the update in its middle.
 Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1. DeepSpeed: deepspeed/runtime/zero/stage_1_and_2.py.
 
-A gradient's way: backward -> `Gradients.arrive` -> bucket full -> `reduce` -> `Update.apply` -> `gather_all`.
+A gradient's way: backward -> `Gradients.arrive` -> bucket full -> `reduce` -> `Update.apply` -> `Stage.gather`.
 """
 
 from torch import Tensor
 
-from refimpl.comm.work import Work
-from refimpl.zero.flat import Bucket, gather_all
+from refimpl.zero.flat import Bucket
+from refimpl.zero.gradients import Reduction
 from refimpl.zero.stage import Stage
 
 
 class Zero1(Stage):
     def owned(self, bucket: Bucket) -> Tensor:
-        """This rank's shard. -> [S]"""
-        return bucket.shard(bucket.full)
+        """This rank's shard, which `Stage.gather` brings to every rank after the update. -> [S]"""
+        return bucket.mine
 
-    def reduce(self, bucket: Bucket, local: Tensor) -> tuple[Work, Tensor]:
+    def reduce(self, bucket: Bucket, local: Tensor) -> Reduction:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S], in its own place."""
         mine = bucket.shard(local)  # [P] -> [S]
-        return self.group.reduce_scatter(mine, local, self.gradients.op, async_op=True, tag="gradients"), mine
-
-    def gather(self) -> None:
-        """Every rank's updated shard to every rank."""
-        gather_all(self.buckets, self.config.allgather_bucket_size)
+        work = bucket.group.reduce_scatter(mine, local, self.gradients.op, async_op=True, tag="gradients")
+        return Reduction(work, mine, memory=local)

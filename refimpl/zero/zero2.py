@@ -6,13 +6,13 @@ Traffic per step: 2 Psi (N-1)/N, as ZeRO-1; with A micro-batches (A + 1) Psi (N-
 must leave before the next one's arrive. Buckets in flight, two of reduce_bucket_size, come on top.
 Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2. DeepSpeed: deepspeed/runtime/zero/stage_1_and_2.py.
 
-A gradient's way: backward -> `Gradients.arrive` -> bucket full -> `reduce` -> `Update.apply` -> `gather_all`.
+A gradient's way: backward -> `Gradients.arrive` -> bucket full -> `reduce` -> `Update.apply` -> `Stage.gather`.
 """
 
 from torch import Tensor
 
-from refimpl.comm.work import Work
-from refimpl.zero.flat import Bucket, gather_all
+from refimpl.zero.flat import Bucket
+from refimpl.zero.gradients import Reduction
 from refimpl.zero.stage import Stage
 
 
@@ -20,14 +20,11 @@ class Zero2(Stage):
     reduces_always = True  # there is no memory in which a whole gradient could wait
 
     def owned(self, bucket: Bucket) -> Tensor:
-        """This rank's shard. -> [S]"""
-        return bucket.shard(bucket.full)
+        """This rank's shard, which `Stage.gather` brings to every rank after the update. -> [S]"""
+        return bucket.mine
 
-    def reduce(self, bucket: Bucket, local: Tensor) -> tuple[Work, Tensor]:
+    def reduce(self, bucket: Bucket, local: Tensor) -> Reduction:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; local is then free."""
         mine = self.gradients.take(bucket.padded // self.group.size, local)  # [S]
-        return self.group.reduce_scatter(mine, local, self.gradients.op, async_op=True, tag="gradients"), mine
-
-    def gather(self) -> None:
-        """Every rank's updated shard to every rank."""
-        gather_all(self.buckets, self.config.allgather_bucket_size)
+        work = bucket.group.reduce_scatter(mine, local, self.gradients.op, async_op=True, tag="gradients")
+        return Reduction(work, mine, memory=mine)

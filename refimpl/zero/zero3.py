@@ -13,11 +13,11 @@ A parameter's way: shard -> `Fetch.before_forward` -> `Unit.wait` -> views compu
 
 from torch import Tensor, nn
 
-from refimpl.comm.work import Work
 from refimpl.zero.fetch import Fetch
-from refimpl.zero.flat import Bucket, gather_all, lay_out
-from refimpl.zero.order import RollCall
+from refimpl.zero.flat import Bucket, lay_out
+from refimpl.zero.gradients import Reduction
 from refimpl.zero.parameter import DATA
+from refimpl.zero.path import Path
 from refimpl.zero.saved import StateDicts
 from refimpl.zero.stage import Stage
 from refimpl.zero.start import share
@@ -43,27 +43,24 @@ class Zero3(Stage):
         )
         share(self.model, {*large, *(p for b in self.kept for p in b.params)}, self.group, dtype)
         self.units = [u for units in units_of.values() for u in units]
-        self.roll_call = RollCall(self.group, self.config.check_order)
-        self.fetch = Fetch(self.model, units_of, self.config, self.roll_call, self.passes.sign)
+        self.path = Path(self.group, self.config.check_order)
+        self.fetch = Fetch(self.model, units_of, self.config, self.path, self.passes.sign)
         self.state_dicts = StateDicts(self.model.modules())
-        self.handles += [self.fetch, self.state_dicts]
+        self.handles += [self.path, self.fetch, self.state_dicts]
         return [*self.kept, *(u for u in self.units if u.group_index >= 0)]
 
     def owned(self, bucket: Bucket) -> Tensor:
         """This rank's shard. -> [S]"""
-        return bucket.mine if isinstance(bucket, Unit) else bucket.shard(bucket.full)
+        return bucket.mine
 
-    def reduce(self, bucket: Bucket, local: Tensor) -> tuple[Work, Tensor]:
+    def reduce(self, bucket: Bucket, local: Tensor) -> Reduction:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; frees the parameters."""
+        self.path.visit(bucket, "reduction")
         mine = self.gradients.take(bucket.padded // self.group.size, local)  # [S]
-        work = self.group.reduce_scatter(mine, local, self.gradients.op, async_op=True, tag="gradients")
-        if isinstance(bucket, Unit) and not self.fetch.keeps:
+        work = bucket.group.reduce_scatter(mine, local, self.gradients.op, async_op=True, tag="gradients")
+        if not self.fetch.keeps:
             bucket.free()
-        return self.roll_call.note(f"reduces {bucket.name}", work), mine
-
-    def gather(self) -> None:
-        """Only what stays whole: the units are gathered when a module needs them, see `Fetch.need`."""
-        gather_all(self.kept, self.config.allgather_bucket_size)
+        return Reduction(work, mine, memory=mine)
 
     def end_backward(self, asked: bool) -> None:
         super().end_backward(asked)
@@ -74,10 +71,10 @@ class Zero3(Stage):
         self.fetch.end()
 
     def collect(self) -> dict[Bucket, Tensor]:
-        self.roll_call("step")
-        self.roll_call.hear()
         self.fetch.end()
-        return super().collect()
+        gradients = super().collect()
+        self.path.begin("step")
+        return gradients
 
     def lay_out_more(self, params: list[nn.Parameter]) -> list[Bucket]:
         """A unit of which anything is trained is reduced and updated as one."""
@@ -93,10 +90,6 @@ class Zero3(Stage):
 
     def weights(self, bucket: Bucket) -> Tensor:
         return bucket.mine if isinstance(bucket, Unit) and bucket not in self.update.owned else super().weights(bucket)
-
-    @property
-    def gathering_modules(self) -> int:
-        return sum(bool(units) for units in self.fetch.units_of.values())
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The model's weights by name in rank 0's host memory, None elsewhere. A collective, unit by unit."""

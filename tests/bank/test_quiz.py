@@ -1,5 +1,6 @@
-"""`refimpl quiz` as a person meets it, in a process of its own; and the parts that grade and load."""
+"""`refimpl quiz` as a person meets it, in a process of its own where it asks; and the parts that grade and load."""
 
+import io
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from refimpl.bank.load import load, select
 from refimpl.bank.progress import Progress
 from refimpl.bank.question import AnswerError, Question, amount
 from refimpl.bank.scope import BankError, fill, number
+from refimpl.cli.main import main
 
 QUIZ = [sys.executable, "-m", "refimpl", "quiz"]
 
@@ -19,6 +21,16 @@ QUIZ = [sys.executable, "-m", "refimpl", "quiz"]
 def quiz(*options: str, typed: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"REFIMPL_DATA": str(folder), "COLUMNS": "100", "TERM": "dumb"}
     return subprocess.run([*QUIZ, *options], input=typed, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def quiz_here(monkeypatch: pytest.MonkeyPatch, *options: str, typed: str, folder: Path) -> int:
+    """The same command in this process, which has torch already; its exit status."""
+    monkeypatch.setenv("REFIMPL_DATA", str(folder))
+    monkeypatch.setattr(sys, "argv", ["refimpl", "quiz", *options])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    with pytest.raises(SystemExit) as left:
+        main()
+    return int(left.value.code or 0)
 
 
 def test_a_session_is_graded_and_kept_until_the_input_ends(tmp_path: Path) -> None:
@@ -91,20 +103,30 @@ def test_ctrl_c_keeps_what_was_answered(tmp_path: Path) -> None:
         (["--seed", "x"], "Invalid value for '--seed'"),
     ],
 )
-def test_a_bad_option_is_one_line(options: list[str], message: str, tmp_path: Path) -> None:
-    done = quiz(*options, typed="", folder=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
+def test_a_bad_option_is_one_line(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status = quiz_here(monkeypatch, *options, typed="", folder=tmp_path)
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert out == ""
 
 
-def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
-    done = quiz("--form", "choice", "--seed", "1", typed="1\n", folder=tmp_path / "file" / "folder")
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "set REFIMPL_DATA" in done.stderr
+    folder = tmp_path / "file" / "folder"
+    assert quiz_here(monkeypatch, "--form", "choice", "--seed", "1", typed="1\n", folder=folder) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "set REFIMPL_DATA" in err
 
 
 @pytest.mark.parametrize(

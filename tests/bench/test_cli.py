@@ -32,15 +32,39 @@ def test_counts() -> None:
 
 def test_zero_writes_a_table_and_a_report(tmp_path: Path) -> None:
     file = tmp_path / "zero.json"
-    options = "--params 50K 60K --stages 0 --context 16 --turns 1 --steps 1 --ranks 2 3 --json"
+    options = "--params 50K --stages 0 --context 16 --turns 1 --steps 1 --ranks 2 3 --json"
     result = CliRunner().invoke(app, ["zero", *options.split(), str(file)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert "refimpl DDP" in result.output
     report = json.loads(file.read_text())
     assert {"torch", "cores"} <= report["environment"].keys()
     assert {row["ranks"] for row in report["rows"]} == {2, 3}
-    columns = {"implementation", "stage", "ranks", "parameters", "step_ms", "ratio_to_best_peer"}
+    columns = {"implementation", "stage", "ranks", "parameters", "dtype", "pages", "step_ms", "exposed_ms"}
+    columns |= {"ratio_same_pages", "ratio_any_pages"}
     assert all(row.keys() == columns for row in report["rows"])
+    assert max(len(line) for line in result.output.splitlines()) <= 80
+    printed = CliRunner().invoke(app, ["table", str(file)], catch_exceptions=False)
+    assert printed.exit_code == 0
+    assert printed.output.count("| DDP |") == 2
+
+
+def test_both_dtypes_of_one_model(tmp_path: Path) -> None:
+    file = tmp_path / "zero.json"
+    options = "--params 50K --stages 1 --dtype bf16 fp32 --context 16 --turns 1 --steps 1 --ranks 2 --json"
+    result = CliRunner().invoke(app, ["zero", *options.split(), str(file)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    rows = [row for row in json.loads(file.read_text())["rows"] if "DeepSpeed" not in row["implementation"]]
+    assert [row["dtype"] for row in rows] == ["bf16"] * 6 + ["fp32"] * 6
+
+
+def test_overhead_writes_a_table_and_a_report(tmp_path: Path) -> None:
+    file = tmp_path / "overhead.json"
+    options = "--ranks 2 --stages 3 --units 3 --turns 1 --steps 1 --top 4 --json"
+    result = CliRunner().invoke(app, ["overhead", *options.split(), str(file)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 4 + 5
+    assert all(row["parameters"] == 30 for row in rows)
 
 
 def test_comm_writes_a_table_and_a_report(tmp_path: Path) -> None:
@@ -55,13 +79,22 @@ def test_comm_writes_a_table_and_a_report(tmp_path: Path) -> None:
         for size in (1000, 4000)
     }
     assert all(
-        row.keys() == {"implementation", "collective", "ranks", "bytes", "ms", "ratio_to_native"} for row in rows
+        row.keys()
+        == {"implementation", "collective", "ranks", "bytes", "pages", "ms", "ratio_same_pages", "ratio_any_pages"}
+        for row in rows
     )
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [("zero --ranks 1", "--ranks"), ("zero --params many", "many"), ("zero --stages 4", "--stages"), ("comm 3", "3")],
+    [
+        ("zero --ranks 1", "--ranks"),
+        ("zero --params many", "many"),
+        ("zero --stages 4", "--stages"),
+        ("zero --dtype fp8", "fp8"),
+        ("comm 3", "3"),
+        ("table pyproject.toml", "pyproject.toml"),
+    ],
 )
 def test_bad_input(options: str, words: str) -> None:
     result = CliRunner().invoke(app, options.split())

@@ -59,13 +59,13 @@ def huge_kilobytes() -> int:
 @pytest.mark.skipif(not PAGES.exists() or "[madvise]" not in PAGES.read_text(), reason="huge pages are not on request")
 def test_one_world_has_huge_pages_and_the_other_has_not() -> None:
     worlds = dict(both_worlds(huge_kilobytes, ranks=2))
-    assert worlds[""] == [0, 0]
-    assert all(kilobytes > 32_000 for kilobytes in worlds[" (THP)"])
+    assert worlds["plain"] == [0, 0]
+    assert all(kilobytes > 32_000 for kilobytes in worlds["huge"])
 
 
 def test_rounds_alternate_between_worlds() -> None:
-    seen = [suffix for suffix, _ in both_worlds(os.getpid, ranks=1, rounds=2)]
-    assert seen == ["", " (THP)"] * 2
+    seen = [pages for pages, _ in both_worlds(os.getpid, ranks=1, rounds=2)]
+    assert seen == ["plain", "huge"] * 2
 
 
 def test_launch_passes_the_variable_on() -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 from torch import Tensor
 
-from refimpl import launch
 from refimpl.comm.collectives import BLOCK
 from refimpl.comm.group import Group
 
-run = functools.partial(launch.run, device="cpu")  # gloo, also where there is a GPU
+run = functools.partial(worlds.run, device="cpu")  # gloo, also where there is a GPU
 
 RANKS = [1, 2, 3, 4]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]

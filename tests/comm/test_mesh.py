@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
+import worlds
 
-from refimpl import launch
 from refimpl.comm.group import Group
 from refimpl.comm.mesh import Mesh
 
-run = functools.partial(launch.run, device="cpu")  # gloo, also where there is a GPU
+run = functools.partial(worlds.run, device="cpu")  # gloo, also where there is a GPU
 
 SHAPES = [
     {"data": 1},

@@ -4,13 +4,13 @@ import functools
 
 import pytest
 import torch
+import worlds
 from torch import Tensor
 
-from refimpl import launch
 from refimpl.comm import ring
 from refimpl.comm.group import Group
 
-run = functools.partial(launch.run, device="cpu")  # gloo, also where there is a GPU
+run = functools.partial(worlds.run, device="cpu")  # gloo, also where there is a GPU
 
 RANKS = [1, 2, 3, 4]
 SIZES = [0, 1, 2, 5, 24, 1001]

@@ -1,9 +1,12 @@
 """refimpl under the name `deepspeed`: the same modules, the metadata, and a real installation beside it."""
 
+import sys
 from pathlib import Path
 
 import pytest
 from foreign import run_python, run_script
+
+from refimpl import launch
 
 SAME = """
 import importlib.metadata, importlib.util, sys
@@ -33,12 +36,21 @@ except ImportError as error:
 else:
     raise AssertionError
 assert importlib.util.find_spec("json") is not None
-print("done")
 """
 
 
+def in_a_process(code: str, *path: Path) -> None:
+    """Run it in a new process that has torch already."""
+
+    def work() -> None:
+        sys.path[:0] = map(str, path)
+        exec(code, {"__name__": "__main__"})
+
+    launch.run(work, ranks=1, device="cpu")
+
+
 def test_both_names_are_the_same_modules() -> None:
-    assert run_python("-c", SAME) == "done\n"
+    in_a_process(SAME)
 
 
 @pytest.fixture
@@ -58,14 +70,15 @@ def test_an_installed_deepspeed_wins_unless_forced(installed: Path) -> None:
         "import refimpl, importlib.metadata as m; assert not refimpl.alias_deepspeed(); import deepspeed; "
         "assert deepspeed.real and m.version('deepspeed') == '9.0'"
     )
-    run_python("-c", stays, path=(installed,))
+    in_a_process(stays, installed)
     forced = (
         "import refimpl, importlib.metadata as m; assert refimpl.alias_deepspeed(force=True); import deepspeed; "
         "assert deepspeed is refimpl.deepspeed and 'refimpl' in m.version('deepspeed')"
     )
-    run_python("-c", forced, path=(installed,))
+    in_a_process(forced, installed)
     late = "import deepspeed, refimpl; refimpl.alias_deepspeed(force=True)"
-    assert "imported already" in run_python("-c", late, path=(installed,), expect=1)
+    with pytest.raises(launch.RankError, match="imported already"):
+        in_a_process(late, installed)
 
 
 def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:

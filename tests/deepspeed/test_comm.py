@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as torch_dist
+import worlds
 from foreign import run_python
 from torch import Tensor
 
-from refimpl import launch
 from refimpl.deepspeed import comm as dist
 from refimpl.deepspeed.utils import groups
 
@@ -102,7 +102,7 @@ def point_to_point() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_collectives(ranks: int) -> None:
     for job in (reductions, exchanges, point_to_point):
-        launch.run(job, ranks=ranks)
+        worlds.run(job, ranks=ranks)
 
 
 @pytest.fixture

@@ -1,17 +1,17 @@
-"""DeepSpeedExamples' scripts in small, unchanged, on two ranks under torchrun with refimpl under the name deepspeed."""
+"""DeepSpeedExamples' scripts in small, unchanged, on two ranks, refimpl under the name deepspeed; one by torchrun."""
 
 import json
 from pathlib import Path
 
 import pytest
 from examples import CIFAR, GAN, HELLO, PIPELINE_BASE
-from foreign import run_script
+from foreign import run_on_ranks, run_script
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "fp16"), (2, "bf16"), (3, "fp16")])
 def test_cifar(stage: int, dtype: str, tmp_path: Path) -> None:
     arguments = ("--deepspeed", "--stage", str(stage), "--dtype", dtype)
-    said = run_script(CIFAR, tmp_path, *arguments, ranks=2, alias=True)
+    said = run_on_ranks(CIFAR, tmp_path, *arguments)
     assert said.count("cifar 24\n") == 2
 
 
@@ -22,7 +22,7 @@ def test_gan(tmp_path: Path) -> None:
     for stage in range(4):  # both ranks have the same data, so all have the same losses
         (tmp_path / "config.json").write_text(json.dumps(config | {"zero_optimization": {"stage": stage}}))
         arguments = ("--deepspeed_config", str(tmp_path / "config.json"))
-        said += run_script(GAN, tmp_path, *arguments, ranks=2, alias=True).splitlines()
+        said += run_on_ranks(GAN, tmp_path, *arguments).splitlines()
     assert len(said) == 8
     assert len(set(said)) == 1, said
     assert said[0].startswith("gan 20 20 ")
@@ -30,8 +30,8 @@ def test_gan(tmp_path: Path) -> None:
 
 
 def test_hello_deepspeed_trains_and_goes_on(tmp_path: Path) -> None:
-    assert run_script(HELLO, tmp_path, str(tmp_path / "out"), ranks=2, alias=True).count("hello 1 30 2736\n") == 2
-    said = run_script(HELLO, tmp_path, str(tmp_path / "out"), "go on", ranks=2, alias=True)
+    assert run_on_ranks(HELLO, tmp_path, str(tmp_path / "out")).count("hello 1 30 2736\n") == 2
+    said = run_on_ranks(HELLO, tmp_path, str(tmp_path / "out"), "go on")
     assert said.count("hello 31 60 2736\n") == 2
 
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+import worlds
 from torch import Tensor, nn
 
 import refimpl.deepspeed as deepspeed
-from refimpl import launch
 from refimpl.deepspeed import utils
 
 SIZE, STAGES = 9, [0, 1, 2, 3]
@@ -60,7 +60,7 @@ def test_whole_weights_gradients_and_states(ranks: int) -> None:
     model, opt = oracle(ranks)
     params = dict(model.named_parameters())
     for stage in STAGES:
-        for found in launch.run(read, stage, ranks=ranks):
+        for found in worlds.run(read, stage, ranks=ranks):
             assert [name for name, *_ in found] == list(params)
             for name, weight, grad, exp_avg, exp_avg_sq in found:
                 p = params[name]
@@ -99,7 +99,7 @@ def write(stage: int, extra: dict[str, Any]) -> None:
 @pytest.mark.parametrize("extra", [{}, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}])
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_written_is_trained_on(stage: int, extra: dict[str, Any]) -> None:
-    launch.run(write, stage, extra, ranks=2)
+    worlds.run(write, stage, extra, ranks=2)
 
 
 def local(stage: int) -> list[list[Tensor]]:
@@ -128,7 +128,7 @@ def local(stage: int) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_this_ranks_fragments(stage: int) -> None:
-    results = launch.run(local, stage, ranks=3)
+    results = worlds.run(local, stage, ranks=3)
     for n, p in enumerate(net().parameters()):
         sizes = [fragments[n].numel() for fragments in results]
         assert sum(sizes) == (3 if stage == 0 else 1) * p.numel()
@@ -161,6 +161,6 @@ def test_clipping_through_deepspeeds_function() -> None:
     model, _ = oracle(2)
     expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
     for stage in STAGES:
-        for before, after in launch.run(clipped, stage, ranks=2):
+        for before, after in worlds.run(clipped, stage, ranks=2):
             assert before == pytest.approx(expected, rel=1e-4)
             assert after == pytest.approx(0.01, rel=1e-3)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from foreign import run_script
+from foreign import run_on_ranks, run_script
 
 import refimpl.deepspeed as deepspeed
 
@@ -89,7 +89,8 @@ def test_the_getting_started_script_runs_unchanged(ranks: int, tmp_path: Path) -
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(CONFIG))
     arguments = ["--deepspeed", "--deepspeed_config", str(file), "--save_dir", str(tmp_path / "out")]
-    said = run_script(SCRIPT, tmp_path, *arguments, ranks=ranks)
+    run = run_script if ranks == 1 else run_on_ranks
+    said = run(SCRIPT, tmp_path, *arguments)
     steps = 5 * 64 // 16
     found = re.findall(r"rank \d of \d: \d+ steps", said)  # two ranks may share a line
     assert sorted(found) == [f"rank {r} of {ranks}: {steps} steps" for r in range(ranks)]

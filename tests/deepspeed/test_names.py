@@ -56,10 +56,18 @@ def test_adam_without_decoupled_decay_is_torchs_adam(kind: type, switch: str) ->
     assert not torch.allclose(p, q, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", [FusedAdam, DeepSpeedCPUAdam])
+def test_bias_correction_is_honoured(kind: type) -> None:
+    """The first step is then lr * 0.1 g / sqrt(0.001 g * g), not lr: 3.16 times as long."""
+    p = nn.Parameter(torch.zeros(64))
+    p.grad = torch.full((64,), 2.0)
+    kind([p], lr=0.1, bias_correction=False).step()
+    torch.testing.assert_close(p.detach(), torch.full((64,), -0.1 * 0.1 / 0.001**0.5))
+
+
 def test_options_that_change_nothing_silently() -> None:
     p = [nn.Parameter(torch.ones(4))]
     for make in (
-        lambda: FusedAdam(p, bias_correction=False),
         lambda: DeepSpeedCPUAdam(p, fp32_optimizer_states=False),
         lambda: DeepSpeedCPUAdagrad(p, amsgrad=True),
         lambda: DeepSpeedCPULion(p, fp32_optimizer_states=False),

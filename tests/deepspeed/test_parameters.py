@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import worlds
 from torch import nn
 
 import refimpl.deepspeed as deepspeed
-from refimpl import launch
 from refimpl.deepspeed.runtime.zero import partition_parameters
 from refimpl.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from refimpl.deepspeed.utils import set_z3_leaf_modules
+from refimpl.launch import RankError
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -58,7 +59,7 @@ def answers() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sharded_parameter_answers(ranks: int) -> None:
-    launch.run(answers, ranks=ranks)
+    worlds.run(answers, ranks=ranks)
 
 
 def construction(folder: str) -> None:
@@ -91,7 +92,7 @@ def construction(folder: str) -> None:
 
 
 def test_inits_arguments(tmp_path: Path) -> None:
-    launch.run(construction, str(tmp_path), ranks=2)
+    worlds.run(construction, str(tmp_path), ranks=2)
 
 
 def test_external_parameters_need_no_word() -> None:
@@ -122,11 +123,11 @@ def leaves(flag: bool) -> list[Any]:
         loss = engine(torch.ones(2, 8), which=(step + engine.group.rank) % 3).square().mean()
         engine.backward(loss)
         engine.step()
-        used.append(engine.stage.gathering_modules)
+        used.append(sum(bool(units) for units in engine.stage.fetch.units_of.values()))
     return used
 
 
 def test_a_leaf_module_is_gathered_whole() -> None:
-    assert launch.run(leaves, True, ranks=2) == [[1] * 3] * 2
-    with pytest.raises(launch.RankError, match="experts"):
-        launch.run(leaves, False, ranks=2)
+    assert worlds.run(leaves, True, ranks=2) == [[1] * 3] * 2
+    with pytest.raises(RankError, match="experts"):
+        worlds.run(leaves, False, ranks=2)

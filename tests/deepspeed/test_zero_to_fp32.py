@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import worlds
 from safetensors.torch import load_file
 from torch import nn
 
 import refimpl.deepspeed as deepspeed
-from refimpl import launch
 from refimpl.deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -52,7 +52,7 @@ def save(stage: int, folder: str, extra: dict[str, Any]) -> dict[str, torch.Tens
 @pytest.mark.parametrize("extra", [{}, {"bf16": {"enabled": True}}])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_weight_in_full_precision(stage: int, extra: dict[str, Any], tmp_path: Path) -> None:
-    expected = launch.run(save, stage, str(tmp_path / "ck"), extra, ranks=3)[0]
+    expected = worlds.run(save, stage, str(tmp_path / "ck"), extra, ranks=3)[0]
     state = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ck")
     assert state.keys() == {"embed.weight", "middle.weight", "middle.bias", "head.weight", "scale"}
     assert all(tensor.dtype == torch.float32 for tensor in state.values())
@@ -76,7 +76,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="nonsense"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="nonsense")
-    launch.run(save, 1, str(tmp_path), {}, ranks=2)
+    worlds.run(save, 1, str(tmp_path), {}, ranks=2)
     rank1 = tmp_path / "global_step3" / "rank00001.pt"
     content = bytearray(rank1.read_bytes())
     content[-200] ^= 1

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import worlds
 from torch import Tensor, nn
 
 import refimpl
-from refimpl import launch
 from refimpl.comm.group import Group
+from refimpl.launch import RankError
 
 STAGES = [0, 1, 2, 3]
 SIZE = 16
@@ -86,7 +87,7 @@ def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 def test_three_backwards_and_one_step_add_up(ranks: int) -> None:
     expected = oracle(ranks, steps=2, micros=3)
     for stage in STAGES:
-        results = launch.run(train, config(stage, gradient_accumulation_steps=1), 2, 3, ranks=ranks)
+        results = worlds.run(train, config(stage, gradient_accumulation_steps=1), 2, 3, ranks=ranks)
         close(results[0]["weights"], expected["weights"])
         for result in results:
             assert all(isinstance(norm, float) for norm in result["norms"])
@@ -98,7 +99,7 @@ def test_three_backwards_and_one_step_add_up(ranks: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_accumulation_averages_over_micro_batches(stage: int, step_each: bool) -> None:
     settings = config(stage, gradient_accumulation_steps=3)
-    results = launch.run(train, settings, 2, 3, step_each, ranks=2)
+    results = worlds.run(train, settings, 2, 3, step_each, ranks=2)
     expected = oracle(2, steps=2, micros=3, divide=3)
     close(results[0]["weights"], expected["weights"])
     assert results[1]["counters"] == (2, 6, 2 * 3 * 4 * 2)
@@ -108,7 +109,7 @@ def test_accumulation_averages_over_micro_batches(stage: int, step_each: bool) -
 def test_stages_agree_bit_for_bit_in_fp32(ranks: int) -> None:
     adam = {"type": "AdamW", "params": {"lr": 0.1}}
     base, *others = [
-        launch.run(train, config(stage, optimizer=adam, gradient_clipping=1.0), 4, 1, ranks=ranks) for stage in STAGES
+        worlds.run(train, config(stage, optimizer=adam, gradient_clipping=1.0), 4, 1, ranks=ranks) for stage in STAGES
     ]
     for other in others:
         for rank in range(ranks):
@@ -119,7 +120,7 @@ def test_stages_agree_bit_for_bit_in_fp32(ranks: int) -> None:
 
 def test_adamw_follows_the_plain_loop() -> None:
     adam = {"type": "AdamW", "params": {"lr": 0.1}}
-    results = launch.run(train, config(2, optimizer=adam), 3, 1, ranks=2)
+    results = worlds.run(train, config(2, optimizer=adam), 3, 1, ranks=2)
     expected = oracle(2, steps=3, micros=1, optimizer=torch.optim.AdamW)
     close(results[0]["weights"], expected["weights"])
     assert sum(r["losses"][2] for r in results) / 2 == pytest.approx(expected["losses"][2], rel=1e-5)
@@ -156,7 +157,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, precision: st
     }
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     settings = config(stage, scheduler=schedule, **sections[precision])
-    for rank, result in enumerate(launch.run(overflow_on_one_rank, settings, dtype, ranks=2)):
+    for rank, result in enumerate(worlds.run(overflow_on_one_rank, settings, dtype, ranks=2)):
         assert (result["applied"], result["skipped"], result["steps"]) == ([True, False, True], 1, 3)
         assert result["rates"][0] == result["rates"][1] < result["rates"][2]
         assert math.isfinite(result["norm"])
@@ -191,8 +192,8 @@ def diverge() -> None:
 
 
 def test_ranks_that_take_different_branches_are_named() -> None:
-    with pytest.raises(launch.RankError) as caught:
-        launch.run(diverge, ranks=2, timeout=20)
+    with pytest.raises(RankError) as caught:
+        worlds.run(diverge, ranks=2, timeout=20)
     text = str(caught.value)
     assert "left" in text
     assert "right" in text
@@ -223,7 +224,7 @@ def boundaries() -> None:
 
 
 def test_the_boundary() -> None:
-    launch.run(boundaries, ranks=2)
+    worlds.run(boundaries, ranks=2)
 
 
 def clients_own_boundary(settings: dict[str, Any]) -> dict[str, Tensor] | None:
@@ -239,7 +240,7 @@ def clients_own_boundary(settings: dict[str, Any]) -> dict[str, Tensor] | None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_unmanaged_accumulation_steps_when_told(stage: int) -> None:
     settings = config(stage, managed_gradient_accumulation=False)
-    weights = launch.run(clients_own_boundary, settings, ranks=2)[0]
+    weights = worlds.run(clients_own_boundary, settings, ranks=2)[0]
     close(weights, oracle(2, steps=1, micros=3)["weights"])
 
 
@@ -257,7 +258,7 @@ def without_sync(stage: int) -> tuple[int, int, dict[str, Tensor] | None]:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_no_sync_sends_once(stage: int) -> None:
-    for rank, (silent, sent, weights) in enumerate(launch.run(without_sync, stage, ranks=2)):
+    for rank, (silent, sent, weights) in enumerate(worlds.run(without_sync, stage, ranks=2)):
         assert silent == 0
         assert sent > 0
         if rank == 0:
@@ -294,7 +295,7 @@ def batches(stage: int) -> list[float]:
 def test_train_batch_and_eval_batch_give_the_mean_loss_of_the_batch(stage: int) -> None:
     # lr = 0 and every batch is the whole dataset, in some order: all losses are that of the 16 samples.
     expected = Net()(torch.cat([batch(0, 0, m) for m in range(4)])).item()
-    for losses in launch.run(batches, stage, ranks=2):
+    for losses in worlds.run(batches, stage, ranks=2):
         assert losses == pytest.approx([expected] * 3, rel=1e-6)
 
 

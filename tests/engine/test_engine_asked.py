@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+import worlds
 from test_engine import STAGES, Net, batch, close, config, oracle
 from torch import Tensor
 
 import refimpl
-from refimpl import launch
 
 
 class Speaker(Net):
@@ -69,7 +69,7 @@ def overflows() -> tuple[bool, bool, float]:
 
 
 def test_the_optimizer_tells_of_an_overflow() -> None:
-    assert launch.run(overflows, ranks=2) == [(True, False, 8.0)] * 2
+    assert worlds.run(overflows, ranks=2) == [(True, False, 8.0)] * 2
 
 
 def resized(stage: int) -> tuple[Any, tuple[int, ...]]:
@@ -86,7 +86,7 @@ def resized(stage: int) -> tuple[Any, tuple[int, ...]]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_batch_may_change(stage: int) -> None:
-    results = launch.run(resized, stage, ranks=2)
+    results = worlds.run(resized, stage, ranks=2)
     close(results[0][0], oracle(2, steps=1, micros=3, divide=3)["weights"])
     assert results[1][1] == (30, 5, 3, 1)
 
@@ -117,7 +117,7 @@ def weights_travel(stage: int, extra: dict[str, Any]) -> None:
 @pytest.mark.parametrize("extra", [{}, {"bf16": {"enabled": True}}])
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_go_out_and_come_in_whole(stage: int, extra: dict[str, Any]) -> None:
-    launch.run(weights_travel, stage, extra, ranks=2)
+    worlds.run(weights_travel, stage, extra, ranks=2)
 
 
 def again(stage: int) -> tuple[dict[str, Tensor] | None, int]:
@@ -137,7 +137,7 @@ def again(stage: int) -> tuple[dict[str, Tensor] | None, int]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_destroyed_engine_gives_the_model_back(stage: int) -> None:
-    results = launch.run(again, stage, ranks=2)
+    results = worlds.run(again, stage, ranks=2)
     close(results[0][0], oracle(2, steps=2, micros=1)["weights"])
 
 
@@ -155,7 +155,7 @@ def infers(stage: int) -> tuple[float, object]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_engine_without_an_optimizer_infers(stage: int) -> None:
     expected = Net()(batch(0, 0, 0)).item()
-    for loss, optimizer in launch.run(infers, stage, ranks=2):
+    for loss, optimizer in worlds.run(infers, stage, ranks=2):
         assert loss == pytest.approx(expected, rel=1e-6)
         assert optimizer is None
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import worlds
 from safetensors.torch import load_file
 from saving import Net, settings, start, train, weights
 
-from refimpl import launch
 from refimpl.engine.checkpoint import CheckpointError
+from refimpl.launch import RankError
 
 
 def stop_and_go_on(config: dict[str, Any], folder: Path) -> None:
@@ -41,13 +42,13 @@ def stop_and_go_on(config: dict[str, Any], folder: Path) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_going_on_gives_the_same_bits(stage: int, ranks: int, tmp_path: Path) -> None:
-    launch.run(stop_and_go_on, settings(stage), tmp_path, ranks=ranks)
+    worlds.run(stop_and_go_on, settings(stage), tmp_path, ranks=ranks)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("section", ["bf16", "fp16"])
 def test_going_on_in_low_precision(stage: int, section: str, tmp_path: Path) -> None:
-    launch.run(stop_and_go_on, settings(stage, **{section: {"enabled": True}}), tmp_path, ranks=2)
+    worlds.run(stop_and_go_on, settings(stage, **{section: {"enabled": True}}), tmp_path, ranks=2)
 
 
 def save(config: dict[str, Any], folder: Path, tag: Any = None) -> None:
@@ -57,7 +58,7 @@ def save(config: dict[str, Any], folder: Path, tag: Any = None) -> None:
 
 
 def test_another_world_size_or_stage_is_named(tmp_path: Path) -> None:
-    launch.run(save, settings(2), tmp_path, ranks=2)
+    worlds.run(save, settings(2), tmp_path, ranks=2)
     with pytest.raises(CheckpointError, match="world_size 2 there, 1 here; stage 2 there, 3 here"):
         start(settings(3)).load_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"no-such-tag.*complete checkpoints.*global_step1"):
@@ -73,7 +74,7 @@ def test_another_cut_of_the_flat_buffers_is_refused(change: dict[str, Any], tmp_
 
 
 def test_a_shard_is_saved_without_the_buffer_it_is_cut_from(tmp_path: Path) -> None:
-    launch.run(save, settings(2), tmp_path, ranks=4)
+    worlds.run(save, settings(2), tmp_path, ranks=4)
     shard = torch.load(tmp_path / "global_step1/rank00003.pt", weights_only=True)["stage"]["masters"][0]
     assert shard.untyped_storage().nbytes() == shard.nbytes
 
@@ -95,9 +96,9 @@ def test_save_latest_false_leaves_latest_alone(tmp_path: Path) -> None:
 
 
 def test_ranks_that_name_different_tags(tmp_path: Path) -> None:
-    with pytest.raises(launch.RankError, match=r"rank 0: 'rank0', rank 1: 'rank1'"):
-        launch.run(save, settings(1, checkpoint={"tag_validation": "Fail"}), tmp_path, "own", ranks=2)
-    launch.run(save, settings(1, checkpoint={"tag_validation": "Ignore"}), tmp_path, "own", ranks=2)
+    with pytest.raises(RankError, match=r"rank 0: 'rank0', rank 1: 'rank1'"):
+        worlds.run(save, settings(1, checkpoint={"tag_validation": "Fail"}), tmp_path, "own", ranks=2)
+    worlds.run(save, settings(1, checkpoint={"tag_validation": "Ignore"}), tmp_path, "own", ranks=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "rank0"]
     assert sorted(p.name for p in (tmp_path / "rank0").glob("*.pt")) == ["rank00000.pt", "rank00001.pt"]
 
@@ -120,7 +121,7 @@ def save_16bit(config: dict[str, Any], folder: Path, name: str) -> bool:
 def test_save_16bit_model(name: str, tmp_path: Path) -> None:
     zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
     config = settings(3, bf16={"enabled": True}, zero_optimization=zero)
-    assert launch.run(save_16bit, config, tmp_path, name, ranks=2) == [True, True]
+    assert worlds.run(save_16bit, config, tmp_path, name, ranks=2) == [True, True]
     path = tmp_path / name
     loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
     assert {w.dtype for w in loaded.values() if w.is_floating_point()} == {torch.bfloat16}

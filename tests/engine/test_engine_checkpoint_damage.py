@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import worlds
 from saving import same, settings, start, train, tree, weights
 from torch import Tensor
 
 import refimpl
-from refimpl import launch
 from refimpl.engine import manifest
 from refimpl.engine.checkpoint import CheckpointError
 
@@ -130,7 +130,7 @@ def swapped(folder: Path) -> None:
 
 
 def test_two_rank_files_swapped(tmp_path: Path) -> None:
-    launch.run(swapped, tmp_path, ranks=2)
+    worlds.run(swapped, tmp_path, ranks=2)
 
 
 def damaged_for_one(folder: Path, name: str) -> None:
@@ -145,7 +145,7 @@ def damaged_for_one(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["rank00001.pt", "model.safetensors"])
 def test_a_file_that_one_rank_reads_is_an_error_on_all(name: str, tmp_path: Path) -> None:
-    launch.run(damaged_for_one, tmp_path, name, ranks=3)
+    worlds.run(damaged_for_one, tmp_path, name, ranks=3)
 
 
 @pytest.mark.parametrize(
@@ -289,5 +289,5 @@ def different_folders(folder: Path, tag: str | None) -> str:
     ("tag", "says"), [(None, r"rank 0: a of save \w+, rank 1: none; use a folder"), ("a", "rank 1: .*no such file")]
 )
 def test_a_folder_that_only_one_rank_sees(tag: str | None, says: str, tmp_path: Path) -> None:
-    texts = launch.run(different_folders, tmp_path, tag, ranks=2)
+    texts = worlds.run(different_folders, tmp_path, tag, ranks=2)
     assert all(re.search(says, text) for text in texts)

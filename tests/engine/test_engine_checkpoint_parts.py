@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import worlds
 from safetensors.torch import load_file
 from saving import SIZE, Net, same, settings, start, train, weights
 from torch import Tensor, nn
 
 import refimpl
-from refimpl import launch
 from refimpl.engine.checkpoint import CheckpointError
 
 FROZEN = {"frozen.weight", "frozen.bias"}
@@ -52,9 +52,9 @@ def warm_start(config: dict[str, Any], folder: Path, how: dict[str, Any]) -> tup
 @pytest.mark.parametrize("how", ["load_module_only", "load_optimizer_states"])
 def test_weights_alone_go_anywhere(stage: int, how: str, tmp_path: Path) -> None:
     """Saved by 2 ranks in stage 2, loaded by 1 and 3 in any stage; the next steps are those of a fresh optimizer."""
-    saved = launch.run(trained, settings(2), tmp_path, ranks=2)[0]
+    saved = worlds.run(trained, settings(2), tmp_path, ranks=2)[0]
     option = {how: how == "load_module_only"}
-    three = launch.run(warm_start, settings(stage), tmp_path, option, ranks=3)[0]
+    three = worlds.run(warm_start, settings(stage), tmp_path, option, ranks=3)[0]
     for loaded, after, fresh in (three, warm_start(settings(stage), tmp_path, option)):
         assert same(loaded, saved)
         assert same(after, fresh)
@@ -64,9 +64,9 @@ def test_weights_alone_go_anywhere(stage: int, how: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("stage", [0, 3])
 def test_weights_alone_into_another_dtype(stage: int, tmp_path: Path) -> None:
     """From shards of stage 3 into the other; fp32 weights rounded to bf16."""
-    saved = launch.run(trained, settings(3), tmp_path, ranks=2)[0]
+    saved = worlds.run(trained, settings(3), tmp_path, ranks=2)[0]
     config = settings(stage, bf16={"enabled": True})
-    loaded = launch.run(load_only, config, tmp_path, ranks=2)[0]
+    loaded = worlds.run(load_only, config, tmp_path, ranks=2)[0]
     assert loaded["into.weight"].dtype == torch.bfloat16
     assert same(loaded, {name: w.to(loaded[name].dtype) for name, w in saved.items()})
 
@@ -152,7 +152,7 @@ def without_frozen(config: dict[str, Any], folder: Path) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_frozen_weights_left_out(stage: int, tmp_path: Path) -> None:
-    launch.run(without_frozen, settings(stage), tmp_path, ranks=2)
+    worlds.run(without_frozen, settings(stage), tmp_path, ranks=2)
 
 
 def test_a_16bit_model_without_frozen_weights(tmp_path: Path) -> None:
@@ -216,10 +216,10 @@ def load_by_hand(config: dict[str, Any], folder: Path, broken: bool) -> dict[str
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_custom_load_fn(stage: int, tmp_path: Path) -> None:
-    saved = launch.run(trained, settings(2), tmp_path, ranks=2)[0]
-    loaded = launch.run(load_by_hand, settings(stage), tmp_path, False, ranks=2)[0]
+    saved = worlds.run(trained, settings(2), tmp_path, ranks=2)[0]
+    loaded = worlds.run(load_by_hand, settings(stage), tmp_path, False, ranks=2)[0]
     assert same(loaded, {name: -w if w.is_floating_point() else w for name, w in saved.items()})
-    launch.run(load_by_hand, settings(stage), tmp_path, True, ranks=2)
+    worlds.run(load_by_hand, settings(stage), tmp_path, True, ranks=2)
 
 
 def test_custom_load_fn_beside_the_saved_optimizer_is_refused(tmp_path: Path) -> None:

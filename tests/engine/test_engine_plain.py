@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+import worlds
 from test_engine import SIZE, STAGES, Net, batch, close, config, oracle
 from torch import Tensor, nn
 
 import refimpl
-from refimpl import launch
 
 
 def weights_of(engine: Any) -> dict[str, Tensor] | None:
@@ -32,7 +32,7 @@ def plainly(settings: dict[str, Any], steps: int, micros: int, bare: bool) -> di
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_plain_backward_is_divided_by_the_accumulation(stage: int, bare: bool) -> None:
     expected = oracle(2, steps=2, micros=3, divide=3)
-    results = launch.run(plainly, config(stage, gradient_accumulation_steps=3), 2, 3, bare, ranks=2)
+    results = worlds.run(plainly, config(stage, gradient_accumulation_steps=3), 2, 3, bare, ranks=2)
     close(results[0]["weights"], expected["weights"])
     assert results[1]["norms"] == pytest.approx(expected["norms"], rel=1e-5)
     assert results[1]["steps"] == 2
@@ -54,7 +54,7 @@ def two_engines(stage: int, way: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize("way", ["engine", "plain"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_loss_over_two_engines(stage: int, way: str) -> None:
-    first, second = launch.run(two_engines, stage, way, ranks=2)[0]
+    first, second = worlds.run(two_engines, stage, way, ranks=2)[0]
     close(first, oracle(2, steps=1, micros=2, divide=2)["weights"])
     model = Net()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -104,7 +104,7 @@ def test_a_gan(monkeypatch: pytest.MonkeyPatch) -> None:
         return through_another(stage)
 
     for stage in STAGES:
-        mine = launch.run(seeded, stage, ranks=2)[0]
+        mine = worlds.run(seeded, stage, ranks=2)[0]
         close(mine[0], generator.state_dict())
         close(mine[1], critic.state_dict())
 
@@ -129,11 +129,11 @@ def half(way: str) -> tuple[Any, float]:
 
 
 def test_fp16_by_hand_needs_the_scale_and_says_so() -> None:
-    (expected, scale), *_ = launch.run(half, "engine", ranks=2)
-    (by_hand, _), *_ = launch.run(half, "scaled", ranks=2)
+    (expected, scale), *_ = worlds.run(half, "engine", ranks=2)
+    (by_hand, _), *_ = worlds.run(half, "scaled", ranks=2)
     assert scale == 256
     assert all(torch.equal(by_hand[name], w) for name, w in expected.items())
-    (unmoved, _), *_ = launch.run(half, "unscaled", ranks=2)
+    (unmoved, _), *_ = worlds.run(half, "unscaled", ranks=2)
     close(unmoved, {name: w.half() for name, w in Net().state_dict().items()})
 
 
@@ -150,7 +150,7 @@ def kept(stage: int) -> float:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_graph_may_be_kept(stage: int) -> None:
     twice = [2 * oracle(2, steps=1, micros=1)["norms"][0]] * 2
-    assert launch.run(kept, stage, ranks=2) == pytest.approx(twice, rel=1e-5)
+    assert worlds.run(kept, stage, ranks=2) == pytest.approx(twice, rel=1e-5)
 
 
 def nested() -> tuple[int, int]:
@@ -168,7 +168,7 @@ def nested() -> tuple[int, int]:
 
 
 def test_nested_no_sync_stays_silent() -> None:
-    for silent, sent in launch.run(nested, ranks=2):
+    for silent, sent in worlds.run(nested, ranks=2):
         assert silent == 0
         assert sent > 0
 
@@ -187,4 +187,4 @@ def dropped(stage: int, who: str) -> float:
 @pytest.mark.parametrize("stage", STAGES)
 def test_zero_grad_drops_what_was_not_applied(stage: int, who: str) -> None:
     norm = oracle(2, steps=1, micros=1)["norms"][0]
-    assert launch.run(dropped, stage, who, ranks=2) == pytest.approx([norm, norm], rel=1e-5)
+    assert worlds.run(dropped, stage, who, ranks=2) == pytest.approx([norm, norm], rel=1e-5)

@@ -1,4 +1,8 @@
-"""`pytest exercises/` as a learner sees it, in a project of two small chapters."""
+"""`pytest exercises/` as a learner sees it, in a project of two small chapters.
+
+`pytest exercises` is called in this process (by pytest's own `pytester`), which has torch already and whose ranks start
+in no time; once it is a command of its own, as `refimpl hint` and the others always are.
+"""
 
 import json
 import os
@@ -8,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+import refimpl.grading.plugin  # noqa: F401  # pytester forgets what is imported first in a session of its own
 from refimpl.grading.chapters import chapters
 from refimpl.grading.stubs import write
 
+pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.xdist_group("grading")
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +55,11 @@ def test_triple(answer, group):
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the two chapters, which is the working directory too."""
+    tmp_path = pytester.path
+    monkeypatch.setenv("REFIMPL_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("COLUMNS", "120")
     for name in ("01_one", "02_two"):
         folder = tmp_path / "exercises" / name
         folder.mkdir(parents=True)
@@ -64,22 +74,27 @@ def project(tmp_path: Path) -> Path:
 
 
 def do(project: Path, *command: str, answer: str = "") -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"REFIMPL_DATA": str(project / "data"), "COLUMNS": "120"}
-    environment = {k: v for k, v in environment.items() if not k.startswith("PYTEST_")}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     return subprocess.run(
         [sys.executable, "-m", *command], cwd=project, env=environment, capture_output=True, text=True, input=answer
     )
 
 
-def test_untouched_stubs_are_todo_and_no_pass(project: Path) -> None:
-    done = do(project, "pytest", "exercises")
-    assert done.returncode == 1
-    assert done.stdout.count("  todo  ") == 4
-    assert "0 of 2" in done.stdout
-    assert "4 todo" in done.stdout
-    assert "Try next: double in exercises/01_one/exercise.py" in done.stdout
-    assert len(done.stdout.splitlines()) < 18
-    assert do(project, "pytest", "exercises/01_one", "-k", "double").returncode == 1
+def grade(pytester: pytest.Pytester, *arguments: str) -> tuple[int, str]:
+    """pytest with these arguments, in this process: its exit status and what it printed."""
+    done = pytester.runpytest_inprocess("-p", "no:xdist", *arguments)
+    return int(done.ret), done.stdout.str() + done.stderr.str()
+
+
+def test_untouched_stubs_are_todo_and_no_pass(project: Path, pytester: pytest.Pytester) -> None:
+    status, said = grade(pytester, "exercises")
+    assert status == 1
+    assert said.count("  todo  ") == 4
+    assert "0 of 2" in said
+    assert "4 todo" in said
+    assert "Try next: double in exercises/01_one/exercise.py" in said
+    assert len(said.splitlines()) < 18
+    assert grade(pytester, "exercises/01_one", "-k", "double")[0] == 1
 
 
 def test_solutions_pass(project: Path) -> None:
@@ -89,12 +104,12 @@ def test_solutions_pass(project: Path) -> None:
     assert not (project / "data").exists()  # only the learner's own results are kept
 
 
-def test_a_learners_way(project: Path) -> None:
+def test_a_learners_way(project: Path, pytester: pytest.Pytester) -> None:
     mine = project / "exercises" / "01_one" / "exercise.py"
     mine.write_text(mine.read_text().replace('raise NotImplementedError("double")', "return x * 4"))
-    done = do(project, "pytest", "exercises")
-    assert done.returncode == 1
-    report = done.stdout[done.stdout.index("test_double") :]
+    status, said = grade(pytester, "exercises")
+    assert status == 1
+    report = said[said.index("test_double") :]
     assert "the result: exactly 2x the expected: summed over the ranks, not averaged" in report
     assert "Traceback" not in report
     assert "Error" not in report
@@ -105,7 +120,7 @@ def test_a_learners_way(project: Path) -> None:
     assert "2. By 2.\nThat is the last hint" in do(project, "refimpl", "hint", "01", "double").stdout
 
     mine.write_text(mine.read_text().replace("x * 4", "x * 2"))
-    assert do(project, "pytest", "exercises", "-k", "double and 01_one").returncode == 0
+    assert grade(pytester, "exercises", "-k", "double and 01_one")[0] == 0
     assert "return x * 2" in do(project, "refimpl", "hint", "01_one", "double").stdout  # passed: the solution
     assert "return x" not in do(project, "refimpl", "hint", "01_one", "triple").stdout
     assert "return x * 3" in do(project, "refimpl", "hint", "01_one", "triple", "--give-up").stdout
@@ -121,22 +136,22 @@ def test_a_learners_way(project: Path) -> None:
     assert "return x" not in mine.read_text()
 
 
-def test_a_file_that_does_not_parse_spoils_no_other(project: Path) -> None:
+def test_a_file_that_does_not_parse_spoils_no_other(project: Path, pytester: pytest.Pytester) -> None:
     (project / "exercises" / "01_one" / "exercise.py").write_text("def double(group, x:\n")
     second = project / "exercises" / "02_two" / "exercise.py"
     second.write_text((project / "solutions" / "02_two.py").read_text())
-    done = do(project, "pytest", "exercises")
-    assert done.stdout.count("exercise.py line 1 is not Python: '(' was never closed") >= 2
-    assert "2 of 2" in done.stdout
+    _, said = grade(pytester, "exercises")
+    assert said.count("exercise.py line 1 is not Python: '(' was never closed") >= 2
+    assert "2 of 2" in said
 
 
-def test_another_file_can_be_graded(project: Path) -> None:
+def test_another_file_can_be_graded(project: Path, pytester: pytest.Pytester) -> None:
     other = project / "mine.py"
     other.write_text("def double(group, x):\n    return x + x\n")
-    assert do(project, "pytest", "exercises/01_one", "-k", "double", "--impl", "mine.py").returncode == 0
-    done = do(project, "pytest", "exercises", "--impl", "nowhere.py")
-    assert done.returncode == 4
-    assert "--impl nowhere.py: no such file" in done.stdout + done.stderr
+    assert grade(pytester, "exercises/01_one", "-k", "double", "--impl", "mine.py")[0] == 0
+    status, said = grade(pytester, "exercises", "--impl", "nowhere.py")
+    assert status == 4
+    assert "--impl nowhere.py: no such file" in said
 
 
 def test_a_damaged_progress_file_is_set_aside(project: Path) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from worlds import run
 
 from refimpl.comm.group import Group
-from refimpl.launch import run
 from refimpl.measure.memory import MemoryMeter
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.notebook.widgets import png

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from worlds import run
 
 from refimpl.comm import ring
 from refimpl.comm.group import Group
-from refimpl.launch import run
 from refimpl.plan.time import (
     Link,
     adam_seconds,

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from worlds import run
 
 from refimpl.comm.group import Group
-from refimpl.launch import run
 from refimpl.model.gpt import GPT, Block, GPTConfig
 from refimpl.plan.transformer import activation_bytes, checkpointed_bytes, flops_per_token, tensor_parallel_sent
 

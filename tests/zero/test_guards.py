@@ -11,9 +11,10 @@ import torch
 from test_plain_loop import batch, by_adamw, every_stage, plain, small
 from torch import Tensor, nn
 from training import STAGES, Net, adamw, differing, tokens
+from worlds import run
 
 from refimpl.comm.group import Group
-from refimpl.launch import RankError, run
+from refimpl.launch import RankError
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.init import GatheredParameters
 from refimpl.zero.zero3 import Zero3

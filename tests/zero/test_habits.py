@@ -10,9 +10,10 @@ import torch
 from test_plain_loop import batch, by_adamw, every_stage, plain, small
 from torch import Tensor, nn
 from training import STAGES
+from worlds import run
 
 from refimpl.comm.group import Group
-from refimpl.launch import RankError, run
+from refimpl.launch import RankError
 from refimpl.zero.config import ZeroConfig
 
 Habit = Callable[[nn.Module, torch.optim.Optimizer, list[int], int], None]

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from training import Net, adamw, differing, tokens
+from worlds import run
 
 from refimpl.comm.group import Group
-from refimpl.launch import RankError, run
+from refimpl.launch import RankError
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.zero.init import GatheredParameters, Init
 from refimpl.zero.parameter import Freed

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import STAGES, Net, adamw, tokens
+from worlds import run
 
 from refimpl.comm.group import Group
-from refimpl.launch import RankError, run
+from refimpl.launch import RankError
 from refimpl.optim.loss_scale import DynamicLossScaler
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.stage import Stage

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 from training import STAGES, Job, Net, differing, oracle, train
+from worlds import run
 
-from refimpl.launch import RankError, run
+from refimpl.launch import RankError
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.optim.lion import Lion
 from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler

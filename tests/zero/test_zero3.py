@@ -11,9 +11,10 @@ from test_stages import GPT_JOB, Scored
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import STAGES, Block, Job, Net, differing, oracle, tokens, train
+from worlds import run
 
 from refimpl.comm.group import Group
-from refimpl.launch import RankError, run
+from refimpl.launch import RankError
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.zero3 import Zero3
 
@@ -71,12 +72,36 @@ class Adapted(Net):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
+class View(nn.Module):
+    """Its output is a view, which the caller changes in place: autograd drops the hooks on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(13, 26), nn.Linear(26, 13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).square()).view(x.shape)
+
+
+class InPlace(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(View() for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x).mul_(2)
+        logits = self.head(self.norm(self.frozen(x)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
 def adamw_trained(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
 @pytest.mark.parametrize("stage", list(STAGES))
-@pytest.mark.parametrize("make", [Checkpointed, Reentrant, Outside, Adapted])
+@pytest.mark.parametrize("make", [Checkpointed, Reentrant, Outside, Adapted, InPlace])
 def test_awkward_models_keep_their_bits(stage: str, make: Callable[[], nn.Module]) -> None:
     job = Job(make=make, optimizer=adamw_trained, steps=4)
     assert differing(run(train, stage, job, ranks=3)[0].weights, oracle(3, job)) == []
@@ -149,10 +174,10 @@ def order_of_gathers(prefetch: int, live: int = 10**9) -> tuple[list[tuple[str, 
     for unit in stage.units:
         start = unit.start
 
-        def spied(announced: Any = None, unit: Any = unit, start: Callable[..., None] = start) -> None:
+        def spied(unit: Any = unit, start: Callable[[], None] = start) -> None:
             if unit.is_free:
                 seen.append(("gather", unit.name))
-            start(announced)
+            start()
 
         unit.start = spied  # type: ignore[method-assign]
     for step in range(3):
@@ -180,6 +205,31 @@ def test_prefetch_follows_the_recorded_order() -> None:
 def test_prefetch_keeps_to_the_live_budget() -> None:
     """With room for one unit at most, nothing is gathered before its turn."""
     assert run(order_of_gathers, 10**9, 1, ranks=2)[0][0] == run(order_of_gathers, 0, ranks=2)[0][0]
+
+
+def test_a_unit_larger_than_the_budget_is_prefetched_alone() -> None:
+    seen, units = run(order_of_gathers, 1, ranks=2)[0]
+    first, second = [name for name in units if "block" in name or "h." in name][:2]
+    assert seen.index(("gather", second)) < seen.index(("run", first))
+
+
+def test_a_dropped_hook_does_not_matter() -> None:
+    """What autograd saved of the parameters asks for them."""
+    model = InPlace()
+    stage = built(model, leaf_modules=(View,))
+    noticed: list[str] = []
+    before = stage.fetch.before_backward
+
+    def spied(module: nn.Module) -> None:
+        noticed.append(stage.fetch.names[module])
+        before(module)
+
+    stage.fetch.before_backward = spied  # type: ignore[method-assign]
+    stage.backward(model(tokens(0, 0)))
+    assert "norm" in noticed
+    assert "blocks.0" not in noticed, "the hook is there after all: this model proves nothing"
+    used = [unit.name for unit, during in stage.path.trace.order if during == "backward"]
+    assert used.index("norm") < used.index("blocks.2") < used.index("blocks.0")
 
 
 def most_gathered() -> tuple[int, int, int]:

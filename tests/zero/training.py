@@ -69,7 +69,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 class Job:
     """One training run, by a stage or by the oracle."""
 
-    steps: int = 10
+    steps: int = 5
     micro_batches: int = 1
     dtype: torch.dtype = torch.float32
     clip: float = 0.0

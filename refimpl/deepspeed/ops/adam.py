@@ -3,18 +3,15 @@
 Both are AdamW unless told otherwise, with a weight decay of 0, as DeepSpeed's are.
 """
 
-from typing import Any
-
-import torch
 from torch.optim.optimizer import ParamsT
+
+from refimpl.optim.adam import Adam
 
 Betas = tuple[float, float]
 
 
-class FusedAdam(torch.optim.Adam):
+class FusedAdam(Adam):
     """AdamW, or Adam without `adam_w_mode`. DeepSpeed's runs on a GPU only."""
-
-    elementwise = True  # ZeRO may cut its parameters into shards
 
     def __init__(
         self,
@@ -28,15 +25,11 @@ class FusedAdam(torch.optim.Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        super().__init__(
-            params, **_options("FusedAdam", lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, adam_w_mode, bias_correction)
 
 
-class DeepSpeedCPUAdam(torch.optim.Adam):
+class DeepSpeedCPUAdam(Adam):
     """FusedAdam with DeepSpeed's other spelling of `adam_w_mode`. DeepSpeed's runs on a CPU only."""
-
-    elementwise = True
 
     def __init__(
         self,
@@ -52,17 +45,4 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
     ) -> None:
         if not fp32_optimizer_states:
             raise ValueError("DeepSpeedCPUAdam: fp32_optimizer_states=False: not implemented, states stay in fp32")
-        super().__init__(
-            model_params,
-            **_options("DeepSpeedCPUAdam", lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode),
-        )
-
-
-def _options(
-    name: str, lr: float, bias_correction: bool, betas: Betas, eps: float, decay: float, amsgrad: bool, decoupled: bool
-) -> dict[str, Any]:
-    """Arguments of torch.optim.Adam. ValueError for what it cannot do."""
-    if not bias_correction:
-        raise ValueError(f"{name}: bias_correction=False: not implemented, torch's Adam always corrects")
-    common = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay, "amsgrad": amsgrad}
-    return common | {"decoupled_weight_decay": decoupled, "fused": True}
+        super().__init__(model_params, lr, betas, eps, weight_decay, amsgrad, adamw_mode, bias_correction)

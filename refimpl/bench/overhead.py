@@ -1,0 +1,184 @@
+"""What a stage's own Python costs: microseconds a parameter and step, by function, on a model of almost no arithmetic.
+
+100 units of 10 parameters of 64 elements each. Time is the CPU time of the rank's main thread, in which forward,
+backward with its hooks and the update all run: waiting for other ranks is not counted, nor what gloo's threads do.
+
+    by function     cProfile around warm steps, mean over ranks: self time of refimpl's functions, in which the C
+                    functions that they call are included, less what the profiler itself takes (see `Cost`)
+    called by them  the same of everybody else's Python functions, less those of the plain step
+    no profiler     step less plain step, the honest sum. The plain step is the same model on one rank by plain torch,
+                    whose optimizer walks over 1,000 tensors where a stage has a few flat ones
+
+DeepSpeed and FSDP2 hide this time behind a GPU's kernels as long as the kernels take longer.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from cProfile import Profile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from types import CodeType
+
+import torch
+from torch import Tensor, nn
+
+import refimpl
+from refimpl import launch
+from refimpl.bench.peers import STAGES, adamw
+from refimpl.comm.group import Group
+
+ROOT = Path(refimpl.__file__).parent
+HEAT = ("stage", "ranks", "parameters")  # what all rows of a heat have in common
+ALL = "all functions of refimpl"
+OTHERS = "called by them, less plain step"
+HONEST = "step less plain step, no profiler"
+PLAIN = "plain step, no profiler"
+WIDTH = 64
+PARAMETERS = 10  # a unit
+
+
+@dataclass(frozen=True)
+class Row:
+    """Means over ranks and steps, rounded. `us_a_step`: self time, or what the sums at the end say."""
+
+    function: str
+    stage: int
+    ranks: int
+    parameters: int
+    calls: int
+    us_a_step: int
+    us_a_parameter: float
+
+
+class Scales(nn.Module):
+    """y = w x + b, element by element, five times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(PARAMETERS // 2):
+            self.register_parameter(f"w{number}", nn.Parameter(torch.ones(WIDTH)))
+            self.register_parameter(f"b{number}", nn.Parameter(torch.zeros(WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [64] -> [64]."""
+        for number in range(PARAMETERS // 2):
+            x = torch.addcmul(getattr(self, f"b{number}"), x, getattr(self, f"w{number}"))
+        return x
+
+
+@dataclass(frozen=True)
+class Lap:
+    """What one rank saw in a step, in us: calls and self time by function; all others; both steps unprofiled."""
+
+    functions: dict[str, tuple[float, float]]
+    others: float
+    staged: float
+    plain: float
+
+
+def heat(stage: int, units: int, turns: int, steps: int) -> Lap:
+    """Runs on every rank: a stage and a plain step take turns, first timed, then profiled."""
+    group = Group.world()
+    x = torch.ones(WIDTH)
+    models = [nn.Sequential(*(Scales() for _ in range(units))) for _ in range(2)]
+    optimizers = [adamw(model.parameters()) for model in models]
+    STAGES[stage](models[0], optimizers[0], group)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(steps):
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return run
+
+    staged, plain = (train(*pair) for pair in zip(models, optimizers, strict=True))
+    both = [(cpu_us(staged), cpu_us(plain)) for _ in range(turns + 1)][1:]  # the first is a warm-up
+    took = [median(us) / steps for us in zip(*both, strict=True)]
+    ours, others = profiled(staged)
+    _, plain_others = profiled(plain)
+    per_step = {name: (calls / steps, us / steps) for name, (calls, us) in ours.items()}
+    return Lap(per_step, (others - plain_others) / steps, *took)
+
+
+def cpu_us(run: Callable[[], None]) -> float:
+    """CPU time of this thread, in us."""
+    begun = time.thread_time_ns()
+    run()
+    return (time.thread_time_ns() - begun) / 1e3
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the profiler adds to a self time, in us: for each call of the function, and for each call that it makes."""
+
+    called: float
+    calling: float
+
+    @classmethod
+    def measured(cls, calls: int = 20_000) -> "Cost":
+        """By functions that do nothing."""
+
+        def nothing() -> None:
+            pass
+
+        def call() -> None:
+            for _ in range(calls):
+                nothing()
+
+        profile = Profile(time.thread_time_ns, timeunit=1e-3, builtins=False)
+        profile.runcall(call)
+        self_us = {entry.code: entry.inlinetime for entry in profile.getstats()}
+        return cls(self_us[nothing.__code__] / calls, (self_us[call.__code__] - cpu_us(call)) / calls)
+
+
+def profiled(run: Callable[[], None]) -> tuple[dict[str, tuple[float, float]], float]:
+    """(calls, self time in us) of each function of refimpl, and the self time of all others.
+
+    What is written inside a function, such as a comprehension, is counted as the function.
+    """
+    cost, profile = Cost.measured(), Profile(time.thread_time_ns, timeunit=1e-3, builtins=False)
+    profile.runcall(run)
+    ours: dict[str, tuple[float, float]] = {}
+    others = 0.0
+    for entry in profile.getstats():
+        made = sum(call.callcount for call in entry.calls or ())
+        us = entry.inlinetime - cost.called * entry.callcount - cost.calling * made
+        code = entry.code
+        file = Path(code.co_filename) if isinstance(code, CodeType) else Path()
+        if not isinstance(code, CodeType) or ROOT not in file.parents or file == Path(__file__):
+            others += us
+            continue
+        function, inner, _ = code.co_qualname.partition(".<")
+        name = f"{file.relative_to(ROOT).with_suffix('')} {function}"
+        before = ours.get(name, (0.0, 0.0))
+        ours[name] = (before[0] + (0 if inner else entry.callcount), before[1] + us)
+    return ours, others
+
+
+def measure(
+    ranks: Sequence[int], stages: Sequence[int], units: int = 100, turns: int = 5, steps: int = 4, top: int = 25
+) -> Iterator[list[Row]]:
+    """The rows of one heat (ranks, stage) at a time: the `top` dearest functions, the rest of them, and the sums."""
+    for count in ranks:
+        for stage in stages:
+            yield rows(launch.run(heat, stage, units, turns, steps, ranks=count, timeout=600), stage, units, top)
+
+
+def rows(laps: Sequence[Lap], stage: int, units: int, top: int) -> list[Row]:
+    """Means over ranks, dearest first."""
+    names = dict.fromkeys(name for lap in laps for name in lap.functions)
+    seen = {n: [lap.functions.get(n, (0.0, 0.0)) for lap in laps] for n in names}
+    means = {name: (mean(calls), mean(us)) for name, pairs in seen.items() for calls, us in [zip(*pairs, strict=True)]}
+    dearest = sorted(means, key=lambda name: -means[name][1])
+    lines = [(name, *means[name]) for name in dearest[:top]]
+    rest = [means[name] for name in dearest[top:]]
+    lines.append((f"{len(rest)} other functions of refimpl", sum(c for c, _ in rest), sum(us for _, us in rest)))
+    lines.append((ALL, *(sum(column) for column in zip(*means.values(), strict=True))))
+    lines.append((OTHERS, 0.0, mean(lap.others for lap in laps)))
+    lines.append((HONEST, 0.0, mean(lap.staged - lap.plain for lap in laps)))
+    lines.append((PLAIN, 0.0, mean(lap.plain for lap in laps)))
+    parameters = units * PARAMETERS
+    return [Row(n, stage, len(laps), parameters, round(calls), round(us), us / parameters) for n, calls, us in lines]

@@ -1,0 +1,65 @@
+"""Patience: a transfer that takes long is waited for in short pieces, and between them others may be asked why.
+
+Ranks that went different ways wait for each other for ever, inside a library that can not be told to stop. So a rank
+does not sleep in there: after half a second, and every tenth after that, it looks up. Whoever knows more (the roll call
+of ZeRO-3) is asked then, with the number of the collective that is waited for, and may raise. A wait that ends in time
+costs nothing. Only transfers for which the host waits come here: NCCL's are ordered by streams, and the host meets them
+where it reads a number, see `Group.settle`.
+"""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+
+class Patience:
+    """The collectives that this rank has begun in one group, numbered from 1, and how they are waited for."""
+
+    def __init__(self, stall: float = 0.5, again: float = 0.1) -> None:
+        """Somebody is asked after `stall` seconds, and every `again` seconds after that."""
+        self.stall, self.again = stall, again
+        self.begun = 0  # collectives (of two halves: both), the same on every rank at the same point of the program
+        self.ask: list[Callable[[int], None]] = []  # who may know why a collective does not end
+        self.lost: RuntimeError | None = None  # why this group is of no more use: its ranks have begun different calls
+
+    def begin(self) -> int:
+        """The number of a collective that begins now."""
+        self.refuse_lost()
+        self.begun += 1
+        return self.begun
+
+    def refuse_lost(self) -> None:
+        """Raise what has parted the ranks, if something has."""
+        if self.lost is not None:
+            raise self.lost
+
+    def wait(self, handle: Any, number: int) -> None:
+        """Return when the transfer `handle` of collective `number` is done."""
+        self.refuse_lost()
+        pause = self.stall
+        while self.ask and not _is_done_within(handle, pause):
+            self._ask(number)
+            pause = self.again
+        handle.wait()
+
+    def poll(self, is_done: Callable[[], bool]) -> None:
+        """Return when `is_done()`: what the device was given last, all collectives begun so far among it."""
+        due = time.monotonic() + self.stall
+        while not is_done():
+            if time.monotonic() > due:
+                self._ask(self.begun)
+                due = time.monotonic() + self.again
+
+    def _ask(self, number: int) -> None:
+        for ask in list(self.ask):
+            ask(number)
+
+
+def _is_done_within(handle: Any, seconds: float) -> bool:
+    """Whether torch's handle is done, or has failed: waiting for it once more tells which."""
+    try:
+        handle.wait(timedelta(seconds=seconds))
+    except RuntimeError:  # "Operation timed out!", the transfer goes on; or what made it fail
+        return bool(handle.is_completed())
+    return True

@@ -1,0 +1,96 @@
+"""Run the parts one after the other, each in a process of its own and for so long at most, and write the report.
+
+An illegal access leaves a process without its GPU for good, and a hang leaves it without an end: neither may take the
+other parts along. The report is written anew after each part.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from refimpl.gpu.report import Report, Result
+
+# In this order, with the seconds each may take. Together 525: under nine minutes.
+PARTS = {
+    "machine": 40,  # versions, alignment, NCCL with one rank
+    "agreement": 90,  # every stage ends with the same bits
+    "races": 130,  # the race hunt
+    "sanitizers": 60,  # torch's and CUDA's own
+    "steady": 50,  # host syncs and memory of a warm step
+    "timeline": 35,  # what runs beside what
+    "suite": 60,  # the tests marked gpu
+    "benches": 60,  # beside peers
+}
+TOTAL = 530.0
+MINIATURE = 300.0  # for each, on a CPU that may be busy with other things
+
+
+def run_part(name: str, device: str, seconds: float, out: Path) -> Result:
+    """One part, killed with all that it started when its time is over. Its output goes to `out`/NAME.log."""
+    findings, log = out / f"{name}.jsonl", out / f"{name}.log"
+    findings.write_text("")
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "refimpl.gpu.part", name, device, str(seconds), str(findings)]
+    begun = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+            ended = "" if code == 0 else f"exit code {code}" if code > 0 else signal.Signals(-code).name
+        except subprocess.TimeoutExpired:
+            ended = f"not done after {seconds:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    lines = [json.loads(line) for line in findings.read_text().splitlines() if line.endswith("}")]
+    tail = log.read_text(errors="replace").splitlines()[-25:] if ended else []
+    return Result(name, round(time.monotonic() - begun, 1), ended, lines, tail)
+
+
+def check(device: str, out: Path, parts: Sequence[str], total: float = TOTAL) -> Report:
+    """Run these parts; the report lies in `out` from the first moment on."""
+    out.mkdir(parents=True, exist_ok=True)
+    report, deadline = Report(device), time.monotonic() + total
+    report.write(out)
+    for name in parts:
+        left = deadline - time.monotonic()
+        if left < 5 and device == "cuda":
+            result = Result(name, 0.0, "no time was left", [], [])
+        else:
+            print(f"{name} ...", flush=True)
+            result = run_part(name, device, min(PARTS[name], left) if device == "cuda" else MINIATURE, out)
+        print(f"{name}: {result.verdict}, {result.seconds} s", flush=True)
+        report.results.append(result)
+        report.write(out)
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: every part passed. 1: not so. 2: there is no GPU, or a wrong argument."""
+    parser = argparse.ArgumentParser(prog="make gpu-check", description=__doc__)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: every part in miniature")
+    parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder of the report")
+    parser.add_argument("--part", choices=list(PARTS), nargs="+", default=list(PARTS), help="these parts alone")
+    options: Any = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(
+            "gpu-check: torch finds no GPU here, so nothing was checked. ARGS='--device cpu' runs every part in "
+            "miniature, which tests the program and shows nothing about GPUs.",
+            file=sys.stderr,
+        )
+        return 2
+    report = check(options.device, options.out, options.part)
+    print(f"{options.out / 'report.md'}: {'passed' if report.passed else 'FAILED'}")
+    return 0 if report.passed else 1

@@ -1,0 +1,93 @@
+"""The report of one check: report.json for programs, report.md for people, both from the same data."""
+
+import datetime
+import json
+import platform
+import subprocess
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Result:
+    """One part. `ended`: how it ended too early, "" if it did not. `log`: the last lines of its output then."""
+
+    name: str
+    seconds: float
+    ended: str
+    findings: list[dict[str, Any]]
+    log: list[str]
+
+    @property
+    def verdict(self) -> str:
+        failed = sum(f["passed"] is False for f in self.findings)
+        checks = sum(f["passed"] is not None for f in self.findings)
+        if self.ended:
+            return f"FAILED ({self.ended})"
+        return f"FAILED ({failed} of {checks} checks)" if failed else f"passed ({checks} checks)"
+
+    @property
+    def passed(self) -> bool:
+        return not self.ended and all(f["passed"] is not False for f in self.findings)
+
+
+@dataclass
+class Report:
+    """All parts so far."""
+
+    device: str
+    results: list[Result] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=lambda: versions())
+
+    @property
+    def passed(self) -> bool:
+        return all(result.passed for result in self.results)
+
+    def write(self, folder: Path) -> None:
+        parts = [{**asdict(r), "verdict": r.verdict} for r in self.results]
+        data = {"device": self.device, "passed": self.passed, "environment": self.environment, "parts": parts}
+        (folder / "report.json").write_text(json.dumps(data, indent=1) + "\n")
+        (folder / "report.md").write_text(self.markdown())
+
+    def markdown(self) -> str:
+        lines = ["# GPU check", ""]
+        if self.device == "cpu":
+            lines += ["**A run in miniature on a CPU: it tests the program and says nothing about GPUs.**", ""]
+        lines += [f"- {name}: {value}" for name, value in self.environment.items()]
+        lines += ["", "| part | result | seconds |", "|---|---|---|"]
+        lines += [f"| {r.name} | {r.verdict} | {r.seconds} |" for r in self.results]
+        for result in self.results:
+            lines += ["", f"## {result.name}", ""]
+            for finding in result.findings:
+                mark = {None: "", True: "ok: ", False: "**FAILED**: "}[finding["passed"]]
+                lines.append(f"- {mark}{finding['name']}: {_text(finding['value'])}")
+            if result.log:
+                lines += ["", "The end of its output:", "", "```", *result.log, "```"]
+        return "\n".join(lines) + "\n"
+
+
+def versions() -> dict[str, str]:
+    """What the results depend on: date, GPUs, driver, libraries."""
+    found = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "gpus": ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "none",
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+    }
+    if torch.cuda.is_available():
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        found["driver"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return found
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,62 @@
+"""Part 5: a warm step asks the device for few values and keeps its memory.
+
+Eight ranks are pretended (torch's "fake" backend, which sends nothing), so that shards have the size they would have.
+"""
+
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from refimpl.comm.group import Group
+from refimpl.gpu.part import Finding
+from refimpl.gpu.workload import STAGES, Workload
+from refimpl.plan.formulas import Strategy, layout_of, memory_bytes
+from refimpl.zero.stage import Stage
+
+SYNCS = 1  # as tests/zero/test_event_order.py counts them without a GPU
+WARM, STEPS = 3, 10
+
+
+def run(device: torch.device, seconds: float) -> Iterator[Finding]:
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    workload = Workload(width=64, layers=2) if device.type == "cpu" else Workload(width=512, layers=8)
+    strategies: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
+    assert list(strategies) == list(STAGES)
+    for name in strategies:
+        stage = workload.stage(name, Group(dist.group.WORLD, device=device), check_order=False)
+        texts = [workload.batch(step, 3).to(device) for step in range(WARM + STEPS + 1)]
+        for text in texts[:WARM]:
+            workload.step(stage, text)
+        formula = sum(memory_bytes(name, 8, workload.dtype.itemsize, layout_of(stage)).values())
+        if device.type == "cuda":
+            yield from on_gpu(name, workload, stage, texts[WARM:], formula)
+        else:
+            for text in texts[WARM:]:
+                workload.step(stage, text)
+            yield Finding(f"{name}: kept by the formula, MB", formula / 1e6)
+        del stage
+    dist.destroy_process_group()
+
+
+def on_gpu(name: str, workload: Workload, stage: Stage, texts: list[torch.Tensor], formula: int) -> Iterator[Finding]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        workload.step(stage, texts[0])
+        torch.cuda.set_sync_debug_mode("default")
+    syncs = [f"{w.filename.split('/')[-1]}:{w.lineno}" for w in told if "synchroniz" in str(w.message)]
+    yield Finding(f"{name}: host synchronisations in a step", {"count": len(syncs), "at": syncs}, len(syncs) <= SYNCS)
+    torch.cuda.reset_peak_memory_stats()
+    before, retries = torch.cuda.memory_allocated(), torch.cuda.memory_stats()["num_alloc_retries"]
+    for text in texts[1:]:
+        workload.step(stage, text)
+    grown = torch.cuda.memory_allocated() - before
+    yield Finding(f"{name}: bytes kept more after {STEPS} steps", grown, grown <= 0)
+    retries = torch.cuda.memory_stats()["num_alloc_retries"] - retries
+    yield Finding(f"{name}: retries of the allocator", retries, retries == 0)
+    peak = torch.cuda.max_memory_allocated()
+    sizes = {"kept by the formula": formula / 1e6, "allocated between steps": before / 1e6, "at the peak": peak / 1e6}
+    yield Finding(f"{name}: MB, N=8", sizes)

@@ -1,0 +1,55 @@
+"""cloudpickle, for more than it sends by value itself.
+
+It already sends lambdas, closures and all of `__main__` (scripts, notebook cells) by value. Here the functions and
+classes of modules that no import would find do too, such as a test file's under pytest's importlib mode.
+"""
+
+import io
+import sys
+import types
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+
+def dumps(obj: object) -> bytes:
+    pickler = _Pickler(file := io.BytesIO())
+    try:
+        pickler.dump(obj)
+    finally:
+        for module in pickler.by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+    return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.by_value: list[types.ModuleType] = []
+        self.seen = {"__main__"}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType | type | types.ModuleType):
+            name = obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__
+            module = sys.modules.get(name)
+            if module is not None and name not in self.seen and not _importable(module):
+                cloudpickle.register_pickle_by_value(module)
+                self.by_value.append(module)
+            self.seen.add(name)
+        return super().reducer_override(obj)
+
+
+def _importable(module: types.ModuleType) -> bool:
+    """Whether another process with this sys.path would import the same file under the same name."""
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return True  # built in, or a namespace
+    path, origin, name = None, None, ""
+    for part in module.__name__.split("."):
+        name = f"{name}.{part}".lstrip(".")
+        specs = (finder.find_spec(name, path) for finder in sys.meta_path)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is None:
+            return False
+        path, origin = spec.submodule_search_locations, spec.origin
+    return origin in (file, "frozen")

@@ -1,0 +1,60 @@
+"""A bucket that fills: this rank's own gradients, added into one flat buffer [P] as they arrive.
+
+Small gradients are kept as they come and copied together when somebody wants the buffer: one call a bucket instead of
+one a parameter (torch's DDP: `batched_grad_copy`). On CUDA, where each call is a launch, all are. On a CPU a large one
+is copied while it is still in cache, and its memory is free again. What never arrives counts as zero.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from refimpl.zero.flat import Bucket
+
+SMALL = 1 << 14  # elements: 64 KB of fp32
+
+
+class Filling:
+    """Of one bucket, from its first gradient until the whole of it is reduced."""
+
+    def __init__(self, bucket: Bucket, buffer: Tensor) -> None:
+        """`buffer` [P]: what is in it does not matter."""
+        self.bucket, self.buffer = bucket, buffer
+        self.written: set[nn.Parameter] = set()  # whose piece of the buffer holds something
+        self.kept: dict[nn.Parameter, Tensor] = {}  # not yet copied there
+        buffer.index_fill_(0, bucket.padding, 0)
+
+    def add(self, p: nn.Parameter, grad: Tensor) -> None:
+        """Add a gradient of p, without a graph."""
+        if p in self.kept or p in self.written:
+            self.copy_kept()
+            self.bucket.piece(self.buffer, p).add_(grad)
+        elif grad.numel() < SMALL or grad.is_cuda:
+            self.kept[p] = grad
+        else:
+            self.bucket.piece(self.buffer, p).copy_(grad)
+            self.written.add(p)
+
+    def copy_kept(self) -> None:
+        """Copy what was kept into the buffer."""
+        if self.kept:
+            torch._foreach_copy_([self.bucket.piece(self.buffer, p) for p in self.kept], list(self.kept.values()))
+            self.written.update(self.kept)
+            self.kept = {}
+
+    def of(self, p: nn.Parameter) -> Tensor | None:
+        """The gradient of p so far, a view in p's shape."""
+        self.copy_kept()
+        return self.bucket.piece(self.buffer, p) if p in self.written else None
+
+    def discard(self, p: nn.Parameter) -> None:
+        """Forget the gradient of p."""
+        self.kept.pop(p, None)
+        self.written.discard(p)
+
+    def complete(self) -> Tensor:
+        """The buffer [P], zero where nothing arrived."""
+        self.copy_kept()
+        for p in self.bucket.params:
+            if p not in self.written:
+                self.bucket.piece(self.buffer, p).zero_()
+        return self.buffer

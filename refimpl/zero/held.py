@@ -1,0 +1,71 @@
+"""What a stage holds, for whoever counts it, saves it or looks at the last step."""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from refimpl.optim.loss_scale import LossScaler
+from refimpl.zero.parameter import DATA, Freed
+
+if TYPE_CHECKING:
+    from refimpl.comm.group import Group
+    from refimpl.zero.gradients import Gradients
+    from refimpl.zero.update import Update
+
+
+class Held(ABC):
+    """A part of `Stage`, which sets these."""
+
+    model: nn.Module
+    names: dict[nn.Parameter, str]
+    group: "Group"
+    gradients: "Gradients"
+    update: "Update"
+
+    @abstractmethod
+    def gather(self) -> None:
+        """See `Stage.gather`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank owns (references, not copies): optimizer state, fp32 weights, loss scale."""
+        return {"stage": type(self).__name__, "ranks": self.group.size, **self.update.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`, on every rank. ValueError for another stage or number of ranks."""
+        here = {"stage": type(self).__name__, "ranks": self.group.size}
+        for key, value in here.items():
+            if state[key] != value:
+                raise ValueError(f"this state was saved with {key} = {state[key]}, here {key} = {value}")
+        self.update.load_state_dict(state)
+        self.gather()
+
+    def full_state_dict(self) -> dict[str, Tensor] | None:
+        """The model's weights by name on rank 0, None elsewhere: views of the model's own memory, not a copy."""
+        return self.model.state_dict() if self.group.rank == 0 else None
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Every tensor this stage keeps alive now, by class, for a `MemoryMeter` (views: count their storages)."""
+        masters = [m for b, m in self.update.masters.items() if b.dtype != torch.float32]
+        return {
+            "parameters": [DATA.__get__(p) for p in self.names if not isinstance(p, Freed)],
+            "gradients": self.gradients.tensors(),
+            "optimizer": self.update.state(),
+            "master weights": masters,
+            "gathered": [],
+            "buckets": [*self.gradients.buffers(), *self.group.scratch()],
+        }
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        return self.update.scaler
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global L2 norm of the last step's gradients: unscaled, before clipping, each parameter counted once."""
+        return self.update.grad_norm
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.update.skipped_steps

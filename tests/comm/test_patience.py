@@ -1,0 +1,79 @@
+"""A wait that takes long asks around; one that ends in time, or fails, does not."""
+
+from datetime import timedelta
+
+import pytest
+
+from refimpl.comm.patience import Patience
+
+
+class Handle:
+    """As torch's: `needs` waits with a limit time out before it is done; then `error`, if any."""
+
+    def __init__(self, needs: int, error: str = "") -> None:
+        self.needs, self.error, self.limits = needs, error, list[float | None]()
+
+    def is_completed(self) -> bool:
+        return self.needs <= 0
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        self.limits.append(None if limit is None else limit.total_seconds())
+        if limit is not None and self.needs > 0:
+            self.needs -= 1
+            raise RuntimeError("Operation timed out!" if self.needs or not self.error else self.error)
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+@pytest.mark.parametrize("needs", [0, 1, 3])
+def test_whoever_knows_is_asked_as_long_as_it_takes(needs: int) -> None:
+    patience, asked = Patience(stall=0.5, again=0.1), list[int]()
+    patience.ask.append(asked.append)
+    handle = Handle(needs)
+    patience.wait(handle, 7)
+    # A handle that is done just when its limit is over is waited for again, and nobody is asked.
+    assert asked == [7] * max(0, needs - 1)
+    assert handle.limits[:2] == [0.5, *([0.1] if needs > 1 else [None])]
+
+
+def test_with_nobody_to_ask_it_is_one_wait() -> None:
+    handle = Handle(0)
+    Patience().wait(handle, 1)
+    assert handle.limits == [None]
+
+
+def test_a_failure_is_not_taken_for_a_limit() -> None:
+    patience = Patience()
+    patience.ask.append(lambda _: None)
+    with pytest.raises(RuntimeError, match="connection closed"):
+        patience.wait(Handle(2, "connection closed"), 1)
+
+
+def test_who_is_asked_may_raise() -> None:
+    def refuse(number: int) -> None:
+        raise ValueError(f"never mind {number}")
+
+    patience = Patience(stall=0, again=0)
+    patience.ask.append(refuse)
+    with pytest.raises(ValueError, match="never mind 3"):
+        patience.wait(Handle(5), 3)
+    patience.begun = 9
+    with pytest.raises(ValueError, match="never mind 9"):
+        patience.poll(lambda: False)
+
+
+def test_a_device_is_polled_until_it_is_done() -> None:
+    patience, asked = Patience(stall=0, again=0), list[int]()
+    patience.ask.append(asked.append)
+    patience.poll(lambda: len(asked) == 3)
+    assert len(asked) == 3
+
+
+def test_after_ranks_have_parted_nothing_begins_and_nothing_is_awaited() -> None:
+    patience = Patience()
+    patience.begin()
+    patience.lost = RuntimeError("the ranks have parted")
+    with pytest.raises(RuntimeError, match="have parted"):
+        patience.begin()
+    with pytest.raises(RuntimeError, match="have parted"):
+        patience.wait(Handle(0), 1)

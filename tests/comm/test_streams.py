@@ -1,0 +1,251 @@
+"""Who waits for whom when communication has a stream of its own: on paper (see `stream_log`), and on a GPU."""
+
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from stream_log import COMPUTE, Kernel, Record, Recorder, Wait, Watch, races
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from refimpl import launch
+from refimpl.comm.collectives import Scratch
+from refimpl.comm.group import Group
+from refimpl.comm.process_group import ControlLine, backend_of, device_of
+from refimpl.comm.streams import CudaStreams, Streams, streams_of
+from refimpl.comm.work import Work
+from refimpl.gpu.twins import Twins
+from refimpl.measure.ledger import Ledger
+
+run = functools.partial(launch.run, device="cpu")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+LANE = 1
+
+
+@pytest.fixture
+def fake() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def on_paper(**options: Any) -> tuple[Recorder, Group]:
+    recorder = Recorder()
+    return recorder, Group(dist.group.WORLD, streams=recorder, **options)
+
+
+def story(recorder: Recorder) -> list[tuple[str, int]]:
+    words = {Record: "record", Wait: "wait", Kernel: "kernel"}
+    return [(words[type(e)], e.stream) for e in recorder.log if type(e) in words]
+
+
+def test_the_lane_follows_the_caller_and_the_caller_follows_the_result(fake: None) -> None:
+    recorder, group = on_paper()
+    x = torch.ones(8)
+    with Watch(recorder):
+        work = group.all_reduce(x, async_op=True)
+        begun = len(story(recorder))
+        work.wait()
+    expected = [("record", COMPUTE), ("wait", LANE), ("kernel", LANE), ("record", LANE), ("wait", COMPUTE)]
+    assert story(recorder) == expected
+    assert begun == 4
+
+
+def test_whoever_waits_is_ordered_also_the_second(fake: None) -> None:
+    recorder, group = on_paper()
+    other = recorder.new()
+    work = group.all_reduce(torch.ones(8), async_op=True)
+    work.wait()
+    with recorder.use(other):
+        work.wait()
+    assert story(recorder)[-2:] == [("wait", COMPUTE), ("wait", other)]
+
+
+def test_with_nothing_for_the_host_to_wait_for_all_steps_are_queued_at_once(fake: None) -> None:
+    """Two transfers and the adds between them, all on the lane; the ledger's end is when somebody waits."""
+    recorder, group = on_paper(deterministic=True)
+    x = torch.ones(8)
+    with Watch(recorder):
+        work = group.all_reduce(x, async_op=True)
+    assert (work.is_done, work.begun) == (True, 2)
+    assert {stream for word, stream in story(recorder) if word == "kernel"} == {LANE}
+    assert [e.phase for e in group.ledger.events] == ["start"]
+    work.wait()
+    work.wait()
+    assert [e.phase for e in group.ledger.events] == ["start", "end"]
+
+
+def test_a_step_with_transfers_waits_for_its_turn() -> None:
+    told: list[str] = []
+    transfer = SimpleNamespace(wait=lambda: told.append("arrived"))
+    steps = iter([lambda: told.append("queued") or [], lambda: [transfer], lambda: told.append("last") or []])
+    work = Work(steps, waited=lambda _: told.append("waited"))  # type: ignore[arg-type]
+    assert (told, work.begun, work.is_done) == (["queued"], 2, False)
+    work.advance()
+    assert (told, work.is_done) == (["queued", "arrived", "last"], True)
+    work.wait()
+    assert told == ["queued", "arrived", "last", "waited"]
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_what_travels_is_kept_until_somebody_waits(held: bool, fake: None) -> None:
+    """A tensor that the caller lets go of would be the next tensor's memory while it is read."""
+    recorder, group = on_paper()
+    with Watch(recorder):
+        x = torch.ones(8)
+        work = group.all_reduce(x, async_op=True)
+        if not held:
+            work._holds = ()
+        del x
+        work.wait()
+    found = races(recorder.log)
+    assert found == ([] if held else ["c10d.allreduce_.default on stream 1, free on stream 0"])
+
+
+def test_a_buffer_may_go_from_stream_to_stream() -> None:
+    recorder = Recorder()
+    side = recorder.new()
+    scratch = Scratch(recorder)
+    like = torch.empty(0)
+    with Watch(recorder):
+        first = scratch.take(8, like)
+        first.fill_(1)
+        scratch.give(first)
+        with recorder.use(side):
+            second = scratch.take(8, like)
+            second.fill_(2)
+            scratch.give(second)
+        third = scratch.take(100, like)  # too long: the small one is dropped
+        third.fill_(3)
+        del first, second
+    assert races(recorder.log) == []
+    waits = [at for at, e in enumerate(recorder.log) if isinstance(e, Wait)]
+    assert len(waits) == 2
+    assert all(races(recorder.log, without={at}) for at in waits)
+
+
+def test_a_cpu_has_no_streams_and_its_group_no_lane() -> None:
+    streams = streams_of(torch.device("cpu"))
+    with streams.use(streams.new()):
+        streams.wait(streams.record())
+    assert (streams.new(), streams.current(), streams.record()) == (None, None, None)
+    assert Group(None).transport.lane is None
+    assert run(lambda: Group.world().transport.lane, ranks=2) == [None, None]
+    with pytest.raises(RuntimeError, match="the host's clock is true there"):
+        streams.ms(None, None)
+
+
+def test_times_on_the_lane_are_between_the_first_step_and_the_last(fake: None) -> None:
+    class Timed(Recorder):
+        def ms(self, first: int, last: int) -> float:
+            return float(last - first)
+
+    recorder, ledger = Timed(), Ledger(timed=True)
+    group = Group(dist.group.WORLD, ledger, streams=recorder)
+    works = [group.all_reduce(torch.ones(8), async_op=True) for _ in range(2)]
+    assert ledger.device_ms(recorder.ms) == {}
+    for work in works:
+        work.wait()
+    # The events of a call: asked, begun, done.
+    assert [(w.begun_at, w.done_at) for w in works] == [(2, 3), (5, 6)]
+    assert ledger.device_ms(recorder.ms) == {0: 1.0, 1: 1.0}
+
+
+def test_the_library_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda handle: "cpu:gloo,cuda:nccl")
+    handle: Any = SimpleNamespace(bound_device_id=torch.device("cuda:1"))
+    assert backend_of(handle, torch.device("cuda:1")) == "nccl"
+    assert backend_of(handle, torch.device("cpu")) == "gloo"
+    assert backend_of(None, torch.device("cpu")) == "none"
+    with pytest.raises(RuntimeError, match=r"has no library for tensors on xpu.*set REFIMPL_DEVICE"):
+        backend_of(handle, torch.device("xpu"))
+    monkeypatch.delenv("REFIMPL_DEVICE", raising=False)
+    assert device_of(handle) == torch.device("cuda:1")
+    assert device_of(None) == device_of(SimpleNamespace(bound_device_id=None)) == torch.device("cpu")  # type: ignore[arg-type]
+    monkeypatch.setenv("REFIMPL_DEVICE", "cuda:0")
+    assert device_of(handle) == torch.device("cuda:0")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_objects_and_barriers_of_nccl_go_over_a_gloo_group_of_the_same_ranks(ranks: int) -> None:
+    def check() -> tuple[bool, bool, str, list[int]]:
+        assert dist.group.WORLD is not None
+        line, own = ControlLine(dist.group.WORLD, "nccl"), ControlLine(dist.group.WORLD, "gloo")
+        objects = [0] * ranks
+        dist.all_gather_object(objects, dist.get_rank(), group=line.handle)
+        dist.barrier(line.handle)
+        first = line.handle.group_name
+        return first != own.handle.group_name, line.handle.group_name == first, dist.get_backend(line.handle), objects
+
+    assert run(check, ranks=ranks) == [(True, True, "gloo", list(range(ranks)))] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_all_ranks_send_and_receive_at_once(ranks: int) -> None:
+    def check() -> tuple[list[float], dict[str, int]]:
+        group = Group.world()
+        found = []
+        for hop in range(1, ranks):
+            out = torch.empty(1000)
+            group.send_recv(
+                torch.full((1000,), float(group.rank)), (group.rank + hop) % ranks, out, (group.rank - hop) % ranks
+            )
+            found.append(out.unique().item())
+        assert group.ledger.open_calls() == []
+        return found, group.ledger.sent_bytes()
+
+    for rank, (found, sent) in enumerate(run(check, ranks=ranks)):
+        assert found == [(rank - hop) % ranks for hop in range(1, ranks)]
+        assert sent == {"send": 4000 * (ranks - 1), "recv": 0}
+
+
+def test_send_recv_refuses_what_cannot_be() -> None:
+    def check() -> None:
+        group = Group.world()
+        x, out = torch.ones(4), torch.empty(4)
+        with pytest.raises(ValueError, match="send_recv: to=2, but this group has 2 ranks"):
+            group.send_recv(x, 2, out, 1 - group.rank)
+        with pytest.raises(ValueError, match=f"send_recv: source={group.rank} is this rank itself"):
+            group.send_recv(x, 1 - group.rank, out, group.rank)
+        with pytest.raises(ValueError, match=r"send_recv: out .* is not contiguous"):
+            group.send_recv(x, 1 - group.rank, torch.empty(4, 2)[:, 0], 1 - group.rank)
+
+    run(check, ranks=2)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_the_result_is_waited_for_and_the_host_is_not() -> None:
+    device = torch.device("cuda")
+    streams: Streams = CudaStreams(device)
+    ledger = Ledger(timed=True)
+    slow = functools.partial(torch.cuda._sleep, 50_000_000)
+    group = Group(None, ledger, device, streams=streams, transport=Twins(1, 4, streams, slow))
+    x = torch.zeros(1 << 20, device=device)
+    torch.cuda.synchronize()
+    slow()
+    x.fill_(3)
+    done = torch.cuda.Event()
+    work = group.all_reduce(x, "mean", async_op=True)
+    work.wait()
+    y = x + 1
+    done.record()
+    assert not done.query()  # all of it is queued, and the host is here
+    assert torch.equal(y, torch.full_like(y, 4))
+    [ms] = ledger.device_ms(streams.ms).values()
+    assert ms > 0
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_ranks_that_share_a_gpu_send_and_receive() -> None:
+    def check() -> list[float]:
+        group = Group.world()
+        x, out = torch.full((4,), float(group.rank), device=group.device), torch.empty(4, device=group.device)
+        group.send_recv(x, 1 - group.rank, out, 1 - group.rank)
+        return out.tolist()
+
+    assert launch.run(check, ranks=2, device="cuda") == [[1.0] * 4, [0.0] * 4]

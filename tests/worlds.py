@@ -1,0 +1,87 @@
+"""Ranks that stay: tests run their functions on one living world of each size, instead of starting ranks of their own.
+
+`worlds.run` is `launch.run` on ranks that earlier tests of this process have used. torch's settings and the seeds
+(`launch.World`) and the filters of warnings are put back between calls, and nothing else is. After a call that failed,
+when the environment is another one, and after CALLS calls the ranks are replaced: they may have made different calls,
+and hold groups of their own.
+
+A test whose subject is a process (how it starts, what it holds, how it ends, what is patched in it) uses `launch.run`.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+from refimpl.launch import World
+
+T = TypeVar("T")
+CALLS = 50
+LARGEST = 4  # ranks; larger worlds are rare, and live for their call only
+
+
+@dataclass
+class Kept:
+    world: World
+    environment: dict[str, str]  # of the moment it was started in
+    calls: int = 0
+
+
+class Worlds:
+    """Living worlds by number of ranks and device."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[int, str], Kept] = {}
+
+    @contextmanager
+    def one(self, ranks: int, device: str) -> Iterator[World]:
+        """A world for one call. It is kept for the next if the call succeeds."""
+        key = ranks, device if torch.cuda.is_available() else "cpu"
+        kept = self.kept.pop(key, None)
+        if kept is None or kept.environment != environment():
+            if kept:
+                kept.world.stop()
+            kept = Kept(World(ranks, device=device), environment())
+        try:
+            yield kept.world
+        except BaseException:
+            kept.world.stop()
+            raise
+        kept.calls += 1
+        if kept.calls < CALLS and ranks <= LARGEST:
+            self.kept[key] = kept
+        else:
+            kept.world.stop()
+
+    def stop(self) -> None:
+        for kept in self.kept.values():
+            kept.world.stop()
+        self.kept.clear()
+
+
+def environment() -> dict[str, str]:
+    """What ranks that start now would see, less what pytest changes for each test."""
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+@cache
+def worlds() -> Worlds:
+    """This process's worlds; tests/conftest.py stops them when the session ends."""
+    return Worlds()
+
+
+def run(fn: Callable[..., T], *args: Any, ranks: int = 2, timeout: float | None = 60, device: str = "auto") -> list[T]:
+    """fn(*args) on `ranks` living ranks; see `launch.run`."""
+    with worlds().one(ranks, device) as world:
+        return world.call(undisturbed, fn, *args, timeout=timeout)
+
+
+def undisturbed(fn: Callable[..., T], *args: Any) -> T:
+    """In a rank: fn(*args), whose `warnings.simplefilter` ends with it."""
+    with warnings.catch_warnings():
+        return fn(*args)

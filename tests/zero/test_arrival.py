@@ -1,0 +1,54 @@
+"""Where a gradient is put when it arrives: on 16 bytes, at once or when its bucket is full, and nothing beside it."""
+
+import pytest
+import torch
+from torch import Tensor
+from training import STAGES, Net, tokens
+
+from refimpl.comm.group import Group
+from refimpl.launch import run
+from refimpl.zero import filling
+from refimpl.zero.config import ZeroConfig
+
+
+def steps(stage_name: str, small: int, micro_batches: int) -> dict[str, Tensor]:
+    """Runs on every rank: two steps of the net with odd sizes -> the full weights of rank 0. `small`: what is kept."""
+    filling.SMALL = small
+    group = Group.world()
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    stage = STAGES[stage_name](model, optimizer, group, ZeroConfig(reduce_bucket_size=1_000))
+    for step in range(2):
+        for a in range(micro_batches):
+            stage.backward(model(tokens(step, a * group.size + group.rank)), sync=a == micro_batches - 1)
+        for p in model.parameters():
+            assert p.grad is None or p.grad.shape == p.shape
+        stage.step()
+    return stage.full_state_dict() or {}
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_copying_a_bucket_at_once_changes_no_bit(stage: str) -> None:
+    one_by_one, at_once = (run(steps, stage, small, 2, ranks=3)[0] for small in (0, 1 << 14))
+    assert one_by_one.keys() == at_once.keys()
+    assert [name for name in one_by_one if not torch.equal(one_by_one[name], at_once[name])] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_parameter_begins_on_16_bytes_and_the_padding_stays_zero(dtype: torch.dtype) -> None:
+    def work() -> tuple[list[int], list[float], int]:
+        model = Net()
+        stage = STAGES["ddp"](model, torch.optim.AdamW(model.parameters(), lr=1e-2), config=ZeroConfig(dtype=dtype))
+        starts = [p.data_ptr() % 16 for bucket in stage.buckets for p in bucket.params]
+        for step in range(2):
+            stage.backward(model(tokens(step, stage.group.rank)))
+            stage.step()
+        padding = [bucket.full[bucket.padding].float().abs().sum().item() for bucket in stage.buckets]
+        params = sum(p.numel() for bucket in stage.buckets for p in bucket.params)
+        return starts, padding, sum(b.padded - len(b.padding) for b in stage.buckets) - params
+
+    for starts, padding, difference in run(work, ranks=2):
+        assert set(starts) == {0}
+        assert set(padding) == {0.0}
+        assert difference == 0

@@ -1,0 +1,352 @@
+"""The path and the roll call: ranks that part are named, whoever they are; ranks that do not say nothing."""
+
+import re
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from refimpl.comm.group import Group
+from refimpl.launch import RankError, World, run
+from refimpl.ranks.lost import RankLost
+from refimpl.zero.config import ZeroConfig
+from refimpl.zero.order import RankDivergence, Standing, parted, stuck
+from refimpl.zero.path import Outline
+from refimpl.zero.zero3 import Zero3
+
+# The state machine, as tables.
+
+
+def at(place: int, does: str = "", expected: str = "", begun: int = 0) -> Standing:
+    return Standing(place, begun, does, expected)
+
+
+@pytest.mark.parametrize(
+    ("said", "doing"),
+    [
+        ([at(4, "b"), at(4, "b"), at(4, "b")], None),  # all take the same new way
+        ([at(4, "b", "a"), at(4, "c", "a")], ["b", "c"]),  # each goes a way of its own
+        ([at(4, "b", "a"), at(6)], ["b", "a"]),  # one went on, and waits further on
+        ([at(6), at(4, "b", "a"), at(5)], ["a", "b", "a"]),
+        ([at(9, "d", "c"), at(4, "b", "a")], ["a", "b"]),  # one left further on
+        ([at(4, "b", "a"), at(4)], ["b", "waits for the others"]),  # in a collective of neither's path
+    ],
+)
+def test_where_ranks_part(said: list[Standing], doing: list[str] | None) -> None:
+    assert parted(said) == doing
+    assert parted(said[::-1]) == (None if doing is None else doing[::-1])
+
+
+@pytest.mark.parametrize(
+    ("number", "said", "answer"),
+    [
+        (7, [None, None], False),  # nobody calls: the others are slow
+        (7, [None, at(3, "b", begun=7)], False),  # who calls has begun it: it will be done
+        (7, [None, at(3, "b", begun=9)], False),
+        (7, [None, at(3, "b", begun=6)], True),  # who calls will not begin it
+        (7, [None, at(3, "b", begun=9), at(3, "b", begun=6)], True),
+    ],
+)
+def test_who_waits_in_vain(number: int, said: list[Standing | None], answer: bool) -> None:
+    assert stuck(number, said) is answer
+
+
+def surprises(words: str) -> list[int]:
+    """Which of the words were not expected."""
+    outline, found = Outline(), []
+    for i, word in enumerate(words):
+        if word != outline.expected:
+            found.append(i)
+        outline.add(word)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "unexpected"),
+    [
+        ("tststs", [0, 1, 2]),  # a training loop: each thing is new once
+        ("ttstts", [0, 2, 3]),  # with two micro-batches
+        ("eeeeee", [0]),  # evaluations alone
+        ("tststseeetststseeets", [0, 1, 2, 6, 9, 11, 15]),  # evaluation now and then
+        ("etsetsets", [0, 1, 2, 3]),  # and before each step
+        ("tttsttsttsttts", [0, 3, 4, 6, 12]),  # the shorter cycle is new once, the longer one again
+    ],
+)
+def test_what_is_expected_after_what(words: str, unexpected: list[int]) -> None:
+    assert surprises(words) == unexpected
+
+
+# Ranks that part.
+
+
+class Chain(nn.Module):
+    """Layers in the order of `plan`, each a unit; a word in between stands for what else may happen."""
+
+    def __init__(self, inner: list[int], is_checkpointed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, n), nn.ReLU(), nn.Linear(n, 8)) for n in inner)
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x: Tensor, plan: tuple[int | str, ...]) -> Tensor:
+        for part in plan:
+            if part == "raise":
+                raise ValueError("this batch is bad")
+            if part == "detach":
+                x = x.detach().requires_grad_()
+            elif self.is_checkpointed:
+                x = x + checkpoint(self.layers[int(part)], x, use_reentrant=False)  # type: ignore[operator]
+            else:
+                x = x + self.layers[int(part)](x)
+        return x.square().mean()
+
+
+USUAL = (0, 1, 2, 3, 4)
+EQUAL, DIFFERENT = [8] * 5, [8, 160, 24, 72, 400]
+
+
+def built(equal: bool = False, prefetch: bool = True, is_checkpointed: bool = False, **config: Any) -> Zero3:
+    """A stage in a process group of its own: what is left of one case does not meet the next."""
+    torch.manual_seed(0)
+    model = Chain(EQUAL if equal else DIFFERENT, is_checkpointed)
+    group = Group(dist.new_group())
+    group.patience.stall = group.patience.again = 0.05
+    config = {"prefetch_bucket_size": 10**6 if prefetch else 0, "leaf_modules": (nn.Sequential,)} | config
+    return Zero3(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group, ZeroConfig(**config))
+
+
+def train(stage: Zero3, *plan: int | str, step: bool = True) -> None:
+    stage.backward(stage.model(torch.ones(2, 8), plan or USUAL))
+    if step:
+        stage.step()
+
+
+def forward(stage: Zero3) -> None:
+    stage.model(torch.ones(2, 8), USUAL)
+
+
+@torch.no_grad()
+def evaluate(stage: Zero3) -> None:
+    forward(stage)
+
+
+def bad_batch(stage: Zero3) -> None:
+    with pytest.raises(ValueError, match="this batch is bad"):
+        train(stage, 0, 1, "raise")
+
+
+A_FORWARD = r"a new forward of the model \(training, gradients\)"
+WRONG_TURNS: dict[str, tuple[Callable[[Zero3], None], str, str]] = {
+    # what one rank does in place of a step; what the others are said to do, and what that rank is
+    "skips a module": (lambda stage: train(stage, 0, 2, 3, 4), r"forward of layers\.1", r"forward of layers\.2"),
+    "runs one twice": (lambda stage: train(stage, 0, 1, 1, 2, 3, 4), r"forward of layers\.2", r"forward of layers\.1"),
+    "swaps two": (lambda stage: train(stage, 0, 2, 1, 3, 4), r"forward of layers\.1", r"forward of layers\.2"),
+    "leaves out the last": (lambda stage: train(stage, 0, 1, 2, 3), r"forward of layers\.4", r"backward of layers\.3"),
+    "cuts backward short": (lambda stage: train(stage, 0, 1, "detach", 2, 3, 4), ".*", r"(reduction|backward) of .*"),
+    "stops after forward": (forward, r"backward of layers\.4", A_FORWARD),
+    "evaluates": (evaluate, A_FORWARD, r"a new forward of the model \(training, no gradients\)"),
+    "does not step": (lambda stage: train(stage, step=False), "step", A_FORWARD),
+    "steps at once": (lambda stage: stage.step(), A_FORWARD, "step"),
+    "raises": (bad_batch, r"forward of layers\.2", A_FORWARD),
+}
+
+
+def part(turn: Callable[[Zero3], None], stage: Zero3, after: int) -> str:
+    """What this rank is told; the last rank takes the wrong turn after so many steps."""
+    with pytest.raises(RankDivergence) as told:  # noqa: PT012
+        for step in range(after + 3):
+            if step == after and stage.group.rank == stage.group.size - 1:
+                turn(stage)
+            else:
+                train(stage)
+    return str(told.value)
+
+
+def part_in_all_ways(turn: Callable[[Zero3], None], ways: list[tuple[bool, bool, bool]]) -> list[str]:
+    return [part(turn, built(*way), after=2) for way in ways]
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "gloo"), (2, "shared"), (3, "gloo"), (4, "shared")])
+@pytest.mark.parametrize("name", list(WRONG_TURNS))
+def test_every_rank_is_told_what_each_does(
+    name: str, ranks: int, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With equal and different sizes, with prefetch and without, recomputed or not; no board looks on."""
+    monkeypatch.setenv("REFIMPL_TRANSPORT", transport)
+    turn, usual, wrong = WRONG_TURNS[name]
+    ways = list(product([True, False], repeat=3)) if ranks == 2 else [(False, True, False), (True, False, True)]
+    with World(ranks, compare=False) as world:
+        told = world.call(part_in_all_ways, turn, ways)
+        world.kill()  # what was begun in vain would keep the ranks from leaving by themselves
+    assert all(texts == told[0] for texts in told)
+    lines = "; ".join(f"rank {rank}: {wrong if rank == ranks - 1 else usual}" for rank in range(ranks))
+    for way, text in zip(ways, told[0], strict=True):
+        assert re.search(rf"through the model\. {lines}\. ZeRO-3 needs", text), (way, text)
+
+
+def part_at_once(turn: Callable[[Zero3], None]) -> str:
+    return part(turn, built(), after=0)
+
+
+@pytest.mark.parametrize("name", ["skips a module", "runs one twice", "stops after forward", "evaluates"])
+def test_in_the_first_step_too(name: str) -> None:
+    told = run(part_at_once, WRONG_TURNS[name][0], ranks=2)
+    assert told[0] == told[1]
+
+
+def part_and_go_on() -> list[str]:
+    """After the ranks have parted in the middle of a step nothing hangs: whatever is tried says why."""
+    stage = built()
+    first = part(lambda stage: train(stage, 0, 2, 1, 3, 4), stage, after=2)
+    said = []
+    for attempt in (train, evaluate, lambda stage: stage.full_state_dict()):
+        with pytest.raises(RankDivergence) as again:
+            attempt(stage)
+        said.append(str(again.value))
+    return [first, *said]
+
+
+def test_nothing_hangs_after_ranks_have_parted() -> None:
+    for said in run(part_and_go_on, ranks=2):
+        assert len(set(said)) == 1
+
+
+def part_uncaught(after: int) -> None:
+    stage = Zero3(Chain(EQUAL, False), group=Group.world())
+    for step in range(3):
+        evaluate(stage)
+        if step == after and stage.group.rank == 1:
+            with torch.no_grad():
+                stage.model(torch.ones(2, 8), (1,))
+
+
+@pytest.mark.parametrize(("after", "alive"), [(-1, True), (0, False)])
+def test_a_world_whose_ranks_are_out_of_step_ends(after: int, alive: bool) -> None:
+    """Where some have begun what others never will, the next call would meet the rest of it."""
+    with World(2, compare=False) as world:
+        if after < 0:
+            world.call(part_uncaught, after)
+        else:
+            with pytest.raises(RankError, match=r"rank 0: .*; rank 1: forward of layers\.1"):
+                world.call(part_uncaught, after)
+        assert world.alive is alive
+
+
+# Ranks that do not.
+
+
+def calls_made(do: Callable[[Zero3], None], times: int, is_checkpointed: bool = False) -> list[int]:
+    stage = built(is_checkpointed=is_checkpointed)
+    counts = []
+    for _ in range(times):
+        do(stage)
+        assert stage.path.roll_call is not None
+        counts.append(stage.path.roll_call.round)
+    return [after - before for before, after in zip([0, *counts], counts, strict=False)]
+
+
+def accumulate(stage: Zero3) -> None:
+    train(stage, step=False)
+    train(stage, step=False)
+    train(stage)
+
+
+def evaluate_and_train(stage: Zero3) -> None:
+    evaluate(stage)
+    train(stage)
+
+
+def two_views(stage: Zero3) -> None:
+    views = [stage.model(torch.full((2, 8), value), USUAL) for value in (1.0, 2.0)]
+    stage.backward(views[0] + views[1])
+    stage.step()
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("do", [train, accumulate, evaluate, evaluate_and_train])
+def test_nothing_is_said_once_a_path_is_known(do: Callable[[Zero3], None], is_checkpointed: bool) -> None:
+    for calls in run(calls_made, do, 5, is_checkpointed, ranks=2):
+        assert calls[0] > 0
+        assert calls[2:] == [0, 0, 0]
+
+
+def test_two_forwards_before_a_backward_say_one_thing_a_step() -> None:
+    """The first stops where a backward was seen to follow."""
+    assert run(calls_made, two_views, 5, ranks=2)[0][2:] == [1, 1, 1]
+
+
+def changes_on_all_ranks(stage: Zero3) -> None:
+    for plan in (USUAL, (0, 2, 4), (4, 3, 2), USUAL):
+        train(stage, *plan)
+
+
+def test_a_path_that_changes_on_all_ranks_is_fine() -> None:
+    for calls in run(calls_made, changes_on_all_ranks, 2, ranks=3):
+        assert all(calls)
+
+
+def slow(times: int) -> tuple[int, int]:
+    """The last rank computes until the others have wondered several times what keeps it."""
+    stage, store = built(), dist.distributed_c10d._get_default_store()
+    assert stage.path.roll_call is not None
+    stage.group.patience.ask.append(lambda _: store.add("wondered", 1) and None)
+    for _ in range(2):
+        train(stage)
+    rounds = stage.path.roll_call.round
+    for step in range(1, times + 1):
+        while stage.group.rank == stage.group.size - 1 and store.add("wondered", 0) < 5 * step:
+            pass
+        train(stage)
+    return rounds, stage.path.roll_call.round
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_slow_rank_is_waited_for(ranks: int) -> None:
+    for before, after in run(slow, 3, ranks=ranks):
+        assert before == after
+
+
+def slow_in_a_call() -> list[int]:
+    """As `slow`, where the others have called the roll and this rank comes later."""
+    stage, store = built(), dist.distributed_c10d._get_default_store()
+    train(stage)
+    if stage.group.rank == 0:
+        store.set("is there", "")
+    else:
+        store.wait(["is there"])
+    evaluate(stage)
+    assert stage.path.roll_call is not None
+    return [stage.path.roll_call.round]
+
+
+def test_ranks_come_to_a_call_in_any_order() -> None:
+    rounds = run(slow_in_a_call, ranks=3)
+    assert rounds[0] == rounds[1] == rounds[2]
+
+
+def leaves() -> str:
+    stage = built()
+    train(stage)
+    train(stage)
+    if stage.group.rank == 0:
+        stage.path.remove()  # as when the process ends
+        return ""
+    with pytest.raises(RankLost) as lost:
+        evaluate(stage)
+    return str(lost.value)
+
+
+def test_a_rank_that_leaves_is_named() -> None:
+    assert "rank 0 has left" in run(leaves, ranks=2)[1]
+
+
+def unchecked() -> bool:
+    return built(check_order=False).path.roll_call is None
+
+
+def test_it_can_be_left_out() -> None:
+    assert all(run(unchecked, ranks=2))
