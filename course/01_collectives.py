@@ -226,8 +226,8 @@ group.ledger.sent_bytes()
 show.source(ring.all_reduce, ring._reduce, ring._gather, ring._shift, docstrings=False)
 
 # %% [markdown]
-# `Group.all_reduce`, which the rest of the course uses, sends the same bytes in another way. Each rank hands chunk $i$
-# to rank $i$ directly, in one all-to-all. The owner adds the $N$ chunks it received, in rank order:
+# `Group.all_reduce`, which the rest of the course uses, moves the same bytes in another way. Each rank hands chunk $i$
+# to rank $i$ directly, as in one all-to-all. The owner adds the $N$ chunks, in rank order:
 
 # %%
 show.source(collectives.ordered_reduce)
@@ -372,6 +372,61 @@ plt.show()
 # $N=4$ share the two, must take turns in each of the 6 steps, and lie above theirs.
 
 # %% [markdown]
+# **The way.** Those ranks did not even send. All of them are on one host, so each read what its peer had put into memory
+# that both see. A cluster has both kinds of way:
+#
+# ```mermaid
+# flowchart LR
+#   subgraph A ["one node"]
+#     a0["rank 0"] <-->|"NVLink or shared memory<br/>a peer reads my memory"| a1["rank 1"]
+#   end
+#   subgraph B ["another node"]
+#     b0["rank 2"] <-->|"NVLink or shared memory"| b1["rank 3"]
+#   end
+#   a1 <-->|"network: InfiniBand, Ethernet<br/>bytes are copied out, sent, copied in"| b0
+# ```
+#
+# An H100 reaches its seven neighbours at 450 GB/s in each direction, and other nodes at 50 GB/s through one 400 Gbit/s
+# card. NCCL chooses for each pair of ranks, and says so under `NCCL_DEBUG=INFO` (`via P2P`, `via SHM`, `via NET`).
+# `Group` does the same for ranks on CPUs: shared memory where all are on one host, else TCP through gloo.
+# `REFIMPL_TRANSPORT=gloo` asks for TCP. The algorithm, the bytes in the ledger and the bits are the same. The time is not:
+
+# %%
+# %%ranks 2
+from refimpl.comm.group import Group
+from refimpl.measure.clock import Clock
+
+ways = {"TCP": Group.world(transport="gloo"), "shared memory": group}
+took, results = {}, []
+for size in (4096, 262_144, 16_777_216):
+    for name, way in ways.items():
+        x, clock = way.empty(size // 4, torch.float32), Clock()
+        for _ in range(20):
+            x.copy_(torch.arange(size // 4) / (3 + rank))
+            group.barrier()
+            with clock.time():
+                way.all_reduce(x)
+        took[size, name] = min(clock.ms["step"])
+        results.append(x.clone())
+print("the same bits either way:", all(torch.equal(a, b) for a, b in zip(results[::2], results[1::2], strict=True)))
+sent = [way.ledger.sent_bytes()["all_reduce"] for way in ways.values()]
+print("bytes in the ledger:     ", *sent)
+
+# %% tags=["nbval-ignore-output"]
+took = ranks.pull("took")[0]
+table = pd.DataFrame([[f"{s:,}", took[s, "TCP"], took[s, "shared memory"]] for s in sorted({s for s, _ in took})])
+table.columns = ["bytes", "TCP, ms", "shared memory, ms"]
+table["times faster"] = (table["TCP, ms"] / table["shared memory, ms"]).round(1)
+table.round(3)
+
+# %% [markdown]
+# TCP copies every byte into the kernel and out again, and both copies take time from the cores that compute. In shared
+# memory the owner of a chunk adds the others' numbers where they lie. What remains is signals (a word in the same memory
+# says "my buffer is complete", another "I have read yours") and one copy of each finished chunk. For that the buffer must
+# lie in the shared memory from the start: `Group.empty` hands such memory out, and the stages keep their buckets there.
+# A tensor from elsewhere is copied there first.
+
+# %% [markdown]
 # **Bits.** In floating point, $(a+b)+c$ need not equal $a+(b+c)$. The ring adds each chunk in another order: it starts
 # where the chunk starts. `Group.all_reduce` adds all chunks in rank order. Does it matter? Compare both with one
 # process that adds the four contributions one after the other.
@@ -443,7 +498,7 @@ for number, calls in enumerate(zip(*group.all_gather_object(mine), strict=True))
 # %%ranks 4
 x = torch.ones(4_000_000)
 work = group.all_reduce(x, async_op=True)
-x[-1000:] = 0  # too early: it may not have been sent yet
+x[::1000] = 0  # too early: not all of it has been read yet
 work.wait()
 print("touched before wait, right:", bool((x == 4).all()))
 
@@ -465,6 +520,7 @@ print("left alone till wait, right:", bool((x == 4).all()))
 #   `pytest exercises/01_collectives`
 # - **Quiz:** `refimpl quiz --topic communication`
 # - **Code:** [refimpl/comm/ring.py](../refimpl/comm/ring.py), [refimpl/comm/group.py](../refimpl/comm/group.py),
+#   [refimpl/comm/shared.py](../refimpl/comm/shared.py) (the way inside a host),
 #   [refimpl/plan/time.py](../refimpl/plan/time.py) (the ring beside the tree).
 # - **Tests:** [tests/comm/test_group.py](../tests/comm/test_group.py) compares the ledger with the bytes that the
 #   operating system counts.

@@ -359,11 +359,12 @@ memory
 
 # %%
 receive = memories[4]["buckets"]
-print("beside these, buffers to receive in:", receive > 0, "| at most two buckets long:", receive <= 2 * 4 * 30_000)
+print("beside these, kept by the transport:", receive > 0, "| at most two buckets long:", receive <= 2 * 4 * 30_000)
 
 # %% [markdown]
-# One thing is not in the formula: the buffers in which the others' gradients arrive. Their size depends on the bucket,
-# not on the model. The rest is 16 bytes a parameter (the hundredths are padding), on every rank, whatever $N$ is. That
+# One thing is not in the formula: what the transport keeps. Over a network these are the buffers in which the others'
+# gradients arrive, a bucket or two, whatever the size of the model. Ranks of one host read each other's buckets where
+# they lie, and keep only copies of a few small messages. The rest is 16 bytes a parameter (the hundredths are padding), on every rank, whatever $N$ is. That
 # is DDP's limit: more ranks read more text, but no rank can hold a larger model. Nothing in the `formula` column
 # divides by $N$. Chapters 4 to 6 make it do so.
 #

@@ -1,16 +1,17 @@
 """Freed memory stays with the process: glibc gives large blocks back, and the next one is zeroed page by page.
 
 A buffer that comes and goes at every layer, as ZeRO-3's gathered parameters do, costs a page fault for each 4 KB of it
-each time, about as much as copying it. A rank does the same work step after step and needs the memory again.
-What a rank frees then still counts as resident (RSS), ready for its next allocation. See man 3 mallopt.
+each time, about as much as copying it. A rank does the same work step after step and needs the memory again. What it
+frees then still counts as resident (RSS). Blocks of more than 32 MB, glibc's own limit, come and go as before.
+See man 3 mallopt.
 """
 
 import ctypes
 import os
 from collections.abc import Mapping
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # numbers of <malloc.h>
-_NEVER = 2**31 - 1
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of <malloc.h>
+_NEVER, _LARGEST = 2**31 - 1, 32 << 20  # bytes
 
 
 def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
@@ -19,5 +20,5 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     said = any(key.startswith("MALLOC_") for key in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
     if said or not hasattr(libc, "gnu_get_libc_version"):
         return False
-    # No block by mmap, which is unmapped when freed; and the heap's end stays where it is.
-    return bool(libc.mallopt(_MMAP_MAX, 0) and libc.mallopt(_TRIM_THRESHOLD, _NEVER))
+    # Blocks come from the heap, not from mmap, which is undone when they are freed; the heap's end stays where it is.
+    return bool(libc.mallopt(_MMAP_THRESHOLD, _LARGEST) and libc.mallopt(_TRIM_THRESHOLD, _NEVER))
