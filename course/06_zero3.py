@@ -602,6 +602,7 @@ pd.DataFrame(parity)
 # %%
 import ctypes
 import hashlib
+import os
 import re
 import resource
 from pathlib import Path
@@ -612,7 +613,8 @@ BUDGET = 240_000_000
 
 def attempt(name, budget):
     """Runs on every rank: two steps with at most `budget` bytes more than now. Losses, and a checksum on rank 0."""
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # glibc's M_MMAP_THRESHOLD: freed buffers go back at once
+    for option in (-4, -3):  # glibc's M_MMAP_MAX and M_MMAP_THRESHOLD: freed buffers go back at once
+        ctypes.CDLL(None).mallopt(option, 1 << 16)
     group = Group.world(transport="gloo")  # memory that ranks share would not count as data of one of them
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if budget:
@@ -634,6 +636,7 @@ def attempt(name, budget):
     return losses, hashlib.sha256(b"".join(w.numpy().tobytes() for w in weights.values())).hexdigest()
 
 
+os.environ["REFIMPL_TRANSPORT"] = "gloo"  # memory that ranks share does not count as data
 outcomes, finished = {}, {}
 for name in STAGES:
     needs = sum(memory_bytes(name, ranks=4, itemsize=4, layout=Layout(big.parameters, 0, 0)).values())

@@ -11,8 +11,9 @@ def prefetch(trace, at, sizes, live, flying, budget, most_live):
     for unit in trace[at:]:
         if unit in chosen:
             continue
+        flies_alone = in_air == 0 and budget > 0
         in_air, alive = (in_air + sizes[unit], alive + sizes[unit])
-        if in_air > budget or alive > most_live:
+        if (in_air > budget and not flies_alone) or alive > most_live:
             break
         chosen.append(unit)
     return chosen

@@ -11,7 +11,8 @@ def prefetch(trace, at, sizes, live, flying, budget, most_live):
     for unit in trace[at:]:
         if unit in live or unit in chosen:
             continue
-        if in_air + sizes[unit] > budget or alive + sizes[unit] > most_live:
+        too_much = in_air + sizes[unit] > budget and (in_air or not budget)
+        if too_much or alive + sizes[unit] > most_live:
             continue
         in_air, alive = (in_air + sizes[unit], alive + sizes[unit])
         chosen.append(unit)
