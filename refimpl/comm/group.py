@@ -258,15 +258,22 @@ class Group:
         """Return when every rank has come here."""
         if self._line is not None:
             with self._agreed("barrier", ""):
-                dist.barrier(self._line.handle)
+                self._meet()
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's picklable object, in rank order. For control, not for data: not charged to the ledger."""
         objects: list[Any] = [obj] * self.size
         if self._line is not None:
             with self._agreed("all_gather_object", ""):
+                if self.transport.needs_its_ranks:
+                    self._meet()
                 dist.all_gather_object(objects, obj, group=self._line.handle)
         return objects
+
+    def _meet(self) -> None:
+        """Return when every rank has come here; what is under way goes on meanwhile."""
+        assert self._line is not None
+        self.transport.wait_for(dist.barrier(self._line.handle, async_op=True))
 
     def _parts(self, out: Tensor, x: Tensor, out_splits: list[int] | None, in_splits: list[int] | None) -> list[Part]:
         """The messages to and from every other rank of an all-to-all in uneven parts."""

@@ -19,6 +19,7 @@ import os
 import time
 import weakref
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -72,6 +73,8 @@ class Task:
 
 class Shared(Library):
     """`files`, `pids`: of every rank of the group; this rank's own file is among them."""
+
+    needs_its_ranks = True
 
     def __init__(self, handle: dist.ProcessGroup, files: Sequence[Mapped], own: Own, pids: Sequence[int]) -> None:
         super().__init__(handle, "gloo", Streams())
@@ -239,6 +242,13 @@ class Shared(Library):
         for task in self._tasks:
             task.advance()
         self._tasks = [task for task in self._tasks if not task.over]
+
+    def wait_for(self, handle: Any) -> None:
+        while not handle.is_completed():
+            self._progress()
+            with suppress(RuntimeError):  # not done within the time
+                handle.wait(timedelta(seconds=SHORT))
+        handle.wait()
 
     def finish(self, task: Task, limit: timedelta | None = None) -> bool:
         """Go on with all that is under way until this is over; False if it is not within the limit."""

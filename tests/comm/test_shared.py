@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import random
 import signal
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from refimpl.comm import shared, signals
 from refimpl.comm.composed import Composed
 from refimpl.comm.group import Group
 from refimpl.comm.shared import Shared
+from refimpl.comm.signals import SLOTS
 from refimpl.ranks.lost import RankLost
 
 run = functools.partial(launch.run, device="cpu")
@@ -271,3 +273,47 @@ def test_ranks_that_are_killed_leave_nothing_behind() -> None:
     with pytest.raises(launch.RankDied):
         run(check, ranks=3)
     assert not [name for name in set(os.listdir("/dev/shm")) - named if "refimpl" in name]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_may_wait_at_different_places_round_a_barrier(ranks: int) -> None:
+    """One rank waits for a collective before it meets the others, the rest afterwards."""
+
+    def work() -> list[float]:
+        group, sums = Group.world(), []
+        for meet in (group.barrier, lambda: group.all_gather_object(None)):
+            whole = torch.empty(group.size)
+            gathering = group.all_gather(whole, torch.full((1,), 1.0 + group.rank), async_op=True)
+            if group.rank == 0:
+                gathering.wait()
+            meet()
+            gathering.wait()
+            sums.append(whole.sum().item())
+        return sums
+
+    expected = ranks * (ranks + 1) / 2
+    assert run(work, ranks=ranks) == [[expected] * 2] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_far_ahead_does_not_use_a_place_that_it_still_needs(ranks: int) -> None:
+    """More collectives at once than a channel has slots, of two sizes, at every rank's own pace."""
+
+    def work() -> bool:
+        group, pace = Group.world(), random.Random(dist.get_rank())
+        for _ in range(10):
+            under_way = []
+            for k in range(3 * SLOTS):
+                mine = torch.full((27 if k % 3 else 33,), 1000.0 * group.rank + k)
+                whole = torch.empty(len(mine) * group.size)
+                for _ in range(pace.randrange(3)):
+                    torch.randn(2000).sum()
+                under_way.append((k, mine, whole, group.all_gather(whole, mine, async_op=True)))
+            for k, mine, whole, gathering in under_way:
+                gathering.wait()
+                expected = torch.arange(group.size).repeat_interleave(len(mine)) * 1000.0 + k
+                if not torch.equal(whole, expected):
+                    return False
+        return True
+
+    assert run(work, ranks=ranks) == [True] * ranks
