@@ -105,7 +105,7 @@ def train(answer: Answer, group: WatchedGroup, limit: int, parts: int) -> None:
         )
         oracle = group.oracle()
         for bucket in buckets * parts:
-            shard = -(-bucket.numel // group.size)
+            shard = -(-packed(bucket) // group.size)
             oracle.reduce_scatter(torch.zeros(shard), torch.zeros(shard * group.size))
         same_traffic(watched, oracle, f"step {step}")
         gradients.shards.clear()
@@ -114,12 +114,12 @@ def train(answer: Answer, group: WatchedGroup, limit: int, parts: int) -> None:
 def judge_shards(group: WatchedGroup, shards: dict[int, Tensor], buckets: list[Bucket]) -> None:
     """A shard has 1/N of the padded bucket, and memory for no more."""
     for number, bucket in enumerate(buckets):
-        size = -(-bucket.numel // group.size)
+        size = -(-packed(bucket) // group.size)
         shard = shards[number]
         what = f"shards[{number}]"
         require(
             isinstance(shard, Tensor) and shard.numel() == size,
-            f"{what} has not {size} elements, which is 1/{group.size} of {bucket.numel}, rounded up",
+            f"{what} has not {size} elements, which is 1/{group.size} of {packed(bucket)}, rounded up",
         )
         alive = shard.untyped_storage().nbytes() // shard.element_size()
         require(
@@ -136,8 +136,15 @@ def whole(
     found = {}
     for number, bucket in enumerate(buckets):
         flat = torch.cat([each[number].reshape(-1) for each in everyones])
-        found |= {names[p]: bucket.piece(flat, p) for p in bucket.params}
+        sizes = [p.numel() for p in bucket.params]
+        pieces = flat[: sum(sizes)].split(sizes)
+        found |= {names[p]: piece.view(p.shape) for p, piece in zip(bucket.params, pieces, strict=True)}
     return found
+
+
+def packed(bucket: Bucket) -> int:
+    """Elements of a bucket whose parameters lie end to end."""
+    return sum(p.numel() for p in bucket.params)
 
 
 def expected_gradients(

@@ -66,6 +66,12 @@ class Scratch:
             self._free.append(buffer)
             self._given[id(buffer)] = self.streams.record()
 
+    def trim(self) -> None:
+        """Keep no buffer that is free."""
+        for buffer in self._free:
+            self.streams.wait(self._given.pop(id(buffer)))
+        self._free = []
+
     def tensors(self) -> list[Tensor]:
         return [*self._free, *(buffer for _, buffer in self._taken.values())]
 

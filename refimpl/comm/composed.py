@@ -49,5 +49,8 @@ class Composed(Library):
     def all_gather(self, chunks: list[Tensor], x: Tensor) -> Steps:
         yield lambda: collectives.all_gather(self.start, chunks, x, self.rank)
 
+    def trim(self) -> None:
+        self._scratch.trim()
+
     def scratch(self) -> list[Tensor]:
         return self._scratch.tensors()

@@ -102,6 +102,14 @@ class Shared(Library):
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.own.empty(numel, dtype) if device.type == "cpu" else super().empty(numel, dtype, device)
 
+    def trim(self) -> None:
+        for need in [need for needs, _ in self._lent for need in needs]:
+            while not self.watch.met(need):
+                self._progress()
+                self.watch.wait(need, SHORT)
+        self._take_back()
+        self._scratch.trim()
+
     def scratch(self) -> list[Tensor]:
         return self._scratch.tensors()
 
@@ -226,11 +234,17 @@ class Shared(Library):
 
     def _buffer(self, numel: int, like: Tensor) -> Tensor:
         """A buffer in this rank's file: one that all have read, or a new one."""
-        for lent in list(self._lent):
-            if all(self.watch.met(need) for need in lent[0]):
-                self._lent.remove(lent)
-                self._scratch.give(lent[1])
+        self._take_back()
         return self._scratch.take(numel, like)
+
+    def _take_back(self) -> None:
+        """The copies that all have read."""
+        lent, self._lent = self._lent, []
+        for needs, copy in lent:
+            if all(self.watch.met(need) for need in needs):
+                self._scratch.give(copy)
+            else:
+                self._lent.append((needs, copy))
 
     def _begin(self, steps: Iterator[Need]) -> list[Task]:
         task = Task(self, steps)

@@ -76,6 +76,9 @@ class Transport(ABC):
         """Buffers kept between calls."""
         return []
 
+    def trim(self) -> None:  # noqa: B027
+        """Give back the buffers that were kept: what comes now is of other sizes. On every rank."""
+
     def advance(self) -> None:  # noqa: B027
         """Let what was begun go on, where it needs this rank's own hands: for who waits for something else."""
 

@@ -56,7 +56,7 @@ def rank_bytes(
     buckets: two receive buffers are kept, for what N-1 others send, and from ZeRO-2 on three that fill, travel and
     wait; all for the largest bucket. (DDP and ZeRO-1 fill memory that stays: it counts as gradients.) gathered: in
     ZeRO-3 the unit in use, the model's own (the tied embedding, in use throughout), and `bucket_size` elements of
-    prefetch.
+    prefetch, or one unit if that is larger.
     """
     sizes = bucket_sizes(strategy, ranks, bucket_size, config)
     numel, whole = sum(n for n, _ in sizes), sum(p for _, p in sizes)
@@ -65,7 +65,7 @@ def rank_bytes(
     receiving = min(RECEIVING, len(sizes)) * largest * (ranks - 1) // ranks
     filling = min(FILLING, len(sizes)) * largest if sharded else 0
     embedding = round_up(config.vocab * config.width, ranks * ALIGN)
-    gathered = min(whole, embedding + largest + bucket_size) if strategy == "zero3" else 0
+    gathered = min(whole, embedding + largest + max(largest, bucket_size)) if strategy == "zero3" else 0
     return {
         **memory_bytes(strategy, ranks, itemsize, Layout(numel, whole - numel, len(sizes))),
         "gathered, at most": gathered * itemsize,

@@ -78,6 +78,7 @@ class Stage(Changing, ByName, Held, ABC):
         self._unscaled = False  # whether fp16's gradients arrived that are of no scaled loss
         self.passes = BackwardPass(self.begin_backward, self.end_backward, self.drop_backward)
         self.buckets = self.lay_out([p for p in self.names if p in self.group_of and p.requires_grad])
+        self.group.transport.trim()  # of the copies that brought rank 0's values
         self.buffers = Buffers(self.model, self.group, self.config.broadcast_buffers)
         self.thawed: dict[nn.Parameter, None] = {}  # to be trained from the next pass on; an ordered set
         self.gradients = Gradients(
