@@ -56,10 +56,10 @@ class Group:
     ) -> None:
         """`handle` None is a group of this process alone: every collective is a copy or nothing, and sends 0 bytes.
 
-        All ranks of `handle` make theirs together. `streams`: what orders the device's work, a GPU's own by default.
-        `transport`: one, or "gloo" or "shared" for tensors on the CPU; by default what REFIMPL_TRANSPORT says, else
-        shared memory if all ranks are on one host, else gloo. ValueError for another, RuntimeError for "shared" where
-        it cannot be.
+        `streams`: what orders the device's work, a GPU's own by default. `transport`: one, or "gloo" or "shared" for
+        tensors on the CPU; by default what REFIMPL_TRANSPORT says, else shared memory if all ranks are on one host,
+        else gloo. They find out at the group's first collective. ValueError for another, RuntimeError for "shared"
+        where it cannot be.
         """
         self.device = device or device_of(handle)
         self.backend = backend_of(handle, self.device)
@@ -72,13 +72,34 @@ class Group:
         ranks = dist.get_process_group_ranks(handle) if handle else []
         self._board = Board(Path(directory), handle.group_name, ranks, handle.rank()) if handle and directory else None
         wish = os.environ.get("REFIMPL_TRANSPORT", "") if transport is None else transport
-        self.transport = wish if isinstance(wish, Transport) else self._transport(handle, wish, deterministic)
-        self.rank, self.size = self.transport.rank, self.transport.size
+        # What is there without asking the other ranks: for messages between two, and where memory is not shared.
+        self._direct = wish if isinstance(wish, Transport) else self._library(handle, wish, deterministic)
+        self.rank, self.size = self._direct.rank, self._direct.size
+        may_share = self.backend == "gloo" and self.device.type == "cpu" and self.size > 1
+        if wish == "shared" and not may_share and handle is not None and self.size > 1:
+            raise RuntimeError(
+                f"REFIMPL_TRANSPORT=shared, but this group cannot share memory: its tensors are on {self.device.type}, "
+                f"its backend is {self.backend}; unset it"
+            )
+        self._must_share = wish == "shared"
+        self._met = None if may_share and wish in ("", "shared") else self._direct
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
         """torch's group; None in a group of one without it."""
-        return self.transport.handle if isinstance(self.transport, Library) else None
+        return self._direct.handle if isinstance(self._direct, Library) else None
+
+    @property
+    def transport(self) -> Transport:
+        """The way of this group's collectives. Where it may be shared memory, asking for it first is a collective."""
+        if self._met is None:
+            assert self.handle is not None
+            with Agreed(self._board, self.patience, dist.get_rank(), "the first collective of a Group", ""):
+                shared = meet(self.handle)
+            if not isinstance(shared, Transport) and self._must_share:
+                raise RuntimeError(f"REFIMPL_TRANSPORT=shared, but this group cannot share memory: {shared}; unset it")
+            self._met = shared if isinstance(shared, Transport) else self._direct
+        return self._met
 
     @classmethod
     def world(cls, ledger: Ledger | None = None, deterministic: bool = False, transport: str | None = None) -> "Group":
@@ -98,26 +119,14 @@ class Group:
 
     def scratch(self) -> list[Tensor]:
         """The buffers that collectives keep between calls: memory that counts as `buckets`."""
-        return self.transport.scratch()
+        return (self._met or self._direct).scratch()
 
-    def _transport(self, handle: dist.ProcessGroup | None, wish: str, deterministic: bool) -> Transport:
-        """The way of this group: the library's own collectives only where they are fast and their order is free."""
+    def _library(self, handle: dist.ProcessGroup | None, wish: str, deterministic: bool) -> Transport:
+        """By torch.distributed: the library's own collectives only where they are fast and their order is free."""
         if wish not in ("", "gloo", "shared"):
             raise ValueError(f"REFIMPL_TRANSPORT must be gloo or shared, or not set, not {wish!r}")
         if handle is None:
             return Alone()
-        shared: Transport | str
-        if self.backend != "gloo" or self.device.type != "cpu":
-            shared = f"its tensors are on {self.device.type}, its backend is {self.backend}"
-        elif wish == "gloo" or handle.size() == 1:
-            return Composed(handle, self.backend, self.streams)
-        else:
-            with Agreed(self._board, self.patience, dist.get_rank(), "the making of a Group", ""):
-                shared = meet(handle)
-        if isinstance(shared, Transport):
-            return shared
-        if wish == "shared":
-            raise RuntimeError(f"REFIMPL_TRANSPORT=shared, but this group cannot share memory: {shared}; unset it")
         kind = Composed if self.backend == "gloo" or deterministic else Native
         return kind(handle, self.backend, self.streams)
 
@@ -130,7 +139,7 @@ class Group:
             self._half.advance()
         self._half = None
         call = self.ledger.start(op, sent, tag)
-        lane, ledger = self.transport.lane, self.ledger
+        lane, ledger = self._direct.lane, self.ledger
         work = Work(steps, lane, holds, lambda work: ledger.end(call, *work.span()), ledger.timed and lane is not None)
         if not async_op:
             work.wait()
@@ -223,14 +232,14 @@ class Group:
         checks.tensors("send", x=x)
         sent = x.numel() * x.element_size()
         agreed = self._agreed(f"send of {_words(x)} to {to}", tag, [((self.rank, to), _words(x))])
-        return self._run("send", sent, tag, async_op, agreed.message(self.transport.send(x, to)), x)
+        return self._run("send", sent, tag, async_op, agreed.message(self._direct.send(x, to)), x)
 
     def recv(self, x: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
         """Fill x with what rank `source` of this group sends. Sends nothing itself. ValueError if there is no such."""
         checks.other("recv", "source", source, self.size, self.rank)
         checks.tensors("recv", x=x)
         agreed = self._agreed(f"recv of {_words(x)} from {source}", tag, [((source, self.rank), _words(x))])
-        return self._run("recv", 0, tag, async_op, agreed.message(self.transport.recv(x, source)), x)
+        return self._run("recv", 0, tag, async_op, agreed.message(self._direct.recv(x, source)), x)
 
     def send_recv(self, x: Tensor, to: int, out: Tensor, source: int, *, tag: str = "") -> None:
         """Send x to rank `to` while `out` is filled with what rank `source` sends; return when both are done.
@@ -243,7 +252,7 @@ class Group:
         checks.tensors("send_recv", x=x, out=out)
         what = f"send_recv of {_words(x)} to {to} and {_words(out)} from {source}"
         parts = [((self.rank, to), _words(x)), ((source, self.rank), _words(out))]
-        steps = self._agreed(what, tag, parts).message(self.transport.send_recv(x, to, out, source))
+        steps = self._agreed(what, tag, parts).message(self._direct.send_recv(x, to, out, source))
         sending = self._run("send", x.numel() * x.element_size(), tag, True, steps, x, out)
         self._run("recv", 0, tag, True, iter(())).wait()
         sending.wait()
@@ -265,7 +274,7 @@ class Group:
         objects: list[Any] = [obj] * self.size
         if self._line is not None:
             with self._agreed("all_gather_object", ""):
-                if self.transport.needs_its_ranks:
+                if self._met is not None and self._met.needs_its_ranks:
                     self._meet()
                 dist.all_gather_object(objects, obj, group=self._line.handle)
         return objects
@@ -273,7 +282,7 @@ class Group:
     def _meet(self) -> None:
         """Return when every rank has come here; what is under way goes on meanwhile."""
         assert self._line is not None
-        self.transport.wait_for(dist.barrier(self._line.handle, async_op=True))
+        (self._met or self._direct).wait_for(dist.barrier(self._line.handle, async_op=True))
 
     def _parts(self, out: Tensor, x: Tensor, out_splits: list[int] | None, in_splits: list[int] | None) -> list[Part]:
         """The messages to and from every other rank of an all-to-all in uneven parts."""

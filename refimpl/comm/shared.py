@@ -3,7 +3,9 @@
     all_reduce       add my chunk of everyone's buffer, in rank order; then copy everyone's finished chunk
     reduce_scatter   add my chunk of everyone's buffer
     all_gather       copy everyone's
-    all_to_all, broadcast, send, recv   copy what is meant for me
+    all_to_all, broadcast   copy what is meant for me
+
+Messages between two ranks go by the library: shared memory is agreed on by all ranks of a group together.
 
 A tensor that lies in this rank's mapped memory (`Transport.empty`) is read there by its peers; any other is copied
 there first. Either way the caller may write to it when the work is done: peers have read it, or read the copy.
@@ -85,16 +87,7 @@ class Shared(Library):
         self._tasks: list[Task] = []
         self._scratch = Scratch(empty=lambda numel, dtype, device: own.empty(numel, dtype))
         self._lent: list[tuple[list[Need], Tensor]] = []  # copies, until these needs are met: then all have read them
-        words = channel_words(self.size)
         self._all = Channel(self.rank, files, dict.fromkeys(range(self.size), 0))
-        self._to = [
-            Channel(self.rank, files, {self.rank: (1 + to) * words, to: (1 + self.size + self.rank) * words})
-            for to in range(self.size)
-        ]
-        self._from = [
-            Channel(self.rank, files, {source: (1 + self.rank) * words, self.rank: (1 + self.size + source) * words})
-            for source in range(self.size)
-        ]
 
     def advance(self) -> None:
         self._progress()
@@ -127,17 +120,6 @@ class Shared(Library):
 
     def broadcast(self, x: Tensor, root: int) -> Steps:
         yield lambda: self._begin(self._broadcast(x.view(-1), root))
-
-    def send(self, x: Tensor, to: int) -> Steps:
-        yield lambda: self._begin(self._give(self._to[to], {to: x.view(-1)}))
-
-    def recv(self, x: Tensor, source: int) -> Steps:
-        yield lambda: self._begin(self._take(self._from[source], {source: x.view(-1)}))
-
-    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
-        giving = self._give(self._to[to], {to: x.view(-1)})
-        taking = self._take(self._from[source], {source: out.view(-1)})
-        yield lambda: [*self._begin(giving), *self._begin(taking)]
 
     def _all_reduce(self, x: Tensor, op: Op) -> Iterator[Need]:
         first, second = self._all.number(), self._all.number()
@@ -277,7 +259,7 @@ class Shared(Library):
 def meet(handle: dist.ProcessGroup) -> Shared | str:
     """The transport of this group, or why it cannot be had: the same answer on every rank. A collective."""
     reason, own = unsupported(), None
-    words = channel_words(handle.size()) * (1 + 2 * handle.size())
+    words = channel_words(handle.size())
     if not reason:
         own = Own(words)
     me = (host(), os.getpid(), own.descriptor) if own else reason

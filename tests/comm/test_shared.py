@@ -49,14 +49,14 @@ def test_all_ranks_take_gloo_when_one_of_them_cannot_share() -> None:
         assert type(Group.world().transport) is Composed
         os.environ["REFIMPL_TRANSPORT"] = "shared"
         with pytest.raises(RuntimeError, match="shared, but this group cannot share memory: its ranks are on several"):
-            Group.world()
+            Group.world().all_reduce(torch.ones(1))
         shared.host = elsewhere
 
         opens = shared.of_peer
         if rank == 1:
             shared.of_peer = lambda pid, descriptor, words: opens(0, descriptor, words)
         with pytest.raises(RuntimeError, match=r"shared, .*: rank 1 cannot map the memory of a peer: .*/proc/0/fd"):
-            Group.world()
+            Group.world().all_reduce(torch.ones(1))
         shared.of_peer = opens
         assert type(Group.world().transport) is Shared
 
@@ -317,3 +317,18 @@ def test_a_rank_far_ahead_does_not_use_a_place_that_it_still_needs(ranks: int) -
         return True
 
     assert run(work, ranks=ranks) == [True] * ranks
+
+
+def test_a_group_may_be_made_by_some_ranks_alone_and_two_may_talk_first() -> None:
+    def work() -> float:
+        rank = dist.get_rank()
+        lonely = Group.world() if rank == 0 else None
+        x, group = torch.full((1,), float(rank)), lonely or Group.world()
+        if rank < 2:
+            other = torch.empty(1)
+            group.send_recv(x, 1 - rank, other, 1 - rank)
+            x += other
+        group.all_reduce(x)
+        return x.item()
+
+    assert run(work, ranks=3) == [4.0] * 3
