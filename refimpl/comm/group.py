@@ -58,7 +58,7 @@ class Group:
 
         `streams`: what orders the device's work, a GPU's own by default. `transport`: one, or "gloo" or "shared" for
         tensors on the CPU; by default what REFIMPL_TRANSPORT says, else shared memory if all ranks are on one host,
-        else gloo. They find out at the group's first collective. ValueError for another, RuntimeError for "shared"
+        else gloo. They find out at the group's first collective, which returns when all have come. ValueError for another, RuntimeError for "shared"
         where it cannot be.
         """
         self.device = device or device_of(handle)
