@@ -58,8 +58,8 @@ class Group:
 
         `streams`: what orders the device's work, a GPU's own by default. `transport`: one, or "gloo" or "shared" for
         tensors on the CPU; by default what REFIMPL_TRANSPORT says, else shared memory if all ranks are on one host,
-        else gloo. They find out at the group's first collective, which returns when all have come. ValueError for another, RuntimeError for "shared"
-        where it cannot be.
+        else gloo. They find out at the group's first collective, which returns when all have come. ValueError for
+        another, RuntimeError for "shared" where it cannot be.
         """
         self.device = device or device_of(handle)
         self.backend = backend_of(handle, self.device)
