@@ -94,8 +94,7 @@ class Group:
         """The way of this group's collectives. Where it may be shared memory, asking for it first is a collective."""
         if self._met is None:
             assert self.handle is not None
-            with Agreed(self._board, self.patience, dist.get_rank(), "the first collective of a Group", ""):
-                shared = meet(self.handle)
+            shared = meet(self.handle)
             if not isinstance(shared, Transport) and self._must_share:
                 raise RuntimeError(f"REFIMPL_TRANSPORT=shared, but this group cannot share memory: {shared}; unset it")
             self._met = shared if isinstance(shared, Transport) else self._direct
@@ -163,7 +162,8 @@ class Group:
         mine = collectives.chunk_sizes(x.numel(), self.size)[self.rank]
         sent = (x.numel() - mine + mine * (self.size - 1)) * x.element_size()
         agreed = self._agreed(f"all_reduce ({op}) of {_words(x)}", tag)
-        steps = self.transport.all_reduce(x.detach().view(-1), op)
+        with agreed:
+            steps = self.transport.all_reduce(x.detach().view(-1), op)
         return self._run("all_reduce", sent, tag, async_op, agreed.collective(steps), x)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
@@ -177,7 +177,8 @@ class Group:
         checks.reduction("reduce_scatter", op, x, out)
         sent = (x.numel() - out.numel()) * x.element_size()
         agreed = self._agreed(f"reduce_scatter ({op}) of {_words(x)}", tag)
-        steps = self.transport.reduce_scatter(out.detach().view(-1), x.detach().view(-1), op)
+        with agreed:
+            steps = self.transport.reduce_scatter(out.detach().view(-1), x.detach().view(-1), op)
         return self._run("reduce_scatter", sent, tag, async_op, agreed.collective(steps), out, x)
 
     def all_gather(self, out: Tensor | list[Tensor], x: Tensor, *, async_op: bool = False, tag: str = "") -> Work:
@@ -193,7 +194,8 @@ class Group:
         chunks = out.detach().view(self.size, -1).unbind() if isinstance(out, Tensor) else out
         sent = x.numel() * x.element_size() * (self.size - 1)
         agreed = self._agreed(f"all_gather of {_words(x)} a rank", tag)
-        steps = self.transport.all_gather([c.detach().view(-1) for c in chunks], x.detach().view(-1))
+        with agreed:
+            steps = self.transport.all_gather([c.detach().view(-1) for c in chunks], x.detach().view(-1))
         return self._run("all_gather", sent, tag, async_op, agreed.collective(steps), *chunks, x)
 
     def all_to_all(
@@ -215,8 +217,10 @@ class Group:
         what, parts = f"all_to_all of {_words(x)}", list[Part]()
         if in_splits or out_splits:
             what, parts = "all_to_all in uneven parts", self._parts(out, x, out_splits, in_splits)
-        steps = self.transport.all_to_all(out, x, out_splits, in_splits)
-        return self._run("all_to_all", sent, tag, async_op, self._agreed(what, tag, parts).collective(steps), out, x)
+        agreed = self._agreed(what, tag, parts)
+        with agreed:
+            steps = self.transport.all_to_all(out, x, out_splits, in_splits)
+        return self._run("all_to_all", sent, tag, async_op, agreed.collective(steps), out, x)
 
     def broadcast(self, x: Tensor, root: int = 0, *, async_op: bool = False, tag: str = "") -> Work:
         """x of rank `root` -> x on every rank. The root is charged n(N-1) bytes, the others 0."""
@@ -224,7 +228,9 @@ class Group:
         checks.tensors("broadcast", x=x)
         sent = x.numel() * x.element_size() * (self.size - 1) if self.rank == root else 0
         agreed = self._agreed(f"broadcast of {_words(x)} from {root}", tag)
-        return self._run("broadcast", sent, tag, async_op, agreed.collective(self.transport.broadcast(x, root)), x)
+        with agreed:
+            steps = self.transport.broadcast(x, root)
+        return self._run("broadcast", sent, tag, async_op, agreed.collective(steps), x)
 
     def send(self, x: Tensor, to: int, *, async_op: bool = False, tag: str = "") -> Work:
         """Send x to rank `to` of this group, which must call `recv`. Sends n bytes. ValueError if there is no such."""

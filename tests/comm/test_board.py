@@ -146,6 +146,8 @@ def test_a_call_that_was_refused_can_be_made_rightly():
     def work() -> tuple[bool, float]:
         group, x = Group.world(), torch.ones(4)
         told = Group(dist.new_group())
+        for one in (group, told):
+            one.all_reduce(torch.zeros(1))  # the ranks of each have met
         refused = False
         if group.rank == 0:
             works = [group.all_reduce(x, async_op=True)]
