@@ -429,7 +429,7 @@ def building(sharded):
 
 
 whole, cut = (launch.run(building, sharded, ranks=4)[0] for sharded in (False, True))
-print(f"highest count while the model is built: {whole:.1f} bytes a parameter; with Init {cut:.1f}")
+print(f"highest count while the model is built: {whole:.1f} bytes a parameter; with Init about {cut:.0f}")
 
 # %% [markdown]
 # And to look at a weight, or to change it? A freed parameter has its shape and no values. Inside
