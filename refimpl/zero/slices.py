@@ -5,6 +5,9 @@ than many short ones. When a parameter stays without a gradient on every rank, t
 and count of steps fall behind its neighbours': its slice is then cut at its borders, once and for good. The pieces are
 views of the same memory, so nothing moves.
 
+Masters of low precision get a slice every 4M elements. The gradient of each is widened into memory of its own, and up
+to 32 MB glibc keeps what is freed for the next step; a larger block is faulted in anew, which takes ten times as long.
+
 An optimizer that is not element-wise (LBFGS, Muon, Adafactor) needs whole parameters: where every rank has them all
 (DDP) it gets one slice a parameter, in the parameter's shape.
 """
@@ -13,17 +16,20 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn, optim
 
-from refimpl.zero.flat import Bucket
+from refimpl.zero.flat import ALIGN, Bucket
 from refimpl.zero.parameter import GRAD
 
 ELEMENTWISE = (
     optim.AdamW, optim.Adam, optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam,
     optim.RAdam, optim.ASGD, optim.Rprop,
 )  # fmt: skip
+
+LONGEST = 1 << 22  # elements of a slice whose gradient is widened: 16 MB
 
 
 class SliceParameter(nn.Parameter):
@@ -89,7 +95,8 @@ class Slices:
 
     def _first(self, bucket: Bucket, master: Tensor) -> list[Slice]:
         if self.elementwise:
-            return [self._slice(bucket, 0, master.numel(), master)]
+            cuts = [0, *(self._borders(bucket) if bucket.dtype != master.dtype else []), master.numel()]
+            return [self._slice(bucket, a, b, master[a:b]) for a, b in pairwise(cuts)]
         if master.numel() != bucket.padded:
             raise TypeError(
                 f"{self.kind.__name__} is not known to be element-wise: on a shard it would compute something else. "
@@ -98,6 +105,15 @@ class Slices:
                 "(zero_allow_untested_optimizer), or `elementwise = True` on its class"
             )
         return [self._slice(bucket, at, at + p.numel(), bucket.piece(master, p)) for p, at in bucket.offset.items()]
+
+    def _borders(self, bucket: Bucket) -> list[int]:
+        """Where to cut a long master: before parameters, where ALIGN allows it, so that the bits stay the same."""
+        cuts, end = [0], self._masters[bucket].numel()
+        begins = [self._span(bucket, p)[0] for p in bucket.params]
+        for begin, following in pairwise(sorted(b for b in (*begins, end) if b % ALIGN == 0)):
+            if begin > cuts[-1] and following - cuts[-1] > LONGEST:
+                cuts.append(begin)
+        return [cut for cut in cuts[1:] if cut < end]
 
     def _slice(self, bucket: Bucket, start: int, end: int, memory: Tensor) -> Slice:
         param = SliceParameter(memory, requires_grad=False)
@@ -122,8 +138,11 @@ class Slices:
             given = {k: v for k, v in self.optimizer.defaults.items() if k in accepted}
             self.optimizer.state.update(self.kind([{**group, "params": params}], **given).state)
 
-    def hand_out(self, bucket: Bucket, grad: Tensor, left_alone: set[nn.Parameter]) -> None:
-        """grad, as long as the bucket's master, to its slices; those of parameters to leave alone get none."""
+    def hand_out(self, bucket: Bucket, grad: Tensor, factor: float, left_alone: set[nn.Parameter]) -> None:
+        """factor * grad, as long as the bucket's master, to its slices; parameters to leave alone get none.
+
+        fp32 is multiplied in place.
+        """
         self._applying = True
         spans = [self._span(bucket, p) for p in bucket.params if p in left_alone]
         for start, end in spans:
@@ -131,7 +150,11 @@ class Slices:
             self._cut(bucket, end)
         for s in self.of[bucket]:
             alone = any(start <= s.start < s.end <= end for start, end in spans)
-            s.param.grad = None if alone else grad[s.start : s.end].view(s.param.shape)
+            if alone:
+                s.param.grad = None
+                continue
+            wide = grad[s.start : s.end].to(s.param.dtype)
+            s.param.grad = (wide if factor == 1 else wide.mul_(factor)).view(s.param.shape)
 
     def _span(self, bucket: Bucket, p: nn.Parameter) -> tuple[int, int]:
         """Where p lies in the bucket's master."""

@@ -85,8 +85,7 @@ class Update:
         limit = self.config.gradient_clipping
         factor = (min(1.0, limit / (self.grad_norm + 1e-6)) if limit and self.grad_norm else 1.0) / scale
         for bucket, grad in gradients.items():
-            wide = grad.to(self.masters[bucket].dtype)
-            self.slices.hand_out(bucket, wide.mul_(factor) if factor != 1 and finite else wide, left_alone)
+            self.slices.hand_out(bucket, grad, factor if finite else 1.0, left_alone)
         return finite
 
     @torch.no_grad()
@@ -108,7 +107,8 @@ class Update:
             return
         for weight, wide in zip(torch.split(mine, NORM_BLOCK), torch.split(master, NORM_BLOCK), strict=True):
             rounded = wide.to(weight.dtype)
-            if weight.device.type != "cpu" or not torch.equal(rounded, weight):
+            # Eight bytes at a time, four times as fast: slices are multiples of 64 elements.
+            if weight.device.type != "cpu" or not torch.equal(rounded.view(torch.int64), weight.view(torch.int64)):
                 wide.copy_(torch.where(rounded == weight, wide, weight.float()))
 
     def publish(self, bucket: Bucket) -> None:
@@ -127,8 +127,8 @@ class Update:
         params = [p for bucket in self.owned for p in bucket.params]
         message = torch.tensor([0.0, *(p not in used for p in params)], dtype=torch.float64, device=self.group.device)
         for bucket, gradient in gradients.items():
-            if bucket.group.rank == 0 or gradient.numel() < bucket.padded:  # what every rank has counts once
-                message[0] += sum_of_squares(gradient, exact)
+            mine = bucket.shard(gradient) if gradient.numel() == bucket.padded else gradient  # of what every rank has
+            message[0] += sum_of_squares(mine, exact)
         self.group.all_reduce(message, "sum", tag="norm")
         self.group.settle()
         squares, *unused = message.tolist()
