@@ -17,6 +17,7 @@ import sysconfig
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -189,6 +190,7 @@ def caller() -> str:
     return f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
 
 
+@cache
 def _is_library(file: str) -> bool:
     in_stdlib = file.startswith(_STDLIB) and not file.startswith(_SITE)
     return in_stdlib or file.startswith((_REFIMPL, _TORCH, "<frozen ", "<string>"))

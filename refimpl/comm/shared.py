@@ -177,17 +177,14 @@ class Shared(Library):
 
     def _show(self, channel: Channel, number: int, pieces: dict[int, Tensor]) -> Shows:
         """Let each member read its piece, where it lies or in a copy; returns the buffer of the copies, if any."""
-        copied = None
-        if not all(self.own.holds(piece) for piece in pieces.values()):
-            different = list({id(piece): piece for piece in pieces.values()}.values())
-            copied = self._buffer(sum(piece.numel() for piece in different), different[0])
-            copies = dict(
-                zip(map(id, different), torch.split(copied, [len(piece) for piece in different]), strict=True)
-            )
-            for piece in different:
-                copies[id(piece)].copy_(piece)
-            pieces = {m: copies[id(piece)] for m, piece in pieces.items()}
-        yield from channel.post(number, {m: self.own.place(piece) for m, piece in pieces.items()})
+        copied, different = None, {id(piece): piece for piece in pieces.values()}
+        if not all(map(self.own.holds, different.values())):
+            like, sizes = next(iter(different.values())), [len(piece) for piece in different.values()]
+            copied = self._buffer(sum(sizes), like)
+            for copy, (key, piece) in zip(torch.split(copied, sizes), list(different.items()), strict=True):
+                different[key] = copy.copy_(piece)
+        places = {key: self.own.place(piece) for key, piece in different.items()}
+        yield from channel.post(number, {m: places[id(piece)] for m, piece in pieces.items()})
         return copied
 
     def _shown(self, channel: Channel, member: int, number: int, like: Tensor) -> Tensor:

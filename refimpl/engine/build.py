@@ -102,7 +102,7 @@ def place_model(model: nn.Module, config: DeepSpeedConfig, device: torch.device)
             if unit.device != device:
                 with whole(unit.params):
                     for p in unit.params:
-                        place(p, p.data.to(device), nn.Parameter)
+                        place({p: p.data.to(device)}, nn.Parameter)
                     Unit(unit.params, unit.group, name=unit.name)
     model.to(device)
     if (cast := config.zero_config().dtype) is not None:

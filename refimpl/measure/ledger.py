@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Phase = Literal["start", "end", "mark"]
+Entry = tuple[Phase, str, str, int, int, int]  # the fields of an `Event`
 
 
-class Event(NamedTuple):  # a frozen dataclass takes three times as long to make, and every gradient makes one
+class Event(NamedTuple):
     """One entry. `call` ties a start to its end (-1 for a mark); `sent_bytes` is charged at the start."""
 
     phase: Phase
@@ -51,8 +52,10 @@ class Ledger:
         if keep < 1:
             raise ValueError(f"keep must be at least 1 event, not {keep}")
         self.keep, self.timed = keep, timed
-        self.events: list[Event] = []
-        self._started: dict[int, Event] = {}
+        # Plain tuples, of which every gradient makes one: as fast to make as can be, and the garbage collector, which
+        # would walk over 100,000 events now and then, leaves a tuple of strings and numbers out.
+        self._events: list[Entry] = []
+        self._started: dict[int, Entry] = {}
         self._totals: dict[tuple[str, str], Total] = {}  # (op, tag) -> since the last reset
         self._calls = 0
         self._spans: dict[int, tuple[Any, Any]] = {}  # call -> (begun, done), events of the collective's stream
@@ -60,7 +63,7 @@ class Ledger:
     def start(self, op: str, sent_bytes: int, tag: str = "") -> int:
         """A collective begins. `sent_bytes`: what this rank sends. Returns the id to hand to `end`."""
         call, self._calls = self._calls, self._calls + 1
-        event = Event("start", op, tag, call, sent_bytes, time.perf_counter_ns())
+        event: Entry = ("start", op, tag, call, sent_bytes, time.perf_counter_ns())
         self._append(event)
         self._started[call] = event
         total = self._totals.setdefault((op, tag), Total())
@@ -75,15 +78,15 @@ class Ledger:
             self._spans[call] = (span[0], span[1])
             if len(self._spans) > self.keep:
                 del self._spans[next(iter(self._spans))]
-        self._append(Event("end", begun.op, begun.tag, call, 0, time.perf_counter_ns()))
+        self._append(("end", begun[1], begun[2], call, 0, time.perf_counter_ns()))
 
     def mark(self, name: str) -> None:
         """A named instant, so that its place among the collectives can be compared."""
-        self._append(Event("mark", name, "", -1, 0, time.perf_counter_ns()))
+        self._append(("mark", name, "", -1, 0, time.perf_counter_ns()))
 
     def reset(self) -> None:
         """Forget all events and sums. Collectives that are still open stay open."""
-        self.events.clear()
+        self._events.clear()
         self._totals.clear()
         self._spans.clear()
 
@@ -97,12 +100,17 @@ class Ledger:
 
     def open_calls(self) -> list[Event]:
         """Collectives that have started and not ended: what a rank that hangs is waiting for."""
-        return list(self._started.values())
+        return list(map(Event._make, self._started.values()))
 
-    def _append(self, event: Event) -> None:
-        self.events.append(event)
-        if len(self.events) > self.keep + self.keep // 8:  # many at once: a list is slow to lose its first
-            del self.events[: -self.keep]
+    @property
+    def events(self) -> list[Event]:
+        """What happened, the latest last; see the class for how far back."""
+        return list(map(Event._make, self._events))
+
+    def _append(self, event: Entry) -> None:
+        self._events.append(event)
+        if len(self._events) > self.keep + self.keep // 8:  # many at once: a list is slow to lose its first
+            del self._events[: -self.keep]
 
     def sent_bytes(self, by: Literal["op", "tag"] = "op") -> dict[str, int]:
         """Bytes this rank sent, summed by collective or by tag."""
@@ -128,8 +136,9 @@ class Ledger:
     def chrome_trace(self, rank: int = 0) -> dict[str, Any]:
         """The kept events in Chrome's trace format (times in microseconds): json.dump it, open it in a trace viewer."""
         rows: list[dict[str, Any]] = []
-        ends = {e.call: e.time_ns for e in self.events if e.phase == "end"}
-        for e in self.events:
+        events = self.events
+        ends = {e.call: e.time_ns for e in events if e.phase == "end"}
+        for e in events:
             base = {"name": e.op, "pid": rank, "ts": e.time_ns / 1e3}
             if e.phase == "mark":
                 rows.append({**base, "ph": "i", "s": "t", "tid": 0})

@@ -100,7 +100,7 @@ class Changing(ABC):
         for p in [p for p in self.names if isinstance(p, Managed)]:
             whole = p.whole_copy()
             del p.stage
-            place(p, whole, nn.Parameter)
+            place({p: whole}, nn.Parameter)
 
     def detach_all(self) -> None:
         """Remove every hook, and give the optimizer back."""

@@ -54,13 +54,14 @@ class Fetch:
         self.names = {m: name or "the model" for name, m in model.named_modules()}
         self.units_of = {m: list(units_of.get(name, [])) for name, m in model.named_modules()}
         self.units = [u for units in units_of.values() for u in units]
+        self.gathered = {u for u in self.units if not u.is_free}
         self.unit_at = {u.full.untyped_storage()._cdata: u for u in self.units}
         self.running: list[Running] = []  # outermost first
         self.is_recorded = False  # whether the backward under way is
         self.keeps = False  # nothing is freed before the backward after a recorded one is over
         self.handles: list[Any] = []
         for unit in self.units:
-            unit.on_use = self.used
+            unit.on_use, unit.among = self.used, self.gathered
         for module in self.units_of:
             before, after = untraced(self.before_forward), untraced(self.after_forward)
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
@@ -144,9 +145,9 @@ class Fetch:
 
     def _ahead(self, now: list[Unit]) -> list[Unit]:
         """What to prefetch beside the units needed now: the next of the trace that fit both budgets, in elements."""
-        others = [u for u in self.units if not u.is_free and u not in now]
+        others = self.gathered.difference(now)
         flying = sum(u.padded for u in others if u.in_flight)
-        live = sum(u.padded for u in others) + sum(u.padded for u in now)
+        live = sum(u.padded for u in (*others, *now))
         chosen: list[Unit] = []
         for unit in islice(self.path.trace.ahead(), AHEAD):
             if not unit.is_free or unit in now or unit in chosen:

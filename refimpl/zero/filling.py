@@ -19,42 +19,41 @@ class Filling:
     def __init__(self, bucket: Bucket, buffer: Tensor) -> None:
         """`buffer` [P]: what is in it does not matter."""
         self.bucket, self.buffer = bucket, buffer
-        self.written: set[nn.Parameter] = set()  # whose piece of the buffer holds something
-        self.kept: dict[nn.Parameter, Tensor] = {}  # not yet copied there
+        self.arrived: dict[nn.Parameter, Tensor | None] = {}  # what arrived; None: it is in the buffer
         buffer.index_fill_(0, bucket.padding, 0)
 
     def add(self, p: nn.Parameter, grad: Tensor) -> None:
         """Add a gradient of p, without a graph."""
-        if p in self.kept or p in self.written:
+        if p in self.arrived:
             self.copy_kept()
             self.bucket.piece(self.buffer, p).add_(grad)
         elif grad.numel() < SMALL or grad.is_cuda:
-            self.kept[p] = grad
+            self.arrived[p] = grad
         else:
             self.bucket.piece(self.buffer, p).copy_(grad)
-            self.written.add(p)
+            self.arrived[p] = None
 
     def copy_kept(self) -> None:
         """Copy what was kept into the buffer."""
-        if self.kept:
-            torch._foreach_copy_([self.bucket.piece(self.buffer, p) for p in self.kept], list(self.kept.values()))
-            self.written.update(self.kept)
-            self.kept = {}
+        kept = {p: grad for p, grad in self.arrived.items() if grad is not None}
+        if kept:
+            torch._foreach_copy_([self.bucket.piece(self.buffer, p) for p in kept], list(kept.values()))
+            self.arrived.update(dict.fromkeys(kept))
 
     def of(self, p: nn.Parameter) -> Tensor | None:
         """The gradient of p so far, a view in p's shape."""
         self.copy_kept()
-        return self.bucket.piece(self.buffer, p) if p in self.written else None
+        return self.bucket.piece(self.buffer, p) if p in self.arrived else None
 
     def discard(self, p: nn.Parameter) -> None:
         """Forget the gradient of p."""
-        self.kept.pop(p, None)
-        self.written.discard(p)
+        self.arrived.pop(p, None)
 
     def complete(self) -> Tensor:
         """The buffer [P], zero where nothing arrived."""
         self.copy_kept()
-        for p in self.bucket.params:
-            if p not in self.written:
-                self.bucket.piece(self.buffer, p).zero_()
+        if len(self.arrived) < len(self.bucket.params):
+            for p in self.bucket.params:
+                if p not in self.arrived:
+                    self.bucket.piece(self.buffer, p).zero_()
         return self.buffer

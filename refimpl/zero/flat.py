@@ -42,11 +42,12 @@ class Bucket:
         """
         self.params, self.group, self.group_index, self.name = params, group, group_index, name
         self.offset: dict[nn.Parameter, int] = {}
-        self.stride = {p: torch.empty(p.shape, device="meta").stride() for p in params}
+        self._strided: dict[nn.Parameter, tuple[torch.Size, tuple[int, ...], int]] = {}  # shape, stride, offset
         self.numel = 0
         for p in params:
             self.offset[p] = round_up(self.numel, ALIGN_PARAMETER)
             self.numel = self.offset[p] + p.numel()
+            self._strided[p] = (p.shape, torch.empty(p.shape, device="meta").stride(), self.offset[p])
         self.padded = round_up(self.numel, group.size * ALIGN)
         self.device = params[0].device
         is_padding = torch.ones(self.padded, dtype=torch.bool)
@@ -71,15 +72,15 @@ class Bucket:
 
     def attach(self) -> None:
         """Make every parameter a view of `full`."""
-        for p in self.params:
-            place(p, self.views[p], Managed)
+        place(self.views, Managed)
 
     def free(self) -> None:
         """Nothing: `full` stays, here. See `Unit`."""
 
     def piece(self, flat: Tensor, p: nn.Parameter) -> Tensor:
         """The part of flat [P] that belongs to p, in p's shape."""
-        return flat.as_strided(p.shape, self.stride[p], flat.storage_offset() + self.offset[p])
+        shape, stride, offset = self._strided[p]
+        return flat.as_strided(shape, stride, flat.storage_offset() + offset)
 
     def span(self, p: nn.Parameter, rank: int | None = None) -> tuple[int, int]:
         """Start and end of what a rank's shard [S] holds of p; start = end when that is nothing."""

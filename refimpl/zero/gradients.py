@@ -109,7 +109,8 @@ class Gradients:
         """A backward begins: every bucket with something to train awaits its gradients."""
         while self.flights:  # of a backward that raised
             self._give_back(self.flights.popleft())
-        self._missing = {b: missing for b in self.buckets if (missing := {p for p in b.params if p.requires_grad})}
+        with torch._C.DisableTorchFunctionSubclass():  # a freed parameter's way of being asked, which takes longer
+            self._missing = {b: missing for b in self.buckets if (missing := {p for p in b.params if p.requires_grad})}
         self.first_finite = None
 
     def end(self, asked: bool) -> None:
@@ -138,14 +139,13 @@ class Gradients:
         self.group.ledger.mark(f"grad {self.names[p]}")
         grad = take_raw_grad(p)
         assert grad is not None
-        bucket = self.bucket_of[p]
-        self.add(p, grad if self.divisor == 1 else grad / self.divisor)
+        bucket = self.add(p, grad if self.divisor == 1 else grad / self.divisor)
         if self._missing and bucket in self._missing:
             self._missing[bucket].discard(p)
             self._launch_full(bucket)
 
-    def add(self, p: nn.Parameter, grad: Tensor) -> None:
-        """Add this rank's own gradient of p, to be reduced later."""
+    def add(self, p: nn.Parameter, grad: Tensor) -> Bucket:
+        """Add this rank's own gradient of p to its bucket, to be reduced later."""
         bucket = self.bucket_of[p]
         grad = grad.detach() if grad.requires_grad else grad  # recorded: create_graph
         grad = grad.to_dense() if grad.is_sparse else grad
@@ -153,6 +153,7 @@ class Gradients:
             self.first_finite = grad.isfinite().all()
         self.used.add(p)
         self._open(bucket).add(p, grad)
+        return bucket
 
     def waiting(self, p: nn.Parameter) -> Tensor | None:
         """This rank's own gradient of p that is not reduced yet, in p's shape."""
@@ -233,7 +234,8 @@ class Gradients:
             if result is reduction.result:
                 self._lent[bucket] = reduction.memory
         self._give_back(flight)
-        self.dropped.difference_update(bucket.params)
+        if self.dropped:
+            self.dropped.difference_update(bucket.params)
         self.generation += 1
 
     def _give_back(self, flight: Flight) -> None:

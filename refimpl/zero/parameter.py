@@ -10,6 +10,7 @@ pickle) is an ordinary parameter with the whole values. DeepSpeed hangs the same
 (deepspeed/runtime/zero/partition_parameters.py) and lets `p.grad` be None.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -164,11 +165,12 @@ def take_raw_grad(p: nn.Parameter) -> Tensor | None:
     return grad
 
 
-def place(p: nn.Parameter, memory: Tensor, kind: type[nn.Parameter]) -> None:
-    """Let p be of class `kind` and live in `memory`."""
-    p.__class__ = Managed
-    DATA.__set__(p, memory)
-    p.__class__ = kind
+def place(memory_of: Mapping[nn.Parameter, Tensor], kind: type[nn.Parameter]) -> None:
+    """Let each of these parameters be of class `kind` and live in its memory."""
+    with torch._C.DisableTorchFunctionSubclass():  # `Freed` would ask what is done with it
+        for p, memory in memory_of.items():
+            DATA.__set__(p, memory)
+            p.__class__ = kind
 
 
 class Hook:

@@ -144,7 +144,7 @@ class Slices:
         fp32 is multiplied in place.
         """
         self._applying = True
-        spans = [self._span(bucket, p) for p in bucket.params if p in left_alone]
+        spans = [self._span(bucket, p) for p in left_alone.intersection(bucket.params)] if left_alone else []
         for start, end in spans:
             self._cut(bucket, start)
             self._cut(bucket, end)

@@ -50,6 +50,7 @@ class Unit(Bucket):
         self.unrounded = None if self.unrounded is None else self.shard(self.unrounded).clone()  # [S]
         self.versions = [p._version for p in params]  # of what was gathered: who writes to it raises them
         self.on_use: Callable[[Unit, str], None] | None = None
+        self.among: set[Unit] = set()  # the units that have memory now, of which this is one while it has
         self.state_dicts: Any = None  # before there is a stage: the hooks that bring it whole into a state_dict
         self.is_placeholder = False  # while a state_dict is made of the names
         nothing = float("nan") if self.dtype.is_floating_point else 0
@@ -86,6 +87,7 @@ class Unit(Bucket):
             self._allocated_on = self.group.streams.current()
             self._work = self.group.all_gather(self.full, self.mine, async_op=True, tag="parameters")
             self.is_free = False
+            self.among.add(self)
 
     def wait(self) -> None:
         """Return when the parameters may be used."""
@@ -97,10 +99,14 @@ class Unit(Bucket):
 
     def attach(self) -> None:
         """As in `Bucket`, for the parameters that no other unit has taken over since."""
-        for p in self.params:
-            if unit_of(p) is self:
-                place(p, self.views[p], Managed)
+        place(self._own(self.views), Managed)
         self.versions = [p._version for p in self.params]
+
+    def _own(self, memory_of: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Of these parameters those that no other unit has taken over since."""
+        if all(p.__dict__.get("zero_unit") is self for p in memory_of):
+            return memory_of
+        return {p: memory for p, memory in memory_of.items() if unit_of(p) is self}
 
     @property
     def in_flight(self) -> bool:
@@ -112,15 +118,15 @@ class Unit(Bucket):
             return
         if self.in_flight and self.group.patience.lost is not None:
             self._work, self.is_free = None, True
+            self.among.discard(self)
             return
         self.wait()
         written = self.versions != [p._version for p in self.params]
-        for p in self.params:
-            if unit_of(p) is self:
-                place(p, self._nothings[p], Freed)
+        place(self._own(self._nothings), Freed)
         self.group.streams.followed_by(self._allocated_on)  # whose next tensor may get this memory
         self.full.untyped_storage().resize_(0)
         self.is_free = True
+        self.among.discard(self)
         if written:
             raise RuntimeError(
                 f"a parameter of {self.name} was written while it was gathered, which is lost: write inside "
@@ -265,4 +271,4 @@ def make_whole(params: list[nn.Parameter]) -> None:
         for p in params:
             if unit_of(p) is not None:
                 del p.zero_unit  # type: ignore[attr-defined]
-                place(p, DATA.__get__(p).clone(), Managed)
+                place({p: DATA.__get__(p).clone()}, Managed)
