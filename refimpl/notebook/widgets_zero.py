@@ -14,7 +14,7 @@ from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.notebook.widgets import Knobs
 from refimpl.plan.formulas import STRATEGIES, Layout, Strategy, memory_bytes
 from refimpl.zero.flat import ALIGN, cut_into_buckets, round_up
-from refimpl.zero.unit import owners
+from refimpl.zero.owners import owners
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -34,6 +34,7 @@ class ZeroConfig:
     max_live_parameters: int = 1_000_000_000  # no prefetch beyond this many gathered elements
     max_reuse_distance: int = 0  # keep what is used again before this many elements are gathered; 0 keeps nothing
     leaf_modules: tuple[type | str, ...] = ()  # modules gathered whole: classes, class names or ends of paths
+    gather_blocks: bool | None = None  # gather whole what a ModuleList repeats; None: on a GPU
     module_granularity_threshold: int = 0  # gather whole what has fewer parameters for each module inside
     check_order: bool = True  # name ranks that take different paths; costs a message where a path is new
 

@@ -159,57 +159,6 @@ def unit_of(p: nn.Parameter) -> Unit | None:
     return getattr(p, "zero_unit", None)
 
 
-def leaves(model: nn.Module, config: ZeroConfig) -> set[str]:
-    """Paths of the modules to gather whole: by class, class name or end of the path, or because they are fine-grained.
-
-    Fine-grained is DeepSpeed's term: fewer than `module_granularity_threshold` parameters for each module inside. The
-    model as a whole is never called so.
-    """
-    found = set()
-    for path, module in model.named_modules(remove_duplicate=False):
-        kind = type(module)
-        named = any(
-            leaf is kind or leaf == kind.__name__ or (isinstance(leaf, str) and f".{path}".endswith(f".{leaf}"))
-            for leaf in config.leaf_modules
-        )
-        grain = sum(p.numel() for p in module.parameters()) / len(list(module.modules()))
-        if named or (path and 0 < grain < config.module_granularity_threshold and _is_called(module)):
-            found.add(path)
-    return found
-
-
-def owners(model: nn.Module, leaf_paths: set[str]) -> dict[nn.Parameter, str]:
-    """The module, by path, whose call needs each parameter.
-
-    That is where it is registered; or the leaf module around it; or, for a shared one, the lowest module around all
-    its places. A container that is never called itself (ModuleList) passes its own on to the module around it.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    places: dict[nn.Parameter, list[list[str]]] = {}
-    for path, module in modules.items():
-        steps = path.split(".") if path else []
-        end = next((i for i in range(len(steps)) if ".".join(steps[:i]) in leaf_paths), len(steps))
-        for p in module.parameters(recurse=False):
-            places.setdefault(p, []).append(steps[:end])
-    return {p: _lowest_called(paths, modules) for p, paths in places.items()}
-
-
-def _is_called(module: nn.Module) -> bool:
-    """Whether the module has a forward of its own: a ModuleList has none."""
-    return type(module).forward is not nn.Module.forward
-
-
-def _lowest_called(paths: list[list[str]], modules: dict[str, nn.Module]) -> str:
-    """The longest common prefix of `paths` at which there is a module with a forward of its own."""
-    common = paths[0]
-    for path in paths[1:]:
-        same = [a == b for a, b in zip(common, path, strict=False)]
-        common = common[: same.index(False) if False in same else len(same)]
-    while common and not _is_called(modules[".".join(common)]):
-        common = common[:-1]
-    return ".".join(common)
-
-
 def make_units(
     params: list[nn.Parameter],
     owner: dict[nn.Parameter, str],

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from refimpl.zero.fetch import Fetch
 from refimpl.zero.flat import Bucket, lay_out
 from refimpl.zero.gradients import Reduction
+from refimpl.zero.owners import leaves, owners
 from refimpl.zero.parameter import DATA
 from refimpl.zero.path import Path
 from refimpl.zero.saved import StateDicts
 from refimpl.zero.stage import Stage
 from refimpl.zero.start import share
-from refimpl.zero.unit import Unit, leaves, make_units, owners, resident, unit_of, whole
+from refimpl.zero.unit import Unit, make_units, resident, unit_of, whole
 
 
 class Zero3(Stage):
@@ -37,7 +38,8 @@ class Zero3(Stage):
         dtype = self.config.dtype
         for unit in {u for p in large if (u := unit_of(p)) is not None and u.state_dicts is not None}:
             unit.state_dicts.remove()  # from now on the stage's own
-        units_of = make_units(large, owners(self.model, leaves(self.model, self.config)), trained, self.group, dtype)
+        whole_modules = leaves(self.model, self.config, on_gpu=self.group.device.type == "cuda")
+        units_of = make_units(large, owners(self.model, whole_modules), trained, self.group, dtype)
         self.kept = lay_out(
             [p for p in params if p in small], trained, self.group, self.config.reduce_bucket_size, dtype
         )

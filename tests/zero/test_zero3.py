@@ -16,6 +16,7 @@ from worlds import run
 from refimpl.comm.group import Group
 from refimpl.launch import RankError
 from refimpl.zero.config import ZeroConfig
+from refimpl.zero.owners import leaves
 from refimpl.zero.zero3 import Zero3
 
 
@@ -112,6 +113,7 @@ def test_awkward_models_keep_their_bits(stage: str, make: Callable[[], nn.Module
     [
         {"leaf_modules": ("Block",)},
         {"leaf_modules": ("blocks.1", "up", nn.LayerNorm)},
+        {"gather_blocks": True},
         {"module_granularity_threshold": 600},
         {"param_persistence_threshold": 100},
         {"param_persistence_threshold": 600, "model_persistence_threshold": 1000},
@@ -151,6 +153,7 @@ def test_leaf_modules_are_gathered_whole() -> None:
     assert "blocks.0.up" in each
     blocks = [name for name in each if not name.startswith("blocks.")]
     assert sorted(run(units_with_blocks, Block, ranks=1)[0]) == sorted([*blocks, "blocks.0", "blocks.1", "blocks.2"])
+    assert run(units_with_repeated, ranks=1) == run(units_with_blocks, Block, ranks=1), "what the ModuleList repeats"
     for leaf in ("Block", "blocks.0"):
         assert "blocks.0" in run(units_with_blocks, leaf, ranks=1)[0]
     assert "blocks.1.up" in run(units_with_blocks, "blocks.0", ranks=1)[0]
@@ -161,6 +164,15 @@ def test_leaf_modules_are_gathered_whole() -> None:
 
 def units_with_blocks(leaf: Any) -> list[str]:
     return units_with(leaf_modules=(leaf,))
+
+
+def units_with_repeated() -> list[str]:
+    return units_with(gather_blocks=True)
+
+
+@pytest.mark.parametrize(("on_gpu", "asked", "expected"), [(True, None, 3), (True, False, 0), (False, None, 0)])
+def test_blocks_are_gathered_whole_on_a_gpu(on_gpu: bool, asked: bool | None, expected: int) -> None:
+    assert len(leaves(Net(), ZeroConfig(gather_blocks=asked), on_gpu)) == expected
 
 
 def units_fine(threshold: int) -> list[str]:
