@@ -22,7 +22,7 @@ help:
 	@echo "make quick       ruff, mypy and some tests of every folder, while you work (under 90 seconds)"
 	@echo "make lint        ruff and mypy alone"
 	@echo "make gpu-check   on a machine with a GPU: what only a GPU can show, in 9 minutes, into out/gpu/; installs nothing"
-	@echo "make lab         open the course in JupyterLab"
+	@echo "make lab         open the course in JupyterLab, with the whole project beside it"
 	@echo "make grade       grade the exercises you wrote; one chapter: make grade ARGS='-k 01_collectives'"
 	@echo "make site        build the study site into site/"
 	@echo "make serve       show the study site at http://127.0.0.1:8000 and rebuild it when a file changes"
@@ -47,6 +47,7 @@ demo: $(STAMP)
 	@$(BIN)/refimpl demo $(ARGS)
 
 test: $(STAMP) lint
+	@echo "Tests, then every chapter's notebook once more: about 8 minutes on two cores."
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 120 \
 	  --nbval-sanitize-with course/nbval.cfg -n $(JOBS) --dist loadfile course
@@ -65,7 +66,7 @@ gpu-check:
 	@$(PYTHON) -m refimpl.gpu $(ARGS)
 
 lab: $(STAMP)
-	$(BIN)/jupyter lab course $(ARGS)
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/course/00_start.ipynb $(ARGS)
 
 grade: $(STAMP)
 	@$(BIN)/python -m pytest exercises $(ARGS)

@@ -1,4 +1,7 @@
-"""`refimpl exercise reset`: begin a chapter's exercises anew; what was written there is kept beside it."""
+"""`refimpl exercise reset`: begin a chapter's exercises anew; what was written there is kept beside it.
+
+`refimpl exercise watch`: grade what is saved, as it is saved.
+"""
 
 import typer
 
@@ -36,3 +39,17 @@ def reset(chapter: str, yes: bool = typer.Option(False, "--yes", help="Do not as
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(fresh)
     print(f"{path}: the stub again")
+
+
+@app.command()
+def watch(chapter: str, once: bool = typer.Option(False, "--once", help="Grade what is written, and leave.")) -> None:
+    """Grade a chapter's exercises whenever you save them, e.g. `refimpl exercise watch 02_ddp`. Ctrl-C ends it."""
+    from refimpl.cli import watch
+
+    try:
+        found = find_chapter(chapter)
+        watch.run(found, once)
+    except (ValueError, FileNotFoundError) as reason:
+        refuse("refimpl exercise watch", reason)
+    except KeyboardInterrupt:
+        print()

@@ -137,7 +137,7 @@ def progress() -> None:
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def exercise(context: typer.Context) -> None:
-    """Begin a chapter's exercises anew: `refimpl exercise reset 02_ddp`."""
+    """Your exercises: `refimpl exercise watch 02_ddp` grades what you save, `reset 02_ddp` begins a chapter anew."""
     from refimpl.cli.exercise import app as exercise_app
 
     exercise_app(context.args, prog_name="refimpl exercise", standalone_mode=False)

@@ -34,6 +34,7 @@ A mutant is a file with one wrong task, and two lines in its docstring, `task: N
     grade.py       in the caller: choose the ranks, collect a Verdict
     compare.py     Wrong, equal, recognised misconceptions
     traffic.py     WatchedGroup, transcripts
+    live.py        one task at once, on warm ranks: for `%%task` and `refimpl exercise watch`
     verdict.py     pass, fail or todo, and why
     chapters.py    where the files are, which tasks they hold and which are still to do
     stubs.py       stubs from solutions

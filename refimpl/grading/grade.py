@@ -77,9 +77,14 @@ class Grader:
                 return failure
         return Verdict(exercise.task, "pass")
 
+    def warm(self, ranks: int) -> None:
+        """Have a world of this number of ranks ready."""
+        if ranks not in self.worlds:
+            self.worlds[ranks] = start(ranks)
+
     def _run(self, exercise: Exercise, path: Path, ranks: int) -> Verdict | None:
         # Its reports set what all ranks called side by side, hangs included, which comparing would cut short.
-        world = self.worlds.pop(ranks, None) or launch.World(ranks, device="cpu", compare=False)
+        world = self.worlds.pop(ranks, None) or start(ranks)
         seen = Seen()
         args = (grade_here, exercise.check, path, exercise.task)
         try:
@@ -94,6 +99,10 @@ class Grader:
             raise
         self.worlds[ranks] = world
         return None
+
+
+def start(ranks: int) -> launch.World:
+    return launch.World(ranks, device="cpu", compare=False)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from refimpl.bank.load import select
 from refimpl.bank.progress import RATINGS, Progress
 from refimpl.bank.question import AnswerError, Question
 from refimpl.bank.scope import UNITS
+from refimpl.notebook.output import shown
 
 
 class Quiz:
@@ -66,7 +67,7 @@ class _Asked:
         self.question, self.after = question, w.Output()
         self.next: Any = w.Button(description="Next", layout={"display": "none"})
         self.answer: Any = None
-        head = w.Output(outputs=(_shown(f"**{title}** · {question.card.level}\n\n{_whole_question(question)}"),))
+        head = w.Output(outputs=(shown(f"**{title}** · {question.card.level}\n\n{_whole_question(question)}"),))
         self.box = w.VBox([head, self._controls(w), self.after, self.next])
 
     def add_next(self, action: Callable[[], None]) -> None:
@@ -82,7 +83,7 @@ class _Asked:
                 grade.on_click(lambda b: self._keep(b.description, grades))
 
             def reveal(_: Any) -> None:
-                self.after.outputs = (_shown(f"{_answer(self.question)}\n\nHow was yours?"),)
+                self.after.outputs = (shown(f"{_answer(self.question)}\n\nHow was yours?"),)
                 button.layout.display, grades.layout.display = "none", ""
 
             button.on_click(reveal)
@@ -101,10 +102,10 @@ class _Asked:
         try:
             verdict = self.question.grade(self.answer.value or "")
         except AnswerError as reason:
-            self.after.outputs = (_shown(str(reason)),)
+            self.after.outputs = (shown(str(reason)),)
             return
         text = "**Right.**" if verdict.right else f"**Not quite.** {verdict.why}"
-        self.after.outputs = (_shown(f"{text}\n\n{_answer(self.question)}"),)
+        self.after.outputs = (shown(f"{text}\n\n{_answer(self.question)}"),)
         self._keep("good" if verdict.right else "again", self.answer)
 
     def _keep(self, rating: str, controls: Any) -> None:
@@ -112,11 +113,6 @@ class _Asked:
         for control in getattr(controls, "children", [controls]):
             control.disabled = True
         Progress().record(self.question.card.id, rating)
-
-
-def _shown(markdown: str) -> dict[str, Any]:
-    """A cell output, as an Output widget keeps them."""
-    return {"output_type": "display_data", "metadata": {}, "data": {"text/markdown": markdown, "text/plain": markdown}}
 
 
 def _whole_question(question: Question) -> str:

@@ -14,9 +14,12 @@ from typing import Any, TypeVar
 from refimpl.launch import RankDied, RankError, RankTimeout, World
 from refimpl.notebook import cell
 from refimpl.notebook.cell import Bundle, Stop
+from refimpl.ranks.stand import LEFT_ALONE
 
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
+
+ALONE = 1.0  # seconds between two looks at ranks that wait while others have finished the cell
 
 _LOST = "The ranks were stopped and their variables are lost: the next %%ranks cell starts new ones."
 _KEPT = "Every rank failed alike, so the ranks stay and keep their variables."
@@ -64,11 +67,17 @@ class Ranks:
         return stopped
 
     def run(
-        self, source: str, file: str, only: Collection[int] | None = None, timeout: float | None = 60
+        self,
+        source: str,
+        file: str,
+        only: Collection[int] | None = None,
+        timeout: float | None = 60,
+        printed: Callable[[Mapping[int, str]], object] = lambda _: None,
     ) -> tuple[Shown, CellError | None]:
         """Run a cell on all ranks, or on those of `only`: what it showed, and how it failed if it did.
 
-        timeout: seconds until all ranks are stopped if none has ended the cell.
+        timeout: seconds until all ranks are stopped if none has ended the cell. `printed` is called whenever a rank has
+        printed something, with all that each has printed so far.
         """
         only = range(self.size) if only is None else only
         texts: dict[int, str] = defaultdict(str)
@@ -77,7 +86,7 @@ class Ranks:
         failure = None
         try:
             ast.parse(source, file)  # a slip of the pen should cost no rank its variables
-            results = self._call(only, timeout, texts, cell.execute, source, file, only)
+            results = self._call(only, timeout, texts, cell.execute, source, file, only, printed=printed)
             bundles = dict(enumerate(results))
         except SyntaxError as error:
             failure = CellError("".join(traceback.format_exception_only(error)).strip())
@@ -85,9 +94,9 @@ class Ranks:
             failure = error
         for rank, shown in bundles.items():
             if shown and list(shown[0]) == ["text/plain"]:
-                printed = texts[rank]
-                gap = "\n" if printed and not printed.endswith("\n") else ""
-                texts[rank] = printed + gap + shown.pop(0)["text/plain"]
+                before = texts[rank]
+                gap = "\n" if before and not before.endswith("\n") else ""
+                texts[rank] = before + gap + shown.pop(0)["text/plain"]
         return Shown(dict(sorted(texts.items())), bundles), failure
 
     def stop(self) -> None:
@@ -106,6 +115,7 @@ class Ranks:
         texts: dict[int, str] | None,
         fn: Callable[..., T],
         *args: Any,
+        printed: Callable[[Mapping[int, str]], object] = lambda _: None,
     ) -> list[T]:
         world, stops = self._world, dict[int, Stop]()
         if world is None or not world.alive:
@@ -120,11 +130,13 @@ class Ranks:
                 print(text, end="")
             else:
                 texts[rank] += text
+                printed(texts)
 
         try:
-            return world.call(fn, *args, timeout=timeout, on_report=on_report, on_output=on_output)
-        except KeyboardInterrupt:
-            raise CellError(f"Interrupted. {_LOST}") from None
+            return world.call(fn, *args, timeout=timeout, on_report=on_report, on_output=on_output, alone=ALONE)
+        except KeyboardInterrupt as interrupt:
+            where = "\n".join(getattr(interrupt, "__notes__", []))
+            raise CellError(f"Interrupted:\n{where}\n{_LOST}") from None
         except RankError as error:
             alike = len(stops) == len(only) and len(set(stops.values())) == 1
             if not alike or any(stop.secondary for stop in stops.values()):
@@ -134,7 +146,9 @@ class Ranks:
 
 def _reason(error: RankError, stops: Mapping[int, Stop], timeout: float | None) -> str:
     if isinstance(error, RankTimeout):
-        standings = str(error).partition("\n")[2]
+        head, _, standings = str(error).partition("\n")
+        if head == LEFT_ALONE:
+            return f"{head[0].upper()}{head[1:]}:\n{standings}"
         return f"The cell did not end within {timeout:g} s:\n{standings}"
     first = {rank: stop for rank, stop in stops.items() if not stop.secondary}
     if isinstance(error, RankDied) or not first:

@@ -20,12 +20,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from refimpl.ranks import flight, hang
 from refimpl.ranks.environment import without_place
 from refimpl.ranks.errors import Failed, RankError, RankTimeout, end_of_grace, failed
 from refimpl.ranks.meet import devices_of
 from refimpl.ranks.rank import Rank, Setup
 from refimpl.ranks.server import PRELOAD
+from refimpl.ranks.stand import Lonely, lines, stand
 from refimpl.ranks.travel import dumps, loads
 
 T = TypeVar("T")
@@ -85,8 +85,13 @@ class World:
         timeout: float | None = 60,
         on_report: OnReport | None = None,
         on_output: OnOutput | None = None,
+        alone: float | None = None,
     ) -> list[T]:
-        """fn(*args) on every rank; see `launch.run`. on_output(rank, "stdout" | "stderr", text) replaces printing."""
+        """fn(*args) on every rank; see `launch.run`. on_output(rank, "stdout" | "stderr", text) replaces printing.
+
+        alone: RankTimeout as soon as some ranks have returned and the others have stood in the same collective for
+        that many seconds, in which nobody will join them. KeyboardInterrupt carries where each rank stands as a note.
+        """
         if not self.alive:
             raise RuntimeError("this world's ranks were stopped: start a new World")
         message = dumps((fn, args))
@@ -95,7 +100,7 @@ class World:
             for pipe in self.pipes:
                 with suppress(ConnectionError):  # a rank that died since: collecting says how
                     pipe.send_bytes(message)
-            return self._collect(timeout, on_report, on_output or _print)
+            return self._collect(timeout, on_report, on_output or _print, alone)
         finally:
             if not self.idle:
                 self.kill()
@@ -141,28 +146,36 @@ class World:
                     process.start()
                 self.processes.append(process)
 
-    def _collect(self, timeout: float | None, on_report: OnReport | None, on_output: OnOutput) -> list[Any]:
+    def _collect(
+        self, timeout: float | None, on_report: OnReport | None, on_output: OnOutput, alone: float | None = None
+    ) -> list[Any]:
         """One result of each rank, in rank order; else the failure that explains the others is raised."""
         results: dict[int, Any] = {}
         failures: list[Failed] = []
         pending = set(range(self.setup.ranks))
         patience = math.inf if timeout is None else timeout
-        deadline = time.monotonic() + patience
-        while pending and time.monotonic() < deadline:
-            for rank, kind, value in self._messages(pending, deadline):
-                if kind in ("stdout", "stderr"):
-                    on_output(rank, kind, value)
-                    continue
-                if kind == "report":
-                    if on_report:
-                        on_report(rank, value)
-                else:
-                    pending.discard(rank)
-                    if kind == "result":
-                        results[rank] = value
+        heard = time.monotonic()
+        lonely = Lonely(alone)
+        try:
+            while pending and time.monotonic() < (end := end_of_grace(failures) if failures else heard + patience):
+                for rank, kind, value in self._messages(pending, min(end, lonely.asks_at(heard, results))):
+                    heard = time.monotonic()
+                    if kind in ("stdout", "stderr"):
+                        on_output(rank, kind, value)
+                    elif kind == "report":
+                        if on_report:
+                            on_report(rank, value)
                     else:
-                        failures.append(failed(rank, value))
-                deadline = end_of_grace(failures) if failures else time.monotonic() + patience
+                        pending.discard(rank)
+                        if kind == "result":
+                            results[rank] = value
+                        else:
+                            failures.append(failed(rank, value))
+                if pending and not failures and time.monotonic() >= lonely.asks_at(heard, results):
+                    lonely.refuse(self._stand(pending))
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(lines(self._stand(pending)))
+            raise
         in_step = not any(failure.out_of_step for failure in failures)
         # After a failure NCCL may wait on a GPU for ever, for a collective that not every rank has entered.
         usable = in_step and (not failures or self.setup.backend != "nccl")
@@ -170,7 +183,8 @@ class World:
         if failures:
             raise min(failures, key=Failed.order).error
         if pending:
-            raise self._timed_out(pending, patience)
+            text = f"no rank gave a result or a report for {patience:g} s"
+            raise RankTimeout(f"{text}\n{lines(self._stand(pending))}")
         return [results[rank] for rank in range(self.setup.ranks)]
 
     def _messages(self, pending: set[int], deadline: float) -> Iterator[tuple[int, str, Any]]:
@@ -194,31 +208,8 @@ class World:
         _end_group(self.processes[rank])
         return "died", self.processes[rank].exitcode
 
-    def _timed_out(self, pending: set[int], timeout: float) -> RankTimeout:
-        for rank in pending:
-            if pid := self.processes[rank].pid:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGUSR1)
-        stacks = self._answers({rank: self.setup.stack_file(rank) for rank in pending}, hang.is_complete)
-        standing = {rank: hang.where(stack) for rank, stack in stacks.items()}
-        asked = [rank for rank in pending if not standing[rank].startswith("waits")]
-        for rank in asked:
-            with suppress(ConnectionError):
-                self.lives[rank].send_bytes(b"?")
-        records = self._answers({rank: self.setup.flight_file(rank) for rank in asked}, bool)
-        lines = [f"no rank gave a result or a report for {timeout:g} s"]
-        for rank in range(self.setup.ranks):
-            more = flight.unfinished(records[rank]) if records.get(rank) else ""
-            lines.append(f"  rank {rank} {standing.get(rank, 'finished')}{more}")
-        return RankTimeout("\n".join(lines))
-
-    def _answers(self, files: dict[int, Path], is_complete: Callable[[str], bool]) -> dict[int, str]:
-        """What each rank writes to its file, of as many as answer within 2 seconds."""
-        texts, give_up = dict.fromkeys(files, ""), time.monotonic() + 2
-        while not all(map(is_complete, texts.values())) and time.monotonic() < give_up:
-            time.sleep(0.01)
-            texts = {rank: file.read_text() if file.exists() else "" for rank, file in files.items()}
-        return texts
+    def _stand(self, pending: set[int]) -> dict[int, str]:
+        return stand(self.setup, self.processes, self.lives, pending)
 
 
 def _end_group(process: Rank) -> None:

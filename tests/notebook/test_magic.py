@@ -96,3 +96,16 @@ def test_tables_and_figures_are_displayed_with_their_ranks(
     ).success
     assert capsys.readouterr().out == "[rank 0]\n[rank 1]\n"
     assert published == [{"text/plain", "text/html"}, {"image/png", "text/plain"}] * 2
+
+
+def test_a_long_cell_shows_what_was_printed_so_far(
+    cell: Cell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """With nothing too short to be long: each line shows anew, and the end replaces it."""
+    monkeypatch.setattr("refimpl.notebook.magic.LONG", 0.0)
+    monkeypatch.setattr("refimpl.notebook.magic.AGAIN", 0.0)
+    cell("2", "pass")
+    capsys.readouterr()
+    cell("2 --only 1", "print('a')\nprint('b')")
+    shown = [text for text in re.split(r"\x1b\[2K\r", capsys.readouterr().out) if text]
+    assert shown == ["[rank 1] a\n", "[rank 1] a\n         b\n", "[rank 1] a\n         b\n"]

@@ -1,5 +1,6 @@
 """Ranks that stay from cell to cell: what a cell shows, what moves in and out, and how a failure reads."""
 
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -115,18 +116,46 @@ def test_a_syntax_error_costs_nothing(ranks: Ranks):
     assert text(ranks, "x") == dict.fromkeys([0, 1], "1")
 
 
+def test_ranks_left_alone_are_told_long_before_the_time_is_over():
+    ranks = Ranks()
+    ranks.start(3)
+    try:
+        _, error = ranks.run("\nif rank:\n    group.barrier()", "In[9]", timeout=600)
+        assert str(error) == (
+            "Ranks wait in a collective that the others, which have finished, never enter:\n"
+            "  rank 0 finished\n"
+            "  rank 1 waits in barrier at In[9]:3: group.barrier()\n"
+            f"  rank 2 waits in barrier at In[9]:3: group.barrier()\n{LOST}"
+        )
+    finally:
+        ranks.stop()
+
+
+def test_a_rank_that_only_takes_longer_is_waited_for(ranks: Ranks):
+    source = "import time\nif rank:\n    time.sleep(3.5)\n    print('late')"
+    shown, error = ranks.run(source, "In[10]", timeout=60)
+    assert error is None
+    assert shown.texts == {1: "late\n"}
+
+
+def test_what_is_printed_is_told_while_the_cell_runs(ranks: Ranks):
+    seen: list[dict[int, str]] = []
+    ranks.run("if rank:\n    print('a')\n    print('b')", "In[11]", printed=lambda texts: seen.append(dict(texts)))
+    assert seen == [{1: "a\n"}, {1: "a\nb\n"}]
+
+
 def test_a_hang_says_where_each_rank_waits():
     ranks = Ranks()
     ranks.start(3)
     try:
         text(ranks, "x = torch.ones(4)\ndef share():\n    group.all_reduce(x)")
-        source = "if rank == 0:\n    share()\nif rank == 1:\n    group.barrier()"
+        source = "if rank == 0:\n    share()\nif rank == 1:\n    group.barrier()\nwhile True: pass"
         _, error = ranks.run("\n" + source, "In[8]", timeout=2)
         assert str(error) == (
             "The cell did not end within 2 s:\n"
             "  rank 0 waits in all_reduce at In[7]:4: group.all_reduce(x)\n"
             "  rank 1 waits in barrier at In[8]:5: group.barrier()\n"
-            "  rank 2 finished\n" + LOST
+            "  rank 2 computes at In[8]:6: while True: pass\n" + LOST
         )
         ranks.start(3)
         assert "rank 0 computes at In[7]:2: while True: pass\n  rank 1 finished" in failure(
@@ -160,7 +189,10 @@ def test_an_interrupt_stops_the_ranks(ranks: Ranks):
         signal.pthread_kill(caller, signal.SIGINT)
 
     threading.Timer(0.5, interrupt).start()
-    assert failure(ranks, "while True: pass", timeout=30) == f"Interrupted. {LOST}"
+    said = failure(ranks, "while True: pass", timeout=30)
+    assert re.fullmatch(
+        rf"Interrupted:\n  rank 0 computes at In\[\d+\]:\d+: while .*\n  rank 1 computes .*\n{re.escape(LOST)}", said
+    )
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 

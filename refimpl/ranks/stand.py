@@ -1,0 +1,80 @@
+"""Where each rank of a world stands, asked from outside: by a signal that a rank answers even inside a collective.
+
+A rank that waits in a GPU's collective looks as if it computed; its flight recorder knows better (see `flight.py`).
+"""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from refimpl.ranks import flight, hang
+from refimpl.ranks.errors import RankTimeout
+from refimpl.ranks.rank import Rank, Setup
+
+LEFT_ALONE = "ranks wait in a collective that the others, which have finished, never enter"
+
+
+def stand(
+    setup: Setup, processes: Sequence[Rank], lives: Sequence[Connection], pending: Collection[int]
+) -> dict[int, str]:
+    """What each rank does: "waits in recv at train.py:12: ...", "computes at ...", or "finished" if not `pending`."""
+    files = {rank: setup.stack_file(rank) for rank in pending}
+    begins = {rank: file.stat().st_size if file.exists() else 0 for rank, file in files.items()}
+    for rank in pending:
+        if pid := processes[rank].pid:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+    stacks = _answers(files, begins, hang.is_complete)
+    does = {rank: hang.where(stack) for rank, stack in stacks.items()}
+    asked = [rank for rank in pending if not does[rank].startswith("waits")]
+    for rank in asked:
+        with suppress(ConnectionError):
+            lives[rank].send_bytes(b"?")
+    records = _answers({rank: setup.flight_file(rank) for rank in asked}, {}, bool)
+    more = {rank: flight.unfinished(record) for rank, record in records.items() if record}
+    return {rank: does.get(rank, "finished") + more.get(rank, "") for rank in range(setup.ranks)}
+
+
+def lines(does: dict[int, str]) -> str:
+    """A line a rank."""
+    return "\n".join(f"  rank {rank} {what}" for rank, what in does.items())
+
+
+def _answers(files: dict[int, Path], begins: dict[int, int], is_complete: Callable[[str], bool]) -> dict[int, str]:
+    """What each rank writes to its file, behind what stood there before, of as many as answer within 2 seconds."""
+    texts, give_up = dict.fromkeys(files, ""), time.monotonic() + 2
+    while not all(map(is_complete, texts.values())) and time.monotonic() < give_up:
+        time.sleep(0.01)
+        read = {rank: file.read_text() if file.exists() else "" for rank, file in files.items()}
+        texts = {rank: text[begins.get(rank, 0) :] for rank, text in read.items()}
+    return texts
+
+
+class Lonely:
+    """Finds ranks that wait in a collective which the others, who have returned, will never enter.
+
+    They are asked twice, `seconds` apart: a rank that is about to get its last message stands elsewhere by then.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        """None: nobody is asked."""
+        self.seconds = math.inf if seconds is None else seconds
+        self.before: dict[int, str] = {}
+        self.asked = 0.0
+
+    def asks_at(self, heard: float, results: Collection[int]) -> float:
+        """When (time.monotonic()) to ask next: `heard` is when a rank was heard last, `results` who has returned."""
+        return max(heard, self.asked) + self.seconds if results else math.inf
+
+    def refuse(self, does: dict[int, str]) -> None:
+        """RankTimeout if all who have not finished wait where they waited when they were asked last."""
+        self.asked = time.monotonic()
+        waits = {rank: what for rank, what in does.items() if what != "finished"}
+        if all(what.startswith("waits") for what in waits.values()) and does == self.before:
+            raise RankTimeout(f"{LEFT_ALONE}\n{lines(does)}")
+        self.before = does

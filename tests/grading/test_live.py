@@ -1,0 +1,79 @@
+"""One task at once: what a change concerns, what a cell writes into a file, and the verdict."""
+
+from pathlib import Path
+
+import pytest
+
+from refimpl.grading.chapters import Chapter, project_folder
+from refimpl.grading.grade import Grader
+from refimpl.grading.live import Live, changed_tasks, write_into
+
+FILE = '''"""A chapter."""
+
+import torch
+
+
+def helper(x):
+    return x
+
+
+def first(x):
+    """What to do."""
+    raise NotImplementedError("first")
+
+
+def second(x):
+    raise NotImplementedError("second")
+'''
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ('raise NotImplementedError("second")', "return 2", ["second"]),
+        ("return x", "return x + 1", ["first", "second"]),
+        ("import torch", "import torch  # the library", []),
+        ("import torch", "import torch\nimport math", ["first", "second"]),
+    ],
+)
+def test_what_a_change_concerns(old: str, new: str, expected: list[str]) -> None:
+    assert changed_tasks(FILE, FILE.replace(old, new), ["first", "second"]) == expected
+    assert changed_tasks("def (", FILE, ["first", "second"]) == ["first", "second"]
+    with pytest.raises(SyntaxError):
+        changed_tasks(FILE, "def (", ["first"])
+
+
+def test_a_cell_replaces_what_it_defines_and_adds_the_rest() -> None:
+    cell = "import math\nimport torch\n\ndef mine(x):\n    return x\n\ndef first(x):\n    return math.sin(mine(x))\n"
+    after = write_into(FILE, cell, "first")
+    names: dict[str, object] = {}
+    exec(after, names)
+    assert names["first"](0.5) == pytest.approx(0.479, abs=1e-3)  # type: ignore[operator]
+    assert after.count("import torch") == 1
+    assert 'NotImplementedError("second")' in after
+    assert write_into(after, cell, "first") == after, "the same cell once more changes nothing"
+    again = write_into(after, "def first(x):\n    return 1\n", "first")
+    assert "math.sin" not in again
+    assert "def mine" in again
+
+
+def test_a_cell_brings_a_task_that_the_file_lost() -> None:
+    assert "def third" in write_into(FILE, "def third():\n    return 3\n", "third")
+
+
+def test_a_cell_without_the_task_is_refused() -> None:
+    with pytest.raises(ValueError, match="defines other, not first"):
+        write_into(FILE, "def other():\n    pass\n", "first")
+    with pytest.raises(SyntaxError):
+        write_into(FILE, "def first(:\n", "first")
+
+
+def test_a_solution_passes_and_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFIMPL_DATA", str(tmp_path))
+    chapter = Chapter("01_collectives", project_folder())
+    with Grader() as grader:
+        live = Live(chapter, grader)
+        assert list(live.exercises) == chapter.tasks
+        assert live.grade("ring_all_gather", chapter.solution).outcome == "pass"
+        assert sorted(grader.worlds) == [2, 3, 4], "they wait for the next answer"
+    assert "ring_all_gather" in (tmp_path / "exercises.json").read_text()
