@@ -38,5 +38,6 @@ A mutant is a file with one wrong task, and two lines in its docstring, `task: N
     chapters.py    where the files are, which tasks they hold and which are still to do
     stubs.py       stubs from solutions
     progress.py    results and hints given, kept in the user's data folder
+    one.py         one task outside pytest, for the quiz
     plugin.py      pytest: options, todo, summary
 """
