@@ -18,7 +18,8 @@ hide: [navigation, toc]
 # Cards
 
 {count} questions of the kind that interviews ask, each with the 30-second answer, the derivation, common wrong answers
-and a test that proves it. Every figure is computed by the code when this page is built. [The quiz](quiz.md) asks them.
+and the test that proves it, or the paper. Every figure is computed by the code when this page is built.
+[The quiz](quiz.md) asks them.
 
 <form class="card-filter" hidden>
 <label>topic {topics}</label>
@@ -63,6 +64,7 @@ def _card(card: Card, sources: Sources) -> str:
         f'<p class="badges">{marks}</p>',
         rest,
         fence(card["snippet"], "python") if "snippet" in card else "",
+        _task(card) if "task" in card else "",
         "\n".join(f"1. {option}" for option in card.get("options", [])),
         folded("answer", "Answer", _answer(card, sources)),
         "</div>",
@@ -75,7 +77,7 @@ def _answer(card: Card, sources: Sources) -> str:
     parts = []
     if card["form"] == "order":
         parts.append("In order:\n\n" + "\n".join(f"1. {card['options'][i]}" for i in card["right"]))
-    elif card["form"] != "open":
+    elif card["form"] not in ("open", "code"):
         parts.append(f"**{card['answer']}**")
     parts += [card["short"], card["deep"]]
     if "fixed" in card:
@@ -85,8 +87,10 @@ def _answer(card: Card, sources: Sources) -> str:
     onward = [f"- [{text}](#{card_id})" if card_id else f"- {text}" for card_id, text in asked]
     parts += ["**Common wrong answers**", "\n".join(wrong), "**And then they ask**", "\n".join(onward)]
     for name, links in (("Code", card["code"]), ("Proof", card["proof"])):
+        if name == "Code" and not links:
+            continue
         shown = [f"[`{link['name']}`]({sources.link(link['file'], PLACE, link['line'])})" for link in links]
-        parts.append(f"{name}: {', '.join(shown)}")
+        parts.append(f"{name}: {', '.join(shown) or 'literature, see the sources'}")
     parts.append(f"Sources: {'; '.join(card['sources'])}")
     return "\n\n".join(parts)
 
@@ -94,7 +98,10 @@ def _answer(card: Card, sources: Sources) -> str:
 def _question(seen: Card, card: Card, render: Render) -> Card:
     """One draw of a card."""
     ask = seen["ask"] + ("\n\n" + fence(card["snippet"], "python") if "snippet" in card else "")
+    ask += "\n\n" + _task(card) if "task" in card else ""
     shown: Card = {"ask": render(ask), "short": render(seen["short"]), "deep": render(seen["deep"])}
+    if "task" in card:
+        shown["task"] = card["task"]
     if "options" in seen:
         shown |= {"options": [render(option) for option in seen["options"]], "right": seen["right"]}
     if card["form"] in ("choice", "bug"):
@@ -104,6 +111,12 @@ def _question(seen: Card, card: Card, render: Render) -> Card:
         unit = seen["answer"].partition(" ")[2]
         shown |= {"answer": seen["answer"], "value": seen["value"], "unit": unit, "tolerance": seen["tolerance"]}
     return shown
+
+
+def _task(card: Card) -> str:
+    """What live coding asks for, where it is written, and what grades it."""
+    given, command = fence(card["stub"], "python"), fence(card["command"], "bash")
+    return f"{given}\n\nWrite it in `{card['file']}` of your clone. This grades it:\n\n{command}"
 
 
 def _line(text: str) -> str:

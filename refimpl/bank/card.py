@@ -1,12 +1,14 @@
 """A card: one question of the kind that interviews ask, its answers, and what proves them.
 
 `short` is the answer in 30 seconds, `deep` the derivation. `wrong` holds common wrong answers, each with its reason; in
-a choice or bug card they are the options beside `answer`. `code` and `proof` point at what can be read and run.
-Five forms: open (graded by oneself), choice, numeric (fresh numbers each time), bug (a snippet that misbehaves), order.
+a choice or bug card they are the options beside `answer`. `code` points at what can be read, `proof` at the test that
+fails when the claim is false; a card about what is not built here says "literature", and its `sources` are the proof.
+Six forms: open (graded by oneself), choice, numeric (fresh numbers each time), bug (a snippet that misbehaves), order,
+and code (a task of the exercises, written and graded).
 """
 
 import random
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
@@ -17,10 +19,11 @@ Topic = Literal[
     "basics", "architecture", "zero", "parallelism", "memory", "communication", "internals", "performance",
     "system-design", "advanced",
 ]  # fmt: skip
-Form = Literal["open", "choice", "numeric", "bug", "order"]
+Form = Literal["open", "choice", "numeric", "bug", "order", "code"]
 LEVELS: tuple[str, ...] = get_args(Level)
 TOPICS: tuple[str, ...] = get_args(Topic)
 FORMS: tuple[str, ...] = get_args(Form)
+LITERATURE = "literature"
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -47,10 +50,16 @@ class Base(Strict):
     deep: Text
     wrong: Annotated[tuple[Wrong, ...], Field(min_length=1)]
     follow_ups: Annotated[tuple[Text, ...], Field(min_length=1)]  # ids of cards, or questions
-    code: Annotated[tuple[Annotated[str, Field(pattern=r"^refimpl(\.\w+)*:\w+(\.\w+)*$")], ...], Field(min_length=1)]
-    proof: Annotated[str, Field(pattern=r"^tests/[\w/]+\.py::test_\w+$")]
+    code: tuple[Annotated[str, Field(pattern=r"^refimpl(\.\w+)*:\w+(\.\w+)*$")], ...] = ()
+    proof: Annotated[str, Field(pattern=rf"^({LITERATURE}|(tests|exercises)/[\w/]+\.py::test_\w+)$")]
     sources: Annotated[tuple[Text, ...], Field(min_length=1)]
     let: dict[str, str] = {}  # names for the texts: name -> expression, in order
+
+    @model_validator(mode="after")
+    def has_code(self) -> Self:
+        if not self.code and self.proof != LITERATURE:
+            raise ValueError(f"code: Field required, or proof = {LITERATURE!r}")
+        return self
 
     def draw(self, seed: int) -> dict[str, Any]:
         """The numbers that are fresh each time: none, but in a numeric card."""
@@ -135,8 +144,26 @@ class Order(Base):
     items: Annotated[tuple[Text, ...], Field(min_length=3)]
 
 
-Card = Annotated[Open | Choice | Numeric | Bug | Order, Field(discriminator="form")]
-AnyCard = Open | Choice | Numeric | Bug | Order
+class Code(Base):
+    """Live coding: the learner writes this task in the chapter's exercise.py, and the exercise's grader judges it."""
+
+    form: Literal["code"]
+    chapter: Annotated[str, Field(pattern=r"^\d\d_\w+$")]
+    task: Text
+
+    @property
+    def file(self) -> str:
+        """Where the learner writes."""
+        return f"exercises/{self.chapter}/exercise.py"
+
+    @property
+    def command(self) -> str:
+        """What grades it. `proof` is the grader's own place."""
+        return f"pytest {self.proof}"
+
+
+Card = Annotated[Open | Choice | Numeric | Bug | Order | Code, Field(discriminator="form")]
+AnyCard = Open | Choice | Numeric | Bug | Order | Code
 CARD: TypeAdapter[AnyCard] = TypeAdapter(Card)
 
 

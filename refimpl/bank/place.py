@@ -4,6 +4,7 @@ Read from the source's syntax tree, so that nothing is imported for it.
 """
 
 import ast
+import copy
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,27 @@ def of_test(node: str) -> Place:
     """`tests/.../test_x.py::test_name`. BankError if there is none."""
     file, name = node.split("::")
     return _find(file, name, node)
+
+
+def of_task(chapter: str, task: str) -> Place:
+    """A task of the exercises, where its solution stands. BankError if there is none."""
+    return _find(f"solutions/{chapter}.py", task, f"{chapter} {task}")
+
+
+def stub(chapter: str, task: str) -> str:
+    """A task as it is given: its signatures and docstrings, without what is to be written."""
+    place = of_task(chapter, task)
+    node = next(n for n in _parse(ROOT / place.file).body if task in _names(n))
+    return ast.unparse(_Emptied().visit(copy.deepcopy(node)))
+
+
+class _Emptied(ast.NodeTransformer):
+    """Functions without bodies."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        documented = ast.get_docstring(node) is not None
+        node.body = [*node.body[:documented], ast.Expr(ast.Constant(...))]
+        return node
 
 
 def _find(file: str, name: str, symbol: str) -> Place:

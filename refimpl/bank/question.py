@@ -5,11 +5,16 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from refimpl.bank.card import AnyCard, Bug, Choice, Numeric, Order
+from refimpl.bank.card import AnyCard, Bug, Choice, Code, Numeric, Order
+from refimpl.bank.place import stub
 from refimpl.bank.scope import UNITS, fill, number
 
 NUMBER = r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?"  # 1,234.5 or 1.2e3
-AMOUNT = re.compile(rf"\s*({NUMBER})\s*([^\d\s,.]\S*)?\s*", re.IGNORECASE)
+AMOUNT = re.compile(rf"\s*({NUMBER})\s*([^\d\s,.].*?)?\s*", re.IGNORECASE)
+SPELLINGS = {
+    "sec": "s", "second": "s", "minute": "min", "hour": "h", "day": "days", "d": "days", "percent": "pct",
+    "millisecond": "ms", "microsecond": "us", "byte": "B",
+}  # fmt: skip
 SAME_KIND = (
     {"B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB"},
     {"us", "ms", "s", "min", "h", "days"},
@@ -79,14 +84,27 @@ class Question:
             return ", ".join(str(i + 1) for i in self.right)
         return self.options[self.right[0]] if self.options else self.short
 
+    @property
+    def example(self) -> str:
+        """What an answer looks like: as many numbers as there are to give, and never the right ones."""
+        if isinstance(self.card, Numeric):
+            return f"12.5 {UNITS[self.card.unit][1] if self.card.unit else ''}".strip()
+        last = len(self.options)
+        return (
+            " ".join(str(i + 1) for i in range(last)) if isinstance(self.card, Order) else f"a number from 1 to {last}"
+        )
+
     def grade(self, answer: str) -> Verdict:
-        """Judge an answer as typed: an option's number, "3 1 2", or "12.5 GB". AnswerError if it cannot be read."""
+        """Judge an answer as typed: an option's number, "3 1 2", or "12.5 GB". AnswerError if it cannot be read.
+
+        An open card is judged by oneself, a code card by the exercise's grader.
+        """
         if isinstance(self.card, Numeric):
             return self._grade_number(answer, self.card)
         picked = [int(word) - 1 for word in re.findall(r"\d+", answer)]
         if isinstance(self.card, Order):
             if sorted(picked) != sorted(self.right):
-                raise AnswerError(f"give all {len(self.options)} numbers once each, for example 2 1 3")
+                raise AnswerError(f"give all {len(self.options)} numbers once each, for example {self.example}")
             return self._grade_order(picked)
         if len(picked) != 1 or not 0 <= picked[0] < len(self.options):
             raise AnswerError(f"give one number from 1 to {len(self.options)}")
@@ -121,6 +139,13 @@ class Question:
             seen |= {"value": self.result, "unit": self.card.unit, "tolerance": self.card.tolerance}
         return seen
 
+    @property
+    def task(self) -> str:
+        """A code card's: what to write, where, and what grades it."""
+        assert isinstance(self.card, Code)
+        given = f"```python\n{stub(self.card.chapter, self.card.task)}\n```"
+        return f"{given}\n\nWrite it in `{self.card.file}`. This grades it:\n\n```\n{self.card.command}\n```"
+
 
 def amount(text: str, unit: str) -> float:
     """ "12.5 GB" -> 12.5e9 / (bytes in `unit`); without a unit of its own the number is in `unit` already.
@@ -131,9 +156,19 @@ def amount(text: str, unit: str) -> float:
     if match is None:
         raise AnswerError(f"give a number, for example {f'12.5 {shown}'.strip()}")
     given = float(match[1].replace(",", ""))
-    word = next((name for name, (_, long) in UNITS.items() if match[2] == long), match[2])
+    word = _unit(match[2].partition(" ")[0]) if match[2] else ""  # "177 elements of padding" is 177 elements
     if not word or word == unit:
         return given
     if any({word, unit} <= kind for kind in SAME_KIND):
         return given * UNITS[word][0] / UNITS[unit][0]
     raise AnswerError(f"{word} is not a unit of this answer: give {f'it in {shown}' if shown else 'a bare number'}")
+
+
+def _unit(word: str) -> str:
+    """The unit's name in UNITS for a word as people write it: "GB/s" -> "GBs", "second" -> "s", "gb" -> "GB".
+
+    "Gb" stays: it may mean bits.
+    """
+    known = {name: name for name in UNITS} | {long: name for name, (_, long) in UNITS.items()} | SPELLINGS
+    known = {spelt.lower(): name for spelt, name in known.items()} | known
+    return next((known[w] for w in (word, f"{word}s", word.removesuffix("s")) if w in known), word)

@@ -29,6 +29,8 @@ UNITS: dict[str, tuple[float, str]] = {
     "days": (86400, "days"), "pct": (1e-2, "%"), "x": (1, "times"),
     "TFLOPs": (1e12, "TFLOP/s"), "PFLOP": (1e15, "PFLOP"),
     "billion": (1e9, "billion"), "million": (1e6, "million"), "GBs": (1e9, "GB/s"), "tokens": (1, "tokens"),
+    "elements": (1, "elements"), "GPUs": (1, "GPUs"), "ranks": (1, "ranks"), "micro": (1, "micro-batches"),
+    "samples": (1, "samples"),
 }  # fmt: skip
 
 

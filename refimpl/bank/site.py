@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from refimpl.bank.card import AnyCard, Bug, Numeric
+from refimpl.bank.card import LITERATURE, AnyCard, Bug, Code, Numeric
 from refimpl.bank.load import load
-from refimpl.bank.place import Place, of_code, of_test
+from refimpl.bank.place import Place, of_code, of_test, stub
 from refimpl.bank.question import Question
 
 VARIANTS = 5  # draws of a numeric card
@@ -14,9 +14,10 @@ def export() -> list[dict[str, Any]]:
     """Every card, figures evaluated, texts in Markdown without HTML.
 
     id, level, topic, form; ask, short, deep, answer, wrong [{claim, why}]; follow_ups [{id or None, text}];
-    code and proof [{name, file, line, end}]; sources. choice, bug, order: options, right (positions in options; for
-    order all, in the right order). bug: snippet, fix {old, new}, fixed. numeric: value, unit, tolerance, and variants
-    (`VARIANTS` draws, each with ask, short, deep, answer, wrong, value).
+    code and proof [{name, file, line, end}], proof empty where the sources are it; sources. choice, bug, order:
+    options, right (positions in options; for order all, in the right order). bug: snippet, fix {old, new}, fixed.
+    code: chapter, task, stub, file, command. numeric: value, unit, tolerance, and variants (`VARIANTS` draws, each with
+    ask, short, deep, answer, wrong, value).
     """
     cards = load()
     return [_one(card, cards) for card in cards.values()]
@@ -31,10 +32,13 @@ def _one(card: AnyCard, cards: dict[str, AnyCard]) -> dict[str, Any]:
         for text in card.follow_ups
     ]
     shown["code"] = [_link(symbol, of_code(symbol)) for symbol in card.code]
-    shown["proof"] = [_link(card.proof, of_test(card.proof))]
+    shown["proof"] = [_link(card.proof, of_test(card.proof))] if card.proof != LITERATURE else []
     shown["sources"] = list(card.sources)
     if isinstance(card, Bug):
         shown |= {"snippet": card.snippet.strip(), "fix": card.fix.model_dump(), "fixed": card.fixed().strip()}
+    if isinstance(card, Code):
+        shown |= {"task": card.task, "chapter": card.chapter, "file": card.file, "command": card.command}
+        shown["stub"] = stub(card.chapter, card.task)
     if isinstance(card, Numeric):
         shown["variants"] = [Question(card, seed).facts() for seed in range(VARIANTS)]
     return shown

@@ -92,7 +92,7 @@ def bench(context: typer.Context) -> None:
 def quiz(
     topic: Annotated[str | None, typer.Option(help="One topic, such as zero or communication. Default: all.")] = None,
     level: Annotated[str | None, typer.Option(help="junior, mid, senior or staff. Default: all.")] = None,
-    form: Annotated[str | None, typer.Option(help="open, choice, numeric, bug or order. Default: all.")] = None,
+    form: Annotated[str | None, typer.Option(help="open, choice, numeric, bug, order or code. Default: all.")] = None,
     n: Annotated[int, typer.Option("--n", help="Questions to ask.")] = 10,
     seed: Annotated[int | None, typer.Option(help="The same questions again. Default: by chance.")] = None,
 ) -> None:

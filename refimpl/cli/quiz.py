@@ -2,19 +2,20 @@
 
 import difflib
 import random
-from collections.abc import Iterable
 
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.markup import escape
 from rich.padding import Padding
 from rich.syntax import Syntax
 
 from refimpl.bank import load
-from refimpl.bank.card import AnyCard, Bug, Numeric, Open, Order
+from refimpl.bank.card import LITERATURE, AnyCard, Bug, Code, Numeric, Open, Order
 from refimpl.bank.place import of_code, of_test
 from refimpl.bank.progress import RATINGS, Progress, choose
 from refimpl.bank.question import AnswerError, Question
 from refimpl.bank.scope import UNITS
+from refimpl.grading.live import grade_task
 
 SELF_GRADES = {"1": "again", "2": "hard", "3": "good", "4": "easy"}
 
@@ -45,7 +46,7 @@ def run(cards: dict[str, AnyCard], n: int, seed: int | None, console: Console | 
             rating = ask(question, console)
             progress.record(card.id, rating)
             results.append(rating != "again")
-            explain(question, cards, console)
+            explain(question, console)
     except (EOFError, KeyboardInterrupt, Leave):
         console.print()
     console.rule(align="left")
@@ -62,6 +63,8 @@ def ask(question: Question, console: Console) -> str:
         console.print(Padding(Markdown(f"{i}\\. {option}"), (0, 2)))
     if isinstance(card, Open):
         return _self_grade(question, console)
+    if isinstance(card, Code):
+        return _live_coding(question, card, console)
     while True:
         try:
             verdict = question.grade(_read(console, _prompt(question)))
@@ -74,13 +77,13 @@ def ask(question: Question, console: Console) -> str:
         return "good" if verdict.right else "again"
 
 
-def explain(question: Question, cards: Iterable[str], console: Console) -> None:
-    """The answers, the wrong ones with their reasons, and where to read on."""
+def explain(question: Question, console: Console) -> None:
+    """The answers, the wrong ones with their reasons, what they ask next, and where to read on."""
     card = question.card
     if not isinstance(card, Open):
         if isinstance(card, Order):
             console.print(Padding(Markdown("\n".join(f"1. {question.options[i]}" for i in question.right)), (1, 2)))
-        elif not isinstance(card, Numeric):
+        elif not isinstance(card, Numeric | Code):
             console.print(Padding(Markdown(f"**{question.answer}**"), (1, 2, 0, 2)))
         console.print(Padding(Markdown(question.short), (1, 2)))
     if isinstance(card, Bug):
@@ -88,10 +91,12 @@ def explain(question: Question, cards: Iterable[str], console: Console) -> None:
         shown = "\n".join(line for line in change if line[0] in "+-")
         console.print(Padding(Syntax(shown, "diff", background_color="default"), (0, 2, 1, 2)))
     console.print(Padding(Markdown(question.deep), (0, 2, 1, 2)))
-    if card.form in ("open", "numeric", "order"):
+    if card.form in ("open", "numeric", "order", "code"):
         for claim, why in question.wrong:
             console.print(Padding(Markdown(f"**Not:** {claim} {why}"), (0, 2, 1, 2)))
-    read = [f"{place.file}:{place.line}" for place in (*map(of_code, card.code), of_test(card.proof))]
+    console.print(Padding(Markdown("**And then they ask**\n\n" + _follow_ups(card)), (0, 2, 1, 2)))
+    places = [*map(of_code, card.code), *([of_test(card.proof)] if card.proof != LITERATURE else [])]
+    read = [f"{place.file}:{place.line}" for place in places] or ["the sources: nothing of it is built here"]
     console.print(Padding(f"[dim]read  {'  '.join(read)}\nfrom  {'; '.join(card.sources)}[/]", (0, 2)), highlight=False)
 
 
@@ -106,6 +111,29 @@ def _self_grade(question: Question, console: Console) -> str:
         console.print("[yellow]give a number from 1 to 4[/]")
 
 
+def _live_coding(question: Question, card: Code, console: Console) -> str:
+    """Grade the learner's file as often as asked. Right at the first try is good, later hard, given up is again."""
+    console.print(Markdown(question.task))
+    rating = "good"
+    while (word := _read(console, "Enter grades what is written there, g gives up").lower()) != "g":
+        if word:
+            continue
+        verdict = grade_task(card.chapter, card.task)
+        if verdict.outcome == "pass":
+            console.print("[bold green]Right:[/] the exercise's grader accepts it.")
+            return rating
+        console.print(f"[bold red]Not yet.[/] {escape(verdict.text)}", highlight=False, soft_wrap=True)
+        rating = "hard" if verdict.outcome == "fail" else rating
+    console.print(f"The solution: refimpl hint {card.chapter} {card.task} --give-up", highlight=False, soft_wrap=True)
+    return "again"
+
+
+def _follow_ups(card: AnyCard) -> str:
+    """Questions; of a card, what it asks."""
+    cards = load.load()
+    return "\n".join(f"- {Question(cards[text]).ask if text in cards else text}" for text in card.follow_ups)
+
+
 def _prompt(question: Question) -> str:
     card = question.card
     if isinstance(card, Numeric):
@@ -113,8 +141,8 @@ def _prompt(question: Question) -> str:
         within = f", within {card.tolerance:.0%}" if card.tolerance else ", exactly"
         return f"Your answer{unit}{within}"
     if isinstance(card, Order):
-        return "The right order, for example " + " ".join(str(i + 1) for i in range(len(question.options)))
-    return f"Your answer, 1 to {len(question.options)}"
+        return f"The right order, for example {question.example}"
+    return f"Your answer, {question.example}"
 
 
 def _read(console: Console, prompt: str) -> str:

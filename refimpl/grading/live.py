@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from refimpl.grading.chapters import Chapter, definitions, import_file
+from refimpl.grading.chapters import Chapter, definitions, find_chapter, import_file
 from refimpl.grading.grade import Exercise, Grader
 from refimpl.grading.progress import Progress
 from refimpl.grading.verdict import Verdict
@@ -92,3 +92,9 @@ def segment(source: str, node: ast.stmt) -> str:
 def first_line(node: ast.stmt) -> int:
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
     return min([node.lineno, *(d.lineno for d in decorators)])
+
+
+def grade_task(chapter: str, task: str) -> Verdict:
+    """Grade what is written in the chapter's exercise.py, once, on ranks of its own: what the quiz does."""
+    with Grader() as grader:
+        return Live(find_chapter(chapter), grader).grade(task)

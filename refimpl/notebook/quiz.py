@@ -8,11 +8,12 @@ numbers and which order of options depend on the arguments alone.
 from collections.abc import Callable
 from typing import Any
 
-from refimpl.bank.card import LEVELS, Bug, Choice, Numeric, Open
+from refimpl.bank.card import LEVELS, Bug, Choice, Code, Numeric, Open
 from refimpl.bank.load import select
 from refimpl.bank.progress import RATINGS, Progress
 from refimpl.bank.question import AnswerError, Question
 from refimpl.bank.scope import UNITS
+from refimpl.grading.live import grade_task
 from refimpl.notebook.output import shown
 
 
@@ -88,6 +89,8 @@ class _Asked:
 
             button.on_click(reveal)
             return w.VBox([button, grades])
+        if isinstance(self.question.card, Code):
+            return self._live_coding(self.question.card, w)
         if isinstance(self.question.card, Choice | Bug):
             numbers = [str(i + 1) for i in range(len(self.question.options))]
             self.answer = w.ToggleButtons(options=numbers, value=None, style={"button_width": "3em"})
@@ -97,6 +100,30 @@ class _Asked:
         button = w.Button(description="Check")
         button.on_click(lambda _: self._check())
         return w.HBox([self.answer, button])
+
+    def _live_coding(self, card: Code, w: Any) -> Any:
+        """Grade exercise.py as often as asked. Only a first answer that is right counts as good."""
+        failed: list[str] = []
+        grade, give_up = (w.Button(description=text, layout={"width": "auto"}) for text in ("Grade it", "Give up"))
+        controls = w.HBox([grade, give_up])
+
+        def check(_: Any) -> None:
+            self.after.outputs = (shown("The grader runs it on real ranks ..."),)
+            verdict = grade_task(card.chapter, card.task)
+            if verdict.outcome == "pass":
+                self.after.outputs = (shown(f"**Right.**\n\n{_answer(self.question)}"),)
+                self._keep("hard" if failed else "good", controls)
+            else:
+                self.after.outputs = (shown(f"**Not yet.**\n\n```\n{verdict.text}\n```"),)
+                failed.extend([verdict.text] if verdict.outcome == "fail" else [])
+
+        def leave(_: Any) -> None:
+            self.after.outputs = (shown(_answer(self.question)),)
+            self._keep("again", controls)
+
+        grade.on_click(check)
+        give_up.on_click(leave)
+        return controls
 
     def _check(self) -> None:
         try:
@@ -121,12 +148,14 @@ def _whole_question(question: Question) -> str:
         parts.append(f"```python\n{question.card.snippet.strip()}\n```")
     if question.options:
         parts.append("\n".join(f"{i}. {option}" for i, option in enumerate(question.options, 1)))
+    if isinstance(question.card, Code):
+        parts.append(question.task)
     return "\n\n".join(parts)
 
 
 def _answer(question: Question) -> str:
     """The answer in its place (an option's number, the order, a number), the short answer, the derivation."""
-    if isinstance(question.card, Open):
+    if isinstance(question.card, Open | Code):
         return f"{question.short}\n\n{question.deep}"
     given = str(question.right[0] + 1) if isinstance(question.card, Choice | Bug) else question.answer
     return f"**{given}.** {question.short}\n\n{question.deep}"
@@ -136,4 +165,4 @@ def _placeholder(question: Question) -> str:
     if isinstance(question.card, Numeric):
         unit = UNITS[question.card.unit][1] if question.card.unit else ""
         return f"a number {f'in {unit}' if unit else ''}".strip()
-    return "for example " + " ".join(str(i + 1) for i in range(len(question.options)))
+    return f"for example {question.example}"

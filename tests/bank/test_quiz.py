@@ -140,6 +140,14 @@ def test_a_folder_that_cannot_be_written_is_said_in_one_line(
         ("1.5e3 ms", "s", 1.5),
         ("40%", "pct", 40),
         ("25 GB/s", "GBs", 25),
+        ("177 elements", "elements", 177),
+        ("177 elements of padding", "elements", 177),
+        ("1 element", "elements", 1),
+        ("16 gpus", "GPUs", 16),
+        ("8 micro-batches", "micro", 8),
+        ("3 minutes", "s", 180),
+        ("40 percent", "pct", 40),
+        ("12.5 gb", "GB", 12.5),
         ("7", "", 7),
     ],
 )
@@ -147,7 +155,9 @@ def test_amounts_with_units(text: str, unit: str, expected: float) -> None:
     assert amount(text, unit) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("text", ["", "many", "12,5 GB", "5 s", "5 apples", "1.2.3", "nan", "-", "1 2"])
+@pytest.mark.parametrize(
+    "text", ["", "many", "12,5 GB", "5 s", "5 apples", "5 elements", "5 Gb", "1.2.3", "nan", "-", "1 2"]
+)
 def test_amounts_that_cannot_be_read(text: str) -> None:
     with pytest.raises(AnswerError):
         amount(text, "GB")
@@ -231,3 +241,29 @@ def test_two_cards_of_one_name_and_an_empty_bank(tmp_path: Path) -> None:
 def test_selecting() -> None:
     assert {card.form for card in select(form="bug").values()} == {"bug"}
     assert set(select()) == set(load())
+
+
+def test_an_order_is_asked_with_an_example_of_its_length() -> None:
+    for card in select(form="order").values():
+        question = Question(card, 3)
+        numbers = question.example.split()
+        assert sorted(map(int, numbers)) == list(range(1, len(question.options) + 1))
+        assert not question.grade(question.example).right
+        with pytest.raises(AnswerError, match=f"for example {question.example}"):
+            question.grade("1 2")
+
+
+def test_what_they_ask_next_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also follow-ups of other topics than the one asked for, and those that are no cards."""
+    monkeypatch.setenv("COLUMNS", "2000")
+    quiz_here(monkeypatch, "--form", "choice", "--n", "40", "--seed", "1", typed="1\n" * 40, folder=tmp_path)
+    out = " ".join(capsys.readouterr().out.split())
+    asked = [card for card in select(form="choice").values() if card.id in Progress(tmp_path).read()]
+    assert len(asked) > 20
+    cards = load()
+    for card in asked:
+        for text in card.follow_ups:
+            words = Question(cards[text]).ask if text in cards else text
+            assert words.replace("`", "").split("{")[0][:60].strip() in out

@@ -144,12 +144,14 @@ def test_reduction_overlaps_backward(stage: str) -> None:
 @every_stage
 def test_two_reductions_are_in_flight_at_most(stage: str) -> None:
     events = run(train, stage, Job(steps=1, config={"reduce_bucket_size": 300}), ranks=2)[0].events
-    flying, most = 0, 0
+    flying, most, fills_meanwhile = 0, 0, False
     for event in events:
         if event.tag == "gradients":
             flying += {"start": 1, "end": -1}[event.phase]
             most = max(most, flying)
+        fills_meanwhile |= event.phase == "mark" and flying == 2
     assert most == 2
+    assert fills_meanwhile, "a third bucket fills while two travel"
 
 
 @every_stage

@@ -26,6 +26,8 @@
     element.append(...children);
     return element;
   }
+  /** "177 elements" -> ["177", "elements"]. */
+  const split = (text) => text.trim().match(/^([-+\d,._]+(?:[eE][-+]?\d+)?)\s*(.*)$/).slice(1);
   const html = (text, className = "") => make("div", { innerHTML: text, className });
   const button = (text, onclick, className = "") => make("button", { type: "button", textContent: text, onclick, className });
 
@@ -45,13 +47,16 @@
 
     numeric(question, kept, answer) {
       const input = make("input", { type: "text", inputMode: "decimal", required: true, value: kept ?? "", disabled: kept !== undefined });
-      input.pattern = "\\s*[\\-+]?[0-9][0-9,_]*(\\.[0-9]+)?([eE][\\-+]?[0-9]+)?\\s*";
+      input.pattern = "\\s*[\\-+]?[0-9][0-9,_]*(\\.[0-9]+)?([eE][\\-+]?[0-9]+)?\\s*([^0-9\\s].*)?";
       input.title = "a number, for example 12.5";
       const form = make("form", {}, make("label", {}, "Your answer ", input, ` ${question.unit}`), " ");
       if (kept === undefined) form.append(make("button", { textContent: "Check", className: "md-button md-button--primary" }));
+      input.oninput = () => input.setCustomValidity("");
       form.onsubmit = (event) => {
         event.preventDefault();
-        answer(input.value.trim());
+        const [number, unit] = split(input.value);
+        input.setCustomValidity(!unit || unit === question.unit ? "" : `a number in ${question.unit || "itself, without a unit"}`);
+        if (input.reportValidity()) answer(number);
       };
       return form;
     },
@@ -80,7 +85,7 @@
 
     open(question, kept, answer) {
       if (kept !== undefined) return make("p", { textContent: kept ? "You knew it." : "You did not know it." });
-      const place = make("div", {}, make("p", { textContent: "Answer aloud, in 30 seconds. Then compare." }));
+      const place = make("div", {}, make("p", { textContent: question.task ? "Write it and let the grader judge. Then compare." : "Answer aloud, in 30 seconds. Then compare." }));
       const reveal = button("Show the answer", () => {
         place.append(
           html(question.short, "answer"),
@@ -95,6 +100,7 @@
     },
   };
   FORMS.bug = FORMS.choice;
+  FORMS.code = FORMS.open; // the task and its command are in what is asked; the grader runs in the reader's clone
 
   const same = (a, b) => a.length === b.length && a.every((x, i) => x === b[i]);
   const GRADES = {
@@ -106,6 +112,7 @@
     },
     order: (question, given) => same(given, question.right),
     open: (question, given) => given,
+    code: (question, given) => given,
   };
 
   function verdict(card, question, kept) {

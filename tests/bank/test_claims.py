@@ -1,0 +1,234 @@
+"""What cards claim and no other test shows: arithmetic of a single process."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from refimpl.model.gpt import GPTConfig
+from refimpl.plan.time import bubble
+from refimpl.plan.transformer import flops_per_token
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_scores_cost_as_much_as_matrices_at_six_widths(width: int) -> None:
+    def flops(context: int, layers: int) -> float:
+        return flops_per_token(GPTConfig(vocab=64, context=context, width=width, layers=layers, heads=4))
+
+    def block(context: int) -> float:
+        return flops(context, 2) - flops(context, 1)
+
+    matrices = block(1) - (block(2) - block(1))  # the cost is linear in the context: what is left at none
+    assert block(6 * width) == pytest.approx(2 * matrices, rel=0.01)
+
+
+def lamb(weight: Tensor, gradient: Tensor) -> Tensor:
+    """One step of LAMB without decay, from zero moments: Adam's update times the ratio of two norms."""
+    update = gradient.sign()
+    return weight - 0.1 * weight.norm() / update.norm() * update
+
+
+def test_lamb_on_slices_is_not_lamb() -> None:
+    weight, gradient = torch.tensor([1.0, 1.0, 8.0, 8.0]), torch.tensor([1.0, -1.0, 1.0, -1.0])
+    by_slice = torch.cat([lamb(w, g) for w, g in zip(weight.chunk(2), gradient.chunk(2), strict=True)])
+    assert not torch.allclose(by_slice, lamb(weight, gradient), rtol=0.05)
+    for cls in (torch.optim.AdamW, torch.optim.SGD):
+        whole, parts = nn.Parameter(weight.clone()), [nn.Parameter(w.clone()) for w in weight.chunk(2)]
+        whole.grad = gradient
+        for part, g in zip(parts, gradient.chunk(2), strict=True):
+            part.grad = g
+        cls([whole], lr=0.1).step()
+        cls(parts, lr=0.1).step()
+        assert torch.equal(torch.cat([p.detach() for p in parts]), whole)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """What Muon's Newton-Schulz iteration tends to: all singular values one."""
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    return u @ v
+
+
+def test_muon_on_row_shards_is_not_muon() -> None:
+    """Rows cut off by dim-0 sharding are made orthogonal among themselves alone."""
+    torch.manual_seed(0)
+    common = torch.randn(1, 8)
+    momentum = common + 0.1 * torch.randn(4, 8)  # all rows point nearly the same way
+    whole = orthogonal(momentum)
+    by_shard = torch.cat([orthogonal(rows) for rows in momentum.chunk(2)])
+    assert torch.allclose(whole @ whole.T, torch.eye(4), atol=1e-5)
+    overlap = by_shard @ by_shard.T
+    assert overlap[:2, 2:].abs().max() > 0.5, "rows of two shards repeat the same direction"
+    assert by_shard.sum(0).norm() > 1.2 * whole.sum(0).norm(), "so the update is too long where the shards agree"
+
+
+def test_with_error_feedback_what_was_sent_is_what_was_meant() -> None:
+    torch.manual_seed(0)
+    meant, sent, error = torch.zeros(100), torch.zeros(100), torch.zeros(100)
+    for _ in range(200):
+        gradient = torch.randn(100) + 0.1
+        value = gradient + error
+        compressed = value.sign() * value.abs().mean()
+        error = value - compressed
+        meant, sent = meant + gradient, sent + compressed
+        assert torch.allclose(sent + error, meant, atol=1e-3)
+    assert (sent - meant).norm() < 0.3 * meant.norm()
+    without = torch.stack([(torch.randn(100) + 0.1).sign() for _ in range(200)]).sum(0)
+    assert not torch.allclose(without, meant, rtol=0.1), "signs alone lose the sizes"
+
+
+def test_ways_to_keep_a_weight_in_16_bits() -> None:
+    torch.manual_seed(0)
+    steps, update = 200, 1e-3
+    # Split: bf16 is the upper half of fp32, and the lower 16 bits kept beside it give it back exactly.
+    exact = torch.linspace(-3, 3, 1001)
+    bits = exact.view(torch.int32)
+    low = bits & 0xFFFF
+    upper = ((bits >> 16) << 16).view(torch.float32).bfloat16()
+    assert torch.equal(((upper.view(torch.int16).int() << 16) | low).view(torch.float32), exact)
+    # Stochastic: up with probability equal to the fraction. Right on average, where round-to-nearest never moves.
+    nearest = torch.ones(10_000, dtype=torch.bfloat16)
+    chance = nearest.clone()
+    for _ in range(steps):
+        nearest = (nearest.float() + update).bfloat16()
+        noise = torch.randint(0, 1 << 16, chance.shape, dtype=torch.int32)
+        raised = (chance.float() + update).view(torch.int32) + noise
+        chance = ((raised >> 16) << 16).view(torch.float32).bfloat16()
+    assert nearest.float().mean() == 1
+    assert chance.float().mean() == pytest.approx(1 + steps * update, abs=0.01)
+
+
+def play(stages: int, micro: int, at_once: list[int]) -> tuple[int, list[int]]:
+    """A pipeline by its dependencies, a tick a pass; stage s may hold at_once[s] micro-batches. -> ticks, most held."""
+    done: dict[tuple[str, int, int], int] = {}
+    held, most, tick = [0] * stages, [0] * stages, 0
+    forward, backward = [0] * stages, [0] * stages
+    while backward[0] < micro or min(backward) < micro:
+        tick += 1
+        for s in range(stages):
+            b, f = backward[s], forward[s]
+            last = s == stages - 1
+            below = done.get(("f", s, b), tick) < tick if last else done.get(("b", s + 1, b), tick) < tick
+            ready = s == 0 or done.get(("f", s - 1, f), tick) < tick
+            if b < f and below and (forward[s] == micro or held[s] == at_once[s]):
+                done["b", s, b], backward[s], held[s] = tick, b + 1, held[s] - 1
+            elif f < micro and ready and held[s] < at_once[s]:
+                done["f", s, f], forward[s], held[s] = tick, f + 1, held[s] + 1
+                most[s] = max(most[s], held[s])
+    return tick, most
+
+
+@pytest.mark.parametrize(("stages", "micro"), [(2, 4), (4, 8), (4, 16)])
+def test_1f1b_has_gpipes_bubble_and_fewer_activations(stages: int, micro: int) -> None:
+    gpipe, all_of_them = play(stages, micro, [micro] * stages)
+    one_f_one_b, few = play(stages, micro, [stages - s for s in range(stages)])
+    assert gpipe == one_f_one_b
+    assert 1 - 2 * micro / gpipe == pytest.approx(bubble(stages, micro))
+    assert all_of_them == [micro] * stages
+    assert few == [stages - s for s in range(stages)]
+
+
+def test_the_loss_keeps_fp32_logits() -> None:
+    tokens, vocab = 6, 50
+    kept: list[Tensor] = []
+    logits = torch.randn(tokens, vocab, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        nn.functional.cross_entropy(logits.float(), torch.zeros(tokens, dtype=torch.long))
+    large = {t.data_ptr(): t for t in kept if t.numel() == tokens * vocab}
+    (only,) = large.values()
+    assert only.nbytes == tokens * vocab * 4
+    assert only.exp().sum(1).allclose(torch.ones(tokens)), "the log-softmax"
+
+
+@pytest.mark.parametrize("ranks", [8, 512])
+def test_the_slowest_of_many_is_below_the_bound(ranks: int) -> None:
+    torch.manual_seed(0)
+    slowest = torch.randn(2000, ranks).max(1).values.mean().item()
+    bound = math.sqrt(2 * math.log(ranks))
+    assert 0.65 * bound < slowest < bound
+
+
+def test_a_common_mask_does_not_average_out() -> None:
+    torch.manual_seed(0)
+    ranks, kept = 16, 0.5
+
+    def noise(common: bool) -> float:
+        masks = (torch.rand(4000, 1 if common else ranks) < kept) / kept
+        return masks.mean(1).var().item()
+
+    assert noise(common=False) == pytest.approx(noise(common=True) / ranks, rel=0.2)
+
+
+def test_autocast_keeps_fp32_weights_and_sums() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    x = torch.randn(2, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        product = model[0](x)
+        loss = nn.functional.mse_loss(product, torch.zeros_like(product))
+    assert (product.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
+    loss.backward()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model[0].weight.grad is not None
+    assert model[0].weight.grad.dtype == torch.float32
+    assert {p.dtype for p in model.bfloat16().parameters()} == {torch.bfloat16}
+    assert model(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_adam_in_16_bits() -> None:
+    """The second moment stops in bf16; in fp16 epsilon is zero, and a zero gradient gives NaN."""
+    moment = torch.ones(1, dtype=torch.bfloat16)
+    for _ in range(1000):
+        moment = (0.999 * moment.float() + 0.001 * 4.0).bfloat16()
+    assert moment.item() == 1, "four times the variance for a thousand steps, and it has not moved"
+    exact = 4 - 3 * 0.999**1000
+    assert exact > 2.8
+    assert torch.tensor(1e-8).half() == 0
+    assert torch.tensor(1e-8).bfloat16() > 0
+    assert (torch.zeros(1).half() / (torch.zeros(1).half() + torch.tensor(1e-8).half())).isnan().all()
+    root = torch.tensor(1e-4).bfloat16()
+    assert root + torch.tensor(1e-8).bfloat16() == root, "beside a root of 1e-4 it rounds away, as it may"
+
+
+def test_one_outlier_takes_a_tensors_fp8_range() -> None:
+    largest, smallest = torch.finfo(torch.float8_e4m3fn).max, 2.0**-9
+    assert torch.tensor(smallest).to(torch.float8_e4m3fn).float() == smallest
+    assert torch.tensor(smallest * 0.49).to(torch.float8_e4m3fn).float() == 0
+
+    def cast(x: Tensor, scale: Tensor) -> Tensor:
+        return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+    x = torch.full((4, 128), 1e-4)
+    x[0, 0] = 448.0
+    per_tensor = cast(x, x.abs().max() / largest)
+    per_block = cast(x, x.abs().amax(1, keepdim=True) / largest)
+    assert (per_tensor[1:] == 0).all(), "an outlier elsewhere flushes all small values"
+    assert torch.allclose(per_block[1:], x[1:], rtol=0.1), "with a scale for each block only its neighbours suffer"
+
+
+@pytest.mark.parametrize("width", [4096, 8192])
+def test_a_product_is_compute_bound_from_that_batch_on(width: int) -> None:
+    peak, bandwidth = 989e12, 3.35e12
+    rows = peak / bandwidth * width / (width - 2 * peak / bandwidth)
+
+    def seconds(rows: float) -> tuple[float, float]:
+        return 2 * rows * width * width / peak, 2 * (2 * rows * width + width * width) / bandwidth
+
+    compute, memory = seconds(rows)
+    assert compute == pytest.approx(memory)
+    assert seconds(rows / 2)[0] < seconds(rows / 2)[1]
+    assert seconds(rows * 2)[0] > seconds(rows * 2)[1]
+
+
+def test_the_ema_of_shards_is_the_shard_of_the_ema() -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(10) for _ in range(5)]
+    whole, shards = weights[0].clone(), [w.clone() for w in weights[0].chunk(3)]
+    for w in weights[1:]:
+        whole.lerp_(w, 0.1)
+        for mine, part in zip(shards, w.chunk(3), strict=True):
+            mine.lerp_(part, 0.1)
+    assert torch.equal(torch.cat(shards), whole)
+    low = torch.ones(1, dtype=torch.bfloat16)
+    for _ in range(1000):
+        low.lerp_(torch.full_like(low, 2.0), 1e-3)
+    assert low.item() == 1, "in bf16 it never moves"

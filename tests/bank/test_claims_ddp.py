@@ -1,0 +1,129 @@
+"""What cards claim of torch's own DDP and sampler, on 2 ranks over gloo."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DistributedSampler
+from worlds import run
+
+from refimpl.comm.group import Group
+from refimpl.ranks.errors import RankError
+
+
+@pytest.mark.parametrize(("n", "ranks"), [(10, 4), (12, 4), (7, 3)])
+def test_the_sampler_repeats_samples(n: int, ranks: int) -> None:
+    parts: list[list[int]] = [list(DistributedSampler(range(n), ranks, r, shuffle=False)) for r in range(ranks)]
+    seen = Counter(i for part in parts for i in part)
+    assert {len(part) for part in parts} == {-(-n // ranks)}
+    assert sum(times == 2 for times in seen.values()) == -n % ranks
+    assert len(seen) == n
+    short: list[list[int]] = [
+        list(DistributedSampler(range(n), ranks, r, shuffle=False, drop_last=True)) for r in range(ranks)
+    ]
+    assert n - len({i for part in short for i in part}) == n % ranks
+
+
+def gradient_with_hook(divide: bool) -> tuple[float, float]:
+    """The gradient that DDP leaves with a hook that all-reduces, and without one."""
+    group = Group.world()
+    gradients = []
+    for hooked in (True, False):
+        model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+
+        def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            buffer = bucket.buffer() / dist.get_world_size() if divide else bucket.buffer()
+            work = dist.all_reduce(buffer, async_op=True)
+            assert work is not None
+            return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
+
+        if hooked:
+            model.register_comm_hook(None, hook)
+        model(torch.tensor([[1.0 + group.rank]])).sum().backward()
+        grad = model.module.weight.grad
+        gradients.append(grad.item())
+    return gradients[0], gradients[1]
+
+
+def test_a_comm_hook_divides_itself() -> None:
+    assert run(gradient_with_hook, True, ranks=2) == [(1.5, 1.5)] * 2
+    assert run(gradient_with_hook, False, ranks=2) == [(3.0, 1.5)] * 2
+
+
+def storages(as_view: bool) -> tuple[int, int]:
+    """Storages that the gradients of DDP live in, and parameters."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), gradient_as_bucket_view=as_view)
+    for _ in range(2):  # the buckets are rebuilt after the first step
+        model.zero_grad(set_to_none=False)
+        model(torch.ones(1, 8)).sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return len({g.untyped_storage().data_ptr() for g in gradients}), len(gradients)
+
+
+def test_gradients_as_views_share_the_buckets_memory() -> None:
+    assert run(storages, True, ranks=2) == [(1, 4)] * 2
+    assert run(storages, False, ranks=2) == [(4, 4)] * 2
+
+
+def bucket_orders() -> list[list[str]]:
+    """The parameters of the one bucket, in its order, in three backwards."""
+    layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model, orders = DistributedDataParallel(layers), []
+    names = {id(p): name for name, p in model.module.named_parameters()}
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        orders.append([names[id(p)] for p in bucket.parameters()])
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, hook)
+    for _ in range(3):
+        model(torch.ones(1, 4)).sum().backward()
+    return orders
+
+
+def test_buckets_are_rebuilt_in_the_order_of_the_first_backward() -> None:
+    guessed, measured = ["0.weight", "1.weight"], ["1.weight", "0.weight"]  # backward begins with the last layer
+    assert run(bucket_orders, ranks=2) == [[guessed, measured, measured]] * 2
+
+
+class Shared(nn.Module):
+    """One layer in two re-entrant checkpoints, so that its gradient arrives twice in a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def gradient_of_shared(wrap: dict[str, bool] | None) -> Tensor:
+    """The layer's gradient after the second step; `wrap`: DDP's options, None for no DDP."""
+    torch.manual_seed(0)
+    module = Shared()
+    model = module if wrap is None else DistributedDataParallel(module, **wrap)  # type: ignore[arg-type]
+    x = torch.full((1, 4), 1.0 + Group.world().rank, requires_grad=True)
+    for _ in range(2):
+        model.zero_grad()
+        model(x).sum().backward()
+    assert module.layer.weight.grad is not None
+    return module.layer.weight.grad
+
+
+def test_a_static_graph_may_use_a_layer_in_two_checkpoints() -> None:
+    mean = torch.stack(run(gradient_of_shared, None, ranks=2)).mean(0)
+    for gradient in run(gradient_of_shared, {"static_graph": True}, ranks=2):
+        assert torch.allclose(gradient, mean)
+    first, second = run(gradient_of_shared, {}, ranks=2)
+    assert not torch.allclose(first, second), "only the first of two contributions was reduced, without a word"
+    with pytest.raises(RankError, match="mark a variable ready only once"):
+        run(gradient_of_shared, {"find_unused_parameters": True}, ranks=2)

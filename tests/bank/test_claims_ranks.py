@@ -1,0 +1,79 @@
+"""What cards claim and no other test shows: several ranks, refimpl's collectives and bytes."""
+
+import pytest
+import torch
+from torch import nn
+from worlds import run
+
+from refimpl.comm.group import Group
+from refimpl.comm.mesh import Mesh
+from refimpl.zero.zero3 import Zero3
+
+
+def two_levels(size: int) -> tuple[torch.Tensor, int, int]:
+    """All-reduce on 2 nodes of 2 ranks: inside, across, inside. -> result, bytes sent inside, across."""
+    mesh = Mesh({"node": 2, "local": 2})
+    inside, across = mesh.group("local"), mesh.group("node")
+    buffer = torch.arange(float(size)) + 100 * mesh.world.rank
+    shard, result = torch.empty(size // 2), torch.empty(size)
+    inside.reduce_scatter(shard, buffer, tag="inside")
+    across.all_reduce(shard, tag="across")
+    inside.all_gather(result, shard, tag="inside")
+    sent = mesh.ledger.sent_bytes("tag")
+    return result, sent["inside"], sent["across"]
+
+
+def test_two_levels_send_an_inner_share_across() -> None:
+    size = 64
+    for result, inside, across in run(two_levels, size, ranks=4):
+        assert torch.equal(result, 4 * torch.arange(float(size)) + 600)
+        n = 4 * size
+        assert inside == 2 * n * (2 - 1) // 2
+        assert across == 2 * (n // 2) * (2 - 1) // 2, "half of the buffer, over a ring of nodes"
+
+
+def pooled(channels: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Batch statistics over all ranks, from each rank's mean, variance and count."""
+    group = Group.world()
+    x = torch.randn(6 + group.rank, channels, generator=torch.Generator().manual_seed(group.rank))
+    mine = torch.cat([x.mean(0), x.var(0, unbiased=False), torch.tensor([float(len(x))])])
+    everyone = torch.empty(group.size * len(mine))
+    before = sum(group.ledger.sent_bytes("tag").values())
+    group.all_gather(everyone, mine)
+    sent = sum(group.ledger.sent_bytes("tag").values()) - before
+    rows = everyone.view(group.size, -1)
+    means, variances, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
+    mean = (means * counts).sum(0) / counts.sum()
+    variance = ((variances + means.square()) * counts).sum(0) / counts.sum() - mean.square()
+    return mean, variance, sent
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_statistics_of_all_ranks_from_two_numbers_a_channel(ranks: int) -> None:
+    channels = 5
+    parts = [torch.randn(6 + r, channels, generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
+    whole = torch.cat(parts)
+    for mean, variance, sent in run(pooled, channels, ranks=ranks):
+        assert torch.allclose(mean, whole.mean(0), atol=1e-6)
+        assert torch.allclose(variance, whole.var(0, unbiased=False), atol=1e-6)
+        assert sent == (2 * channels + 1) * 4 * (ranks - 1)
+    averaged = torch.stack([p.var(0, unbiased=False) for p in parts]).mean(0)
+    assert not torch.allclose(averaged, whole.var(0, unbiased=False), rtol=0.01), "a mean of variances is not it"
+
+
+def generate(tokens: int) -> tuple[int, int]:
+    """Bytes of parameters that a rank sends for so many forwards without gradients; elements of the model."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    stage = Zero3(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    stage.group.ledger.reset()
+    with torch.no_grad():
+        for _ in range(tokens):
+            model(torch.ones(1, 64))
+    return stage.group.ledger.sent_bytes("tag").get("parameters", 0), 2 * 64 * 64
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_generated_token_gathers_the_model_again(ranks: int) -> None:
+    for tokens in (1, 3):
+        for sent, elements in run(generate, tokens, ranks=ranks):
+            assert sent == tokens * 4 * elements * (ranks - 1) // ranks
