@@ -3,7 +3,7 @@
 Memory per rank, bytes per parameter with AdamW: fp32 4 params + 4/N grads + 8/N optimizer;
 bf16 2 params + 2/N grads + 12/N optimizer (4/N of them fp32 master weights).
 Traffic per step: 2 Psi (N-1)/N, as ZeRO-1; with A micro-batches (A + 1) Psi (N-1)/N, because each one's gradients
-must leave before the next one's arrive. Buckets in flight, two of reduce_bucket_size, come on top.
+must leave before the next one's arrive. Buckets come on top: two that travel while a third fills.
 Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2. DeepSpeed: deepspeed/runtime/zero/stage_1_and_2.py.
 
 A gradient's way: backward -> `Gradients.arrive` -> bucket full -> `reduce` -> `Update.apply` -> `Stage.gather`.
