@@ -1,4 +1,4 @@
-"""How the collectives are made: reductions as an exchange of chunks followed by ordered adds, an all-gather as N broadcasts.
+"""How the collectives are made: a reduction is an exchange followed by ordered adds, an all-gather N broadcasts.
 
 gloo's own reduce-scatter is an all-reduce plus a slice (twice the bytes) and its all-gather fills a fresh buffer. Cut
 the other way, a reduce-scatter is: hand chunk i of my buffer to rank i (`exchange`, n(N-1)/N bytes), then add the N
