@@ -61,8 +61,8 @@ pd.DataFrame(
 )
 
 # %% [markdown]
-# A 7B model needs more than one GPU before it has read its first word, and the activations (what forward keeps for
-# backward) come on top. More GPUs means more processes, and processes share nothing. The whole course is about what
+# A 7B model in training needs more than one such GPU before it has read its first word, and the activations (what
+# forward keeps for backward) come on top. More GPUs means more processes, and processes share nothing. The whole course is about what
 # they must tell each other, and when.
 
 # %% [markdown]
@@ -182,24 +182,47 @@ x
 # computes gradients on its own text, and then they add them up.
 
 # %% [markdown]
-# ## 4. Read it
+# ## 4. Read it: who carries the bytes
 #
-# How does the launcher work? The call is short. The processes are forked from a server that has imported torch
-# already, so a world starts in a fraction of a second.
+# Real jobs run on many machines. A **node** is one machine, mostly with 8 GPUs and a process for each. A launcher such as
+# `torchrun` starts the processes and tells each one its place by environment variables: `RANK` (0 to $N-1$ in the whole
+# job), `LOCAL_RANK` (0 to 7 on its node: which GPU is mine), `WORLD_SIZE`, and the address of rank 0, where all of them
+# meet. In this notebook all ranks are on one node.
+#
+# The library that moves the bytes is the process group's **backend**: **NCCL** between NVIDIA's GPUs, **gloo** between
+# CPUs, through TCP. Code that calls `all_reduce` looks alike on both. In refimpl the tensors' device decides:
 
 # %%
+from refimpl.comm import process_group
 from refimpl.notebook import show
 
-show.source(launch.run)
-
-# %% [markdown]
-# On the other side, a rank joins the process group and then does what its caller sends, until told to leave. It
-# watches a pipe that closes when its caller ends, so no rank outlives the notebook.
+show.source(process_group.backend_of)
 
 # %%
-from refimpl.ranks.rank import Rank
+# %%ranks 4
+print("torch's group:", dist.get_backend(), "| for tensors on", group.device, "this library:", group.backend)
+print("and where all ranks are on one host, memory that they share:", type(group.transport).__name__)
 
-show.source(Rank.run, Rank._die_with_caller)
+# %% [markdown]
+# How fast depends on the **topology**: which link is between two ranks. The table has usual links of a GPU server, in
+# each direction, and how long the gradients of a 7B model in 16 bits take on each, by the all-reduce's $2n$ bytes a rank.
+
+# %%
+GB_A_SECOND = {
+    "NVLink 4, GPUs of a node": 450,
+    "PCIe 5 x16, GPU and CPU": 63,
+    "InfiniBand NDR, 400 Gbit/s, nodes": 50,
+    "Ethernet, 100 Gbit/s, nodes": 12.5,
+    "Ethernet, 10 Gbit/s, nodes": 1.25,
+}
+gradients = 7e9 * 2  # bytes
+pd.DataFrame(
+    {"GB/s": GB_A_SECOND, "all-reduce, s": {link: round(2 * gradients / 1e9 / v, 2) for link, v in GB_A_SECOND.items()}}
+).sort_values("GB/s", ascending=False)
+
+# %% [markdown]
+# Inside a node a link is 9 times as fast as between nodes, and a slow network makes it 360 times. That is why groups
+# that talk much are put inside a node.
 
 # %% [markdown]
 # ## 5. Measure it
@@ -221,72 +244,112 @@ show.compare(
 )
 
 # %% [markdown]
-# They agree to the byte. Now the clock. Four things, each repeated, the median taken:
-# copy 64 MB in memory, multiply two 512 x 512 matrices, all-reduce 8 MB, and all-reduce a single number.
-# The numbers depend on the machine and on what else it does. Look at their ratios.
+# They agree to the byte. Now the clock: what does an operation cost, what a byte of memory, what a byte sent? Times depend
+# on the machine and on what else it does; look at their ratios.
 
 # %%
 # %%ranks 2
 from refimpl.measure.clock import Clock
 
 clock = Clock(warmup=2)
-a, b, m = torch.ones(16_000_000), torch.empty(16_000_000), torch.rand(512, 512)
+a, b = torch.ones(16_000_000), torch.empty(16_000_000)
+square = {m: torch.rand(m, m) for m in (16, 64, 256, 1024)}
 big, one = torch.zeros(2_000_000), torch.zeros(1)
 for _ in range(12):
     group.barrier()  # start together
-    with clock.time("copy"):
-        b.copy_(a)
-    with clock.time("matmul"):
-        m @ m
+    with clock.time("add"):
+        torch.add(a, a, out=b)
+    for m, x in square.items():
+        with clock.time(f"matmul {m}"):
+            x @ x
     group.barrier()
-    with clock.time("all_reduce big"):
+    with clock.time("all_reduce 8 MB"):
         group.all_reduce(big)
     group.barrier()
-    with clock.time("all_reduce one"):
+    with clock.time("all_reduce 4 B"):
         group.all_reduce(one)
+    with clock.time("20 in a row"):
+        for _ in range(20):
+            group.all_reduce(one)
+
+# %% [markdown]
+# Computing needs data, so an operation alone says little. What counts is how many operations are done with each byte that
+# is moved: the **arithmetic intensity**. Adding two tensors does 1 operation for 12 bytes (reads 8, writes 4). A product
+# of two $m \times m$ matrices does $2m^3$ for $12m^2$ bytes: $m/6$.
 
 # %% tags=["nbval-ignore-output"]
-found = ranks.pull("{name: clock.median(name) for name in clock.ms}")
-ms = {name: max(medians[name] for medians in found) for name in found[0]}  # the slower rank's
-work = {
-    "copy": ("MB read or written", 2 * 64),
-    "matmul": ("million operations", 2 * 512**3 / 1e6),  # a multiplication and an addition each
-    "all_reduce big": ("MB sent", 2 * 8 * (2 - 1) / 2),
-    "all_reduce one": ("MB sent", 4e-6),
-}
-per_ms = {name: amount / ms[name] for name, (_, amount) in work.items()}
-rows = [[unit, f"{amount:.6g}", f"{ms[name]:.3f}", f"{per_ms[name]:.3g}"] for name, (unit, amount) in work.items()]
-pd.DataFrame(rows, index=list(work), columns=["unit", "amount", "milliseconds", "amount in 1 ms"])
+best = ranks.pull("{name: min(times) for name, times in clock.ms.items()}")[0]
+work = {"add": (16e6, 12 * 16e6)} | {f"matmul {m}": (2 * m**3, 12 * m**2) for m in (16, 64, 256, 1024)}
+rows = [[ops / n, best[name], ops / best[name] / 1e6, n / best[name] / 1e6] for name, (ops, n) in work.items()]
+columns = ["operations a byte", "ms", "billion operations/s", "GB/s"]
+roof = pd.DataFrame(rows, index=list(work), columns=columns)
+roof.map("{:.3g}".format)
 
-# %% tags=["nbval-ignore-output"] alt="Bars: operations, bytes copied and bytes sent in 1 ms"
+# %% tags=["nbval-ignore-output"] alt="Roofline: operations a second over operations a byte, a slope and then a ceiling"
 import matplotlib.pyplot as plt
 
-bars = {
-    "bytes sent, 4 at a time": per_ms["all_reduce one"] * 1e6,
-    "bytes sent, 8 million at a time": per_ms["all_reduce big"] * 1e6,
-    "bytes read or written in memory": per_ms["copy"] * 1e6,
-    "operations of a matmul": per_ms["matmul"] * 1e6,
-}
-figure, axis = plt.subplots(figsize=(7.5, 2.6), layout="constrained")
-drawn = axis.barh(list(bars), list(bars.values()), color=["#c44e52", "#dd8452", "#4c72b0", "#55a868"])
-axis.bar_label(drawn, [f"{value:,.0f}" for value in bars.values()], padding=4)
-axis.set(xscale="log", xlim=(1, max(bars.values()) * 30), title="What one millisecond buys here, on each of 2 ranks")
+peak, memory = roof["billion operations/s"].max(), roof.loc["add", "GB/s"]
+network = 8e6 / best["all_reduce 8 MB"] / 1e6  # GB/s: 2n(N-1)/N bytes, N = 2
+x = pd.Series(sorted([0.05, peak / memory, peak / network, 1000]))
+figure, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
+for speed, label, colour in ((memory, "bytes of memory", "#4c72b0"), (network, "bytes sent", "#c44e52")):
+    axis.loglog(x, (x * speed).clip(upper=peak), color=colour, label=f"{label}, {speed:.2g} GB/s")
+axis.loglog(roof["operations a byte"], roof["billion operations/s"], "o", color="#4c72b0")
+axis.set(xlabel="operations a byte", ylabel="billion operations a second", title="Roofline of one rank, measured")
+axis.legend(frameon=False)
 axis.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# Computing is cheapest, memory comes next, and messages are dearest: a byte sent costs many times a byte read. And a
-# single number costs nearly as much as thousands of them: that fixed price is $\alpha$. On GPUs all numbers are larger
-# and the order is the same. So: send few bytes, in large messages, while something else computes. Each later chapter
-# is one of these three.
+# This is a **roofline**. Left, where few operations use a byte, memory decides (the slope); right, the arithmetic (the
+# ceiling). The corner is the machine's balance: what lies left of it is *memory-bound*, such as every element-wise
+# operation and AdamW; what lies right is *compute-bound*, such as a large product. (A small product lies under its roof:
+# the call itself takes longer than the work.)
+#
+# Sending has a roof of its own, further right, because a byte sent costs more than a byte read. Where does training
+# stand under it? A step does about $6\Psi$ operations for each token (2 in forward, 4 in backward) and sends $2\Psi b$
+# bytes of gradients: $3T/b$ operations a byte for $T$ tokens a rank. So the more tokens a rank reads in a step, the less
+# the network matters. From how many tokens on does a step compute longer than it sends gradients of 2 bytes?
+
+# %%
+CARDS = {"H100, NVLink": (990e12, 450e9), "H100, InfiniBand": (990e12, 50e9)}  # operations/s in bf16, bytes/s
+pd.DataFrame(
+    {
+        name: {
+            "operations in the time of a byte": round(speed / link),
+            "tokens a rank and step to be even": round(speed / link * 2 / 3),
+        }
+        for name, (speed, link) in CARDS.items()
+    }
+)
+
+# %% [markdown]
+# And the fixed price $\alpha$. A collective takes as long as its slowest rank, which is called a **straggler**, so here
+# the slower rank's median counts:
+
+# %% tags=["nbval-ignore-output"]
+medians = ranks.pull("{name: clock.median(name) for name in clock.ms}")
+us = {name: 1e3 * max(of_rank[name] for of_rank in medians) for name in best}
+print(f"all-reduce of one number, after a barrier: {us['all_reduce 4 B']:.0f} microseconds")
+print(f"the same 20 times in a row, each:          {us['20 in a row'] / 20:.0f} microseconds")
+print(f"all-reduce of 2 million numbers:           {us['all_reduce 8 MB']:.0f} microseconds")
+
+# %% [markdown]
+# Two million numbers cost only a few times what one costs: that is $\alpha$. And there is no *one* $\alpha$: in a row, both ranks are awake and
+# waiting; after other work one of them is late, or asleep. Chapter 1 fits $\alpha$ to the best of many messages in a row,
+# as one does to compare algorithms. A collective in a training step rather meets the first kind.
+#
+# So: send few bytes, in large messages, while something else computes. The course does these three again and again: few
+# bytes (the ring in chapter 1, 16 bits in chapter 3), large messages (the buckets of chapter 2), meanwhile (overlap in
+# chapter 2, prefetch in chapter 6).
 
 # %% [markdown]
 # ## 6. Break it: a hang, and how to read it
 #
-# A collective ends when all ranks have called it. If one does not, the others wait. There is no error, the fans
-# keep spinning, and the job does nothing until someone looks. It is the most common bug of distributed training, and
-# this is its most common form: a collective inside an `if` that not every rank takes. Here only rank 0 wants to
-# know the mean loss.
+# A rank's collective ends when the ranks that it needs have called it too. If one does not, the others wait. There is no
+# error, the fans keep spinning, and nothing is computed until somebody looks, or until a timeout kills the job (torch
+# waits 10 minutes for NCCL and 30 for gloo, by default). The usual form of this bug is a collective inside an `if` that
+# not every rank takes. Here only rank 0 wants to know the mean loss.
 
 
 # %% tags=["raises-exception"]
@@ -339,8 +402,10 @@ group.all_reduce(shards[rank])
 # - **Quiz:** `refimpl quiz --topic basics`
 # - **Tests behind this chapter:** [tests/test_launch.py](../tests/test_launch.py) starts, starves, kills and hangs real
 #   processes.
-# - **Code:** [refimpl/launch.py](../refimpl/launch.py), [refimpl/ranks/hang.py](../refimpl/ranks/hang.py) (how a stack
-#   becomes "waits in all_reduce"), [refimpl/measure/ledger.py](../refimpl/measure/ledger.py).
+# - **Code:** [refimpl/launch.py](../refimpl/launch.py) (starts ranks, forked from a server that has imported torch
+#   already), [refimpl/ranks/rank.py](../refimpl/ranks/rank.py) (what runs on the other side),
+#   [refimpl/ranks/hang.py](../refimpl/ranks/hang.py) (how a stack becomes "waits in all_reduce"),
+#   [refimpl/measure/ledger.py](../refimpl/measure/ledger.py).
 # - **DeepSpeed:** its launcher is
 #   [deepspeed/launcher/launch.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/launcher/launch.py).
 #   It starts a process a GPU and sets `RANK` and `WORLD_SIZE`, as `torchrun` does.

@@ -2,7 +2,8 @@
 # # 1 · Collectives
 #
 # A collective is a call that all ranks make together. Five of them carry everything in this course. In this chapter
-# you see what each one does, build an all-reduce by hand, count its bytes, predict its time, and break it.
+# you see what each one does, build an all-reduce in three shapes (ring, tree, two levels), count its bytes, predict its
+# time, and break it.
 
 # %%
 # %load_ext refimpl.notebook
@@ -80,8 +81,8 @@ table
 #
 # $$\text{bytes sent} = 2n\,\frac{N-1}{N}\qquad\qquad T = 2(N-1)\left(\alpha + \frac{n}{N}\beta\right)$$
 #
-# The bytes stay below $2n$ for any number of ranks. No algorithm sends less. The latency is the price: $2(N-1)$ messages
-# one after the other. Here is the ring at work. Each square is a chunk on a rank, the number says how many ranks'
+# The bytes stay below $2n$ for any number of ranks. As long as it is ranks that add, no algorithm sends less. The latency
+# is the price: $2(N-1)$ messages one after the other. Here is the ring at work. Each square is a chunk on a rank, the number says how many ranks'
 # contributions it holds.
 
 # %% alt="Seven grids of ranks by chunks: sums grow along the diagonal, then finished chunks spread"
@@ -215,6 +216,88 @@ group.ledger.sent_bytes()
 
 # %% [markdown]
 # $2 \cdot 1024 \cdot \frac34 = 1536$ bytes from each rank, instead of 3072 from one.
+#
+# **A tree.** For a small buffer the bytes cost nothing, and the ring's $2(N-1)$ messages in a row cost $2(N-1)\,\alpha$:
+# on 1024 ranks 2046 of them. A tree needs $2\lceil\log_2 N\rceil$, which is 20. On the way up, half of those who still
+# hold a sum hand it to a neighbour in each round; on the way down, all who have the result pass it on. Here is the way
+# up. The way down is this chapter's exercise `tree_broadcast`, so the cell borrows gloo's.
+
+
+# %%
+def tree_reduce(group, x):
+    """The sum over ranks, in rank 0's x. The others' hold partial sums."""
+    part, distance = torch.empty_like(x), 1
+    while distance < group.size:
+        if group.rank % (2 * distance):
+            group.send(x, to=group.rank - distance, tag="up")
+            return
+        if group.rank + distance < group.size:
+            group.recv(part, source=group.rank + distance)
+            x += part
+        distance *= 2
+
+
+ranks.push(tree_reduce=tree_reduce)
+
+# %%
+# %%ranks 4
+counts = mine.clone()
+group.ledger.reset()
+tree_reduce(group, counts)
+group.broadcast(counts, root=0)
+print("right:", torch.equal(counts, expected), "| sent on the way up:", group.ledger.sent_bytes("tag").get("up", 0))
+
+# %% [markdown]
+# Every rank but rank 0 sends the whole buffer up once: $n(N-1)$ bytes in all, and as many down. That is as much as
+# through rank 0, but in 2 + 2 rounds and by several ranks at once. Who sends what on the way down? gloo's broadcast is
+# such a tree (a *binomial* one), and the kernel of Linux counts what a process writes to its sockets. Here with
+# $n$ = 4 MB:
+
+# %%
+# %%ranks 4
+from pathlib import Path
+
+from refimpl.comm.group import Group
+
+tcp, buffer = Group.world(transport="gloo"), torch.ones(2**20)
+
+
+def written():
+    return int(Path("/proc/self/io").read_text().split("wchar:")[1].split()[0])
+
+
+tcp.barrier()
+before = written()
+tcp.broadcast(buffer)
+tcp.barrier()
+print(f"wrote {(written() - before) / buffer.nbytes:.1f} n")
+
+# %% [markdown]
+# Rank 0 sends it to two, one of those to the last: $2n$, $n$, 0, 0. On $N$ ranks the root sends $n\lceil\log_2 N\rceil$,
+# where "through rank 0" sent $n(N-1)$. (The ledger keeps it simple: it charges the root with the whole tree, $n(N-1)$.)
+#
+# **Two levels.** Between two ranks of a node the way is short, between nodes it is long. So sum inside the nodes first.
+# Of 4 ranks, let 0 and 1 be one node, 2 and 3 another: a reduce-scatter inside each node, an all-reduce of what each
+# holds with its counterpart in the other node, an all-gather inside.
+
+# %%
+# %%ranks 4
+from refimpl.comm.mesh import Mesh
+
+mesh = Mesh({"node": 2, "local": 2})  # rank = 2 * node + local
+inside, between = mesh.group("local"), mesh.group("node")
+mesh.ledger.reset()
+counts, half = mine.clone(), torch.empty(128)
+inside.reduce_scatter(half, counts, tag="inside")
+between.all_reduce(half, tag="between nodes")
+inside.all_gather(counts, half, tag="inside")
+print("right:", torch.equal(counts, expected), mesh.ledger.sent_bytes("tag"))
+
+# %% [markdown]
+# Of 1536 bytes a rank, 512 leave the node. The flat ring also crosses between the nodes, by one rank of each (1 to 2 and
+# 3 to 0), and that rank sends all of its 1536 bytes there. With 8 GPUs a node, each with a network card of its own, two
+# levels send $\frac18$ of the buffer through each card where the one ring sends all of it through one. (NCCL therefore
+# runs several rings, each of which leaves the node by another card.)
 
 # %% [markdown]
 # ## 4. Read it
@@ -226,8 +309,10 @@ group.ledger.sent_bytes()
 show.source(ring.all_reduce, ring._reduce, ring._gather, ring._shift, docstrings=False)
 
 # %% [markdown]
-# `Group.all_reduce`, which the rest of the course uses, moves the same bytes in another way. Each rank hands chunk $i$
-# to rank $i$ directly, as in one all-to-all. The owner adds the $N$ chunks, in rank order:
+# `Group.all_reduce`, which the rest of the course uses, moves as many bytes in another way. The owner of chunk $i$ gets it
+# from all others directly, not by way of its neighbours. (Through TCP these are two all-to-alls, one with the ranks below
+# and one with those above, so that the own chunk is not copied. In shared memory the owner reads the chunks where they
+# lie.) Then it adds them, in rank order:
 
 # %%
 show.source(collectives.ordered_reduce)
@@ -236,7 +321,7 @@ show.source(collectives.ordered_reduce)
 # ## 5. Measure it
 #
 # **Bytes.** Every collective at 2, 3 and 4 ranks, on a buffer of $n = 12\,000$ bytes. The ledger counts what rank 0
-# sent. Theory and count agree to the byte.
+# sent; of a broadcast, what all ranks send together. Theory and count agree to the byte.
 
 # %%
 ways = {
@@ -245,7 +330,7 @@ ways = {
     "reduce_scatter": lambda n, N: n * (N - 1) // N,
     "all_gather": lambda n, N: n * (N - 1) // N,
     "all_to_all": lambda n, N: n * (N - 1) // N,
-    "broadcast": lambda n, N: n * (N - 1),
+    "broadcast, by all ranks": lambda n, N: n * (N - 1),
 }
 
 
@@ -274,90 +359,96 @@ counts = [number for N in (2, 3, 4) for number in launch.run(count, ranks=N)[0]]
 show.compare(formula=formula, counted=dict(zip(formula, counts, strict=True)))
 
 # %% [markdown]
-# **Seconds.** First the price of a message on this machine. Two ranks send to each other at the same time, as in a step
-# of the ring, from 64 bytes to 16 MB. Then the line $\alpha + n\beta$ that fits best (in relative error, so that small
-# messages count as much as large ones). Each size is tried many times and the best time counts: on a shared machine the
-# slower ones measure the other programs.
+# **Seconds.** First the price of a message on this machine: all ranks send to the right at the same time, four times in
+# a row, from 64 bytes to 16 MB. Through the points goes the line $\alpha + n\beta$ that fits best (in relative error, so
+# that small messages count as much as large ones). Each size is tried many times and the best time counts: on a shared
+# machine the slower ones measure the other programs. Beside it the ring, and the tree with gloo's way down.
 
 # %%
-# %%ranks 2
-from refimpl.comm import ring
 from refimpl.measure.clock import Clock
 
-
-def best(call, size):
-    clock = Clock()
-    for _ in range(40 if size < 2**20 else 10):
-        group.barrier()
-        with clock.time():
-            call()
-    return min(clock.ms["step"]) / 1e3
+SIZES = [4**k for k in range(3, 13)]  # 64 bytes to 16 MB
 
 
-def exchange(out, x):
-    sending = group.send(x, to=1 - rank, async_op=True)
-    group.recv(out, source=1 - rank)
-    sending.wait()
+def race():
+    """Best seconds on this rank, by size: of a message in a row of four, of the ring, of a tree up and down."""
+    group, clock = Group.world(transport="gloo"), Clock()
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    for size in SIZES:
+        x = torch.zeros(size // 4)
+        out = torch.zeros_like(x)
+        for _ in range(20 if size < 2**20 else 5):
+            group.barrier()
+            with clock.time(f"message {size}"):
+                for _ in range(4):
+                    group.send_recv(x, right, out, left)
+            group.barrier()
+            with clock.time(f"ring {size}"):
+                ring.all_reduce(group, x)
+            group.barrier()
+            with clock.time(f"tree {size}"):
+                tree_reduce(group, x)
+                group.broadcast(x)
+    best = {name: min(ms) / 1e3 for name, ms in clock.ms.items()}
+    fours = {"message": 4, "ring": 1, "tree": 1}
+    return {way: {size: best[f"{way} {size}"] / many for size in SIZES} for way, many in fours.items()}
 
 
-message, ring2 = {}, {}
-for size in [4**k for k in range(3, 13)]:  # 64 bytes to 16 MB
-    x = torch.zeros(size // 4)
-    out = torch.zeros_like(x)
-    message[size] = best(lambda: exchange(out, x), size)
-    ring2[size] = best(lambda: ring.all_reduce(group, x), size)
+def slowest(found):
+    return {way: {size: max(of_rank[way][size] for of_rank in found) for size in SIZES} for way in found[0]}
+
+
+two, four = (slowest(launch.run(race, ranks=N)) for N in (2, 4))
 
 # %% tags=["nbval-ignore-output"]
-from refimpl.plan.time import Link, ring_all_reduce_seconds
+import os
 
-message, ring2 = ranks.pull("message")[0], ranks.pull("ring2")[0]
-n, t = np.array(list(message)), np.array(list(message.values()))
+from refimpl.plan.time import Link, crossover_bytes, ring_all_reduce_seconds
+
+n, t = np.array(SIZES), np.array([two["message"][size] for size in SIZES])
 (alpha, beta), *_ = np.linalg.lstsq(np.stack([1 / t, n / t], axis=1), np.ones(len(t)), rcond=None)
-link = Link(alpha, 1 / beta)
-print(f"alpha = {1e6 * alpha:.0f} microseconds a message,  1/beta = {1e-9 / beta:.2f} GB/s")
+print(f"alpha = {1e6 * alpha:.0f} microseconds a message,  1/beta = {1e-9 / beta:.2f} GB/s,  {os.cpu_count()} cores")
 
 # %% [markdown]
-# Two numbers, and now the ring's time can be predicted for any size and any number of ranks. Measure it at 4 ranks
-# too and put theory beside it.
-
-# %%
-# %%ranks 4
-from refimpl.comm import ring
-from refimpl.measure.clock import Clock
-
-ring4 = {}
-for size in [4**k for k in range(3, 13)]:
-    x, clock = torch.zeros(size // 4), Clock()
-    for _ in range(40 if size < 2**20 else 10):
-        group.barrier()
-        with clock.time():
-            ring.all_reduce(group, x)
-    ring4[size] = min(clock.ms["step"]) / 1e3
+# Two numbers, and the formula of section 2 predicts the ring for any size and any number of ranks, *if each rank has a
+# link of its own*. Ranks on one machine do not. What moves their bytes is the cores, and when $N$ ranks share $C$ cores
+# each gets $C/N$ of one: a message takes $s = \max(1, N/C)$ times as long, $\alpha$ and $\beta$ alike. The table has the
+# prediction without and with $s$.
 
 # %% tags=["nbval-ignore-output"]
-ring4 = ranks.pull("ring4")[0]
-rows = [
-    [N, f"{size:,}", 1e3 * ring_all_reduce_seconds(size, N, link), 1e3 * seconds[size]]
-    for N, seconds in ((2, ring2), (4, ring4))
-    for size in (1024, 262_144, 16_777_216)
-]
-table = pd.DataFrame(rows, columns=["N", "bytes", "predicted ms", "measured ms"])
-table["measured / predicted"] = table["measured ms"] / table["predicted ms"]
+
+
+def shared(ranks):
+    """The link of one rank when `ranks` of them share this machine's cores."""
+    s = max(1, ranks / os.cpu_count())
+    return Link(s * alpha, 1 / (s * beta))
+
+
+rows = []
+for N, found in ((2, two), (4, four)):
+    for size in (1024, 65_536, 1_048_576, 16_777_216):
+        alone, together = (ring_all_reduce_seconds(size, N, link) for link in (Link(alpha, 1 / beta), shared(N)))
+        rows.append([N, f"{size:,}", 1e3 * alone, 1e3 * together, 1e3 * found["ring"][size]])
+table = pd.DataFrame(rows, columns=["N", "bytes", "own link, ms", "shared cores, ms", "measured ms"])
+table["measured / shared"] = table["measured ms"] / table["shared cores, ms"]
 table.round(2)
 
 # %% tags=["nbval-ignore-output"] alt="Time of a message and of a ring all-reduce over size: points measured, lines predicted"
 figure, axis = plt.subplots(figsize=(7.5, 4), layout="constrained")
 line = np.geomspace(64, 16_777_216, 100)
 curves = {
-    "one message": (message, alpha + beta * line, "#4c72b0"),
-    "ring all-reduce, N=2": (ring2, ring_all_reduce_seconds(line, 2, link), "#dd8452"),
-    "ring all-reduce, N=4": (ring4, ring_all_reduce_seconds(line, 4, link), "#55a868"),
+    "one message, N=2": (two["message"], alpha + beta * line, "#4c72b0"),
+    "ring all-reduce, N=2": (two["ring"], ring_all_reduce_seconds(line, 2, shared(2)), "#dd8452"),
+    "ring all-reduce, N=4": (four["ring"], ring_all_reduce_seconds(line, 4, shared(4)), "#55a868"),
 }
 for label, (measured, predicted, color) in curves.items():
     axis.loglog(line, 1e3 * predicted, color=color, lw=1)
-    axis.loglog(list(measured), [1e3 * s for s in measured.values()], "o", color=color, label=label)
+    axis.loglog(SIZES, [1e3 * s for s in measured.values()], "o", color=color, label=label)
+axis.loglog(line, 1e3 * ring_all_reduce_seconds(line, 4, Link(alpha, 1 / beta)), "--", color="#55a868", lw=1)
 axis.set(
-    xlabel="bytes", ylabel="milliseconds", title="Points: measured. Lines: alpha-beta model, fitted to one message"
+    xlabel="bytes",
+    ylabel="milliseconds",
+    title="Points: measured. Lines: fitted to one message; dashed: N=4, own links",
 )
 axis.legend(frameon=False)
 axis.grid(alpha=0.3)
@@ -367,13 +458,42 @@ plt.show()
 # Left of the bend a message costs $\alpha$ and its size does not matter. Right of it, time grows with the bytes. This
 # is why gradients travel in buckets of megabytes and not one tensor at a time.
 #
-# The model knows only links. What it leaves out makes the residual: the additions, the memory for what arrives, and the
-# cores. This page was made on a machine with 2. The ranks of $N=2$ have a core each and stay near their line. Those of
-# $N=4$ share the two, must take turns in each of the 6 steps, and lie above theirs.
+# Without $s$ the prediction for 4 ranks is several times too low (dashed); with it, large buffers are met, and small ones
+# still take two to four times as long. What is left out is the additions, the memory for what arrives, and above all
+# that a rank whose message has come must wait until the system gives it a core again: that can take longer than the
+# message, six times in a row, and the more so the busier the machine is. A model of two numbers is for choosing between
+# algorithms, not for promising a date. (On a cluster $s$ has other causes: GPUs that share a network card, or a switch
+# with fewer links up than down.)
+#
+# **Ring or tree?** The tree sends the whole buffer in each of its
+# $2\lceil\log_2 N\rceil$ rounds, the ring $1/N$ of it in each of $2(N-1)$. So there is a size at which they change places:
+
+# %% tags=["nbval-ignore-output"]
+table = pd.DataFrame({way: {f"{size:,}": 1e3 * four[way][size] for size in SIZES[::2]} for way in ("ring", "tree")})
+table["faster"] = table[["ring", "tree"]].idxmin(axis=1)
+print(f"by the formula they change places at {crossover_bytes(4, Link(alpha, 1 / beta)):,.0f} bytes")
+table.round(2).rename_axis("bytes, 4 ranks; ms")
 
 # %% [markdown]
-# **The way.** Those ranks did not even send. All of them are on one host, so each read what its peer had put into memory
-# that both see. A cluster has both kinds of way:
+# By the formula 4 ranks win little with a tree: 4 rounds in place of 6. They win more, because in a round of the tree a
+# rank waits for one other, and in a step of the ring all wait for all. On 1024 ranks it is 20 rounds in place of 2046,
+# and the formula lets the tree win far into the megabytes. **NCCL**, the library behind collectives on NVIDIA's GPUs, asks a model of this kind at
+# every call, with the latencies and bandwidths that it found when it started:
+#
+# | NCCL's algorithm | what it is | when it is taken |
+# |---|---|---|
+# | Ring | the ring above, chunks cut finer so that steps overlap; several rings at once | large buffers, few nodes |
+# | Tree | two binary trees, half of the buffer in each; who is a leaf in one is a branch in the other | small buffers, many nodes |
+# | NVLS | the NVLink switch adds: a GPU sends $n$ once and gets the sum back (Hopper and later, inside a node) | all-reduce in a node |
+# | CollNet | the switches of an InfiniBand network add (SHARP) | where there are such switches |
+#
+# `NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING` prints the choice, `NCCL_ALGO` overrides it. With NVLS and CollNet ranks no
+# longer add, so "no algorithm sends less than $2n\frac{N-1}{N}$" does not hold for them: they send $n$.
+
+# %% [markdown]
+# **The way.** All of that went through TCP, although all ranks are on one host: messages between two ranks always do here.
+# A collective of `Group` need not: a rank can read what its peer has put into memory that both see. A cluster has both
+# kinds of way:
 #
 # ```mermaid
 # flowchart LR

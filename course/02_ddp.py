@@ -3,7 +3,7 @@
 #
 # Every rank keeps the whole model and reads its own part of the batch. One all-reduce a step makes the ranks act as
 # one process that read everything. In this chapter you build it three times (one call a parameter, buckets, overlap),
-# read the version in `refimpl`, count what it keeps and sends, and break it in three ways.
+# read the version in `refimpl`, see what torch's does besides, count what is kept and sent, and break it in three ways.
 
 # %%
 # %load_ext refimpl.notebook
@@ -189,6 +189,40 @@ whole = [p.grad / 4 for p in model.parameters()]
 all(torch.equal(mine, theirs) for mine, theirs in zip(whole, ranks.pull("naive")[0], strict=True))
 
 # %% [markdown]
+# Both steps together are all of data parallel training, in a dozen lines. Call it **rung zero** of the ladder that this
+# course climbs: each later stage has the same two methods, and does between them what this one does, in less time or
+# in less memory.
+
+
+# %%
+# %%ranks
+class Naive:
+    def __init__(self, model, optimizer):
+        self.params, self.optimizer = list(model.parameters()), optimizer
+        for p in self.params:
+            group.broadcast(p.data, root=0)
+
+    def backward(self, loss):
+        loss.backward()
+        for p in self.params:
+            group.all_reduce(p.grad, "mean")
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+trained = fresh(seed=rank)
+stage = Naive(trained, AdamW(trained.parameters(), lr=3e-3))
+for step in range(3):
+    stage.backward(trained(*batches.batch(step, rank)))
+    stage.step()
+print("different models after 3 steps:", fingerprints(trained.parameters()))
+
+# %% [markdown]
+# What is wrong with it? 28 calls, each of which costs an $\alpha$; and not one of them begins before backward is over.
+
+# %% [markdown]
 # **Buckets.** Pack gradients end to end until the bucket is full, send the bucket, unpack. The order is the one in
 # which backward makes gradients: roughly the last parameter first.
 
@@ -275,6 +309,37 @@ print(order(group.ledger.events))
 # %% [markdown]
 # Read the line from left to right. The first `[` stands before most of the dots: that all-reduce was on its way while
 # backward still computed. The last bucket never overlaps anything, because it is full only when backward ends.
+#
+# How much of a bucket travels meanwhile? On NCCL all of it: the GPU runs the whole all-reduce on a stream of its own
+# (a queue of work beside the one that computes). On gloo `Group` composes it of two transfers with additions between
+# them, which nobody does while this process computes. So until `wait`, or the group's next collective, only the first
+# transfer is made: the reduce-scatter, half of the bytes. The kernel counts what this rank has written to its sockets:
+
+# %%
+# %%ranks
+from pathlib import Path
+
+import torch.distributed as dist
+
+from refimpl.comm.group import Group
+
+tcp, x = Group.world(transport="gloo"), torch.ones(2**20)
+bytes_of_all = 2 * x.nbytes * (world_size - 1) / world_size
+
+
+def written():
+    return int(Path("/proc/self/io").read_text().split("wchar:")[1].split()[0])
+
+
+tcp.barrier()
+before = written()
+work = tcp.all_reduce(x, async_op=True)
+while written() - before < 0.49 * bytes_of_all:
+    pass  # this rank computes something, for ever so long
+dist.barrier()
+print(f"before wait: {(written() - before) / bytes_of_all:.1f} of the bytes")
+work.wait()
+print(f"after wait:  {(written() - before) / bytes_of_all:.1f}")
 
 # %% [markdown]
 # ## 4. Read it
@@ -298,11 +363,65 @@ show.source(Gradients.arrive, Gradients._launch_full, Gradients.launch)
 # What it does that yours does not:
 #
 # - **It launches in one fixed order.** `_launch_full` stops at the first bucket that is not full, even if a later one
-#   is. Beat 6 shows why.
+#   is. Section 6 shows why.
 # - **An unused parameter counts as zero.** Its bucket goes out when backward is over (`launch_rest`).
 # - **At most two buckets travel at a time** (`IN_FLIGHT`), so the memory for receiving stays small.
 # - **`p.grad` is emptied at once.** The gradient's home is the bucket; packing costs one copy and no second tensor.
 # - **`sync=False` keeps the gradients at home.** With A micro-batches a step, DDP still sends once.
+#
+# And what torch's own `DistributedDataParallel` does besides. A **communication hook** is called for each bucket; this
+# one only writes down what is in it:
+
+
+# %%
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from refimpl import run
+
+
+def torch_ddp(as_view):
+    """Buckets of three steps, as (parameters, elements), and bytes a parameter of gradients and buckets together."""
+    torch.manual_seed(0)
+    model = GPT(shape)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.12, gradient_as_bucket_view=as_view)
+    steps, buckets = [], []
+
+    def hook(_, bucket):
+        steps[-1].append((len(bucket.parameters()), bucket.buffer().numel()))
+        buckets.append(bucket.buffer())
+        sent = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return sent.then(lambda done: done.value()[0] / dist.get_world_size())
+
+    ddp.register_comm_hook(None, hook)
+    for step in range(3):
+        steps.append([])
+        buckets.clear()
+        ddp(*batches.batch(step, dist.get_rank())).backward()
+        alive = [t.untyped_storage() for t in [*buckets, *(p.grad for p in ddp.parameters())]]
+        ddp.zero_grad(set_to_none=False)
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in alive}  # a storage counts once
+    return steps, sum(sizes.values()) / shape.parameters
+
+
+for as_view in (False, True):
+    steps, kept = run(torch_ddp, as_view, ranks=2)[0]
+    print(f"gradient_as_bucket_view={as_view}: {kept:.0f} bytes a parameter of gradients and buckets")
+for number, buckets in enumerate(steps):
+    print(f"step {number}:", ", ".join(f"{elements} elements of {params} tensors" for params, elements in buckets))
+
+# %% [markdown]
+# - **Buckets are rebuilt.** In the first step all lies in one bucket, because torch does not know yet in which order
+#   gradients come. It writes the order down and deals new buckets before the second forward. (refimpl guesses, last
+#   parameter first, and keeps to it.)
+# - **`gradient_as_bucket_view`** makes `p.grad` a view of its bucket and saves 4 bytes a parameter. It is off by default,
+#   because code that does `p.grad.detach_()` or keeps gradients for later would meet the bucket. refimpl's gradients
+#   live in the buckets always.
+# - **`find_unused_parameters`** walks the graph after each forward and counts what it does not find as ready. Off by
+#   default, for the walk costs time; then an unused parameter is an error at the next forward. With it buckets are not
+#   rebuilt. `static_graph=True` says that every step uses the same parameters, and walks once.
+# - **`broadcast_buffers`** sends rank 0's buffers (the running means of a batch norm) to all before each forward. refimpl
+#   does the same.
 
 # %% [markdown]
 # ## 5. Measure it
@@ -312,7 +431,7 @@ show.source(Gradients.arrive, Gradients._launch_full, Gradients.launch)
 # `refimpl.plan.formulas` predicts both from the layout.
 
 # %%
-from refimpl import Group, MemoryMeter, ZeroConfig, run
+from refimpl import Group, MemoryMeter, ZeroConfig
 from refimpl.plan.formulas import layout_of, memory_bytes, traffic
 
 
@@ -363,10 +482,10 @@ print("beside these, kept by the transport:", receive > 0, "| at most two bucket
 
 # %% [markdown]
 # One thing is not in the formula: what the transport keeps. Over a network these are the buffers in which the others'
-# gradients arrive, a bucket or two, whatever the size of the model. Ranks of one host read each other's buckets where
-# they lie, and keep only copies of a few small messages. The rest is 16 bytes a parameter (the hundredths are padding), on every rank, whatever $N$ is. That
-# is DDP's limit: more ranks read more text, but no rank can hold a larger model. Nothing in the `formula` column
-# divides by $N$. Chapters 4 to 6 make it do so.
+# gradients arrive, a bucket or two, however large the model is. Ranks of one host read each other's buckets where they
+# lie, and keep only copies of a few small messages. The rest is 16 bytes a parameter (the hundredths are padding), on
+# every rank, for any $N$. That is DDP's limit: more ranks read more text, but no rank can hold a larger model. Nothing in
+# the `formula` column divides by $N$. Chapters 4 to 6 make it do so.
 #
 # Now the clock. The plot shows rank 0's ledger of the fastest of ten steps on 2 ranks, with `overlap_comm` off and on.
 # A tick is a gradient, a bar an all-reduce from its start until its result was waited for.
@@ -412,8 +531,9 @@ for overlap in (False, True):
 
 # %% [markdown]
 # At most two brackets are open at a time: `IN_FLIGHT`. Now compare the medians above the plots. On CPU ranks overlap wins
-# little or nothing, and may even cost: the ranks share the cores, and those same cores move the bytes. On GPUs the
-# network card moves them, and what travels left of the line is free.
+# little or nothing, and may even cost: the ranks share the cores, and those same cores move the bytes. On GPUs it wins
+# much and still is not free. NCCL's copies and additions are kernels: they take some of the GPU's multiprocessors (SMs)
+# and of its memory bandwidth away from the products that run beside them, which become slower meanwhile.
 #
 # **How large should a bucket be?** Many small ones pay the price of a call too often. Few large ones leave little to
 # overlap: the last one travels alone. Turn the knobs: backward takes 100 ms, the gradients of a model of 350 million
@@ -500,7 +620,7 @@ last.round(2).rename_axis("loss of rank 0 after 16 steps")
 
 # %% [markdown]
 # AdamW divides the gradient by its own size, so a constant factor cancels and the loss curve looks healthy. SGD takes
-# steps four times too long and diverges. Under AdamW the bug sleeps until somebody turns on gradient clipping or
+# steps that are four times too large, and diverges. Under AdamW the bug sleeps until somebody turns on gradient clipping or
 # changes the number of ranks. So do not look at the loss: compare the norm of the gradient with that of one process on
 # the same batch. A ratio of exactly $N$ names the bug.
 #
@@ -520,7 +640,7 @@ for share_the_start in (True, False):
 
 # %% [markdown]
 # `fingerprints` finds it: compare a hash of the weights over the ranks, at the start and every thousand steps. It costs
-# 64 bytes a rank.
+# each rank one small message to each of the others: a pickled string of 79 bytes.
 #
 # **A parameter that one rank does not use.** A model drops layers at random, and each rank draws for itself. The hooks
 # below send every gradient as it comes. Rank 1 has no gradient for the middle layer, so it makes one call less.

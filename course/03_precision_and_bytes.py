@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 3 · Precision and bytes: where 16 bytes a parameter go
 #
-# Numbers of 16 bits are half as long to store, to send and to multiply. They also lose things: small updates, small
-# gradients, or large ones. This chapter shows each loss on a model that trains, and the two remedies that everybody
+# Numbers of 16 bits take half the memory and half the traffic of fp32, and GPUs multiply them faster. They also lose
+# things: small updates, small gradients, or large ones. This chapter shows each loss on a model that trains, and the two remedies that everybody
 # uses: **master weights** and **loss scaling**. Then it counts what 16 bits save. It is not what most people expect.
 
 # %% [markdown]
@@ -272,6 +272,39 @@ axis.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
+# **Where sums are made.** A sum of many small numbers loses what a small update loses: beside a large sum they are too
+# small to count. So 16 bits are for numbers that are stored and sent, and what is *added* is added in fp32. That
+# happens in three places. Inside a matrix product the hardware does it:
+
+# %%
+small, ones = torch.full((1, 4096), 0.01, dtype=torch.bfloat16), torch.ones(4096, 1, dtype=torch.bfloat16)
+one_by_one = torch.zeros(1, dtype=torch.bfloat16)
+for number in small[0]:
+    one_by_one += number
+print("4096 times 0.01: a bf16 product says", (small @ ones).item(), "| bf16 additions say", one_by_one.item())
+
+# %% [markdown]
+# The second place is the gradient of many micro-batches, which are added one by one just like that (`grad_accum_dtype` in
+# DeepSpeed's JSON; Megatron keeps an fp32 `main_grad`). The third is the sum over ranks. A ring rounds the partial sum to
+# bf16 at each of its $N-1$ hops. `Group` sends bf16 too, but adds the $N$ contributions in fp32 and rounds once:
+
+# %%
+# %%ranks 4
+from refimpl.comm import ring
+
+mine = torch.randn(100_000, generator=torch.Generator().manual_seed(rank)).bfloat16()
+exact = mine.double()
+group.all_reduce(exact)
+for name, way in {"ring, rounded at each hop": ring.all_reduce, "Group, rounded once": type(group).all_reduce}.items():
+    total = mine.clone()
+    way(group, total)
+    print(f"{name:26} error {((total - exact).norm() / exact.norm()).item():.2%}")
+
+# %% [markdown]
+# On 4 ranks the ring is a little worse, on 1000 much. Who cannot choose how the library adds, chooses what is sent: the
+# **reduction dtype** (`reduce_dtype` of FSDP2's `MixedPrecisionPolicy`, `communication_data_type` in DeepSpeed) may be
+# fp32 where parameters are bf16, and costs twice the bytes.
+#
 # **Which scale?** The largest that does not overflow; and that changes while training goes on. So try: double after a
 # while without trouble, halve at an overflow, and throw the step with the overflow away. Its gradients are Inf, there
 # is nothing to save.
@@ -309,8 +342,9 @@ print(" ".join(told))
 # %% [markdown]
 # ## 4. Read it
 #
-# `DynamicLossScaler` is yours with DeepSpeed's two refinements: `hysteresis` overflows are endured before one halves
-# the scale (a single bad batch is no reason), and at `min_scale` it raises, because then it is not the scale's fault.
+# `DynamicLossScaler` is yours with DeepSpeed's two refinements. With `hysteresis` $h$, the first $h - 1$ overflows are
+# endured and the next one halves the scale (by default $h$ = 2: a single bad batch is no reason). And an overflow at
+# `min_scale` raises an error, because then it is not the scale's fault.
 
 # %%
 from refimpl.notebook import show
@@ -341,12 +375,14 @@ from refimpl import DDP, Group, run
 from refimpl.plan.formulas import Layout, by_collective, layout_of, memory_bytes, traffic
 
 
-def two_steps(dtype):
+def two_steps(dtype, autocast=False):
     group, model = Group.world(), GPT(shape).to(dtype)
     ddp = DDP(model, AdamW(model.parameters()), group)
     for step in range(2):
         group.ledger.reset()
-        ddp.backward(model(*batches.batch(step, group.rank)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(*batches.batch(step, group.rank))
+        ddp.backward(loss)
         memory = MemoryMeter(ddp.tensors).now()
         ddp.step()
     return memory, group.ledger.sent_bytes(), layout_of(ddp)
@@ -365,8 +401,8 @@ print("counted = formula, to the byte:", equal)
 
 # %% [markdown]
 # Read the row `state`. **Mixed precision saves no state at all**: 4 + 4 + 8 has become 2 + 2 + 8 + 4. What the weights
-# and gradients save, the master weights take back. (The hundredths are padding.) What 16 bits do save is in the last
-# row, every byte sent, and in what has not been counted yet.
+# and gradients save, the master weights take back. (The hundredths are padding.) 16 bits do save two other things: half
+# of the bytes sent (the last row), and half of the activations, which come next.
 #
 # **Activations**: what forward keeps for backward. For one block the formula of `refimpl.plan.transformer` counts 16
 # numbers a token and unit of width (the file lists them), and a few for each norm and head. Here is one block under the
@@ -422,12 +458,43 @@ print(f"after backward {after_backward:,} bytes")
 # itself. Activations do not depend on the number of parameters but on the tokens in flight, and in 16 bits they halve.
 # That is where the memory is won.
 #
+# **Autocast** is the other way to mixed precision: the model stays fp32, and inside `torch.autocast` each operation
+# chooses. Products round their inputs to bf16; norms, softmax and loss stay fp32. So the fp32 weights *are* the masters.
+# Here are the two ways beside plain fp32, with DDP on 2 ranks; activations are those of one block, in bytes for each
+# token and unit of width:
+
+# %%
+rows = {}
+for name, dtype, autocast in (
+    ("fp32", torch.float32, False),
+    ("autocast", torch.float32, True),
+    ("bf16 + master", torch.bfloat16, False),
+):
+    memory, sent, layout = run(two_steps, dtype, autocast, ranks=2)[0]
+    state = sum(memory[name] for name in ("parameters", "gradients", "optimizer", "master weights"))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        activations = kept_by(Block(shape).to(dtype), x.detach().to(dtype).requires_grad_())
+    rows[name] = {
+        "state, bytes a parameter": state / layout.numel,
+        "sent, bytes a parameter": sent["all_reduce"] / layout.numel,
+        "activations": activations / x.numel(),
+    }
+pd.DataFrame(rows).round(1).T
+
+# %% [markdown]
+# Autocast's gradients are fp32, so it sends twice the bytes, and its activations are a mixture: the inputs of the norms
+# are fp32, and the 16-bit copies of the weights, made anew in each forward, are kept for backward as well. It is safer,
+# because nothing is rounded that does badly with it, and pays for it with casts and bytes. ZeRO and FSDP mostly train the other way: 16-bit weights
+# that are gathered, fp32 masters that are sharded.
+#
 # Turn the knobs: model, precision, sequences of 2048 tokens in flight. The bars are GB on one rank under DDP.
 
 # %%
 from refimpl.notebook.widgets import Knobs
 
-MODELS = {  # layers, width, heads of GPT-3's family (arXiv:2005.14165, table 2.1)
+# Layers, width and heads of GPT-3's family, arXiv:2005.14165, table 2.1. Two of its numbers do not multiply to the width
+# (24 heads of 128 at 1.3B, a width of 5140 at 13B): here they do.
+MODELS = {
     "1.3B": (24, 2048, 16),
     "125M": (12, 768, 12),
     "6.7B": (32, 4096, 32),
@@ -471,6 +538,40 @@ table = pd.DataFrame(
 Knobs(draw, table, model=list(MODELS), precision=precisions, sequences=[4, 1, 2, 8, 16])
 
 # %% [markdown]
+# **Is it fast?** A step does about $6\Psi$ operations a token. The share of what the hardware could have done in that time
+# is the **model FLOPs utilization**, MFU. It counts what the model needs, not what was done: recomputed activations do not
+# raise it. Large trainings on GPUs reach 35 to 50%. Here against this core's own best product, in fp32:
+
+# %% tags=["nbval-ignore-output"]
+from refimpl.measure.clock import Clock
+from refimpl.plan.transformer import flops_per_token
+
+
+def billions_a_second(operations, work):
+    clock = Clock(warmup=1)
+    for _ in range(5):
+        with clock.time():
+            work()
+    return operations / min(clock.ms["step"]) / 1e6
+
+
+square, rows = torch.rand(1024, 1024), {}
+peak = billions_a_second(2 * 1024**3, lambda: square @ square)
+for width in (16, 64, 256):
+    config = GPTConfig(context=64, width=width, layers=2, heads=2)
+    model = GPT(config)
+    done = billions_a_second(flops_per_token(config) * 8 * 64, lambda m=model: m(*batches.batch(0, 0)).backward())
+    rows[width] = {
+        "parameters": f"{config.parameters:,}",
+        "billion operations/s": round(done),
+        "MFU": f"{done / peak:.0%}",
+    }
+pd.DataFrame(rows).T.rename_axis("width")
+
+# %% [markdown]
+# The wider, the better: products grow with the square of the width, and everything element-wise (chapter 0: memory-bound)
+# with the width alone.
+#
 # **Loss scaling, live.** fp16 on 2 ranks with `DynamicLossScaler`, from a scale that is far too high. `window=12` makes
 # it curious; 1000 is the default.
 

@@ -3,7 +3,7 @@
 #
 # In bf16 with AdamW a parameter costs 16 bytes, and 12 of them belong to the optimizer: the master weight and two
 # running means. Data parallel training keeps all 12 on every rank. This chapter keeps them once, in N parts, and
-# sends not one byte more. You need chapters [1](01_collectives.ipynb), [2](02_ddp.ipynb) and
+# sends as many bytes as before, but for one number. You need chapters [1](01_collectives.ipynb), [2](02_ddp.ipynb) and
 # [3](03_precision_and_bytes.ipynb).
 
 # %% [markdown]
@@ -257,8 +257,9 @@ pd.concat(
 # %% [markdown]
 # ZeRO-1's reduce-scatter and all-gather add up to DDP's all-reduce of the gradients, exactly. The few hundred bytes
 # that both all-reduce besides are one message of 29 numbers: of each of 28 parameters, how many ranks have not used it,
-# and the sum of the gradient's squares. DDP could do without the last number, since there every rank has the whole
-# gradient. From ZeRO-1 on no rank sees all of it, and the check for infinities and the norm need the sum over ranks.
+# and the sum of the gradient's squares. That last number is what ZeRO-1 must send beyond data parallel training: no rank
+# sees the whole gradient any more, so the norm and the check for infinities need a sum over ranks. (DDP could do without
+# it. Here it sends it too.)
 #
 # Count again for 1, 2, 3 and 4 ranks, and lay the formula $2 + 2 + 12/N$ over it:
 
@@ -284,7 +285,8 @@ axis.legend(frameon=False, loc="center right")
 plt.show()
 
 # %% [markdown]
-# The curve flattens at 4: weights and gradients, whole on every rank, however many ranks there are. Turn the knobs for a larger model; the grey part is an upper bound for the buffers that travel.
+# The curve flattens at 4: weights and gradients, whole on every rank, however many ranks there are. Turn the knobs for a
+# larger model; the grey part is an upper bound for the buffers that travel.
 
 # %%
 from refimpl.notebook.widgets_zero import memory_knobs
@@ -295,6 +297,95 @@ memory_knobs(
     bucket_size=(500_000, 5_000_000),
     strategies=("ddp", "zero1"),
 )
+
+# %% [markdown]
+# **What the clock says.** Equal bytes are not equal time. DDP's all-reduce can travel under backward. Of ZeRO-1's two
+# halves only the reduce-scatter can: new weights exist after the update, and by then there is nothing left to compute in
+# this step. Time that nothing hides is **exposed**. The parts of a step of `ByHand`, on 2 ranks:
+
+# %% tags=["nbval-ignore-output"]
+from refimpl.measure.clock import Clock
+
+
+def exposed(config):
+    """Median milliseconds of the parts of a ZeRO-1 step, on this rank. (The model does not use the flat buffers.)"""
+    group, batches, clock = Group.world(), Batches(corpus(), context=32, size=2), Clock(warmup=2)
+    model = GPT(config)
+    flat = group.empty(-(-config.parameters // group.size) * group.size, torch.float32)
+    grad = group.empty(flat.numel(), torch.float32)
+    owned = torch.nn.Parameter(flat.view(group.size, -1)[group.rank])
+    adamw = torch.optim.AdamW([owned], fused=True)
+    for step in range(10):
+        with clock.time("forward and backward"):
+            model(*batches.batch(step, group.rank)).backward()
+        owned.grad = grad.view(group.size, -1)[group.rank]
+        group.barrier()
+        with clock.time("reduce-scatter"):
+            group.reduce_scatter(owned.grad, grad, "mean")
+        with clock.time("AdamW on 1/N"):
+            adamw.step()
+        group.barrier()
+        with clock.time("all-gather, exposed"):
+            group.all_gather(flat, owned.data)
+    return {name: clock.median(name) for name in clock.ms}
+
+
+times = launch.run(exposed, GPTConfig(context=32, width=256, layers=4, heads=4), ranks=2)[0]
+pd.Series(times).round(1).to_frame("ms")
+
+# %% [markdown]
+# The cure: do not wait for the whole all-gather. Cut the model in parts, each with a shard of its own, start all gathers
+# after the update, and wait for a part's gather when the *next forward* comes to that part. Then all but the first travel
+# under computation. (Megatron's distributed optimizer has it as `--overlap-param-gather`. refimpl's ZeRO-1 gathers at the
+# end of the step, so that `step()` leaves whole weights behind; its ZeRO-3 has no choice but to gather under forward.)
+
+
+# %%
+# %%ranks 4
+class UnderForward:
+    """ZeRO-1 in parts; each part's new weights arrive while the parts before it compute."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model, self.flying = GPT(config), {}
+        self.parts = [self.model.wte, self.model.wpe, *self.model.blocks, self.model.ln]
+        self.flats, self.grads = zip(*map(flatten, self.parts), strict=True)
+        self.owned = [torch.nn.Parameter(my_part(flat)) for flat in self.flats]
+        self.adamw = torch.optim.AdamW(self.owned, lr=1e-3)
+        for part in self.parts:
+            part.register_forward_pre_hook(self.arrive)
+
+    def arrive(self, part, args):
+        if part in self.flying:
+            group.ledger.mark("forward needs a part")
+            self.flying.pop(part).wait()
+
+    def step(self, number):
+        torch._foreach_zero_(self.grads)
+        self.model(*batches.batch(number, micro=rank)).backward()
+        for owned, grad in zip(self.owned, self.grads, strict=True):
+            owned.grad = my_part(grad)
+            group.reduce_scatter(owned.grad, grad, "mean")
+        self.adamw.step()
+        for part, flat, owned in zip(self.parts, self.flats, self.owned, strict=True):
+            self.flying[part] = group.all_gather(flat, owned.data, async_op=True, tag="parameters")
+
+
+late = UnderForward()
+for number in range(5):
+    group.ledger.reset()
+    late.step(number)
+late.model(*batches.batch(5, micro=rank))  # waits for what is still on its way
+events = [e for e in group.ledger.events if e.tag == "parameters" or e.phase == "mark"]
+begin = next(i for i, e in enumerate(events) if e.phase == "start")
+order = "".join({"mark": ".", "start": "[", "end": "]"}[e.phase] for e in events[begin:])
+print("[ a gather begins, . the next forward needs a part, ] its gather is done: ", order)
+zipped = zip(zero1.model.parameters(), late.model.parameters(), strict=True)
+print("equal bits after 5 steps:", all(torch.equal(a, b) for a, b in zipped))
+
+# %% [markdown]
+# The first part computes while four gathers are still open. The price is a rule: until the next forward has run, the
+# weights are not whole, so an evaluation or a checkpoint between two steps must wait for all of them first.
 
 # %% [markdown]
 # ## 6. Break it

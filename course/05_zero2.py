@@ -54,8 +54,8 @@ print(f"{alive:,} bytes of gradients alive, {read:,} to be read: 1/{alive // rea
 # $$2\Psi + \frac{2 + 12}{N}\,\Psi \quad\text{bytes, plus a few buckets.}$$
 #
 # The traffic of one step is still that of DDP: $\Psi$ for the reduce-scatter and $\Psi$ for the all-gather, so
-# $2\Psi b\,\frac{N-1}{N}$ bytes. The paper (section 7.2.1) rounds this to "$2\Psi$, as in data parallel training". That is
-# true for one micro-batch a step. Section 5 counts what happens with more.
+# $2\Psi b\,\frac{N-1}{N}$ bytes. The paper (section 7.2.1) counts $2\Psi$ elements, as many as in data parallel training. That
+# is so for one micro-batch a step. Section 5 counts what happens with more.
 
 # %% [markdown]
 # ## 3. Build it
@@ -153,6 +153,46 @@ for i, bucket in enumerate(collector.buckets):
 equal
 
 # %% [markdown]
+# One thing is missing. `reduce` waits: while a bucket travels, backward stands still. The order of events says so (`.` a
+# gradient, `[` a reduce-scatter begins, `]` it is done), and beside it stands that of the real stage:
+
+
+# %%
+# %%ranks 4
+from refimpl.zero.config import ZeroConfig
+from refimpl.zero.zero2 import Zero2
+
+
+def order():
+    events = [e for e in group.ledger.events if e.op == "reduce_scatter" or e.phase == "mark"]
+    return "".join({"mark": ".", "start": "[", "end": "]"}[e.phase] for e in events)
+
+
+class Marked(Collector):
+    def arrive(self, p):
+        group.ledger.mark("gradient")
+        super().arrive(p)
+
+
+model = GPT(config)
+waits = Marked(model, 16_384)
+group.ledger.reset()
+model(*batches.batch(0, micro=rank)).backward()
+print("Collector", order())
+
+model = GPT(config)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+stage = Zero2(model, optimizer, group, ZeroConfig(reduce_bucket_size=16_384))
+group.ledger.reset()
+stage.backward(model(*batches.batch(0, micro=rank)))
+print("Zero2    ", order())
+
+# %% [markdown]
+# In the second line a bucket is launched and backward goes on. Up to two are under way while a third fills; the fourth
+# would need memory, so the oldest is waited for first. The exercise `GradientShards` is this with one under way. Make it
+# two when it passes: what must you keep for each, and in which order do you settle them?
+
+# %% [markdown]
 # ## 4. Read it
 #
 # The real one has more to do (dtypes, unused parameters, two buckets in flight while a third fills), all of it shared
@@ -239,12 +279,12 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["formula", "counted", "tim
 
 # %% [markdown]
 # DDP and ZeRO-1 send once a step, however many micro-batches there are. ZeRO-2 sends $A$ reduce-scatters and one
-# all-gather, $(A + 1)\,\Psi b\frac{N-1}{N}$. At $A = 4$ that is two and a half times the traffic of ZeRO-1. This is the trade that the
-# abstract of the paper does not mention: **accumulate much, and ZeRO-1 may be the better stage.** (The few hundred
+# all-gather, $(A + 1)\,\Psi b\frac{N-1}{N}$. At $A = 4$ that is two and a half times the traffic of ZeRO-1. This is the
+# trade that the abstract of the paper does not mention: **accumulate much, and ZeRO-1 may be the better stage.** (The few hundred
 # bytes on top are the gradient's norm, and which parameters no rank has used.)
 #
-# Now watch the memory during a backward, on a model of 2.4 million parameters. Each time a gradient arrives, count the gradient buffers of the stage,
-# waiting or travelling:
+# Now watch the memory during a backward, on a model of 2.4 million parameters. Each time a gradient arrives, count the
+# gradient buffers of the stage, waiting or travelling:
 
 
 # %%
@@ -309,8 +349,27 @@ plt.show()
 # %% [markdown]
 # ZeRO-1 climbs by a bucket at a time and never comes down. ZeRO-2 climbs until its buffers exist (three that fill,
 # travel and wait, two that receive) and then only by the shards that stay. The buffers do not grow with the model, so
-# on a large one they vanish. Here, buckets of a fifth of the model eat up what sharding saves. Small buckets need less
-# memory, and cost more messages of at least $\alpha$ each. Turn the knobs:
+# on a large one they vanish. Here, buckets of a fifth of the model eat up most of what sharding saves. Small buckets need
+# less memory, and cost more messages of at least $\alpha$ each.
+#
+# **When does ZeRO-2 save nothing?** Beside its shards, $\Psi/N$ elements, it keeps three buckets of $B$ at most (two travel
+# while a third fills); ZeRO-1 keeps all $\Psi$. They are even at
+#
+# $$\frac{\Psi}{N} + 3B = \Psi \qquad\Rightarrow\qquad B = \frac{N-1}{3N}\,\Psi,$$
+#
+# a quarter of the model on 4 ranks, a third on many. Count it on both sides of that:
+
+# %%
+rows = {}
+for share in (32, 8, 4, 2):
+    size = larger.parameters // share
+    peak = max(y for _, y in launch.run(during_backward, "zero2", size, ranks=4)[0])
+    at_most = 2 * (1 / 4 + 3 / share)
+    rows[f"Ψ/{share}"] = [f"{at_most:.2f}", f"{peak:.2f}", f"{2 - peak:.2f}"]
+pd.DataFrame.from_dict(rows, orient="index", columns=["formula, at most", "counted", "saved, of 2 bytes"])
+
+# %% [markdown]
+# (Below the formula where the largest bucket is not full, or where there are fewer than three.) Turn the knobs:
 
 # %%
 from refimpl.notebook.widgets_zero import memory_knobs
@@ -363,9 +422,10 @@ stage.step()
 print(f"clip_grad_norm_ says {norm.item():.1f}, the step saw {stage.grad_norm:.1f}")
 
 # %% [markdown]
-# **The lost micro-batch.** In `Collector.reduce` there is a sum: `self.shards[i] + mine`. Leave it out, as one does when one
-# thinks of a single micro-batch, and each backward overwrites what the one before had reduced. The loss still falls. A
-# test that finds it needs no reference: feed the **same** micro-batch $A$ times, and the gradient must be $A$ times as long.
+# **The lost micro-batch.** In `Collector.reduce` there is a sum: `self.shards[i] + mine`. Leave it out, as is natural with
+# a single micro-batch in mind, and each backward overwrites what the one before had reduced. The loss still falls. A
+# test that finds it needs no reference: feed the **same** micro-batch $A$ times, and the gradient must be $A$ times as
+# large.
 
 
 # %%
@@ -376,7 +436,7 @@ class Overwriting(Collector):
         super().reduce(i)
 
 
-def length(kind, backwards):
+def norm_of(kind, backwards):
     torch.manual_seed(0)
     model = GPT(config)
     collector = kind(model, 40_000)
@@ -388,7 +448,7 @@ def length(kind, backwards):
 
 
 for kind in (Collector, Overwriting):
-    print(f"{kind.__name__:11} 4 backwards are {length(kind, 4) / length(kind, 1):.2f} times one")
+    print(f"{kind.__name__:11} 4 backwards are {norm_of(kind, 4) / norm_of(kind, 1):.2f} times one")
 
 # %% [markdown]
 # `1.00` where `4.00` belongs: three of four micro-batches were computed, sent, and thrown away. (DeepSpeed 0.19.8 does

@@ -1,7 +1,7 @@
-"""How the collectives are made: reductions as an all-to-all followed by ordered adds, an all-gather as N broadcasts.
+"""How the collectives are made: a reduction is an exchange followed by ordered adds, an all-gather N broadcasts.
 
 gloo's own reduce-scatter is an all-reduce plus a slice (twice the bytes) and its all-gather fills a fresh buffer. Cut
-the other way, a reduce-scatter is: hand chunk i of my buffer to rank i (all-to-all, n(N-1)/N bytes), then add the N
+the other way, a reduce-scatter is: hand chunk i of my buffer to rank i (`exchange`, n(N-1)/N bytes), then add the N
 chunks I received. The adds run in rank order, ((g0 + g1) + g2) + ..., which is the order in which one process
 accumulates N micro-batches: fp32 results are equal to that process's bit for bit. bf16 and fp16 travel as they are,
 are summed in fp32 and rounded once.

@@ -1,4 +1,4 @@
-"""Collectives composed of simpler ones: a reduction is an all-to-all and ordered adds, an all-gather N broadcasts.
+"""Collectives composed of simpler ones: a reduction is an exchange and ordered adds, an all-gather N broadcasts.
 
     all_reduce       exchange -> add in rank order -> all_gather         2n(N-1)/N bytes a rank
     reduce_scatter   exchange -> add in rank order                        n(N-1)/N

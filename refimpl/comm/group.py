@@ -6,7 +6,7 @@ Traffic a rank sends for a buffer of n bytes on N ranks (counted in the group's 
     reduce_scatter   n(N-1)/N
     all_gather       n(N-1)/N      n is the gathered buffer
     all_to_all       n(N-1)/N
-    broadcast        n(N-1)        charged to the root
+    broadcast        n(N-1)        of all ranks together, charged to the root
     send             n
 
 How the bytes travel is the business of a `Transport`. On NCCL these are the library's own. Ranks of one host read each
@@ -223,7 +223,10 @@ class Group:
         return self._run("all_to_all", sent, tag, async_op, agreed.collective(steps), out, x)
 
     def broadcast(self, x: Tensor, root: int = 0, *, async_op: bool = False, tag: str = "") -> Work:
-        """x of rank `root` -> x on every rank. The root is charged n(N-1) bytes, the others 0."""
+        """x of rank `root` -> x on every rank. The root is charged n(N-1) bytes, the others 0.
+
+        (On gloo others relay it, in a binomial tree, of which the root itself sends n log2(N), rounded up.)
+        """
         checks.member("broadcast", "root", root, self.size)
         checks.tensors("broadcast", x=x)
         sent = x.numel() * x.element_size() * (self.size - 1) if self.rank == root else 0

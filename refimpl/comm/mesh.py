@@ -9,7 +9,8 @@
                               rank 1's data group: ranks 1, 4 (same model coordinate)
 
 Every strategy that combines parallel axes asks for its own line: `mesh.group("data")` averages gradients while
-`mesh.group("model")` sums partial products. Put the axis that talks most last: its ranks are neighbours.
+`mesh.group("model")` sums partial products. The last axis should be the one that sends
+most: its ranks have consecutive numbers, so they share a node, where links are fastest.
 Several axes make one group too: `mesh.group("data", "model")` is the plane through this rank.
 The grid and its process groups are torch's DeviceMesh. DeepSpeed's counterpart: deepspeed/runtime/pipe/topology.py
 (ProcessTopology) and deepspeed/utils/groups.py.

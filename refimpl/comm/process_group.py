@@ -1,4 +1,4 @@
-"""What torch's process group says of itself: the library of a device's tensors, its device, and a line for control."""
+"""What torch's process group says of itself: the library of a device's tensors, its device, a group for control."""
 
 import os
 

@@ -8,6 +8,7 @@ show.compare(formula={"all_reduce": 96}, counted=group.ledger.sent_bytes())
 
 import ast
 import difflib
+import functools
 import inspect
 import textwrap
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _ROOT = Path(refimpl.__file__).parents[1]
+WIDTH = 96  # columns that a page shows; JupyterLab breaks a longer line where it ends, in the middle of a word
 
 
 class Code:
@@ -32,7 +34,19 @@ class Code:
 
     def _repr_markdown_(self) -> str:
         fence = "````" if "```" in self.text else "```"
-        return f"`{self.title}`\n\n{fence}{self.language}\n{self.text}\n{fence}"
+        text = "\n".join(line for whole in self.text.splitlines() for line in self._fold(whole))
+        return f"`{self.title}`\n\n{fence}{self.language}\n{text}\n{fence}"
+
+    def _fold(self, line: str) -> list[str]:
+        """The line, broken between words if it is longer than a page is wide. What continues a comment is one too."""
+        if len(line) <= WIDTH:
+            return [line]
+        wrap = functools.partial(textwrap.wrap, line, WIDTH, break_long_words=False, break_on_hyphens=False)
+        sign = line[0] if self.language == "diff" else ""
+        indent = len(line[len(sign) :]) - len(line[len(sign) :].lstrip())
+        comment = "# " if "# " in wrap()[0] else ""
+        deeper = 0 if line[len(sign) :].lstrip().startswith("#") else 4
+        return wrap(subsequent_indent=sign + " " * (indent + deeper) + comment)
 
 
 def source(*objects: Any, docstrings: bool = True) -> Code:

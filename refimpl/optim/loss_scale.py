@@ -32,9 +32,9 @@ class LossScaler:
 class DynamicLossScaler(LossScaler):
     """Halves on overflow, once `hysteresis` is used up; doubles on the good step after every `window` good ones.
 
-    `hysteresis` overflows are endured before one halves the scale (1: the first one does). Once used up it stays used
-    up, so that every further overflow halves, until it is refilled: by a doubling, or, with `consecutive_hysteresis`,
-    by any good step. An overflow that would halve `min_scale` raises `OverflowError`.
+    `hysteresis` - 1 overflows are endured and the next one halves the scale (1: the first one does). Once used up it
+    stays used up, so that every further overflow halves, until it is refilled: by a doubling, or, with
+    `consecutive_hysteresis`, by any good step. An overflow that would halve `min_scale` raises `OverflowError`.
     """
 
     def __init__(

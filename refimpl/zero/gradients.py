@@ -29,7 +29,7 @@ from refimpl.zero.filling import Filling
 from refimpl.zero.flat import Bucket
 from refimpl.zero.parameter import take_raw_grad
 
-IN_FLIGHT = 2  # so many buckets travel while one more fills
+IN_FLIGHT = 2  # two buckets travel while a third fills
 
 
 @dataclass

@@ -402,6 +402,9 @@ def test_ledger_agrees_with_what_each_rank_writes_to_its_sockets(ranks: int, mon
     # A broadcast is charged to its root although other ranks relay it: only the sum is the wire's.
     counted, written = (sum(column) for column in zip(*(pairs[-1] for pairs in by_rank), strict=True))
     assert counted <= written <= counted + ranks * headers
+    # gloo relays it in a binomial tree: in each round all who have it pass it on, so the root sends it log2(N) times.
+    times = (ranks - 1).bit_length()
+    assert 4 * n * times <= by_rank[1][-1][1] <= 4 * n * times + headers
 
 
 def loopback_bytes() -> int:

@@ -21,6 +21,19 @@ def test_source_is_the_real_code_with_its_file():
     )
 
 
+def test_a_line_longer_than_the_page_is_broken_between_words():
+    for shown in (show.source(collectives), show.diff(ring, collectives)):
+        assert max(map(len, shown.text.splitlines())) > show.WIDTH  # else this test says nothing
+        _, *lines = shown._repr_markdown_().splitlines()
+        inside = lines[2:-1]
+        assert max(map(len, inside)) <= show.WIDTH
+        if shown.language == "python":
+            words = [[word for word in text.split() if word != "#"] for text in (" ".join(inside), shown.text)]
+            assert words[0] == words[1]
+        else:  # the rest of a broken line keeps its sign
+            assert {line[:1] for line in inside} <= {"+", "-", " ", ""}
+
+
 def without_docstrings(code: str) -> str:
     tree = ast.parse(code)
     for node in ast.walk(tree):
