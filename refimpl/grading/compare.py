@@ -17,6 +17,10 @@ class Wrong(Exception):
         self.headline, self.details = headline, details
 
 
+class WrongFile(Wrong):
+    """The file itself is at fault, so that none of its tasks can be graded."""
+
+
 class Todo(Wrong):
     """The answer, or something that it calls, is not written yet."""
 

@@ -1,0 +1,74 @@
+"""What an answer keeps alive, wherever it hides it, and whether it wrote where it was asked to.
+
+A formula of this course is a claim about memory, and the result alone does not show it: a copy of the whole model in a
+closure, or a shard that is a view of a buffer, trains just as well. `alive` therefore asks Python for every tensor that
+this process can reach and counts the memory behind them, each storage once and whole.
+"""
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from refimpl.grading.compare import require
+
+
+def alive(apart: Iterable[Tensor] = ()) -> int:
+    """Bytes behind all tensors of this process, each storage once, gradients too; less the storages of `apart`."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for obj in gc.get_objects():
+        kind = type(obj)
+        if issubclass(kind, UntypedStorage):
+            found[obj._cdata] = obj.nbytes()
+        elif issubclass(kind, Tensor) and obj.layout == torch.strided and obj.device.type != "meta":
+            own = [obj, obj.grad] if obj.is_leaf and obj.grad is not None else [obj]
+            found |= {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in own}
+    for t in apart:
+        found.pop(t.untyped_storage()._cdata, None)
+    return sum(found.values())
+
+
+class Kept:
+    """Bytes that have come to stay since this was made; `apart` names those that a group keeps for itself."""
+
+    def __init__(self, apart: Sequence[Tensor] = ()) -> None:
+        self.before = alive(apart)
+
+    def judge(self, room: int, what: str, advice: str, apart: Sequence[Tensor] = ()) -> None:
+        """Raise Wrong if more than `room` bytes have."""
+        more = alive(apart) - self.before
+        require(more <= room, f"{what} keeps {more:,} bytes alive, expected {room:,}: {advice}")
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of memory behind the tensors, each storage once and whole."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def own_memory(t: Tensor, what: str, advice: str = "give it memory of its own") -> None:
+    """Raise Wrong if more memory stays alive through `t` than its elements take."""
+    nbytes, needed = t.untyped_storage().nbytes(), t.numel() * t.element_size()
+    require(
+        nbytes <= max(needed, 1),
+        f"{what} is a view: it keeps {nbytes:,} bytes alive, and its own elements are {needed:,}: {advice}",
+    )
+
+
+@contextmanager
+def untouched(inputs: Mapping[str, Tensor | list[Tensor]]) -> Iterator[None]:
+    """Raise Wrong if what happens inside changes an input: a tensor's values, or a list's order."""
+    lists = {name: list(value) for name, value in inputs.items() if isinstance(value, list)}
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    tensors |= {f"{name}[{i}]": t for name, members in lists.items() for i, t in enumerate(members)}
+    before = {name: t.detach().clone() for name, t in tensors.items()}
+    yield
+    for name, members in lists.items():
+        now = inputs[name]
+        same = len(now) == len(members) and all(a is b for a, b in zip(now, members, strict=True))
+        require(same, f"the caller's list `{name}` was changed (its order, or what is in it): work on a copy")
+    for name, t in tensors.items():
+        same = t.shape == before[name].shape and torch.equal(t.detach(), before[name])
+        require(same, f"{name} was changed: it is an input and must keep its values")
