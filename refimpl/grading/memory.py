@@ -5,14 +5,19 @@ closure, or a shard that is a view of a buffer, trains just as well. `alive` the
 this process can reach and counts the memory behind them, each storage once and whole.
 """
 
+import copy
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
+from refimpl.comm.group import Group
 from refimpl.grading.compare import require
+
+SLACK = 128  # bytes
 
 
 def alive(apart: Iterable[Tensor] = ()) -> int:
@@ -32,15 +37,16 @@ def alive(apart: Iterable[Tensor] = ()) -> int:
 
 
 class Kept:
-    """Bytes that have come to stay since this was made; `apart` names those that a group keeps for itself."""
+    """Bytes that have come to stay since this was made, less those that `group` keeps for its transfers."""
 
-    def __init__(self, apart: Sequence[Tensor] = ()) -> None:
-        self.before = alive(apart)
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.before = alive(group.scratch())
 
-    def judge(self, room: int, what: str, advice: str, apart: Sequence[Tensor] = ()) -> None:
-        """Raise Wrong if more than `room` bytes have."""
-        more = alive(apart) - self.before
-        require(more <= room, f"{what} keeps {more:,} bytes alive, expected {room:,}: {advice}")
+    def judge(self, room: int, what: str, advice: str) -> None:
+        """Raise Wrong if more than `room` bytes have; a few numbers more, such as counts, do not matter."""
+        more = alive(self.group.scratch()) - self.before
+        require(more <= room + SLACK, f"{what} keeps {more:,} bytes alive, expected {room:,}: {advice}")
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -58,17 +64,20 @@ def own_memory(t: Tensor, what: str, advice: str = "give it memory of its own") 
 
 
 @contextmanager
-def untouched(inputs: Mapping[str, Tensor | list[Tensor]]) -> Iterator[None]:
-    """Raise Wrong if what happens inside changes an input: a tensor's values, or a list's order."""
-    lists = {name: list(value) for name, value in inputs.items() if isinstance(value, list)}
+def untouched(**inputs: Any) -> Iterator[None]:
+    """Raise Wrong if what happens inside changes an input: a tensor's values, or what a list, set or dict holds."""
+    held = {name: copy.copy(value) for name, value in inputs.items() if isinstance(value, list | set | dict)}
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-    tensors |= {f"{name}[{i}]": t for name, members in lists.items() for i, t in enumerate(members)}
+    for name, value in held.items():
+        members = value.items() if isinstance(value, dict) else enumerate(value)
+        tensors |= {f"{name}[{key!r}]": t for key, t in members if isinstance(t, Tensor)}
     before = {name: t.detach().clone() for name, t in tensors.items()}
     yield
-    for name, members in lists.items():
-        now = inputs[name]
-        same = len(now) == len(members) and all(a is b for a, b in zip(now, members, strict=True))
-        require(same, f"the caller's list `{name}` was changed (its order, or what is in it): work on a copy")
+    for name, old in held.items():
+        now, kind = inputs[name], type(old).__name__
+        in_order = len(now) == len(old) and all(a is b for a, b in zip(now, old, strict=True))
+        same = now == old if isinstance(old, set) else in_order
+        require(same, f"the caller's {kind} `{name}` was changed (its order, or what is in it): work on a copy")
     for name, t in tensors.items():
         same = t.shape == before[name].shape and torch.equal(t.detach(), before[name])
         require(same, f"{name} was changed: it is an input and must keep its values")

@@ -72,7 +72,7 @@ def _places() -> list[Any]:
         if module is None or not at_home:
             continue
         found.append(module)
-        found += [v for v in list(vars(module).values()) if isinstance(v, type) and v.__module__ == name]
+        found += [v for v in list(vars(module).values()) if issubclass(type(v), type) and v.__module__ == name]
     return [*found, torch.Tensor, torch.nn.Parameter]
 
 
