@@ -108,7 +108,7 @@ def train(answer: Answer, group: WatchedGroup, limit: int, parts: int, dtype: to
         )
         judge_shards(group, gradients.shards, buckets, dtype)
         judge_values(group, gradients.shards, buckets, names, step, parts, dtype)
-        same_traffic(watched, wanted(group, buckets * parts, dtype), f"step {step}")
+        same_traffic(watched, wanted(group, buckets * parts, dtype), f"step {step}", itemsize=dtype.itemsize)
         room = sum(-(-packed(b) // group.size) for b in buckets) * dtype.itemsize
         kept.judge(room, f"step {step}", "the shards alone may stay; are sent buckets, or a copy of the model, kept?")
         gradients.shards.clear()

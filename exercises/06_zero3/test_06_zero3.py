@@ -127,7 +127,7 @@ def gather_and_free(answer: Answer, group: WatchedGroup, dtype: torch.dtype) -> 
         unit.gather()
         oracle = group.oracle()
         oracle.all_gather(torch.zeros(shard * group.size, dtype=dtype), torch.zeros(shard, dtype=dtype))
-        same_traffic(watched, oracle, "gather(), called twice,")
+        same_traffic(watched, oracle, "gather(), called twice,", itemsize=itemsize)
         whole = storage_bytes(params)
         size = len(padded) * itemsize
         require(whole == size, f"{whole} bytes are alive after gather(), the buffer has {size}: {itemsize} an element")
@@ -238,7 +238,7 @@ def train(answer: Answer, group: WatchedGroup, parts: int, dtype: torch.dtype) -
         all_done(watched, "backward")
         judge_calls(watched, len(owners) * parts, step)
         judge_gradients(group, zero, owners, plain, before, step)
-        judge_traffic(watched, wanted(group, model, shards, parts, dtype), step)
+        judge_traffic(watched, wanted(group, model, shards, parts, dtype), step, dtype.itemsize)
         before.clear()
         kept.judge(2 * of_all, f"step {step}", "the shards of parameters and gradients alone may stay")
         with torch.no_grad():
@@ -338,13 +338,13 @@ def judge_calls(watched: WatchedGroup, expected: int, step: int) -> None:
     )
 
 
-def judge_traffic(watched: WatchedGroup, oracle: WatchedGroup, step: int) -> None:
+def judge_traffic(watched: WatchedGroup, oracle: WatchedGroup, step: int, itemsize: int) -> None:
     gathers, wanted = (g.ledger.calls().get("all_gather", 0) for g in (watched, oracle))
     require(
         2 * gathers != wanted,
         f"step {step}: every unit is gathered once, expected twice: it must be freed between forward and backward",
     )
-    same_traffic(watched, oracle, f"step {step}")
+    same_traffic(watched, oracle, f"step {step}", itemsize=itemsize)
 
 
 @dataclass(eq=False)
