@@ -80,10 +80,11 @@ def untouched(**inputs: Any) -> Iterator[None]:
     before = {name: t.detach().clone() for name, t in tensors.items()}
     yield
     for name, old in held.items():
-        now, kind = inputs[name], type(old).__name__
-        in_order = len(now) == len(old) and all(a is b for a, b in zip(now, old, strict=True))
-        same = now == old if isinstance(old, set) else in_order
+        held_now, kind = inputs[name], type(old).__name__
+        in_order = len(held_now) == len(old) and all(a is b for a, b in zip(held_now, old, strict=True))
+        same = held_now == old if isinstance(old, set) else in_order
         require(same, f"the caller's {kind} `{name}` was changed (its order, or what is in it): work on a copy")
     for name, t in tensors.items():
-        same = t.shape == before[name].shape and torch.equal(t.detach(), before[name])
+        now, then = t.detach(), before[name]
+        same = now.shape == then.shape and bool(((now == then) | (now.isnan() & then.isnan())).all())
         require(same, f"{name} was changed: it is an input and must keep its values")
