@@ -8,6 +8,7 @@ from refimpl.grading.plugin import (  # noqa: E402, F401
     graders,
     grading,
     pytest_addoption,
+    pytest_collection_modifyitems,
     pytest_configure,
     pytest_report_teststatus,
 )

@@ -61,20 +61,22 @@ class ShardedOptimizer:
         loss.backward()
         sharded.step()               # all ranks have the same new weights, and no gradients
 
-    A step: one reduce-scatter of all gradients, the update of this rank's shard, one all-gather of all weights.
+    A step: one reduce-scatter of all gradients, in their dtype, the update of this rank's shard, one all-gather of all
+    weights. Between steps nothing is kept but the weights and the shard's state: no gradient, no second buffer.
     """
 
     def __init__(
         self, model: nn.Module, group: Group, make_optimizer: Callable[[list[nn.Parameter]], optim.Optimizer]
     ) -> None:
-        """Flatten the model, give all ranks rank 0's parameters, and make self.optimizer for this rank's shard.
+        """Flatten the model, give all ranks rank 0's parameters, frozen ones too, and make self.optimizer.
 
         self.optimizer = make_optimizer([shard]), where the shard is one nn.Parameter [S] in the memory of the buffer.
         """
         self.group = group
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.flat = flatten(model, group.size)
-        group.broadcast(self.flat)
+        for tensor in [self.flat, *(p.data for p in model.parameters() if not p.requires_grad)]:
+            group.broadcast(tensor)
         self.mine = nn.Parameter(self.flat.view(group.size, -1)[group.rank])
         self.optimizer = make_optimizer([self.mine])
 

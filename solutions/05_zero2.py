@@ -46,8 +46,8 @@ class GradientShards:
         update(gradients.shards)            # bucket number -> [S], mean over ranks, sum over micro-batches
         gradients.shards.clear()
 
-    At most one bucket is under way. Memory besides the shards: the bucket under way, and the gradients that wait for
-    their bucket to fill. Traffic: one reduce-scatter a bucket and micro-batch.
+    At most one bucket is under way, in the dtype of the gradients. Memory besides the shards: the bucket under way, and
+    the gradients that wait for their bucket to fill. Traffic: one reduce-scatter a bucket and micro-batch.
     """
 
     def __init__(self, model: nn.Module, group: Group, limit: int) -> None:
@@ -73,13 +73,13 @@ class GradientShards:
         self.settle()
         bucket, ranks = self.buckets[self.launched], self.group.size
         shard = -(-sum(p.numel() for p in bucket) // ranks)
-        flat, at = torch.zeros(shard * ranks), 0
+        flat, at = torch.zeros(shard * ranks, dtype=bucket[0].dtype), 0
         for p in bucket:
             if p.grad is not None:
                 flat[at : at + p.numel()].view(p.shape).copy_(p.grad)
             p.grad = None
             at += p.numel()
-        mine = torch.empty(shard)
+        mine = torch.empty_like(flat[:shard])
         self.flight = (self.group.reduce_scatter(mine, flat, "mean", async_op=True), flat, mine)
         self.launched += 1
 
@@ -107,8 +107,8 @@ def clip_global_norm(group: Group, shards: Mapping[str, Tensor], limit: float) -
 
     The norm is that of the whole gradient over all ranks, and when it exceeds `limit`, every element is multiplied by
     limit / norm: the same number on every rank. `shards` may be empty on some ranks. A tied parameter has two names for
-    one and the same tensor, and counts once. Shards are fp32 or 16 bits (fp16 ends at 65504). One all-reduce of one
-    number.
+    one and the same tensor, and counts once. Shards are fp32 or 16 bits (fp16 ends at 65504, and the square
+    of 1e20 is too large for fp32). One all-reduce of one number.
     """
     once = list({id(shard): shard for shard in shards.values()}.values())
     squares = torch.zeros(1, dtype=torch.float64)

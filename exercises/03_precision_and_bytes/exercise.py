@@ -33,6 +33,7 @@ def unscale_and_clip(grads: Sequence[Tensor], scale: float, limit: float) -> tup
 
     The norm is the L2 norm of all gradients together, unscaled. When it exceeds `limit`, every gradient is multiplied
     by limit / norm. `grads` keep their values. fp16 ends at 65504: neither squares nor unscaled values fit into it.
+    bf16 goes to 3e38, and there squares do not fit into fp32 either. Gradients that are all zero have norm 0.
     """
     raise NotImplementedError("unscale_and_clip")
 
@@ -58,7 +59,8 @@ class DynamicLossScaler:
 class MasterWeights:
     """An fp32 copy of 16-bit parameters that the optimizer updates, so that small updates are not rounded away.
 
-    Memory: 4 bytes a parameter for the masters and 8 for Adam's state, all fp32; nothing else is kept.
+    Memory: 4 bytes a parameter for the masters and 8 for Adam's state, all fp32; nothing else is kept. The parameters
+    keep their memory: others may hold views of it.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], make_optimizer: Callable[[list[nn.Parameter]], optim.Optimizer]):

@@ -5,12 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn, optim
 
-from refimpl.grading.compare import Wrong, close, equal, first_divergence, require
+from refimpl.grading.compare import Wrong, by_users, close, equal, first_divergence, require
 from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import Kept, own_memory, storage_bytes, untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup, all_done, same_traffic
 
 FEATURES = 6
+F32 = torch.float32
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 MAKERS: dict[str, Make] = {
     "SGD": lambda params: optim.SGD(params, lr=0.1),
@@ -39,9 +41,10 @@ class Net(nn.Module):
 
 
 def loss(model: nn.Module, rank: int, step: int) -> Tensor:
-    """This rank's loss; only even ranks use the spare layer."""
+    """This rank's loss; the spare layer is used by even ranks in one step and by odd ones in the next."""
     x = torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(100 * step + rank))
-    return model(x, spare=rank % 2 == 0).pow(2).mean()
+    dtype = next(model.parameters()).dtype
+    return model(x.to(dtype), spare=(rank + step) % 2 == 0).pow(2).mean()
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -66,16 +69,19 @@ def one_process(ranks: int, steps: int, make: Make) -> list[dict[str, Tensor]]:
 def test_flatten(answer: Answer, group: WatchedGroup) -> None:
     trained = [p for p in Net(seed=0).parameters() if p.requires_grad]
     numel = sum(p.numel() for p in trained)
-    for ranks in (2, 3, 4, 7, numel, numel + 1):
-        case(f"{numel} elements, {ranks} ranks")
-        model, before = Net(seed=0), weights(Net(seed=0))
+    for ranks, dtype in ((2, F32), (3, F32), (4, F32), (7, F32), (numel, F32), (numel + 1, F32), (4, torch.bfloat16)):
+        case(f"{numel} elements of {dtype}, {ranks} ranks")
+        before, kept = weights(Net(seed=0).to(dtype)), Kept(group)
+        model = Net(seed=0).to(dtype)
         identities = list(model.parameters())
         flat = answer.flatten(model, ranks)
         padded = -(-numel // ranks) * ranks
-        expected = torch.cat([p.detach().reshape(-1) for p in trained] + [torch.zeros(padded - numel)])
+        values = [p.detach().reshape(-1).to(dtype) for p in trained]
+        expected = torch.cat([*values, torch.zeros(padded - numel, dtype=dtype)])
         if isinstance(flat, Tensor) and flat.shape != expected.shape:
             judge_length(flat.numel(), numel, padded, ranks)
         equal(flat, expected, "the buffer")
+        own_memory(flat, "the buffer")
         same = all(p is q for p, q in zip(identities, model.parameters(), strict=True))
         require(same, "the model has other parameters now: keep them, and change their .data")
         for name, p in model.named_parameters():
@@ -85,6 +91,10 @@ def test_flatten(answer: Answer, group: WatchedGroup) -> None:
                 require(inside, f"{name} is a copy: it must be a view of the buffer, so that both change together")
             else:
                 require(not inside, f"{name} is frozen, and yet in the buffer")
+        del values, expected
+        frozen = storage_bytes(p for p in model.parameters() if not p.requires_grad)
+        advice = "the buffer and the frozen parameters alone may stay; where are the first values, or a copy?"
+        kept.judge(padded * dtype.itemsize + frozen, "flatten", advice)
         with torch.no_grad():
             flat.fill_(7.0)
         moved = all(bool((p == 7).all()) for p in model.parameters() if p.requires_grad)
@@ -105,11 +115,13 @@ def judge_length(found: int, numel: int, padded: int, ranks: int) -> None:
 @on_ranks(1)
 def test_pieces_of(answer: Answer, group: WatchedGroup) -> None:
     for sizes in ([3, 4], [4, 4], [10], [1, 1, 1], [7, 1, 12, 5], [2, 0, 3], [1]):
-        for ranks in (1, 2, 3, 4):
+        for ranks in (1, 2, 3, 4, 9):
             shard = -(-sum(sizes) // ranks)
             for rank in range(ranks):
                 case(f"sizes {sizes}, rank {rank} of {ranks}, shards of {shard}")
-                judge_pieces(answer.pieces_of(sizes, ranks, rank), sizes, ranks, rank)
+                with untouched(sizes=sizes):
+                    found = answer.pieces_of(sizes, ranks, rank)
+                judge_pieces(found, sizes, ranks, rank)
 
 
 def labelled(sizes: list[int], shard: int, rank: int) -> list[tuple[int, int, int]]:
@@ -143,53 +155,93 @@ def judge_pieces(found: object, sizes: list[int], ranks: int, rank: int) -> None
     )
     short = found == labelled(sizes, sum(sizes) // ranks, rank)
     require(not short, "the shards are rounded down: the last elements belong to nobody", *evidence)
-    whole = all((a, b) == (0, sizes[n]) for n, a, b in found)
+    whole, split = (all((a, b) == (0, sizes[n]) for n, a, b in pieces) for pieces in (found, expected))
     require(
-        not whole, "whole parameters are given out: a parameter that lies across shards has a piece in each", *evidence
+        split or not whole,
+        "whole parameters are given out: a parameter that lies across shards has a piece in each",
+        *evidence,
     )
-    raise Wrong("these are not the pieces of this shard", *evidence)
+    raise Wrong(which_piece([n for n, _, _ in found], {n: (a, b) for n, a, b in found}, expected), *evidence)
+
+
+def which_piece(numbers: list[int], found: dict[int, tuple[int, int]], expected: list[tuple[int, int, int]]) -> str:
+    """The first fault in a list of pieces, in a sentence."""
+    wanted = {n: (a, b) for n, a, b in expected}
+    for n, piece in wanted.items():
+        if n not in found:
+            return f"parameter {n} is left out: elements {piece[0]} to {piece[1]} of it lie in this shard"
+    for n, (a, b) in found.items():
+        if n not in wanted:
+            return f"parameter {n} has nothing in this shard: it lies before it or behind it"
+        if a != wanted[n][0]:
+            return f"the piece of parameter {n} begins at element {a}, expected {wanted[n][0]}: where the shard begins"
+        if b != wanted[n][1]:
+            return f"the piece of parameter {n} ends before element {b}, expected {wanted[n][1]}: where the shard ends"
+    if len(numbers) > len(found):
+        return "a parameter has two pieces in one shard: it has one at most"
+    return "the pieces are not in the order of the buffer"
 
 
 @on_ranks(2, 3, 4)
 def test_ShardedOptimizer(answer: Answer, group: WatchedGroup) -> None:
     for name, make in MAKERS.items():
-        case(f"3 steps of {name}; a layer unused on odd ranks, a frozen one, a tied weight")
-        train(answer, group, make)
+        case(f"3 steps of {name}; a layer used by even ranks, then by odd ones; a frozen one, a tied weight")
+        train(answer, group, make, F32)
+    case("3 steps of SGD in bf16")
+    train(answer, group, MAKERS["SGD"], torch.bfloat16)
     case("ranks begin with different weights")
     model = Net(seed=group.rank)
     answer.ShardedOptimizer(model, group.fresh(), MAKERS["SGD"])
     for name, p in model.named_parameters():
-        if p.requires_grad:
-            known = {"it is still this rank's own: broadcast rank 0's": weights(Net(seed=group.rank))[name]}
-            start = weights(Net(seed=0))[name]
-            equal(p.detach(), start, f"{name} after ShardedOptimizer(...)", known=known if group.rank else None)
+        advice = "broadcast rank 0's" if p.requires_grad else "frozen ones must be equal too: broadcast rank 0's"
+        known = {f"it is still this rank's own: {advice}": weights(Net(seed=group.rank))[name]}
+        start = weights(Net(seed=0))[name]
+        equal(p.detach(), start, f"{name} after ShardedOptimizer(...)", known=known if group.rank else None)
 
 
-def train(answer: Answer, group: WatchedGroup, make: Make) -> None:
+def train(answer: Answer, group: WatchedGroup, make: Make, dtype: torch.dtype) -> None:
     """Three steps; weights, state, gradients and traffic after each."""
-    watched, model = group.fresh(), Net(seed=0)
+    watched, truth = group.fresh(), one_process(group.size, 3, make)
+    if dtype != F32:
+        truth = [{n: t.to(dtype) for n, t in truth[0].items()}]  # its sums are rounded otherwise: not compared
+    kept = Kept(watched)
+    model = Net(seed=0).to(dtype)
+    frozen = storage_bytes(p for p in model.parameters() if not p.requires_grad)
     sharded = answer.ShardedOptimizer(model, watched, make)
     trained = [p for p in model.parameters() if p.requires_grad]
     numel = sum(p.numel() for p in trained)
     padded = -(-numel // group.size) * group.size
-    history, truth = [weights(model)], one_process(group.size, 3, make)
+    history = [weights(model)] if dtype == F32 else []
     for step in range(3):
         watched.ledger.reset()
         loss(model, group.rank, step).backward()
         sharded.step()
         all_done(watched, "step")
-        history.append(weights(model))
-        judge_state(sharded, padded // group.size)
-        judge_weights(history, truth, group, step, plain=make is MAKERS["SGD"])
+        state = judge_state(sharded, padded // group.size, dtype)
+        if dtype == F32:
+            history.append(weights(model))
+            judge_weights(history, truth, group, step, plain=make is MAKERS["SGD"])
         require(all(p.grad is None for p in trained), "gradients are kept after the step: set p.grad = None")
-        oracle = group.oracle()
-        oracle.reduce_scatter(torch.zeros(padded // group.size), torch.zeros(padded))
-        oracle.all_gather(torch.zeros(padded), torch.zeros(padded // group.size))
-        same_traffic(watched, oracle, f"step {step}")
+        own = [p.grad for g in sharded.optimizer.param_groups for p in g["params"] if p.grad is not None]
+        require(not own, "the shard's own .grad is kept after the step: set it to None too")
+        room = padded * dtype.itemsize + frozen + state + sum(storage_bytes(h.values()) for h in history)
+        kept.judge(room, f"step {step}", "weights, and the state of a shard, may stay; is a buffer or a copy kept?")
+        same_traffic(watched, wanted(group, padded, dtype), f"step {step}", itemsize=dtype.itemsize)
+    if dtype != F32:
+        moved = sum(float((p.float() - truth[0][n].float()).abs().sum()) for n, p in model.named_parameters())
+        require(moved > 0, f"no weight has moved in {dtype}")
 
 
-def judge_state(sharded: object, shard: int) -> None:
-    """The optimizer was given one shard and keeps state for that alone."""
+def wanted(group: WatchedGroup, padded: int, dtype: torch.dtype) -> WatchedGroup:
+    """A group that has sent what a step sends."""
+    oracle, mine = group.oracle(), torch.zeros(padded // group.size, dtype=dtype)
+    oracle.reduce_scatter(mine, mine.repeat(group.size))
+    oracle.all_gather(mine.repeat(group.size), mine)
+    return oracle
+
+
+def judge_state(sharded: object, shard: int, dtype: torch.dtype) -> int:
+    """The optimizer was given one shard and keeps state for that alone; returns the state's bytes."""
     optimizer = getattr(sharded, "optimizer", None)
     require(isinstance(optimizer, optim.Optimizer), "self.optimizer is missing")
     assert isinstance(optimizer, optim.Optimizer)
@@ -199,11 +251,9 @@ def judge_state(sharded: object, shard: int) -> None:
     require(given <= shard, "nothing is sharded: the optimizer owns more than this rank's shard", evidence)
     require(given == shard, "the optimizer owns less than this rank's shard", evidence)
     alive = sum(t.untyped_storage().nbytes() for t in kept)
-    require(
-        alive <= 4 * shard * len(kept),
-        "the state is a view of larger memory: that memory stays alive as a whole",
-        evidence,
-    )
+    room = dtype.itemsize * shard * len(kept)
+    require(alive <= room, f"the state keeps {alive} bytes alive, its elements are {room}: is it a view?", evidence)
+    return alive
 
 
 def judge_weights(
@@ -228,10 +278,16 @@ def judge_weights(
             not (plain and close(now, times)),
             f"each update is exactly {group.size}x too large: the gradients are summed, not averaged",
         )
-    first_divergence(found[: step + 2][1:], truth[1 : step + 2], "the value", ranks=group.size)
+    even = (group.size + 1 - step % 2) // 2  # ranks that use the spare layer in this step
+    lone = {}
+    if plain:
+        old, new = ({n: t for n, t in truth[at].items() if n.startswith("spare")} for at in (step, step + 1))
+        updates = by_users({n: new[n] - old[n] for n in new}, group.size, {"spare": even})
+        lone = {n: {said: old[n] + t for said, t in guesses.items()} for n, guesses in updates.items()}
+    first_divergence(found[1 : step + 2], truth[1 : step + 2], "the value", ranks=group.size, known=lone)
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(3, 2, 4)  # 3 first: with 2, "to itself" and "twice the bytes an element" are the same factor
 def test_step_traffic(answer: Answer, group: WatchedGroup) -> None:
     for strategy in ("ddp", "zero1"):
         for buckets, dtype in (
@@ -252,10 +308,17 @@ def test_step_traffic(answer: Answer, group: WatchedGroup) -> None:
                     oracle.all_gather(whole, mine)
             calls, sent = oracle.ledger.calls(), oracle.ledger.sent_bytes()
             expected = {op: (calls[op], sent[op]) for op in calls}
-            judge_traffic(answer.step_traffic(strategy, buckets, group.size, dtype.itemsize), expected, group.size)
+            with untouched(buckets=buckets):
+                found = answer.step_traffic(strategy, buckets, group.size, dtype.itemsize)
+            judge_traffic(found, expected, group.size, dtype.itemsize)
+        case(f"{strategy}, buckets [640, 1], 2 bytes an element, 64 ranks")
+        once = 63 * (10 + 1) * 2  # to each other rank a chunk of either bucket
+        expected = {"reduce_scatter": (2, once), "all_gather": (2, once)}
+        expected = {"all_reduce": (2, 2 * once)} if strategy == "ddp" else expected
+        judge_traffic(answer.step_traffic(strategy, [640, 1], 64, 2), expected, 64, 2)
 
 
-def judge_traffic(found: object, expected: dict[str, tuple[int, int]], ranks: int) -> None:
+def judge_traffic(found: object, expected: dict[str, tuple[int, int]], ranks: int, itemsize: int) -> None:
     require(isinstance(found, dict), f"the result is {found!r}, expected a dict")
     assert isinstance(found, dict)
     evidence = [f"  expected {expected}", f"  found    {found}"]
@@ -270,7 +333,9 @@ def judge_traffic(found: object, expected: dict[str, tuple[int, int]], ranks: in
         if mine == sent:
             continue
         why = ""
-        if mine * (ranks - 1) == sent * ranks:
+        if itemsize < 4 and mine * itemsize == 4 * sent:
+            why = f": an element counts as 4 bytes, and it has {itemsize}"
+        elif mine * (ranks - 1) == sent * ranks:
             why = ": a rank does not send its own shard to itself"
         elif 2 * mine == sent:
             why = ": exactly half, and an all-reduce has two halves"

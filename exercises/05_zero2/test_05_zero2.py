@@ -1,16 +1,18 @@
 """Grades chapter 05: mean gradients in shards, memory that is really freed, the norm of all, and bytes as counted."""
 
 import weakref
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 from torch import Tensor, UntypedStorage, nn, optim
 
-from refimpl.grading.compare import Wrong, equal, first_divergence, require
+from refimpl.grading.compare import Wrong, by_users, close, equal, first_divergence, require
 from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import Kept, own_memory, untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup, all_done, same_traffic
-from refimpl.measure.ledger import Ledger
+from refimpl.measure.ledger import Event, Ledger
 from refimpl.measure.memory import MemoryMeter
 from refimpl.zero.ddp import DDP
 from refimpl.zero.flat import Bucket, lay_out
@@ -20,6 +22,7 @@ from refimpl.zero.zero2 import Zero2
 
 FEATURES = 6
 LIMIT = 40
+F32 = torch.float32
 STAGES: dict[str, type[Stage]] = {"ddp": DDP, "zero1": Zero1, "zero2": Zero2}
 
 
@@ -44,9 +47,10 @@ class Net(nn.Module):
 
 
 def loss(model: nn.Module, rank: int, step: int, part: int = 0) -> Tensor:
-    """This rank's loss; only even ranks use the spare layer."""
+    """This rank's loss; only even ranks use the spare layer, and in every second micro-batch only odd ones do."""
     x = torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(100 * step + 10 * part + rank))
-    return model(x, spare=rank % 2 == 0).pow(2).mean()
+    dtype = next(model.parameters()).dtype
+    return model(x.to(dtype), spare=(rank + part) % 2 == 0).pow(2).mean()
 
 
 def one_process(ranks: int, step: int, parts: int) -> dict[str, Tensor]:
@@ -70,48 +74,90 @@ def test_GradientShards(answer: Answer, group: WatchedGroup) -> None:
     for limit in (LIMIT, 10_000, 1):
         case(f"2 steps of one micro-batch, buckets of {limit} elements; a layer unused on odd ranks, a frozen one")
         train(answer, group, limit, parts=1)
-    case("2 steps of 3 micro-batches")
-    train(answer, group, LIMIT, parts=3)
+    case(f"2 steps of {group.size + 1} micro-batches; a layer that even ranks use in the first, odd ones in the second")
+    train(answer, group, LIMIT, parts=group.size + 1)
+    case("2 steps in bf16")
+    train(answer, group, LIMIT, parts=1, dtype=torch.bfloat16)
     case(f"buckets of {LIMIT} elements: do they travel inside backward?")
     overlap(answer, group)
     case("10 layers of 900 elements, a bucket each: is memory freed?")
     freed(answer, group)
 
 
-def train(answer: Answer, group: WatchedGroup, limit: int, parts: int) -> None:
-    watched, model = group.fresh(), Net()
+def train(answer: Answer, group: WatchedGroup, limit: int, parts: int, dtype: torch.dtype = torch.float32) -> None:
+    watched, model = group.fresh(), Net().to(dtype)
+    buckets, names = layout(group, limit)
+    mark(model, watched.ledger)
+    kept = Kept(watched)
     gradients = answer.GradientShards(model, watched, limit)
     for step in range(2):
         watched.ledger.reset()
         for part in range(parts):
+            begun = len(watched.ledger.events)
             loss(model, group.rank, step, part).backward()
             gradients.finish()
             all_done(watched, "finish")
+            judge_order(watched.ledger.events[begun:], [[names[p] for p in b.params] for b in buckets])
         left = [n for n, p in model.named_parameters() if p.grad is not None]
         require(
             not left, f"{', '.join(left[:3])}: .grad is still there after finish(); set it to None when it has left"
         )
-        buckets, names = layout(group, limit)
         require(
             isinstance(gradients.shards, dict) and sorted(gradients.shards) == list(range(len(buckets))),
             f"self.shards has no entry for each of the {len(buckets)} buckets",
         )
-        judge_shards(group, gradients.shards, buckets)
-        first_divergence(
-            [whole(group, gradients.shards, buckets, names)],
-            [expected_gradients(group, gradients.shards, buckets, names, step, parts)],
-            "the gradient",
-            ranks=group.size,
-        )
-        oracle = group.oracle()
-        for bucket in buckets * parts:
-            shard = -(-packed(bucket) // group.size)
-            oracle.reduce_scatter(torch.zeros(shard), torch.zeros(shard * group.size))
-        same_traffic(watched, oracle, f"step {step}")
+        judge_shards(group, gradients.shards, buckets, dtype)
+        judge_values(group, gradients.shards, buckets, names, step, parts, dtype)
+        same_traffic(watched, wanted(group, buckets * parts, dtype), f"step {step}", itemsize=dtype.itemsize)
+        room = sum(-(-packed(b) // group.size) for b in buckets) * dtype.itemsize
+        kept.judge(room, f"step {step}", "the shards alone may stay; are sent buckets, or a copy of the model, kept?")
         gradients.shards.clear()
 
 
-def judge_shards(group: WatchedGroup, shards: dict[int, Tensor], buckets: list[Bucket]) -> None:
+def wanted(group: WatchedGroup, buckets: list[Bucket], dtype: torch.dtype) -> WatchedGroup:
+    """A group that has sent these buckets."""
+    oracle = group.oracle()
+    for bucket in buckets:
+        mine = torch.zeros(-(-packed(bucket) // group.size), dtype=dtype)
+        oracle.reduce_scatter(mine, mine.repeat(group.size))
+    return oracle
+
+
+def judge_order(events: list[Event], buckets: list[list[str]]) -> None:
+    """No bucket leaves before its gradients are there, and none while another is under way."""
+    marks = [(i, e.op.removeprefix("gradient of ")) for i, e in enumerate(events) if e.phase == "mark"]
+    launches = [i for i, e in enumerate(events) if (e.phase, e.op) == ("start", "reduce_scatter")]
+    for number, (at, bucket) in enumerate(zip(launches, buckets, strict=False)):
+        late = [name for i, name in marks if name in bucket and i > at]
+        require(
+            not late, f"bucket {number} is launched before the gradient of {', '.join(late)} is there: wait for all"
+        )
+    flying = most = 0
+    for e in events:
+        flying += {"start": 1, "end": -1}.get(e.phase, 0)
+        most = max(most, flying)
+    require(most <= 1, f"{most} buckets are under way at once: settle the one before, or their buffers add up")
+
+
+def judge_values(
+    group: WatchedGroup, shards: dict[int, Tensor], buckets: list[Bucket], names: dict[nn.Parameter, str], step: int,
+    parts: int, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    expected = expected_gradients(group, shards, buckets, names, step, parts)
+    users = {"spare": (group.size + 1) // 2} if parts == 1 else {}
+    first_divergence(
+        [{n: t.float() for n, t in whole(group, shards, buckets, names).items()}],
+        [expected],
+        "the gradient",
+        ranks=group.size,
+        parts=parts,
+        known=by_users(expected, group.size, users),
+        rtol=1e-5 if dtype == torch.float32 else 0.1,
+        atol=1e-6 if dtype == torch.float32 else 0.02,
+    )
+
+
+def judge_shards(group: WatchedGroup, shards: dict[int, Tensor], buckets: list[Bucket], dtype: torch.dtype) -> None:
     """A shard has 1/N of the padded bucket, and memory for no more."""
     for number, bucket in enumerate(buckets):
         size = -(-packed(bucket) // group.size)
@@ -121,11 +167,8 @@ def judge_shards(group: WatchedGroup, shards: dict[int, Tensor], buckets: list[B
             isinstance(shard, Tensor) and shard.numel() == size,
             f"{what} has not {size} elements, which is 1/{group.size} of {packed(bucket)}, rounded up",
         )
-        alive = shard.untyped_storage().nbytes() // shard.element_size()
-        require(
-            alive <= size,
-            f"{what} is a view of {alive} elements, all of which stay alive: give the result memory of its own",
-        )
+        require(shard.dtype == dtype, f"{what} has dtype {shard.dtype}, and the gradients have {dtype}")
+        own_memory(shard, what, "give the result memory of its own")
 
 
 def whole(
@@ -137,6 +180,7 @@ def whole(
     for number, bucket in enumerate(buckets):
         flat = torch.cat([each[number].reshape(-1) for each in everyones])
         sizes = [p.numel() for p in bucket.params]
+        require(not flat[sum(sizes) :].any(), f"the padding of shards[{number}] is not zero: a norm would count it")
         pieces = flat[: sum(sizes)].split(sizes)
         found |= {names[p]: piece.view(p.shape) for p, piece in zip(bucket.params, pieces, strict=True)}
     return found
@@ -161,7 +205,7 @@ def expected_gradients(
         before = one_process(group.size, step, parts - 1)
         last = {n: g - before[n] for n, g in expected.items()}
         found = whole(group, shards, buckets, names)
-        only_last = all(torch.allclose(found[n], last[n], atol=1e-6) for n in last)
+        only_last = all(torch.allclose(found[n].float(), last[n], atol=1e-6) for n in last)
         require(
             not only_last, "only the last micro-batch is there: each backward overwrites what the one before reduced"
         )
@@ -240,33 +284,45 @@ def freed(answer: Answer, group: WatchedGroup) -> None:
 
 @on_ranks(2, 3, 4)
 def test_clip_global_norm(answer: Answer, group: WatchedGroup) -> None:
-    for size, limit, dtype in ((1.0, 2.0, torch.float32), (1.0, 100.0, torch.float32), (900.0, 5.0, torch.float16)):
+    for size, limit, dtype in (
+        (1.0, 2.0, torch.float32),
+        (1.0, 100.0, torch.float32),
+        (1e20, 2.0, torch.float32),
+        (0.0, 2.0, torch.float32),
+        (900.0, 5.0, torch.float16),
+        (3.0, 5.0, torch.bfloat16),
+    ):
         case(f"{dtype}, elements of size {size:g}, limit {limit:g}; one tensor under two names, rank 1 owns nothing")
         everyones = [shards_of(rank, size, dtype) for rank in range(group.size)]
         unique = [{id(t): t for t in shards.values()}.values() for shards in everyones]
         flats = [torch.cat([t.double().flatten() for t in mine]) if mine else torch.zeros(0) for mine in unique]
-        twice = [torch.cat([t.double().flatten() for t in e.values()]) if e else torch.zeros(0) for e in everyones]
         norm = float(torch.cat(flats).norm())
         mine, watched = shards_of(group.rank, size, dtype), group.fresh()
-        found = answer.clip_global_norm(watched, mine, limit)
+        given = dict(mine)
+        found = answer.clip_global_norm(watched, given, limit)
+        require(list(given) == list(mine), "the dict of shards has other names than before")
         require(isinstance(found, float), f"the result is {found!r}, expected a Python float")
         told = group.everyone(found)
         own = [float(f.norm()) for f in flats]
-        local = torch.allclose(torch.tensor(told), torch.tensor(own), rtol=1e-3)
+        local = norm > 0 and torch.allclose(torch.tensor(told), torch.tensor(own), rtol=1e-3)
         require(
             not local, "each rank has the norm of its own shards: the sum of squares must be all-reduced", f"  {told}"
         )
-        judge_norm(found, norm, float(torch.cat(twice).norm()), own, limit)
+        if found != norm:
+            judge_norm(found, norm, everyones, own, limit)
         require(len(set(told)) == 1, f"the ranks must clip by the same norm, but have {told}")
-        factor = min(1.0, limit / norm)
+        factor = min(1.0, limit / norm) if norm else 1.0
         for name, t in everyones[group.rank].items():
+            names = sum(t is other for other in everyones[group.rank].values())
             known = {
                 "it is not clipped": t,
-                "it is clipped twice: it is one tensor under two names": (t.double() * factor**2).to(dtype),
+                f"it is clipped {names} times: it is one tensor under {names} names": (t * factor**names).to(dtype),
                 "it is multiplied by limit / norm although the norm is within the limit": (
-                    t.double() * limit / norm
+                    t.double() * limit / max(norm, 1e-30)
                 ).to(dtype),
             }
+            if given[name] is not mine[name] and close(given[name], t * factor, rtol=1e-2):
+                raise Wrong("the dict has new tensors: clip in place, whoever holds the old ones must see it")
             wanted = (t.double() * factor).to(dtype)
             equal(
                 mine[name], wanted, f"the shard of {name}", known=known, rtol=1e-5 if dtype == torch.float32 else 2e-3
@@ -276,7 +332,12 @@ def test_clip_global_norm(answer: Answer, group: WatchedGroup) -> None:
         if watched.ledger.calls() != {"all_reduce": 1}:
             same_traffic(watched, oracle, "clip_global_norm")
         sent = sum(watched.ledger.sent_bytes().values())
-        require(sent <= 8 * group.size, f"{sent} bytes for one norm: reduce one number, not the gradients")
+        oracle.ledger.reset()
+        oracle.all_reduce(torch.zeros(1, dtype=torch.float64))
+        most = sum(oracle.ledger.sent_bytes().values())
+        require(
+            sent <= most, f"{sent} bytes for one norm, one number takes {most}: add up here, then reduce one number"
+        )
 
 
 def shards_of(rank: int, size: float, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -287,12 +348,25 @@ def shards_of(rank: int, size: float, dtype: torch.dtype) -> dict[str, Tensor]:
     shards = {n: (size * torch.randn(3 + i + rank, generator=generator)).to(dtype) for i, n in enumerate(("a", "b"))}
     if rank == 0:
         shards["wte.weight"] = shards["head.weight"] = (size * torch.ones(7)).to(dtype)
+        shards["x"] = shards["y"] = shards["a"]  # tied under any names, and next, equal but not tied
+        shards["twin"] = shards["b"].clone()
     return shards
 
 
-def judge_norm(found: float, norm: float, twice: float, own: list[float], limit: float) -> None:
+def judge_norm(found: float, norm: float, everyones: list[dict[str, Tensor]], own: list[float], limit: float) -> None:
+    def of(once: Callable[[str, Tensor], object]) -> float:
+        """The norm if `once` is what tells two tensors apart."""
+        kept = [t for shards in everyones for t in {once(n, t): t for n, t in shards.items()}.values()]
+        return float(torch.cat([t.double().flatten() for t in kept]).norm())
+
     known = {
-        "the tied parameter is counted twice: it is one tensor under two names": twice,
+        "the tied parameter is counted twice: it is one tensor under two names": of(lambda name, t: name),
+        "tied parameters are known by a name: any two names can hold one tensor; compare with `is`, or by id": of(
+            lambda name, t: name.replace("head", "wte")
+        ),
+        "two tensors of equal values count once: tied are those that are one tensor": of(
+            lambda n, t: tuple(t.tolist())
+        ),
         "it is the sum of the ranks' norms: add up squares, then take one root": sum(own),
         "it is the norm after clipping": min(norm, limit),
         "the root is missing": norm**2,
@@ -305,29 +379,32 @@ def judge_norm(found: float, norm: float, twice: float, own: list[float], limit:
 @on_ranks(2, 3)
 def test_accumulated_bytes(answer: Answer, group: WatchedGroup) -> None:
     for name, kind in STAGES.items():
-        for samples, room in ((1, 4), (4, 4), (5, 2), (6, 1)):
-            case(f"{name}, {samples} samples, room for {room}")
+        for samples, room, dtype in ((1, 4, F32), (4, 4, F32), (5, 2, F32), (6, 1, F32), (5, 2, torch.bfloat16)):
+            case(f"{name}, {samples} samples, room for {room}, {dtype}")
             torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(64, 6, bias=False), nn.Linear(6, 64, bias=False))
+            model = nn.Sequential(nn.Linear(64, 6, bias=False), nn.Linear(6, 64, bias=False)).to(dtype)
             stage = kind(model, optim.AdamW(model.parameters()), group.oracle())
             stage.group.ledger.reset()
             batches = torch.ones(samples, 64).split(room)
             for batch in batches:
-                stage.backward(model(batch).sum(), sync=batch is batches[-1])
+                stage.backward(model(batch.to(dtype)).sum(), sync=batch is batches[-1])
             stage.step()
             counted: dict[str, int] = {}
             for e in stage.group.ledger.events:
                 if e.phase == "start" and e.tag in ("gradients", "parameters"):
                     counted[e.op] = counted.get(e.op, 0) + e.sent_bytes
             padded = sum(b.padded for b in stage.buckets)
-            found = answer.accumulated_bytes(name, padded, group.size, 4, samples, room)
+            found = answer.accumulated_bytes(name, padded, group.size, dtype.itemsize, samples, room)
             evidence = [
-                f"{padded} parameters of 4 bytes, {group.size} ranks, {len(batches)} backwards",
+                f"{padded} parameters of {dtype.itemsize} bytes, {group.size} ranks, {len(batches)} backwards",
                 f"  counted  {counted}",
                 f"  found    {found}",
             ]
             require(isinstance(found, dict), f"the result is {found!r}, expected a dict", *evidence)
             judge_bytes(found, counted, name, len(batches), evidence)
+    case("64 ranks: zero2, 640 parameters of 2 bytes, one backward")
+    chunks = dict.fromkeys(("reduce_scatter", "all_gather"), 63 * 10 * 2)  # to each other rank a chunk of 10
+    judge_bytes(answer.accumulated_bytes("zero2", 640, 64, 2, 3, 4), chunks, "zero2", 1, [])
 
 
 def judge_bytes(found: dict[str, int], counted: dict[str, int], name: str, backwards: int, evidence: list[str]) -> None:
@@ -340,20 +417,23 @@ def judge_bytes(found: dict[str, int], counted: dict[str, int], name: str, backw
             why = f": {name} does this once a step, not with each backward"
         elif op == "reduce_scatter" and found[op] < sent:
             why = ": does the last micro-batch, which is not full, count too?"
+        elif found[op] == 2 * sent:
+            why = ": exactly 2x: is `itemsize` what an element takes?"
         require(found[op] == sent, f"{name}: {found[op]} bytes by {op}, the ledger counts {sent}{why}", *evidence)
 
 
 @on_ranks(2, 3, 4)
 def test_peak_gradient_bytes(answer: Answer, group: WatchedGroup) -> None:
     for buckets in ([8, 4], [4, 8], [24], [6, 6, 6, 6], [7, 1, 5, 12], [1, 1, 30]):
-        for dtype in (torch.float32, torch.bfloat16):
-            case(f"buckets {buckets}, {dtype.itemsize} bytes an element, {group.size} ranks")
-            expected, story = counted_peak(buckets, group, dtype)
-            found = answer.peak_gradient_bytes(buckets, group.size, dtype.itemsize)
+        for dtype, ranks in ((torch.float32, group.size), (torch.bfloat16, group.size), (torch.bfloat16, 16)):
+            case(f"buckets {buckets}, {dtype.itemsize} bytes an element, {ranks} ranks")
+            expected, story = counted_peak(buckets, group, dtype, ranks)
+            with untouched(buckets=buckets):
+                found = answer.peak_gradient_bytes(buckets, ranks, dtype.itemsize)
             if found == expected:
                 continue
-            padded = [-(-n // group.size) * group.size for n in buckets]
-            shards = sum(padded) // group.size
+            padded = [-(-n // ranks) * ranks for n in buckets]
+            shards = sum(padded) // ranks
             known = {
                 "that is the largest bucket: shards take memory too": max(padded),
                 "that is a whole gradient: the buckets before are freed already": sum(padded),
@@ -365,15 +445,16 @@ def test_peak_gradient_bytes(answer: Answer, group: WatchedGroup) -> None:
             raise Wrong(f"{found} bytes, counted {expected}" + (f": {why}" if why else ""), *story)
 
 
-def counted_peak(buckets: list[int], group: WatchedGroup, dtype: torch.dtype) -> tuple[int, list[str]]:
-    """Send the buckets one after another and count what is alive each time."""
+def counted_peak(buckets: list[int], group: WatchedGroup, dtype: torch.dtype, ranks: int) -> tuple[int, list[str]]:
+    """Send the buckets one after another (if there are as many ranks) and count what is alive each time."""
     shards: list[Tensor] = []
     peak, story = 0, ["alive while each bucket travels, in bytes:"]
     for number, numel in enumerate(buckets):
-        shard = -(-numel // group.size)
-        flat = torch.zeros(shard * group.size, dtype=dtype)
+        shard = -(-numel // ranks)
+        flat = torch.zeros(shard * ranks, dtype=dtype)
         shards.append(torch.empty(shard, dtype=dtype))
-        group.oracle().reduce_scatter(shards[-1], flat)
+        if ranks == group.size:
+            group.oracle().reduce_scatter(shards[-1], flat)
         sizes = MemoryMeter(lambda flat=flat: {"flat": [flat], "shards": shards}).now()
         story.append(f"  bucket {number}: flat buffer {sizes['flat']}, shards {sizes['shards']}")
         peak = max(peak, sizes["flat"] + sizes["shards"])

@@ -10,9 +10,14 @@ from refimpl.grading.chapters import Chapter, definitions, find_chapter
 from refimpl.grading.progress import Progress
 
 
-def run(chapter: str, task: str, give_up: bool) -> None:
-    """Print the hints so far and the next one, or the solution. ValueError for an unknown chapter or exercise."""
+def run(chapter: str, task: str | None, give_up: bool) -> None:
+    """Print the hints so far and the next one, or the solution; without a task, the chapter's tasks.
+
+    ValueError for an unknown chapter or exercise.
+    """
     found, console = find_chapter(chapter), Console()
+    if task is None:
+        return overview(found, console)
     if task not in found.tasks:
         raise ValueError(f"{found.name} has no exercise {task!r}: there are {', '.join(found.tasks)}")
     progress, hints = Progress.load(), found.hints.get(task, [])
@@ -31,6 +36,16 @@ def run(chapter: str, task: str, give_up: bool) -> None:
         )
     else:
         console.print(f"{len(hints) - entry.hints} more: run it again.", highlight=False)
+
+
+def overview(chapter: Chapter, console: Console) -> None:
+    """The chapter's exercises, and how many of their hints were given."""
+    progress = Progress.load()
+    for task in chapter.tasks:
+        entry, hints = progress.entry(chapter.name, task), chapter.hints.get(task, [])
+        state = "passed" if entry.passed else f"{entry.hints} of {len(hints)} hints given"
+        console.print(f"{task:<28}{state}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"A hint: refimpl hint {chapter.name} EXERCISE", highlight=False)
 
 
 def solution(chapter: Chapter, task: str) -> str:

@@ -111,11 +111,13 @@ def quiz(
 
 @app.command()
 def hint(
-    chapter: Annotated[str, typer.Argument(help="02_ddp, or 02.")],
-    task: Annotated[str, typer.Argument(help="The function or class of the exercise.", metavar="EXERCISE")],
+    chapter: Annotated[str, typer.Argument(help="02_ddp, 02, or 2.")],
+    task: Annotated[
+        str | None, typer.Argument(help="The function or class; without it, those of the chapter.", metavar="EXERCISE")
+    ] = None,
     give_up: Annotated[bool, typer.Option("--give-up", help="Show the solution.")] = False,
 ) -> None:
-    """One hint more each time; the solution once you have passed."""
+    """One hint more each time; the solution once you have passed. Without an exercise: those of the chapter."""
     from refimpl.cli import hint
 
     try:

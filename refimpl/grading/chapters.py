@@ -69,10 +69,11 @@ def chapters(root: Path | None = None) -> list[Chapter]:
 
 
 def find_chapter(name: str, root: Path | None = None) -> Chapter:
-    """The chapter called `name`, "01_collectives" or "01"; ValueError names those there are."""
+    """The chapter called `name`, "01_collectives", "01" or "1"; ValueError names those there are."""
     known = chapters(root)
     for chapter in known:
-        if name in (chapter.name, chapter.name.partition("_")[0]):
+        number = chapter.name.partition("_")[0]
+        if name in (chapter.name, number, number.lstrip("0")):
             return chapter
     raise ValueError(f"no chapter {name!r}: there are {', '.join(c.name for c in known)}")
 

@@ -17,6 +17,10 @@ class Wrong(Exception):
         self.headline, self.details = headline, details
 
 
+class WrongFile(Wrong):
+    """The file itself is at fault, so that none of its tasks can be graded."""
+
+
 class Todo(Wrong):
     """The answer, or something that it calls, is not written yet."""
 
@@ -33,13 +37,15 @@ def equal(
     what: str,
     *,
     ranks: int = 0,
+    parts: int = 0,
     known: Mapping[str, Tensor] | None = None,
     rtol: float = 1e-5,
     atol: float = 1e-6,
 ) -> None:
     """Raise Wrong unless `found` is a tensor like `expected`: shape, dtype, values (integers exactly).
 
-    ranks: recognise results that are N times too large or too small. known: results of well-known mistakes, each under
+    ranks, parts: recognise results that are too large or too small by the number of ranks, or of micro-batches (which
+    should be another number, or one is taken for the other). known: results of well-known mistakes, each under
     the sentence that explains it.
     """
     if not isinstance(found, Tensor):
@@ -52,7 +58,7 @@ def equal(
         require(is_ == should, f"{what} has {kind} {is_}, expected {should}")
     if close(found, expected, rtol, atol):
         return
-    reason = recognise(found, expected, ranks, known or {}, rtol, atol)
+    reason = recognise(found, expected, ranks, known or {}, rtol, atol, parts)
     raise Wrong(f"{what}: {reason}" if reason else f"{what} is wrong", *difference(found, expected, rtol, atol))
 
 
@@ -66,7 +72,13 @@ def close(found: Tensor, expected: Tensor, rtol: float = 1e-5, atol: float = 1e-
 
 
 def recognise(
-    found: Tensor, expected: Tensor, ranks: int, known: Mapping[str, Tensor], rtol: float = 1e-5, atol: float = 1e-6
+    found: Tensor,
+    expected: Tensor,
+    ranks: int,
+    known: Mapping[str, Tensor],
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+    parts: int = 0,
 ) -> str:
     """The well-known mistake that makes exactly `found`, in a sentence; "" if there is none."""
     for sentence, candidate in known.items():
@@ -79,6 +91,9 @@ def recognise(
     if ranks > 1:
         guesses[f"exactly {ranks}x the expected: summed over the ranks, not averaged"] = e * ranks
         guesses[f"exactly 1/{ranks} of the expected: divided by the number of ranks once too often"] = e / ranks
+    if parts > 1:
+        guesses[f"exactly 1/{parts} of the expected: divided by the number of micro-batches, which add up"] = e / parts
+        guesses[f"exactly {parts}x the expected: reduced anew with each of {parts} micro-batches"] = e * parts
     guesses["all zeros: nothing arrived here"] = torch.zeros_like(e)
     guesses["every sign is wrong"] = -e
     return next((s for s, guess in guesses.items() if torch.allclose(f, guess, rtol, atol)), "")
@@ -101,15 +116,36 @@ def first_divergence(
     what: str,
     *,
     ranks: int = 0,
+    parts: int = 0,
+    known: Mapping[str, Mapping[str, Tensor]] | None = None,
     rtol: float = 1e-5,
     atol: float = 1e-6,
 ) -> None:
-    """Raise Wrong at the first step, and in it the first parameter by name order, where two histories part."""
+    """Raise Wrong at the first step, and in it the first parameter by name order, where two histories part.
+
+    known: name of a parameter -> results of well-known mistakes in the last step, each under its sentence.
+    """
     require(len(found) == len(expected), f"{len(found)} steps were made, expected {len(expected)}")
     for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         for name in theirs:
             require(name in mine, f"step {step}: {what} of {name} is missing")
-            equal(mine[name], theirs[name], f"step {step}, {what} of {name}", ranks=ranks, rtol=rtol, atol=atol)
+            last = (known or {}).get(name) if step == len(expected) - 1 else None
+            text = f"step {step}, {what} of {name}"
+            equal(mine[name], theirs[name], text, ranks=ranks, parts=parts, known=last, rtol=rtol, atol=atol)
+
+
+def by_users(expected: Mapping[str, Tensor], ranks: int, users: Mapping[str, int]) -> dict[str, dict[str, Tensor]]:
+    """For `known`: the mean over those ranks alone that used a layer. users: beginning of its names -> how many did."""
+    return {
+        name: {
+            f"divided by the {n} ranks that used this layer, not by all {ranks}: where it is unused, it counts as 0": (
+                expected[name] * ranks / n
+            )
+        }
+        for layer, n in users.items()
+        for name in expected
+        if name.startswith(layer) and 0 < n < ranks
+    }
 
 
 def _values(t: Tensor, start: int) -> str:

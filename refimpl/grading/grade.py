@@ -1,5 +1,6 @@
 """In the caller: run a grader's check on each number of ranks, and make one short text of whatever happened."""
 
+import ast
 import re
 import time
 from collections import defaultdict, deque
@@ -11,8 +12,9 @@ from typing import Any
 
 from refimpl import launch
 from refimpl.grading.chapters import unwritten
-from refimpl.grading.compare import Todo, Wrong
-from refimpl.grading.rank import Check, grade_here
+from refimpl.grading.cheats import cheat
+from refimpl.grading.compare import Todo, Wrong, WrongFile
+from refimpl.grading.rank import NO_MEMORY, Check, grade_here, not_python
 from refimpl.grading.traffic import Called, each_rank
 from refimpl.grading.verdict import Verdict
 
@@ -56,6 +58,8 @@ class Grader:
 
     def __init__(self) -> None:
         self.worlds: dict[int, launch.World] = {}
+        self.faults: dict[Path, Verdict] = {}  # files that cannot be imported
+        self.told: set[Path] = set()  # those and unreadable ones of which the learner has read already
 
     def __enter__(self) -> "Grader":
         return self
@@ -72,6 +76,10 @@ class Grader:
             return Verdict(exercise.task, "fail", f"{path} is missing: `refimpl exercise reset` puts the stub there")
         if left := unwritten(path, exercise.task):
             return Verdict(exercise.task, "todo", f"{', '.join(left)}: not written yet")
+        if fault := self.faults.get(path.resolve()) or unreadable(path, exercise.task):
+            return replace(fault, task=exercise.task)
+        if said := cheat(path, exercise.task):
+            return Verdict(exercise.task, "fail", said)
         for ranks in exercise.ranks:
             if failure := self._run(exercise, path.resolve(), ranks):
                 return failure
@@ -93,7 +101,10 @@ class Grader:
             world.kill()
             todo = isinstance(error.__cause__, Todo)
             text = error.__cause__.headline if todo else explain(error, exercise, ranks, path, seen)  # type: ignore[union-attr]
-            return Verdict(exercise.task, "todo" if todo else "fail", text)
+            verdict = Verdict(exercise.task, "todo" if todo else "fail", text, isinstance(error.__cause__, WrongFile))
+            if verdict.whole_file:
+                self.faults[path] = verdict
+            return verdict
         except BaseException:
             world.kill()
             raise
@@ -103,6 +114,18 @@ class Grader:
 
 def start(ranks: int) -> launch.World:
     return launch.World(ranks, device="cpu", compare=False)
+
+
+def unreadable(path: Path, task: str) -> Verdict | None:
+    """The verdict on a file that is not Python, for which no rank need start."""
+    try:
+        ast.parse(path.read_text(), filename=str(path))
+    except SyntaxError as error:
+        wrong = not_python(error, path)
+        return Verdict(task, "fail", "\n".join([wrong.headline, *wrong.details]), whole_file=True)
+    except (ValueError, OSError) as error:
+        return Verdict(task, "fail", f"{path.name} cannot be read: {error}", whole_file=True)
+    return None
 
 
 @dataclass
@@ -154,6 +177,8 @@ def explain(error: launch.RankError, exercise: Exercise, ranks: int, path: Path,
     elif isinstance(error, launch.RankDied) and "SIGABRT" in str(error):
         headline = f"{exercise.task}: ranks called different collectives, or one with buffers of different lengths"
         details = [f"{error}: gloo cannot continue", *each_rank({rank: seen.calls[rank] for rank in range(ranks)})]
+    elif isinstance(error, launch.RankDied) and "SIGSEGV" in str(error):
+        headline, details = NO_MEMORY, [f"{error}: memory was read that had been given back"]
     elif isinstance(error, launch.RankDied):
         headline, details = f"{exercise.task} ends its process: {error}", []
     else:

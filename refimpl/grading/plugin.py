@@ -3,7 +3,9 @@
 exercises/conftest.py imports the hooks and fixtures below.
 """
 
+import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from refimpl.grading.progress import Progress, bar
 from refimpl.grading.verdict import Verdict
 
 TODO = "todo: "  # how a skip says that a task is still a stub
+TOLD = "told above"  # of a file whose fault was reported for the task before
 WIDTH = 120  # characters of a line in the summary
 
 
@@ -44,6 +47,16 @@ def graders() -> Iterator[Grader]:
         yield grader
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`-k NAME`, if it is a task's whole name, means that task, and not all that its chapter's name happens to hold."""
+    chosen = [item for item in items if item.name == f"test_{config.option.keyword}"]
+    if chosen:
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+        config.option.keyword = ""
+
+
 @pytest.fixture
 def grading(request: pytest.FixtureRequest, graders: Grader) -> Callable[[Exercise], None]:
     """Grade an exercise of this test's chapter, and make the verdict pytest's."""
@@ -53,8 +66,12 @@ def grading(request: pytest.FixtureRequest, graders: Grader) -> Callable[[Exerci
 
     def grade(exercise: Exercise) -> None:
         verdict = graders.grade(exercise, answer)
+        if verdict.whole_file and answer in graders.told:
+            verdict = replace(verdict, text=f"{TOLD}: {verdict.headline}")
+        elif verdict.whole_file:
+            graders.told.add(answer)
         request.node.user_properties.append(("verdict", (chapter.name, verdict.task, verdict.outcome, verdict.text)))
-        if verdict.outcome == "todo":
+        if verdict.outcome == "todo" or verdict.text.startswith(TOLD):
             pytest.skip(f"{TODO}{verdict.headline}")
         if verdict.outcome == "fail":
             pytest.fail(verdict.text, pytrace=False)
@@ -94,8 +111,11 @@ class Results:
             write("")
             write(f"{name}  {bar(passed, len(mine))}  {passed} of {len(mine)}")
             for verdict in mine:
-                note = f"  {verdict.headline}" if verdict.outcome == "fail" else ""
-                write(f"  {verdict.outcome:<5} {verdict.task}{note}"[:WIDTH])
+                told = verdict.outcome == "fail" and not verdict.headline.startswith(TOLD)
+                note = f"  {verdict.headline}" if told else ""
+                line = f"  {verdict.outcome:<5} {verdict.task}{note}"
+                for text in textwrap.wrap(line, WIDTH, subsequent_indent=" " * 10, break_on_hyphens=False) or [line]:
+                    write(text)
         upcoming = [key for key, v in self.verdicts.items() if v.outcome != "pass"]
         if upcoming and self.keep:
             chapter, task = min(upcoming, key=lambda key: key[0])  # the first of the earliest chapter

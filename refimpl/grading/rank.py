@@ -1,21 +1,24 @@
 """In a rank: load the answer, call its grader, and put whatever goes wrong into the learner's terms."""
 
+import gc
 import linecache
 import os
 import resource
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from refimpl import launch
 from refimpl.comm.group import Group
 from refimpl.grading.chapters import import_file
-from refimpl.grading.compare import Todo, Wrong
+from refimpl.grading.compare import Todo, Wrong, WrongFile
+from refimpl.grading.process import Process
 from refimpl.grading.traffic import WatchedGroup
 from refimpl.ranks.world import World
 
@@ -23,6 +26,8 @@ Answer = ModuleType
 Check = Callable[[Any, WatchedGroup], None]
 MEMORY = 4 << 30  # bytes that a rank may hold beyond what it starts with
 LONGEST = 160  # characters of an exception's own text
+FREED = "out of bounds for storage of size 0"  # torch's words for a view of memory that was resized to 0
+NO_MEMORY = "a parameter is used while it has no memory: gather its unit before each forward and each backward"
 FRAMES = 3  # of the learner's own lines shown for an exception
 
 
@@ -34,39 +39,62 @@ def case(text: str) -> None:
 def grade_here(check: Check, path: Path, task: str) -> None:
     """Raise Wrong, or Todo, if the answer in the file does not do what `check` asks of `task`."""
     limit_memory()
+    # What `torch.empty` makes is NaN, not by chance the zeros that a padding must be.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     World.__init__ = refuse_ranks  # type: ignore[method-assign]
+    gc.collect()
+    gc.freeze()  # what was there before costs `memory.alive` no time
+    process = Process()
     try:
         answer = import_file(path, path.stem)
+        process.reset_switches()  # set while the file was read, e.g. by set_grad_enabled(False): not for the grader
         if not hasattr(answer, task):
             raise Wrong(f"{path.name} has no `{task}`", "Its name and arguments must stay as they were given.")
         check(answer, WatchedGroup(dist.group.WORLD, control=Group(dist.new_group())))
-    except Wrong:
-        raise
+    except Wrong as wrong:
+        raise Wrong(wrong.headline, *wrong.details, *left_set(process)) from wrong
     except NotImplementedError as error:
         raise Todo(f"{error or task} is not written yet") from error
     except BaseException as error:
-        raise explained(error, path, task) from error
+        raise explained(error, path, task, left_set(process)) from error
+    finally:
+        process.reset()
 
 
-def explained(error: BaseException, path: Path, task: str) -> Wrong:
+def left_set(process: Process) -> list[str]:
+    """What the answer has set for the whole process, in a line, if anything."""
+    names = process.changed()
+    return [f"Your code has left this changed for the whole process: {', '.join(names)}"] if names else []
+
+
+def explained(error: BaseException, path: Path, task: str, left: Sequence[str] = ()) -> Wrong:
     """An exception as the learner should read it: what, in which of the learner's own lines."""
     own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     name, text = type(error).__name__, str(error)
     brief = text.partition("\n")[0][:LONGEST]
     if isinstance(error, SyntaxError) and error.filename == str(path):
-        return Wrong(f"{path.name} line {error.lineno} is not Python: {error.msg}", f"    {(error.text or '').strip()}")
+        return not_python(error, path)
     lines = [line for f in own[-FRAMES:] for line in _frame(path, f)]
     if isinstance(error, SystemExit):
         return Wrong(f"{task} leaves the process (sys.exit): return instead, the grader needs the rank alive", *lines)
     if isinstance(error, ImportError) and not _inside(own):
-        return Wrong(f"{path.name} cannot be imported: {text}", *lines)
+        return WrongFile(f"{path.name} cannot be imported: {text}", *lines)
+    if FREED in text:
+        return Wrong(NO_MEMORY, *lines, "It was freed after forward, and nothing gathered it for what comes next.")
+    if not own and left:
+        return Wrong(left[0], f"Then the grader could not go on: {name}: {brief}")
     if not own:
         return Wrong(f"the grader stopped: {name}: {text}", *_tail(error))
     advice = []
     if isinstance(error, NameError) and error.name:
         advice = [f"Nothing is called `{error.name}` there: is it misspelt, or is its import missing?"]
-    where = f"{task} raised" if _inside(own) else f"{path.name} cannot be imported:"
-    return Wrong(f"{where} {name}: {brief}".rstrip(": "), *lines, *advice)
+    if not _inside(own):
+        return WrongFile(f"{path.name} cannot be imported: {name}: {brief}".rstrip(": "), *lines, *advice)
+    return Wrong(f"{task} raised {name}: {brief}".rstrip(": "), *lines, *advice, *left)
+
+
+def not_python(error: SyntaxError, path: Path) -> WrongFile:
+    return WrongFile(f"{path.name} line {error.lineno} is not Python: {error.msg}", f"    {(error.text or '').strip()}")
 
 
 def _inside(own: list[traceback.FrameSummary]) -> bool:

@@ -71,8 +71,13 @@ def starts(ledger: Ledger, op: str | None = None) -> list[Event]:
     return [e for e in ledger.events if e.phase == "start" and op in (None, e.op)]
 
 
-def same_traffic(group: WatchedGroup, oracle: WatchedGroup, what: str, *, calls: bool = True) -> None:
-    """Raise Wrong unless this rank sent as many bytes with each collective as the oracle (in as many calls)."""
+def same_traffic(
+    group: WatchedGroup, oracle: WatchedGroup, what: str, *, calls: bool = True, itemsize: int = 4
+) -> None:
+    """Raise Wrong unless this rank sent as many bytes with each collective as the oracle (in as many calls).
+
+    itemsize: bytes of an element; below 4, a collective with twice the bytes is recognised as one in fp32.
+    """
     found, expected = group.ledger, oracle.ledger
     if found.sent_bytes() == expected.sent_bytes() and (not calls or found.calls() == expected.calls()):
         return
@@ -81,11 +86,21 @@ def same_traffic(group: WatchedGroup, oracle: WatchedGroup, what: str, *, calls:
         headline = f"{what} moved nothing through `group`: every byte must go through the group it was given"
     elif extra := sorted(set(found.calls()) - set(expected.calls())):
         headline = f"{what} uses {', '.join(extra)}, expected only {', '.join(expected.calls())}"
+    elif itemsize == 2 and (op := wider(found, expected)):
+        headline = f"{what}: each {op} carries 2x the bytes: is the buffer fp32 where the parameters have 16 bits?"
     elif mine != theirs:
         headline = f"{what} sends {mine:,} bytes from this rank, expected {theirs:,}" + _times(mine, theirs)
     else:
         headline = f"{what} sends the right bytes in {len(starts(found))} calls, not {len(starts(expected))}"
     raise Wrong(headline, *side_by_side(group.transcript(), oracle.transcript()))
+
+
+def wider(found: Ledger, expected: Ledger) -> str:
+    """The collective that sends twice the bytes in the right number of calls, where all others are right; or ""."""
+    mine, theirs = found.sent_bytes(), expected.sent_bytes()
+    wrong = [op for op in theirs if mine.get(op) != theirs[op]]
+    same = found.calls() == expected.calls() and len(wrong) == 1
+    return wrong[0] if same and mine[wrong[0]] == 2 * theirs[wrong[0]] else ""
 
 
 def all_done(group: Group, what: str) -> None:

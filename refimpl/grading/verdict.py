@@ -13,6 +13,7 @@ class Verdict:
     task: str
     outcome: Outcome
     text: str = ""
+    whole_file: bool = False  # the file cannot be read: the same for all of its tasks
 
     @property
     def headline(self) -> str:

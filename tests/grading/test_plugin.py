@@ -141,7 +141,8 @@ def test_a_file_that_does_not_parse_spoils_no_other(project: Path, pytester: pyt
     second = project / "exercises" / "02_two" / "exercise.py"
     second.write_text((project / "solutions" / "02_two.py").read_text())
     _, said = grade(pytester, "exercises")
-    assert said.count("exercise.py line 1 is not Python: '(' was never closed") >= 2
+    assert said.count("exercise.py line 1 is not Python: '(' was never closed") == 2  # the report, the summary
+    assert "  fail  triple\n" in said  # and not once more for each task of the file
     assert "2 of 2" in said
 
 
@@ -152,6 +153,34 @@ def test_another_file_can_be_graded(project: Path, pytester: pytest.Pytester) ->
     status, said = grade(pytester, "exercises", "--impl", "nowhere.py")
     assert status == 4
     assert "--impl nowhere.py: no such file" in said
+
+
+def test_a_tasks_name_selects_that_task(project: Path, pytester: pytest.Pytester) -> None:
+    for chapter in ("01_one", "02_two"):  # the name is a part of the folder's, as Zero3 is of 06_zero3
+        test = project / "exercises" / chapter / f"test_{chapter}.py"
+        test.write_text(test.read_text().replace("test_triple", "test_one" if chapter == "01_one" else "test_triple"))
+    _, said = grade(pytester, "exercises", "-k", "one")
+    assert "0 of 1" in said
+    assert "3 deselected" in said
+    assert "double" not in said
+    assert "02_two" not in said
+
+
+def test_a_hint_without_a_task_lists_the_chapters(project: Path) -> None:
+    said = do(project, "refimpl", "hint", "1").stdout
+    assert [line.split() for line in said.splitlines()[:2]] == [
+        ["double", "0", "of", "2", "hints", "given"],
+        ["triple", "0", "of", "2", "hints", "given"],
+    ]
+
+
+def test_a_long_headline_is_told_whole(project: Path, pytester: pytest.Pytester) -> None:
+    other = project / "mine.py"
+    other.write_text(f"def double(group, x):\n    raise ValueError({' '.join(['word'] * 30)!r})\n")
+    _, said = grade(pytester, "exercises/01_one", "-k", "double", "--impl", "mine.py")
+    summary = said[said.index("  fail  double") :]
+    assert summary.count("word") == 30
+    assert max(len(line) for line in summary.splitlines()) <= 120
 
 
 def test_a_damaged_progress_file_is_set_aside(project: Path) -> None:
@@ -171,7 +200,7 @@ def test_a_damaged_progress_file_is_set_aside(project: Path) -> None:
         (("hint", "09", "double"), "no chapter '09': there are 01_one, 02_two"),
         (("hint", "01", "half"), "01_one has no exercise 'half': there are double, triple"),
         (("exercise", "reset", "09"), "no chapter '09'"),
-        (("hint", "01"), "Missing argument 'EXERCISE'"),
+        (("hint",), "Missing argument 'chapter'"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(project: Path, command: tuple[str, ...], says: str) -> None:

@@ -3,7 +3,7 @@
 task: sent_bytes
 says: zero2:
 says: of gradients, the ledger says
-says: exactly 1/3
+says: zero2 does this with each of 4 micro-batches
 """
 
 

@@ -26,7 +26,8 @@ class ShardedOptimizer:
         self.group = group
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.flat = flatten(model, group.size)
-        group.broadcast(self.flat)
+        for tensor in [self.flat, *(p.data for p in model.parameters() if not p.requires_grad)]:
+            group.broadcast(tensor)
         self.mine = nn.Parameter(self.flat.view(group.size, -1)[group.rank])
         self.optimizer = make_optimizer([self.mine])
 

@@ -42,13 +42,13 @@ class GradientShards:
         self.settle()
         bucket, ranks = (self.buckets[self.launched], self.group.size)
         shard = -(-sum(p.numel() for p in bucket) // ranks)
-        flat, at = (torch.zeros(shard * ranks), 0)
+        flat, at = (torch.zeros(shard * ranks, dtype=bucket[0].dtype), 0)
         for p in bucket:
             if p.grad is not None:
                 flat[at : at + p.numel()].view(p.shape).copy_(p.grad)
             p.grad = None
             at += p.numel()
-        mine = torch.empty(shard)
+        mine = torch.empty_like(flat[:shard])
         self.flight = (self.group.reduce_scatter(mine, flat, "mean", async_op=True), flat, mine)
         self.launched += 1
 

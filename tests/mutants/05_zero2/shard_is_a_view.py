@@ -1,7 +1,7 @@
 """The result is a view of the bucket, which it keeps alive.
 
 task: GradientShards
-says: all of which stay alive: give the result memory of its own
+says: give the result memory of its own
 """
 
 import torch
@@ -42,7 +42,7 @@ class GradientShards:
         self.settle()
         bucket, ranks = (self.buckets[self.launched], self.group.size)
         shard = -(-sum(p.numel() for p in bucket) // ranks)
-        flat, at = (torch.zeros(shard * ranks), 0)
+        flat, at = (torch.zeros(shard * ranks, dtype=bucket[0].dtype), 0)
         for p in bucket:
             if p.grad is not None:
                 flat[at : at + p.numel()].view(p.shape).copy_(p.grad)

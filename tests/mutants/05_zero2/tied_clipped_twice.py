@@ -1,7 +1,7 @@
 """The norm is right, but a tied parameter is clipped once for each name.
 
 task: clip_global_norm
-says: it is clipped twice: it is one tensor under two names
+says: times: it is one tensor under
 """
 
 import torch

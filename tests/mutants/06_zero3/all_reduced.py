@@ -58,7 +58,7 @@ class Zero3:
         grads = [q.grad for q in unit.params if q.grad is not None]
         if len(grads) < len(unit.params):
             return
-        flat, mine = (torch.zeros(len(unit.mine) * self.group.size), torch.empty_like(unit.mine))
+        flat, mine = (torch.zeros_like(unit.mine).repeat(self.group.size), torch.empty_like(unit.mine))
         flat[: sum(g.numel() for g in grads)] = torch.cat([g.reshape(-1) for g in grads])
         for q in unit.params:
             q.grad = None

@@ -1,7 +1,7 @@
 """Whole gradients stay beside their shards.
 
 task: Zero3
-says: whole gradients are alive after backward
+says: bytes of whole gradients are alive at once in backward
 """
 
 from functools import partial
@@ -58,7 +58,7 @@ class Zero3:
         grads = [q.grad for q in unit.params if q.grad is not None]
         if len(grads) < len(unit.params):
             return
-        flat, mine = (torch.zeros(len(unit.mine) * self.group.size), torch.empty_like(unit.mine))
+        flat, mine = (torch.zeros_like(unit.mine).repeat(self.group.size), torch.empty_like(unit.mine))
         flat[: sum(g.numel() for g in grads)] = torch.cat([g.reshape(-1) for g in grads])
         unit.free()
         self.group.reduce_scatter(mine, flat, "mean")

@@ -1,0 +1,90 @@
+"""What an answer keeps alive, wherever it hides it, and whether it wrote where it was asked to.
+
+A formula of this course is a claim about memory, and the result alone does not show it: a copy of the whole model in a
+closure, or a shard that is a view of a buffer, trains just as well. `alive` therefore asks Python for every tensor that
+this process can reach and counts the memory behind them, each storage once and whole.
+"""
+
+import copy
+import gc
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from refimpl.comm.group import Group
+from refimpl.grading.compare import Wrong, require
+
+SLACK = 128  # bytes
+TRIES = 30
+
+
+def alive(apart: Iterable[Tensor] = ()) -> int:
+    """Bytes behind all tensors of this process, each storage once, gradients too; less the storages of `apart`."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for obj in gc.get_objects():
+        kind = type(obj)
+        if issubclass(kind, UntypedStorage):
+            found[obj._cdata] = obj.nbytes()
+        elif issubclass(kind, Tensor) and obj.layout == torch.strided and obj.device.type != "meta":
+            own = [obj, obj.grad] if obj.is_leaf and obj.grad is not None else [obj]
+            found |= {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in own}
+    for t in apart:
+        found.pop(t.untyped_storage()._cdata, None)
+    return sum(found.values())
+
+
+class Kept:
+    """Bytes that have come to stay since this was made, less those that `group` keeps for its transfers."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.before = alive(group.scratch())
+
+    def judge(self, room: int, what: str, advice: str) -> None:
+        """Raise Wrong if more than `room` bytes have; a few numbers more, such as counts, do not matter."""
+        for _ in range(TRIES):
+            more = alive(self.group.scratch()) - self.before
+            if more <= room + SLACK:
+                return
+            time.sleep(0.01)  # a thread of gloo's lets go of the buffer that it has sent a little late
+        raise Wrong(f"{what} keeps {more:,} bytes alive, expected {room:,}: {advice}")
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of memory behind the tensors, each storage once and whole."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def own_memory(t: Tensor, what: str, advice: str = "give it memory of its own") -> None:
+    """Raise Wrong if more memory stays alive through `t` than its elements take."""
+    nbytes, needed = t.untyped_storage().nbytes(), t.numel() * t.element_size()
+    require(
+        nbytes <= max(needed, 1),
+        f"{what} is a view: it keeps {nbytes:,} bytes alive, and its own elements are {needed:,}: {advice}",
+    )
+
+
+@contextmanager
+def untouched(**inputs: Any) -> Iterator[None]:
+    """Raise Wrong if what happens inside changes an input: a tensor's values, or what a list, set or dict holds."""
+    held = {name: copy.copy(value) for name, value in inputs.items() if isinstance(value, list | set | dict)}
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    for name, value in held.items():
+        members = value.items() if isinstance(value, dict) else enumerate(value)
+        tensors |= {f"{name}[{key!r}]": t for key, t in members if isinstance(t, Tensor)}
+    before = {name: t.detach().clone() for name, t in tensors.items()}
+    yield
+    for name, old in held.items():
+        held_now, kind = inputs[name], type(old).__name__
+        in_order = len(held_now) == len(old) and all(a is b for a, b in zip(held_now, old, strict=True))
+        same = held_now == old if isinstance(old, set) else in_order
+        require(same, f"the caller's {kind} `{name}` was changed (its order, or what is in it): work on a copy")
+    for name, t in tensors.items():
+        now, then = t.detach(), before[name]
+        same = now.shape == then.shape and bool(((now == then) | (now.isnan() & then.isnan())).all())
+        require(same, f"{name} was changed: it is an input and must keep its values")
