@@ -159,10 +159,11 @@ class World:
         try:
             while pending and time.monotonic() < (end := end_of_grace(failures) if failures else heard + patience):
                 for rank, kind, value in self._messages(pending, min(end, lonely.asks_at(heard, results))):
-                    heard = time.monotonic()
                     if kind in ("stdout", "stderr"):
-                        on_output(rank, kind, value)
-                    elif kind == "report":
+                        on_output(rank, kind, value)  # no sign of life: what prints without end is a hang too
+                        continue
+                    heard = time.monotonic()
+                    if kind == "report":
                         if on_report:
                             on_report(rank, value)
                     else:
