@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from worlds import run
 
 from refimpl.comm.group import Group
@@ -77,3 +78,33 @@ def test_each_generated_token_gathers_the_model_again(ranks: int) -> None:
     for tokens in (1, 3):
         for sent, elements in run(generate, tokens, ranks=ranks):
             assert sent == tokens * 4 * elements * (ranks - 1) // ranks
+
+
+class Blocks(nn.Module):
+    def __init__(self, recompute: bool | None) -> None:
+        """`recompute`: checkpoint each block, re-entrant or not; None for no checkpointing."""
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) if self.recompute is None else checkpoint(block, x, use_reentrant=self.recompute)
+        return x
+
+
+def gathered(recompute: bool | None) -> int:
+    """Bytes of parameters that a rank sends in the second step."""
+    model = Blocks(recompute)
+    stage = Zero3(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        stage.group.ledger.reset()
+        stage.backward(model(torch.ones(1, 64, requires_grad=True)).sum())
+        stage.step()
+    return stage.group.ledger.sent_bytes("tag")["parameters"]
+
+
+@pytest.mark.parametrize("recompute", [None, False, True])
+def test_recomputation_gathers_no_third_time(recompute: bool | None) -> None:
+    elements = 3 * 64 * 64
+    assert run(gathered, recompute, ranks=2) == [2 * 4 * elements // 2] * 2
