@@ -1,5 +1,7 @@
 """What cards claim and no other test shows: several ranks, refimpl's collectives and bytes."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from worlds import run
 
 from refimpl.comm.group import Group
 from refimpl.comm.mesh import Mesh
+from refimpl.zero.zero1 import Zero1
 from refimpl.zero.zero3 import Zero3
 
 
@@ -108,3 +111,27 @@ def gathered(recompute: bool | None) -> int:
 def test_recomputation_gathers_no_third_time(recompute: bool | None) -> None:
     elements = 3 * 64 * 64
     assert run(gathered, recompute, ranks=2) == [2 * 4 * elements // 2] * 2
+
+
+def saved() -> tuple[int, int]:
+    """Bytes of weights and of this rank's part of a checkpoint of 4096 bf16 parameters under ZeRO-1 with AdamW."""
+    model = nn.Linear(64, 64, bias=False).bfloat16()
+    stage = Zero1(model, torch.optim.AdamW(model.parameters()))
+    stage.backward(model(torch.ones(1, 64, dtype=torch.bfloat16)).float().sum())
+    stage.step()
+    found: list[torch.Tensor] = []
+    waiting: list[Any] = [stage.state_dict()]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, torch.Tensor) and part.numel() > 1:
+            found.append(part)
+        elif isinstance(part, dict | list | tuple):
+            waiting += part.values() if isinstance(part, dict) else part
+    return model.weight.nbytes, sum(t.nbytes for t in found)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_checkpoint_has_14_bytes_a_parameter(ranks: int) -> None:
+    parts = run(saved, ranks=ranks)
+    assert parts[0][0] == 2 * 4096
+    assert [mine for _, mine in parts] == [12 * 4096 // ranks] * ranks
