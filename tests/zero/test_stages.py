@@ -143,7 +143,8 @@ def test_reduction_overlaps_backward(stage: str) -> None:
 
 @every_stage
 def test_two_reductions_are_in_flight_at_most(stage: str) -> None:
-    job = replace(GPT_JOB, steps=1, config={"reduce_bucket_size": 300})  # an unused layer would hold all back to the end
+    # No layer of this model is unused: that would hold all buckets behind it back to the end of backward.
+    job = replace(GPT_JOB, steps=1, config={"reduce_bucket_size": 300})
     events = run(train, stage, job, ranks=2)[0].events
     flying, most, fills_meanwhile = 0, 0, False
     for event in events:
