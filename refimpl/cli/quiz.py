@@ -118,6 +118,7 @@ def _live_coding(question: Question, card: Code, console: Console) -> str:
     while (word := _read(console, "Enter grades what is written there, g gives up").lower()) != "g":
         if word:
             continue
+        console.print("[dim]The exercise's grader runs it on real ranks ...[/]")
         verdict = grade_task(card.chapter, card.task)
         if verdict.outcome == "pass":
             console.print("[bold green]Right:[/] the exercise's grader accepts it.")

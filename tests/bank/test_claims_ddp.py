@@ -127,3 +127,18 @@ def test_a_static_graph_may_use_a_layer_in_two_checkpoints() -> None:
     assert not torch.allclose(first, second), "only the first of two contributions was reduced, without a word"
     with pytest.raises(RankError, match="mark a variable ready only once"):
         run(gradient_of_shared, {"find_unused_parameters": True}, ranks=2)
+
+
+def buffer_after_forward(wrapped: bool) -> float:
+    """What a rank's buffer holds after a forward without gradients; it held the rank's number."""
+    model = DistributedDataParallel(nn.BatchNorm1d(2))
+    with torch.no_grad():
+        model.module.running_mean.fill_(5.0 + Group.world().rank)
+        model.eval()
+        (model if wrapped else model.module)(torch.ones(3, 2))
+    return float(model.module.running_mean[0])
+
+
+def test_a_forward_of_ddp_broadcasts_buffers() -> None:
+    assert run(buffer_after_forward, True, ranks=2) == [5.0, 5.0], "it called a collective, also in evaluation"
+    assert run(buffer_after_forward, False, ranks=2) == [5.0, 6.0]

@@ -1,12 +1,16 @@
 """What cards claim and no other test shows: several ranks, refimpl's collectives and bytes."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from worlds import run
 
 from refimpl.comm.group import Group
 from refimpl.comm.mesh import Mesh
+from refimpl.zero.zero1 import Zero1
 from refimpl.zero.zero3 import Zero3
 
 
@@ -77,3 +81,57 @@ def test_each_generated_token_gathers_the_model_again(ranks: int) -> None:
     for tokens in (1, 3):
         for sent, elements in run(generate, tokens, ranks=ranks):
             assert sent == tokens * 4 * elements * (ranks - 1) // ranks
+
+
+class Blocks(nn.Module):
+    def __init__(self, recompute: bool | None) -> None:
+        """`recompute`: checkpoint each block, re-entrant or not; None for no checkpointing."""
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) if self.recompute is None else checkpoint(block, x, use_reentrant=self.recompute)
+        return x
+
+
+def gathered(recompute: bool | None) -> int:
+    """Bytes of parameters that a rank sends in the second step."""
+    model = Blocks(recompute)
+    stage = Zero3(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        stage.group.ledger.reset()
+        stage.backward(model(torch.ones(1, 64, requires_grad=True)).sum())
+        stage.step()
+    return stage.group.ledger.sent_bytes("tag")["parameters"]
+
+
+@pytest.mark.parametrize("recompute", [None, False, True])
+def test_recomputation_gathers_no_third_time(recompute: bool | None) -> None:
+    elements = 3 * 64 * 64
+    assert run(gathered, recompute, ranks=2) == [2 * 4 * elements // 2] * 2
+
+
+def saved() -> tuple[int, int]:
+    """Bytes of weights and of this rank's part of a checkpoint of 4096 bf16 parameters under ZeRO-1 with AdamW."""
+    model = nn.Linear(64, 64, bias=False).bfloat16()
+    stage = Zero1(model, torch.optim.AdamW(model.parameters()))
+    stage.backward(model(torch.ones(1, 64, dtype=torch.bfloat16)).float().sum())
+    stage.step()
+    found: list[torch.Tensor] = []
+    waiting: list[Any] = [stage.state_dict()]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, torch.Tensor) and part.numel() > 1:
+            found.append(part)
+        elif isinstance(part, dict | list | tuple):
+            waiting += part.values() if isinstance(part, dict) else part
+    return model.weight.nbytes, sum(t.nbytes for t in found)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_checkpoint_has_14_bytes_a_parameter(ranks: int) -> None:
+    parts = run(saved, ranks=ranks)
+    assert parts[0][0] == 2 * 4096
+    assert [mine for _, mine in parts] == [12 * 4096 // ranks] * ranks

@@ -90,6 +90,7 @@ ANSWERS = {
     "bug": [".option input"],
     "order": [".order button", ".question .md-button"],
     "open": [".question .md-button", ".question .md-button"],
+    "code": [".question .md-button", ".question .md-button"],
 }
 
 
@@ -107,14 +108,18 @@ def test_an_answer_is_graded_and_kept(browser: Any, address: str, site: Path, fo
     assert find(browser, ".question .ask").text != asked
 
 
-@pytest.mark.parametrize(("factor", "verdict"), [(1, "Right"), (3, "Not yet")])
-def test_a_number_is_graded(browser: Any, address: str, site: Path, factor: int, verdict: str) -> None:
+@pytest.mark.parametrize(
+    ("factor", "has_unit", "verdict"), [(1, False, "Right"), (1, True, "Right"), (3, False, "Not yet")]
+)
+def test_a_number_is_graded(browser: Any, address: str, site: Path, factor: int, has_unit: bool, verdict: str) -> None:
     card = ask(browser, address, site, "numeric")
     draws = [question["ask"] for question in card["variants"]]
     shown = "arguments[0].findIndex(d => { ask.innerHTML = d; return ask.textContent === text })"
     script = f"(() => {{ const ask = document.querySelector('.ask'), text = ask.textContent; return {shown} + 1 }})()"
     question = card["variants"][until(browser, script, draws) - 1]
-    find(browser, ".question input[type=text]").send_keys(str(question["value"] * factor))
+    find(browser, ".question input[type=text]").send_keys(
+        f"{question['value'] * factor} {question['unit'] if has_unit else ''}"
+    )
     find(browser, ".question form button").click()
     assert verdict in find(browser, ".verdict").text
 

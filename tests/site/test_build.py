@@ -2,6 +2,7 @@
 
 import gzip
 import html
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -83,6 +84,19 @@ def test_every_card_is_shown_and_asked(site: Path) -> None:
     asked = re.findall(r'"id": "([^"]+)"', (site / "assets" / "questions.json").read_text("utf-8"))
     assert set(asked) == cards
     assert len(asked) == len(cards)
+
+
+def test_live_coding_shows_the_task_and_what_grades_it(site: Path) -> None:
+    page = html.unescape(re.sub(r"<[^>]+>", "", (site / "cards" / "index.html").read_text("utf-8")))
+    quiz = json.loads((site / "assets" / "questions.json").read_text("utf-8"))
+    coding = [card for card in export() if card["form"] == "code"]
+    assert coding
+    for card in coding:
+        asked = next(q for q in quiz if q["id"] == card["id"])["variants"][0]["ask"]
+        for text in (page, html.unescape(re.sub(r"<[^>]+>", "", asked))):
+            assert card["command"] in text
+            assert card["file"] in text
+            assert card["stub"].splitlines()[0] in text
 
 
 def test_every_configuration_key_is_in_the_table(site: Path) -> None:

@@ -55,7 +55,8 @@
       form.onsubmit = (event) => {
         event.preventDefault();
         const [number, unit] = split(input.value);
-        input.setCustomValidity(!unit || unit === question.unit ? "" : `a number in ${question.unit || "itself, without a unit"}`);
+        const wanted = question.unit ? `give it in ${question.unit}` : "give a bare number";
+        input.setCustomValidity(!unit || unit === question.unit ? "" : wanted);
         if (input.reportValidity()) answer(number);
       };
       return form;
