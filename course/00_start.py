@@ -62,8 +62,8 @@ pd.DataFrame(
 
 # %% [markdown]
 # A 7B model in training needs more than one such GPU before it has read its first word, and the activations (what
-# forward keeps for backward) come on top. More GPUs means more processes, and processes share nothing. The whole course is about what
-# they must tell each other, and when.
+# forward keeps for backward) come on top. More GPUs means more processes, and processes share nothing. The whole course
+# is about what they must tell each other, and when.
 
 # %% [markdown]
 # ## 2. The idea: a rank is a process, and talking has a price
@@ -184,10 +184,10 @@ x
 # %% [markdown]
 # ## 4. Read it: who carries the bytes
 #
-# Real jobs run on many machines. A **node** is one machine, mostly with 8 GPUs and a process for each. A launcher such as
-# `torchrun` starts the processes and tells each one its place by environment variables: `RANK` (0 to $N-1$ in the whole
-# job), `LOCAL_RANK` (0 to 7 on its node: which GPU is mine), `WORLD_SIZE`, and the address of rank 0, where all of them
-# meet. In this notebook all ranks are on one node.
+# Real jobs run on many machines. A **node** is one machine, mostly with 8 GPUs and a process for each. A launcher such
+# as `torchrun` starts the processes and tells each one its place by environment variables: `RANK` (0 to $N-1$ in the
+# whole job), `LOCAL_RANK` (0 to 7 on its node: which GPU is mine), `WORLD_SIZE`, and the address of rank 0, where all
+# of them meet. In this notebook all ranks are on one node.
 #
 # The library that moves the bytes is the process group's **backend**: **NCCL** between NVIDIA's GPUs, **gloo** between
 # CPUs, through TCP. Code that calls `all_reduce` looks alike on both. In refimpl the tensors' device decides:
@@ -205,7 +205,8 @@ print("and where all ranks are on one host, memory that they share:", type(group
 
 # %% [markdown]
 # How fast depends on the **topology**: which link is between two ranks. The table has usual links of a GPU server, in
-# each direction, and how long the gradients of a 7B model in 16 bits take on each, by the all-reduce's $2n$ bytes a rank.
+# each direction, and how long the gradients of a 7B model in 16 bits take on each, by the all-reduce's $2n$ bytes a
+# rank.
 
 # %%
 GB_A_SECOND = {
@@ -222,7 +223,7 @@ pd.DataFrame(
 
 # %% [markdown]
 # Inside a node a link is 9 times as fast as between nodes, and a slow network makes it 360 times. That is why groups
-# that talk much are put inside a node.
+# that send much are put inside a node.
 
 # %% [markdown]
 # ## 5. Measure it
@@ -244,8 +245,8 @@ show.compare(
 )
 
 # %% [markdown]
-# They agree to the byte. Now the clock: what does an operation cost, what a byte of memory, what a byte sent? Times depend
-# on the machine and on what else it does; look at their ratios.
+# They agree to the byte. Now the clock: what does an operation cost, what a byte of memory, what a byte sent? Times
+# depend on the machine and on what else it does; look at their ratios.
 
 # %%
 # %%ranks 2
@@ -273,9 +274,9 @@ for _ in range(12):
             group.all_reduce(one)
 
 # %% [markdown]
-# Computing needs data, so an operation alone says little. What counts is how many operations are done with each byte that
-# is moved: the **arithmetic intensity**. Adding two tensors does 1 operation for 12 bytes (reads 8, writes 4). A product
-# of two $m \times m$ matrices does $2m^3$ for $12m^2$ bytes: $m/6$.
+# Computing needs data, so an operation alone says little. What counts is how many operations are done with each byte
+# that is moved: the **arithmetic intensity**. Adding two tensors does 1 operation for 12 bytes (reads 8, writes 4). A
+# product of two $m \times m$ matrices does $2m^3$ for $12m^2$ bytes: $m/6$.
 
 # %% tags=["nbval-ignore-output"]
 best = ranks.pull("{name: min(times) for name, times in clock.ms.items()}")[0]
@@ -303,13 +304,13 @@ plt.show()
 # %% [markdown]
 # This is a **roofline**. Left, where few operations use a byte, memory decides (the slope); right, the arithmetic (the
 # ceiling). The corner is the machine's balance: what lies left of it is *memory-bound*, such as every element-wise
-# operation and AdamW; what lies right is *compute-bound*, such as a large product. (A small product lies under its roof:
-# the call itself takes longer than the work.)
+# operation and AdamW; what lies right is *compute-bound*, such as a large product. (A small product lies under its
+# roof: the call itself takes longer than the work.)
 #
 # Sending has a roof of its own, further right, because a byte sent costs more than a byte read. Where does training
 # stand under it? A step does about $6\Psi$ operations for each token (2 in forward, 4 in backward) and sends $2\Psi b$
-# bytes of gradients: $3T/b$ operations a byte for $T$ tokens a rank. So the more tokens a rank reads in a step, the less
-# the network matters. From how many tokens on does a step compute longer than it sends gradients of 2 bytes?
+# bytes of gradients: $3T/b$ operations a byte for $T$ tokens a rank. So the more tokens a rank reads in a step, the
+# less the network matters. From how many tokens on does a step compute longer than it sends gradients of 2 bytes?
 
 # %%
 CARDS = {"H100, NVLink": (990e12, 450e9), "H100, InfiniBand": (990e12, 50e9)}  # operations/s in bf16, bytes/s
@@ -335,9 +336,10 @@ print(f"the same 20 times in a row, each:          {us['20 in a row'] / 20:.0f} 
 print(f"all-reduce of 2 million numbers:           {us['all_reduce 8 MB']:.0f} microseconds")
 
 # %% [markdown]
-# Two million numbers cost only a few times what one costs: that is $\alpha$. And there is no *one* $\alpha$: in a row, both ranks are awake and
-# waiting; after other work one of them is late, or asleep. Chapter 1 fits $\alpha$ to the best of many messages in a row,
-# as one does to compare algorithms. A collective in a training step rather meets the first kind.
+# Two million numbers cost only a few times what one costs: that is $\alpha$. And there is no *one* $\alpha$: in a row,
+# both ranks are awake and waiting; after other work one of them is late, or asleep. Chapter 1 fits $\alpha$ to the best
+# of many messages in a row, as one does to compare algorithms. A collective in a training step rather meets the first
+# kind.
 #
 # So: send few bytes, in large messages, while something else computes. The course does these three again and again: few
 # bytes (the ring in chapter 1, 16 bits in chapter 3), large messages (the buckets of chapter 2), meanwhile (overlap in
@@ -346,10 +348,10 @@ print(f"all-reduce of 2 million numbers:           {us['all_reduce 8 MB']:.0f} m
 # %% [markdown]
 # ## 6. Break it: a hang, and how to read it
 #
-# A rank's collective ends when the ranks that it needs have called it too. If one does not, the others wait. There is no
-# error, the fans keep spinning, and nothing is computed until somebody looks, or until a timeout kills the job (torch
-# waits 10 minutes for NCCL and 30 for gloo, by default). The usual form of this bug is a collective inside an `if` that
-# not every rank takes. Here only rank 0 wants to know the mean loss.
+# A rank's collective ends when the ranks that it needs have called it too. If one does not, the others wait. There is
+# no error, the fans keep spinning, and nothing is computed until somebody looks, or until a timeout kills the job
+# (torch waits 10 minutes for NCCL and 30 for gloo, by default). The usual form of this bug is a collective inside an
+# `if` that not every rank takes. Here only rank 0 wants to know the mean loss.
 
 
 # %% tags=["raises-exception"]

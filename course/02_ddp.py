@@ -414,14 +414,14 @@ for number, buckets in enumerate(steps):
 # - **Buckets are rebuilt.** In the first step all lies in one bucket, because torch does not know yet in which order
 #   gradients come. It writes the order down and deals new buckets before the second forward. (refimpl guesses, last
 #   parameter first, and keeps to it.)
-# - **`gradient_as_bucket_view`** makes `p.grad` a view of its bucket and saves 4 bytes a parameter. It is off by default,
-#   because code that does `p.grad.detach_()` or keeps gradients for later would meet the bucket. refimpl's gradients
-#   live in the buckets always.
+# - **`gradient_as_bucket_view`** makes `p.grad` a view of its bucket and saves 4 bytes a parameter. It is off by
+#   default, because code that does `p.grad.detach_()` or keeps gradients for later would meet the bucket. refimpl's
+#   gradients live in the buckets always.
 # - **`find_unused_parameters`** walks the graph after each forward and counts what it does not find as ready. Off by
 #   default, for the walk costs time; then an unused parameter is an error at the next forward. With it buckets are not
 #   rebuilt. `static_graph=True` says that every step uses the same parameters, and walks once.
-# - **`broadcast_buffers`** sends rank 0's buffers (the running means of a batch norm) to all before each forward. refimpl
-#   does the same.
+# - **`broadcast_buffers`** sends rank 0's buffers (the running means of a batch norm) to all before each forward.
+#   refimpl does the same.
 
 # %% [markdown]
 # ## 5. Measure it
@@ -484,8 +484,8 @@ print("beside these, kept by the transport:", receive > 0, "| at most two bucket
 # One thing is not in the formula: what the transport keeps. Over a network these are the buffers in which the others'
 # gradients arrive, a bucket or two, however large the model is. Ranks of one host read each other's buckets where they
 # lie, and keep only copies of a few small messages. The rest is 16 bytes a parameter (the hundredths are padding), on
-# every rank, for any $N$. That is DDP's limit: more ranks read more text, but no rank can hold a larger model. Nothing in
-# the `formula` column divides by $N$. Chapters 4 to 6 make it do so.
+# every rank, for any $N$. That is DDP's limit: more ranks read more text, but no rank can hold a larger model. Nothing
+# in the `formula` column divides by $N$. Chapters 4 to 6 make it do so.
 #
 # Now the clock. The plot shows rank 0's ledger of the fastest of ten steps on 2 ranks, with `overlap_comm` off and on.
 # A tick is a gradient, a bar an all-reduce from its start until its result was waited for.
@@ -530,10 +530,10 @@ for overlap in (False, True):
     print(f"overlap_comm={overlap!s:6}", "".join({"mark": ".", "start": "[", "end": "]"}[e.phase] for e in events))
 
 # %% [markdown]
-# At most two brackets are open at a time: `IN_FLIGHT`. Now compare the medians above the plots. On CPU ranks overlap wins
-# little or nothing, and may even cost: the ranks share the cores, and those same cores move the bytes. On GPUs it wins
-# much and still is not free. NCCL's copies and additions are kernels: they take some of the GPU's multiprocessors (SMs)
-# and of its memory bandwidth away from the products that run beside them, which become slower meanwhile.
+# At most two brackets are open at a time: `IN_FLIGHT`. Now compare the medians above the plots. On CPU ranks overlap
+# wins little or nothing, and may even cost: the ranks share the cores, and those same cores move the bytes. On GPUs it
+# wins much and still is not free. NCCL's copies and additions are kernels: they take some of the GPU's multiprocessors
+# (SMs) and of its memory bandwidth away from the products that run beside them, which become slower meanwhile.
 #
 # **How large should a bucket be?** Many small ones pay the price of a call too often. Few large ones leave little to
 # overlap: the last one travels alone. Turn the knobs: backward takes 100 ms, the gradients of a model of 350 million
@@ -620,9 +620,9 @@ last.round(2).rename_axis("loss of rank 0 after 16 steps")
 
 # %% [markdown]
 # AdamW divides the gradient by its own size, so a constant factor cancels and the loss curve looks healthy. SGD takes
-# steps that are four times too large, and diverges. Under AdamW the bug sleeps until somebody turns on gradient clipping or
-# changes the number of ranks. So do not look at the loss: compare the norm of the gradient with that of one process on
-# the same batch. A ratio of exactly $N$ names the bug.
+# steps that are four times too large, and diverges. Under AdamW the bug sleeps until somebody turns on gradient
+# clipping or changes the number of ranks. So do not look at the loss: compare the norm of the gradient with that of one
+# process on the same batch. A ratio of exactly $N$ names the bug.
 #
 # **The forgotten broadcast.** Every rank starts with its own weights and all apply the same updates. Nothing hangs and
 # every loss falls, yet there are four models, and only rank 0's will be saved.

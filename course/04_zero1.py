@@ -7,7 +7,7 @@
 # [3](03_precision_and_bytes.ipynb).
 
 # %% [markdown]
-# ## 1. The pain: four ranks, one opinion
+# ## 1. The pain: four ranks, four copies
 #
 # Train a small GPT with DDP on four ranks, in bf16, and stop between backward and step. What does each rank hold?
 
@@ -257,9 +257,9 @@ pd.concat(
 # %% [markdown]
 # ZeRO-1's reduce-scatter and all-gather add up to DDP's all-reduce of the gradients, exactly. The few hundred bytes
 # that both all-reduce besides are one message of 29 numbers: of each of 28 parameters, how many ranks have not used it,
-# and the sum of the gradient's squares. That last number is what ZeRO-1 must send beyond data parallel training: no rank
-# sees the whole gradient any more, so the norm and the check for infinities need a sum over ranks. (DDP could do without
-# it. Here it sends it too.)
+# and the sum of the gradient's squares. That last number is what ZeRO-1 must send beyond data parallel training: no
+# rank sees the whole gradient any more, so the norm and the check for infinities need a sum over ranks. (DDP could do
+# without it. Here it sends it too.)
 #
 # Count again for 1, 2, 3 and 4 ranks, and lay the formula $2 + 2 + 12/N$ over it:
 
@@ -285,8 +285,8 @@ axis.legend(frameon=False, loc="center right")
 plt.show()
 
 # %% [markdown]
-# The curve flattens at 4: weights and gradients, whole on every rank, however many ranks there are. Turn the knobs for a
-# larger model; the grey part is an upper bound for the buffers that travel.
+# The curve flattens at 4: weights and gradients, whole on every rank, however many ranks there are. Turn the knobs for
+# a larger model; the grey part is an upper bound for the buffers that travel.
 
 # %%
 from refimpl.notebook.widgets_zero import memory_knobs
@@ -300,8 +300,8 @@ memory_knobs(
 
 # %% [markdown]
 # **What the clock says.** Equal bytes are not equal time. DDP's all-reduce can travel under backward. Of ZeRO-1's two
-# halves only the reduce-scatter can: new weights exist after the update, and by then there is nothing left to compute in
-# this step. Time that nothing hides is **exposed**. The parts of a step of `ByHand`, on 2 ranks:
+# halves only the reduce-scatter can: new weights exist after the update, and by then there is nothing left to compute
+# in this step. Time that nothing hides is **exposed**. The parts of a step of `ByHand`, on 2 ranks:
 
 # %% tags=["nbval-ignore-output"]
 from refimpl.measure.clock import Clock
@@ -334,10 +334,11 @@ times = launch.run(exposed, GPTConfig(context=32, width=256, layers=4, heads=4),
 pd.Series(times).round(1).to_frame("ms")
 
 # %% [markdown]
-# The cure: do not wait for the whole all-gather. Cut the model in parts, each with a shard of its own, start all gathers
-# after the update, and wait for a part's gather when the *next forward* comes to that part. Then all but the first travel
-# under computation. (Megatron's distributed optimizer has it as `--overlap-param-gather`. refimpl's ZeRO-1 gathers at the
-# end of the step, so that `step()` leaves whole weights behind; its ZeRO-3 has no choice but to gather under forward.)
+# The cure: do not wait for the whole all-gather. Cut the model in parts, each with a shard of its own, start all
+# gathers after the update, and wait for a part's gather when the *next forward* comes to that part. Then all but the
+# first travel under computation. (Megatron's distributed optimizer has it as `--overlap-param-gather`. refimpl's ZeRO-1
+# gathers at the end of the step, so that `step()` leaves whole weights behind; its ZeRO-3 has no choice but to gather
+# under forward.)
 
 
 # %%
@@ -429,8 +430,8 @@ plt.show()
 # %% [markdown]
 # **The loss falls anyway**, only more slowly, which looks like a learning rate that is too small. What gives it away
 # is not the loss but the fact that must hold: after a step all ranks have the same weights. Checksum them. There are 4
-# different models here, and there must be 1. The first step at which it fails is the first step at all; `torch.equal`
-# part by part then says which part is stale on which rank:
+# different models here, and there must be 1. It fails from the first step on. `torch.equal`, part by part, then says
+# which part is stale on which rank:
 
 # %%
 # %%ranks 4
@@ -458,8 +459,8 @@ print(f"norm of my shard {local:.1f}, of the whole gradient {square.sqrt():.1f}"
 # norm of the whole is one all-reduce of one number away; `stage.grad_norm` is that.
 #
 # **An optimizer that is not element-wise.** LAMB scales each layer's update by $\lVert w\rVert / \lVert u\rVert$, the
-# norms of the layer's weights and of its update. On a shard these are norms of whatever happens to lie there. It trains,
-# and it is another optimizer. `Zero1` refuses what it does not know:
+# norms of the layer's weights and of its update. On a shard these are norms of whatever happens to lie there. It
+# trains, and it is another optimizer. `Zero1` refuses what it does not know:
 
 # %% tags=["raises-exception"]
 # %%ranks 4

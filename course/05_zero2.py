@@ -32,8 +32,8 @@ read = sum(mean.nbytes for mean in stage.gradients.finish().values())
 print(f"{alive:,} bytes of gradients alive, {read:,} to be read: 1/{alive // read}")
 
 # %% [markdown]
-# After the reduce-scatter, three quarters of the gradient buffers hold what this rank sent to others. It is spent, and
-# it stays in memory until the step. With 64 ranks it would be 63 of 64 parts.
+# After the reduce-scatter, three quarters of the gradient buffers hold what this rank sent to others. Nobody reads it
+# again, and it stays in memory until the step. With 64 ranks it would be 63 of 64 parts.
 
 # %% [markdown]
 # ## 2. The idea: a bucket at a time
@@ -54,8 +54,8 @@ print(f"{alive:,} bytes of gradients alive, {read:,} to be read: 1/{alive // rea
 # $$2\Psi + \frac{2 + 12}{N}\,\Psi \quad\text{bytes, plus a few buckets.}$$
 #
 # The traffic of one step is still that of DDP: $\Psi$ for the reduce-scatter and $\Psi$ for the all-gather, so
-# $2\Psi b\,\frac{N-1}{N}$ bytes. The paper (section 7.2.1) counts $2\Psi$ elements, as many as in data parallel training. That
-# is so for one micro-batch a step. Section 5 counts what happens with more.
+# $2\Psi b\,\frac{N-1}{N}$ bytes. The paper (section 7.2.1) counts $2\Psi$ elements, as many as in data parallel
+# training. That is so for one micro-batch a step. Section 5 counts what happens with more.
 
 # %% [markdown]
 # ## 3. Build it
@@ -134,7 +134,7 @@ for bucket_size in (10**9, 40_000, 16_384, 1):
 
 # %% [markdown]
 # In fp32 a whole gradient is 4 bytes a parameter. Collected at the end, the peak is twice that, because the flat copy
-# stands beside the gradients. In buckets it comes down towards what must remain, which is $4/N = 1$. A bucket can not
+# stands beside the gradients. In buckets it comes down towards what must remain, which is $4/N = 1$. A bucket cannot
 # be smaller than its largest parameter (16,384 elements), so the last row gains nothing over the third.
 #
 # Same numbers? Gather the shards and compare them with the mean gradient that an all-reduce computes:
@@ -153,8 +153,8 @@ for i, bucket in enumerate(collector.buckets):
 equal
 
 # %% [markdown]
-# One thing is missing. `reduce` waits: while a bucket travels, backward stands still. The order of events says so (`.` a
-# gradient, `[` a reduce-scatter begins, `]` it is done), and beside it stands that of the real stage:
+# One thing is missing. `reduce` waits: while a bucket travels, backward stands still. The order of events says so (`.`
+# a gradient, `[` a reduce-scatter begins, `]` it is done), and beside it stands that of the real stage:
 
 
 # %%
@@ -189,8 +189,8 @@ print("Zero2    ", order())
 
 # %% [markdown]
 # In the second line a bucket is launched and backward goes on. Up to two are under way while a third fills; the fourth
-# would need memory, so the oldest is waited for first. The exercise `GradientShards` is this with one under way. Make it
-# two when it passes: what must you keep for each, and in which order do you settle them?
+# would need memory, so the oldest is waited for first. The exercise `GradientShards` is this with one under way. Make
+# it two when it passes: what must you keep for each, and in which order do you settle them?
 
 # %% [markdown]
 # ## 4. Read it
@@ -207,8 +207,8 @@ show.diff(Zero1, Zero2)
 
 # %% [markdown]
 # Two changes. The result of the reduction gets **memory of its own**: the last argument of `Reduction` is what stays in
-# use until the step, the whole bucket in ZeRO-1, the shard here. So the bucket can be used again. And `backward` ignores
-# `sync=False`: a gradient that must not stay can not wait for the next micro-batch either.
+# use until the step, the whole bucket in ZeRO-1, the shard here. So the bucket can be used again. And `backward`
+# ignores `sync=False`: a gradient that must not stay cannot wait for the next micro-batch either.
 #
 # The hook is this. A gradient moves into its bucket (see `Filling`), `p.grad` is forgotten, and a bucket that nothing
 # is missing from is launched:
@@ -280,8 +280,8 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["formula", "counted", "tim
 # %% [markdown]
 # DDP and ZeRO-1 send once a step, however many micro-batches there are. ZeRO-2 sends $A$ reduce-scatters and one
 # all-gather, $(A + 1)\,\Psi b\frac{N-1}{N}$. At $A = 4$ that is two and a half times the traffic of ZeRO-1. This is the
-# trade that the abstract of the paper does not mention: **accumulate much, and ZeRO-1 may be the better stage.** (The few hundred
-# bytes on top are the gradient's norm, and which parameters no rank has used.)
+# trade that the abstract of the paper does not mention: **accumulate much, and ZeRO-1 may be the better stage.** (The
+# few hundred bytes on top are the gradient's norm, and which parameters no rank has used.)
 #
 # Now watch the memory during a backward, on a model of 2.4 million parameters. Each time a gradient arrives, count the
 # gradient buffers of the stage, waiting or travelling:
@@ -347,13 +347,13 @@ for axis in (left, right):
 plt.show()
 
 # %% [markdown]
-# ZeRO-1 climbs by a bucket at a time and never comes down. ZeRO-2 climbs until its buffers exist (three that fill,
-# travel and wait, two that receive) and then only by the shards that stay. The buffers do not grow with the model, so
-# on a large one they vanish. Here, buckets of a fifth of the model eat up most of what sharding saves. Small buckets need
-# less memory, and cost more messages of at least $\alpha$ each.
+# ZeRO-1 climbs by a bucket at a time and never comes down. ZeRO-2 climbs until its buffers exist (two that travel while
+# a third fills; over a network also two in which others' gradients arrive) and then only by the shards that stay. The
+# buffers do not grow with the model, so beside a large one they hardly count. Here, buckets of a fifth of the model eat
+# up most of what sharding saves. Small buckets need less memory, and cost more messages of at least $\alpha$ each.
 #
-# **When does ZeRO-2 save nothing?** Beside its shards, $\Psi/N$ elements, it keeps three buckets of $B$ at most (two travel
-# while a third fills); ZeRO-1 keeps all $\Psi$. They are even at
+# **When does ZeRO-2 save nothing?** Beside its shards, $\Psi/N$ elements, it keeps three buckets of $B$ at most (two
+# travel while a third fills); ZeRO-1 keeps all $\Psi$. They are even at
 #
 # $$\frac{\Psi}{N} + 3B = \Psi \qquad\Rightarrow\qquad B = \frac{N-1}{3N}\,\Psi,$$
 #
@@ -405,8 +405,8 @@ print("gradients it saw:", sum(p.grad is not None for p in model.parameters()))
 # No error, a norm of zero, and training goes on **unclipped**. A log of `p.grad.norm()` fails at least with an
 # `AttributeError`; this line does not. Look for norms that are exactly 0. One remedy is to let the stage clip, because
 # it alone can sum over the shards: `ZeroConfig(gradient_clipping=0.1)`, and `stage.grad_norm` to log. The other is to
-# let `p.grad` be an object that knows where the rest of it is. FSDP2 does that with a DTensor; here it is a tensor of the
-# parameter's shape that holds this rank's part and answers a question for its norm with an all-reduce:
+# let `p.grad` be an object that knows where the rest of it is. FSDP2 does that with a DTensor; here it is a tensor of
+# the parameter's shape that holds this rank's part and answers a question for its norm with an all-reduce:
 
 # %%
 # %%ranks 4
@@ -422,10 +422,10 @@ stage.step()
 print(f"clip_grad_norm_ says {norm.item():.1f}, the step saw {stage.grad_norm:.1f}")
 
 # %% [markdown]
-# **The lost micro-batch.** In `Collector.reduce` there is a sum: `self.shards[i] + mine`. Leave it out, as is natural with
-# a single micro-batch in mind, and each backward overwrites what the one before had reduced. The loss still falls. A
-# test that finds it needs no reference: feed the **same** micro-batch $A$ times, and the gradient must be $A$ times as
-# large.
+# **The lost micro-batch.** In `Collector.reduce` there is a sum: `self.shards[i] + mine`. Leave it out, as is natural
+# with a single micro-batch in mind, and each backward overwrites what the one before had reduced. The loss still falls.
+# A test that finds it needs no reference: feed the **same** micro-batch $A$ times, and the gradient must be $A$ times
+# as large.
 
 
 # %%
@@ -452,8 +452,8 @@ for kind in (Collector, Overwriting):
 
 # %% [markdown]
 # `1.00` where `4.00` belongs: three of four micro-batches were computed, sent, and thrown away. (DeepSpeed 0.19.8 does
-# this in stages 1 and 2 when its engine was configured for one micro-batch a step and `backward` is called more often. Its
-# stages 0 and 3 add.) The same test on the real stage:
+# this in stages 1 and 2 when its engine was configured for one micro-batch a step and `backward` is called more often.
+# Its stages 0 and 3 add.) The same test on the real stage:
 
 
 # %%
@@ -474,39 +474,21 @@ print(f"Zero2       4 backwards are {norm_after(4) / norm_after(1):.2f} times on
 # ## 7. Prove it
 #
 # Against one process of plain torch, bit for bit in fp32. With several micro-batches the order of the additions is part
-# of the statement. DDP and ZeRO-1 add up their own micro-batches first and the ranks last. ZeRO-2 reduces each micro-batch
-# over ranks as it comes. Floating-point addition is not associative, so each is compared with its own order.
+# of the statement. DDP and ZeRO-1 add up their own micro-batches first and the ranks last. ZeRO-2 reduces each
+# micro-batch over ranks as it comes. Floating-point addition is not associative, so each is compared with its own
+# order.
 
 
 # %%
-def one_process(ranks, micro_batches, ranks_first, steps=2):
-    """Plain torch: sums of sums of micro-batches, in the order that the stage declares."""
-    torch.set_num_threads(1)
-    batches = Batches(corpus(), context=32, size=2)
-    torch.manual_seed(0)
-    model = GPT(config)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    order = [[a * ranks + r for a in range(micro_batches)] for r in range(ranks)]
-    if ranks_first:
-        order = [list(column) for column in zip(*order, strict=True)]
-    for step in range(steps):
-        sums = []
-        for inner in order:
-            for micro in inner:
-                (model(*batches.batch(step, micro)) / micro_batches).backward()
-            sums.append([p.grad / ranks if ranks_first else p.grad for p in model.parameters()])
-            adamw.zero_grad()
-        for p, *grads in zip(model.parameters(), *sums, strict=True):
-            total = sum(grads[1:], start=grads[0])
-            p.grad = total if ranks_first else total / ranks
-        adamw.step()
-        adamw.zero_grad()
-    return model.state_dict()
+from refimpl.notebook.twin import one_process
+
+show.source(one_process)
 
 
+# %%
 def equals(name, micro_batches, ranks_first, ranks=3):
     ours = launch.run(measure, name, micro_batches, torch.float32, ranks=ranks)[0][3]
-    truth = launch.run(one_process, ranks, micro_batches, ranks_first, ranks=1)[0]
+    truth = launch.run(one_process, config, ranks, micro_batches, ranks_first, ranks=1)[0]
     return all(torch.equal(ours[key], truth[key]) for key in truth)
 
 
@@ -538,4 +520,5 @@ pd.DataFrame(
 # - **Paper:** Rajbhandari et al. 2020, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), sections 5.2
 #   ($P_{os+g}$) and 7.2.1.
 #
-# Next: [ZeRO-3](06_zero3.ipynb). Two bytes a parameter are left on every rank, however many ranks there are: the weights.
+# Next: [ZeRO-3](06_zero3.ipynb). Two bytes a parameter are left on every rank, however many ranks there are: the
+# weights.
