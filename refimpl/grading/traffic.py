@@ -121,6 +121,17 @@ def mark_gradients(model: nn.Module, ledger: Ledger) -> None:
             hook(lambda _, name=name: ledger.mark(GRADIENT + name))  # type: ignore[no-untyped-call]
 
 
+def one_at_a_time(group: WatchedGroup, what: str) -> None:
+    """Raise Wrong if more than one send, or more than one receive, was under way at the same time."""
+    for op in ("send", "recv"):
+        flying = most = 0
+        for e in group.ledger.events:
+            flying += {"start": 1, "end": -1}.get(e.phase, 0) * (e.op == op)
+            most = max(most, flying)
+        if most > 1:
+            raise Wrong(f"{what} has {most} {op}s under way at once, each with its buffer: wait for one, then the next")
+
+
 def all_done(group: Group, what: str) -> None:
     """Raise Wrong if a collective was started and never waited for."""
     if left := group.ledger.open_calls():
