@@ -24,9 +24,10 @@ A grader is a function that runs on every rank, once for each number of ranks, w
 Answers get `group` or a `group.fresh()` one with an empty ledger; the grader itself uses `group.oracle()` and
 `group.everyone(obj)`, which gathers over connections of its own.
 
-A result can be right and the answer wrong: see that nothing more stays alive (`Kept`, made before the answer's objects),
-that a shard has memory of its own (`own_memory`), that inputs keep their values and order (`untouched`), that bf16
-travels as bf16 (`same_traffic(..., itemsize=2)`). `torch.empty` gives NaN here, so that a padding nobody wrote is seen.
+A result can be right and the answer wrong: see that nothing more stays alive (`Kept`, begun before the answer makes
+anything), that a shard has memory of its own (`own_memory`), that inputs keep their values and order (`untouched`),
+that bf16 travels as bf16 (`same_traffic(..., itemsize=2)`). `torch.empty` gives NaN here, so that a padding nobody
+wrote is seen.
 
 Its oracle is refimpl, or the same sum made on one process; never a stored number. Whatever the learner's code does
 (raise, loop, exit, hang, not parse) ends in seconds as one short text. `require(condition, headline, *details)` and

@@ -1,6 +1,8 @@
 """What stays alive is counted wherever it hides, and a changed input is named."""
 
+import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +13,15 @@ from refimpl.grading.compare import Wrong
 from refimpl.grading.memory import Kept, alive, own_memory, storage_bytes, untouched
 
 SIZE = 1000  # elements: 4,000 bytes, more than Kept overlooks
+
+
+@pytest.fixture(autouse=True)
+def frozen() -> Iterator[None]:
+    """As in a rank: what was there before is not looked through each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Holder:
