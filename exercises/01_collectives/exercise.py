@@ -5,7 +5,8 @@
     group.send(x, to, async_op=True) -> work     # work.wait(): the send is over, x may change
     group.recv(x, source)                        # fills x; returns when it is there
 
-Everything must travel through `group`, so that its ledger can count the bytes.
+Everything must travel through `group`, so that its ledger can count the bytes, in the dtype that x has. In a ring each
+rank has one message to the right and one from the left under way at a time.
 Letters in shapes: N ranks, s elements a chunk, n elements in all.
 """
 
@@ -18,7 +19,7 @@ from refimpl.comm.group import Group
 
 
 def ring_reduce_scatter(group: Group, x: Tensor) -> Tensor:
-    """x [N*s] on every rank -> [s]: chunk number `rank` of the sum over ranks. x must keep its values.
+    """x [N*s] on every rank -> [s]: chunk `rank` of the sum over ranks, in memory of its own. x must keep its values.
 
     Each rank sends to its right neighbour (rank + 1) and receives from its left only: N - 1 messages of one chunk,
     s (N - 1) elements. Example with 2 ranks: x = [1, 2] on rank 0 and [10, 20] on rank 1 -> [11] and [22].

@@ -8,25 +8,32 @@ from torch import Tensor
 from refimpl.comm import ring
 from refimpl.grading.compare import Wrong, equal, require
 from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import own_memory, untouched
 from refimpl.grading.rank import Answer, case
-from refimpl.grading.traffic import WatchedGroup, all_done, same_traffic, starts
+from refimpl.grading.traffic import WatchedGroup, all_done, one_at_a_time, same_traffic, starts
+
+F32, BF16 = torch.float32, torch.bfloat16
+SIZES = ((5, F32), (1, F32), (3, BF16), (2, torch.int64))
 
 
-def given(rank: int, n: int) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(rank)) + rank
+def given(rank: int, n: int, dtype: torch.dtype = F32) -> Tensor:
+    if dtype == F32:
+        return torch.randn(n, generator=torch.Generator().manual_seed(rank)) + rank
+    return ((torch.arange(n) * 5 + rank) % 11).to(dtype)  # sums of small integers are exact in any order
 
 
 @on_ranks(2, 3, 4)
 def test_ring_reduce_scatter(answer: Answer, group: WatchedGroup) -> None:
-    for size in (5, 1):
-        case(f"{size} elements a rank")
+    for size, dtype in SIZES:
+        case(f"{size} elements of {dtype} a rank")
         watched, oracle = group.fresh(), group.oracle()
-        inputs = [given(r, size * group.size) for r in range(group.size)]
-        x, expected = inputs[group.rank].clone(), torch.empty(size)
+        inputs = [given(r, size * group.size, dtype) for r in range(group.size)]
+        x, expected = inputs[group.rank].clone(), torch.empty(size, dtype=dtype)
         ring.reduce_scatter(oracle, expected, inputs[group.rank])
         found = answer.ring_reduce_scatter(watched, x)
         total = torch.stack(inputs).sum(0)
-        known = {"it is your own chunk, nothing that was received was added": x.chunk(group.size)[group.rank]}
+        own = "it is your own chunk as it was: did chunk c start at rank c + 1, so that it is complete at rank c?"
+        known = {own: inputs[group.rank].chunk(group.size)[group.rank]}
         known |= {
             f"it is chunk {i} of the sum, expected {group.rank}": c for i, c in enumerate(total.chunk(group.size))
         }
@@ -34,20 +41,20 @@ def test_ring_reduce_scatter(answer: Answer, group: WatchedGroup) -> None:
         equal(found, expected, "this rank's chunk", ranks=group.size, known=known)
         kept = torch.equal(x, inputs[group.rank])
         require(kept, "x was changed: partial sums were written into the input", f"  x is now {x.tolist()[:6]}")
-        to_the_right(watched)
-        same_traffic(watched, oracle, "ring_reduce_scatter")
-        all_done(watched, "ring_reduce_scatter")
+        judge_ring(watched, oracle, "ring_reduce_scatter", dtype)
+        own_memory(found, "the result", "return a tensor of one chunk, or a clone")
 
 
 @on_ranks(2, 3, 4)
 def test_ring_all_gather(answer: Answer, group: WatchedGroup) -> None:
-    for size in (5, 1):
-        case(f"{size} elements a rank")
+    for size, dtype in SIZES:
+        case(f"{size} elements of {dtype} a rank")
         watched, oracle = group.fresh(), group.oracle()
-        inputs = [given(r, size) for r in range(group.size)]
-        x, expected = inputs[group.rank].clone(), torch.empty(size * group.size)
+        inputs = [given(r, size, dtype) for r in range(group.size)]
+        x, expected = inputs[group.rank].clone(), torch.empty(size * group.size, dtype=dtype)
         ring.all_gather(oracle, expected, x)
-        found = answer.ring_all_gather(watched, x)
+        with untouched(x=x):
+            found = answer.ring_all_gather(watched, x)
         arrival = [inputs[(group.rank - i) % group.size] for i in range(group.size)]
         known = {
             "the chunks are in the order of arrival, not in rank order": torch.cat(arrival),
@@ -55,18 +62,18 @@ def test_ring_all_gather(answer: Answer, group: WatchedGroup) -> None:
             "every chunk is your own": x.repeat(group.size),
         }
         equal(found, expected, "the gathered tensor", known=known)
-        to_the_right(watched)
-        same_traffic(watched, oracle, "ring_all_gather")
-        all_done(watched, "ring_all_gather")
+        judge_ring(watched, oracle, "ring_all_gather", dtype)
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3, 4, 5)
 def test_ring_all_reduce(answer: Answer, group: WatchedGroup) -> None:
-    for n in (4 * group.size, 4 * group.size + 1, group.size - 1):
-        case(f"{n} elements")
+    more = 2 * group.size
+    for n, dtype in ((2 * more, F32), (2 * more + 1, F32), (group.size - 1, F32), (more - 1, BF16), (1, torch.int64)):
+        case(f"{n} elements of {dtype}")
         watched = group.fresh()
-        inputs = [given(r, n) for r in range(group.size)]
+        inputs = [given(r, n, dtype) for r in range(group.size)]
         x, expected = inputs[group.rank].clone(), torch.stack(inputs).sum(0)
+        place = x.data_ptr()
         answer.ring_all_reduce(watched, x)
         whole = n // group.size * group.size
         known = {
@@ -83,25 +90,29 @@ def test_ring_all_reduce(answer: Answer, group: WatchedGroup) -> None:
         if calls != {"send": messages, "recv": messages} or sent["send"] > most:
             oracle = group.oracle()
             ring.all_reduce(oracle, x.clone())
-            same_traffic(watched, oracle, "ring_all_reduce")
+            same_traffic(watched, oracle, "ring_all_reduce", itemsize=dtype.itemsize)
+        one_at_a_time(watched, "ring_all_reduce")
         all_done(watched, "ring_all_reduce")
+        require(x.data_ptr() == place, "x has new memory: write into the old, of which others may hold views")
         for rank, other in enumerate(group.everyone(x)):
             require(
                 torch.equal(x, other), f"the last bits differ from those of rank {rank}: add each chunk once, then copy"
             )
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3, 4, 5)
 def test_tree_broadcast(answer: Answer, group: WatchedGroup) -> None:
-    for root in (0, group.size - 1, 1):
-        case(f"root {root}")
+    for root, dtype in ((0, F32), (group.size - 1, F32), (1, BF16)):
+        case(f"root {root}, {dtype}")
         watched = group.fresh()
-        inputs = [given(r, 5) for r in range(group.size)]
+        inputs = [given(r, 5, dtype) for r in range(group.size)]
         x = inputs[group.rank].clone()
+        place = x.data_ptr()
         answer.tree_broadcast(watched, x, root)
         known = {f"it is the x of rank {r}, not of the root": inputs[r] for r in range(group.size) if r != root}
         equal(x, inputs[root], "x after the call", known=known)
         all_done(watched, "tree_broadcast")
+        require(x.data_ptr() == place, "x has new memory: write into the old, of which others may hold views")
         words = [(e.op, int(e.tag.split()[-1])) for e in starts(watched.ledger) if e.op in ("send", "recv")]
         require(len(words) == len(starts(watched.ledger)), "only send and recv are wanted here", *watched.transcript())
         plans = group.everyone(words)
@@ -119,13 +130,16 @@ def test_fit_alpha_beta(answer: Answer, group: WatchedGroup) -> None:
         ([0, 1e6, 2e6], 1e-4, 2e-10, 0.0),
         ([1e3, 1e4, 1e5, 1e6, 1e7, 1e9], 5e-5, 1e-9, 0.0),
         ([1e3, 2e3, 4e3, 8e3, 1.6e4, 3.2e4], 1e-3, 1e-7, 1e-4),
+        ([8e3, 1e3, 3.2e4, 3.2e4, 2e3, 9e3], 1e-3, 1e-7, 1e-4),  # in no order, and one of them twice
     ):
         case(f"{len(sizes)} sizes, alpha {alpha:g}, beta {beta:g}" + (", with noise" if shake else ""))
         n = torch.tensor(sizes, dtype=torch.float64)
         t = alpha + beta * n + shake * noise[: len(sizes)]
         scaled = torch.stack([torch.ones_like(n), n / n.max()], 1)
         best = torch.linalg.lstsq(scaled, t).solution / torch.tensor([1, n.max()])
-        found = answer.fit_alpha_beta(sizes, t.tolist())
+        seconds = t.tolist()
+        with untouched(sizes=sizes, seconds=seconds):
+            found = answer.fit_alpha_beta(sizes, seconds)
         require(isinstance(found, tuple) and len(found) == 2, f"the result is {found!r}, expected (alpha, beta)")
         slope = float((n * t).sum() / (n * n).sum())
         ends = float((t[-1] - t[0]) / (n[-1] - n[0]))
@@ -166,6 +180,14 @@ def seconds(answer: Answer, nbytes: float, ranks: int, alpha: float, beta: float
     tensors = {k: torch.tensor(float(v), dtype=torch.float64) for k, v in known.items()}
     exact = torch.tensor(expected, dtype=torch.float64)
     equal(torch.tensor(float(found), dtype=torch.float64), exact, "the time", known=tensors, atol=0)
+
+
+def judge_ring(watched: WatchedGroup, oracle: WatchedGroup, what: str, dtype: torch.dtype) -> None:
+    """To the right alone, as many bytes as refimpl's ring, one message at a time, and none left open."""
+    to_the_right(watched)
+    same_traffic(watched, oracle, what, itemsize=dtype.itemsize)
+    one_at_a_time(watched, what)
+    all_done(watched, what)
 
 
 def to_the_right(group: WatchedGroup) -> None:

@@ -23,8 +23,8 @@ from refimpl.comm.work import Work
 def average_gradients(group: Group, params: Sequence[nn.Parameter]) -> None:
     """After backward: replace the gradient of each parameter that is not frozen by its mean over ranks.
 
-    One all-reduce of one flat buffer, whatever the number of parameters: 2n(N - 1)/N elements sent. Gradients need not
-    be contiguous.
+    One all-reduce of one flat buffer, whatever the number of parameters: 2n(N - 1)/N elements sent, in the dtype of the
+    gradients, which is one for all. Gradients need not be contiguous. No second copy of them may stay.
     """
     raise NotImplementedError("average_gradients")
 
@@ -33,7 +33,7 @@ def token_mean_loss(group: Group, loss_sum: Tensor, tokens: int) -> Tensor:
     """The loss to call backward on, when ranks hold different numbers of tokens and gradients are averaged over ranks.
 
     loss_sum [] is the sum of this rank's losses, one a token; `tokens` may be 0 on some ranks. The averaged gradients
-    must be those of the mean over all tokens of all ranks. One all-reduce of one number.
+    must be those of the mean over all tokens of all ranks; where no rank has any, zeros. One all-reduce of one number.
     Example: 1 token on rank 0 and 3 on rank 1: each token weighs 1/4, not 1/2 and 1/6.
     """
     raise NotImplementedError("token_mean_loss")
@@ -59,7 +59,8 @@ class Ddp:
         ddp.finish()                     # every .grad is the mean over ranks; then optimizer.step()
 
     Every rank must launch the same buckets in the same order, also if it left some parameters unused. Traffic a step:
-    one all-reduce a bucket, however many micro-batches. Backward runs the hooks in the order gradients are complete.
+    one all-reduce a bucket, in the gradients' dtype, however many micro-batches. After finish() no second copy of the
+    gradients stays. Backward runs the hooks in the order gradients are complete.
     """
 
     def __init__(self, model: nn.Module, group: Group, limit: int) -> None:
@@ -76,7 +77,7 @@ class Ddp:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients only add up on this rank: nothing is sent."""
+        """Inside, gradients only add up on this rank: nothing is sent. Over with the block, also after an exception."""
         raise NotImplementedError("Ddp.no_sync")
 
     def finish(self) -> None:

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from refimpl.grading.compare import Wrong, equal, first_divergence, require
+from refimpl.grading.compare import Wrong, by_users, equal, first_divergence, require
 from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import Kept, storage_bytes, untouched
 from refimpl.grading.rank import Answer, case
-from refimpl.grading.traffic import WatchedGroup, all_done, same_traffic
-from refimpl.measure.ledger import Ledger
+from refimpl.grading.traffic import WatchedGroup, all_done, mark_gradients, not_too_early, same_traffic
 from refimpl.zero.flat import cut_into_buckets
 
 FEATURES = 6
@@ -27,6 +27,7 @@ class Net(nn.Module):
         self.head = nn.Linear(5, FEATURES)
         self.head.weight = self.outer.weight
         self.register_buffer("shift", torch.randn(5))
+        self.register_buffer("count", torch.tensor(2**40 + 2 * seed + 1))  # as BatchNorm's: no float
 
     def forward(self, x: Tensor, spare: bool) -> Tensor:
         h = self.frozen(torch.tanh(self.inner(x))) + self.shift
@@ -35,9 +36,10 @@ class Net(nn.Module):
 
 
 def loss(model: nn.Module, rank: int, step: int, part: int = 0) -> Tensor:
-    """This rank's loss; only even ranks use the spare layer."""
+    """This rank's loss; only even ranks use the spare layer, and in every second micro-batch only odd ones do."""
     x = torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(100 * step + 10 * part + rank))
-    return model(x, spare=rank % 2 == 0).pow(2).mean()
+    dtype = next(model.parameters()).dtype
+    return model(x.to(dtype), spare=(rank + part) % 2 == 0).pow(2).mean()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -66,38 +68,63 @@ def descend(model: nn.Module, lr: float = 0.1) -> None:
 
 @on_ranks(2, 3, 4)
 def test_average_gradients(answer: Answer, group: WatchedGroup) -> None:
-    case("a layer unused on odd ranks, a frozen one, a tied weight")
-    watched, oracle, model = group.fresh(), group.oracle(), Net(seed=0)
-    params = list(model.parameters())
-    loss(model, group.rank, step=0).backward()
-    answer.average_gradients(watched, params)
-    first_divergence([gradients(model)], one_process(group.size, 1), "the gradient", ranks=group.size)
-    require(model.frozen.weight.grad is None, "a frozen parameter got a gradient: skip what requires none")
-    oracle.all_reduce(torch.zeros(sum(p.numel() for p in params if p.requires_grad)))
-    same_traffic(watched, oracle, "average_gradients")
+    for dtype in (torch.float32, torch.bfloat16):
+        case(f"{dtype}, a layer unused on odd ranks, a frozen one, a tied weight")
+        watched, oracle, model = group.fresh(), group.oracle(), Net(seed=0).to(dtype)
+        params = list(model.parameters())
+        loss(model, group.rank, step=0).backward()
+        kept, trained = Kept(watched), sum(p.numel() for p in params if p.requires_grad) * dtype.itemsize
+        own = storage_bytes(p.grad for p in params if p.grad is not None)
+        with untouched(params=params):
+            answer.average_gradients(watched, params)
+        kept.judge(trained - own, "average_gradients", "the old gradients, or a second copy of the new ones, stay")
+        judge_gradients([gradients(model)], group, dtype)
+        require(model.frozen.weight.grad is None, "a frozen parameter got a gradient: skip what requires none")
+        oracle.all_reduce(torch.zeros(trained // dtype.itemsize, dtype=dtype))
+        same_traffic(watched, oracle, "average_gradients", itemsize=dtype.itemsize)
 
     case("a gradient that is not contiguous (a transposed one)")
     p = nn.Parameter(torch.zeros(5, 3))
     local = [torch.randn(3, 5, generator=torch.Generator().manual_seed(r)).t() for r in range(group.size)]
-    p.grad = local[group.rank]
+    p.grad = local[group.rank].clone()
     answer.average_gradients(group.fresh(), [p])
     known = {"it is still this rank's own: the mean was written into a copy": local[group.rank]}
     equal(p.grad, torch.stack(local).mean(0), "the gradient", ranks=group.size, known=known)
 
 
+def judge_gradients(found: list[dict[str, Tensor]], group: WatchedGroup, dtype: torch.dtype) -> None:
+    """Beside one process's of fp32, which takes bf16 for near enough."""
+    if wrong := [n for n, g in found[-1].items() if g.dtype != dtype]:
+        raise Wrong(f"the gradient of {wrong[0]} has dtype {found[-1][wrong[0]].dtype}, its parameter {dtype}")
+    truth, exact = one_process(group.size, len(found)), dtype == torch.float32
+    known = by_users(truth[-1], group.size, {"spare": (group.size + 1) // 2})
+    loose = {} if exact else {"rtol": 0.1, "atol": 0.02}
+    first_divergence(
+        [{n: g.float() for n, g in step.items()} for step in found], truth, "the gradient",
+        ranks=group.size, known=known, **loose,
+    )  # fmt: skip
+
+
 @on_ranks(2, 3, 4)
 def test_token_mean_loss(answer: Answer, group: WatchedGroup) -> None:
-    for counts in ([1, 3, 2, 7][: group.size], [5, 0, 1, 2][: group.size]):
+    for counts in ([1, 3, 2, 7][: group.size], [5, 0, 1, 2][: group.size], [0] * group.size):
         case(f"{counts} tokens on the ranks")
-        data = [torch.randn(n, 4, generator=torch.Generator().manual_seed(r)) for r, n in enumerate(counts)]
+        # One row more on every rank, which is masked.
+        rows = [torch.randn(n + 1, 4, generator=torch.Generator().manual_seed(r)) for r, n in enumerate(counts)]
+        data = [r[:-1] for r in rows]
         weight = torch.ones(4, requires_grad=True)
         watched = group.fresh()
-        own = (data[group.rank] @ weight).pow(2).sum()
-        found = answer.token_mean_loss(watched, own, counts[group.rank])
+        mask = torch.tensor([1.0] * counts[group.rank] + [0.0])
+        own = ((rows[group.rank] @ weight).pow(2) * mask).sum()
+        with untouched(loss_sum=own):
+            found = answer.token_mean_loss(watched, own, counts[group.rank])
         require(
             isinstance(found, Tensor) and found.requires_grad, "the result is no loss that backward can be called on"
         )
         (mean,) = torch.autograd.grad(found, weight)
+        if not sum(counts):
+            masked = "no rank has any token, and the gradient is NaN: 0/0; it must be 0, or the step spoils all weights"
+            require(bool(mean.isfinite().all()), masked)
         group.all_reduce(mean, "mean")
         squares = [2 * (d @ torch.ones(4)) @ d for d in data]  # each rank's gradient of its sum
         total = torch.stack(squares).sum(0)
@@ -107,11 +134,15 @@ def test_token_mean_loss(answer: Answer, group: WatchedGroup) -> None:
             "it is the sum over tokens: nothing divides by their number": total,
             "each loss is divided by this rank's own number of tokens, and summed": each.sum(0),
         }
-        equal(mean, total / sum(counts), "the averaged gradient", ranks=group.size, known=known)
+        equal(mean, total / max(1, sum(counts)), "the averaged gradient", ranks=group.size, known=known)
         most = group.oracle()
         most.all_reduce(torch.zeros(1))
         if watched.ledger.calls() != {"all_reduce": 1}:
             same_traffic(watched, most, "token_mean_loss")
+        most.ledger.reset()
+        most.all_reduce(torch.zeros(1, dtype=torch.float64))
+        sent, room = (sum(g.ledger.sent_bytes().values()) for g in (watched, most))
+        require(sent <= room, f"{sent} bytes for the number of tokens, one number takes {room}: add up, do not collect")
 
 
 @on_ranks(1)
@@ -129,7 +160,8 @@ def test_assign_buckets(answer: Answer, group: WatchedGroup) -> None:
         number = {p: i for i, p in enumerate(params)}
         trained = {p: 0 for p in params if p.requires_grad}
         expected = [[number[p] for p in b] for b in cut_into_buckets(list(trained), trained, limit)]
-        buckets = answer.assign_buckets(params, limit)
+        with untouched(params=params):
+            buckets = answer.assign_buckets(params, limit)
         require(isinstance(buckets, list), f"the result is {buckets!r}, expected a list of lists of parameters")
         found = [[number[p] for p in bucket] for bucket in buckets]
         if found == expected:
@@ -152,7 +184,9 @@ def test_assign_buckets(answer: Answer, group: WatchedGroup) -> None:
 def test_Ddp(answer: Answer, group: WatchedGroup) -> None:
     for limit in (40, 10_000, 1):
         case(f"3 steps, buckets of {limit} elements")
-        train(answer, group, limit)
+        train(answer, group, limit, torch.float32)
+    case("3 steps in bf16")
+    train(answer, group, 40, torch.bfloat16)
     case("ranks begin with different weights")
     model = Net(seed=group.rank)
     answer.Ddp(model, group.fresh(), 40)
@@ -161,39 +195,56 @@ def test_Ddp(answer: Answer, group: WatchedGroup) -> None:
         equal(model.state_dict()[name], tensor, f"{name} after Ddp(...)", known=known if group.rank else None)
     case("buckets of 40 elements: does the reduction overlap backward?")
     overlap(answer, group)
-    case("2 micro-batches in no_sync(), then one that synchronises")
+    case(f"{group.size} micro-batches in no_sync(), then one that synchronises")
     accumulate(answer, group)
+    case("an exception inside no_sync()")
+    interrupted(answer, group)
 
 
-def train(answer: Answer, group: WatchedGroup, limit: int) -> None:
+def train(answer: Answer, group: WatchedGroup, limit: int, dtype: torch.dtype) -> None:
     """Three steps; gradients, traffic and open work after each."""
-    watched, model, history = group.fresh(), Net(seed=0), []
+    watched, history = group.fresh(), list[dict[str, Tensor]]()
+    kept, model = Kept(watched), Net(seed=0).to(dtype)
+    mark_gradients(model, watched.ledger)
     ddp = answer.Ddp(model, watched, limit)
+    room = storage_bytes([*model.parameters(), *model.buffers()])
+    room += sum(p.numel() for p in model.parameters() if p.requires_grad) * dtype.itemsize
     for step in range(3):
         watched.ledger.reset()
         model.zero_grad()
         loss(model, group.rank, step).backward()
         ddp.finish()
         all_done(watched, "finish")
+        not_too_early(watched.ledger.events, [names for names, _ in layout(limit)], "all_reduce")
         history.append(gradients(model))
-        first_divergence(history, one_process(group.size, step + 1), "the gradient", ranks=group.size)
-        same_traffic(watched, wanted(group, limit), f"step {step}")
+        judge_gradients(history if dtype == torch.float32 else history[:1], group, dtype)
+        same_traffic(watched, wanted(group, limit, dtype), f"step {step}", itemsize=dtype.itemsize)
+        mine = room + sum(storage_bytes(h.values()) for h in history)
+        kept.judge(mine, f"step {step}", "the model and its gradients, once, may stay; is a buffer or a copy kept?")
         descend(model)
 
 
-def wanted(group: WatchedGroup, limit: int) -> WatchedGroup:
-    """A group that has made one step's all-reduces: one for each bucket that refimpl lays out."""
-    oracle, model = group.oracle(), Net(seed=0)
+def layout(limit: int) -> list[tuple[list[str], int]]:
+    """The buckets that refimpl lays out: names of the parameters, and elements."""
+    model = Net(seed=0)
+    names = {p: n for n, p in model.named_parameters()}
     trained = {p: 0 for p in model.parameters() if p.requires_grad}
-    for bucket in cut_into_buckets(list(trained), trained, limit):
-        oracle.all_reduce(torch.zeros(sum(p.numel() for p in bucket)))
+    buckets = cut_into_buckets(list(trained), trained, limit)
+    return [([names[p] for p in bucket], sum(p.numel() for p in bucket)) for bucket in buckets]
+
+
+def wanted(group: WatchedGroup, limit: int, dtype: torch.dtype = torch.float32) -> WatchedGroup:
+    """A group that has made one step's all-reduces: one for each bucket that refimpl lays out."""
+    oracle = group.oracle()
+    for _, numel in layout(limit):
+        oracle.all_reduce(torch.zeros(numel, dtype=dtype))
     return oracle
 
 
 def overlap(answer: Answer, group: WatchedGroup) -> None:
     """Each bucket but the last must start before the last gradient exists, and still fly when the next one comes."""
     watched, model = group.fresh(), Net(seed=0)
-    mark(model, watched.ledger)
+    mark_gradients(model, watched.ledger)
     ddp = answer.Ddp(model, watched, 40)
     watched.ledger.reset()
     loss(model, rank=0, step=0).backward()
@@ -215,13 +266,6 @@ def overlap(answer: Answer, group: WatchedGroup) -> None:
     require(not ended, "no overlap: backward stands still until the all_reduce is over; use async_op=True", *evidence)
 
 
-def mark(model: nn.Module, ledger: Ledger) -> None:
-    """Enter each gradient in the ledger at the moment it is complete."""
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            p.register_post_accumulate_grad_hook(lambda _, name=name: ledger.mark(f"gradient of {name}"))
-
-
 def accumulate(answer: Answer, group: WatchedGroup) -> None:
     watched, model, history = group.fresh(), Net(seed=0), []
     ddp = answer.Ddp(model, watched, 40)
@@ -229,12 +273,32 @@ def accumulate(answer: Answer, group: WatchedGroup) -> None:
         watched.ledger.reset()
         model.zero_grad()
         with ddp.no_sync():
-            for part in range(2):
+            for part in range(group.size):
                 loss(model, group.rank, step, part).backward()
         require(not watched.ledger.calls(), "no_sync sends: nothing may travel inside it", *watched.transcript())
-        loss(model, group.rank, step, part=2).backward()
+        loss(model, group.rank, step, part=group.size).backward()
         ddp.finish()
         history.append(gradients(model))
-        first_divergence(history, one_process(group.size, step + 1, parts=3), "the gradient", ranks=group.size)
+        parts = group.size + 1
+        truth = one_process(group.size, step + 1, parts)
+        first_divergence(history, truth, "the gradient", ranks=group.size, parts=parts)
         same_traffic(watched, wanted(group, 40), f"step {step}")
         descend(model)
+
+
+def interrupted(answer: Answer, group: WatchedGroup) -> None:
+    """An exception leaves the block, and the next backward synchronises all the same."""
+    watched, model = group.fresh(), Net(seed=0)
+    ddp = answer.Ddp(model, watched, 40)
+    try:
+        with ddp.no_sync():
+            raise ValueError("raised on purpose")
+    except ValueError:
+        watched.ledger.reset()
+    else:
+        raise Wrong("an exception inside no_sync() is swallowed")
+    loss(model, group.rank, step=0).backward()
+    sent = bool(watched.ledger.calls())
+    ddp.finish()
+    require(sent, "after an exception inside no_sync() nothing is sent in backward: reset the flag in `finally`")
+    first_divergence([gradients(model)], one_process(group.size, 1), "the gradient", ranks=group.size)

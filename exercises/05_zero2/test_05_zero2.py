@@ -11,8 +11,8 @@ from refimpl.grading.compare import Wrong, by_users, close, equal, first_diverge
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import Kept, own_memory, untouched
 from refimpl.grading.rank import Answer, case
-from refimpl.grading.traffic import WatchedGroup, all_done, same_traffic
-from refimpl.measure.ledger import Event, Ledger
+from refimpl.grading.traffic import WatchedGroup, all_done, mark_gradients, not_too_early, same_traffic
+from refimpl.measure.ledger import Event
 from refimpl.measure.memory import MemoryMeter
 from refimpl.zero.ddp import DDP
 from refimpl.zero.flat import Bucket, lay_out
@@ -87,7 +87,7 @@ def test_GradientShards(answer: Answer, group: WatchedGroup) -> None:
 def train(answer: Answer, group: WatchedGroup, limit: int, parts: int, dtype: torch.dtype = torch.float32) -> None:
     watched, model = group.fresh(), Net().to(dtype)
     buckets, names = layout(group, limit)
-    mark(model, watched.ledger)
+    mark_gradients(model, watched.ledger)
     kept = Kept(watched)
     gradients = answer.GradientShards(model, watched, limit)
     for step in range(2):
@@ -125,13 +125,7 @@ def wanted(group: WatchedGroup, buckets: list[Bucket], dtype: torch.dtype) -> Wa
 
 def judge_order(events: list[Event], buckets: list[list[str]]) -> None:
     """No bucket leaves before its gradients are there, and none while another is under way."""
-    marks = [(i, e.op.removeprefix("gradient of ")) for i, e in enumerate(events) if e.phase == "mark"]
-    launches = [i for i, e in enumerate(events) if (e.phase, e.op) == ("start", "reduce_scatter")]
-    for number, (at, bucket) in enumerate(zip(launches, buckets, strict=False)):
-        late = [name for i, name in marks if name in bucket and i > at]
-        require(
-            not late, f"bucket {number} is launched before the gradient of {', '.join(late)} is there: wait for all"
-        )
+    not_too_early(events, buckets, "reduce_scatter")
     flying = most = 0
     for e in events:
         flying += {"start": 1, "end": -1}.get(e.phase, 0)
@@ -215,7 +209,7 @@ def expected_gradients(
 def overlap(answer: Answer, group: WatchedGroup) -> None:
     """Every bucket but the last starts before the last gradient exists, and the next gradient comes while it flies."""
     watched, model = group.fresh(), Net()
-    mark(model, watched.ledger)
+    mark_gradients(model, watched.ledger)
     gradients = answer.GradientShards(model, watched, LIMIT)
     watched.ledger.reset()
     loss(model, rank=0, step=0).backward()
@@ -232,13 +226,6 @@ def overlap(answer: Answer, group: WatchedGroup) -> None:
     require(started >= full, headline, *evidence)
     flying = any(a.phase == "start" and b.phase == "mark" for a, b in pairwise(events))
     require(flying, "no overlap: backward stands still until the bucket has travelled; use async_op=True", *evidence)
-
-
-def mark(model: nn.Module, ledger: Ledger) -> None:
-    """Enter each gradient in the ledger at the moment it is complete."""
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            p.register_post_accumulate_grad_hook(lambda _, name=name: ledger.mark(f"gradient of {name}"))
 
 
 def freed(answer: Answer, group: WatchedGroup) -> None:

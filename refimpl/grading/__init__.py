@@ -24,6 +24,11 @@ A grader is a function that runs on every rank, once for each number of ranks, w
 Answers get `group` or a `group.fresh()` one with an empty ledger; the grader itself uses `group.oracle()` and
 `group.everyone(obj)`, which gathers over connections of its own.
 
+A result can be right and the answer wrong: see that nothing more stays alive (`Kept`, begun before the answer makes
+anything), that a shard has memory of its own (`own_memory`), that inputs keep their values and order (`untouched`),
+that bf16 travels as bf16 (`same_traffic(..., itemsize=2)`). `torch.empty` gives NaN here, so that a padding nobody
+wrote is seen.
+
 Its oracle is refimpl, or the same sum made on one process; never a stored number. Whatever the learner's code does
 (raise, loop, exit, hang, not parse) ends in seconds as one short text. `require(condition, headline, *details)` and
 `Wrong(headline, *details)` say the rest; a headline tells the mistake, not the symptom.
@@ -33,6 +38,9 @@ A mutant is a file with one wrong task, and two lines in its docstring, `task: N
     rank.py        in a rank: load the answer, call the grader, put errors into the learner's terms
     grade.py       in the caller: choose the ranks, collect a Verdict
     compare.py     Wrong, equal, recognised misconceptions
+    memory.py      what stays alive, views of more, changed inputs
+    process.py     what an answer sets for its process, put back before the next
+    cheats.py      ways round an exercise, by name
     traffic.py     WatchedGroup, transcripts
     live.py        one task at once, on warm ranks: for `%%task` and `refimpl exercise watch`
     verdict.py     pass, fail or todo, and why

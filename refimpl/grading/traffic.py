@@ -1,12 +1,12 @@
 """What an answer sent, as the ledger saw it, beside what it should have sent."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from refimpl import launch
 from refimpl.comm.group import Group
@@ -15,6 +15,7 @@ from refimpl.grading.compare import Wrong
 from refimpl.measure.ledger import Event, Ledger
 
 T = TypeVar("T")
+GRADIENT = "gradient of "  # how a mark in the ledger names one
 LINES = 12  # of a transcript that are shown
 
 
@@ -101,6 +102,34 @@ def wider(found: Ledger, expected: Ledger) -> str:
     wrong = [op for op in theirs if mine.get(op) != theirs[op]]
     same = found.calls() == expected.calls() and len(wrong) == 1
     return wrong[0] if same and mine[wrong[0]] == 2 * theirs[wrong[0]] else ""
+
+
+def not_too_early(events: Sequence[Event], buckets: Sequence[Sequence[str]], op: str) -> None:
+    """Raise Wrong if a bucket, by the names of its parameters, was sent before the last of its gradients was marked."""
+    marks = [(i, e.op.removeprefix(GRADIENT)) for i, e in enumerate(events) if e.phase == "mark"]
+    launches = [i for i, e in enumerate(events) if (e.phase, e.op) == ("start", op)]
+    for number, (at, bucket) in enumerate(zip(launches, buckets, strict=False)):
+        if late := [name for i, name in marks if name in bucket and i > at]:
+            raise Wrong(f"bucket {number} is launched before the gradient of {', '.join(late)} is there: wait for all")
+
+
+def mark_gradients(model: nn.Module, ledger: Ledger) -> None:
+    """Enter each gradient in the ledger at the moment it is complete; before the answer puts its own hooks there."""
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            hook = p.register_post_accumulate_grad_hook  # untyped in torch
+            hook(lambda _, name=name: ledger.mark(GRADIENT + name))  # type: ignore[no-untyped-call]
+
+
+def one_at_a_time(group: WatchedGroup, what: str) -> None:
+    """Raise Wrong if more than one send, or more than one receive, was under way at the same time."""
+    for op in ("send", "recv"):
+        flying = most = 0
+        for e in group.ledger.events:
+            flying += {"start": 1, "end": -1}.get(e.phase, 0) * (e.op == op)
+            most = max(most, flying)
+        if most > 1:
+            raise Wrong(f"{what} has {most} {op}s under way at once, each with its buffer: wait for one, then the next")
 
 
 def all_done(group: Group, what: str) -> None:
