@@ -52,6 +52,11 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["bytes", "bytes per parame
 # The literature calls the number of parameters $\Psi$ (psi), so this is $16\Psi$. Put larger models into it:
 
 # %%
+from refimpl.notebook import predict
+
+predict("A model of 7 billion parameters, trained in fp32 with AdamW. How many GB?", 16 * 7, unit="GB")
+
+# %%
 GPU = 80e9  # bytes of memory of one large GPU
 sizes = {"this one": psi, "GPT-2 XL": 1.5e9, "a 7B model": 7e9, "a 70B model": 70e9}
 pd.DataFrame(
@@ -103,6 +108,13 @@ pd.DataFrame(
 # ## 3. Build it
 #
 # `launch.run(fn, ranks=N)` starts N processes, calls `fn` on each, and gives back the N results in rank order.
+
+# %%
+predict(
+    "A function appends once to the list `seen`, on 4 ranks. How long is this notebook's own `seen` afterwards?",
+    0,
+    why="Each rank appended to a copy of its own: processes share nothing.",
+)
 
 # %%
 import os
@@ -173,6 +185,9 @@ letter
 # `all_reduce` replaces each rank's tensor by the sum over all ranks.
 
 # %%
+predict("Rank r of 4 holds 10 r. What does rank 2 hold after an all-reduce?", 0 + 10 + 20 + 30, why="As every other.")
+
+# %%
 # %%ranks 4
 group.all_reduce(x)
 x
@@ -230,6 +245,14 @@ pd.DataFrame(
 #
 # First what can be known without a clock. `group.ledger` writes down every collective with the bytes that this rank
 # sent. For an all-reduce of $n$ bytes on $N$ ranks the formula says $2n\frac{N-1}{N}$. Chapter 1 derives it.
+
+# %%
+predict(
+    "An all-reduce of 4 MB on 4 ranks. How much does each rank send?",
+    2 * 4 * (4 - 1) / 4,
+    unit="MB",
+    why="Three quarters of the buffer on the way to the sum, and three quarters on the way back.",
+)
 
 # %%
 # %%ranks 4
@@ -352,6 +375,14 @@ print(f"all-reduce of 2 million numbers:           {us['all_reduce 8 MB']:.0f} m
 # no error, the fans keep spinning, and nothing is computed until somebody looks, or until a timeout kills the job
 # (torch waits 10 minutes for NCCL and 30 for gloo, by default). The usual form of this bug is a collective inside an
 # `if` that not every rank takes. Here only rank 0 wants to know the mean loss.
+
+
+# %%
+predict(
+    "Rank 0 alone calls one collective more than the others. What happens?",
+    "ranks wait for ever",
+    options=["an error on rank 0", "ranks wait for ever", "rank 0 gets its own value back"],
+)
 
 
 # %% tags=["raises-exception"]

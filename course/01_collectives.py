@@ -54,6 +54,13 @@ torch.equal(counts, expected)
 # Right. What did it cost? The buffer has 256 fp32 numbers, $n = 1024$ bytes.
 
 # %%
+from refimpl.notebook import predict
+
+predict(
+    "The buffer has 1,024 bytes. How many does rank 0 send?", 3 * 1024, unit="bytes", why="The sum, to three others."
+)
+
+# %%
 # %%ranks 4
 group.ledger.sent_bytes()
 
@@ -163,6 +170,22 @@ group.all_gather(whole, chunk)
 torch.equal(whole, after["all_reduce"])
 
 # %% [markdown]
+# **Your turn.** Write the body and run the cell: it is saved in your exercise's file and graded on real ranks in a
+# second or two. `%hint 01_collectives ring_reduce_scatter` helps. Then read on.
+
+
+# %%
+# %%task 01_collectives ring_reduce_scatter
+def ring_reduce_scatter(group: Group, x: Tensor) -> Tensor:
+    """x [N*s] on every rank -> [s]: chunk `rank` of the sum over ranks, in memory of its own. x must keep its values.
+
+    Each rank sends to its right neighbour (rank + 1) and receives from its left only: N - 1 messages of one chunk,
+    s (N - 1) elements. Example with 2 ranks: x = [1, 2] on rank 0 and [10, 20] on rank 1 -> [11] and [22].
+    """
+    raise NotImplementedError("ring_reduce_scatter")
+
+
+# %% [markdown]
 # Now the ring by hand. One step of it: give a chunk to the right, take one from the left. The send must not wait
 # before the receive has begun. If all ranks waited for their right neighbour first, none would ever receive.
 
@@ -206,6 +229,14 @@ x
 # And the task from the beginning, the byte counts of the text:
 
 # %%
+predict(
+    "The same 1,024 bytes through the ring. How many does each rank send?",
+    2 * 1024 * 3 / 4,
+    unit="bytes",
+    why="2n(N-1)/N",
+)
+
+# %%
 # %%ranks 4
 counts = mine.clone()
 group.ledger.reset()
@@ -221,6 +252,12 @@ group.ledger.sent_bytes()
 # on 1024 ranks 2046 of them. A tree needs $2\lceil\log_2 N\rceil$, which is 20. On the way up, half of those who still
 # hold a sum hand it to a neighbour in each round; on the way down, all who have the result pass it on. Here is the way
 # up. The way down is this chapter's exercise `tree_broadcast`, so the cell borrows gloo's.
+
+
+# %%
+predict(
+    "A tree over 1,024 ranks. In how many rounds does the sum reach rank 0?", 10, why="It halves the ranks each time."
+)
 
 
 # %%
@@ -552,6 +589,14 @@ table.round(3)
 # process that adds the four contributions one after the other.
 
 # %%
+predict(
+    "Is the ring's sum that of one process which adds in rank order, bit for bit?",
+    "no",
+    options=["yes", "no"],
+    why="It adds in another order for each chunk, and every addition rounds.",
+)
+
+# %%
 # %%ranks 4
 from refimpl.comm import ring
 
@@ -584,6 +629,13 @@ print("largest relative difference:   2 **", int(((around - one_process).abs() /
 # **The wrong partner.** Collectives have no names on the wire. The first call of each rank meets the first call of the
 # others, the second the second. Suppose half of the ranks go through their tensors in another order (a `set`, a dict
 # filled in another order, hooks that fire when they like). If the sizes differ, the job hangs or fails. If they are equal:
+
+# %%
+predict(
+    "Two ranks reduce weight, then bias; two bias, then weight. Both have 3 numbers. What happens?",
+    "wrong sums, and no word",
+    options=["a hang", "an error", "wrong sums, and no word"],
+)
 
 # %%
 # %%ranks 4

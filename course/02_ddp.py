@@ -162,8 +162,34 @@ for p in model.parameters():
 print("different models after: ", fingerprints(model.parameters()))
 
 # %% [markdown]
+# **Your turn.** Write the body and run the cell: it is saved in your exercise's file and graded on real ranks in a
+# second or two. `%hint 02_ddp average_gradients` helps. Then read on.
+
+
+# %%
+# %%task 02_ddp average_gradients
+def average_gradients(group: Group, params: Sequence[nn.Parameter]) -> None:
+    """After backward: replace the gradient of each parameter that is not frozen by its mean over ranks.
+
+    One all-reduce of one flat buffer, whatever the number of parameters: 2n(N - 1)/N elements sent, in the dtype of the
+    gradients, which is one for all. Gradients need not be contiguous. No second copy of them may stay.
+    """
+    raise NotImplementedError("average_gradients")
+
+
+# %% [markdown]
 # **One call a parameter.** After backward, every gradient is replaced by its mean over the ranks. `group.ledger`
 # writes down what is called and sent.
+
+# %%
+from refimpl.notebook import predict
+
+predict(
+    "On 4 ranks in fp32, how many bytes a parameter does each rank send in a step?",
+    2 * 4 * 3 / 4,
+    unit="bytes",
+    why="2n(N-1)/N",
+)
 
 # %%
 # %%ranks
@@ -264,6 +290,15 @@ print(group.ledger.calls(), group.ledger.sent_bytes())
 # The same bytes in fewer calls. **Overlap.** A hook on each parameter runs inside backward, at the moment its
 # gradient is complete. The hook that fills a bucket starts the bucket's all-reduce and does not wait; `finish` waits
 # for all of them when backward is over.
+
+
+# %%
+predict(
+    "Which bucket's all-reduce can not run beside backward?",
+    "the last to fill",
+    options=["the first to fill", "the last to fill"],
+    why="It is full when backward ends.",
+)
 
 
 # %%
@@ -580,6 +615,14 @@ Knobs(draw, table, ranks=[8, 64, 512], gigabytes_a_second=[50, 25, 12, 100, 400]
 # notices?
 
 # %%
+predict(
+    "Gradients are summed over 4 ranks where they should be averaged. Whose loss shows it?",
+    "SGD's",
+    options=["SGD's", "AdamW's", "both"],
+    why="AdamW divides by the gradient's own size, so a constant factor cancels.",
+)
+
+# %%
 # %%ranks 4
 from torch.optim import SGD
 
@@ -644,6 +687,13 @@ for share_the_start in (True, False):
 #
 # **A parameter that one rank does not use.** A model drops layers at random, and each rank draws for itself. The hooks
 # below send every gradient as it comes. Rank 1 has no gradient for the middle layer, so it makes one call less.
+
+# %%
+predict(
+    "One rank leaves a layer unused and sends one gradient less. What do the others do?",
+    "wait for ever",
+    options=["raise an error", "wait for ever", "take the mean of three"],
+)
 
 # %% tags=["raises-exception"]
 # %%ranks --timeout 3

@@ -159,6 +159,15 @@ pd.DataFrame(rows).T
 # The rounding, with bare numbers: start at 1 and add 0.0001 a thousand times.
 
 # %%
+from refimpl.notebook import predict
+
+predict(
+    "Start at 1 in bf16 and add 0.0001 a thousand times. Where does it end?",
+    1,
+    why="The next number above 1 is 1.0078: what is less than half of that away is rounded back.",
+)
+
+# %%
 ends = {}
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     for begin_at in (1.0, 0.02):
@@ -210,6 +219,15 @@ plt.show()
 # **Small gradients.** The loss is a mean over tokens, so backward starts with numbers of about 1 / tokens and they only
 # get smaller. With $A$ micro-batches a step the loss is divided by $A$ as well. Count the elements of the weights'
 # gradients that come out as exactly zero. (In fp32 none is.)
+
+
+# %%
+predict(
+    "Which of the two loses small gradients to zero?",
+    "fp16",
+    options=["bf16", "fp16"],
+    why="bf16 has the exponent of fp32, so it reaches as far down.",
+)
 
 
 # %%
@@ -340,6 +358,21 @@ print("begins with a skip:", told[0] == "skip", "| ends up stepping:", "step" in
 print(" ".join(told))
 
 # %% [markdown]
+# **Your turn.** Write the body and run the cell: it is saved in your exercise's file and graded on real ranks in a
+# second or two. `%hint 03_precision_and_bytes overflowed` helps. Then read on.
+
+
+# %%
+# %%task 03_precision_and_bytes overflowed
+def overflowed(group: Group, grads: Sequence[Tensor]) -> bool:
+    """Whether any gradient on any rank holds Inf or NaN: the same answer on all ranks, so that all skip the step.
+
+    `grads` may be empty on some ranks. One all-reduce of one number.
+    """
+    raise NotImplementedError("overflowed")
+
+
+# %% [markdown]
 # ## 4. Read it
 #
 # `DynamicLossScaler` is yours with DeepSpeed's two refinements. With `hysteresis` $h$, the first $h - 1$ overflows are
@@ -369,6 +402,13 @@ show.source(Update.prepare, Update.apply, Update.publish)
 # ## 5. Measure it
 #
 # **State.** `refimpl.DDP` on 2 ranks in three dtypes, counted between backward and update, beside the formula.
+
+# %%
+predict(
+    "bf16 weights and gradients, AdamW with fp32 masters. How many bytes a parameter, beside 16 in fp32?",
+    2 + 2 + 8 + 4,
+    unit="bytes",
+)
 
 # %%
 from refimpl import DDP, Group, run
@@ -616,6 +656,14 @@ plt.show()
 #
 # Rank 2 meets a bad batch and overflows; the others do not. The loop below checks its gradients, as it should, but it
 # does so **before** the reduction, where each rank knows only its own.
+
+# %%
+predict(
+    "Which ranks' weights are NaN after the step?",
+    "all but rank 2",
+    options=["rank 2's", "all but rank 2", "all"],
+    why="Rank 2 sees its Inf and skips. The others see nothing before the all-reduce brings it.",
+)
 
 # %%
 # %%ranks 4

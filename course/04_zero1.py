@@ -39,6 +39,11 @@ for name in ("parameters", "gradients", "optimizer", "master weights"):
 # all of it, and compare.
 
 # %%
+from refimpl.notebook import predict
+
+predict("Four ranks train by DDP. How many different optimizer states are there?", 1)
+
+# %%
 # %%ranks 4
 import hashlib
 
@@ -74,6 +79,9 @@ print(f"{len(set(group.all_gather_object(digest)))} different state(s) on {world
 #
 # and the memory in bf16 falls from $2 + 2 + 12$ to $2 + 2 + 12/N$ bytes a parameter. First a check that the two halves
 # give the bits of the whole:
+
+# %%
+predict("What does ZeRO-1 send in a step, in units of what DDP sends?", 1.0, why="Two halves are a whole.")
 
 # %%
 # %%ranks 4
@@ -157,6 +165,9 @@ class ByHand:
 
 
 # %%
+predict("bf16 and AdamW on 4 ranks. How many bytes a parameter does ZeRO-1 keep?", 2 + 2 + 12 / 4, unit="bytes")
+
+# %%
 # %%ranks 4
 ddp, zero1 = ByHand(sharded=False), ByHand(sharded=True)
 for number in range(5):
@@ -171,6 +182,23 @@ print(f"optimizer state: {ddp.state_bytes():,} bytes and {zero1.state_bytes():,}
 # and its own two means, and on nothing else. Section 6 shows what happens to an optimizer for which that is not so.
 #
 # (The 4 bytes left over are AdamW's step count.)
+
+# %% [markdown]
+# **Your turn.** Write the body and run the cell: it is saved in your exercise's file and graded on real ranks in a
+# second or two. `%hint 04_zero1 pieces_of` helps. Then read on.
+
+
+# %%
+# %%task 04_zero1 pieces_of
+def pieces_of(sizes: Sequence[int], ranks: int, rank: int) -> list[tuple[int, int, int]]:
+    """What of which parameter lies in the shard of `rank`: (number, start, stop), in elements of that parameter.
+
+    `sizes`: elements of each parameter, in the order of the buffer. A parameter may lie across several shards, and a
+    shard may hold several parameters, or padding only; padding is nobody's piece.
+    Example: sizes [3, 4], 2 ranks, shards of 4 -> rank 0: [(0, 0, 3), (1, 0, 1)]; rank 1: [(1, 1, 4)].
+    """
+    raise NotImplementedError("pieces_of")
+
 
 # %% [markdown]
 # ## 4. Read it
@@ -393,6 +421,15 @@ print("equal bits after 5 steps:", all(torch.equal(a, b) for a, b in zipped))
 #
 # **The stale shard.** Forget the all-gather. Each rank then has fresh weights in its own part and the first weights
 # in all others. Nothing raises and nothing hangs. Watch the loss:
+
+
+# %%
+predict(
+    "Which of these computes something else when the parameters are cut anywhere?",
+    "LAMB",
+    options=["SGD with momentum", "AdamW", "LAMB"],
+    why="It scales each layer's update by the norm of the layer's weights.",
+)
 
 
 # %%

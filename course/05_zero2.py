@@ -57,11 +57,29 @@ print(f"{alive:,} bytes of gradients alive, {read:,} to be read: 1/{alive // rea
 # $2\Psi b\,\frac{N-1}{N}$ bytes. The paper (section 7.2.1) counts $2\Psi$ elements, as many as in data parallel
 # training. That is so for one micro-batch a step. Section 5 counts what happens with more.
 
+# %%
+from refimpl.notebook import predict
+
+predict(
+    "bf16 and AdamW on 4 ranks. How many bytes a parameter does ZeRO-2 keep?",
+    2 + (2 + 12) / 4,
+    unit="bytes",
+    why="2 + 14/N",
+)
+
 # %% [markdown]
 # ## 3. Build it
 #
 # PyTorch calls a **post-accumulate hook** the moment a parameter's gradient is complete, in the middle of backward. The
 # collector below hangs one on each parameter. Its `reduce` is the whole of ZeRO-2: send, keep my part, forget the rest.
+
+
+# %%
+predict(
+    "What happens to a bucket, in which order?",
+    ["its gradients arrive", "it is reduce-scattered", "a shard stays", "its memory is filled again"],
+    order=True,
+)
 
 
 # %%
@@ -193,6 +211,24 @@ print("Zero2    ", order())
 # it two when it passes: what must you keep for each, and in which order do you settle them?
 
 # %% [markdown]
+# **Your turn.** Write the body and run the cell: it is saved in your exercise's file and graded on real ranks in a
+# second or two. `%hint 05_zero2 clip_global_norm` helps. Then read on.
+
+
+# %%
+# %%task 05_zero2 clip_global_norm
+def clip_global_norm(group: Group, shards: Mapping[str, Tensor], limit: float) -> float:
+    """Clip, in place, gradients of which this rank holds the shards; returns their L2 norm before clipping.
+
+    The norm is that of the whole gradient over all ranks, and when it exceeds `limit`, every element is multiplied by
+    limit / norm: the same number on every rank. `shards` may be empty on some ranks. A tied parameter has two names for
+    one and the same tensor, and counts once. Shards are fp32 or 16 bits (fp16 ends at 65504, and the square
+    of 1e20 is too large for fp32). One all-reduce of one number.
+    """
+    raise NotImplementedError("clip_global_norm")
+
+
+# %% [markdown]
 # ## 4. Read it
 #
 # The real one has more to do (dtypes, unused parameters, two buckets in flight while a third fills), all of it shared
@@ -268,6 +304,13 @@ for name in STAGES:
     formula = memory_bytes(name, ranks=4, itemsize=2, layout=layout)
     kept[name] = show.compare(formula, {key: memory[key] for key in formula})
 pd.concat(kept)
+
+# %%
+predict(
+    "With 4 micro-batches a step, how many times does ZeRO-2 send all gradients or all weights?",
+    4 + 1,
+    why="A reduce-scatter for each micro-batch, and one all-gather.",
+)
 
 # %%
 rows = {}
@@ -390,6 +433,14 @@ memory_knobs(
 #
 # **Reading `p.grad`.** Most training loops have a line that clips gradients between backward and step. Under ZeRO-2 the
 # gradients have left by then. What does the line do to your `Collector`?
+
+# %%
+predict(
+    "All `p.grad` are None. What does `clip_grad_norm_` return?",
+    "0",
+    options=["an error", "0", "the norm of this rank's shard"],
+    why="The norm of nothing, and nobody is told.",
+)
 
 # %%
 # %%ranks 4

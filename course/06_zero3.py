@@ -64,11 +64,23 @@ f"one block of {len(model.blocks)} holds {block / model.config.parameters:.1%} o
 #
 # Three in place of two: half as much again as DDP.
 
+# %%
+from refimpl.notebook import predict
+
+predict("bf16 and AdamW on 64 ranks. How many bytes a parameter does ZeRO-3 keep?", 16 / 64, unit="bytes", why="16/N")
+
 # %% [markdown]
 # ## 3. Build it
 #
 # **Giving memory back.** A tensor is a view of a *storage*. One can take the memory from a storage and leave all its
 # tensors in place. They keep their shapes, and are right again when the memory comes back and is filled:
+
+# %%
+predict(
+    "What happens to a unit in a step?",
+    ["gather", "forward", "free", "gather again", "backward", "reduce-scatter"],
+    order=True,
+)
 
 # %%
 x = torch.arange(6.0)
@@ -162,6 +174,13 @@ class Part:
 
 
 # %%
+predict(
+    "How much does a step send, in units of the parameters' bytes times (N-1)/N? DDP sends 2.",
+    3,
+    why="Two gathers, one reduction.",
+)
+
+# %%
 # %%ranks 4
 config = GPTConfig(width=64, heads=2, layers=4)
 
@@ -202,6 +221,26 @@ print({tag: f"{n / (3 * psi * 4 * 3 / 4):.2f} times Ψb(N-1)/N a step" for tag, 
 
 # %% [markdown]
 # Two gathers and one reduction a step, $3\Psi$, and the bits of data parallel training.
+
+# %% [markdown]
+# **Your turn.** Write the body and run the cell: it is saved in your exercise's file and graded on real ranks in a
+# second or two. `%hint 06_zero3 zero3_bytes` helps. Then read on.
+
+
+# %%
+# %%task 06_zero3 zero3_bytes
+def zero3_bytes(units: Sequence[int], ranks: int, itemsize: int, budget: int) -> dict[str, int]:
+    """Bytes on a rank with AdamW: "kept", and "gathered", the most that is whole at once in an iteration.
+
+    units: elements of each, multiples of `ranks`, in the order of forward; backward uses them in the opposite order.
+    kept: the shards of parameters and gradients (`itemsize` bytes an element), AdamW's two fp32 numbers, and fp32
+    masters below fp32. gathered: at each use, first the unit itself is whole; then the next ones of the iteration that
+    are not are sent for, until one would bring those that fly (sent for, and not yet used) to more than `budget`
+    elements. After its use a unit is freed.
+    Example: units [4, 8, 4], fp32, 2 ranks: kept 8 * 16. gathered with budget 0: 8 * 4; with budget 4: 12 * 4.
+    """
+    raise NotImplementedError("zero3_bytes")
+
 
 # %% [markdown]
 # ## 4. Read it
@@ -501,6 +540,14 @@ print("finite:", bool(loss.isfinite()), "| stepped:", stage.step())
 # expects of the others what all did there the last time. As long as that holds nothing is said. A rank that is about
 # to do something else, or was never there, calls the roll: it begins nothing before every rank has said what it does. A
 # rank that has waited half a second, for a gather which a calling rank has not begun, answers too.
+
+
+# %%
+predict(
+    "Two ranks gather different layers of one size, and nobody compares. What happens?",
+    "both compute with a mixture",
+    options=["a hang", "an error", "both compute with a mixture"],
+)
 
 
 # %% tags=["raises-exception"]

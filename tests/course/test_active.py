@@ -1,0 +1,31 @@
+"""Chapters ask before they tell: predictions, and tasks to be written in the notebook, which begin as the stub does."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from refimpl.grading.chapters import definitions, find_chapter
+from refimpl.grading.stubs import stub
+
+ROOT = Path(__file__).parents[2]
+CHAPTERS = sorted((ROOT / "course").glob("[0-9][0-9]_*.py"))
+TASK = re.compile(r"^# %%task (\S+) (\S+)\n(.*?)^# %%", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_a_chapter_asks_at_least_four_times(path: Path) -> None:
+    asked = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+    assert sum(getattr(call.func, "id", "") == "predict" for call in asked) >= 4
+
+
+@pytest.mark.parametrize("path", CHAPTERS[1:], ids=lambda path: path.stem)
+def test_a_chapter_has_a_task_that_is_its_exercises_stub(path: Path) -> None:
+    cells = TASK.findall(path.read_text())
+    assert cells
+    for name, task, cell in cells:
+        source = stub(find_chapter(name, ROOT).solution.read_text())
+        expected = next(d for d in definitions(ast.parse(source)) if d.name == task)
+        assert name == path.stem
+        assert cell.strip() == ast.get_source_segment(source, expected)
