@@ -102,25 +102,26 @@ GRADER = '''\
 
 import torch
 
-from refimpl.grading.compare import equal, require
+from refimpl.grading.compare import equal
 from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup, all_done, same_traffic
 
 
 @on_ranks(2, 3, 4)
 def test_mean_of_ranks(answer: Answer, group: WatchedGroup) -> None:
-    for n in (5, 1):
-        case(f"{n} elements")
+    for n, dtype in ((5, torch.float32), (1, torch.float32), (4, torch.bfloat16)):
+        case(f"{n} elements of {dtype}")
         watched, oracle = group.fresh(), group.oracle()
-        inputs = [torch.arange(n) + 10.0 * rank for rank in range(group.size)]
+        inputs = [(torch.arange(n) + 10.0 * rank).to(dtype) for rank in range(group.size)]
         x, mine = inputs[group.rank].clone(), inputs[group.rank]
         oracle.all_reduce(mine.clone(), "mean")
-        found = answer.mean_of_ranks(watched, x)
+        with untouched(x=x):
+            found = answer.mean_of_ranks(watched, x)
         known = {"it is your own x, nothing of the other ranks is in it": mine}
-        equal(found, torch.stack(inputs).mean(0), "the mean", ranks=group.size, known=known)
-        require(torch.equal(x, mine), "x was changed: the mean was written into the input")
-        same_traffic(watched, oracle, "mean_of_ranks")
+        equal(found, torch.stack(inputs).mean(0), "the mean", ranks=group.size, known=known, rtol=1e-2)
+        same_traffic(watched, oracle, "mean_of_ranks", itemsize=dtype.itemsize)
         all_done(watched, "mean_of_ranks")
 '''
 

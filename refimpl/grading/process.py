@@ -84,5 +84,6 @@ def _put_back(place: Any, names: dict[str, Any]) -> None:
             setattr(place, name, old)
     if isinstance(place, type):
         for name in set(now) - set(names):
-            if name in UNSEEN or not name.startswith(("__", "_abc")):
+            shadows = callable(now[name]) or any(name in vars(base) for base in place.__mro__[1:])
+            if shadows and (name in UNSEEN or not name.startswith("__")):
                 delattr(place, name)

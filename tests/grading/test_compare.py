@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from refimpl.grading.compare import Wrong, equal, first_divergence
+from refimpl.grading.compare import Wrong, by_users, equal, first_divergence
 from refimpl.grading.traffic import side_by_side
 
 RIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -65,3 +65,22 @@ def test_transcripts_stand_side_by_side() -> None:
         "  1  all_reduce, 8 bytes               all_reduce, 8 bytes",
         "  2  -                                 send to 1, 4 bytes   <- first difference",
     ]
+
+
+def test_a_factor_is_named_by_what_it_is_the_number_of() -> None:
+    whole = torch.tensor([12.0, 24.0])
+    for found, words in (
+        (whole / 3, "1/3 of the expected: divided by the number of ranks"),
+        (whole / 4, "1/4 of the expected: divided by the number of micro-batches"),
+        (whole * 4, "4x the expected: reduced anew with each of 4 micro-batches"),
+    ):
+        with pytest.raises(Wrong, match=words):
+            equal(found, whole, "y", ranks=3, parts=4)
+
+
+def test_a_mean_over_the_users_of_a_layer_is_named() -> None:
+    truth = {"spare.weight": torch.ones(2), "head.weight": torch.ones(2)}
+    known = by_users(truth, 3, {"spare": 2})
+    assert list(known) == ["spare.weight"]
+    with pytest.raises(Wrong, match="divided by the 2 ranks that used this layer, not by all 3"):
+        first_divergence([truth | {"spare.weight": torch.full((2,), 1.5)}], [truth], "the gradient", known=known)
