@@ -123,7 +123,8 @@ for again in (False, True):
     y.square().mean().backward()
     right = all(torch.equal(s.grad, w.grad.view(world_size, -1)[rank]) for s, w in zip(shards, plain, strict=True))
     sent = {tag: n / (once * 3 / 4) for tag, n in tcp.ledger.sent_bytes("tag").items()}
-    print(f"gathered {1 + again} x, right: {right}, kept after forward: {kept / once:.2f} Ψb beside the shards;", sent)
+    share = "most" if kept > once / 2 else "little"
+    print(f"gathered {1 + again} x, right: {right}, kept after forward: {share} of Ψb beside the shards;", sent)
 
 # %% [markdown]
 # Right at once, and no memory saved: autograd keeps the gathered weights until backward. (7 of the 8. The first is not
