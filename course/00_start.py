@@ -277,7 +277,7 @@ from refimpl.measure.clock import Clock
 
 clock = Clock(warmup=2)
 a, b = torch.ones(16_000_000), torch.empty(16_000_000)
-square = {m: torch.rand(m, m) for m in (16, 64, 256, 1024)}
+square = {m: torch.rand(m, m) for m in (16, 64, 256, 512)}
 big, one = torch.zeros(2_000_000), torch.zeros(1)
 for _ in range(12):
     group.barrier()  # start together
@@ -303,7 +303,7 @@ for _ in range(12):
 
 # %% tags=["nbval-ignore-output"]
 best = ranks.pull("{name: min(times) for name, times in clock.ms.items()}")[0]
-work = {"add": (16e6, 12 * 16e6)} | {f"matmul {m}": (2 * m**3, 12 * m**2) for m in (16, 64, 256, 1024)}
+work = {"add": (16e6, 12 * 16e6)} | {f"matmul {m}": (2 * m**3, 12 * m**2) for m in (16, 64, 256, 512)}
 rows = [[ops / n, best[name], ops / best[name] / 1e6, n / best[name] / 1e6] for name, (ops, n) in work.items()]
 columns = ["operations a byte", "ms", "billion operations/s", "GB/s"]
 roof = pd.DataFrame(rows, index=list(work), columns=columns)

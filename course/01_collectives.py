@@ -88,9 +88,9 @@ table
 #
 # $$\text{bytes sent} = 2n\,\frac{N-1}{N}\qquad\qquad T = 2(N-1)\left(\alpha + \frac{n}{N}\beta\right)$$
 #
-# The bytes stay below $2n$ for any number of ranks. As long as it is ranks that add, no algorithm sends less. The latency
-# is the price: $2(N-1)$ messages one after the other. Here is the ring at work. Each square is a chunk on a rank, the number says how many ranks'
-# contributions it holds.
+# The bytes stay below $2n$ for any number of ranks. As long as it is ranks that add, no algorithm sends less. The
+# latency is the price: $2(N-1)$ messages one after the other. Here is the ring at work. Each square is a chunk on a
+# rank, the number says how many ranks' contributions it holds.
 
 # %% alt="Seven grids of ranks by chunks: sums grow along the diagonal, then finished chunks spread"
 N = 4
@@ -248,10 +248,10 @@ group.ledger.sent_bytes()
 # %% [markdown]
 # $2 \cdot 1024 \cdot \frac34 = 1536$ bytes from each rank, instead of 3072 from one.
 #
-# **A tree.** For a small buffer the bytes cost nothing, and the ring's $2(N-1)$ messages in a row cost $2(N-1)\,\alpha$:
-# on 1024 ranks 2046 of them. A tree needs $2\lceil\log_2 N\rceil$, which is 20. On the way up, half of those who still
-# hold a sum hand it to a neighbour in each round; on the way down, all who have the result pass it on. Here is the way
-# up. The way down is this chapter's exercise `tree_broadcast`, so the cell borrows gloo's.
+# **A tree.** For a small buffer the bytes cost nothing, and the ring's $2(N-1)$ messages in a row cost
+# $2(N-1)\,\alpha$: on 1024 ranks 2046 of them. A tree needs $2\lceil\log_2 N\rceil$, which is 20. On the way up, half
+# of those who still hold a sum hand it to a neighbour in each round; on the way down, all who have the result pass it
+# on. Here is the way up. The way down is this chapter's exercise `tree_broadcast`, so the cell borrows gloo's.
 
 
 # %%
@@ -310,8 +310,9 @@ tcp.barrier()
 print(f"wrote {(written() - before) / buffer.nbytes:.1f} n")
 
 # %% [markdown]
-# Rank 0 sends it to two, one of those to the last: $2n$, $n$, 0, 0. On $N$ ranks the root sends $n\lceil\log_2 N\rceil$,
-# where "through rank 0" sent $n(N-1)$. (The ledger keeps it simple: it charges the root with the whole tree, $n(N-1)$.)
+# Rank 0 sends it to two, one of those to the last: $2n$, $n$, 0, 0. On $N$ ranks the root sends
+# $n\lceil\log_2 N\rceil$, where "through rank 0" sent $n(N-1)$. (The ledger keeps it simple: it charges the root with
+# the whole tree, $n(N-1)$.)
 #
 # **Two levels.** Between two ranks of a node the way is short, between nodes it is long. So sum inside the nodes first.
 # Of 4 ranks, let 0 and 1 be one node, 2 and 3 another: a reduce-scatter inside each node, an all-reduce of what each
@@ -331,10 +332,10 @@ inside.all_gather(counts, half, tag="inside")
 print("right:", torch.equal(counts, expected), mesh.ledger.sent_bytes("tag"))
 
 # %% [markdown]
-# Of 1536 bytes a rank, 512 leave the node. The flat ring also crosses between the nodes, by one rank of each (1 to 2 and
-# 3 to 0), and that rank sends all of its 1536 bytes there. With 8 GPUs a node, each with a network card of its own, two
-# levels send $\frac18$ of the buffer through each card where the one ring sends all of it through one. (NCCL therefore
-# runs several rings, each of which leaves the node by another card.)
+# Of 1536 bytes a rank, 512 leave the node. The flat ring also crosses between the nodes, by one rank of each (1 to 2
+# and 3 to 0), and that rank sends all of its 1536 bytes there. With 8 GPUs a node, each with a network card of its own,
+# two levels send $\frac18$ of the buffer through each card where the one ring sends all of it through one. (NCCL
+# therefore runs several rings, each of which leaves the node by another card.)
 
 # %% [markdown]
 # ## 4. Read it
@@ -346,10 +347,10 @@ print("right:", torch.equal(counts, expected), mesh.ledger.sent_bytes("tag"))
 show.source(ring.all_reduce, ring._reduce, ring._gather, ring._shift, docstrings=False)
 
 # %% [markdown]
-# `Group.all_reduce`, which the rest of the course uses, moves as many bytes in another way. The owner of chunk $i$ gets it
-# from all others directly, not by way of its neighbours. (Through TCP these are two all-to-alls, one with the ranks below
-# and one with those above, so that the own chunk is not copied. In shared memory the owner reads the chunks where they
-# lie.) Then it adds them, in rank order:
+# `Group.all_reduce`, which the rest of the course uses, moves as many bytes in another way. The owner of chunk $i$ gets
+# it from all others directly, not by way of its neighbours. (Through TCP these are two all-to-alls, one with the ranks
+# below and one with those above, so that the own chunk is not copied. In shared memory the owner reads the chunks where
+# they lie.) Then it adds them, in rank order:
 
 # %%
 show.source(collectives.ordered_reduce)
@@ -397,9 +398,9 @@ show.compare(formula=formula, counted=dict(zip(formula, counts, strict=True)))
 
 # %% [markdown]
 # **Seconds.** First the price of a message on this machine: all ranks send to the right at the same time, four times in
-# a row, from 64 bytes to 16 MB. Through the points goes the line $\alpha + n\beta$ that fits best (in relative error, so
-# that small messages count as much as large ones). Each size is tried many times and the best time counts: on a shared
-# machine the slower ones measure the other programs. Beside it the ring, and the tree with gloo's way down.
+# a row, from 64 bytes to 16 MB. Through the points goes the line $\alpha + n\beta$ that fits best (in relative error,
+# so that small messages count as much as large ones). Each size is tried many times and the best time counts: on a
+# shared machine the slower ones measure the other programs. Beside it the ring, and the tree with gloo's way down.
 
 # %%
 from refimpl.measure.clock import Clock
@@ -449,8 +450,8 @@ print(f"alpha = {1e6 * alpha:.0f} microseconds a message,  1/beta = {1e-9 / beta
 # %% [markdown]
 # Two numbers, and the formula of section 2 predicts the ring for any size and any number of ranks, *if each rank has a
 # link of its own*. Ranks on one machine do not. What moves their bytes is the cores, and when $N$ ranks share $C$ cores
-# each gets $C/N$ of one: a message takes $s = \max(1, N/C)$ times as long, $\alpha$ and $\beta$ alike. The table has the
-# prediction without and with $s$.
+# each gets $C/N$ of one: a message takes $s = \max(1, N/C)$ times as long, $\alpha$ and $\beta$ alike. The table has
+# the prediction without and with $s$.
 
 # %% tags=["nbval-ignore-output"]
 
@@ -495,15 +496,15 @@ plt.show()
 # Left of the bend a message costs $\alpha$ and its size does not matter. Right of it, time grows with the bytes. This
 # is why gradients travel in buckets of megabytes and not one tensor at a time.
 #
-# Without $s$ the prediction for 4 ranks is several times too low (dashed); with it, large buffers are met, and small ones
-# still take two to four times as long. What is left out is the additions, the memory for what arrives, and above all
-# that a rank whose message has come must wait until the system gives it a core again: that can take longer than the
+# Without $s$ the prediction for 4 ranks is several times too low (dashed); with it, large buffers are met, and small
+# ones still take two to four times as long. What is left out is the additions, the memory for what arrives, and above
+# all that a rank whose message has come must wait until the system gives it a core again: that can take longer than the
 # message, six times in a row, and the more so the busier the machine is. A model of two numbers is for choosing between
 # algorithms, not for promising a date. (On a cluster $s$ has other causes: GPUs that share a network card, or a switch
 # with fewer links up than down.)
 #
-# **Ring or tree?** The tree sends the whole buffer in each of its
-# $2\lceil\log_2 N\rceil$ rounds, the ring $1/N$ of it in each of $2(N-1)$. So there is a size at which they change places:
+# **Ring or tree?** The tree sends the whole buffer in each of its $2\lceil\log_2 N\rceil$ rounds, the ring $1/N$ of it
+# in each of $2(N-1)$. So there is a size at which they change places:
 
 # %% tags=["nbval-ignore-output"]
 table = pd.DataFrame({way: {f"{size:,}": 1e3 * four[way][size] for size in SIZES[::2]} for way in ("ring", "tree")})
@@ -514,8 +515,8 @@ table.round(2).rename_axis("bytes, 4 ranks; ms")
 # %% [markdown]
 # By the formula 4 ranks win little with a tree: 4 rounds in place of 6. They win more, because in a round of the tree a
 # rank waits for one other, and in a step of the ring all wait for all. On 1024 ranks it is 20 rounds in place of 2046,
-# and the formula lets the tree win far into the megabytes. **NCCL**, the library behind collectives on NVIDIA's GPUs, asks a model of this kind at
-# every call, with the latencies and bandwidths that it found when it started:
+# and the formula lets the tree win far into the megabytes. **NCCL**, the library behind collectives on NVIDIA's GPUs,
+# asks a model of this kind at every call, with the latencies and bandwidths that it found when it started:
 #
 # | NCCL's algorithm | what it is | when it is taken |
 # |---|---|---|
@@ -528,9 +529,9 @@ table.round(2).rename_axis("bytes, 4 ranks; ms")
 # longer add, so "no algorithm sends less than $2n\frac{N-1}{N}$" does not hold for them: they send $n$.
 
 # %% [markdown]
-# **The way.** All of that went through TCP, although all ranks are on one host: messages between two ranks always do here.
-# A collective of `Group` need not: a rank can read what its peer has put into memory that both see. A cluster has both
-# kinds of way:
+# **The way.** All of that went through TCP, although all ranks are on one host: messages between two ranks always do
+# here. A collective of `Group` need not: a rank can read what its peer has put into memory that both see. A cluster has
+# both kinds of way:
 #
 # ```mermaid
 # flowchart LR
@@ -546,7 +547,8 @@ table.round(2).rename_axis("bytes, 4 ranks; ms")
 # An H100 reaches its seven neighbours at 450 GB/s in each direction, and other nodes at 50 GB/s through one 400 Gbit/s
 # card. NCCL chooses for each pair of ranks, and says so under `NCCL_DEBUG=INFO` (`via P2P`, `via SHM`, `via NET`).
 # `Group` does the same for ranks on CPUs: shared memory where all are on one host, else TCP through gloo.
-# `REFIMPL_TRANSPORT=gloo` asks for TCP. The algorithm, the bytes in the ledger and the bits are the same. The time is not:
+# `REFIMPL_TRANSPORT=gloo` asks for TCP. The algorithm, the bytes in the ledger and the bits are the same. The time is
+# not:
 
 # %%
 # %%ranks 2
@@ -578,10 +580,10 @@ table.round(3)
 
 # %% [markdown]
 # TCP copies every byte into the kernel and out again, and both copies take time from the cores that compute. In shared
-# memory the owner of a chunk adds the others' numbers where they lie. What remains is signals (a word in the same memory
-# says "my buffer is complete", another "I have read yours") and one copy of each finished chunk. For that the buffer must
-# lie in the shared memory from the start: `Group.empty` hands such memory out, and the stages keep their buckets there.
-# A tensor from elsewhere is copied there first.
+# memory the owner of a chunk adds the others' numbers where they lie. What remains is signals (a word in the same
+# memory says "my buffer is complete", another "I have read yours") and one copy of each finished chunk. For that the
+# buffer must lie in the shared memory from the start: `Group.empty` hands such memory out, and the stages keep their
+# buckets there. A tensor from elsewhere is copied there first.
 
 # %% [markdown]
 # **Bits.** In floating point, $(a+b)+c$ need not equal $a+(b+c)$. The ring adds each chunk in another order: it starts
@@ -628,7 +630,8 @@ print("largest relative difference:   2 **", int(((around - one_process).abs() /
 #
 # **The wrong partner.** Collectives have no names on the wire. The first call of each rank meets the first call of the
 # others, the second the second. Suppose half of the ranks go through their tensors in another order (a `set`, a dict
-# filled in another order, hooks that fire when they like). If the sizes differ, the job hangs or fails. If they are equal:
+# filled in another order, hooks that fire when they like). If the sizes differ, the job hangs or fails. If they are
+# equal:
 
 # %%
 predict(
@@ -661,7 +664,8 @@ for number, calls in enumerate(zip(*group.all_gather_object(mine), strict=True))
 
 # %% [markdown]
 # The cure is an order that is the same everywhere by construction, such as that of `model.named_parameters()`. PyTorch
-# checks shapes and names of calls under `TORCH_DISTRIBUTED_DEBUG=DETAIL`, but the wrong tensor of the right shape passes.
+# checks shapes and names of calls under `TORCH_DISTRIBUTED_DEBUG=DETAIL`, but the wrong tensor of the right shape
+# passes.
 #
 # **The early hand.** An asynchronous collective returns at once, and the buffer belongs to it until `wait`. Whoever
 # touches it before that gets a wrong sum, some of the time:
@@ -696,7 +700,8 @@ print("left alone till wait, right:", bool((x == 4).all()))
 #   [refimpl/plan/time.py](../refimpl/plan/time.py) (the ring beside the tree).
 # - **Tests:** [tests/comm/test_group.py](../tests/comm/test_group.py) compares the ledger with the bytes that the
 #   operating system counts.
-# - **DeepSpeed:** [deepspeed/comm/comm.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/comm/comm.py).
+# - **DeepSpeed:**
+#   [deepspeed/comm/comm.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/comm/comm.py).
 # - **Paper:** Patarasu & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2),
 #   proves that $2n\frac{N-1}{N}$ is the least.
 #

@@ -2,8 +2,9 @@
 # # 3 · Precision and bytes: where 16 bytes a parameter go
 #
 # Numbers of 16 bits take half the memory and half the traffic of fp32, and GPUs multiply them faster. They also lose
-# things: small updates, small gradients, or large ones. This chapter shows each loss on a model that trains, and the two remedies that everybody
-# uses: **master weights** and **loss scaling**. Then it counts what 16 bits save. It is not what most people expect.
+# things: small updates, small gradients, or large ones. This chapter shows each loss on a model that trains, and the
+# two remedies that everybody uses: **master weights** and **loss scaling**. Then it counts what 16 bits save. It is not
+# what most people expect.
 
 # %% [markdown]
 # ## 1. The pain: half the bytes, half the learning
@@ -302,9 +303,9 @@ for number in small[0]:
 print("4096 times 0.01: a bf16 product says", (small @ ones).item(), "| bf16 additions say", one_by_one.item())
 
 # %% [markdown]
-# The second place is the gradient of many micro-batches, which are added one by one just like that (`grad_accum_dtype` in
-# DeepSpeed's JSON; Megatron keeps an fp32 `main_grad`). The third is the sum over ranks. A ring rounds the partial sum to
-# bf16 at each of its $N-1$ hops. `Group` sends bf16 too, but adds the $N$ contributions in fp32 and rounds once:
+# The second place is the gradient of many micro-batches, which are added one by one just like that (`grad_accum_dtype`
+# in DeepSpeed's JSON; Megatron keeps an fp32 `main_grad`). The third is the sum over ranks. A ring rounds the partial
+# sum to bf16 at each of its $N-1$ hops. `Group` sends bf16 too, but adds the $N$ contributions in fp32 and rounds once:
 
 # %%
 # %%ranks 4
@@ -387,7 +388,8 @@ show.source(DynamicLossScaler.update, DynamicLossScaler._shrink)
 
 # %% [markdown]
 # The master weights live in `Update`, which all strategies share. `prepare` and `apply` are your loop: check, skip or
-# unscale, step, and `publish` rounds the masters into the model. (`adopt` is for weights that somebody wrote meanwhile.)
+# unscale, step, and `publish` rounds the masters into the model. (`adopt` is for weights that somebody wrote
+# meanwhile.)
 
 # %%
 from refimpl.zero.update import Update
@@ -493,15 +495,15 @@ print(f"the rest:      {rest:.2f} numbers a token")
 print(f"after backward {after_backward:,} bytes")
 
 # %% [markdown]
-# The rest is named quickly: the softmax over 256 possible bytes, 64 numbers going into the last norm and 64 coming out,
+# What is the rest? the softmax over 256 possible bytes, 64 numbers going into the last norm and 64 coming out,
 # two for its statistics, and the target (8 bytes, so two more). The remaining quarter are the 64 positions and the loss
 # itself. Activations do not depend on the number of parameters but on the tokens in flight, and in 16 bits they halve.
 # That is where the memory is won.
 #
 # **Autocast** is the other way to mixed precision: the model stays fp32, and inside `torch.autocast` each operation
-# chooses. Products round their inputs to bf16; norms, softmax and loss stay fp32. So the fp32 weights *are* the masters.
-# Here are the two ways beside plain fp32, with DDP on 2 ranks; activations are those of one block, in bytes for each
-# token and unit of width:
+# chooses. Products round their inputs to bf16; norms, softmax and loss stay fp32. So the fp32 weights *are* the
+# masters. Here are the two ways beside plain fp32, with DDP on 2 ranks; activations are those of one block, in bytes
+# for each token and unit of width:
 
 # %%
 rows = {}
@@ -524,8 +526,8 @@ pd.DataFrame(rows).round(1).T
 # %% [markdown]
 # Autocast's gradients are fp32, so it sends twice the bytes, and its activations are a mixture: the inputs of the norms
 # are fp32, and the 16-bit copies of the weights, made anew in each forward, are kept for backward as well. It is safer,
-# because nothing is rounded that does badly with it, and pays for it with casts and bytes. ZeRO and FSDP mostly train the other way: 16-bit weights
-# that are gathered, fp32 masters that are sharded.
+# because nothing is rounded that does badly with it, and pays for it with casts and bytes. ZeRO and FSDP mostly train
+# the other way: 16-bit weights that are gathered, fp32 masters that are sharded.
 #
 # Turn the knobs: model, precision, sequences of 2048 tokens in flight. The bars are GB on one rank under DDP.
 
@@ -578,9 +580,10 @@ table = pd.DataFrame(
 Knobs(draw, table, model=list(MODELS), precision=precisions, sequences=[4, 1, 2, 8, 16])
 
 # %% [markdown]
-# **Is it fast?** A step does about $6\Psi$ operations a token. The share of what the hardware could have done in that time
-# is the **model FLOPs utilization**, MFU. It counts what the model needs, not what was done: recomputed activations do not
-# raise it. Large trainings on GPUs reach 35 to 50%. Here against this core's own best product, in fp32:
+# **Is it fast?** A step does about $6\Psi$ operations a token. The share of what the hardware could have done in that
+# time is the **model FLOPs utilization**, MFU. It counts what the model needs, not what was done: recomputed
+# activations do not raise it. Large trainings on GPUs reach 35 to 50%. Here against this core's own best product, in
+# fp32:
 
 # %% tags=["nbval-ignore-output"]
 from refimpl.measure.clock import Clock
@@ -609,11 +612,11 @@ for width in (16, 64, 256):
 pd.DataFrame(rows).T.rename_axis("width")
 
 # %% [markdown]
-# The wider, the better: products grow with the square of the width, and everything element-wise (chapter 0: memory-bound)
-# with the width alone.
+# The wider, the better: products grow with the square of the width, and everything element-wise (chapter 0:
+# memory-bound) with the width alone.
 #
-# **Loss scaling, live.** fp16 on 2 ranks with `DynamicLossScaler`, from a scale that is far too high. `window=12` makes
-# it curious; 1000 is the default.
+# **Loss scaling, live.** fp16 on 2 ranks with `DynamicLossScaler`, from a scale that is far too high. With `window=12`
+# it tries a larger scale after 12 good steps; the default is 1000.
 
 
 # %%
@@ -648,8 +651,8 @@ axis.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# It halves until the gradients fit, then rides just below the limit: every 12 good steps it looks one higher, and
-# mostly comes back at the price of one step.
+# It halves until the gradients fit, then stays just below the limit: every 12 good steps it doubles, and mostly halves
+# again at once. Each such try costs one skipped step.
 
 # %% [markdown]
 # ## 6. Break it: Inf on one rank only

@@ -72,6 +72,74 @@ predict("bf16 and AdamW on 64 ranks. How many bytes a parameter does ZeRO-3 keep
 # %% [markdown]
 # ## 3. Build it
 #
+# **The bare form.** A gather is an operation like any other: it takes a shard $[S]$ and returns the whole $[P]$. What
+# is its gradient? Every rank has a gradient of the whole; the shard's is my part of their mean. So *the backward of an
+# all-gather is a reduce-scatter*, and autograd does the rest. This is all of ZeRO-3 that mathematics asks for:
+
+
+# %%
+# %%ranks 4
+from torch.utils.checkpoint import checkpoint
+
+from refimpl.comm.group import Group
+from refimpl.measure.memory import MemoryMeter
+
+tcp = Group.world(transport="gloo")  # shared memory would keep copies, which the meter would count
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shard):
+        whole = torch.empty(shard.numel() * world_size)
+        tcp.all_gather(whole, shard.detach(), tag="parameters")
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad):
+        mine = torch.empty(grad.numel() // world_size)
+        tcp.reduce_scatter(mine, grad, "mean", tag="gradients")
+        return mine
+
+
+def layer(x, shard):
+    return torch.tanh(x @ Gather.apply(shard).view(256, 256))
+
+
+torch.manual_seed(0)
+weights = [torch.randn(256, 256) / 16 for _ in range(8)]
+x = torch.randn(4, 256, generator=torch.Generator().manual_seed(rank))
+plain = [w.clone().requires_grad_() for w in weights]
+y = x
+for w in plain:
+    y = torch.tanh(y @ w)
+y.square().mean().backward()
+for w in plain:
+    group.all_reduce(w.grad, "mean")
+
+once = 8 * 256 * 256 * 4
+for again in (False, True):
+    shards = [w.view(world_size, -1)[rank].clone().requires_grad_() for w in weights]
+    tcp.ledger.reset()
+    y = x
+    with MemoryMeter(lambda: {"shards": shards}) as meter:
+        for shard in shards:
+            y = checkpoint(layer, y, shard, use_reentrant=False) if again else layer(y, shard)
+        kept = sum(meter.sample().values()) - meter.now()["shards"]
+    y.square().mean().backward()
+    right = all(torch.equal(s.grad, w.grad.view(world_size, -1)[rank]) for s, w in zip(shards, plain, strict=True))
+    sent = {tag: n / (once * 3 / 4) for tag, n in tcp.ledger.sent_bytes("tag").items()}
+    share = "most" if kept > once / 2 else "little"
+    print(f"gathered {1 + again} x, right: {right}, kept after forward: {share} of Ψb beside the shards;", sent)
+
+# %% [markdown]
+# Right at once, and no memory saved: autograd keeps the gathered weights until backward. (7 of the 8. The first is not
+# needed, because nobody asks for the gradient of its input.) `checkpoint` drops what a layer has saved and runs its
+# forward a second time when backward comes there, gather included: now little is kept, and $\Psi$ more is sent.
+# torchtitan's `simple_fsdp` is built like this, with a checkpoint that repeats the gather alone and not the product.
+#
+# DeepSpeed, FSDP and refimpl do not repeat anything. They leave the tensors that autograd has saved where they are and
+# take away the memory behind them.
+#
 # **Giving memory back.** A tensor is a view of a *storage*. One can take the memory from a storage and leave all its
 # tensors in place. They keep their shapes, and are right again when the memory comes back and is filled:
 
@@ -345,8 +413,9 @@ for name, (_, sent, layout, _) in measured.items():
 pd.concat(rows)
 
 # %% [markdown]
-# ZeRO-3 gathers $2\Psi$ of parameters where the others gather $\Psi$ or nothing. What is left is small talk: the norm
-# (and which parameters no rank used). In units of $\Psi b\frac{N-1}{N}$, with one and with three micro-batches:
+# ZeRO-3 gathers $2\Psi$ of parameters where the others gather $\Psi$ or nothing. The rest is one small all-reduce for
+# the norm, which also tells which parameters no rank has used. In units of $\Psi b\frac{N-1}{N}$, with one and with
+# three micro-batches:
 
 # %%
 three = launch.run(measure_all, 3, ranks=4)[0]
@@ -359,94 +428,82 @@ for a, results in ((1, measured), (3, three)):
 pd.DataFrame(table, index=STAGES)
 
 # %% [markdown]
-# $2, 2, A + 1, 3A$. Now the order of things. The ledger of one rank in its second step: when each gather and each
-# reduction started, when it was waited for, and which block computed meanwhile. First without prefetch, then with
-# one of 60,000 elements, room for one block.
-# (The axis counts events, because the order is what the algorithm decides. Seconds depend on the machine.)
+# $2, 2, A + 1, 3A$. (It would be $A + 1$ for someone who has the memory to keep all weights whole from the first
+# micro-batch to the last, as FSDP2 does after `set_reshard_after_backward(False)`.)
+#
+# **Beside FSDP2.** PyTorch's `fully_shard` is the same idea with other choices:
+#
+# | | refimpl, as DeepSpeed | FSDP2 |
+# |---|---|---|
+# | what is cut | a unit's parameters end to end, in $N$ flat pieces | each parameter along its first dimension, as a `DTensor` |
+# | what is gathered together | a module's own parameters; `leaf_modules` takes more | what one call of `fully_shard` wraps |
+# | after forward | freed, unless needed again soon (`max_reuse_distance`) | freed, or kept: `reshard_after_forward` |
+# | prefetch | by the order that the first step wrote down | forward: as far as the CPU runs ahead; backward: the reverse order |
+# | masters | fp32 shards beside the 16-bit ones | shards are fp32, cast before they are gathered |
+# | reduction dtype | `communication_data_type` | `MixedPrecisionPolicy(reduce_dtype=...)` |
+# | `p.grad` | an object that knows the other parts | a `DTensor` |
+# | checkpoint | gathered, or each rank's part | each rank's `DTensor`, no communication |
+# | ranks on other paths | named by the roll call | hang, or the wrong weights |
+#
+# A flat piece may end in the middle of a row, which an element-wise optimizer does not mind; pieces of whole rows suit
+# optimizers that look at a matrix, quantization by rows, and tensor parallelism.
+#
+# **HSDP**, hybrid sharding, is chapter 1's two levels. Shard over the $S$ ranks of a node, and keep a copy in each of
+# $R$ nodes: gathers stay on the fast links, and between nodes goes one all-reduce of a gradient shard. (DeepSpeed's
+# name is MiCS; ZeRO++ keeps only a second copy of the weights in each node.) Memory falls by $S$ and not by $N = RS$. A
+# 7B model in bf16 on 8 nodes of 8 GPUs, each rank getting every piece from its owner:
+
+# %%
+weights, nodes, local = 7e9 * 2, 8, 8
+all_ranks = nodes * local
+pd.DataFrame(
+    {
+        "state, GB a rank": [8 * weights / all_ranks / 1e9, 8 * weights / local / 1e9],
+        "sent to other nodes, GB a rank and step": [
+            3 * weights / all_ranks * (all_ranks - local) / 1e9,
+            2 * weights / local * (nodes - 1) / nodes / 1e9,
+        ],
+    },
+    index=["ZeRO-3 over 64", "HSDP, 8 x 8"],
+).round(2)
+
+# %% [markdown]
+# Now the order of things. The ledger of one rank in its second step: when each gather and each reduction started, when it
+# was waited for, and which block computed meanwhile. First without prefetch, then with one of 60,000 elements, room for
+# one block. (The axis counts events, because the order is what the algorithm decides. Seconds depend on the machine.)
 
 
 # %%
-def timeline(prefetch):
-    """Compute and traffic of one step as (lane, label, first event, last event)."""
+from refimpl.notebook import timeline
+
+
+def one_step(prefetch):
+    """Compute and traffic of the second step."""
     stage, batches = start("zero3", prefetch_bucket_size=prefetch), Batches(corpus(), context=32, size=2)
     ledger = stage.group.ledger
-    for name, block in stage.model.blocks.named_children():
-
-        def begin(module, args, name=name):
-            ledger.mark(f"begin forward {name}")
-
-        def end(module, args, output, name=name):
-            ledger.mark(f"end forward {name}")
-            output.register_hook(lambda grad: ledger.mark(f"begin backward {name}"))
-
-        block.register_forward_pre_hook(begin)
-        block.register_forward_hook(end)
+    timeline.watch(stage.model.blocks, ledger)
     for step in range(2):
         ledger.reset()
         stage.backward(stage.model(*batches.batch(step, stage.group.rank)))
         stage.step()
-    return bars_of(ledger.events)
+    return timeline.bars_of(ledger.events)
 
 
-def bars_of(events):
-    """Backward of a block ends when its last gradient arrives, which the ledger marks as "grad blocks.0.<name>"."""
-    last = {e.op.split(".")[1]: e for e in events if e.op.startswith("grad blocks.")}
-    kept = [e for e in events if e.tag in LANES or e.op.startswith(("begin", "end")) or e in last.values()]
-    bars, began = [], {}
-    for at, e in enumerate(kept):
-        if e.op.startswith("grad"):
-            what = "backward " + e.op.split(".")[1]
-        else:
-            what = e.op.partition(" ")[2] if e.phase == "mark" else e.call
-        if e.phase == "start" or e.op.startswith("begin"):
-            began[what] = at
-        else:
-            lane, label = what.split() if e.phase == "mark" else (LANES[e.tag], "")
-            bars.append((lane, label, began[what], at))
-    return bars
-
-
-LANES = {"parameters": "gather", "gradients": "reduce"}
-timelines = {"no prefetch": launch.run(timeline, 0, ranks=2)[0], "prefetch": launch.run(timeline, 60_000, ranks=2)[0]}
+timelines = {"no prefetch": launch.run(one_step, 0, ranks=2)[0], "prefetch": launch.run(one_step, 60_000, ranks=2)[0]}
 for name, bars in timelines.items():
-    computing = [(first, last) for lane, _, first, last in bars if lane in ("forward", "backward")]
-    gathers = [(first, last) for lane, _, first, last in bars if lane == "gather"]
-    hidden = sum(any(first < b and a < last for a, b in computing) for first, last in gathers)
-    print(f"{name:12} {len(gathers)} gathers, {hidden} of them on their way while a block computes")
+    gathers = sum(bar.lane == "gather" for bar in bars)
+    print(f"{name:12} {gathers} gathers, {timeline.hidden(bars)} of them on their way while a block computes")
 
-# %% alt="Two timelines of one step. Without prefetch each gather stands before its block; with it gathers run beside the blocks before"
+# %% alt="Two timelines of one step. Without prefetch a gather stands before its block; with it gathers run beside blocks"
 import matplotlib.pyplot as plt
 
-COLOURS = {"forward": "#55a868", "backward": "#dd8452", "gather": "#4c72b0", "reduce": "#c44e52"}
-figure, axes = plt.subplots(2, 1, figsize=(10, 4.2), layout="constrained", height_ratios=(3, 5))
-for axis, (name, bars) in zip(axes, timelines.items(), strict=True):
-    free_from = {}  # of each row of gathers: the event after which it is free
-    for lane, label, first, last in bars:
-        y = {"forward": 0, "backward": 0, "reduce": 1}.get(lane)
-        if y is None:
-            y = next(row for row in range(2, 99) if free_from.get(row, -1) <= first)
-            free_from[y] = last
-        axis.barh(y, last - first, left=first, height=0.75, color=COLOURS[lane], edgecolor="white")
-        axis.text((first + last) / 2, y, label, ha="center", va="center", color="white", fontsize=8)
-    rows = max(free_from) + 1
-    axis.set_yticks(range(rows), ["compute", "reduce", "gather", *[""] * (rows - 3)])
-    axis.invert_yaxis()
-    axis.set(title=name, xticks=[])
-    axis.spines[["top", "right", "bottom"]].set_visible(False)
-axes[-1].set_xlabel("events of one step, in order")
-figure.legend(
-    handles=[plt.Rectangle((0, 0), 1, 1, color=c) for c in COLOURS.values()],
-    labels=["forward of a block", "backward", "gather", "reduction"],
-    loc="outside lower center",
-    ncols=4,
-    frameon=False,
-)
+timeline.draw(timelines)
 plt.show()
 
 # %% [markdown]
-# Above, every gather stands alone: the block waits for its weights. Below, gathers run under the blocks before them. The
-# price is memory, because what is prefetched is whole earlier. `prefetch_bucket_size` and `max_live_parameters`
-# are the limits, in elements. Turn the knobs (here the prefetch may be as large as a bucket):
+# Above, every gather stands alone: the block waits for its weights. Below, gathers run under the blocks before them.
+# The price is memory, because what is prefetched is whole earlier. `prefetch_bucket_size` and `max_live_parameters` are
+# the limits, in elements. Turn the knobs (here the prefetch may be as large as a bucket):
 
 # %%
 from refimpl.notebook.widgets_zero import memory_knobs
@@ -455,7 +512,8 @@ memory_knobs(GPTConfig(width=256, layers=16), ranks=(8, 1, 2, 4, 16, 64), bucket
 
 # %% [markdown]
 # One question is open. If the model is larger than a rank's memory, who builds it? Inside `with Init():` each module is
-# cut as soon as its constructor returns. The meter counts the highest number of live bytes while a GPT is built:
+# cut as soon as its constructor returns. The meter counts the highest number of live bytes while a GPT is built. (On
+# rank 1: all take their start from rank 0, and rank 0 keeps copies of what it sends until all have read them.)
 
 # %%
 from refimpl.zero.init import GatheredParameters, Init
@@ -467,8 +525,8 @@ def building(sharded):
     return sum(meter.at_peak.values()) / model.config.parameters
 
 
-whole, cut = (launch.run(building, sharded, ranks=4)[0] for sharded in (False, True))
-print(f"highest count while the model is built: {whole:.1f} bytes a parameter; with Init about {cut:.0f}")
+whole, cut = (launch.run(building, sharded, ranks=4)[1] for sharded in (False, True))  # of rank 1
+print(f"highest count while the model is built: {whole:.1f} bytes a parameter; with Init {cut:.1f}")
 
 # %% [markdown]
 # And to look at a weight, or to change it? A freed parameter has its shape and no values. Inside
@@ -509,8 +567,8 @@ loss = model(*batches.batch(0, micro=rank)) + 0.01 * model.wte.weight.square().m
 
 # %% [markdown]
 # While it is freed, a parameter is of a class that lets nobody compute with it: an error at the first use, where an
-# empty tensor (DeepSpeed) or old memory would give wrong numbers. It can not simply be gathered here, because gathering
-# takes all ranks, and only this one may have come to this line. The remedy is to move the term into a `forward`. A use
+# empty tensor (DeepSpeed) or old memory would give wrong numbers. It cannot simply be gathered here: gathering takes
+# all ranks, and perhaps only this one has come to this line. The remedy is to move the term into a `forward`. A use
 # inside a running module is noticed, and the weight is gathered for that module, whichever module owns it:
 
 
@@ -534,12 +592,13 @@ print("finite:", bool(loss.isfinite()), "| stepped:", stage.step())
 
 # %% [markdown]
 # **Ranks that take different branches.** Early exit, layer drop, a mixture of experts: each rank decides by its own
-# data. Under DDP that is legal. Under ZeRO-3 the gather in a branch is a collective, and collectives match by position.
-# Rank 0 gathers `first` while rank 1 gathers `second`. If they are equally large, both compute with a mixture of two
-# layers, and nothing ever says so. If not, the job hangs. The **roll call** finds it before the first wrong number. A rank
-# expects of the others what all did there the last time. As long as that holds nothing is said. A rank that is about
-# to do something else, or was never there, calls the roll: it begins nothing before every rank has said what it does. A
-# rank that has waited half a second, for a gather which a calling rank has not begun, answers too.
+# data. Under DDP that is allowed. Under ZeRO-3 the gather in a branch is a collective, and collectives match by
+# position. Rank 0 gathers `first` while rank 1 gathers `second`. If they are equally large, both compute with a mixture
+# of two layers, and nothing ever says so. If not, the job hangs. The **roll call** finds it before the first wrong
+# number. Each rank expects that the others do what all did at this place the last time, and as long as that holds
+# nothing is said. A rank that is about to do something else, or comes to a new place, *calls*: it says what it is about
+# to do, and begins nothing before every rank has said the same. A rank that waits in vain, for half a second, answers
+# the call too.
 
 
 # %%
@@ -567,9 +626,32 @@ stage = Zero3(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group)
 stage.backward(model(torch.full((2, 8), 1.0 - 2 * rank)))
 
 # %% [markdown]
-# It names the module on each rank. This was the first step, where every path is new. Later it takes the half second, and
-# costs nothing until then: the ranks count what they did, and the trace tells what comes next. Without the roll call (`check_order=False`) the same program ends, and no error tells
-# that the weights were mixed:
+# It names the module on each rank. This was the first step, where every path is new, so both ranks called. In a later
+# step a fork is noticed after the half second. What does it cost when nothing is wrong? In the first step a call for
+# each new place; then nothing is sent, the ranks only compare what they do with the trace:
+
+# %% tags=["nbval-ignore-output"]
+from refimpl.measure.clock import Clock
+
+
+def steps_with(check_order):
+    """Milliseconds of the first step, and the median of the later ones, on rank 0."""
+    stage, batches, clock = start("zero3", check_order=check_order), Batches(corpus(), context=32, size=2), Clock()
+    for step in range(12):
+        stage.group.barrier()
+        with clock.time():
+            stage.backward(stage.model(*batches.batch(step, stage.group.rank)))
+            stage.step()
+    first, *later = clock.ms["step"]
+    return [first, sorted(later)[len(later) // 2]]
+
+
+timed = {f"check_order={check}": launch.run(steps_with, check, ranks=2)[0] for check in (True, False)}
+pd.DataFrame(timed, index=["first step, ms", "later steps, ms"]).round(1)
+
+# %% [markdown]
+# (On two busy cores the later steps differ more from run to run than from each other.) Without the roll call the same
+# forked program ends, and no error tells that the weights were mixed:
 
 # %%
 # %%ranks 2
@@ -594,29 +676,7 @@ print("right" if wrong == right else "silently wrong")
 
 
 # %%
-def one_process(ranks, micro_batches=1, ranks_first=False, steps=2):
-    """Plain torch: sums of sums of micro-batches, in the order that a stage declares."""
-    torch.set_num_threads(1)
-    batches = Batches(corpus(), context=32, size=2)
-    torch.manual_seed(0)
-    model = GPT(config)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    order = [[a * ranks + r for a in range(micro_batches)] for r in range(ranks)]
-    if ranks_first:
-        order = [list(column) for column in zip(*order, strict=True)]
-    for step in range(steps):
-        sums = []
-        for inner in order:
-            for micro in inner:
-                (model(*batches.batch(step, micro)) / micro_batches).backward()
-            sums.append([p.grad / ranks if ranks_first else p.grad for p in model.parameters()])
-            adamw.zero_grad()
-        for p, *grads in zip(model.parameters(), *sums, strict=True):
-            total = sum(grads[1:], start=grads[0])
-            p.grad = total if ranks_first else total / ranks
-        adamw.step()
-        adamw.zero_grad()
-    return model.state_dict()
+from refimpl.notebook.twin import one_process
 
 
 def same(a, b):
@@ -625,12 +685,12 @@ def same(a, b):
 
 parity = {}
 for n in (2, 3, 4):
-    truth = launch.run(one_process, n, ranks=1)[0]
+    truth = launch.run(one_process, config, n, ranks=1)[0]
     results = launch.run(measure_all, 1, torch.float32, ranks=n)[0]
     parity[f"fp32, {n} ranks"] = {name: same(result[3], truth) for name, result in results.items()}
 
 own_order = {
-    name: launch.run(one_process, 3, 3, ranks_first, ranks=1)[0]
+    name: launch.run(one_process, config, 3, 3, ranks_first, ranks=1)[0]
     for ranks_first in (False, True)
     for name in (("zero2", "zero3") if ranks_first else ("ddp", "zero1"))
 }
@@ -695,7 +755,8 @@ pd.DataFrame.from_dict(outcomes, orient="index", columns=["needs, MB (formula)",
 
 # %% [markdown]
 # DDP, ZeRO-1 and ZeRO-2 die in the allocator. ZeRO-3 trains: 152 MB of shards, and what is left holds units in use,
-# buckets and activations. The weights were never whole on any rank, not even at the start: `Init` saw to that. And what it learned is what DDP learns with all the memory it wants:
+# buckets and activations. The weights were never whole on any rank, not even at the start: `Init` saw to that. And what
+# it learned is what DDP learns with all the memory it wants:
 
 # %%
 unlimited = launch.run(attempt, "ddp", 0, ranks=4)
