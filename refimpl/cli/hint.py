@@ -1,12 +1,11 @@
 """`refimpl hint`: one hint more each time, and the solution once the exercise is passed or given up."""
 
-import ast
-
 from rich.console import Console
 from rich.markup import escape
 from rich.syntax import Syntax
 
-from refimpl.grading.chapters import Chapter, definitions, find_chapter
+from refimpl.grading.chapters import Chapter, find_chapter
+from refimpl.grading.hints import one_more, solution
 from refimpl.grading.progress import Progress
 
 
@@ -20,22 +19,19 @@ def run(chapter: str, task: str | None, give_up: bool) -> None:
         return overview(found, console)
     if task not in found.tasks:
         raise ValueError(f"{found.name} has no exercise {task!r}: there are {', '.join(found.tasks)}")
-    progress, hints = Progress.load(), found.hints.get(task, [])
-    entry = progress.entry(found.name, task)
-    if entry.passed or give_up:
+    if Progress.load().entry(found.name, task).passed or give_up:
         console.print(f"The solution of {escape(task)}, from solutions/{found.name}.py:")
         console.print(Syntax("", "python").highlight(solution(found, task)), soft_wrap=True)
         return
-    entry.hints = min(entry.hints + 1, len(hints))
-    progress.save()
-    for number, hint in enumerate(hints[: entry.hints], 1):
+    hints, left = one_more(found, task)
+    for number, hint in enumerate(hints, 1):
         console.print(f"{number}. {hint}", highlight=False, markup=False, soft_wrap=True)
-    if entry.hints == len(hints):
+    if not left:
         console.print(
             f"That is the last hint. The solution: refimpl hint {found.name} {task} --give-up", highlight=False
         )
     else:
-        console.print(f"{len(hints) - entry.hints} more: run it again.", highlight=False)
+        console.print(f"{left} more: run it again.", highlight=False)
 
 
 def overview(chapter: Chapter, console: Console) -> None:
@@ -46,10 +42,3 @@ def overview(chapter: Chapter, console: Console) -> None:
         state = "passed" if entry.passed else f"{entry.hints} of {len(hints)} hints given"
         console.print(f"{task:<28}{state}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"A hint: refimpl hint {chapter.name} EXERCISE", highlight=False)
-
-
-def solution(chapter: Chapter, task: str) -> str:
-    """The source of the task's solution."""
-    source = chapter.solution.read_text()
-    node = next(d for d in definitions(ast.parse(source)) if d.name == task)
-    return ast.get_source_segment(source, node) or ""

@@ -46,6 +46,7 @@ A mutant is a file with one wrong task, and two lines in its docstring, `task: N
     verdict.py     pass, fail or todo, and why
     chapters.py    where the files are, which tasks they hold and which are still to do
     stubs.py       stubs from solutions
+    hints.py       one hint more each time
     progress.py    results and hints given, kept in the user's data folder
     plugin.py      pytest: options, todo, summary
 """

@@ -19,6 +19,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from refimpl.grading.chapters import Chapter, find_chapter, is_stub, unwritten
 from refimpl.grading.grade import Grader
+from refimpl.grading.hints import one_more
 from refimpl.grading.live import Live, write_into
 from refimpl.grading.stubs import stub
 from refimpl.grading.verdict import Verdict
@@ -94,10 +95,10 @@ def load(shell: InteractiveShell) -> None:
             raise UsageError(str(error)) from None
 
     def hint(line: str) -> None:
-        from refimpl.cli import hint
-
         chapter, name = arguments("%hint", line)
-        hint.run(chapter.name, name, give_up=False)
+        hints, left = one_more(chapter, name)
+        print("\n".join(f"{number}. {text}" for number, text in enumerate(hints, 1)))
+        print(f"{left} more: run it again." if left else f"The last one. `refimpl hint {line} --give-up` solves it.")
 
     task.__doc__ = hint.__doc__ = __doc__
     shell.register_magic_function(task, "cell")  # type: ignore[arg-type]
