@@ -395,7 +395,7 @@ def test_prefetch(answer: Answer, group: WatchedGroup) -> None:
         )
         case(f"trace {' '.join(trace)}, at {at}")
         fetch = object.__new__(Fetch)
-        fetch.units = list(units.values())  # type: ignore[arg-type]
+        fetch.gathered = {unit for unit in units.values() if not unit.is_free}  # type: ignore[misc]
         fetch.path = SimpleNamespace(trace=refimpl_trace(trace, at, units))  # type: ignore[assignment]
         fetch.config = ZeroConfig(prefetch_bucket_size=budget, max_live_parameters=most_live)
         with torch.enable_grad():

@@ -1,5 +1,7 @@
 """A timeline shows each gather beside the block that computed meanwhile, and no other."""
 
+import matplotlib.pyplot as plt
+
 from refimpl.measure.ledger import Ledger
 from refimpl.notebook.timeline import Bar, bars_of, draw, hidden
 
@@ -35,5 +37,6 @@ def test_bars_have_the_order_of_the_events():
 def test_each_timeline_is_drawn_with_all_its_bars():
     timelines = {"no prefetch": step(prefetched=False), "prefetch": step(prefetched=True)}
     figure = draw(timelines)
+    plt.close(figure)
     assert [axis.get_title() for axis in figure.axes] == list(timelines)
     assert [len(axis.patches) for axis in figure.axes] == [len(bars) for bars in timelines.values()]
