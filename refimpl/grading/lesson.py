@@ -3,7 +3,7 @@
 NN_name stands for the chapter's name, TITLE for the words in it, NUMBER for its number without a zero before it.
 """
 
-COURSE = """\
+COURSE = '''\
 # %% [markdown]
 # # NUMBER · TITLE: what it gains, in a few words
 #
@@ -12,20 +12,42 @@ COURSE = """\
 # %% [markdown]
 # ## 1. The pain
 #
-# Run the strategy of the chapter before until it hurts, and count it: bytes kept, bytes sent, or seconds.
+# Run the strategy of the chapter before until it hurts, and count it: bytes kept, bytes sent, or seconds. Ask before
+# you tell: at least four predictions a chapter, each just above the cell that answers it.
 
 # %%
 # %load_ext refimpl.notebook
+from refimpl.notebook import predict
+
+predict("How many bytes of 16 does each of 2 ranks send in an all-reduce?", 2 * 16 / 2, unit="bytes", why="2n(N-1)/N")
 
 # %% [markdown]
 # ## 2. The idea
 #
 # One picture (a `mermaid` block, or matplotlib) and one formula. Say what each letter counts.
 
+# %%
+predict("Rank r of 2 holds 10 r. What is the mean over the ranks?", (0 + 10) / 2)
+
 # %% [markdown]
 # ## 3. Build it
 #
-# A few small cells on real ranks, each with one new thing.
+# A few small cells on real ranks, each with one new thing. A task of the exercises comes before the cell that shows
+# how it is done:
+
+
+# %%
+# %%task NN_name mean_of_ranks
+def mean_of_ranks(group: Group, x: Tensor) -> Tensor:
+    """x [n] on every rank -> [n]: the mean over the ranks, the same on each. x must keep its values.
+
+    One all-reduce of n elements. Example with 2 ranks: x = [1, 2] on rank 0 and [3, 6] on rank 1 -> [2, 4] on both.
+    """
+    raise NotImplementedError("mean_of_ranks")
+
+
+# %%
+predict("What happens first?", ["the sum over ranks", "the division by N"], order=True)
 
 
 # %%
@@ -55,6 +77,9 @@ print(mean_of_ranks(x).tolist(), "after sending", group.ledger.sent_bytes())
 # Plant one famous bug, show how it looks (a hang, NaN, silent divergence), and how one finds it. A cell that is to fail
 # has the tag `raises-exception`; one whose output depends on the clock has `nbval-ignore-output`.
 
+# %%
+predict("Gradients are summed over 2 ranks, not averaged. How many times too large are they?", 2)
+
 # %% [markdown]
 # ## 7. Prove it
 #
@@ -62,7 +87,7 @@ print(mean_of_ranks(x).tolist(), "after sending", group.ledger.sent_bytes())
 #
 # - **Exercises:** [exercises/NN_name](../exercises/NN_name/exercise.py): `pytest exercises/NN_name`
 # - **Code:** [refimpl/comm/group.py](../refimpl/comm/group.py)
-"""
+'''
 
 SOLUTION = '''\
 """Chapter NN, TITLE: what is built here, in one sentence.

@@ -107,8 +107,12 @@ def shell() -> Iterator[InteractiveShell]:
 
 
 def test_its_notebook_has_seven_parts_and_runs(
-    chapter: Chapter, shell: InteractiveShell, capsys: pytest.CaptureFixture
+    chapter: Chapter,
+    shell: InteractiveShell,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ):
+    monkeypatch.chdir(chapter.root / "course")
     cells = execute.read(chapter.root / "course" / f"{NAME}.py").cells
     prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
     parts = "1. The pain", "2. The idea", "3. Build it", "4. Read it", "5. Measure it", "6. Break it", "7. Prove it"
@@ -117,7 +121,10 @@ def test_its_notebook_has_seven_parts_and_runs(
     for cell in cells:
         if cell.cell_type == "code":
             assert shell.run_cell(cell.source, store_history=True).success
-    assert "[5.0, 6.0, 7.0, 8.0] after sending {'all_reduce': 16}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "[5.0, 6.0, 7.0, 8.0] after sending {'all_reduce': 16}" in out
+    assert "todo  mean_of_ranks: write its body" in out
+    assert sum("predict(" in cell.source for cell in cells) >= 4
 
 
 @pytest.mark.parametrize(
