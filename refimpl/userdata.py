@@ -33,9 +33,12 @@ def replace(path: Path, text: str) -> None:
         raise
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a damaged file to a name that no file has; returns it."""
-    names = (path.with_name(f"{path.stem}.damaged-{n}{path.suffix}") for n in count(1))
-    aside = next(name for name in names if not name.exists())
-    path.rename(aside)
-    return aside
+def free_name(path: Path, word: str) -> Path:
+    """A name beside `path` that no file has: "notes.kept-1.py" for the word "kept"."""
+    names = (path.with_name(f"{path.stem}.{word}-{n}{path.suffix}") for n in count(1))
+    return next(name for name in names if not name.exists())
+
+
+def set_aside(path: Path, word: str = "damaged") -> Path:
+    """Rename a file to a name that no file has; returns it."""
+    return path.rename(free_name(path, word))

@@ -156,7 +156,7 @@ def amount(text: str, unit: str) -> float:
     if match is None:
         raise AnswerError(f"give a number, for example {f'12.5 {shown}'.strip()}")
     given = float(match[1].replace(",", ""))
-    word = _unit(match[2].partition(" ")[0]) if match[2] else ""  # "177 elements of padding" is 177 elements
+    word = unit_named(match[2].partition(" ")[0]) if match[2] else ""  # "177 elements of padding" is 177 elements
     if not word or word == unit:
         return given
     if any({word, unit} <= kind for kind in SAME_KIND):
@@ -164,7 +164,7 @@ def amount(text: str, unit: str) -> float:
     raise AnswerError(f"{word} is not a unit of this answer: give {f'it in {shown}' if shown else 'a bare number'}")
 
 
-def _unit(word: str) -> str:
+def unit_named(word: str) -> str:
     """The unit's name in UNITS for a word as people write it: "GB/s" -> "GBs", "second" -> "s", "gb" -> "GB".
 
     "Gb" stays: it may mean bits.

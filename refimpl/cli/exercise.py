@@ -8,6 +8,7 @@ import typer
 from refimpl.cli.refuse import refuse
 from refimpl.grading.chapters import find_chapter
 from refimpl.grading.stubs import stub
+from refimpl.userdata import set_aside
 
 app = typer.Typer(help="The files of your exercises.", no_args_is_help=True)
 
@@ -31,11 +32,7 @@ def reset(chapter: str, yes: bool = typer.Option(False, "--yes", help="Do not as
     if path.exists():
         if not yes:
             typer.confirm(f"Replace {path} by the stub? Your file will be kept beside it.", abort=True)
-        number = 1
-        while (kept := path.with_name(f"exercise.kept-{number}.py")).exists():
-            number += 1
-        path.rename(kept)
-        print(f"{kept}: what you had written")
+        print(f"{set_aside(path, 'kept')}: what you had written")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(fresh)
     print(f"{path}: the stub again")

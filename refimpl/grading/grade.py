@@ -65,8 +65,8 @@ class Grader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for world in self.worlds.values():
-            world.stop()
+        while self.worlds:  # a grader may be used again: it starts others
+            self.worlds.popitem()[1].stop()
 
     def grade(self, exercise: Exercise, path: Path, timeout: float | None = None) -> Verdict:
         """The verdict on the answer in the file. `timeout` replaces the exercise's own."""

@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from refimpl.bank.question import AnswerError, amount, unit_named
 from refimpl.notebook.output import shown
 
 CLOSE = 0.02  # of the answer: a number this near is right
@@ -72,16 +73,15 @@ class predict:
         return self.answer
 
     def _read(self, said: str) -> Any:
-        numbers = re.findall(r"[-+]?\d[\d,_]*\.?\d*(?:e[-+]?\d+)?", said)
-        if self.order:
-            places = [int(n) for n in numbers if n.isdigit()]
-            return places if sorted(places) == list(range(1, len(self.options) + 1)) else None
-        if len(numbers) != 1:
-            return None
-        value = float(numbers[0].replace(",", "").replace("_", ""))
         if self.options:
-            return int(value) if value in range(1, len(self.options) + 1) else None
-        return value
+            places, there = [int(n) for n in re.findall(r"\d+", said)], range(1, len(self.options) + 1)
+            if self.order:
+                return places if sorted(places) == list(there) else None
+            return places[0] if len(places) == 1 and places[0] in there else None
+        try:
+            return amount(said, unit_named(self.unit))
+        except AnswerError:
+            return None
 
     def _shown(self) -> str:
         if self.order:

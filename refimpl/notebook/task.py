@@ -23,7 +23,7 @@ from refimpl.grading.hints import one_more
 from refimpl.grading.live import Live, write_into
 from refimpl.grading.stubs import stub
 from refimpl.grading.verdict import Verdict
-from refimpl.userdata import replace
+from refimpl.userdata import free_name, replace
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Tasks:
         before = path.read_text() if path.exists() else stub(chapter.solution.read_text())
         after = write_into(before, cell, task)
         if path.exists() and after != before and self.written.get(path) != before and not unwritten(path, task):
-            kept = kept_beside(path)
+            kept = free_name(path, "kept")
             kept.write_text(before)
             note = f"{kept.name} keeps the answer that was there before"
         replace(path, after)
@@ -65,14 +65,6 @@ def asks(cell: str, task: str) -> bool:
             functions = [f for f in ast.walk(node) if isinstance(f, ast.FunctionDef)]
             return any(is_stub(f) for f in functions)
     return False
-
-
-def kept_beside(path: Path) -> Path:
-    """A name that is free, for a copy."""
-    number = 1
-    while (kept := path.with_name(f"{path.stem}.kept-{number}.py")).exists():
-        number += 1
-    return kept
 
 
 def said(verdict: Verdict, chapter: Chapter) -> str:

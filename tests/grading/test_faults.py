@@ -99,3 +99,9 @@ def test_what_calls_a_stub_is_todo(tmp_path: Path) -> None:
     head = 'def helper():\n    raise NotImplementedError("helper")\n'
     verdict = graded(tmp_path, "return helper()", head)
     assert (verdict.outcome, verdict.headline) == ("todo", "helper is not written yet")
+
+
+def test_a_grader_that_has_been_left_starts_its_ranks_again(tmp_path: Path) -> None:
+    assert graded(tmp_path, "return x * 2").outcome == "pass"
+    grader().__exit__(None, None, None)
+    assert graded(tmp_path, "return x * 2").outcome == "pass"

@@ -5,6 +5,7 @@ from typing import Any
 
 import ipywidgets
 import pytest
+from boxes import parts
 
 from refimpl.bank.card import TOPICS
 from refimpl.bank.progress import Progress
@@ -30,11 +31,6 @@ def test_answers_do_not_change_the_text() -> None:
     for question in Quiz("zero").questions:
         Progress().record(question.card.id, "good")
     assert Quiz("zero").markdown() == before
-
-
-def parts(box: Any, kind: type) -> list[Any]:
-    found = [box] if isinstance(box, kind) else []
-    return found + [part for child in getattr(box, "children", []) for part in parts(child, kind)]
 
 
 def said(widget: Any) -> str:

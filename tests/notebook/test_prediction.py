@@ -4,6 +4,7 @@ from typing import Any
 
 import ipywidgets
 import pytest
+from boxes import parts
 
 from refimpl.notebook import predict
 
@@ -29,6 +30,8 @@ def test_the_text_asks_and_does_not_tell(asked: predict) -> None:
         (NUMBER, "6 MB", "**Yes: 6 MB.** 2n(N-1)/N"),
         (NUMBER, "6.05", "**Yes: 6 MB.**"),
         (NUMBER, "8", "**Not quite: 6 MB.** 2n(N-1)/N"),
+        (NUMBER, "6,000 KB", "**Yes: 6 MB.**"),
+        (NUMBER, "6 GB", "**Not quite: 6 MB.**"),
         (NUMBER, "six", "Give one number in MB."),
         (NUMBER, "1 or 2", "Give one number in MB."),
         (CHOICE, "2", "**Yes: latency.**"),
@@ -41,11 +44,6 @@ def test_the_text_asks_and_does_not_tell(asked: predict) -> None:
 )  # fmt: skip
 def test_an_answer_as_typed_is_judged(asked: predict, said: str, told: str) -> None:
     assert asked.verdict(said).startswith(told)
-
-
-def parts(box: Any, kind: type) -> list[Any]:
-    found = [box] if isinstance(box, kind) else []
-    return found + [part for child in getattr(box, "children", []) for part in parts(child, kind)]
 
 
 def test_the_first_answer_that_can_be_read_stays() -> None:
