@@ -7,6 +7,7 @@ accumulates N micro-batches: fp32 results are equal to that process's bit for bi
 are summed in fp32 and rounded once.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -33,17 +34,17 @@ class Scratch:
         """`empty(numel, dtype, device)` makes a buffer; torch's by default."""
         self.streams = streams or Streams()
         self._empty = empty or (lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
-        self._free: list[Tensor] = []
+        self._free: list[Tensor] = []  # by size
         self._given: dict[int, Event] = {}  # id of a free buffer -> when its last user's stream is through with it
         self._taken: dict[int, tuple[Tensor, Tensor]] = {}  # id of the view -> (view, buffer); the view keeps its id
 
     def take(self, numel: int, like: Tensor) -> Tensor:
         """A [numel] tensor of like's dtype and device: the smallest free buffer that holds it, or a new one."""
         need = numel * like.element_size()
-        fits = [b for b in self._free if b.numel() >= need and b.device == like.device]
-        if fits:
-            buffer = min(fits, key=Tensor.numel)
-            self._free = [b for b in self._free if b is not buffer]
+        places = range(bisect_left(self._free, need, key=Tensor.numel), len(self._free))
+        place = next((i for i in places if self._free[i].device == like.device), None)
+        if place is not None:
+            buffer = self._free.pop(place)
             self.streams.wait(self._given.pop(id(buffer)))
         else:
             # Any free buffer is too small: replace one rather than keep both.
@@ -63,7 +64,7 @@ class Scratch:
         """Hand a tensor from `take` back; without `keep` its memory is left to whoever still holds it."""
         _, buffer = self._taken.pop(id(view))
         if keep:
-            self._free.append(buffer)
+            insort(self._free, buffer, key=Tensor.numel)
             self._given[id(buffer)] = self.streams.record()
 
     def trim(self) -> None:
@@ -120,8 +121,9 @@ def ordered_reduce(out: Tensor, rows: list[Tensor], rank: int, op: Op) -> None:
     in_place = len(rows) > 1 and rank < 2 and not low and out.dtype == own.dtype
     block = BLOCK if own.device.type == "cpu" else max(1, own.numel())  # on a GPU each block is a launch a row
     for start in range(0, own.numel(), block):
-        blocks = [row[start : start + block] for row in rows]
-        here = out[start : start + block]
+        blocks, here = rows, out
+        if own.numel() > block:
+            blocks, here = [row[start : start + block] for row in rows], out[start : start + block]
         if in_place:
             total, rest = combine(blocks[0], blocks[1], out=here), blocks[2:]
         else:

@@ -207,7 +207,7 @@ class Shared(Library):
         """I have read; and my own may be written to again: all have read it, or read a copy."""
         channel.finish(number)
         if copied is not None:
-            self._lent.append((channel.finished(number), copied))
+            self._lent.append((list(channel.finished(number)), copied))
         elif wait:
             yield from channel.finished(number)
 

@@ -52,8 +52,7 @@ class Channel:
     def post(self, number: int, places: dict[int, Place]) -> Iterator[Need]:
         """Say where each member finds what it shall read, once all are through with what stood in this slot: I too."""
         if number >= SLOTS:
-            before = number - SLOTS
-            yield from [*self.finished(before), Need(self.me, self._slot(self.me, before), 2 * before + 2)]
+            yield from self._until((*self.others, self.me), number - SLOTS, 2)
         words, at = self.files[self.me].words, self._slot(self.me, number)
         for member, (offset, size) in places.items():
             words[at + 1 + 2 * member], words[at + 2 + 2 * member] = offset, size
@@ -63,18 +62,26 @@ class Channel:
         """I shall read nothing more of this round."""
         self._set(self._slot(self.me, number), 2 * number + 2)
 
-    def posted(self, number: int, *members: int) -> list[Need]:
-        """What to wait for until these members (all others) have posted."""
-        return [Need(m, self._slot(m, number), 2 * number + 1) for m in members or self.others]
+    def posted(self, number: int, *members: int) -> Iterator[Need]:
+        """What to wait for, one after the other, until these members (all others) have posted."""
+        return self._until(members or self.others, number, 1)
 
-    def finished(self, number: int) -> list[Need]:
-        """What to wait for until all others have finished."""
-        return [Need(m, self._slot(m, number), 2 * number + 2) for m in self.others]
+    def finished(self, number: int) -> Iterator[Need]:
+        """What to wait for, one after the other, until all others have finished."""
+        return self._until(self.others, number, 2)
 
     def place(self, member: int, number: int) -> Place:
         """Where in its file a member that has posted shows me something."""
         words, at = self.files[member].words, self._slot(member, number)
         return words[at + 1 + 2 * self.me], words[at + 2 + 2 * self.me]
+
+    def _until(self, members: Sequence[int], number: int, state: int) -> Iterator[Need]:
+        """Nothing for those that have come so far already."""
+        at, value = number % SLOTS * self._width, 2 * number + state
+        for member in members:
+            word = self.begins[member] + at
+            if self.files[member].words[word] < value:
+                yield Need(member, word, value)
 
     def _slot(self, member: int, number: int) -> int:
         return self.begins[member] + number % SLOTS * self._width
