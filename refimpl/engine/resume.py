@@ -116,7 +116,7 @@ def untrained(engine: TrainingState, exclude_frozen: bool = False) -> dict[str, 
     for name, p in engine.module.named_parameters():
         unit = unit_of(p)
         if not p.requires_grad and not exclude_frozen:
-            frozen[name] = p.data if unit is None else unit.mine
+            frozen[name] = p.data if unit is None else unit.now()
     return frozen | dict(engine.module.named_buffers())
 
 

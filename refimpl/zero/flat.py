@@ -77,6 +77,10 @@ class Bucket:
     def free(self) -> None:
         """Nothing: `full` stays, here. See `Unit`."""
 
+    def now(self) -> Tensor:
+        """This rank's shard, in memory. -> [S]"""
+        return self.mine
+
     def piece(self, flat: Tensor, p: nn.Parameter) -> Tensor:
         """The part of flat [P] that belongs to p, in p's shape."""
         shape, stride, offset = self._strided[p]
