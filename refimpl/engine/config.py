@@ -77,6 +77,7 @@ class DeepSpeedConfig(section.Section):
     zero_optimization: section.ZeroOptimization = Field(
         default_factory=section.ZeroOptimization, description="what is sharded over the ranks"
     )
+    aio: section.AsyncIO = Field(default_factory=section.AsyncIO, description="how a disk is driven")
     checkpoint: section.Checkpoint = Field(default_factory=section.Checkpoint, description="checks of checkpoints")
     comms_logger: section.CommsLogger = Field(default_factory=section.CommsLogger, description="report of the traffic")
     csv_monitor: section.CSVMonitor = Field(default_factory=section.CSVMonitor, description="metrics as CSV files")

@@ -102,14 +102,16 @@ class BlockFile:
 
     def record(self, nbytes: int) -> Record:
         """Room for so many bytes. OffloadError if the disk has it not."""
-        size = pages(nbytes)
+        size, disk = pages(nbytes), os.fstatvfs(self.descriptor)
+        free = disk.f_bavail * disk.f_frsize
         try:
+            if size > free:  # the kernel would fill the disk before it says so
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self.descriptor, self.end, size)
         except OSError as error:
-            free = os.fstatvfs(self.descriptor)
             raise OffloadError(
-                f"{self.folder}: no room for {size:,} more bytes to offload ({free.f_bavail * free.f_frsize:,} free, "
-                f"{self.end:,} taken by this rank): {error.strerror}; free some, give another folder, or use more ranks"
+                f"{self.folder}: no room for {size:,} more bytes to offload ({free:,} free, {self.end:,} taken by this "
+                f"rank): {error.strerror}; free some, give another folder, or use more ranks"
             ) from error
         self.end += size
         return Record(self.end - size, size)
@@ -156,22 +158,27 @@ class BlockFile:
 
 def opened(folder: Path) -> tuple[bool, int]:
     """(whether past the page cache, descriptor) of a new file without a name."""
-    direct = getattr(os, "O_DIRECT", 0)
-    for flags in (direct, 0) if direct else (0,):
-        try:
-            if hasattr(os, "O_TMPFILE"):
-                return bool(flags), os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
-            with tempfile.NamedTemporaryFile(dir=folder) as named:
-                return bool(flags), os.open(named.name, os.O_RDWR | flags)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or not flags:
-                raise
-        warnings.warn(
-            f"{folder}: its file system has no O_DIRECT: what is offloaded passes the page cache, and may stay there",
-            OffloadWarning,
-            stacklevel=4,
-        )
-    raise AssertionError
+    direct: int = getattr(os, "O_DIRECT", 0)
+    try:
+        return bool(direct), nameless(folder, direct)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or not direct:
+            raise
+    descriptor = nameless(folder, 0)
+    warnings.warn(
+        f"{folder}: its file system has no O_DIRECT: what is offloaded passes the page cache, and may stay there",
+        OffloadWarning,
+        stacklevel=4,
+    )
+    return False, descriptor
+
+
+def nameless(folder: Path, flags: int) -> int:
+    """The descriptor of a new file that is in no directory."""
+    if hasattr(os, "O_TMPFILE"):
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+    with tempfile.NamedTemporaryFile(dir=folder) as named:
+        return os.open(named.name, os.O_RDWR | flags)
 
 
 def total(block: memoryview) -> int:

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from refimpl.offload.blocks import Aio, BlockFile, Buffer, Record, Transfer, pages
+from refimpl.offload.blocks import Aio, BlockFile, Buffer, OffloadError, Record, Transfer, pages
 from refimpl.offload.pipeline import pipelined
 
 
@@ -68,25 +68,28 @@ class Disk(Host):
     `buffer_count` 3 lets a part be updated while the next is read and the one before written; 1 does it all in turn.
     """
 
-    def __init__(self, folder: str | Path, buffer_count: int = 3, aio: Aio | None = None) -> None:
-        """OffloadError if no file can be made in `folder`."""
+    def __init__(
+        self, folder: str | Path, buffer_count: int = 3, aio: Aio | None = None, buffer_size: int | None = None
+    ) -> None:
+        """OffloadError if no file can be made in `folder`. `buffer_size`: bytes that no buffer may exceed."""
         if buffer_count < 1:
             raise ValueError(f"buffer_count = {buffer_count}: must be at least 1")
+        self.buffer_size = buffer_size
         self.file = BlockFile(Path(folder), aio)
         self.buffer_count = buffer_count
         self.buffers: list[Buffer] = []  # for `rounds`
         self.ahead: list[Buffer] = []  # free, for what is read before it is needed: see `Shelf`
         self.spare = Buffer(0)
 
-    def __reduce__(self) -> tuple[type, tuple[Path, int, Aio]]:
+    def __reduce__(self) -> tuple[type, tuple[Path, int, Aio, int | None]]:
         """Another process opens a file of its own."""
-        return type(self), (self.file.folder, self.buffer_count, self.file.aio)
+        return type(self), (self.file.folder, self.buffer_count, self.file.aio, self.buffer_size)
 
     def admit(self, part: Kept) -> None:
         """Write the part for the first time. OffloadError if the disk has no room for the most it may ever take."""
         part.record = self.file.record(part.most)
         if not self.buffers or len(self.buffers[0].view) < part.most:
-            self.buffers = [Buffer(part.most) for _ in range(self.buffer_count)]  # none is in use between two rounds
+            self.buffers = self._buffers(part.most)  # none is in use between two rounds
         self._write(part, self.buffers[0]).wait()
 
     def rounds(self, parts: Iterable[Part], back: bool = True) -> Iterator[Part]:
@@ -98,10 +101,18 @@ class Disk(Host):
     def expect(self, nbytes: int) -> None:
         """A shelf of so many bytes will be read: between two transfers of others."""
         if len(self.spare.view) < nbytes:
-            self.spare, self.ahead = Buffer(nbytes), [Buffer(nbytes) for _ in range(self.buffer_count)]
+            self.spare, self.ahead = Buffer(nbytes), self._buffers(nbytes)
 
     def memory(self) -> list[Tensor]:
         return [buffer.bytes for buffer in (*self.buffers, *self.ahead, self.spare)]
+
+    def _buffers(self, nbytes: int) -> list[Buffer]:
+        if self.buffer_size is not None and nbytes > self.buffer_size:
+            raise OffloadError(
+                f"{nbytes:,} bytes are brought from the disk at a time, and a buffer holds {self.buffer_size:,}: raise "
+                "buffer_size, use more ranks, or shard smaller modules"
+            )
+        return [Buffer(nbytes) for _ in range(self.buffer_count)]
 
     def _read(self, part: Kept, buffer: Buffer) -> Transfer:
         return self.file.read(self._used(part), buffer)

@@ -24,6 +24,7 @@ class Shelf:
         """OffloadError if the disk has no room."""
         self.disk, self.dtype, self.numel, self.most = disk, flat.dtype, flat.numel(), most
         self.runs: list[tuple[int, Record]] = []  # where each begins
+        self.was_written = False  # from outside, since the last update
         self._reading: tuple[Buffer, Sequence[Transfer]] | None = None
         for start in range(0, self.numel, most):
             numel = min(most, self.numel - start)

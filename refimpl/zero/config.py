@@ -31,6 +31,7 @@ class ZeroConfig:
     broadcast_buffers: bool = True  # rank 0's buffers on every rank before each training forward
     optimizer_home: Host | None = None  # where masters and optimizer state rest; None: on the device
     sub_group_size: int = 4_194_304  # elements that are brought from a home and updated at a time
+    offload_ratio: float = 1.0  # the share of the elements that rests there, bucket by bucket
 
     prefetch_bucket_size: int = 5_000_000  # elements gathered ahead of their use; one unit may be larger; 0: none
     param_persistence_threshold: int = 0  # parameters this small stay gathered
@@ -41,6 +42,7 @@ class ZeroConfig:
     gather_blocks: bool | None = None  # gather whole what a ModuleList repeats; None: on a GPU
     module_granularity_threshold: int = 0  # gather whole what has fewer parameters for each module inside
     parameter_home: Disk | None = None  # where sharded parameters rest; None: on the device
+    max_in_host: int = 0  # elements of shards that stay in memory all the same
     check_order: bool = True  # name ranks that take different paths; costs a message where a path is new
 
     def __post_init__(self) -> None:

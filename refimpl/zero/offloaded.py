@@ -19,7 +19,6 @@ from refimpl.zero.flat import ALIGN, Bucket, round_up
 from refimpl.zero.parameter import DATA
 from refimpl.zero.parts import WEIGHTS, Part, size_of
 from refimpl.zero.slices import Slice
-from refimpl.zero.unit import Unit
 from refimpl.zero.update import Update, follow, master_of
 
 
@@ -30,20 +29,23 @@ class OffloadedUpdate(Update):
 
     def __init__(self, *args: Any) -> None:
         self.parts: list[Part] = []
+        self.gone: set[Bucket] = set()  # of which they are parts
         self.torn = ""  # what interrupted a step in its middle
         self._handed: dict[Bucket, tuple[Tensor, float, set[nn.Parameter]]] = {}
         super().__init__(*args)
+
+    def add(self, owned: dict[Bucket, Tensor]) -> None:
+        """Bucket by bucket: no more than one has its masters in two places."""
         if self.slices.optimizer is not None and not self.slices.elementwise:
             raise TypeError(
                 f"{self.slices.kind.__name__} is not known to be element-wise: it cannot be updated part by part; "
                 "leave optimizer_home (offload_optimizer) out"
             )
-
-    def add(self, owned: dict[Bucket, Tensor]) -> None:
-        """Bucket by bucket: no more than one has its masters in two places."""
         self.owned |= owned
         most = round_up(self.config.sub_group_size, ALIGN)
-        for bucket, mine in owned.items() if self.slices.optimizer else ():
+        gone = self._offloaded(owned)
+        super().add({bucket: mine for bucket, mine in owned.items() if bucket not in gone})
+        for bucket, mine in gone.items():
             master = self.home.place(master_of(bucket, bucket.now() if mine is bucket.mine else mine))
             self.slices.add({bucket: master}, most)
             widths = [torch.float32, *self.slices.widths(bucket.group_index)]
@@ -53,11 +55,23 @@ class OffloadedUpdate(Update):
                 parts.append(Part(self.slices, bucket, start, weights, size_of(widths, weights.numel())))
                 self.home.admit(parts[-1])
             self.parts += parts
+            self.gone.add(bucket)
             self.masters[bucket] = master if all(part.record is None for part in parts) else away(master)
 
+    def _offloaded(self, owned: dict[Bucket, Tensor]) -> dict[Bucket, Tensor]:
+        """The buckets to offload: from the first on, until `offload_ratio` of the elements are."""
+        limit = self.config.offload_ratio * sum(mine.numel() for mine in owned.values())
+        gone, before = {}, 0
+        for bucket, mine in owned.items() if self.slices.optimizer else ():
+            if before < limit or bucket.shelf is not None:
+                gone[bucket] = mine
+            before += mine.numel()
+        return gone
+
     def hand_out(self, gradients: dict[Bucket, Tensor], factor: float, left_alone: set[nn.Parameter]) -> None:
-        """Later, part by part."""
-        self._handed = {bucket: (grad, factor, left_alone) for bucket, grad in gradients.items()}
+        """What is offloaded gets its own later, part by part."""
+        self._handed = {b: (gradient, factor, left_alone) for b, gradient in gradients.items() if b in self.gone}
+        super().hand_out({b: gradient for b, gradient in gradients.items() if b not in self.gone}, factor, left_alone)
 
     @torch.no_grad()
     def apply(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -66,6 +80,8 @@ class OffloadedUpdate(Update):
         if self.torn:
             raise OffloadError(f"an earlier step was interrupted ({self.torn}): go on from a checkpoint")
         self.torn = "in the middle of its update"
+        if self.masters.keys() - self.gone:
+            super().apply()
         for part in self.home.rounds([part for part in self.parts if part.bucket in self._handed]):
             self.follow(part)
             grad, factor, left_alone = self._handed[part.bucket]
@@ -77,24 +93,33 @@ class OffloadedUpdate(Update):
 
     def follow(self, part: Part) -> None:
         """As `adopt`, of a part that is here. What rests on a shelf is only looked at if it was written."""
-        if not isinstance(part.bucket, Unit) or part.bucket.shelf is None:
+        if part.bucket.shelf is None:
             follow(self.owned[part.bucket][part.start : part.end], part.weights)
-        elif part.bucket.was_written:
+        elif part.bucket.shelf.was_written:
             follow(part.bucket.now()[part.start : part.end], part.weights)
 
     def round(self, part: Part) -> None:
         """The weights, rounded, to where the model has them."""
-        if isinstance(part.bucket, Unit) and part.bucket.shelf is not None:
-            part.bucket.shelf.write(part.start, part.weights.to(part.bucket.dtype))
-            part.bucket.was_written &= part.end < self.owned[part.bucket].numel()  # the last part of it
+        shelf = part.bucket.shelf
+        if shelf is not None:
+            shelf.write(part.start, part.weights.to(part.bucket.dtype))
+            shelf.was_written &= part.end < self.owned[part.bucket].numel()  # the last part of it
         else:
             self.owned[part.bucket][part.start : part.end].copy_(part.weights, non_blocking=True)
 
     def adopt(self, bucket: Bucket) -> None:
-        """Whenever a part is looked at."""
+        """What is offloaded follows whenever a part of it is looked at."""
+        if bucket not in self.gone:
+            super().adopt(bucket)
+
+    def publish(self, bucket: Bucket) -> None:
+        if bucket not in self.gone:
+            super().publish(bucket)
 
     def weights(self, bucket: Bucket) -> Tensor:
         """As in `Update`; a copy, where they rest on a disk."""
+        if bucket not in self.gone:
+            return super().weights(bucket)
         parts = [part for part in self.parts if part.bucket is bucket]
         found = torch.empty(self.masters[bucket].shape) if self.is_away() else self.masters[bucket]
         for part in self.home.rounds(parts, back=False):
@@ -136,8 +161,7 @@ class OffloadedUpdate(Update):
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """As in `Update`. Copies: this rank's whole shard is in memory while they are kept."""
-        masters = [torch.empty(master.shape) for master in self.masters.values()]
-        whole = dict(zip(self.masters, masters, strict=True))
+        whole = {b: torch.empty(m.shape) if b in self.gone else self.weights(b) for b, m in self.masters.items()}
         copies: dict[int, Tensor] = {}
         for part in self.home.rounds(self.parts, back=False):
             self.follow(part)
@@ -146,12 +170,12 @@ class OffloadedUpdate(Update):
             copies |= {id(t): t.detach().clone() for t in tensors}
         state = super().state_dict()
         optimizer = tree_map_only(Tensor, lambda t: copies.get(id(t), t), state["optimizer"])
-        return state | {"optimizer": optimizer, "masters": masters}
+        return state | {"optimizer": optimizer, "masters": list(whole.values())}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         wanted = dict(zip(self.masters, state["masters"], strict=True))
-        super().load_state_dict(state | {"masters": []})
+        super().load_state_dict(state)
         loaded = {s.param: dict(self._loaded(s)) for part in self.parts for s in part.members()}
         for part in self.home.rounds(self.parts):
             for s in part.members():
@@ -160,6 +184,10 @@ class OffloadedUpdate(Update):
             part.weights.copy_(wanted[part.bucket][part.start : part.end])
             self.round(part)
         self.torn = ""
+
+    def restore(self, bucket: Bucket, saved: Tensor) -> None:
+        if bucket not in self.gone:
+            super().restore(bucket, saved)
 
     def _loaded(self, s: Slice) -> Iterator[tuple[str, Tensor]]:
         """The state that torch has put there, before its place in a buffer is taken up."""

@@ -221,7 +221,7 @@ class Slices:
         return {"": s.param, **same}
 
     def widths(self, index: int) -> list[torch.dtype]:
-        """The dtypes of the states that the optimizer will make of a parameter of group `index`: it is asked for one."""
+        """The dtypes of the states that the optimizer makes of a parameter of group `index`: a twin is asked."""
         if self.optimizer is None:
             return []
         p = nn.Parameter(torch.zeros(2))

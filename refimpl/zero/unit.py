@@ -54,7 +54,6 @@ class Unit(Bucket):
         self.on_use: Callable[[Unit, str], None] | None = None
         self.among: set[Unit] = set()  # the units that have memory now, of which this is one while it has
         self.state_dicts: Any = None  # before there is a stage: the hooks that bring it whole into a state_dict
-        self.was_written = False  # on its shelf, since the last update
         self.is_placeholder = False  # while a state_dict is made of the names
         nothing = float("nan") if self.dtype.is_floating_point else 0
         scalar = torch.tensor(nothing, dtype=self.dtype, device=self.device)
@@ -62,7 +61,6 @@ class Unit(Bucket):
         self._work: Work | None = None
         self._allocated_on = group.streams.current()
         self.is_free = False
-        self.shelf: Shelf | None = None  # where `mine` rests, if not in memory
         self.free()
 
     def shelve(self, disk: Disk, most: int) -> None:
@@ -94,7 +92,7 @@ class Unit(Bucket):
             self.mine.copy_(self.shard(self.full))
         else:
             self.shelf.write(0, self.shard(self.full))
-            self.was_written = True
+            self.shelf.was_written = True
         self.versions = [p._version for p in self.params]
 
     def prefetch(self) -> None:
@@ -198,10 +196,12 @@ def make_units(
     for p in params:
         together.setdefault((owner[p], group_of.get(p, -1), p.dtype), []).append(p)
     units: dict[str, list[Unit]] = {}
+    kept = 0  # elements
     for (path, index, _), members in together.items():
         with whole(members):
             unit = Unit(members, group, index, path or "the model", config.dtype)
-        if config.parameter_home is not None:
+        kept += unit.mine.numel()
+        if config.parameter_home is not None and kept > config.max_in_host:
             unit.shelve(config.parameter_home, round_up(config.sub_group_size, ALIGN))
         units.setdefault(path, []).append(unit)
     return units

@@ -186,9 +186,13 @@ class Update:
         self.skipped_steps = state["skipped_steps"]
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
-        for (bucket, master), saved in zip(self.masters.items(), state["masters"], strict=False):
-            master.copy_(saved)
-            self.publish(bucket)
+        for bucket, saved in zip(self.masters, state["masters"], strict=True):
+            self.restore(bucket, saved)
+
+    def restore(self, bucket: Bucket, saved: Tensor) -> None:
+        """Take over masters that were saved."""
+        self.masters[bucket].copy_(saved)
+        self.publish(bucket)
 
 
 def sum_of_squares(x: Tensor, exact: bool) -> Tensor:
