@@ -7,6 +7,7 @@ DeepSpeed's files: deepspeed/runtime/config.py, runtime/zero/config.py, runtime/
 """
 
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -60,6 +61,12 @@ def upper(value: Any) -> Any:
 def or_none(value: Any) -> Any:
     """DeepSpeed reads null, and a value nobody filled in, as no offload."""
     return "none" if value in (None, "auto") else lower(value)
+
+
+def unless_off(section: Any) -> Any:
+    """Without a device the other keys are not read."""
+    off = isinstance(section, Mapping) and section.get("device") in ("none", "auto", None)
+    return {} if off or section in (None, False) else section
 
 
 def never(value: Any) -> Any:
@@ -215,8 +222,12 @@ class ZeroOptimization(Section):
     sub_group_size: Count = Field(
         default=1_000_000_000, description="elements that are brought from a disk and updated at a time; 0: 4 million"
     )
-    offload_optimizer: OffloadOptimizer = Field(default_factory=OffloadOptimizer, description="optimizer states' home")
-    offload_param: OffloadParam = Field(default_factory=OffloadParam, description="stage 3's parameters' home")
+    offload_optimizer: Annotated[OffloadOptimizer, BeforeValidator(unless_off)] = Field(
+        default_factory=OffloadOptimizer, description="where optimizer states rest"
+    )
+    offload_param: Annotated[OffloadParam, BeforeValidator(unless_off)] = Field(
+        default_factory=OffloadParam, description="where stage 3's parameters rest"
+    )
     ignore_unused_parameters: bool = Field(default=True, description="unused parameters count as zero gradients")
     leaf_module: LeafModule = Field(default_factory=LeafModule, description="modules gathered as one unit")
 

@@ -1,4 +1,4 @@
-"""Reading k + 1, computing with k and writing k - 1 overlap, by the order of events; an error leaves nothing under way."""
+"""Reading, computing and writing overlap, by the order of events; after an error nothing is under way."""
 
 from collections import Counter
 
