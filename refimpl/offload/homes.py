@@ -100,7 +100,7 @@ class Disk(Host):
 
     def expect(self, nbytes: int) -> None:
         """A shelf of so many bytes will be read: between two transfers of others."""
-        if len(self.spare.view) < nbytes:
+        if not self.ahead or len(self.spare.view) < nbytes:
             self.spare, self.ahead = Buffer(nbytes), self._buffers(nbytes)
 
     def memory(self) -> list[Tensor]:
