@@ -41,6 +41,7 @@ MODEL = GPTConfig(width=512, layers=18, heads=8, context=64)  # 57 million param
 NEEDED, ALLOWED = 16, 6.4  # bytes a parameter: AdamW in fp32 needs 16
 SUB_GROUP = 1 << 20  # elements updated at a time: 12 MB
 MB = 10**6
+DISK_BYTES = 300 * MB  # read and written to see what the disk can do
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # numbers of <malloc.h>
 
 
@@ -122,11 +123,11 @@ def run(ranks: int, steps: int, folder: Path, out: Path) -> int:
             lived.append(tried(way, ranks, folder, limit, steps))
         console.print(f"{way}: {lived[-1].died_of or f'finished, loss {lived[-1].loss:.2f}'}", highlight=False)
     with console.status("the disk alone ..."):
-        raw = [row for heat in measure_disk(folder, 300 * MB, 1) for row in heat]
+        raw = [row for heat in measure_disk(folder, DISK_BYTES, 1) for row in heat]
     fastest = max(row.MB_per_s for row in raw if row.who == "plain" and row.direction == "both")
     console.print(tabulated(lived, limit, ranks, fastest))
     report(out, lived, limit, ranks, raw)
-    draw(out / "infinity.png", lived, limit)
+    draw(out / "infinity.png", lived, limit, ranks)
     console.print(f"{out / 'report.json'}\n{out / 'infinity.png'}")
     return 0 if [bool(one.died_of) for one in lived] == [True, True, True, False] else 1
 
@@ -177,12 +178,12 @@ def report(out: Path, lived: list[Lived], limit: int, ranks: int, disk: list[Dis
     (out / "report.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
-def draw(file: Path, lived: list[Lived], limit: int) -> None:
+def draw(file: Path, lived: list[Lived], limit: int, ranks: int) -> None:
     """How many bytes of what were where, beside the limit."""
     from matplotlib.figure import Figure
 
     n = MODEL.parameters
-    needs = {"DDP": 16.0, "ZeRO-2": 10.0, "ZeRO-3": 8.0}  # what two ranks would keep: see `refimpl.plan`
+    needs = {"DDP": 16, "ZeRO-2": 4 + 12 / ranks, "ZeRO-3": 16 / ranks}  # the formulas of `refimpl.plan`
     figure = Figure(figsize=(6, 3.4), layout="constrained")
     axes = figure.subplots()
     names = list(WAYS)
@@ -191,7 +192,8 @@ def draw(file: Path, lived: list[Lived], limit: int) -> None:
             axes.barh(y, needs.get(one.way, 0), color="none", edgecolor="tab:red", linestyle="--")
             continue
         left = 0.0
-        for name, size in [*one.memory.items(), ("on disk", one.on_disk)]:
+        seen = {name: size for name, size in one.memory.items() if size > limit / 1000}
+        for name, size in [*seen.items(), ("on disk", one.on_disk)]:
             axes.barh(y, size / n, left=left, label=name, hatch="//" if name == "on disk" else None)
             left += size / n
     axes.axvline(limit / n, color="tab:red")
