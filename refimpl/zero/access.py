@@ -94,7 +94,7 @@ class ByName:
     def local_parameter(self, p: nn.Parameter | str) -> Tensor:
         """This rank's part of the fp32 weight: a flat view, to be changed with `copy_` and its like."""
         p = self.parameter(p)
-        self.refuse_away("full_parameter", p)
+        self.refuse_away(p)
         bucket = self.home(p)
         return DATA.__get__(p).view(-1) if bucket is None else bucket.part(self.weights(bucket), p)
 
@@ -105,16 +105,28 @@ class ByName:
     def local_state(self, p: nn.Parameter | str, key: str) -> Tensor | None:
         """This rank's part of the optimizer's state `key`: a flat view; None if it has none yet."""
         p = self.parameter(p)
-        self.refuse_away("full_state", p)
+        self.refuse_away(p)
         bucket = self.gradients.bucket_of.get(p)
         return None if bucket is None else self.update.slices.state_part(bucket, p, key)
 
-    def refuse_away(self, instead: str, p: nn.Parameter) -> None:
+    def read_local(self, p: nn.Parameter | str, key: str = "") -> Tensor | None:
+        """A copy of this rank's part of the fp32 weight, or of the state `key`, wherever it rests; flat."""
+        p = self.parameter(p)
+        bucket = self.gradients.bucket_of[p]
+        part = self.update.state_part(bucket, p, key) if key else bucket.part(self.update.weights(bucket), p)
+        return None if part is None else part.clone()
+
+    def write_local(self, p: nn.Parameter | str, value: Tensor, key: str = "") -> None:
+        """Replace what `read_local` reads. A weight of the model follows with the next step, as in DeepSpeed."""
+        p = self.parameter(p)
+        self.update.put_state(self.gradients.bucket_of[p], p, key, value.reshape(-1))
+
+    def refuse_away(self, p: nn.Parameter) -> None:
         """A view of what rests on a disk would be of nothing."""
         if self.update.is_away():
             raise RuntimeError(
-                f"{self.names[p]}: its optimizer state rests on a disk, there is no view of it; {instead} reads all of "
-                f"it, set_{instead} writes it (on every rank)"
+                f"{self.names[p]}: its optimizer state rests on a disk, there is no view of it: read_local copies it, "
+                "write_local replaces it"
             )
 
     def parameter(self, p: nn.Parameter | str) -> nn.Parameter:

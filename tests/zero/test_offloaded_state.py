@@ -109,7 +109,7 @@ def looked_at_locally(disk: Disk) -> None:
 
 
 def test_a_view_of_what_is_away_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="rests on a disk, there is no view of it; full_parameter reads all of it"):
+    with pytest.raises(Exception, match="rests on a disk, there is no view of it: read_local copies it"):
         run(looked_at_locally, Disk(tmp_path), ranks=2)
 
 
