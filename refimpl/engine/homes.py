@@ -5,6 +5,7 @@
     cpu       stays: it is in the host's memory     masters, state and the update: `Host`. Parameters: refused
     nvme      a file of each rank                   the same; parameters refused
 
+The masters of parameters on a disk are in the host's memory, if not on a disk too.
 DeepSpeed: deepspeed/runtime/zero/offload_config.py, deepspeed/runtime/swap_tensor/aio_config.py.
 """
 
@@ -35,17 +36,13 @@ def with_homes(zero: ZeroConfig, settings: DeepSpeedConfig, device: torch.device
         )
     if param.device != "none" and device.type != "cpu":
         raise ConfigError(f"zero_optimization.offload_param.device = {param.device!r}: {NOT_YET} on a GPU")
-    if param.device == "nvme" and optimizer.device == "none":
-        raise ConfigError(
-            "zero_optimization.offload_param.device = 'nvme' needs an offload_optimizer (cpu or nvme): without it "
-            "the optimizer's parameters would be in memory all the same"
-        )
     size = section.sub_group_size or ZeroConfig.sub_group_size
-    zero = replace(zero, sub_group_size=min(size, 1 << 40), offload_ratio=optimizer.ratio)
+    size = min(max(size, aio.block_size // 4), 1 << 40)  # elements: no part is smaller than one request
+    zero = replace(zero, sub_group_size=size, offload_ratio=optimizer.ratio)
     if optimizer.device == "nvme":
         buffers = min(optimizer.buffer_count, 1 + optimizer.pipeline_read + optimizer.pipeline_write)
         zero = replace(zero, optimizer_home=Disk(folder("offload_optimizer", optimizer), buffers, aio))
-    elif optimizer.device == "cpu" and (device.type != "cpu" or param.device == "nvme"):
+    elif param.device == "nvme" or (optimizer.device == "cpu" and device.type != "cpu"):
         zero = replace(zero, optimizer_home=Host())
     if param.device == "nvme":
         most = param.buffer_size * zero_itemsize(zero)
