@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import refimpl.deepspeed as deepspeed
+from refimpl.checkpoint.errors import CheckpointError
 from refimpl.deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from refimpl.engine.errors import CheckpointError
 
 
 class Tied(nn.Module):
@@ -77,11 +77,9 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nonsense"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="nonsense")
     worlds.run(save, 1, str(tmp_path), {}, ranks=2)
-    rank1 = tmp_path / "global_step3" / "rank00001.pt"
+    rank1 = tmp_path / "global_step3" / "rank00001.safetensors"
     content = bytearray(rank1.read_bytes())
     content[-200] ^= 1
     rank1.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"rank00001\.pt"):
+    with pytest.raises(CheckpointError, match=r"rank00001\.safetensors"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path)
-    with pytest.raises(NotImplementedError, match="lazy_mode"):
-        get_fp32_state_dict_from_zero_checkpoint(tmp_path, lazy_mode=True)

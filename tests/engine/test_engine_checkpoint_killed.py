@@ -131,7 +131,7 @@ def save_beside(folder: Path, tag: str) -> None:
 
 def test_what_a_living_run_is_writing_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run saves into the same folder while this one is in the middle of a save."""
-    from refimpl.engine import manifest
+    from refimpl.checkpoint import manifest
 
     engine, write, there = start(settings(0)), manifest.write, []
 
@@ -142,7 +142,7 @@ def test_what_a_living_run_is_writing_is_left_alone(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(manifest, "write", meanwhile)
     engine.save_checkpoint(tmp_path, "mine")
-    assert sorted(there) == ["model.safetensors", "rank00000.pt"]
+    assert sorted(there) == ["rank00000.json", "rank00000.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "mine", "theirs"]
     for tag in ("mine", "theirs"):
         assert engine.load_checkpoint(tmp_path, tag)[0] == str(tmp_path / tag)
