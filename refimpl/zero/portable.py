@@ -149,10 +149,12 @@ def restore_states(stage: Stage, bucket: Bucket, source: Source, wanted: set[str
     first = offset_here(stage, slices._masters[bucket], bucket)
     for s in slices.of[bucket]:
         members = [p for p, (start, end) in spans.items() if s.start <= start and end <= s.end]
-        if not members or not history[members[0]]:
+        like = members[0] if members else bucket.params[-1]  # a slice of nothing but padding has a state too
+        saved = source.state(names[like]) if names[like] in wanted else {}
+        if not saved:
             continue
-        state = slices.optimizer.state[s.param] = fresh_state(source.state(names[members[0]]), s.param)
-        for key in [key for key, value in history[members[0]].items() if isinstance(value, Cut)]:
+        slices.optimizer.state[s.param] = state = fresh_state(saved, s.param)
+        for key in [key for key, value in saved.items() if isinstance(value, Cut)]:
             for p in members:
                 low, high = spans[p]
                 out = state[key].view(-1)[low - s.start : high - s.start]

@@ -126,9 +126,7 @@ def swapped(folder: Path) -> None:
         two.rename(one)
         (folder / "one").rename(two)
     engine.group.barrier()
-    refused(
-        engine, folder, match=r"rank 0: .*rank00000.safetensors: .* were written.*rank 1: .*rank00001.safetensors"
-    )
+    refused(engine, folder, match=r"rank 0: .*rank00000.safetensors: .* were written.*rank 1: .*rank00001.safetensors")
 
 
 def test_two_rank_files_swapped(tmp_path: Path) -> None:
