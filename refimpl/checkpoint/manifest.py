@@ -20,6 +20,11 @@ VERSION = 4  # one more whenever what a save writes changes; 1, without checksum
 RANK_FILE = re.compile(r"rank\d{5,}\.(safetensors|json|pt)|model\.safetensors")  # .pt and model: until version 3
 
 
+def ours(name: str) -> bool:
+    """Whether a save writes a file of this name; what else lies in a checkpoint is somebody else's."""
+    return name == NAME or RANK_FILE.fullmatch(name) is not None
+
+
 def digest(path: Path) -> dict[str, Any]:
     """Size and checksum of a file."""
     with naming(path), path.open("rb") as file:

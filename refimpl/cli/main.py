@@ -88,6 +88,14 @@ def bench(context: typer.Context) -> None:
     bench_app(context.args, prog_name="refimpl bench", standalone_mode=False)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def checkpoint(context: typer.Context) -> None:
+    """Checkpoints without ranks: `refimpl checkpoint show`, `verify`, `export`, `prune`, `import`."""
+    from refimpl.cli.checkpoint import app as checkpoint_app
+
+    checkpoint_app(context.args, prog_name="refimpl checkpoint", standalone_mode=False)
+
+
 @app.command()
 def quiz(
     topic: Annotated[str | None, typer.Option(help="One topic, such as zero or communication. Default: all.")] = None,

@@ -88,7 +88,7 @@ def begin(folder: Path, new: Path, held: ExitStack) -> None:
         if not save_dir.is_dir():
             save_dir.mkdir(parents=True)
             atomic.sync(save_dir.parent)
-        held.enter_context(atomic.hold(save_dir, manifest.NAME, ours))
+        held.enter_context(atomic.hold(save_dir, manifest.NAME, manifest.ours))
     with naming(folder):
         if os.path.lexists(folder) and not (folder / manifest.NAME).is_file() and any(folder.iterdir()):
             raise CheckpointError(
@@ -123,7 +123,7 @@ def finish(folder: Path, new: Path, about: dict[str, Any], save_latest: bool) ->
         atomic.sync(new / manifest.NAME)
         atomic.sync(new)
     with naming(folder):
-        atomic.replace_folder(new, folder, manifest.NAME, ours)
+        atomic.replace_folder(new, folder, manifest.NAME, manifest.ours)
     if save_latest:
         latest = folder.parent / "latest"
         with naming(latest):
@@ -181,8 +181,3 @@ def agreed_tag(engine: TrainingState, tag: str) -> str:
         if engine.group.rank == 0:
             warnings.warn(f"the ranks name different checkpoint tags: {said}; rank 0's is taken", stacklevel=4)
     return checked_tag(str(tags[0]), "save_checkpoint")
-
-
-def ours(name: str) -> bool:
-    """Whether a save writes a file of this name; what else lies in a checkpoint is somebody else's."""
-    return name == manifest.NAME or manifest.RANK_FILE.fullmatch(name) is not None
