@@ -91,6 +91,21 @@ def export(
         print(f"{file}: {file.stat().st_size / 1e6:,.1f} MB")
 
 
+@app.command("import")
+def import_(
+    folder: Annotated[Path, typer.Argument(help="What DeepSpeed wrote: a checkpoint, or a folder with `latest`.")],
+    out: Annotated[Path, typer.Argument(help="Folder of checkpoints to write to.")],
+) -> None:
+    """Read a ZeRO checkpoint of DeepSpeed, stages 1 to 3, and write it anew. Nothing that it asks for is run."""
+    from refimpl.checkpoint.errors import CheckpointError
+    from refimpl.checkpoint.from_deepspeed import import_folder
+
+    try:
+        print(f"{import_folder(folder, out)}: written; load_checkpoint({str(out)!r}) goes on from it")
+    except CheckpointError as reason:
+        refuse("refimpl checkpoint import", reason)
+
+
 @app.command()
 def prune(
     folder: Annotated[Path, typer.Argument(help="A folder of checkpoints.")],

@@ -16,8 +16,6 @@ files in the folder that all see. What fails there is raised by the next `step`,
 DeepSpeed: `save_checkpoint` in deepspeed/runtime/engine.py, which writes into the folder itself, without checksums.
 """
 
-import json
-import os
 import threading
 import time
 import warnings
@@ -28,10 +26,11 @@ from typing import Any
 
 from torch import Tensor
 
-from refimpl.checkpoint import atomic, manifest, tensors
-from refimpl.checkpoint.errors import CheckpointError, naming, together
+from refimpl.checkpoint import atomic, manifest
+from refimpl.checkpoint.errors import CheckpointError, together
 from refimpl.checkpoint.find import checked_tag
-from refimpl.checkpoint.folder import notes_file, rank_file
+from refimpl.checkpoint.folder import notes_file
+from refimpl.checkpoint.write import begin, finish, write_rank
 from refimpl.engine.contents import about_engine, contents
 from refimpl.engine.state import TrainingState
 
@@ -79,55 +78,6 @@ def save(
     copies = {name: tensor.to("cpu", copy=True) for name, tensor in mine.items()}
     engine.saving.start(lambda: write_behind(folder, new, copies, notes, about, save_latest, held), f"save {tag}")
     return True
-
-
-def begin(folder: Path, new: Path, held: ExitStack) -> None:
-    """Rank 0: clear what killed saves have left in the parent folder, hold it, and make the folder to write into."""
-    save_dir = folder.parent
-    with naming(save_dir):
-        if not save_dir.is_dir():
-            save_dir.mkdir(parents=True)
-            atomic.sync(save_dir.parent)
-        held.enter_context(atomic.hold(save_dir, manifest.NAME, manifest.ours))
-    with naming(folder):
-        if os.path.lexists(folder) and not (folder / manifest.NAME).is_file() and any(folder.iterdir()):
-            raise CheckpointError(
-                f"{folder}: something else than a checkpoint (it has no {manifest.NAME}); move it away, or choose "
-                "another tag"
-            )
-        new.mkdir()
-
-
-def write_rank(new: Path, mine: dict[str, Tensor], notes: dict[str, Any]) -> None:
-    """Write this rank's two files, the notes last: when they have their name, the rank has written all."""
-    rank = notes["save"]["rank"]
-    path, about = new / rank_file(rank), new / notes_file(rank)
-    with naming(path):
-        digest = tensors.write(path, mine)
-        atomic.sync(path)
-    with naming(about):
-        text = json.dumps({"tensors": digest} | notes)
-        atomic.write_file(about, lambda part: part.write_text(text))
-
-
-def finish(folder: Path, new: Path, about: dict[str, Any], save_latest: bool) -> None:
-    """Rank 0, when every rank has written its files: the manifest, the name, and last `latest`."""
-    files = {}
-    for rank in range(about["world_size"]):
-        path = new / notes_file(rank)
-        with naming(path):
-            files[rank_file(rank)] = json.loads(path.read_bytes())["tensors"]
-        files[path.name] = manifest.digest(path)
-    with naming(new / manifest.NAME):
-        manifest.write(new / manifest.NAME, about | {"files": files})
-        atomic.sync(new / manifest.NAME)
-        atomic.sync(new)
-    with naming(folder):
-        atomic.replace_folder(new, folder, manifest.NAME, manifest.ours)
-    if save_latest:
-        latest = folder.parent / "latest"
-        with naming(latest):
-            atomic.write_file(latest, lambda part: part.write_text(folder.name))
 
 
 def write_behind(

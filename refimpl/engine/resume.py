@@ -99,7 +99,7 @@ def check(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
     """CheckpointError if something is damaged or does not fit. The ranks share the files, so that each is read once."""
     about, rank = folder.about, engine.group.rank
     if not wanted.weights_alone:
-        here = identity(engine)
+        here = identity(engine) | ({"optimizer": None} if about["optimizer"] is None else {})  # an import may not know
         differ = [
             f"{k} {about[k]} there, {here[k]} here" for k in ("optimizer", "parameter_groups") if about[k] != here[k]
         ]
@@ -151,8 +151,8 @@ def restore_training(engine: TrainingState, folder: Folder, wanted: Wanted, grou
         engine.stage.scaler.load_state_dict(scale)
     engine.stage.update.skipped_steps = folder.value(0, "skipped_steps")
     rank = engine.group.rank
-    if wanted.random and rank < folder.ranks:
-        random_state.put(folder.value(rank, "random"), engine.group.device)
+    if wanted.random and rank < folder.ranks and (state := folder.value(rank, "random")) is not None:
+        random_state.put(state, engine.group.device)
     data = folder.value(own_rank(engine, folder), "data")
     if data is not None and engine.group.size != folder.ranks and "taken" not in data:
         warnings.warn(f"{folder.path}: a stream's position is each rank's own: it begins anew", stacklevel=6)
