@@ -129,7 +129,6 @@ def go_on(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
         weights.read_with(engine, folder, wanted.custom)
     else:
         names = weights.shared_names(engine, folder)
-        engine.stage.zero_grad()
         restore(engine.stage, Saved(folder), names, not wanted.weights_alone, folder.about["apart"])
         weights.read_buffers(engine, folder, 0 if wanted.weights_alone else own)
     if not wanted.weights_alone:

@@ -20,6 +20,7 @@ from refimpl.zero.flat import Bucket, round_up
 from refimpl.zero.parameter import DATA
 from refimpl.zero.slices import Slice
 from refimpl.zero.stage import Stage
+from refimpl.zero.zero3 import Zero3
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool,
     With `optimizer`, a parameter that is not among `names` keeps its weights and begins without a state.
     """
     wanted = set(names)
+    if isinstance(stage, Zero3):
+        stage.fetch.end()  # what is gathered ahead has the old weights
     for name, p, flat, bucket in memory(stage):
         if name in wanted:
             here = place_of(stage, p).at - offset_here(stage, flat, bucket)

@@ -167,6 +167,14 @@ def test_a_manifest_of_another_version_or_edited(
     refused(other, saved, match=rf"checkpoint.json: .*{match}.*(load another|Load it with)")
 
 
+def test_a_checkpoint_of_pickles_is_not_read_and_its_weights_are_named(saved: Path, other: refimpl.Engine) -> None:
+    """What refimpl wrote before: `.pt` files a rank, and the whole weights as safetensors."""
+    path = saved / TAG / manifest.NAME
+    (saved / TAG / "model.safetensors").touch()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3}))
+    refused(other, saved, match=r"of version 3, .*Its weights are in .*model.safetensors.*are pickles")
+
+
 @pytest.mark.parametrize(
     ("latest", "match"),
     [
