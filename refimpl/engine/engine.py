@@ -206,7 +206,11 @@ class Engine(ModuleState, Asked):
         return [float(group["lr"]) for group in self.stage.optimizer.param_groups]
 
     def destroy(self) -> None:
-        """Let go of model and optimizer: another engine may have them. Stage 3 leaves the model in shards."""
+        """Let go of model and optimizer: another engine may have them. Stage 3 leaves the model in shards.
+
+        Waits for a save that is under way.
+        """
+        self.saving.wait()
         if isinstance(self.stage, Zero3):
             self.stage.detach_all()
             for p in self.stage.names:

@@ -69,6 +69,7 @@ def test_memory_is_a_few_pieces_whatever_the_model(tmp_path: Path, monkeypatch: 
     worlds.run(begin, 3, 700, "bf16", tmp_path / "ck", ranks=2)
     for module in (export, folder, tensors):
         monkeypatch.setattr(module, "PIECE", 64)
+    monkeypatch.setattr(folder, "OPEN", 1)
     meter = MemoryMeter(dict)
     with Folder(*given(tmp_path / "ck")) as opened, meter:
         export.export(opened, tmp_path / "out", torch.float32)

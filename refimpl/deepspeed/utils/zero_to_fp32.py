@@ -26,7 +26,13 @@ class LazyWeight:
 
     def contiguous(self) -> Tensor:
         """The weight, in memory of its own."""
-        return torch.cat(list(export.pieces(self._folder, self._name, self._entry))).view(self.shape)
+        with self._folder:  # closed again: there may be thousands of these
+            return whole(self._folder, self._name, self._entry)
+
+
+def whole(folder: Folder, name: str, entry: Entry) -> Tensor:
+    """One weight of a checkpoint."""
+    return torch.cat(list(export.pieces(folder, name, entry))).view(entry[1])
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -39,7 +45,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     folder = opened(checkpoint_dir, tag)
     if lazy_mode:
-        found = export.entries(folder, torch.float32, exclude_frozen_parameters)
+        with folder:
+            found = export.entries(folder, torch.float32, exclude_frozen_parameters)
         return {name: LazyWeight(folder, name, entry) for name, entry in found.items()}
     with folder:
         return dict(export.weights(folder, torch.float32, exclude_frozen_parameters))
@@ -83,7 +90,8 @@ def write_pickles(folder: Folder, out: Path, entries: Mapping[str, Entry], most:
     shards = export.in_shards(dict(entries), most)
     names = export.shard_names(len(shards), "pytorch_model", ".bin")
     for file, shard in zip(names, shards, strict=True):
-        weights = {name: LazyWeight(folder, name, entry).contiguous() for name, entry in shard.items()}
+        made = {folder.canonical(name): whole(folder, name, entry) for name, entry in shard.items()}
+        weights = {name: made[folder.canonical(name)] for name in shard}  # tied ones stay one tensor
         with naming(out / file):
             atomic.write_file(out / file, lambda part, weights=weights: torch.save(weights, part))  # type: ignore[misc]
     if len(shards) > 1:
