@@ -66,6 +66,7 @@ class Slices:
         self.of: dict[Bucket, list[Slice]] = {}
         self._masters: dict[Bucket, Tensor] = {}
         self.gradient_of: Callable[[nn.Parameter, Bucket, int, int], Tensor | None] | None = None  # see `GradientView`
+        self.apart: set[nn.Parameter] = set()  # were once left alone, and have borders of their own since
         self._applying = False  # from `hand_out` to `release_gradients`: then a slice's grad is what it was handed
         if optimizer is None:
             return
@@ -144,6 +145,7 @@ class Slices:
         fp32 is multiplied in place.
         """
         self._applying = True
+        self.apart |= left_alone
         spans = [self._span(bucket, p) for p in left_alone.intersection(bucket.params)] if left_alone else []
         for start, end in spans:
             self._cut(bucket, start)
@@ -184,6 +186,11 @@ class Slices:
         params = optimizer.param_groups[bucket.group_index]["params"]
         j = next(j for j, p in enumerate(params) if p is old.param)
         params[j : j + 1] = [new.param for new in pieces]
+
+    def set_apart(self, bucket: Bucket, p: nn.Parameter) -> None:
+        """Cut at p's borders, as for a parameter that was left alone."""
+        for at in self._span(bucket, p):
+            self._cut(bucket, at)
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """The optimizer's own step, not the stage's."""
