@@ -8,7 +8,7 @@ JOBS ?= 2
 QUICK := tests/bank/test_cards.py tests/bank/test_progress.py tests/bench/test_table.py tests/cli/test_main.py \
   tests/comm/test_collectives.py tests/comm/test_ring.py tests/comm/test_mesh.py tests/course \
   tests/deepspeed/test_names.py tests/deepspeed/test_parameters.py $(wildcard tests/engine/test_config*.py) \
-  tests/engine/test_engine_checkpoint.py \
+  tests/engine/test_engine_checkpoint.py tests/checkpoint/test_tree.py tests/checkpoint/test_tensors.py tests/checkpoint/test_sampler.py \
   tests/gpu/test_check.py::test_the_twins_themselves_do_not_race tests/grading/test_compare.py tests/grading/test_stubs.py tests/measure \
   tests/model tests/notebook/test_show.py tests/optim tests/plan tests/ranks tests/site/test_pages.py \
   tests/zero/test_flat.py tests/zero/test_init.py tests/zero/test_stages.py::test_fp32_equals_one_process_bit_for_bit \

@@ -1,4 +1,4 @@
-"""`refimpl bench zero`, `comm`, `overhead`, `disk`: tables on the screen; with --json a report, which `table` reads."""
+"""`refimpl bench zero`, `comm`, `checkpoint`, `disk`, `overhead`: tables; with --json a report that `table` reads."""
 
 import json
 import os
@@ -114,6 +114,23 @@ def comm(
     file = writable(file) if file else None
     heats = measure(ranks, sizes, turns=Turns(turns, steps), rounds=rounds)
     publish("Median call of the slowest rank", HEAT, heats, file)
+
+
+@app.command(cls=Lists)
+def checkpoint(
+    ranks: Annotated[list[int], typer.Option(min=1, help="Numbers of ranks.")] = [2],  # noqa: B006
+    params: Annotated[list[int], typer.Option(parser=count, help="Model sizes.")] = ["25M"],  # type: ignore[list-item]  # noqa: B006
+    stages: StagesOption = [2],  # noqa: B006
+    turns: TurnsOption = 6,
+    folder: Annotated[Path | None, typer.Option(help="On the disk to measure. Default: a temporary one.")] = None,
+    file: JsonOption = None,
+) -> None:
+    """Time that training stands still for a save: synchronous, asynchronous, the copy alone, torch.save."""
+    from refimpl.bench.checkpoint import HEAT, measure
+
+    file = writable(file) if file else None
+    heats = measure(ranks, params, stages, Turns(turns, 1), folder)
+    publish("Time of a save, slowest rank", HEAT, heats, file)
 
 
 @app.command(cls=Lists)

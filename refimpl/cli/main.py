@@ -88,10 +88,18 @@ def doctor() -> None:
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
-    """Measure side by side with peers: `refimpl bench zero`, `comm`, `overhead`; `table` prints a report."""
+    """Measure side by side with peers: `refimpl bench zero`, `comm`, `checkpoint`, `overhead`; `table`: a report."""
     from refimpl.bench.cli import app as bench_app
 
     bench_app(context.args, prog_name="refimpl bench", standalone_mode=False)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def checkpoint(context: typer.Context) -> None:
+    """Checkpoints without ranks: `refimpl checkpoint show`, `verify`, `export`, `prune`, `import`."""
+    from refimpl.cli.checkpoint import app as checkpoint_app
+
+    checkpoint_app(context.args, prog_name="refimpl checkpoint", standalone_mode=False)
 
 
 @app.command()

@@ -63,6 +63,11 @@ class Asked(TrainingState):
     mp_world_size = 1
 
     @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """The weights whose gradients travel sparse: none, they are made dense before they are reduced."""
+        return set()
+
+    @property
     def global_rank(self) -> int:
         """This process's number."""
         return self.group.rank

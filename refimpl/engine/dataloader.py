@@ -1,22 +1,69 @@
 """The training data of one rank: a shuffled share of the dataset, another order every epoch, forever if asked.
 
 Every rank draws the same permutation (same seed, same epoch) and takes every N-th sample of it, so the ranks' shares
-are disjoint without a word between them. DeepSpeed's file: deepspeed/runtime/dataloader.py.
+are disjoint without a word between them. How far they have come is one number, the samples that all ranks together have
+taken of this order: any number of ranks can go on behind it. DeepSpeed's file: deepspeed/runtime/dataloader.py, which
+keeps no position; torchdata's StatefulDataLoader keeps one a rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 
-class EpochSampler(DistributedSampler[Any]):
-    """A DistributedSampler that moves on to the next epoch's order by itself; `set_epoch` still overrides it."""
+class StatefulDistributedSampler(DistributedSampler[Any]):
+    """torch's DistributedSampler that knows its position, and moves on to the next epoch's order by itself.
+
+    An iterator begins behind what was taken of the epoch if it was restored, else at the beginning of the next one.
+    `set_epoch` begins that epoch, unless it is the one that was restored: so a loop that calls it goes on where the
+    saving run stood. The position counts what was drawn: a DataLoader with workers draws ahead of what it gives.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.taken = 0  # samples of this epoch's order, by all ranks
+        self._begun = self._restored = False
+
+    def set_epoch(self, epoch: int) -> None:
+        if not (self._restored and epoch == self.epoch):
+            self.taken = 0
+        super().set_epoch(epoch)
+        self._begun = False
 
     def __iter__(self) -> Iterator[Any]:
-        order = super().__iter__()
-        self.epoch += 1
-        return order
+        if self._begun:
+            self.set_epoch(self.epoch + 1)
+        self._begun, self._restored = True, False
+        for index in self.order()[self.rank :: self.num_replicas]:
+            self.taken += self.num_replicas
+            yield index
+
+    def order(self) -> list[int]:
+        """The samples that are left of this epoch, for all ranks: as torch orders and pads (or cuts) them."""
+        indices = list(range(len(self.dataset)))  # type: ignore[arg-type]
+        if self.shuffle:
+            indices = torch.randperm(
+                len(indices), generator=torch.Generator().manual_seed(self.seed + self.epoch)
+            ).tolist()
+        left = indices[self.taken :]
+        if self.drop_last:
+            return left[: len(left) // self.num_replicas * self.num_replicas]
+        missing = -len(left) % self.num_replicas
+        return left + (indices * (missing // max(1, len(indices)) + 1))[:missing]
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and how many samples of its order all ranks together have taken: the same on every rank."""
+        return {"epoch": self.epoch, "taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on behind `state_dict()`, of any number of ranks; behind a whole epoch with the next one."""
+        size = len(self.dataset)  # type: ignore[arg-type]
+        whole = state["taken"] >= size - (self.drop_last and self.num_replicas - 1)
+        super().set_epoch(state["epoch"] + whole)
+        self.taken = 0 if whole else state["taken"]
+        self._begun, self._restored = False, True
 
 
 class RepeatingLoader:
@@ -52,5 +99,12 @@ def make_dataloader(
     An IterableDataset has no indices to share out: it is taken as it is and must give each rank its own samples.
     `drop_last` drops an incomplete last micro-batch. Batches are loaded in this process: the ranks are the workers.
     """
-    sampler = None if isinstance(dataset, IterableDataset) else EpochSampler(dataset, num_replicas=ranks, rank=rank)
-    return DataLoader(dataset, batch_size=micro_batch, sampler=sampler, drop_last=drop_last, collate_fn=collate_fn)
+    stream = isinstance(dataset, IterableDataset)
+    return DataLoader(
+        dataset,
+        batch_size=micro_batch,
+        sampler=None if stream else StatefulDistributedSampler(dataset, num_replicas=ranks, rank=rank),
+        drop_last=drop_last,
+        collate_fn=collate_fn,
+        generator=torch.Generator(),  # every iterator draws from it; torch's own stays as it was for who goes on
+    )

@@ -21,6 +21,7 @@ DeepSpeed's file: deepspeed/runtime/engine.py. What is different here, on purpos
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from refimpl.engine import checkpoint, weights
+from refimpl.engine import checkpoint, resume, weights
 from refimpl.engine.asked import Asked
 from refimpl.engine.build import Parts
 from refimpl.engine.dataloader import RepeatingLoader
@@ -49,7 +50,6 @@ class Engine(ModuleState, Asked):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        self.training_dataloader = parts.dataloader
         self.report = Report(parts)
         self.device = self.group.device
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.group.rank))
@@ -58,7 +58,6 @@ class Engine(ModuleState, Asked):
         self._syncing = True  # False inside no_sync
         self._pending = 0  # micro-batches gone backward since the last call of step
         self._accumulated = 0  # micro-batches since the last update
-        self._batches: Iterator[Any] | None = None
         self.stage.gradients.divisor = self.config.gradient_accumulation_steps
 
     def __getattr__(self, name: str) -> Any:
@@ -115,6 +114,7 @@ class Engine(ModuleState, Asked):
         """
         if not self._syncing:
             raise RuntimeError("engine.step() inside no_sync(): the gradients are not reduced; leave the block first")
+        self.saving.check()
         due = self.is_gradient_accumulation_boundary() or not self.config.managed_gradient_accumulation
         self.micro_steps += max(1, self._pending)
         self._accumulated += max(1, self._pending)
@@ -206,7 +206,11 @@ class Engine(ModuleState, Asked):
         return [float(group["lr"]) for group in self.stage.optimizer.param_groups]
 
     def destroy(self) -> None:
-        """Let go of model and optimizer: another engine may have them. Stage 3 leaves the model in shards."""
+        """Let go of model and optimizer: another engine may have them. Stage 3 leaves the model in shards.
+
+        Waits for a save that is under way.
+        """
+        self.saving.wait()
         if isinstance(self.stage, Zero3):
             self.stage.detach_all()
             for p in self.stage.names:
@@ -223,7 +227,7 @@ class Engine(ModuleState, Asked):
         """torch.compile the model in place."""
         self.module.compile(backend=backend, **(compile_kwargs or {}))
 
-    # Saving; see refimpl/engine/checkpoint.py.
+    # Saving; see refimpl/engine/checkpoint.py and resume.py.
 
     def save_checkpoint(
         self,
@@ -232,12 +236,27 @@ class Engine(ModuleState, Asked):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        asynchronous: bool | None = None,
     ) -> bool:
         """Write everything that `load_checkpoint` needs to go on. Every rank must call it. Returns True.
 
-        A checkpoint of the same tag is replaced, at once, when all of the new one is on the disk.
+        A checkpoint of the same tag is replaced, at once, when all of the new one is on the disk. asynchronous (None:
+        as checkpoint.writer.decoupled says): return when all is copied; what fails behind is raised by the next
+        `step`, `save_checkpoint`, `load_checkpoint` or `wait_for_checkpoint`.
         """
-        return checkpoint.save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        if (open_ := self._accumulated + self._pending) and self.group.rank == 0:
+            warnings.warn(
+                f"save_checkpoint: {open_} micro-batch(es) since the last update: their gradients are not saved; save "
+                "after a step that updates",
+                stacklevel=2,
+            )
+        behind = self.config.checkpoint.writer.decoupled if asynchronous is None else asynchronous
+        state = client_state or {}
+        return checkpoint.save(self, save_dir, tag, state, save_latest, exclude_frozen_parameters, behind)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when an asynchronous save is on the disk; raise what made it fail on this rank."""
+        self.saving.wait()
 
     def load_checkpoint(
         self,
@@ -248,18 +267,21 @@ class Engine(ModuleState, Asked):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., object] | None = None,
+        load_random_states: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint: its path and this rank's client_state, or (None, None) if there is no `latest`.
 
-        load_module_only: the weights and nothing else; load_optimizer_states=False: all but the optimizer. Either goes
-        from any stage and world size to any other. custom_load_fn(src=weights by name, dst=module) then may do it.
-        load_module_strict=False: weights that only one side has stay as they are. CheckpointError on every rank, the
-        engine unchanged, if the checkpoint is damaged or does not fit.
+        From any stage, world size, bucket size and dtype to any other. load_module_only: the weights and nothing else;
+        load_optimizer_states=False: all but the optimizer; custom_load_fn(src=weights by name, dst=module) then may do
+        it. load_module_strict=False: weights that only one side has stay as they are. load_random_states=False: torch,
+        Python and numpy draw on from here. CheckpointError on every rank, the engine unchanged, if the checkpoint is
+        damaged or does not fit.
         """
         wanted = Wanted(
-            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
-        )
-        return checkpoint.load(self, Path(load_dir), tag, wanted)
+            load_module_strict, load_optimizer_states, load_lr_scheduler_states,
+            load_module_only, custom_load_fn, load_random_states,
+        )  # fmt: skip
+        return resume.load(self, Path(load_dir), tag, wanted)
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -81,6 +81,13 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     ),
     "zero_optimization.override_module_apply": ("Module.apply is left as it is", [True]),
     "zero_optimization.pipeline_loading_checkpoint": ("a checkpoint is loaded in one pass", [False]),
+    "checkpoint.checkpoint_serialization": ("checkpoints are safetensors, not pickles", [True]),
+    "checkpoint.writer.type": ("files are written by Python's own calls", ["PYTHON", "python"]),
+    "checkpoint.writer.io_buffer_size": ("tensors are written from where they are", []),
+    "checkpoint.writer.io_buffer_double": ("tensors are written from where they are", []),
+    "checkpoint.writer.io_multiplier": ("a rank writes one file", [1]),
+    "checkpoint.writer.data_parallel": ("every rank writes its own part", [None]),
+    "checkpoint.writer.show_statistics": ("`refimpl bench checkpoint` measures a save", [False]),
     "checkpoint.parallel_write": ("every rank writes its own file", [{}]),
     "checkpoint.parallel_write.pipeline_stage": ("every rank writes its own file", [False]),
     "comms_logger.verbose": ("the table shows every collective once", [False]),
@@ -113,7 +120,6 @@ REJECTED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "zero_optimization.zenflow": ("not part of this project", [None]),
     "zero_optimization.legacy_stage1": ("not part of this project: stage 1 is stage 1", [False]),
     "zero_optimization.elastic_checkpoint": ("not part of this project; DeepSpeed has dropped it too", [False]),
-    "checkpoint.load_universal": (f"{NOT_YET}: universal checkpoints", [False]),
     "checkpoint.use_node_local_storage": (f"{NOT_YET}: checkpoints go to a folder that all ranks see", [False]),
 }
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from refimpl.engine.contents import frozen_names
 from refimpl.engine.state import TrainingState
-from refimpl.engine.weights import frozen_names
 
 
 class ModuleState(TrainingState):

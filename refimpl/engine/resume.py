@@ -1,29 +1,35 @@
-"""What a checkpoint must have in common with the run that goes on from it, and how its parts get back into the engine.
+"""Loading: a checkpoint of any stage, world size, bucket size and dtype into the engine that is here.
 
-A shard means something only beside the same shards: world size, stage, dtype, optimizer and the layout of the flat
-buffers must be those of the save. The whole weights go into any of them. Everything that can be known to fail is
-checked first, on every rank: an engine that could not be resumed is as it was.
-DeepSpeed: `_load_checkpoint` in deepspeed/runtime/engine.py, which finds out while it loads.
+Every rank reads the elements that it holds here, out of the files that have them, straight into their memory: no rank
+ever holds a whole copy, and nothing is sent. What must be the same is what a state means: the parameters' names and
+shapes, the optimizer's kind and number of groups, the schedule's kind. Everything that can be known to fail is checked
+first, on every rank: an engine that could not be resumed is as it was.
+
+Per rank and so of the same number of ranks alone: random states, buffers, client_state. A rank that the saving run did
+not have takes rank 0's client_state and buffers and keeps its random state. The position in the data is counted over
+all ranks and goes anywhere.
+DeepSpeed: `_load_checkpoint` in deepspeed/runtime/engine.py, for the same world size; for another one a checkpoint is
+converted first (ds_to_universal.py) and loaded with checkpoint.load_universal, which is what every load does here.
 """
 
-import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from refimpl.engine import manifest, weights
-from refimpl.engine.errors import CheckpointError, naming, together
+from refimpl.checkpoint import manifest, random_state
+from refimpl.checkpoint.errors import CheckpointError, naming, together
+from refimpl.checkpoint.find import find
+from refimpl.checkpoint.folder import Folder, notes_file, rank_file
+from refimpl.engine import weights
+from refimpl.engine.contents import COUNTERS, identity, param_groups, schedule
 from refimpl.engine.state import TrainingState
-from refimpl.zero.unit import unit_of
+from refimpl.zero.portable import Cut, restore
 
-WEIGHTS = "model.safetensors"
-RANK_FILE = re.compile(r"rank\d{5,}\.pt")
 SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # what a schedule writes into the optimizer's groups
 
 
@@ -36,188 +42,145 @@ class Wanted:
     scheduler: bool = True
     module_only: bool = False
     custom: Callable[..., object] | None = None
+    random: bool = True
 
     @property
     def weights_alone(self) -> bool:
-        """Weights from model.safetensors, not from shards."""
+        """Not the state of the optimizer, nor what goes with it."""
         return self.module_only or not self.optimizer
 
 
-def param_groups(engine: TrainingState) -> list[dict[str, Any]]:
-    """The optimizer's groups; none in an engine without one."""
-    return [] if engine.optimizer is None else engine.optimizer.param_groups
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint for `zero.portable.restore`."""
+
+    folder: Folder
+
+    def fill(self, key: str, name: str, begin: int, out: Tensor) -> None:
+        self.folder.fill(key, name, begin, out)
+
+    def state(self, name: str) -> Mapping[str, Any]:
+        return self.folder.state(name, Cut)
 
 
-def rank_file(rank: int) -> str:
-    return f"rank{rank:05d}.pt"
+def load(
+    engine: TrainingState, load_dir: Path, tag: str | float | None, wanted: Wanted
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Restore the checkpoint `tag`, by default the one that `latest` names: (its path, this rank's client_state).
 
-
-def checked_tag(tag: str, who: str) -> str:
-    """`tag`, if it can be the name of a folder; CheckpointError otherwise."""
-    plain = tag.isprintable() and tag == tag.strip() and not tag.startswith(".") and "/" not in tag
-    if not tag or not plain or tag == "latest":
-        raise CheckpointError(
-            f"{who}: {tag!r} is no tag: it must be a plain name, without '/', without '.' or a blank at its beginning, "
-            "and not 'latest'"
-        )
-    return tag
-
-
-def find(load_dir: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None:
-    """The folder of a checkpoint, and its manifest; None if no tag is asked for and there is no file `latest`."""
-    latest = load_dir / "latest"
-    with naming(load_dir):
-        there = manifest.complete(load_dir) if load_dir.exists() else []
-    complete = f"complete checkpoints in {load_dir}: {', '.join(there) or 'none'}"
-    who = "load_checkpoint"
-    if tag is None:
-        if (load_dir / manifest.NAME).is_file():
-            raise CheckpointError(f"{load_dir}: is a checkpoint itself; pass its parent, and tag={load_dir.name!r}")
-        if not latest.exists():
-            return None
-        with naming(latest):
-            tag, who = latest.read_text().strip(), str(latest)
-        if not tag:
-            raise CheckpointError(f"{latest}: is empty; write a tag into it, or pass one; {complete}")
-    with naming(load_dir / checked_tag(tag, who)):
-        folder = manifest.folder_of(load_dir, tag)
-        file = folder / manifest.NAME
-        if not file.is_file():
-            named = "" if who == "load_checkpoint" else f" ({latest} names it)"
-            raise CheckpointError(f"{file}: no such file{named}; {complete}")
-    return folder, manifest.read(file)
-
-
-def identity(engine: TrainingState) -> dict[str, Any]:
-    """What a run must have in common with the one that it continues."""
-    return {
-        "world_size": engine.group.size,
-        "stage": engine.config.zero_optimization.stage,
-        "dtype": str(engine.config.dtype).removeprefix("torch."),
-        "optimizer": type(engine.optimizer).__name__,
-        "parameter_groups": len(param_groups(engine)),
-    }
-
-
-def layout(engine: TrainingState) -> list[list[str]]:
-    """Which parameters, of which shape, lie in which flat buffer, in order: what a shard's elements mean."""
-    names = engine.stage.names
-    return [[f"{names[p]} {list(p.shape)}" for p in bucket.params] for bucket in engine.stage.buckets]
-
-
-def schedule(engine: TrainingState) -> str | None:
-    """The kind of the learning rate's schedule."""
-    return None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__
-
-
-def untrained(engine: TrainingState, exclude_frozen: bool = False) -> dict[str, Tensor]:
-    """What the stage's own state leaves out: this rank's buffers, and frozen parameters, or its shards of them."""
-    frozen = {}
-    for name, p in engine.module.named_parameters():
-        unit = unit_of(p)
-        if not p.requires_grad and not exclude_frozen:
-            frozen[name] = p.data if unit is None else unit.now()
-    return frozen | dict(engine.module.named_buffers())
-
-
-def checked(engine: TrainingState, folder: Path, about: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
-    """The content of this rank's file, or of rank 0's if it has none, after every check. Changes nothing.
-
-    The ranks share the files between them, so that each is read once.
+    (None, None) and a warning when `load_dir` has no `latest`: a fresh start, as in DeepSpeed. CheckpointError, on
+    every rank and before anything has changed, for a checkpoint that is not there, damaged or of something else.
     """
+    if wanted.custom is not None and not wanted.weights_alone:
+        raise ValueError("custom_load_fn: its weights do not fit the saved optimizer; add load_optimizer_states=False")
+    together(engine.group, engine.saving.wait)
+    found = together(engine.group, lambda: find(load_dir, None if tag is None else str(tag)))
+    seen = engine.group.all_gather_object(None if found is None else f"{found[0].name} of save {found[1]['id']}")
+    if len(set(seen)) > 1:
+        said = ", ".join(f"rank {rank}: {name or 'none'}" for rank, name in enumerate(seen))
+        raise CheckpointError(f"{load_dir}: the ranks see different checkpoints: {said}; use a folder that all share")
+    if found is None:
+        there = ", ".join(manifest.complete(load_dir)) if load_dir.is_dir() else ""
+        hint = f"; complete checkpoints there: {there}; pass one as tag" if there else ""
+        warnings.warn(f"{load_dir} has no checkpoint: no file `latest`; nothing is loaded{hint}", stacklevel=3)
+        return None, None
+    with Folder(*found) as folder:
+        together(engine.group, lambda: check(engine, folder, wanted))
+        go_on(engine, folder, wanted)
+        return str(folder.path), folder.value(own_rank(engine, folder), "client_state")
+
+
+def own_rank(engine: TrainingState, folder: Folder) -> int:
+    """The rank whose buffers and client_state this one takes."""
+    return engine.group.rank if engine.group.rank < folder.ranks else 0
+
+
+def check(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
+    """CheckpointError if something is damaged or does not fit. The ranks share the files, so that each is read once."""
+    about, rank = folder.about, engine.group.rank
     if not wanted.weights_alone:
-        check_same(engine, folder, about)
+        here = identity(engine) | ({"optimizer": None} if about["optimizer"] is None else {})  # an import may not know
+        differ = [
+            f"{k} {about[k]} there, {here[k]} here" for k in ("optimizer", "parameter_groups") if about[k] != here[k]
+        ]
+        if differ:
+            raise CheckpointError(
+                f"{folder.path}: cannot go on from it: {'; '.join(differ)}. Use the same optimizer, or load the "
+                "weights alone with load_module_only=True"
+            )
     if not wanted.module_only and wanted.scheduler and schedule(engine) not in (None, about["scheduler"]):
         raise CheckpointError(
-            f"{folder}: its schedule is {about['scheduler']}, here {schedule(engine)}; use the same, or keep the one "
-            "here with load_lr_scheduler_states=False"
+            f"{folder.path}: its schedule is {about['scheduler']}, here {schedule(engine)}; use the same, or keep the "
+            "one here with load_lr_scheduler_states=False"
         )
-    rank, files = engine.group.rank, list(about["files"])
-    mine = rank_file(rank if rank < about["world_size"] else 0)
-    manifest.check(folder, about["files"], dict.fromkeys([mine, *files[rank :: engine.group.size]]))
-    path = folder / mine
-    with naming(path):
-        content: dict[str, Any] = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=wanted.weights_alone or None
-        )
-        if content["save"]["id"] != about["id"] or rank_file(content["save"]["rank"]) != mine:
-            raise CheckpointError(f"{path}: belongs to another save or rank; bring back the file that was saved")
-    if wanted.weights_alone:  # then the shards were only mapped, and what is kept must not be
-        kept = {name: content[name] for name in ("lr_scheduler", "client_state")}
-        weights.check_fits(engine, folder / WEIGHTS, about["left_out"], wanted.strict and wanted.custom is None)
-        return {name: tree_map_only(Tensor, Tensor.clone, value) for name, value in kept.items()}
-    check_parts(engine, path, content, about["left_out"], wanted.strict)
-    return content
+    own = own_rank(engine, folder)
+    mine = [rank_file(own), notes_file(own), *list(about["files"])[rank :: engine.group.size]]
+    folder.check(list(dict.fromkeys(mine)))
+    folder.notes(own)
+    weights.check_fits(engine, folder, wanted.strict and wanted.custom is None)
 
 
-def check_same(engine: TrainingState, folder: Path, about: dict[str, Any]) -> None:
-    """CheckpointError says how the saving run differs from this one, if it does."""
-    differences = [
-        f"{name} {about[name]} there, {here} here" for name, here in identity(engine).items() if about[name] != here
-    ]
-    if differences:
-        raise CheckpointError(
-            f"{folder}: cannot go on from it: {'; '.join(differences)}. Run with the same setting, or load the weights "
-            "alone with load_module_only=True"
-        )
-    if about["layout"] != layout(engine):
-        raise CheckpointError(
-            f"{folder}: cannot go on from it: its flat buffers hold other parameters than here. The model, the "
-            "optimizer's groups, reduce_bucket_size, or stage 3's thresholds and leaf modules have changed; load the "
-            "weights alone with load_module_only=True"
-        )
-
-
-def check_parts(engine: TrainingState, path: Path, content: dict[str, Any], left_out: list[str], strict: bool) -> None:
-    """CheckpointError if the rank's file lacks a buffer or frozen weight of the model, or has it in another shape."""
-    here, there = untrained(engine), content["untrained"]
-    both = [name for name in here if name in there]
-    wrong = [f"{name} has another shape" for name in both if here[name].shape != there[name].shape]
-    if strict:
-        wrong += [f"{name} is not there" for name in here if name not in there and name not in left_out]
-        wrong += [f"{name} is not in the model" for name in there if name not in here]
-    if wrong:
-        raise CheckpointError(f"{path}: {'; '.join(wrong)}. Build the model that was saved")
-
-
-def restore(engine: TrainingState, folder: Path, mine: dict[str, Any], wanted: Wanted) -> None:
-    """What was `checked` into the engine. Collective."""
-    scheduler, groups = engine.lr_scheduler, param_groups(engine)
+def go_on(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
+    """What was checked into the engine. Collective."""
+    scheduler, groups, own = engine.lr_scheduler, param_groups(engine), own_rank(engine, folder)
     if scheduler is not None and wanted.scheduler and not wanted.module_only:
-        restore_schedule(engine, folder, mine["lr_scheduler"])
-    rates = [{key: group[key] for key in SCHEDULED if key in group} for group in groups]
+        restore_schedule(engine, folder.path / notes_file(own), folder.value(own, "lr_scheduler"))
     if wanted.custom is not None:
-        weights.read_with(engine, folder / WEIGHTS, wanted.custom)
-    elif wanted.weights_alone:
-        weights.read(engine, folder / WEIGHTS)
+        weights.read_with(engine, folder, wanted.custom)
     else:
-        with naming(folder / rank_file(engine.group.rank)):
-            engine.stage.load_state_dict(mine["stage"])
-        for name, tensor in untrained(engine).items():
-            if name in mine["untrained"]:
-                tensor.copy_(mine["untrained"][name])
-        if scheduler is not None and not wanted.scheduler:  # the schedule goes on from here, not from there
-            for group, rate in zip(param_groups(engine), rates, strict=True):
-                group.update(rate)
+        names = weights.shared_names(engine, folder)
+        restore(engine.stage, Saved(folder), names, not wanted.weights_alone, folder.about["apart"])
+        weights.read_buffers(engine, folder, 0 if wanted.weights_alone else own)
+    if not wanted.weights_alone:
+        restore_training(engine, folder, wanted, groups)
+    if not wanted.module_only:
+        for name in COUNTERS:
+            setattr(engine, name, folder.about[name])
 
 
-def restore_schedule(engine: TrainingState, folder: Path, state: dict[str, Any]) -> None:
+def restore_training(engine: TrainingState, folder: Folder, wanted: Wanted, groups: list[dict[str, Any]]) -> None:
+    """What only a run that goes on takes: the groups' settings, loss scale, random numbers, position in the data."""
+    keep = SCHEDULED if engine.lr_scheduler is not None and not wanted.scheduler else ()
+    for group, saved in zip(groups, folder.value(0, "groups"), strict=True):
+        for key, value in saved.items():
+            if key not in keep:
+                set_option(group, key, value)
+    scale = folder.value(0, "scaler")
+    if engine.stage.scaler is not None and scale is not None:
+        engine.stage.scaler.load_state_dict(scale)
+    engine.stage.update.skipped_steps = folder.value(0, "skipped_steps")
+    rank = engine.group.rank
+    if wanted.random and rank < folder.ranks and (state := folder.value(rank, "random")) is not None:
+        random_state.put(state, engine.group.device)
+    data = folder.value(own_rank(engine, folder), "data")
+    if data is not None and engine.group.size != folder.ranks and "taken" not in data:
+        warnings.warn(f"{folder.path}: a stream's position is each rank's own: it begins anew", stacklevel=6)
+        data = None
+    engine.go_on_with_data(data)
+
+
+def set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """An option of an optimizer's group; a learning rate that is a tensor stays the tensor that others look at."""
+    if isinstance(group.get(key), Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = value
+
+
+def restore_schedule(engine: TrainingState, path: Path, state: dict[str, Any]) -> None:
     """The saved schedule, and the rates it stands at. If any rank's fails, all have theirs back."""
     scheduler: Any = engine.lr_scheduler
     before = deepcopy(scheduler.state_dict())
 
-    def go_on() -> None:
-        with naming(folder / rank_file(engine.group.rank)):
+    def load_state() -> None:
+        with naming(path):
             scheduler.load_state_dict(state)
 
     try:
-        together(engine.group, go_on)
+        together(engine.group, load_state)
     except CheckpointError:
         scheduler.load_state_dict(before)
         raise
     if hasattr(scheduler, "get_last_lr"):  # torch's do not write them when they are loaded
         for group, rate in zip(param_groups(engine), scheduler.get_last_lr(), strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            set_option(group, "lr", rate)

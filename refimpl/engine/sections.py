@@ -232,12 +232,20 @@ class ZeroOptimization(Section):
     leaf_module: LeafModule = Field(default_factory=LeafModule, description="modules gathered as one unit")
 
 
+class Writer(Section):
+    """How a checkpoint is written."""
+
+    decoupled: bool = Field(default=False, description="write in the background; a step waits for the copy alone")
+
+
 class Checkpoint(Section):
-    """How checkpoints are checked."""
+    """How checkpoints are checked and written."""
 
     tag_validation: Annotated[Literal["IGNORE", "WARN", "FAIL"], BeforeValidator(upper)] = Field(
         default="WARN", description="what to do when ranks name different checkpoint tags"
     )
+    load_universal: bool = Field(default=False, description="every load goes to any stage and world size")
+    writer: Writer = Field(default_factory=Writer, description="how checkpoints are written")
 
 
 class CommsLogger(Section):

@@ -4,11 +4,13 @@
 `Asked`) needs no more than this, and so knows nothing of the engine.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from refimpl.checkpoint.background import Background
 from refimpl.comm.group import Group
 from refimpl.engine.build import Parts
 
@@ -22,9 +24,29 @@ class TrainingState(nn.Module):
         self.module, self.config, self.stage = parts.model, parts.config, parts.stage
         self.group: Group = parts.group
         self.lr_scheduler: Any | None = parts.scheduler
+        self.training_dataloader = parts.dataloader
         self.global_steps = self.micro_steps = self.global_samples = 0
+        self.saving = Background()
+        self._batches: Iterator[Any] | None = None  # of the training data, in `train_batch`
 
     @property
     def optimizer(self) -> Optimizer | None:
         """The torch optimizer; its parameters are this rank's fp32 shards. None in an engine for inference."""
         return self.stage.update.slices.optimizer
+
+    def data_state(self) -> Any | None:
+        """The position in the training data that `initialize` was given; None if there is none that could say it."""
+        keeper = position_of(self.training_dataloader)
+        return None if keeper is None else keeper.state_dict()
+
+    def go_on_with_data(self, state: Any) -> None:
+        """Go on behind `data_state()`: with the next iterator over the data, and with `train_batch`."""
+        self._batches = None
+        if state is not None and (keeper := position_of(self.training_dataloader)) is not None:
+            keeper.load_state_dict(state)
+
+
+def position_of(loader: Any) -> Any | None:
+    """Who knows the position in a loader's data: its sampler, or a stream that has a state itself."""
+    keepers = (getattr(loader, "sampler", None), getattr(loader, "dataset", None))
+    return next((k for k in keepers if hasattr(k, "state_dict") and hasattr(k, "load_state_dict")), None)

@@ -18,6 +18,7 @@ from refimpl.zero.unit import Unit
 from refimpl.zero.unit import whole as whole_units
 
 if TYPE_CHECKING:
+    from refimpl.comm.group import Group
     from refimpl.zero.grad_view import GradientView
     from refimpl.zero.gradients import Gradients
     from refimpl.zero.update import Update
@@ -27,6 +28,7 @@ class ByName:
     """A stage's parameters one by one, each given as itself or by its name. `full_...` are collectives."""
 
     names: dict[nn.Parameter, str]
+    group: "Group"
     gradients: "Gradients"
     view: "GradientView"
     update: "Update"
@@ -77,9 +79,12 @@ class ByName:
         p = self.parameter(p)
         bucket = self.gradients.bucket_of.get(p)
         part = None if bucket is None else self.update.state_part(bucket, p, key)
-        if bucket is None or part is None or part.numel() == 1 != p.numel():
-            return part
-        return whole(bucket, self.spread(bucket, p, part), p)
+        mine = part if part is None or part.numel() == 1 != p.numel() else "cut"
+        # A rank that has nothing of p may have no state there, of another history.
+        known = next((one for one in self.group.all_gather_object(mine) if one is not None), None)
+        if bucket is None or known is None or isinstance(known, Tensor):
+            return known  # type: ignore[no-any-return]
+        return whole(bucket, self.spread(bucket, p, torch.empty(0) if part is None else part), p)
 
     def set_full_state(self, p: nn.Parameter | str, key: str, value: Tensor) -> None:
         """Replace the optimizer's state `key` of p by `value`. KeyError before the first step has made it."""
@@ -145,6 +150,13 @@ class ByName:
     def weights(self, bucket: Bucket) -> Tensor:
         """The most exact weights of a bucket: fp32 masters ([P] or [S]) or the owned slice."""
         return self.update.weights(bucket)
+
+    def put_weights(self, bucket: Bucket, flat: Tensor) -> None:
+        """`weights(bucket)` was changed, in place or in the copy that it is: let it be the bucket's."""
+        if bucket in self.update.masters:
+            self.update.restore(bucket, flat)
+        elif bucket.shelf is not None:
+            bucket.shelf.write(0, flat)
 
     def copies(self, bucket: Bucket) -> list[Tensor]:
         """Every buffer here that holds the weights of a bucket."""

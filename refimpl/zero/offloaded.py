@@ -135,8 +135,7 @@ class OffloadedUpdate(Update):
     def pieces(self, bucket: Bucket, p: nn.Parameter, key: str, back: bool) -> Iterator[tuple[Tensor, slice]]:
         """What this rank has of p's state `key` ("": its weight), a flat view at a time, and where in its part of p."""
         start, end = self.slices.span(bucket, p)
-        parts = [q for q in self.parts if q.bucket is bucket and q.start < end and start < q.end]
-        for part in self.home.rounds(parts, back):
+        for part in self.home.rounds(self._parts(bucket, start, end), back):
             self.follow(part)
             for s in part.members():
                 first, last = max(start, s.start), min(end, s.end)
@@ -144,6 +143,10 @@ class OffloadedUpdate(Update):
                 if first < last and tensor is not None:
                     flat = DATA.__get__(tensor).view(-1)
                     yield flat[first - s.start : last - s.start], slice(first - start, last - start)
+
+    def _parts(self, bucket: Bucket, start: int, end: int) -> list[Part]:
+        """Those that have some of the elements start to end."""
+        return [part for part in self.parts if part.bucket is bucket and part.start < end and start < part.end]
 
     def state_part(self, bucket: Bucket, p: nn.Parameter, key: str) -> Tensor | None:
         """As in `Update`, a copy."""
@@ -174,21 +177,46 @@ class OffloadedUpdate(Update):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        wanted = dict(zip(self.masters, state["masters"], strict=True))
         super().load_state_dict(state)
-        loaded = {s.param: dict(self._loaded(s)) for part in self.parts for s in part.members()}
-        for part in self.home.rounds(self.parts):
-            for s in part.members():
-                for key, values in loaded[s.param].items():
-                    DATA.__get__(self.slices.tensors(s)[key]).copy_(values)
-            part.weights.copy_(wanted[part.bucket][part.start : part.end])
-            self.round(part)
+        for bucket in self.gone:
+            self.keep_state(bucket)
         self.torn = ""
 
+    @torch.no_grad()
     def restore(self, bucket: Bucket, saved: Tensor) -> None:
         if bucket not in self.gone:
             super().restore(bucket, saved)
+        for part in self.home.rounds([part for part in self.parts if part.bucket is bucket]):
+            part.weights.copy_(saved[part.start : part.end])
+            self.round(part)
 
-    def _loaded(self, s: Slice) -> Iterator[tuple[str, Tensor]]:
+    @torch.no_grad()
+    def keep_state(self, bucket: Bucket) -> None:
+        parts = [part for part in self.parts if part.bucket is bucket]
+        given = {s.param: dict(self._given(s)) for part in parts for s in part.members()}
+        for part in self.home.rounds(parts):
+            for s in part.members():
+                for key, values in given[s.param].items():
+                    DATA.__get__(self.slices.tensors(s)[key]).copy_(values)
+        self.torn = ""
+
+    @torch.no_grad()
+    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As in `Update`; copies."""
+        if bucket not in self.gone:
+            return super().state_at(bucket, low, high)
+        cut: dict[str, Tensor] = {}
+        rest: dict[str, Any] = {}
+        for part in self.home.rounds(self._parts(bucket, low, high), back=False):
+            for s in part.members():
+                first, last = max(low, s.start), min(high, s.end)
+                if first < last:
+                    here, others = self.slices.state_at(bucket, first, last)
+                    rest = rest or others
+                    for key, value in here.items():
+                        cut.setdefault(key, value.new_empty(high - low))[first - low : last - low] = value
+        return cut, rest
+
+    def _given(self, s: Slice) -> Iterator[tuple[str, Tensor]]:
         """The state that torch has put there, before its place in a buffer is taken up."""
         return ((key, DATA.__get__(t)) for key, t in self.slices.tensors(s).items() if key != WEIGHTS)

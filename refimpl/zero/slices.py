@@ -65,8 +65,9 @@ class Slices:
         self.optimizer = optimizer
         self.kind: Any = type(optimizer)  # what its class was before a stage took it over
         self.of: dict[Bucket, list[Slice]] = {}
-        self._length: dict[Bucket, int] = {}  # of what is owned
+        self.length: dict[Bucket, int] = {}  # of what is owned
         self.gradient_of: Callable[[nn.Parameter, Bucket, int, int], Tensor | None] | None = None  # see `GradientView`
+        self.apart: set[nn.Parameter] = set()  # were once left alone, and have borders of their own since
         self._applying = False  # from `hand_out` to `release_gradients`: then a slice's grad is what it was handed
         if optimizer is None:
             return
@@ -87,7 +88,7 @@ class Slices:
         """
         fresh: dict[int, list[SliceParameter]] = {}
         for bucket, master in masters.items():
-            self._length[bucket] = master.numel()
+            self.length[bucket] = master.numel()
             self.of[bucket] = self._first(bucket, master, most)
             fresh.setdefault(bucket.group_index, []).extend(s.param for s in self.of[bucket])
         assert self.optimizer is not None or not masters
@@ -110,7 +111,7 @@ class Slices:
 
     def _borders(self, bucket: Bucket) -> list[int]:
         """Where to cut a long master: before parameters, where ALIGN allows it, so that the bits stay the same."""
-        cuts, end = [0], self._length[bucket]
+        cuts, end = [0], self.length[bucket]
         begins = [self.span(bucket, p)[0] for p in bucket.params]
         for begin, following in pairwise(sorted(b for b in (*begins, end) if b % ALIGN == 0)):
             if begin > cuts[-1] and following - cuts[-1] > LONGEST:
@@ -148,10 +149,11 @@ class Slices:
         fp32 is multiplied in place.
         """
         self._applying = True
+        self.apart |= left_alone
         spans = [self.span(bucket, p) for p in left_alone.intersection(bucket.params)] if left_alone else []
         for span in spans:
             for at in span:
-                self._cut(bucket, at)
+                self.cut(bucket, at)
         for s in self.inside(bucket, start, end):
             alone = any(start <= s.start < s.end <= end for start, end in spans)
             if alone:
@@ -162,11 +164,11 @@ class Slices:
 
     def span(self, bucket: Bucket, p: nn.Parameter) -> tuple[int, int]:
         """Where p lies in the bucket's master."""
-        if self._length[bucket] == bucket.padded:
+        if self.length[bucket] == bucket.padded:
             return bucket.offset[p], bucket.offset[p] + p.numel()
         return bucket.span(p)
 
-    def _cut(self, bucket: Bucket, at: int) -> None:
+    def cut(self, bucket: Bucket, at: int) -> None:
         """Cut the slice that has `at` inside, with its state, in two."""
         slices, optimizer = self.of[bucket], self.optimizer
         assert optimizer is not None
@@ -190,6 +192,11 @@ class Slices:
         params = optimizer.param_groups[bucket.group_index]["params"]
         j = next(j for j, p in enumerate(params) if p is old.param)
         params[j : j + 1] = [new.param for new in pieces]
+
+    def set_apart(self, bucket: Bucket, p: nn.Parameter) -> None:
+        """Cut at p's borders, as for a parameter that was left alone."""
+        for at in self.span(bucket, p):
+            self.cut(bucket, at)
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """The optimizer's own step, not the stage's."""
@@ -257,6 +264,14 @@ class Slices:
                 return value.view(-1)[start - s.start : end - s.start]
         return None
 
+    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The state of elements low to high: what has an element for each, a flat view, and the rest."""
+        s = next((s for s in self.of.get(bucket, []) if s.start <= low and high <= s.end), None)
+        if s is None or self.optimizer is None:
+            return {}, {}
+        cut = {k: v.reshape(-1)[low - s.start : high - s.start] for k, v in self.tensors(s).items() if k}
+        return cut, {k: v for k, v in self.optimizer.state.get(s.param, {}).items() if k not in cut}
+
     def state(self) -> list[Tensor]:
         """The optimizer's own tensors."""
         if self.optimizer is None:
@@ -276,7 +291,7 @@ class Slices:
             return
         for bucket, cuts in zip(self.of, state["cuts"], strict=True):
             for at in cuts:
-                self._cut(bucket, at)
+                self.cut(bucket, at)
         self.kind.load_state_dict(self.optimizer, {k: v for k, v in state.items() if k != "cuts"})
 
 

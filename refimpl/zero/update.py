@@ -161,6 +161,13 @@ class Update:
         assert part is not None
         part.copy_(value)
 
+    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The state of elements low to high of what is owned: what has an element for each, flat, and the rest."""
+        return self.slices.state_at(bucket, low, high)
+
+    def keep_state(self, bucket: Bucket) -> None:
+        """The optimizer was given new state: let it rest where it belongs."""
+
     def is_away(self) -> bool:
         """Whether nothing of it is in memory between steps."""
         return False

@@ -1,5 +1,6 @@
 """Whole fp32 weights out of a checkpoint of any stage, in a process that knows nothing of the ranks."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import refimpl.deepspeed as deepspeed
+from refimpl.checkpoint.errors import CheckpointError
 from refimpl.deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from refimpl.engine.errors import CheckpointError
 
 
 class Tied(nn.Module):
@@ -67,6 +68,12 @@ def test_every_weight_in_full_precision(stage: int, extra: dict[str, Any], tmp_p
     convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ck", tmp_path / "out")
     written = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     assert written["middle.weight"].equal(expected["middle.weight"])
+    assert written["head.weight"].data_ptr() == written["embed.weight"].data_ptr()
+    lazy = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ck", lazy_mode=True)
+    assert all(lazy[name].contiguous().equal(weight) for name, weight in state.items())
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ck", tmp_path / "small", max_shard_size="200")
+    index = json.loads((tmp_path / "small/pytorch_model.bin.index.json").read_text())["weight_map"]
+    assert all(torch.load(tmp_path / "small" / f, weights_only=True)[n].equal(state[n]) for n, f in index.items())
     convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ck", tmp_path / "out", safe_serialization=True)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == state.keys()
 
@@ -77,11 +84,9 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nonsense"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="nonsense")
     worlds.run(save, 1, str(tmp_path), {}, ranks=2)
-    rank1 = tmp_path / "global_step3" / "rank00001.pt"
+    rank1 = tmp_path / "global_step3" / "rank00001.safetensors"
     content = bytearray(rank1.read_bytes())
     content[-200] ^= 1
     rank1.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"rank00001\.pt"):
+    with pytest.raises(CheckpointError, match=r"rank00001\.safetensors"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path)
-    with pytest.raises(NotImplementedError, match="lazy_mode"):
-        get_fp32_state_dict_from_zero_checkpoint(tmp_path, lazy_mode=True)

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import refimpl
-from refimpl.engine.manifest import digest
+from refimpl.checkpoint import export
+from refimpl.checkpoint.find import given
+from refimpl.checkpoint.folder import Folder
+from refimpl.checkpoint.manifest import digest
 
 SIZE = 64
 
@@ -56,6 +59,12 @@ def weights(engine: refimpl.Engine) -> dict[str, Tensor]:
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def in_folder(folder: Path) -> dict[str, Tensor]:
+    """The whole weights of a checkpoint, in the model's dtype."""
+    with Folder(*given(folder)) as opened:
+        return dict(export.weights(opened, None))
 
 
 def tree(folder: Path) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from saving import same, settings, start, train, tree, weights
 from torch import Tensor
 
 import refimpl
-from refimpl.engine import manifest
-from refimpl.engine.checkpoint import CheckpointError
+from refimpl.checkpoint import manifest
+from refimpl.checkpoint.errors import CheckpointError
 
 TAG = "global_step1"
 
@@ -59,7 +59,7 @@ def other() -> refimpl.Engine:
     return engine
 
 
-FILES = ["checkpoint.json", "rank00000.pt", "model.safetensors"]
+FILES = ["checkpoint.json", "rank00000.json", "rank00000.safetensors"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -99,7 +99,7 @@ def test_a_folder_in_place_of_a_file(name: str, saved: Path, other: refimpl.Engi
     refused(other, saved, match=f"{name}: no such file")
 
 
-@pytest.mark.parametrize("name", ["rank00000.pt", "model.safetensors"])
+@pytest.mark.parametrize("name", ["rank00000.json", "rank00000.safetensors"])
 def test_a_file_of_another_save(name: str, saved: Path, other: refimpl.Engine, tmp_path: Path) -> None:
     other.save_checkpoint(tmp_path / "b", "b")
     shutil.copy(tmp_path / "b/b" / name, saved / TAG / name)
@@ -108,25 +108,25 @@ def test_a_file_of_another_save(name: str, saved: Path, other: refimpl.Engine, t
 
 def test_a_rank_file_that_its_manifest_vouches_for_falsely(saved: Path, other: refimpl.Engine, tmp_path: Path) -> None:
     other.save_checkpoint(tmp_path / "b", "b")
-    path = saved / TAG / "rank00000.pt"
-    shutil.copy(tmp_path / "b/b/rank00000.pt", path)
+    path = saved / TAG / "rank00000.json"
+    shutil.copy(tmp_path / "b/b/rank00000.json", path)
     about = manifest.read(saved / TAG / manifest.NAME)
-    about["files"]["rank00000.pt"] = manifest.digest(path)
+    about["files"]["rank00000.json"] = manifest.digest(path)
     manifest.write(saved / TAG / manifest.NAME, about)
-    refused(other, saved, match=r"rank00000.pt: belongs to another save")
+    refused(other, saved, match=r"rank00000.json: belongs to another save")
 
 
 def swapped(folder: Path) -> None:
     engine = start(settings(1))
     train(engine, range(1))
     engine.save_checkpoint(folder)
-    one, two = (folder / TAG / f"rank0000{rank}.pt" for rank in range(2))
+    one, two = (folder / TAG / f"rank0000{rank}.safetensors" for rank in range(2))
     if engine.group.rank == 0:
         one.rename(folder / "one")
         two.rename(one)
         (folder / "one").rename(two)
     engine.group.barrier()
-    refused(engine, folder, match=r"rank 0: .*rank00000.pt: its checksum differs.*rank 1: .*rank00001.pt")
+    refused(engine, folder, match=r"rank 0: .*rank00000.safetensors: .* were written.*rank 1: .*rank00001.safetensors")
 
 
 def test_two_rank_files_swapped(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def damaged_for_one(folder: Path, name: str) -> None:
     refused(engine, folder, match=f"{name}: 1 bytes")
 
 
-@pytest.mark.parametrize("name", ["rank00001.pt", "model.safetensors"])
+@pytest.mark.parametrize("name", ["rank00001.json", "rank00001.safetensors"])
 def test_a_file_that_one_rank_reads_is_an_error_on_all(name: str, tmp_path: Path) -> None:
     worlds.run(damaged_for_one, tmp_path, name, ranks=3)
 
@@ -165,6 +165,14 @@ def test_a_manifest_of_another_version_or_edited(
     path = saved / TAG / manifest.NAME
     path.write_text(json.dumps(edit(json.loads(path.read_text()))))
     refused(other, saved, match=rf"checkpoint.json: .*{match}.*(load another|Load it with)")
+
+
+def test_a_checkpoint_of_pickles_is_not_read_and_its_weights_are_named(saved: Path, other: refimpl.Engine) -> None:
+    """What refimpl wrote before: `.pt` files a rank, and the whole weights as safetensors."""
+    path = saved / TAG / manifest.NAME
+    (saved / TAG / "model.safetensors").touch()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3}))
+    refused(other, saved, match=r"of version 3, .*Its weights are in .*model.safetensors.*are pickles")
 
 
 @pytest.mark.parametrize(
@@ -269,7 +277,7 @@ def test_a_schedule_that_cannot_be_restored(saved: Path, other: refimpl.Engine, 
             raise KeyError("total_num_steps")
 
     monkeypatch.setattr(type(other.lr_scheduler), "load_state_dict", half)
-    refused(other, saved, match=r"rank00000.pt: KeyError: 'total_num_steps'")
+    refused(other, saved, match=r"rank00000.json: KeyError: 'total_num_steps'")
 
 
 def different_folders(folder: Path, tag: str | None) -> str:

@@ -44,8 +44,8 @@ def killed(at: int, folder: Path, do: Callable[[], object]) -> bool:
     return code != 0
 
 
-@pytest.mark.parametrize("tag", ["best", "new"])
-def test_killed_at_every_call_to_the_file_system(tag: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tag", "behind"), [("best", False), ("new", False), ("best", True)])
+def test_killed_at_every_call_to_the_file_system(tag: str, behind: bool, tmp_path: Path) -> None:
     pristine, engine = tmp_path / "pristine", start(settings(0))
     train(engine, range(1))
     engine.save_checkpoint(pristine, "other")
@@ -60,7 +60,7 @@ def test_killed_at_every_call_to_the_file_system(tag: str, tmp_path: Path) -> No
     for at in itertools.count(1):
         folder = tmp_path / str(at)
         shutil.copytree(pristine, folder)
-        died = killed(at, folder, lambda folder=folder: engine.save_checkpoint(folder, tag))
+        died = killed(at, folder, lambda folder=folder: save(engine, folder, tag, behind))
         again.load_checkpoint(folder)
         seen.add(again.global_steps)
         assert same(weights(again), states[again.global_steps])
@@ -77,6 +77,11 @@ def test_killed_at_every_call_to_the_file_system(tag: str, tmp_path: Path) -> No
             break
     assert at > 20
     assert seen == {1, 2}
+
+
+def save(engine: Any, folder: Path, tag: str, behind: bool) -> None:
+    engine.save_checkpoint(folder, tag, asynchronous=behind)
+    engine.wait_for_checkpoint()
 
 
 def save_until_killed(folder: Path, tag: str | None, stage: int) -> None:
@@ -131,7 +136,7 @@ def save_beside(folder: Path, tag: str) -> None:
 
 def test_what_a_living_run_is_writing_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run saves into the same folder while this one is in the middle of a save."""
-    from refimpl.engine import manifest
+    from refimpl.checkpoint import manifest
 
     engine, write, there = start(settings(0)), manifest.write, []
 
@@ -142,7 +147,7 @@ def test_what_a_living_run_is_writing_is_left_alone(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(manifest, "write", meanwhile)
     engine.save_checkpoint(tmp_path, "mine")
-    assert sorted(there) == ["model.safetensors", "rank00000.pt"]
+    assert sorted(there) == ["rank00000.json", "rank00000.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "mine", "theirs"]
     for tag in ("mine", "theirs"):
         assert engine.load_checkpoint(tmp_path, tag)[0] == str(tmp_path / tag)

@@ -8,11 +8,11 @@ import pytest
 import torch
 import worlds
 from safetensors.torch import load_file
-from saving import SIZE, Net, same, settings, start, train, weights
+from saving import SIZE, Net, in_folder, same, settings, start, train, weights
 from torch import Tensor, nn
 
 import refimpl
-from refimpl.engine.checkpoint import CheckpointError
+from refimpl.checkpoint.errors import CheckpointError
 
 FROZEN = {"frozen.weight", "frozen.bias"}
 
@@ -37,7 +37,7 @@ def warm_start(config: dict[str, Any], folder: Path, how: dict[str, Any]) -> tup
     rates = [engine.get_lr()]
     train(engine, range(2, 5))  # the first rates of the schedule are 0
     model = Net(11)
-    model.load_state_dict(load_file(folder / "global_step2/model.safetensors"))
+    model.load_state_dict(in_folder(folder / "global_step2"))
     fresh = refimpl.initialize(model=model, config=config)[0]
     if counted:
         fresh.lr_scheduler.step(1)
@@ -132,12 +132,12 @@ def without_frozen(config: dict[str, Any], folder: Path) -> None:
     engine.save_checkpoint(folder, "all")
     engine.save_checkpoint(folder, "less", exclude_frozen_parameters=True)
     if engine.group.rank == 0:
-        everything, less = (load_file(folder / tag / "model.safetensors").keys() for tag in ("all", "less"))
+        everything, less = (in_folder(folder / tag).keys() for tag in ("all", "less"))
         assert everything - less == FROZEN
         assert json.loads((folder / "less/checkpoint.json").read_text())["left_out"] == sorted(FROZEN)
-    mine = f"rank{engine.group.rank:05d}.pt"
-    there, here = (torch.load(folder / tag / mine, weights_only=True)["untrained"] for tag in ("all", "less"))
-    assert there.keys() - here.keys() == FROZEN
+    mine = f"rank{engine.group.rank:05d}.safetensors"
+    there, here = (load_file(folder / tag / mine).keys() for tag in ("all", "less"))
+    assert there - here == {f"weight/{name}" for name in FROZEN}
     saved, after = weights(engine), train(engine, range(2, 3))
     for how in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
         again = start(config, seed=9)
@@ -235,4 +235,4 @@ def test_saving_what_was_just_loaded_gives_the_same_files(tmp_path: Path) -> Non
     engine.save_checkpoint(tmp_path, "a")
     engine.load_checkpoint(tmp_path, load_optimizer_states=False, load_lr_scheduler_states=False)
     engine.save_checkpoint(tmp_path, "b")
-    assert same(load_file(tmp_path / "a/model.safetensors"), load_file(tmp_path / "b/model.safetensors"))
+    assert same(in_folder(tmp_path / "a"), in_folder(tmp_path / "b"))

@@ -11,7 +11,7 @@ import pytest
 from saving import settings, start, train, tree
 
 from refimpl import launch
-from refimpl.engine.checkpoint import CheckpointError
+from refimpl.checkpoint.errors import CheckpointError
 
 
 def limited(folder: Path, rank: int, limit: int, tag: str) -> str:
@@ -38,7 +38,12 @@ def limited(folder: Path, rank: int, limit: int, tag: str) -> str:
 @pytest.mark.parametrize("tag", ["best", "new"])
 @pytest.mark.parametrize(
     ("rank", "limit", "name"),
-    [(1, 4000, "rank00001.pt"), (0, 4000, "rank00000.pt"), (0, 3, "rank00000.pt"), (2, 0, "rank00002.pt")],
+    [
+        (1, 4000, "rank00001.safetensors"),
+        (0, 4000, "rank00000.safetensors"),
+        (0, 3, "rank00000.safetensors"),
+        (2, 0, "rank00002.safetensors"),
+    ],
 )
 def test_a_full_disk_on_one_rank_is_an_error_on_all(rank: int, limit: int, name: str, tag: str, tmp_path: Path) -> None:
     texts = launch.run(limited, tmp_path, rank, limit, tag, ranks=3)
@@ -69,11 +74,11 @@ def refusing(folder: Path, rank: int, name: str, number: int, do: str) -> str:
 @pytest.mark.parametrize(
     ("rank", "name", "number", "says"),
     [
-        (1, "rank00001.pt", errno.ENOSPC, "No space left on device; free space"),
-        (0, "model.safetensors", errno.ENOSPC, "No space left on device; free space"),
+        (1, "rank00001.safetensors", errno.ENOSPC, "No space left on device; free space"),
+        (0, "rank00000.json", errno.ENOSPC, "No space left on device; free space"),
         (0, "checkpoint.json", errno.EDQUOT, "quota"),
         (0, "latest", errno.EROFS, "Read-only file system; this disk cannot be written"),
-        (1, "rank00001.pt", errno.EACCES, "Permission denied; change the permissions"),
+        (1, "rank00001.safetensors", errno.EACCES, "Permission denied; change the permissions"),
     ],
 )
 def test_a_file_that_cannot_be_opened(rank: int, name: str, number: int, says: str, tmp_path: Path) -> None:
@@ -117,5 +122,5 @@ def test_a_16bit_model_over_a_folder(tmp_path: Path) -> None:
 def test_everybody_may_read_the_weights(tmp_path: Path) -> None:
     start(settings(0)).save_checkpoint(tmp_path, "a")
     modes = {path.name: path.stat().st_mode for path in (tmp_path / "a").iterdir()}
-    assert modes.keys() == {"checkpoint.json", "rank00000.pt", "model.safetensors"}
+    assert modes.keys() == {"checkpoint.json", "rank00000.json", "rank00000.safetensors"}
     assert len(set(modes.values())) == 1

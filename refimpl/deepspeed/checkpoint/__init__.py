@@ -1,5 +1,7 @@
-"""Helpers for whoever saves weights by hand."""
+"""Helpers for whoever saves weights by hand, and the converter that has nothing left to do."""
 
-from refimpl.deepspeed.checkpoint import utils
+from refimpl.deepspeed.checkpoint import ds_to_universal, utils
 
-__all__ = ["utils"]
+UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"  # a key of client_state that Megatron-DeepSpeed writes
+
+__all__ = ["UNIVERSAL_CHECKPOINT_INFO", "ds_to_universal", "utils"]

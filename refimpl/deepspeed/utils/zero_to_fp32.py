@@ -1,73 +1,101 @@
 """Whole fp32 weights from a checkpoint of any stage, without the ranks that wrote it. DeepSpeed: utils/zero_to_fp32.py.
 
-`model.safetensors` of a checkpoint has every weight whole, in the training dtype; after training in 16 bits the fp32
-masters lie cut in the ranks' files and are put together here.
+The work is done by refimpl/checkpoint/export.py, piece by piece; `get_fp32_state_dict_from_zero_checkpoint` alone has
+all weights in memory, which is what it returns. lazy_mode leaves them on the disk, as in DeepSpeed.
 """
 
-import json
-from collections.abc import Iterator
-from math import prod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from refimpl.engine import manifest, resume
-from refimpl.engine.errors import CheckpointError
-from refimpl.engine.resume import WEIGHTS, rank_file
-from refimpl.engine.weights import unshared
+from refimpl.checkpoint import atomic, export, find
+from refimpl.checkpoint.errors import CheckpointError, naming
+from refimpl.checkpoint.folder import Folder
+from refimpl.checkpoint.tensors import Entry
+
+
+class LazyWeight:
+    """A weight that is on the disk: `contiguous()` reads it, each time anew."""
+
+    def __init__(self, folder: Folder, name: str, entry: Entry) -> None:
+        self._folder, self._name, self._entry = folder, name, entry
+        self.dtype, self.shape = entry[0], torch.Size(entry[1])
+
+    def contiguous(self) -> Tensor:
+        """The weight, in memory of its own."""
+        with self._folder:  # closed again: there may be thousands of these
+            return whole(self._folder, self._name, self._entry)
+
+
+def whole(folder: Folder, name: str, entry: Entry) -> Tensor:
+    """One weight of a checkpoint."""
+    return torch.cat(list(export.pieces(folder, name, entry))).view(entry[1])
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """The model's weights and buffers by name, fp32, on the CPU. `tag`: by default what the file `latest` says.
 
-    CheckpointError names the file that is missing or damaged. NotImplementedError for `lazy_mode`.
+    lazy_mode: each value is read when its `contiguous()` is called. CheckpointError names the file that is missing or
+    damaged.
     """
+    folder = opened(checkpoint_dir, tag)
     if lazy_mode:
-        raise NotImplementedError("zero_to_fp32: lazy_mode: not implemented; leave it out")
-    found = resume.find(Path(checkpoint_dir), tag)
+        with folder:
+            found = export.entries(folder, torch.float32, exclude_frozen_parameters)
+        return {name: LazyWeight(folder, name, entry) for name, entry in found.items()}
+    with folder:
+        return dict(export.weights(folder, torch.float32, exclude_frozen_parameters))
+
+
+def opened(checkpoint_dir: str | Path, tag: str | None) -> Folder:
+    """The checkpoint, its files checked."""
+    found = find.find(Path(checkpoint_dir), tag)
     if found is None:
         raise CheckpointError(f"{checkpoint_dir}/latest: no such file; pass tag=..., or the folder of save_checkpoint")
-    folder, about = found
-    names = [rank_file(rank) for rank in range(about["world_size"])]
-    manifest.check(folder, about["files"], [WEIGHTS, *names])
-    rounded = load_file(folder / WEIGHTS)
-    files = [torch.load(folder / name, map_location="cpu", weights_only=True) for name in names]
-    exact = dict(_masters(about["layout"], files))
-    frozen = set(files[0]["untrained"])
-    if exclude_frozen_parameters:
-        rounded = {name: weight for name, weight in rounded.items() if name not in frozen}
-    result = {}
-    for name, weight in rounded.items():
-        result[name] = weight.float() if weight.is_floating_point() else weight
-        if name in exact:
-            result[name] = exact[name]
-        elif name not in frozen:  # tied: its master is saved under another of its names
-            same = [n for n in exact if rounded[n].shape == weight.shape and torch.equal(rounded[n], weight)]
-            result[name] = exact[same[0]] if same else result[name]
-    return result
+    folder = Folder(*found)
+    folder.check()
+    return folder
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
-    max_shard_size: str | None = None,
+    max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the fp32 weights to `output_dir`: one file, pytorch_model.bin, or model.safetensors if asked for."""
-    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-    folder = Path(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    if safe_serialization:
-        save_file(unshared(state), folder / "model.safetensors", metadata={"format": "pt"})
-    else:
-        torch.save(state, folder / "pytorch_model.bin")
+    """Write the fp32 weights to `output_dir`: pytorch_model.bin, or model.safetensors with `safe_serialization`.
+
+    What is larger than `max_shard_size` (None: nothing is) is written as several files with an index. As pickles they
+    take the memory of one file at a time, as safetensors a few MB.
+    """
+    most = export.size_of(max_shard_size) if max_shard_size is not None else 1 << 62
+    out = Path(output_dir)
+    with opened(checkpoint_dir, tag) as folder:
+        if safe_serialization:
+            export.export(folder, out, torch.float32, most, exclude_frozen_parameters)
+        else:
+            write_pickles(folder, out, export.entries(folder, torch.float32, exclude_frozen_parameters), most)
+
+
+def write_pickles(folder: Folder, out: Path, entries: Mapping[str, Entry], most: int) -> None:
+    """torch.save's files, and their index if they are several."""
+    out.mkdir(parents=True, exist_ok=True)
+    shards = export.in_shards(dict(entries), most)
+    names = export.shard_names(len(shards), "pytorch_model", ".bin")
+    for file, shard in zip(names, shards, strict=True):
+        made = {folder.canonical(name): whole(folder, name, entry) for name, entry in shard.items()}
+        weights = {name: made[folder.canonical(name)] for name in shard}  # tied ones stay one tensor
+        with naming(out / file):
+            atomic.write_file(out / file, lambda part, weights=weights: torch.save(weights, part))  # type: ignore[misc]
+    if len(shards) > 1:
+        export.write_index(out / "pytorch_model.bin.index.json", dict(zip(names, shards, strict=True)))
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -77,16 +105,3 @@ def load_state_dict_from_zero_checkpoint(
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
-
-
-def _masters(layout: list[list[str]], files: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """Every trained parameter, fp32, under one of its names, cut out of the ranks' buffers laid end to end."""
-    for index, bucket in enumerate(layout):
-        parts = [file["stage"]["masters"][index] for file in files]
-        # Stage 0 has all of it on every rank; the others' shards may be followed by padding.
-        sizes = [(entry.rsplit(" [", 1)[0], json.loads("[" + entry.rsplit(" [", 1)[1])) for entry in bucket]
-        whole = files[0]["stage"]["stage"] == "DDP"
-        flat, at = (parts[0] if whole else torch.cat(parts)), 0
-        for name, shape in sizes:
-            yield name, flat[at : at + prod(shape)].view(shape).clone()
-            at += prod(shape)

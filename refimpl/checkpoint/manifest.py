@@ -7,15 +7,22 @@ belongs to another save. `sha256sum` computes the same checksums by hand.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from refimpl.engine.atomic import LEFTOVER, retired
-from refimpl.engine.errors import CheckpointError, naming
+from refimpl.checkpoint.atomic import LEFTOVER, retired
+from refimpl.checkpoint.errors import CheckpointError, naming
 
 NAME = "checkpoint.json"
-VERSION = 3  # one more whenever what a save writes changes; 1, without checksums, did not say so
+VERSION = 4  # one more whenever what a save writes changes; 1, without checksums, did not say so
+RANK_FILE = re.compile(r"rank\d{5,}\.(safetensors|json|pt)|model\.safetensors")  # .pt and model: until version 3
+
+
+def ours(name: str) -> bool:
+    """Whether a save writes a file of this name; what else lies in a checkpoint is somebody else's."""
+    return name == NAME or RANK_FILE.fullmatch(name) is not None
 
 
 def digest(path: Path) -> dict[str, Any]:
@@ -46,12 +53,25 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(about, dict) or about.get("version") != VERSION:
         version = about.get("version", 1) if isinstance(about, dict) else None
         raise CheckpointError(
-            f"{path}: of version {version}, or damaged; this refimpl reads version {VERSION}. Load it with the refimpl "
-            "that wrote it and save its weights with save_16bit_model, or load another checkpoint"
+            f"{path}: of version {version}, or damaged; this refimpl reads version {VERSION}. {other_version(path)}"
         )
     if about.pop("sha256", None) != seal(about):
         raise CheckpointError(f"{path}: damaged or edited, its checksum differs; load another checkpoint")
     return about
+
+
+def other_version(path: Path) -> str:
+    """What to do with a checkpoint that this code does not read."""
+    weights = path.parent / "model.safetensors"
+    if weights.is_file():
+        return (
+            f"Its weights are in {weights}: model.load_state_dict(safetensors.torch.load_file(...)) before initialize. "
+            "Its rank files are pickles, which nothing here unpickles: to keep the optimizer too, load it with the "
+            "refimpl that wrote it, or load another checkpoint"
+        )
+    return (
+        "Load it with the refimpl that wrote it and save its weights with save_16bit_model, or load another checkpoint"
+    )
 
 
 def check(folder: Path, files: dict[str, dict[str, Any]], names: Iterable[str]) -> None:

@@ -1,0 +1,142 @@
+"""Whole weights out of a checkpoint, without ranks, piece by piece: a few MB of memory for a model of any size.
+
+    out/model.safetensors                       if all of it fits into one file, else
+    out/model-00001-of-00003.safetensors ...    files of at most `most` bytes (or one larger tensor)
+    out/model.safetensors.index.json            which name is in which file, as Hugging Face's libraries lay it out
+
+They hold what `model.state_dict()` names, a tied weight under each of its names: torch's own `load_state_dict` takes
+them. fp32 is what the masters hold; the model's own dtype is what they were rounded to. DeepSpeed: zero_to_fp32.py,
+which reads every rank's file, optimizer state included, before it writes.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from refimpl.checkpoint import atomic
+from refimpl.checkpoint.errors import CheckpointError, naming
+from refimpl.checkpoint.folder import Folder
+from refimpl.checkpoint.tensors import PIECE, Entry, Writer
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def entries(folder: Folder, dtype: torch.dtype | None, exclude_frozen: bool = False) -> dict[str, Entry]:
+    """Dtype and shape of every weight and buffer by name, in the model's order. dtype: of floats; None: the model's."""
+    result: dict[str, Entry] = {}
+    for name in folder.about["order"]:
+        known = folder.canonical(name)
+        if known in folder.places:
+            place = folder.places[known]
+            if exclude_frozen and not place.trained:
+                continue
+            own, shape = getattr(torch, place.dtype), place.shape
+        elif known in folder.about["buffers"]:
+            own, shape = folder.reader(0).entry(f"buffer/{known}")
+        else:
+            continue  # left out by the save, or what a module keeps beside its tensors
+        result[name] = (dtype if dtype is not None and own.is_floating_point else own), shape
+    return result
+
+
+def pieces(folder: Folder, name: str, entry: Entry) -> Iterator[Tensor]:
+    """The elements of one of `entries`, in order, flat: a few MB at a time."""
+    dtype = entry[0]
+    known = folder.canonical(name)
+    if known not in folder.places:
+        yield folder.reader(0).tensor(f"buffer/{known}").reshape(-1).to(dtype)
+        return
+    numel = folder.places[known].numel
+    for begin in range(0, numel, PIECE):
+        out = torch.empty(min(PIECE, numel - begin), dtype=dtype)
+        folder.fill("weight", known, begin, out)
+        yield out
+
+
+def weights(folder: Folder, dtype: torch.dtype | None, exclude_frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Every weight and buffer by name, whole; a tied one is the same tensor under each name."""
+    made: dict[str, Tensor] = {}
+    for name, entry in entries(folder, dtype, exclude_frozen).items():
+        known = folder.canonical(name)
+        if known not in made:
+            made[known] = torch.empty(entry[1], dtype=entry[0])
+            at = 0
+            for piece in pieces(folder, name, entry):
+                made[known].view(-1)[at : at + piece.numel()].copy_(piece)
+                at += piece.numel()
+        yield name, made[known]
+
+
+def in_shards(entries: dict[str, Entry], most: int) -> list[dict[str, Entry]]:
+    """The entries in order, in files of at most `most` bytes; a larger tensor has a file of its own."""
+    shards: list[dict[str, Entry]] = [{}]
+    size = 0
+    for name, (dtype, shape) in entries.items():
+        mine = torch.Size(shape).numel() * dtype.itemsize
+        if shards[-1] and size + mine > most:
+            shards.append({})
+            size = 0
+        shards[-1][name] = (dtype, shape)
+        size += mine
+    return shards
+
+
+def shard_names(count: int, stem: str = "model", suffix: str = ".safetensors") -> list[str]:
+    if count == 1:
+        return [stem + suffix]
+    return [f"{stem}-{i:05d}-of-{count:05d}{suffix}" for i in range(1, count + 1)]
+
+
+def export(
+    folder: Folder, out: Path, dtype: torch.dtype | None, most: int = 5 * 10**9, exclude_frozen: bool = False
+) -> list[Path]:
+    """Write the weights to the folder `out`; the files. CheckpointError if there are weights in it already."""
+    with naming(out):
+        out.mkdir(parents=True, exist_ok=True)
+        there = sorted(path.name for path in out.glob("model*.safetensors*"))
+        if there:
+            raise CheckpointError(f"{out}: has {there[0]} already; move it away, or choose another folder")
+    shards = in_shards(entries(folder, dtype, exclude_frozen), most)
+    names = shard_names(len(shards))
+    for name, shard in zip(names, shards, strict=True):
+        with naming(out / name):
+            atomic.write_file(out / name, lambda part, shard=shard: write_shard(folder, part, shard))  # type: ignore[misc]
+    if len(shards) > 1:
+        write_index(out / "model.safetensors.index.json", dict(zip(names, shards, strict=True)))
+    return [out / name for name in names]
+
+
+def write_shard(folder: Folder, path: Path, shard: dict[str, Entry]) -> None:
+    with Writer(path, shard, {"format": "pt"}) as file:
+        for name in file.names:
+            for piece in pieces(folder, name, shard[name]):
+                file.put(piece)
+
+
+def write_index(path: Path, files: dict[str, dict[str, Entry]]) -> None:
+    """Which file has which name."""
+    total = sum(torch.Size(s).numel() * d.itemsize for shard in files.values() for d, s in shard.values())
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: file for file, shard in files.items() for name in shard},
+    }
+    with naming(path):
+        atomic.write_file(path, lambda part: part.write_text(json.dumps(index, indent=2)))
+
+
+def size_of(text: str | int) -> int:
+    """5GB -> 5_000_000_000 bytes. ValueError for what is no size."""
+    if isinstance(text, int):
+        return text
+    unit = next((unit for unit in UNITS if text.strip().upper().endswith(unit.upper())), None)
+    number = text.strip()[: -len(unit)] if unit else text
+    try:
+        size = int(float(number) * (UNITS[unit] if unit else 1))
+    except (ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise ValueError(f"{text!r} is not a size such as 5GB or 500MB")
+    return size

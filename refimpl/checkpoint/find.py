@@ -1,0 +1,64 @@
+"""Which checkpoint is meant: a folder of checkpoints, a tag, and the file `latest`."""
+
+from pathlib import Path
+from typing import Any
+
+from refimpl.checkpoint import manifest
+from refimpl.checkpoint.errors import CheckpointError, naming
+
+
+def checked_tag(tag: str, who: str) -> str:
+    """`tag`, if it can be the name of a folder; CheckpointError otherwise."""
+    plain = tag.isprintable() and tag == tag.strip() and not tag.startswith(".") and "/" not in tag
+    if not tag or not plain or tag == "latest":
+        raise CheckpointError(
+            f"{who}: {tag!r} is no tag: it must be a plain name, without '/', without '.' or a blank at its beginning, "
+            "and not 'latest'"
+        )
+    return tag
+
+
+def find(load_dir: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None:
+    """The folder of a checkpoint, and its manifest; None if no tag is asked for and there is no file `latest`."""
+    latest = load_dir / "latest"
+    with naming(load_dir):
+        there = manifest.complete(load_dir) if load_dir.exists() else []
+    complete = f"complete checkpoints in {load_dir}: {', '.join(there) or 'none'}"
+    who = "load_checkpoint"
+    if tag is None:
+        if (load_dir / manifest.NAME).is_file():
+            raise CheckpointError(f"{load_dir}: is a checkpoint itself; pass its parent, and tag={load_dir.name!r}")
+        if not latest.exists():
+            return None
+        with naming(latest):
+            tag, who = latest.read_text().strip(), str(latest)
+        if not tag:
+            raise CheckpointError(f"{latest}: is empty; write a tag into it, or pass one; {complete}")
+    with naming(load_dir / checked_tag(tag, who)):
+        folder = manifest.folder_of(load_dir, tag)
+        file = folder / manifest.NAME
+        if not file.is_file():
+            raise CheckpointError(f"{file}: {missing(folder, who, latest)}; {complete}")
+    return folder, manifest.read(file)
+
+
+def missing(folder: Path, who: str, latest: Path) -> str:
+    """Why there is no manifest: nothing there, or what somebody else wrote."""
+    named = "" if who == "load_checkpoint" else f" ({latest} names it)"
+    if folder.is_dir() and any(folder.glob("*_model_states.pt")):
+        return f"no such file{named}: this is a checkpoint of DeepSpeed; `refimpl checkpoint import` reads it"
+    return f"no such file{named}"
+
+
+def given(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint that a path means: its own folder, or one with a file `latest`. CheckpointError for neither."""
+    if (folder / manifest.NAME).is_file():
+        return folder, manifest.read(folder / manifest.NAME)
+    found = find(folder, None)
+    if found is None:
+        there = ", ".join(manifest.complete(folder)) if folder.is_dir() else ""
+        hint = f"complete checkpoints there: {there}" if there else "pass the folder of a checkpoint, or its parent"
+        raise CheckpointError(
+            f"{folder}: {missing(folder, 'load_checkpoint', folder)}: no {manifest.NAME}, no latest; {hint}"
+        )
+    return found

@@ -1,0 +1,137 @@
+"""One checkpoint, opened: any elements of any parameter, read from whichever ranks' files have them.
+
+    checkpoint.json             the manifest; "parameters": where each one's elements lie, see place.py
+    rank00000.safetensors       weight/NAME, exp_avg/NAME, ...: this rank's elements, flat, [n]; buffer/NAME: whole
+    rank00000.json              what is no tensor; "state": what of a parameter's optimizer state is not cut
+
+A weight is saved once, by one rank, in the widest precision there is (the fp32 master). Buffers are each rank's own.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refimpl.checkpoint import manifest
+from refimpl.checkpoint.errors import CheckpointError, naming
+from refimpl.checkpoint.place import Place
+from refimpl.checkpoint.tensors import PIECE, Reader
+from refimpl.checkpoint.tree import decode
+
+OPEN = 64  # files of ranks at a time
+
+
+def rank_file(rank: int) -> str:
+    return f"rank{rank:05d}.safetensors"
+
+
+def notes_file(rank: int) -> str:
+    return f"rank{rank:05d}.json"
+
+
+class Folder:
+    """A checkpoint for reading. `about` is its manifest, `read_bytes` how much of the tensors has been read."""
+
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        self.path, self.about, self.ranks = path, about, int(about["world_size"])
+        self.places = {name: Place.of_json(place) for name, place in about["parameters"].items()}
+        self._readers: dict[int, Reader] = {}
+        self._notes: dict[int, dict[str, Any]] = {}
+        self._closed_bytes = 0
+
+    def reader(self, rank: int) -> Reader:
+        """A rank's tensors. CheckpointError if the file is not there or not whole."""
+        if rank not in self._readers:
+            if len(self._readers) == OPEN:
+                oldest = self._readers.pop(next(iter(self._readers)))
+                self._closed_bytes += oldest.read_bytes
+                oldest.close()
+            path = self.path / rank_file(rank)
+            with naming(path):
+                self._readers[rank] = Reader(path)
+        return self._readers[rank]
+
+    def notes(self, rank: int) -> dict[str, Any]:
+        """A rank's JSON, as it is in the file. CheckpointError if it belongs to another save or rank."""
+        if rank not in self._notes:
+            path = self.path / notes_file(rank)
+            with naming(path):
+                notes = json.loads(path.read_bytes())
+                if notes["save"] != {"id": self.about["id"], "rank": rank}:
+                    raise CheckpointError(
+                        f"{path}: belongs to another save or rank; bring back the file that was saved"
+                    )
+            self._notes[rank] = notes
+        return self._notes[rank]
+
+    def value(self, rank: int, name: str) -> Any:
+        """What a rank's JSON has under `name`, with its tensors; None if it has nothing."""
+        return decode(self.notes(rank).get(name), self.reader(rank).tensor)
+
+    def check(self, files: list[str] | None = None) -> None:
+        """CheckpointError names those files (default: all) that are not what the save wrote."""
+        manifest.check(self.path, self.about["files"], self.about["files"] if files is None else files)
+
+    # Parameters.
+
+    def canonical(self, name: str) -> str:
+        """The name under which a parameter is saved, of all that it is known by."""
+        return str(self.about["tied"].get(name, name))
+
+    def entry(self, key: str, name: str) -> torch.dtype:
+        """The dtype in which a parameter's "weight", or a state of it, is saved."""
+        name = self.canonical(name)
+        rank = self.places[name].first(self.ranks)
+        with naming(self.path / rank_file(rank)):
+            return self.reader(rank).entry(f"{key}/{name}")[0]
+
+    def fill(self, key: str, name: str, begin: int, out: Tensor) -> None:
+        """Elements from `begin` on of a parameter's "weight", or of its state `key`, into out [n], in out's dtype."""
+        name = self.canonical(name)
+        place = self.places[name]
+        for rank, first, last in place.pieces(begin, begin + out.numel(), self.ranks):
+            held = place.held(rank, self.ranks)[0]
+            with naming(self.path / rank_file(rank)):
+                read_into(self.reader(rank), f"{key}/{name}", first - held, out[first - begin : last - begin])
+
+    def state(self, name: str, cut: Callable[[torch.dtype], Any]) -> dict[str, Any]:
+        """A parameter's optimizer state by key: `cut(dtype)` for what `fill` reads, or the value itself."""
+        name = self.canonical(name)
+        rank = self.places[name].first(self.ranks)
+        saved = self.notes(rank)["state"].get(name, {})
+        tensor = self.reader(rank).tensor
+        return {
+            key: cut(self.entry(key, name)) if value == "cut" else decode(value[0], tensor)
+            for key, value in saved.items()
+        }
+
+    @property
+    def read_bytes(self) -> int:
+        return self._closed_bytes + sum(reader.read_bytes for reader in self._readers.values())
+
+    def __enter__(self) -> "Folder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+
+def read_into(reader: Reader, name: str, begin: int, out: Tensor) -> None:
+    """Elements of a tensor into out [n]; straight into its memory where that has the saved dtype."""
+    dtype = reader.entry(name)[0]
+    if out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
+        reader.read(name, begin, out)
+        return
+    room = torch.empty(min(PIECE, out.numel()), dtype=dtype)
+    for at in range(0, out.numel(), PIECE):
+        piece = room[: min(PIECE, out.numel() - at)]
+        reader.read(name, begin + at, piece)
+        out[at : at + piece.numel()].copy_(piece)

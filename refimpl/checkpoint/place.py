@@ -1,0 +1,58 @@
+"""Which elements of a parameter lie in which rank's file.
+
+A parameter begins at element `at` of a flat buffer of `of` elements, and of N ranks each has 1/N of that buffer:
+
+    rank r's file holds elements [r S - at, (r + 1) S - at) of the parameter, flat, as far as it has them;  S = of / N
+
+That is all a reader must know. Any number of ranks with any other buffers find their elements by the same line, so a
+checkpoint belongs to no world size: resharding N to M is reading (`pieces`). Padding is nobody's and is not saved.
+DeepSpeed writes whole parameters anew for this, by a command of its own (deepspeed/checkpoint/ds_to_universal.py;
+arXiv:2406.18820); torch's distributed checkpoint keeps a list of pieces a parameter.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Place:
+    """One parameter of a checkpoint that N ranks wrote. `dtype`: the model's; the saved weight may be wider."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    at: int
+    of: int
+    group: int | None  # of the optimizer; None for what it does not have
+    trained: bool  # or frozen
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def held(self, rank: int, ranks: int) -> tuple[int, int]:
+        """The elements [begin, end) that a rank's file holds; begin = end when that is none."""
+        size = self.of // ranks
+        begin, end = rank * size - self.at, (rank + 1) * size - self.at
+        return min(max(begin, 0), self.numel), min(max(end, 0), self.numel)
+
+    def first(self, ranks: int) -> int:
+        """The rank whose file holds element 0, and what is not cut: the optimizer's count of steps."""
+        return min(self.at // (self.of // ranks), ranks - 1)
+
+    def pieces(self, begin: int, end: int, ranks: int) -> Iterator[tuple[int, int, int]]:
+        """Elements [begin, end) as they lie in the files: (rank, begin, end) with what that rank's file has of them."""
+        size = self.of // ranks
+        while begin < end:
+            rank = (self.at + begin) // size
+            until = min(end, self.held(rank, ranks)[1])
+            yield rank, begin, until
+            begin = until
+
+    def as_json(self) -> dict[str, Any]:
+        return vars(self) | {"shape": list(self.shape)}
+
+    @staticmethod
+    def of_json(about: dict[str, Any]) -> "Place":
+        return Place(**(about | {"shape": tuple(about["shape"])}))

@@ -1,0 +1,83 @@
+"""Which checkpoints to keep when disks are finite: the last K, every n-th step, and always the one `latest` names.
+
+A checkpoint loses its manifest first, so that what is half deleted is not taken for whole; then its own files, and its
+folder if nobody else has put something into it. Folders that are no checkpoints of ours are not looked at.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from refimpl.checkpoint import atomic, manifest
+from refimpl.checkpoint.errors import CheckpointError, naming
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint in a folder of checkpoints."""
+
+    tag: str
+    path: Path
+    about: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.about["global_steps"])
+
+    @property
+    def bytes(self) -> int:
+        return sum(file["bytes"] for file in self.about["files"].values())
+
+
+def found(path: Path) -> Found:
+    """The checkpoint in this folder. CheckpointError if its manifest is damaged."""
+    return Found(path.name, path, manifest.read(path / manifest.NAME))
+
+
+def in_order(folder: Path) -> list[Found]:
+    """The complete checkpoints in a folder by step, the oldest first. CheckpointError for a damaged manifest."""
+    with naming(folder):
+        paths = {tag: manifest.folder_of(folder, tag) for tag in manifest.complete(folder)}
+    there = [Found(tag, path, manifest.read(path / manifest.NAME)) for tag, path in paths.items()]
+    return sorted(there, key=lambda f: (f.step, (f.path / manifest.NAME).stat().st_mtime_ns, f.tag))
+
+
+def to_delete(there: list[Found], keep: int, every: int | None, latest: str | None) -> list[Found]:
+    """All but the last `keep`, those at a multiple of `every` steps, and `latest`. ValueError for keep < 1."""
+    if keep < 1 or (every is not None and every < 1):
+        raise ValueError(f"keep={keep}, every={every}: at least 1")
+    return [f for f in there[:-keep] if f.tag != latest and not (every and f.step % every == 0)]
+
+
+def latest_of(folder: Path) -> str | None:
+    """The tag in the file `latest`, if there is one."""
+    path = folder / "latest"
+    with naming(path):
+        return path.read_text().strip() if path.is_file() else None
+
+
+def prune(folder: Path, keep: int, every: int | None = None, dry_run: bool = False) -> list[Found]:
+    """Delete the checkpoints that need not be kept; which. What a save beside it is writing is left alone."""
+    with naming(folder):
+        doomed = to_delete(in_order(folder), keep, every, latest_of(folder))
+        if not dry_run:
+            with atomic.hold(folder, manifest.NAME, manifest.ours):
+                for each in doomed:
+                    delete(each.path)
+    return doomed
+
+
+def delete(path: Path) -> None:
+    """The files of a checkpoint, its manifest first, and the folder if that was all."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    try:
+        (path / manifest.NAME).unlink()
+        for file in [file for file in path.iterdir() if manifest.ours(file.name)]:
+            file.unlink()
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}; change the permissions") from error
+    with suppress(OSError):
+        path.rmdir()

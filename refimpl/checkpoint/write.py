@@ -1,0 +1,70 @@
+"""A checkpoint written: begun by one process, a file pair a rank, and finished by the process that began.
+
+Until `finish` renames it, the folder has a name that nobody takes for a checkpoint: see refimpl/checkpoint/atomic.py.
+"""
+
+import json
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from refimpl.checkpoint import atomic, manifest, tensors
+from refimpl.checkpoint.errors import CheckpointError, naming
+from refimpl.checkpoint.folder import notes_file, rank_file
+
+
+def begin(folder: Path, new: Path, held: ExitStack) -> None:
+    """Clear what killed saves have left in the parent folder, hold it, and make the folder to write into."""
+    save_dir = folder.parent
+    with naming(save_dir):
+        if not save_dir.is_dir():
+            save_dir.mkdir(parents=True)
+            atomic.sync(save_dir.parent)
+        held.enter_context(atomic.hold(save_dir, manifest.NAME, manifest.ours))
+    with naming(folder):
+        if os.path.lexists(folder) and not (folder / manifest.NAME).is_file() and any(folder.iterdir()):
+            raise CheckpointError(
+                f"{folder}: something else than a checkpoint (it has no {manifest.NAME}); move it away, or choose "
+                "another tag"
+            )
+        new.mkdir()
+
+
+def write_rank(new: Path, mine: dict[str, Tensor], notes: dict[str, Any]) -> None:
+    """Write this rank's two files, the notes last: when they have their name, the rank has written all."""
+    path = new / rank_file(notes["save"]["rank"])
+    with naming(path):
+        digest = tensors.write(path, mine)
+        atomic.sync(path)
+    write_notes(new, digest, notes)
+
+
+def write_notes(new: Path, digest: dict[str, Any], notes: dict[str, Any]) -> None:
+    """A rank's JSON, with the size and checksum of its tensors."""
+    about = new / notes_file(notes["save"]["rank"])
+    with naming(about):
+        text = json.dumps({"tensors": digest} | notes)
+        atomic.write_file(about, lambda part: part.write_text(text))
+
+
+def finish(folder: Path, new: Path, about: dict[str, Any], save_latest: bool) -> None:
+    """Rank 0, when every rank has written its files: the manifest, the name, and last `latest`."""
+    files = {}
+    for rank in range(about["world_size"]):
+        path = new / notes_file(rank)
+        with naming(path):
+            files[rank_file(rank)] = json.loads(path.read_bytes())["tensors"]
+        files[path.name] = manifest.digest(path)
+    with naming(new / manifest.NAME):
+        manifest.write(new / manifest.NAME, about | {"files": files})
+        atomic.sync(new / manifest.NAME)
+        atomic.sync(new)
+    with naming(folder):
+        atomic.replace_folder(new, folder, manifest.NAME, manifest.ours)
+    if save_latest:
+        latest = folder.parent / "latest"
+        with naming(latest):
+            atomic.write_file(latest, lambda part: part.write_text(folder.name))

@@ -1,0 +1,127 @@
+"""`refimpl checkpoint show | verify | export | prune | import`: what needs a checkpoint and no ranks."""
+
+from math import prod
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from refimpl.cli.refuse import refuse
+
+app = typer.Typer(help="Checkpoints without ranks.", no_args_is_help=True, pretty_exceptions_enable=False)
+Source = Annotated[Path, typer.Argument(help="A checkpoint, or a folder with a file `latest`.", metavar="FOLDER")]
+
+
+@app.command()
+def show(folder: Source) -> None:
+    """What is there: a line a checkpoint, and of one alone what it holds."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from refimpl.checkpoint import manifest, prune
+    from refimpl.checkpoint.errors import CheckpointError
+
+    try:
+        one = (folder / manifest.NAME).is_file()
+        found = [prune.found(folder)] if one else prune.in_order(folder)
+        latest = prune.latest_of(folder.parent if one else folder)
+    except CheckpointError as reason:
+        refuse("refimpl checkpoint show", reason)
+    if not found:
+        refuse("refimpl checkpoint show", f"{folder}: no complete checkpoint")
+    table = Table()
+    for column in ("tag", "step", "stage", "ranks", "dtype", "optimizer", "parameters", "MB"):
+        table.add_column(column, justify="left" if column in ("tag", "dtype", "optimizer") else "right", no_wrap=True)
+    for f in found:
+        tag = f"{f.tag} (latest)" if f.tag == latest else f.tag
+        size = sum(prod(place["shape"]) for place in f.about["parameters"].values())
+        words = [f.about[key] for key in ("stage", "world_size", "dtype", "optimizer")]
+        table.add_row(tag, str(f.step), *map(str, words), f"{size:,}", f"{f.bytes / 1e6:,.1f}")
+    Console().print(table)
+    if one:
+        about = found[0].about
+        kinds = {"tied names": "tied", "buffers": "buffers", "names left out": "left_out"}
+        counts = ", ".join(f"{len(about[key])} {words}" for words, key in kinds.items())
+        print(f"schedule: {about['scheduler']}; parameter groups: {about['parameter_groups']}; {counts}")
+
+
+@app.command()
+def verify(folder: Source) -> None:
+    """Read every file and compare it with its checksum. Status 2 if one is damaged or missing."""
+    from refimpl.checkpoint.errors import CheckpointError
+    from refimpl.checkpoint.find import given
+    from refimpl.checkpoint.folder import Folder
+
+    try:
+        opened = Folder(*given(folder))
+        opened.check()
+    except CheckpointError as reason:
+        refuse("refimpl checkpoint verify", reason)
+    total = sum(file["bytes"] for file in opened.about["files"].values())
+    print(f"{opened.path}: {len(opened.about['files'])} files, {total / 1e6:,.1f} MB, all as they were written")
+
+
+@app.command()
+def export(
+    folder: Source,
+    out: Annotated[Path, typer.Argument(help="Folder for the weights.")],
+    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or model: as they were trained.")] = "fp32",
+    max_shard_size: Annotated[str, typer.Option(help="Bytes a file, such as 5GB.")] = "5GB",
+    exclude_frozen: Annotated[bool, typer.Option("--exclude-frozen", help="Trained weights alone.")] = False,
+) -> None:
+    """Whole weights as safetensors, with an index if they are several files; torch and Hugging Face load them."""
+    import torch
+
+    from refimpl.checkpoint import export as exports
+    from refimpl.checkpoint.errors import CheckpointError
+    from refimpl.checkpoint.find import given
+    from refimpl.checkpoint.folder import Folder
+
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "model": None}
+    if dtype not in kinds:
+        refuse("refimpl checkpoint export", f"--dtype {dtype}: choose from {', '.join(kinds)}")
+    try:
+        most = exports.size_of(max_shard_size)
+        with Folder(*given(folder)) as opened:
+            opened.check()
+            files = exports.export(opened, out, kinds[dtype], most, exclude_frozen)
+    except (CheckpointError, ValueError) as reason:
+        refuse("refimpl checkpoint export", reason)
+    for file in files:
+        print(f"{file}: {file.stat().st_size / 1e6:,.1f} MB")
+
+
+@app.command("import")
+def import_(
+    folder: Annotated[Path, typer.Argument(help="What DeepSpeed wrote: a checkpoint, or a folder with `latest`.")],
+    out: Annotated[Path, typer.Argument(help="Folder of checkpoints to write to.")],
+) -> None:
+    """Read a ZeRO checkpoint of DeepSpeed, stages 1 to 3, and write it anew. Nothing that it asks for is run."""
+    from refimpl.checkpoint.errors import CheckpointError
+    from refimpl.checkpoint.from_deepspeed import import_folder
+
+    try:
+        print(f"{import_folder(folder, out)}: written; load_checkpoint({str(out)!r}) goes on from it")
+    except CheckpointError as reason:
+        refuse("refimpl checkpoint import", reason)
+
+
+@app.command()
+def prune(
+    folder: Annotated[Path, typer.Argument(help="A folder of checkpoints.")],
+    keep: Annotated[int, typer.Option(min=1, help="How many of the last to keep.")],
+    every: Annotated[int | None, typer.Option(min=1, help="Keep also those at a multiple of so many steps.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted.")] = False,
+) -> None:
+    """Delete checkpoints: all but the last K, every n-th step, and the one that `latest` names."""
+    from refimpl.checkpoint import prune as pruning
+    from refimpl.checkpoint.errors import CheckpointError
+
+    try:
+        doomed = pruning.prune(folder, keep, every, dry_run)
+    except CheckpointError as reason:
+        refuse("refimpl checkpoint prune", reason)
+    for found in doomed:
+        print(f"{'would delete' if dry_run else 'deleted'} {found.path}: {found.bytes / 1e6:,.1f} MB")
+    if not doomed:
+        print(f"{folder}: nothing to delete")

@@ -1,0 +1,108 @@
+"""What of a run goes into its checkpoint: this rank's tensors by name, and beside them its notes, which become JSON.
+
+    weight/NAME     this rank's elements of a parameter, [n], fp32 where there are masters
+    exp_avg/NAME    the same of the optimizer's state, whatever its keys are
+    buffer/NAME     this rank's buffer, whole
+
+Bytes: 12 a parameter with AdamW, in fp32 and bf16 alike (weights of low precision are the rounded masters), each once,
+so 12 Psi / N a rank, also in stage 0, where every rank has everything.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from refimpl.checkpoint import random_state
+from refimpl.checkpoint.errors import CheckpointError
+from refimpl.checkpoint.tensors import NAMES
+from refimpl.checkpoint.tree import encode
+from refimpl.engine.state import TrainingState
+from refimpl.zero.portable import parts, place_of
+
+COUNTERS = ("global_steps", "micro_steps", "global_samples")
+
+
+def about_engine(engine: TrainingState, exclude_frozen: bool) -> dict[str, Any]:
+    """What the manifest says of a run: the same on every rank."""
+    stage, module = engine.stage, engine.module
+    left_out = frozen_names(module) if exclude_frozen else set()
+    named = {name: p for p, name in stage.names.items()}
+    aliases = {name: p for name, p in module.named_parameters(remove_duplicate=False) if name not in named}
+    kept = module.state_dict(keep_vars=True).keys()
+    return identity(engine) | {
+        **{name: getattr(engine, name) for name in COUNTERS},
+        "scheduler": schedule(engine),
+        "parameters": {name: place_of(stage, p).as_json() for name, p in named.items() if name not in left_out},
+        "tied": {name: stage.names[p] for name, p in aliases.items() if stage.names[p] not in left_out},
+        "buffers": {name: {"shape": list(b.shape), "persistent": name in kept} for name, b in module.named_buffers()},
+        "order": list(kept),
+        "apart": sorted(stage.names[p] for p in stage.update.slices.apart),
+        "left_out": sorted(left_out),
+    }
+
+
+def identity(engine: TrainingState) -> dict[str, Any]:
+    """What a run is; `resume` says what of it must be the same in the run that goes on."""
+    return {
+        "world_size": engine.group.size,
+        "stage": engine.config.zero_optimization.stage,
+        "dtype": str(engine.config.dtype).removeprefix("torch."),
+        "optimizer": type(engine.optimizer).__name__,
+        "parameter_groups": len(param_groups(engine)),
+    }
+
+
+def contents(
+    engine: TrainingState, client_state: Mapping[str, Any], exclude_frozen: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, notes) of this rank. CheckpointError names what of them cannot be kept."""
+    tensors: dict[str, Tensor] = {}
+    left_out = frozen_names(engine.module) if exclude_frozen else set()
+    states: dict[str, dict[str, Any]] = {}
+    for part in parts(engine.stage):
+        if part.name in left_out:
+            continue
+        tensors[f"weight/{part.name}"] = part.weight
+        tensors |= {f"{key}/{part.name}": value for key, value in part.state.items()}
+        rest = {key: [encode(v, f"{key}/{part.name}", tensors)] for key, v in part.rest.items()}
+        if begins := rest | dict.fromkeys(part.state, "cut"):
+            states[part.name] = begins
+    for name, buffer in engine.module.named_buffers():
+        tensors[f"buffer/{name}"] = buffer
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            raise CheckpointError(f"{name}: safetensors has no {tensor.dtype}")
+    scheduler, scaler = engine.lr_scheduler, engine.stage.scaler
+    plain = {
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in param_groups(engine)],
+        "skipped_steps": engine.stage.skipped_steps,
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "lr_scheduler": None if scheduler is None else dict(scheduler.state_dict()),
+        "random": random_state.get(engine.group.device),
+        "data": engine.data_state(),
+        "extra_state": extra_states(engine.module),
+        "client_state": dict(client_state),
+    }
+    return tensors, {"state": states} | {name: encode(value, name, tensors) for name, value in plain.items()}
+
+
+def extra_states(module: nn.Module) -> dict[str, Any]:
+    """What modules keep beside parameters and buffers, by the module's name."""
+    own = nn.Module.get_extra_state
+    return {name: m.get_extra_state() for name, m in module.named_modules() if type(m).get_extra_state is not own}
+
+
+def param_groups(engine: TrainingState) -> list[dict[str, Any]]:
+    """The optimizer's groups; none in an engine without one."""
+    return [] if engine.optimizer is None else engine.optimizer.param_groups
+
+
+def schedule(engine: TrainingState) -> str | None:
+    """The kind of the learning rate's schedule."""
+    return None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__
+
+
+def frozen_names(module: nn.Module) -> set[str]:
+    """Every name of every parameter that is not trained."""
+    return {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}

@@ -1,0 +1,166 @@
+"""A stage's weights and optimizer state by the parameter's name, out of and into whatever buckets this run has.
+
+A rank's flat shards mean something only beside the shards of the same run: where they are cut depends on the stage, the
+world size and the bucket size. By name, and with the place of each piece in its parameter, they belong to none of them.
+`parts` says what this rank has to write: every element of the model is in exactly one rank's parts, also where all
+ranks hold it. `restore` asks for what this rank holds here, piece by piece, straight into the memory where it stays.
+DeepSpeed: deepspeed/checkpoint/universal_checkpoint.py and ds_to_universal.py.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from refimpl.checkpoint.place import Place
+from refimpl.zero.flat import Bucket, round_up
+from refimpl.zero.parameter import DATA
+from refimpl.zero.stage import Stage
+from refimpl.zero.zero3 import Zero3
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Stands for a state that has an element for each of the parameter's, such as exp_avg: it is read in pieces."""
+
+    dtype: torch.dtype
+
+
+class Source(Protocol):
+    """Where `restore` reads."""
+
+    def fill(self, key: str, name: str, begin: int, out: Tensor) -> None:
+        """Elements from `begin` on of a parameter's "weight", or of its state `key`, into out [n], in out's dtype."""
+
+    def state(self, name: str) -> Mapping[str, Any]:
+        """A parameter's optimizer state: `Cut`, or the value itself, in memory of its own."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank writes of a parameter: elements of it, laid out flat, and of its state what is cut like it.
+
+    rest: what is not cut (a count of steps), on the rank that has the first element.
+    """
+
+    name: str
+    place: Place
+    weight: Tensor
+    state: dict[str, Tensor]
+    rest: dict[str, Any]
+
+
+def place_of(stage: Stage, p: nn.Parameter) -> Place:
+    """Where p lies; a parameter that is in no flat buffer has one of its own."""
+    bucket = stage.home(p)
+    at, of = (0, round_up(max(1, p.numel()), stage.group.size)) if bucket is None else (bucket.offset[p], bucket.padded)
+    return Place(tuple(p.shape), str(p.dtype).removeprefix("torch."), at, of, stage.group_of.get(p), p.requires_grad)
+
+
+def parts(stage: Stage) -> Iterator[Part]:
+    """This rank's parts of all parameters: views, where that can be."""
+    for name, p, flat, bucket in memory(stage):
+        place = place_of(stage, p)
+        begin, end = place.held(stage.group.rank, stage.group.size)
+        here = place.at - offset_here(stage, flat, bucket)
+        low, high = here + begin, here + end
+        there = stage.update.state_at(bucket, low, high) if begin < end and bucket is not None else ({}, {})
+        state, rest = there[0], there[1] if begin == 0 else {}
+        yield Part(name, place, flat[low:high], state, rest)
+
+
+def memory(stage: Stage) -> Iterator[tuple[str, nn.Parameter, Tensor, Bucket | None]]:
+    """Each parameter with the flat memory here that holds the most exact weights of it."""
+    flats: dict[Bucket, Tensor] = {}
+    for p, name in stage.names.items():
+        bucket = stage.home(p)
+        if bucket is None:
+            yield name, p, DATA.__get__(p).reshape(-1), None
+        else:
+            if bucket not in flats:
+                flats[bucket] = stage.weights(bucket)
+            yield name, p, flats[bucket], bucket
+
+
+def offset_here(stage: Stage, flat: Tensor, bucket: Bucket | None) -> int:
+    """Which element of the whole buffer flat begins with: [P] with the first, [S] with this rank's."""
+    if bucket is None or flat.numel() == bucket.padded:
+        return 0
+    return stage.group.rank * (bucket.padded // stage.group.size)
+
+
+@torch.no_grad()
+def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool, apart: Iterable[str] = ()) -> None:
+    """These parameters' weights from `source`, and with `optimizer` their state; `apart`: see `Slices`. A collective.
+
+    With `optimizer`, a parameter that is not among `names` keeps its weights and begins without a state.
+    """
+    wanted = set(names)
+    if isinstance(stage, Zero3):
+        stage.fetch.end()  # what is gathered ahead has the old weights
+    flats: dict[Bucket, Tensor] = {}
+    for name, p, flat, bucket in memory(stage):
+        flats |= {} if bucket is None else {bucket: flat}
+        if name in wanted:
+            here = place_of(stage, p).at - offset_here(stage, flat, bucket)
+            low, high = max(here, 0), min(here + p.numel(), flat.numel())
+            if low < high:
+                source.fill("weight", name, low - here, flat[low:high])
+                if bucket is None:  # flat may be a copy
+                    DATA.__get__(p).copy_(flat.view(p.shape))
+    for bucket, flat in flats.items():
+        stage.put_weights(bucket, flat)
+    stage.gather()
+    slices = stage.update.slices
+    if optimizer and slices.optimizer is not None:
+        slices.optimizer.state.clear()
+        slices.apart = {p for p, name in stage.names.items() if name in set(apart)}
+        for bucket in slices.of:
+            restore_states(stage, bucket, source, wanted)
+            stage.update.keep_state(bucket)
+
+
+def restore_states(stage: Stage, bucket: Bucket, source: Source, wanted: set[str]) -> None:
+    """The optimizer's state of a bucket's slices, which are cut where parameters have different histories."""
+    slices, names = stage.update.slices, stage.names
+    assert slices.optimizer is not None
+    spans = {p: slices.span(bucket, p) for p in bucket.params}
+    spans = {p: span for p, span in sorted(spans.items(), key=lambda item: item[1]) if span[0] < span[1]}
+    history = {p: source.state(names[p]) if names[p] in wanted else {} for p in spans}
+    for p in slices.apart.intersection(spans):
+        slices.set_apart(bucket, p)
+    for before, p in pairwise(spans) if slices.elementwise else ():
+        if not same(history[before], history[p]):
+            slices.cut(bucket, spans[p][0])
+    first = 0 if slices.length[bucket] == bucket.padded else stage.group.rank * slices.length[bucket]
+    for s in slices.of[bucket]:
+        members = [p for p, (start, end) in spans.items() if start < s.end and s.start < end]
+        like = members[0] if members else bucket.params[-1]  # a slice of nothing but padding has a state too
+        saved = source.state(names[like]) if names[like] in wanted else {}
+        if not saved:
+            continue
+        slices.optimizer.state[s.param] = state = fresh_state(saved, s.param)
+        for key in [key for key, value in saved.items() if isinstance(value, Cut)]:
+            for p in members:
+                low, high = max(spans[p][0], s.start), min(spans[p][1], s.end)
+                out = state[key].view(-1)[low - s.start : high - s.start]
+                source.fill(key, names[p], first + low - bucket.offset[p], out)
+
+
+def fresh_state(saved: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+    """The state of a slice: what is not cut, and room for what is to be read."""
+    return {
+        key: torch.zeros(like.shape, dtype=value.dtype, device=like.device) if isinstance(value, Cut) else value
+        for key, value in saved.items()
+    }
+
+
+def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two states differ in nothing but their elements."""
+    return a.keys() == b.keys() and all(
+        torch.equal(a[k], b[k]) if isinstance(a[k], Tensor) and isinstance(b[k], Tensor) else bool(a[k] == b[k])
+        for k in a
+    )

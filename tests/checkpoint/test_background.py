@@ -1,0 +1,137 @@
+"""A save that goes on while training does: the same files, of that moment; its failures reach the trainer."""
+
+import errno
+import os
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worlds
+from saving import in_folder, same, settings, start, train, weights
+
+from refimpl.checkpoint import write
+from refimpl.checkpoint.background import Background
+from refimpl.checkpoint.errors import CheckpointError
+from refimpl.engine import checkpoint
+
+DECOUPLED = {"checkpoint": {"writer": {"type": "python", "decoupled": True}}}
+
+
+def held_up(folder: Path, stage: int) -> None:
+    """Steps are taken while the writer's thread is held before its first byte; what it writes is of before them."""
+    engine = start(settings(stage, **DECOUPLED))
+    train(engine, range(2))
+    before = weights(engine)
+    go, real = threading.Event(), checkpoint.write_rank
+
+    def later(*args: Any) -> None:
+        go.wait()
+        real(*args)
+
+    checkpoint.write_rank = later
+    try:
+        engine.save_checkpoint(folder)
+        assert engine.saving.busy
+        expected = train(engine, range(2, 4)), weights(engine)
+        assert engine.group.rank or not (folder / "latest").exists()
+        go.set()
+        engine.wait_for_checkpoint()
+    finally:
+        go.set()
+        checkpoint.write_rank = real
+    engine.group.barrier()
+    if engine.group.rank == 0:
+        assert same(in_folder(folder), before)
+    again = start(settings(stage), seed=7)
+    again.load_checkpoint(folder)
+    assert (train(again, range(2, 4)), same(weights(again), expected[1])) == (expected[0], True)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_it_writes_what_was_there_when_it_was_called(stage: int, tmp_path: Path) -> None:
+    worlds.run(held_up, tmp_path, stage, ranks=3)
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    engine = start(settings(1))
+    for step in range(4):
+        train(engine, range(step, step + 1))
+        engine.save_checkpoint(tmp_path, asynchronous=True)
+    engine.load_checkpoint(tmp_path)
+    assert engine.global_steps == 4
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", *(f"global_step{n}" for n in range(1, 5))}
+
+
+def failing(folder: Path, rank: int, at: str) -> str:
+    """The disk of one rank is full; says what its trainer hears, and where."""
+    engine = start(settings(2))
+    train(engine, range(1))
+    engine.save_checkpoint(folder, "whole")
+    real = write.tensors.write
+
+    def full(path: Path, tensors: Any, *rest: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    if engine.group.rank == rank:
+        write.tensors.write = full
+    engine.save_checkpoint(folder, "failed", asynchronous=True)
+    write.tensors.write = real
+    while engine.saving.busy:
+        time.sleep(0.001)  # so that the failure is there when the next call asks
+    engine.group.barrier()
+    said = "".join(traceback.format_exception(heard(engine, folder, at)))
+    engine.group.barrier()
+    assert engine.load_checkpoint(folder)[0] == str(folder / "whole")
+    assert {path.name for path in folder.iterdir()} == {"latest", "whole"}
+    return said
+
+
+def heard(engine: Any, folder: Path, at: str) -> BaseException:
+    if at == "save":
+        with pytest.raises(CheckpointError) as caught:
+            engine.save_checkpoint(folder, "next")
+        return caught.value
+    engine.backward(engine(next(iter(engine.module.parameters())).new_ones(4, 64)))
+    try:
+        engine.step()
+    except CheckpointError as error:
+        failure: BaseException = error
+    else:
+        failure = RuntimeError("nothing was raised")
+        engine.stage.zero_grad()
+    return failure
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_next_save_raises_it_on_every_rank(rank: int, tmp_path: Path) -> None:
+    texts = worlds.run(failing, tmp_path, rank, "save", ranks=2)
+    assert all(f"rank {rank}" in text and "No space left on device; free space" in text for text in texts)
+    assert "in full" in texts[rank], "the line in the thread"
+
+
+def test_a_step_raises_with_the_threads_own_traceback(tmp_path: Path) -> None:
+    text = failing(tmp_path, 0, "step")
+    assert "CheckpointError" in text
+    assert "No space left on device; free space" in text
+    assert "in full" in text
+    assert "write_behind" in text
+
+
+def test_a_failure_is_raised_once_and_the_next_work_runs() -> None:
+    work, done = Background(), []
+    error = KeyError("lost")
+
+    def fail() -> None:
+        raise error
+
+    work.start(fail, "fail")
+    with pytest.raises(KeyError) as caught:
+        work.wait()
+    assert caught.value is error
+    work.check()
+    work.start(lambda: done.append(threading.current_thread().name), "second")
+    work.wait()
+    assert done == ["second"]

@@ -1,0 +1,189 @@
+"""What DeepSpeed 0.19 itself has written is read, every weight and moment, and refused by name if it asks for more."""
+
+import io
+import pickle
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import worlds
+from anywhere import joined, mine
+from torch import Tensor, nn
+
+import refimpl
+from refimpl.checkpoint import unpickle
+from refimpl.checkpoint.errors import CheckpointError
+from refimpl.checkpoint.export import weights
+from refimpl.checkpoint.find import given
+from refimpl.checkpoint.folder import Folder
+from refimpl.checkpoint.from_deepspeed import import_folder
+
+HERE = Path(__file__).parent / "deepspeed_written"
+KINDS = [f"zero{stage}-{section}" for stage in (1, 2, 3) for section in ("fp32", "bf16")]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepspeed")
+    with tarfile.open(HERE / "written.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def net() -> nn.Module:
+    """The model of write.py, which cannot be imported without DeepSpeed."""
+    source = (HERE / "write.py").read_text()
+    scope: dict[str, Any] = {"torch": torch, "nn": nn, "__name__": "net"}
+    exec(source[source.index("class Net") : source.index("def write")], scope)
+    return scope["Net"]()
+
+
+def optimizer(model: nn.Module, **how: Any) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.ndim > 1 and p.requires_grad]
+    vectors = [p for p in model.parameters() if p.ndim < 2 and p.requires_grad]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01, **how)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.tensor([step, 2 * rank + 1])
+
+
+def settings(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 10}},
+    }
+
+
+def trained(steps: int, folder: Path | None, stage: int) -> dict[str, Tensor]:
+    """By refimpl, from the beginning or from what was imported; this rank's parts."""
+    model = net()
+    engine = refimpl.initialize(model=model, optimizer=optimizer(model), config=settings(stage))[0]
+    if folder is not None:
+        _, client = engine.load_checkpoint(folder)
+        assert client == {"epoch": 4, "best": (0.5, None)}
+        assert (engine.global_steps, engine.global_samples, engine.lr_scheduler.last_batch_iteration) == (3, 12, 2)
+    for step in range(engine.global_steps, steps):
+        engine.backward(engine(batch(step, engine.group.rank)))
+        engine.step()
+    return mine(engine)
+
+
+def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.allclose(a[n].float(), b[n].float(), rtol=1e-4, atol=1e-6) for n in a)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_as_deepspeed_reads_it(kind: str, written: Path, tmp_path: Path) -> None:
+    assert import_folder(written / kind, tmp_path / "out") == tmp_path / "out/global_step3"
+    expected = torch.load(written / kind / "expected.pt", weights_only=True)
+    with Folder(*given(tmp_path / "out")) as opened:
+        opened.check()
+        found = dict(weights(opened, torch.float32))
+        assert opened.about["dtype"] == ("bfloat16" if kind.endswith("bf16") else "float32")
+    assert found.keys() == net().state_dict().keys()
+    lost = {"frozen.weight", "frozen.bias"} if "zero1" in kind else set()
+    assert found.keys() - expected.keys() == lost, "by DeepSpeed's own script, of stage 1"
+    assert all(torch.equal(found[name], expected[name].float()) for name in expected)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.endswith("fp32")])
+def test_training_goes_on_from_it_as_if_it_had_been_ours(kind: str, written: Path, tmp_path: Path) -> None:
+    """Moments, counts, schedule and groups too: three steps by DeepSpeed and two by us are five by us."""
+    import_folder(written / kind, tmp_path)
+    loaded = joined(worlds.run(trained, 3, tmp_path, 3, ranks=2))
+    assert close(loaded, joined(worlds.run(trained, 3, None, 1, ranks=2)))
+    whole = joined(worlds.run(trained, 5, None, 1, ranks=2))
+    for stage in (0, 3):
+        assert close(joined(worlds.run(trained, 5, tmp_path, stage, ranks=2)), whole)
+    assert not close(loaded, whole)
+
+
+def test_bf16_moments_lie_where_their_weights_do(written: Path, tmp_path: Path) -> None:
+    """The three stages trained the same model on the same data."""
+    states = []
+    for stage in (1, 2, 3):
+        import_folder(written / f"zero{stage}-bf16", tmp_path / str(stage))
+        states.append(joined(worlds.run(trained, 3, tmp_path / str(stage), 1, ranks=1)))
+    for other in states[1:]:
+        assert all(torch.allclose(other[n].float(), states[0][n].float(), rtol=0.02, atol=1e-3) for n in other)
+    assert states[0]["exp_avg embed.weight"].abs().max() > 0.01
+
+
+class Evil:
+    def __init__(self, do: Callable[..., object], *args: object) -> None:
+        self.do, self.args = do, args
+
+    def __reduce__(self) -> Any:
+        return self.do, self.args
+
+
+@pytest.mark.parametrize(
+    ("evil", "name"),
+    [
+        (Evil(exec, "open('owned', 'w')"), "builtins.exec"),
+        (Evil(getattr, "x", "upper"), "builtins.getattr"),
+        (Evil(Path, "owned"), "pathlib"),
+        (Evil(torch.load, "owned"), "torch.serialization.load"),
+        (io.BytesIO(), "_io.BytesIO"),
+    ],
+)
+def test_what_asks_for_more_is_refused_by_name(
+    evil: Any, name: str, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"module": {}, "payload": evil}, tmp_path / "evil.pt")
+    with pytest.raises(CheckpointError, match=rf"evil.pt: asks for {name}"):
+        unpickle.load(tmp_path / "evil.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["evil.pt"]
+
+
+def test_a_bare_pickle_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "old.pt").write_bytes(pickle.dumps({"module": {}}))
+    with pytest.raises(CheckpointError, match=r"old.pt: cut short, or not written by torch.save"):
+        unpickle.load(tmp_path / "old.pt")
+
+
+def copy(written: Path, to: Path) -> Path:
+    for file in (written / "zero2-fp32").rglob("*"):
+        if file.is_file():
+            target = to / file.relative_to(written / "zero2-fp32")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.read_bytes())
+    return to / "global_step3"
+
+
+def test_what_is_missing_damaged_or_of_another_kind_is_named(written: Path, tmp_path: Path) -> None:
+    folder = copy(written, tmp_path / "ds")
+    one = folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = one.read_bytes()
+
+    def refused(match: str) -> None:
+        with pytest.raises(CheckpointError, match=match):
+            import_folder(tmp_path / "ds", tmp_path / "out")
+        assert not list((tmp_path / "out").glob("*"))
+
+    one.write_bytes(content[:-200])
+    refused(r"zero_pp_rank_1_mp_rank_00_optim_states.pt: damaged or cut short")
+    one.unlink()
+    refused(r"1 \*_optim_states.pt, 2 ranks wrote it; bring back those of rank 1")
+    one.write_bytes(content)
+    (folder / "mp_rank_00_model_states.pt").rename(folder / "away")
+    refused(r"mp_rank_00_model_states.pt: No such file")
+    (folder / "away").rename(folder / "mp_rank_00_model_states.pt")
+    (folder / "layer_00-model_states.pt").touch()
+    refused(r"layer_00-model_states.pt: of a model in parts")
+    (folder / "layer_00-model_states.pt").unlink()
+    (tmp_path / "ds/latest").unlink()
+    refused(r"ds: no \*_optim_states.pt and no latest")
+    import_folder(folder, tmp_path / "out")
+    engine = refimpl.initialize(model=net(), config=settings(0) | {"optimizer": {"type": "AdamW"}})[0]
+    with pytest.raises(
+        CheckpointError, match=r"this is a checkpoint of DeepSpeed; `refimpl checkpoint import` reads it"
+    ):
+        engine.load_checkpoint(tmp_path / "ds", tag="global_step3")

@@ -1,0 +1,81 @@
+"""Our safetensors files are the library's and the other way round; pieces are what whole reads give."""
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from refimpl.checkpoint.errors import CheckpointError
+from refimpl.checkpoint.manifest import digest
+from refimpl.checkpoint.tensors import NAMES, Reader, Writer, entry, write
+
+TENSORS = {
+    **{str(dtype): torch.arange(7).to(dtype) for dtype in NAMES},
+    "scalar": torch.tensor(2.5),
+    "empty": torch.zeros(0, 3),
+    "strided": torch.arange(12.0).view(3, 4).t(),
+    "names may hold / and ü": torch.ones(1, 1, 1, dtype=torch.bfloat16),
+}
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
+
+
+def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+    assert write(tmp_path / "f", TENSORS) == digest(tmp_path / "f")
+    loaded = safetensors.torch.load_file(tmp_path / "f")
+    assert loaded.keys() == TENSORS.keys()
+    assert all(equal(loaded[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
+    safetensors.torch.save_file({name: t.contiguous() for name, t in TENSORS.items()}, tmp_path / "f", {"a": "b"})
+    with Reader(tmp_path / "f") as file:
+        assert set(file.names()) == TENSORS.keys()
+        assert all(equal(file.tensor(name), tensor) for name, tensor in TENSORS.items())
+
+
+def test_a_piece_reads_its_own_bytes_alone(tmp_path: Path) -> None:
+    whole = torch.randn(1000)
+    with Writer(tmp_path / "f", {"w": entry(whole), "v": entry(whole)}) as file:
+        for name in file.names:
+            for piece in torch.split(whole if name == "w" else -whole, 333):
+                file.put(piece)
+    out = torch.full((2000,), 7.0)
+    with Reader(tmp_path / "f") as file:
+        file.read("w", 10, out[5:25])
+        assert file.read_bytes == 20 * 4
+    assert torch.equal(out[5:25], whole[10:30])
+    assert out[:5].eq(7).all()
+    assert out[25:].eq(7).all()
+
+
+def test_what_was_announced_must_be_put(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="8 bytes were announced"),
+        Writer(tmp_path / "f", {"w": (torch.float32, (2,))}),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("keep", [0, 7, 8, 20, -1])
+def test_a_file_cut_short_is_named(keep: int, tmp_path: Path) -> None:
+    write(tmp_path / "f", {"w": torch.ones(9)})
+    (tmp_path / "f").write_bytes((tmp_path / "f").read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match="f: "):
+        Reader(tmp_path / "f")
+
+
+def test_a_header_that_lies_is_refused(tmp_path: Path) -> None:
+    for text in (
+        b"[]",
+        b"{",
+        b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}',
+        b'{"w":{"dtype":"P","shape":[]}}',
+    ):
+        (tmp_path / "f").write_bytes(len(text).to_bytes(8, "little") + text + b"1234")
+        with pytest.raises(CheckpointError, match="f: "):
+            Reader(tmp_path / "f")

@@ -1,0 +1,94 @@
+"""What is no tensor comes back exactly, type by type; what could not is refused at the save, by its key."""
+
+import json
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from refimpl.checkpoint.errors import CheckpointError
+from refimpl.checkpoint.tree import decode, encode
+
+leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary())
+keys = st.one_of(st.text(), st.integers(), st.tuples(st.integers(), st.text()), st.booleans(), st.none())
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.lists(inner).map(tuple),
+        st.dictionaries(keys, inner),
+        st.dictionaries(st.text(), inner).map(OrderedDict),
+        st.sets(st.integers()),
+    ),
+    max_leaves=20,
+)
+
+
+def there_and_back(value: Any) -> Any:
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(encode(value, "x", tensors))
+    return decode(json.loads(text), tensors.__getitem__)
+
+
+def exactly(a: Any, b: Any) -> bool:
+    """Equal, and of the same types all the way down (True is not 1, and a tuple no list)."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        pairs = zip(a.items(), b.items(), strict=True)
+        return len(a) == len(b) and all(exactly(k, m) and exactly(v, w) for (k, v), (m, w) in pairs)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(exactly(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+@given(trees)
+def test_any_tree_comes_back_exactly(value: Any) -> None:
+    assert exactly(there_and_back(value), value)
+
+
+def test_what_json_has_no_word_for() -> None:
+    value = {
+        "inf": [float("inf"), -float("inf")],
+        "milestones": Counter({30: 1, 80: 2}),
+        "size": torch.Size([2, 3]),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "$tensor": "a key like our own",
+        0: {"$tuple": 1},
+    }
+    assert exactly(there_and_back(value), value)
+    nan = there_and_back((float("nan"),))[0]
+    assert nan != nan
+
+
+def test_tensors_go_beside_it_by_their_path() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    value = {"a": [torch.arange(3), (torch.tensor(1.5, dtype=torch.float64),)], 7: torch.ones(2, requires_grad=True)}
+    made = encode(value, "client_state", tensors)
+    assert set(tensors) == {"client_state.a.0", "client_state.a.1.0", "client_state.7"}
+    back = decode(json.loads(json.dumps(made)), tensors.__getitem__)
+    assert back["a"][1][0].dtype == torch.float64
+    assert torch.equal(back["a"][0], torch.arange(3))
+    assert torch.equal(back[7], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (Path("x"), r"PosixPath"),
+        (np.float64(1.5), r"numpy.float64.*\.item\(\)"),
+        (np.zeros(2), r"numpy.ndarray.*from_numpy"),
+        (print, "builtin_function"),
+        (torch.eye(2).to_sparse(), "sparse"),
+        (type("Odd", (dict,), {})(), "Odd"),
+    ],
+)
+def test_anything_else_is_refused_by_its_key(value: Any, what: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"client_state\.best\.1: holds .*{what}"):
+        encode({"best": [0, value]}, "client_state", {})

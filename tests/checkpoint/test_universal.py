@@ -1,0 +1,136 @@
+"""Saved at any stage, world size and bucket size, loaded at any other: every bit, and no rank holds a whole copy."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import worlds
+from anywhere import Late, begin, go_on, joined, optimizer
+from torch import Tensor, nn
+from training import tokens
+
+import refimpl
+from refimpl.checkpoint.find import given
+from refimpl.checkpoint.folder import Folder
+from refimpl.engine.resume import Saved
+from refimpl.measure.memory import MemoryMeter
+from refimpl.zero.portable import restore
+
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    return sorted(a.keys() ^ b.keys()) or [name for name in a if not torch.equal(a[name].float(), b[name].float())]
+
+
+def one_process(before: int, after: int) -> dict[str, Tensor]:
+    """Plain torch: the micro-batches of as many ranks as there were, added in their order."""
+    torch.manual_seed(0)
+    model = Late()
+    adam = optimizer(model)
+    for step in range(5):
+        ranks, model.late = before if step < 2 else after, step >= 3
+        for rank in range(ranks):
+            model(tokens(step, rank)).backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= ranks
+        adam.step()
+        adam.zero_grad()
+    found = {name: p.detach().flatten() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        found |= {f"{key} {name}": adam.state[p][key].flatten() for key in (*STATES, "step") if p in adam.state}
+    return found
+
+
+TO = [(0, 3, 700), (1, 2, 5000), (2, 1, 100), (2, 4, 900), (3, 2, 60), (3, 3, 5000)]  # stage, ranks, bucket size
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 3), (2, 4), (3, 2), (3, 1)])
+def test_from_any_to_any_and_on_as_one_process_would(stage: int, ranks: int, tmp_path: Path) -> None:
+    saved = joined(worlds.run(begin, stage, 700, "fp32", tmp_path, ranks=ranks))
+    oracles = {n: one_process(ranks, n) for n in {n for _, n, _ in TO}}
+    for other, n, bucket in TO:
+        loaded, end = map(joined, zip(*worlds.run(go_on, other, bucket, "fp32", tmp_path, ranks=n), strict=True))
+        assert differing(loaded, saved) == []
+        assert differing(end, oracles[n]) == []
+
+
+@pytest.mark.parametrize(("section", "stage", "ranks"), [("bf16", 1, 2), ("bf16", 3, 4), ("fp16", 2, 2)])
+def test_masters_travel_in_full_precision(section: str, stage: int, ranks: int, tmp_path: Path) -> None:
+    saved = joined(worlds.run(begin, stage, 700, section, tmp_path, ranks=ranks))
+    assert any((w != w.bfloat16()).any() for name, w in saved.items() if "exp" not in name)
+    expected = joined([end for _, end in worlds.run(go_on, 0, 700, section, tmp_path, ranks=3)])
+    for other in (1, 2, 3):
+        loaded, end = map(joined, zip(*worlds.run(go_on, other, 5000, section, tmp_path, ranks=3), strict=True))
+        assert differing(loaded, saved) == []
+        assert differing(end, expected) == []
+
+
+def test_into_another_precision(tmp_path: Path) -> None:
+    saved = joined(worlds.run(begin, 2, 700, "fp32", tmp_path, ranks=2))
+    loaded = joined([loaded for loaded, _ in worlds.run(go_on, 3, 900, "bf16", tmp_path, ranks=3)])
+    trained = {name for name in saved if name.startswith(STATES)}
+    assert differing({n: loaded[n] for n in trained}, {n: saved[n] for n in trained}) == []
+    assert torch.equal(loaded["embed.weight"], saved["embed.weight"])
+    assert torch.equal(loaded["frozen.weight"], saved["frozen.weight"].bfloat16())
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def wide(stage: int) -> refimpl.Engine:
+    zero = {"stage": stage, "reduce_bucket_size": 20_000, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": {"type": "AdamW"}}
+    engine = refimpl.initialize(model=Wide(), config=config)[0]
+    engine.backward(engine(torch.ones(1, 128)))
+    engine.step()
+    return engine
+
+
+def metered(folder: Path, stage: int, save: bool) -> int:
+    """Bytes beyond what the stage itself keeps, at the peak of a save or a load."""
+    engine = wide(stage)
+    meter = MemoryMeter(engine.stage.tensors)
+    with meter:
+        engine.save_checkpoint(folder) if save else engine.load_checkpoint(folder)
+    return meter.peak["other"] + meter.peak["activations"] + meter.peak["gathered"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_no_rank_ever_holds_a_whole_copy(stage: int, tmp_path: Path) -> None:
+    psi = 8 * 128 * 128
+    saving = worlds.run(metered, tmp_path, stage, True, ranks=4)
+    loading = worlds.run(metered, tmp_path, stage, False, ranks=3)
+    assert max(saving) < 4 * psi / 8, "nothing is copied: less than one of the eight layers"
+    assert max(loading) < 12 * psi / 3 + 4 * psi / 8, "the new state of the optimizer, and less than one layer"
+
+
+def read_here(folder: Path, stage: int) -> tuple[int, int]:
+    engine = wide(stage)
+    with Folder(*given(folder)) as opened:
+        names = list(opened.places)
+        restore(engine.stage, Saved(opened), names, True, ())
+        mine = sum(state.nbytes for state in engine.stage.update.state()) + sum(
+            master.nbytes for master in engine.stage.update.masters.values()
+        )
+        return opened.read_bytes, mine
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (2, 3), (3, 4), (3, 2)])
+def test_a_rank_reads_what_it_holds_and_no_more(stage: int, ranks: int, tmp_path: Path) -> None:
+    worlds.run(metered, tmp_path, 2, True, ranks=4)
+    read = worlds.run(read_here, tmp_path, stage, ranks=ranks)
+    padding = 12 * 20_000
+    for count, mine in read:
+        assert mine - padding <= count - 300 * 4 <= mine, "a count of steps for each parameter comes on top"
+    if stage:
+        assert sum(count for count, _ in read) < 12 * 8 * 128 * 128 + 4000

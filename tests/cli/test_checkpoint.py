@@ -1,0 +1,95 @@
+"""`refimpl checkpoint`: what it shows, what it refuses, what it deletes."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from saving import Net, settings, start, train
+from typer.testing import CliRunner
+
+from refimpl.cli.checkpoint import app
+
+
+def run(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "120"})
+    return result.exit_code, result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 1 to 6."""
+    folder = tmp_path_factory.mktemp("steps")
+    engine = start(settings(2))
+    for step in range(6):
+        train(engine, range(step, step + 1))
+        engine.save_checkpoint(folder)
+    return folder
+
+
+def tags(folder: Path) -> set[int]:
+    return {int(path.name.removeprefix("global_step")) for path in folder.iterdir() if path.is_dir()}
+
+
+def test_show(steps: Path) -> None:
+    status, text = run("show", steps)
+    assert status == 0
+    assert text.index("global_step1 ") < text.index("global_step6 (latest)")
+    assert "AdamW" in text
+    numel = sum(p.numel() for p in Net().parameters())
+    assert f"{numel:,}" in text
+    status, text = run("show", steps / "global_step2")
+    assert "schedule: WarmupLR; parameter groups: 1; 1 tied names, 3 buffers, 0 names left out" in text
+
+
+def test_verify(steps: Path, tmp_path: Path) -> None:
+    assert run("verify", steps) == (0, f"{steps}/global_step6: 2 files, 0.1 MB, all as they were written\n")
+    os.system(f"cp -r {steps}/global_step1 {tmp_path}/copy")
+    path = tmp_path / "copy/rank00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 4
+    path.write_bytes(content)
+    status, text = run("verify", tmp_path / "copy")
+    assert status == 2
+    assert "rank00000.safetensors: its checksum differs" in text
+
+
+def test_export(steps: Path, tmp_path: Path) -> None:
+    status, text = run("export", steps, tmp_path / "out", "--dtype", "bf16", "--exclude-frozen")
+    assert (status, text.count("model.safetensors")) == (0, 1)
+    weights = load_file(tmp_path / "out/model.safetensors")
+    assert weights["into.weight"].dtype == torch.bfloat16
+    assert Net().state_dict().keys() - weights.keys() == {"frozen.weight", "frozen.bias"}
+    for words, says in (
+        (("--dtype", "int4"), "--dtype int4: choose from fp32, bf16, fp16, model"),
+        (("--max-shard-size", "big"), "'big' is not a size such as 5GB"),
+        ((), "has model.safetensors already"),
+    ):
+        status, text = run("export", steps, tmp_path / "out", *words)
+        assert status == 2
+        assert says in text
+
+
+def test_prune(steps: Path) -> None:
+    (steps / "notes").mkdir()
+    (steps / "notes/a.txt").write_text("mine")
+    (steps / "global_step2/mine.txt").write_text("mine too")
+    status, text = run("prune", steps, "--keep", 1, "--every", 3, "--dry-run")
+    assert (status, text.count("would delete")) == (0, 4)
+    (steps / "latest").write_text("global_step4")
+    assert run("prune", steps, "--keep", 1, "--every", 3)[1].count("deleted") == 3
+    assert {p.name for p in steps.iterdir()} == {"latest", "notes", *(f"global_step{n}" for n in (2, 3, 4, 6))}
+    assert [p.name for p in (steps / "global_step2").iterdir()] == ["mine.txt"]
+    assert run("prune", steps, "--keep", 3)[1] == f"{steps}: nothing to delete\n"
+    engine = start(settings(2), seed=4)
+    assert engine.load_checkpoint(steps)[0] == str(steps / "global_step4")
+
+
+@pytest.mark.parametrize("command", ["show", "verify", "export", "prune"])
+def test_no_checkpoint_is_one_line(command: str, tmp_path: Path) -> None:
+    more = {"export": [tmp_path / "out"], "prune": ["--keep", 1]}.get(command, [])
+    status, text = run(command, tmp_path / "nothing", *more)
+    assert status == 2
+    assert text.count("\n") == 1
+    assert "nothing" in text
