@@ -83,7 +83,7 @@ class ByName:
         # A rank that has nothing of p may have no state there, of another history.
         known = next((one for one in self.group.all_gather_object(mine) if one is not None), None)
         if bucket is None or known is None or isinstance(known, Tensor):
-            return known  # type: ignore[no-any-return]
+            return known
         return whole(bucket, self.spread(bucket, p, torch.empty(0) if part is None else part), p)
 
     def set_full_state(self, p: nn.Parameter | str, key: str, value: Tensor) -> None:

@@ -178,8 +178,6 @@ class OffloadedUpdate(Update):
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        for bucket in self.gone:
-            self.keep_state(bucket)
         self.torn = ""
 
     @torch.no_grad()

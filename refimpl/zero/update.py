@@ -194,6 +194,7 @@ class Update:
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
         for bucket, saved in zip(self.masters, state["masters"], strict=True):
+            self.keep_state(bucket)
             self.restore(bucket, saved)
 
     def restore(self, bucket: Bucket, saved: Tensor) -> None:
