@@ -54,7 +54,7 @@ class Arena:
         self.moved_bytes = 0  # by defragmentation, so far
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor in the arena, its values whatever was there. Closes gaps if it must; ArenaFull if that does not do."""
+        """A tensor in the arena, its values what was there. Closes gaps if it must; ArenaFull if that is not enough."""
         nbytes = math.prod(shape) * dtype.itemsize
         size = max(ALIGN, round_up(nbytes))
         offset = self._gap(size)
@@ -153,15 +153,18 @@ def round_up(size: int) -> int:
 
 @dataclass
 class Contiguous:
-    """A home (see `home.py`): inputs are copied into an arena for `number` of them, made for the first of each kind."""
+    """A home (see `home.py`): inputs are copied into an arena for `number` of them.
+
+    There is one for each place among the arguments, shape and dtype, made when the first such input comes.
+    """
 
     number: int
     device: torch.device | None = None  # of the arenas; that of the tensors by default
-    arenas: dict[tuple[torch.Size, torch.dtype], Arena] = field(default_factory=dict, init=False)
+    arenas: dict[tuple[int, torch.Size, torch.dtype], Arena] = field(default_factory=dict, init=False)
 
-    def put(self, x: Tensor) -> tuple[Tensor, torch.device]:
+    def put(self, x: Tensor, place: int = 0) -> tuple[Tensor, torch.device]:
         """ArenaFull when more than `number` inputs of one shape and dtype wait for backward."""
-        kind = (x.shape, x.dtype)
+        kind = (place, x.shape, x.dtype)
         if kind not in self.arenas:
             room = self.number * max(ALIGN, round_up(x.numel() * x.element_size()))
             self.arenas[kind] = Arena(room, self.device or x.device)

@@ -178,7 +178,7 @@ class Inputs:
         self.sent: dict[int, Any] = {}
         for place, tensor in enumerate(tensors):
             if home is not None and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter):
-                packed = home.put(tensor.detach())
+                packed = home.put(tensor.detach(), place)
                 if packed is not None:
                     self.sent[place] = packed
         stay = [t for place, t in enumerate(tensors) if place not in self.sent]

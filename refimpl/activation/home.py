@@ -26,8 +26,8 @@ TAG = "activations"  # of the gathers, in the ledger
 class Home(Protocol):
     """A place for floating-point tensors."""
 
-    def put(self, x: Tensor) -> Any | None:
-        """Whatever brings x back, without holding x; None if x is to stay where it is."""
+    def put(self, x: Tensor, place: int = 0) -> Any | None:
+        """Whatever brings x back, without holding x; None if x is to stay where it is. `place`: its number."""
 
     def get(self, packed: Any) -> Tensor:
         """x again: same shape, dtype, device and bits."""
@@ -47,7 +47,7 @@ class Host:
     The copies are queued on the current stream, behind what makes x and before what may reuse its memory.
     """
 
-    def put(self, x: Tensor) -> Sent | None:
+    def put(self, x: Tensor, place: int = 0) -> Sent | None:
         if x.device.type == "cpu":
             return None
         copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
@@ -77,16 +77,16 @@ class Partitioned:
     then: Home | None = None
     compared: bool = field(default=False, init=False)
 
-    def put(self, x: Tensor) -> Any | None:
+    def put(self, x: Tensor, place: int = 0) -> Any | None:
         if self.group.size == 1:
-            return None if self.then is None else self.then.put(x)
+            return None if self.then is None else self.then.put(x, place)
         self._compare(x)
         size = -(-x.numel() // self.group.size)  # [s]
         first = min(size * self.group.rank, x.numel())
         mine = x.new_zeros(size)
         part = x.reshape(-1)[first : first + size]
         mine[: part.numel()] = part
-        packed = self.then.put(mine) if self.then is not None else None
+        packed = self.then.put(mine, place) if self.then is not None else None
         return Share(mine if packed is None else packed, packed is not None, x.shape)
 
     def get(self, packed: Any) -> Tensor:

@@ -92,10 +92,12 @@ def initialize(
     """
     if mesh_param is not None:
         raise NotImplementedError("initialize: mesh_param: not implemented yet; all ranks are data-parallel")
-    return _engine.initialize(
+    made = _engine.initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler,
         mpu, dist_init_required, collate_fn, config, config_params,
     )  # fmt: skip
+    checkpointing.adopt(made[0].config.activation_checkpointing)
+    return made
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
