@@ -1,7 +1,7 @@
-"""The result itself is kept, to which autograd then ties the graph.
+"""The result itself is kept, which the next operation changes in place.
 
 task: KeepResults
-says: the first run
+says: the second run's result is wrong
 """
 
 import torch
