@@ -311,7 +311,7 @@ for share in (1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.12, 0.1, 0.09, 
     points.append((peak(plan, chain) / unit, (forwards(plan, chain) + 48) / 72))
 figure, axis = plt.subplots(figsize=(7, 3.4))
 axis.plot(*zip(*points, strict=True), "-o", ms=4, color="#2a6f97", label="best plan for a budget")
-for k in (1, 2, 5, 8):
+for k in (1, 4, 8):
     at = peak(every(k, 24), chain) / unit
     axis.plot([at], [4 / 3], "s", color="#c1666b")
     axis.annotate(f"k = {k}", (at, 4 / 3), textcoords="offset points", xytext=(4, 6), fontsize=8)
@@ -323,7 +323,7 @@ axis.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Squares are stretches of $k$ blocks: all cost the same time, and only $k = 1$ lies on the line. For your own shape, on
+# Squares are stretches of $k$ blocks: all cost the same time, and only $k = 1$ comes near the line. For your own shape, on
 # your own machine: `refimpl plan activations --budget 2GB --layers 24 --width 1024`. PyTorch users will know
 # `torch.utils.checkpoint` with `use_reentrant=False`; Megatron-LM's `--recompute-granularity full` is $k = 1$.
 #
