@@ -327,8 +327,8 @@ plt.show()
 # your own machine: `refimpl plan activations --budget 2GB --layers 24 --width 1024`. PyTorch users will know
 # `torch.utils.checkpoint` with `use_reentrant=False`; Megatron-LM's `--recompute-granularity full` is $k = 1$.
 #
-# **Not all of a block is equally dear.** Products of matrices take nearly all of the time; norms, GELU and adds nearly
-# none, and half of the memory. A *selective* checkpoint keeps the results of products and computes the rest again
+# **Not all of a block is equally dear.** Products of matrices are nearly all of the operations; norms, GELU and adds are
+# few, and make 6 of the 16 tensors. A *selective* checkpoint keeps the results of products and computes the rest again
 # (Megatron's `selective`, torch's `create_selective_checkpoint_contexts`):
 
 # %%
