@@ -328,7 +328,7 @@ plt.show()
 # `torch.utils.checkpoint` with `use_reentrant=False`; Megatron-LM's `--recompute-granularity full` is $k = 1$.
 #
 # **Not all of a block is equally dear.** Products of matrices are nearly all of the operations; norms, GELU and adds are
-# few, and make 6 of the 16 tensors. A *selective* checkpoint keeps the results of products and computes the rest again
+# few, and make 5 of the 16 tensors. A *selective* checkpoint keeps the results of products and computes the rest again
 # (Megatron's `selective`, torch's `create_selective_checkpoint_contexts`):
 
 # %%

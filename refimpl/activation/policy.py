@@ -3,18 +3,18 @@
 A policy says of an operation whether its result is kept. In the first run of a checkpointed function a
 TorchDispatchMode sees every operation below autograd and keeps what the policy wants; in the second it hands the kept
 result out instead of computing, in the same order. What is drawn at random is never kept: the generator, set back, must
-draw as often as it did.
+draw as often as it did. Fused attention may draw, for its dropout; without dropout it does not, and is kept.
 
-    policy        kept of one GPT block, in units of B T w elements             computed again
-    (none)        the input, 1                                                  all
-    matmuls()     qkv 3 + out 1 + up 4 + down 1 (+ attention 1) + the input      norms, GELU, adds: 1% of the time
-    plain run     16                                                            nothing
+    policy        kept of one GPT block, in units of B T w elements           computed again
+    (none)        the input, 1                                                all
+    matmuls()     input 1 + qkv 3 + attention 1 + out 1 + up 4 + down 1 = 11  norms, GELU, adds
+    plain run     16                                                          nothing
 
 Korthikanti et al. 2022, arXiv:2205.05198, section 5 chooses by hand what torch calls selective checkpointing
 (torch/utils/checkpoint.py, `create_selective_checkpoint_contexts`). DeepSpeed has no such policy.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -115,11 +115,15 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def compute() -> Any:
             return func(*args, **(kwargs or {}))
 
-        return self.handle(func, compute) if self.policy(func) and can_keep(func) else compute()
+        return self.handle(func, compute) if self.policy(func) and can_keep(func, args, kwargs or {}) else compute()
 
 
-def can_keep(op: OpOverload) -> bool:
+def can_keep(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a kept result can stand for a second run of `op`: it makes tensors, in place of none, by no chance."""
     schema = op._schema
     makes = any("Tensor" in str(returned.type) for returned in schema.returns)
-    return makes and not schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
+    if not makes or schema.is_mutable or torch.Tag.nondeterministic_seeded not in op.tags:
+        return makes and not schema.is_mutable
+    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
+    defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    return "dropout_p" in defaults and given.get("dropout_p", defaults["dropout_p"]) == 0

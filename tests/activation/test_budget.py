@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from refimpl.activation.budget import Again, Block, Plan, best, blocks_of, every, forwards, keep, peak, slowdown, sqrt
-from refimpl.activation.chain import Chain, count, measure
+from refimpl.activation.chain import Chain, count, measure, run
 from refimpl.activation.checkpoint import Checkpoint
-from refimpl.activation.policy import matmuls
+from refimpl.activation.policy import Results, matmuls, named
+from refimpl.measure.memory import MemoryMeter
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.plan.transformer import activation_bytes
 
@@ -108,10 +109,37 @@ def test_a_measured_block_is_the_formulas() -> None:
     assert block.input + block.saved == activation_bytes(CONFIG, batch=2, itemsize=4)
 
 
-def test_a_policy_keeps_less_than_all_and_more_than_nothing() -> None:
-    blocks = list(model().blocks)
-    bare, selective = count(every(1, 7), blocks, INPUT), count(every(1, 7), blocks, INPUT, Checkpoint(policy=matmuls()))
-    assert bare < selective < count(keep(7), blocks, INPUT)
+def test_a_policy_keeps_the_products() -> None:
+    """Between forward and backward, beside the last output: of 16 tensors the input and those of 10 results."""
+    blocks, unit = list(model().blocks), INPUT.nbytes
+
+    def between(how: Checkpoint) -> int:
+        meter = MemoryMeter(lambda: {"parameters": model().parameters()})
+        with meter:
+            y = run(every(1, 7), blocks, INPUT.clone().requires_grad_(), how)
+            kept = meter.now()["activations"]
+        y.sum().backward()
+        return kept
+
+    bare, products, none = (between(Checkpoint(policy=p)) for p in (None, matmuls(), named("cumsum")))
+    statistics = 2 * 16 * 2 * 4  # one fp32 number a token and head, which fused attention returns beside its result
+    assert bare == none
+    assert products - bare == 7 * (10 * unit + statistics)
+
+
+@pytest.mark.parametrize(("dropout", "kept"), [(0.0, 1), (0.5, 0)])
+def test_fused_attention_is_kept_unless_it_draws(dropout: float, kept: int) -> None:
+    x = torch.randn(1, 2, 4, 8)
+    results = Results(matmuls())
+    with results.kept():
+        torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
+    fused = [r for r in results.values if isinstance(r, tuple)]
+    assert len(fused) == kept
+
+
+def test_an_operation_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="no operation .addmmm.; did you mean addmm"):
+        named("addmmm")
 
 
 def test_a_model_runs_by_a_plan() -> None:
