@@ -54,6 +54,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from refimpl.model.gpt import Block
 
+torch.set_num_threads(1)
 B, T, w = 2, 16, 64
 config = GPTConfig(vocab=64, context=T, width=w, layers=1, heads=2)
 torch.manual_seed(0)

@@ -67,9 +67,9 @@ def least_time(seconds: Sequence[float], inputs: Sequence[int], saved: Sequence[
 class KeepResults(TorchDispatchMode):
     """Selective checkpointing: the first run keeps the results that `keep` wants, later ones hand them out in order.
 
-        kept = KeepResults(lambda op: op.overloadpacket.__name__ == "addmm")
-        with kept: y = fn(x)
-        with kept: z = fn(x)       # the same, and no addmm ran
+    kept = KeepResults(lambda op: op.overloadpacket.__name__ == "addmm")
+    with kept: y = fn(x)
+    with kept: z = fn(x)       # the same, and no addmm ran
     """
 
     def __init__(self, keep: Callable[[OpOverload], bool]) -> None:  # given

@@ -138,7 +138,7 @@ def test_fused_attention_is_kept_unless_it_draws(dropout: float, kept: int) -> N
 
 
 def test_an_operation_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="no operation .addmmm.; did you mean addmm"):
+    with pytest.raises(ValueError, match=r"no operation 'addmmm'; did you mean addmm"):
         named("addmmm")
 
 

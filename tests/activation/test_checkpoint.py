@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -125,7 +126,34 @@ def input_changed_in_a_list(m: Model, x: Tensor, call: Call) -> Tensor:
     return call(fn, stack) + stack[0]
 
 
+class DecoderLayer(nn.Module):
+    """As Hugging Face's: keywords, a tuple of embeddings, a cache that is None, a tuple returned."""
+
+    def __init__(self, m: Model) -> None:
+        super().__init__()
+        self.m = m
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, past_key_values: Any = None,
+        use_cache: bool = False, position_embeddings: tuple[Tensor, Tensor] | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert position_embeddings is not None
+        cos, sin = position_embeddings
+        y = self.m.block(hidden_states * cos + hidden_states.flip(1) * sin)
+        return (y.masked_fill(attention_mask, 0.0), kwargs["cache_position"]) if attention_mask is not None else (y,)
+
+
+def hugging_face_layers(m: Model, x: Tensor, call: Call) -> Tensor:
+    """`gradient_checkpointing_func(functools.partial(layer.__call__, **kwargs), hidden_states)`, once a layer."""
+    position = torch.arange(6.0)
+    for mask in (x.detach() > 1, None):
+        kwargs = {"attention_mask": mask, "position_embeddings": (position.cos(), position.sin()), "cache_position": 3}
+        x, *_ = call(partial(DecoderLayer(m).__call__, **kwargs), x)
+    return x
+
+
 HABITS = [
+    hugging_face_layers,
     one, keywords, no_input_gradient, several_outputs, containers, integers_and_masks, nested, one_after_another,
     frozen_inside, closure_over_a_tensor, branch_of_the_output_unused, gradient_inside, autocast_inside, random_around,
     without_gradients, input_changed_in_a_list,
