@@ -42,9 +42,10 @@ class Sent:
 
 
 class Host:
-    """Host memory, pinned so that both copies run beside the computation. What is on the CPU is at home already.
+    """Host memory, pinned so that the host need not wait for the copies. What is on the CPU is at home already.
 
-    The copies are queued on the current stream, behind what makes x and before what may reuse its memory.
+    They are queued on the current stream, behind what makes x and before what may reuse its memory: in order, and not
+    beside the computation. (DeepSpeed 0.19 copies on a stream of its own.)
     """
 
     def put(self, x: Tensor, place: int = 0) -> Sent | None:
