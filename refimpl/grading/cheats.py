@@ -42,6 +42,8 @@ def _said(node: ast.AST, names: dict[str, str]) -> str:
         closed = full.startswith("refimpl.") and not any(full.startswith(o) or o.startswith(full) for o in OPEN)
         if closed:
             return f"{full} is refimpl's own; the exercise is to write it from what `group` offers"
+        if full.startswith("torch.utils.checkpoint"):
+            return f"{full} is the exercise, done; write it with torch.autograd"
         if full.startswith("torch.distributed.") and full.rpartition(".")[2] in MOVES:
             return f"{full} goes round the group, uncounted: every byte must go through `group`"
     if isinstance(node, ast.Attribute) and node.attr in GRADERS and _name(node.value) == "group":
