@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from browser import chromium, missing, requested
 
-pytestmark = [pytest.mark.xdist_group("site"), pytest.mark.skipif(bool(missing()), reason=f"no browser: {missing()}")]
+pytestmark = [pytest.mark.xdist_group("site"), pytest.mark.skipif(bool(missing()), reason=missing())]
 SECONDS = 20
 KEY = "zero-from-scratch-quiz-1"  # of localStorage
 QUESTIONS = "assets/questions.json"
@@ -136,7 +136,9 @@ def test_damaged_progress_is_set_aside(browser: Any, address: str) -> None:
 def test_pages_fit_a_phone_in_its_colours(browser: Any, address: str, site: Path, scheme: str, name: str) -> None:
     resize(browser, 390, scheme)
     chapters = [f"course/{page.parent.name}/" for page in sorted((site / "course").glob("*/index.html"))]
-    for page in ("", "cards/", "quiz/", "reference/refimpl.zero/", "reference/configuration/", *chapters):
+    tasks = [f"exercises/{page.parent.name}/" for page in sorted((site / "exercises").glob("*/index.html"))]
+    others = ("", "cards/", "quiz/", "course/", "exercises/", "reference/refimpl.zero/", "reference/configuration/")
+    for page in (*others, *chapters, *tasks):
         browser.get(address + page)
         until(browser, "document.readyState === 'complete'")
         assert browser.execute_script("return document.documentElement.scrollWidth") == 390, page
