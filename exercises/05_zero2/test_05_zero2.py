@@ -1,15 +1,14 @@
-"""Grades chapter 05: mean gradients in shards, memory that is really freed, the norm of all, and bytes as counted."""
+"""Grades chapter 05's collector: mean gradients in shards, sent inside backward, and memory that is really freed."""
 
 import weakref
-from collections.abc import Callable
 from itertools import pairwise
 
 import torch
-from torch import Tensor, UntypedStorage, nn, optim
+from torch import Tensor, UntypedStorage, nn
 
-from refimpl.grading.compare import Wrong, by_users, close, equal, first_divergence, require
+from refimpl.grading.compare import by_users, first_divergence, require
 from refimpl.grading.grade import on_ranks
-from refimpl.grading.memory import Kept, own_memory, untouched
+from refimpl.grading.memory import Kept, own_memory
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import (
     WatchedGroup,
@@ -18,20 +17,13 @@ from refimpl.grading.traffic import (
     most_under_way,
     not_too_early,
     same_traffic,
-    starts,
 )
 from refimpl.measure.ledger import Event
 from refimpl.measure.memory import MemoryMeter
-from refimpl.zero.ddp import DDP
 from refimpl.zero.flat import Bucket, lay_out
-from refimpl.zero.stage import Stage
-from refimpl.zero.zero1 import Zero1
-from refimpl.zero.zero2 import Zero2
 
 FEATURES = 6
 LIMIT = 40
-F32 = torch.float32
-STAGES: dict[str, type[Stage]] = {"ddp": DDP, "zero1": Zero1, "zero2": Zero2}
 
 
 class Net(nn.Module):
@@ -272,256 +264,3 @@ def freed(answer: Answer, group: WatchedGroup) -> None:
         f"{peak} elements were alive at the peak of backward: shards ({shards}) and 5 buckets of {size} should do",
         "Does each buffer go when its bucket has travelled?",
     )
-
-
-@on_ranks(2, 3, 4)
-def test_InFlight(answer: Answer, group: WatchedGroup) -> None:
-    for most, dtype in ((2, F32), (1, F32), (3, F32), (2, torch.bfloat16)):
-        numbers = [0, 1, 2, 3, 1, 1, 0]  # bucket 1 is launched again while it is under way
-        case(f"at most {most} under way, {dtype}: buckets {numbers}")
-        watched = group.fresh()
-        kept = Kept(watched)
-        flights = answer.InFlight(watched, most)
-        buffers: list[weakref.ref[UntypedStorage]] = []
-        for turn, number in enumerate(numbers):
-            flat = sent_by(group.rank, turn, number, group.size, dtype)
-            buffers.append(weakref.ref(flat.untyped_storage()))
-            flights.launch(number, flat)
-            del flat
-            judge_flights(watched, buffers, most)
-        flights.land()
-        all_done(watched, "land")
-        judge_landed(group, flights.shards, numbers, dtype)
-        oracle = group.oracle()
-        for number in numbers:
-            mine = torch.zeros(3 + number, dtype=dtype)
-            oracle.reduce_scatter(mine, mine.repeat(group.size))
-        same_traffic(watched, oracle, "InFlight", itemsize=dtype.itemsize)
-        room = sum(3 + number for number in set(numbers)) * dtype.itemsize
-        kept.judge(room, "after land() InFlight", "the shards alone may stay; is what has arrived let go?")
-        flights.land()  # once more: nothing is under way
-
-
-def sent_by(rank: int, turn: int, number: int, ranks: int, dtype: torch.dtype) -> Tensor:
-    """The buffer [P] that a rank launches: small whole numbers, whose sums bf16 holds too."""
-    generator = torch.Generator().manual_seed(100 * turn + rank)
-    return torch.randint(-4, 5, (ranks * (3 + number),), generator=generator).to(dtype) * ranks
-
-
-def judge_flights(watched: WatchedGroup, buffers: list[weakref.ref[UntypedStorage]], most: int) -> None:
-    """As many under way as may be, those launched last, and no other's buffer alive."""
-    flying, launched = [e.call for e in watched.ledger.open_calls()], len(starts(watched.ledger))
-    require(launched == len(buffers), f"launch({len(buffers) - 1}) has started nothing: start it, and do not wait")
-    room = min(most, launched)
-    at_once = most_under_way(watched.ledger.events)
-    more = f"{at_once} buckets are under way at once, and at most {most} may be: wait for the oldest, then launch"
-    require(at_once <= room, more)
-    require(
-        len(flying) == room,
-        f"{len(flying)} under way after launch {launched}, and {room} could be: launch waits although there is room, "
-        "or for more than the oldest",
-    )
-    youngest = [e.call for e in starts(watched.ledger)][-room:]
-    require(flying == youngest, "launch waits for one that was launched later: the oldest arrives first, wait for that")
-    alive = [i for i, ref in enumerate(buffers[:-room]) if (s := ref()) is not None and s.nbytes()]
-    require(
-        len(alive) <= 1,  # gloo lets go of its last buffer a little late
-        f"{len(alive)} buffers that have arrived are still alive: let go of each, its memory is for the next",
-    )
-
-
-def judge_landed(group: WatchedGroup, shards: dict[int, Tensor], numbers: list[int], dtype: torch.dtype) -> None:
-    """The mean over ranks of each buffer, summed by its number."""
-    require(isinstance(shards, dict), f"shards is {shards!r}, expected a dict")
-    require(sorted(shards) == sorted(set(numbers)), f"shards has {sorted(shards)}, expected an entry for each bucket")
-    turns: dict[int, list[Tensor]] = {}
-    for turn, number in enumerate(numbers):
-        everyones = [sent_by(rank, turn, number, group.size, F32) for rank in range(group.size)]
-        mean = torch.stack(everyones).sum(0) / group.size
-        turns.setdefault(number, []).append(mean.view(group.size, -1)[group.rank])
-    for number, parts in turns.items():
-        own_memory(shards[number], f"shards[{number}]", "give the result memory of its own")
-        known = {"only the launch that came last is there: add to the shard": parts[-1].to(dtype)}
-        if len(parts) > 1:
-            known["the first launch is missing: add to the shard what has arrived"] = sum(parts[1:]).to(dtype)
-            known["the last launch is missing: does land() wait for all?"] = sum(parts[:-1]).to(dtype)
-        equal(shards[number], sum(parts).to(dtype), f"shards[{number}]", ranks=group.size, known=known)
-
-
-@on_ranks(2, 3, 4)
-def test_clip_global_norm(answer: Answer, group: WatchedGroup) -> None:
-    for size, limit, dtype in (
-        (1.0, 2.0, torch.float32),
-        (1.0, 100.0, torch.float32),
-        (1e20, 2.0, torch.float32),
-        (0.0, 2.0, torch.float32),
-        (900.0, 5.0, torch.float16),
-        (3.0, 5.0, torch.bfloat16),
-    ):
-        case(f"{dtype}, elements of size {size:g}, limit {limit:g}; one tensor under two names, rank 1 owns nothing")
-        everyones = [shards_of(rank, size, dtype) for rank in range(group.size)]
-        unique = [{id(t): t for t in shards.values()}.values() for shards in everyones]
-        flats = [torch.cat([t.double().flatten() for t in mine]) if mine else torch.zeros(0) for mine in unique]
-        norm = float(torch.cat(flats).norm())
-        mine, watched = shards_of(group.rank, size, dtype), group.fresh()
-        given = dict(mine)
-        found = answer.clip_global_norm(watched, given, limit)
-        require(list(given) == list(mine), "the dict of shards has other names than before")
-        require(isinstance(found, float), f"the result is {found!r}, expected a Python float")
-        told = group.everyone(found)
-        own = [float(f.norm()) for f in flats]
-        local = norm > 0 and torch.allclose(torch.tensor(told), torch.tensor(own), rtol=1e-3)
-        require(
-            not local, "each rank has the norm of its own shards: the sum of squares must be all-reduced", f"  {told}"
-        )
-        if found != norm:
-            judge_norm(found, norm, everyones, own, limit)
-        require(len(set(told)) == 1, f"the ranks must clip by the same norm, but have {told}")
-        factor = min(1.0, limit / norm) if norm else 1.0
-        for name, t in everyones[group.rank].items():
-            names = sum(t is other for other in everyones[group.rank].values())
-            known = {
-                "it is not clipped": t,
-                f"it is clipped {names} times: it is one tensor under {names} names": (t * factor**names).to(dtype),
-                "it is multiplied by limit / norm although the norm is within the limit": (
-                    t.double() * limit / max(norm, 1e-30)
-                ).to(dtype),
-            }
-            if given[name] is not mine[name] and close(given[name], t * factor, rtol=1e-2):
-                raise Wrong("the dict has new tensors: clip in place, whoever holds the old ones must see it")
-            wanted = (t.double() * factor).to(dtype)
-            equal(
-                mine[name], wanted, f"the shard of {name}", known=known, rtol=1e-5 if dtype == torch.float32 else 2e-3
-            )
-        oracle = group.oracle()
-        oracle.all_reduce(torch.zeros(1))
-        if watched.ledger.calls() != {"all_reduce": 1}:
-            same_traffic(watched, oracle, "clip_global_norm")
-        sent = sum(watched.ledger.sent_bytes().values())
-        oracle.ledger.reset()
-        oracle.all_reduce(torch.zeros(1, dtype=torch.float64))
-        most = sum(oracle.ledger.sent_bytes().values())
-        require(
-            sent <= most, f"{sent} bytes for one norm, one number takes {most}: add up here, then reduce one number"
-        )
-
-
-def shards_of(rank: int, size: float, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What a rank holds: odd sizes; rank 0 has one tensor under two names, rank 1 nothing."""
-    if rank == 1:
-        return {}
-    generator = torch.Generator().manual_seed(rank)
-    shards = {n: (size * torch.randn(3 + i + rank, generator=generator)).to(dtype) for i, n in enumerate(("a", "b"))}
-    if rank == 0:
-        shards["wte.weight"] = shards["head.weight"] = (size * torch.ones(7)).to(dtype)
-        shards["x"] = shards["y"] = shards["a"]  # tied under any names, and next, equal but not tied
-        shards["twin"] = shards["b"].clone()
-    return shards
-
-
-def judge_norm(found: float, norm: float, everyones: list[dict[str, Tensor]], own: list[float], limit: float) -> None:
-    def of(once: Callable[[str, Tensor], object]) -> float:
-        """The norm if `once` is what tells two tensors apart."""
-        kept = [t for shards in everyones for t in {once(n, t): t for n, t in shards.items()}.values()]
-        return float(torch.cat([t.double().flatten() for t in kept]).norm())
-
-    known = {
-        "the tied parameter is counted twice: it is one tensor under two names": of(lambda name, t: name),
-        "tied parameters are known by a name: any two names can hold one tensor; compare with `is`, or by id": of(
-            lambda name, t: name.replace("head", "wte")
-        ),
-        "two tensors of equal values count once: tied are those that are one tensor": of(
-            lambda n, t: tuple(t.tolist())
-        ),
-        "it is the sum of the ranks' norms: add up squares, then take one root": sum(own),
-        "it is the norm after clipping": min(norm, limit),
-        "the root is missing": norm**2,
-    }
-    tensors = {k: torch.tensor(v, dtype=torch.float64) for k, v in known.items()}
-    value, wanted = torch.tensor(found, dtype=torch.float64), torch.tensor(norm, dtype=torch.float64)
-    equal(value, wanted, "the norm", known=tensors, rtol=1e-5, atol=0)
-
-
-@on_ranks(2, 3)
-def test_accumulated_bytes(answer: Answer, group: WatchedGroup) -> None:
-    for name, kind in STAGES.items():
-        for samples, room, dtype in ((1, 4, F32), (4, 4, F32), (5, 2, F32), (6, 1, F32), (5, 2, torch.bfloat16)):
-            case(f"{name}, {samples} samples, room for {room}, {dtype}")
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(64, 6, bias=False), nn.Linear(6, 64, bias=False)).to(dtype)
-            stage = kind(model, optim.AdamW(model.parameters()), group.oracle())
-            stage.group.ledger.reset()
-            batches = torch.ones(samples, 64).split(room)
-            for batch in batches:
-                stage.backward(model(batch.to(dtype)).sum(), sync=batch is batches[-1])
-            stage.step()
-            counted: dict[str, int] = {}
-            for e in stage.group.ledger.events:
-                if e.phase == "start" and e.tag in ("gradients", "parameters"):
-                    counted[e.op] = counted.get(e.op, 0) + e.sent_bytes
-            padded = sum(b.padded for b in stage.buckets)
-            found = answer.accumulated_bytes(name, padded, group.size, dtype.itemsize, samples, room)
-            evidence = [
-                f"{padded} parameters of {dtype.itemsize} bytes, {group.size} ranks, {len(batches)} backwards",
-                f"  counted  {counted}",
-                f"  found    {found}",
-            ]
-            require(isinstance(found, dict), f"the result is {found!r}, expected a dict", *evidence)
-            judge_bytes(found, counted, name, len(batches), evidence)
-    case("64 ranks: zero2, 640 parameters of 2 bytes, one backward")
-    chunks = dict.fromkeys(("reduce_scatter", "all_gather"), 63 * 10 * 2)  # to each other rank a chunk of 10
-    judge_bytes(answer.accumulated_bytes("zero2", 640, 64, 2, 3, 4), chunks, "zero2", 1, [])
-
-
-def judge_bytes(found: dict[str, int], counted: dict[str, int], name: str, backwards: int, evidence: list[str]) -> None:
-    require(found.keys() == counted.keys(), f"{name} sends with {' and '.join(counted)} only", *evidence)
-    for op, sent in counted.items():
-        why = ""
-        if found[op] * backwards == sent:
-            why = f": {name} sends with each of {backwards} backwards"
-        elif found[op] == sent * backwards:
-            why = f": {name} does this once a step, not with each backward"
-        elif op == "reduce_scatter" and found[op] < sent:
-            why = ": does the last micro-batch, which is not full, count too?"
-        elif found[op] == 2 * sent:
-            why = ": exactly 2x: is `itemsize` what an element takes?"
-        require(found[op] == sent, f"{name}: {found[op]} bytes by {op}, the ledger counts {sent}{why}", *evidence)
-
-
-@on_ranks(2, 3, 4)
-def test_peak_gradient_bytes(answer: Answer, group: WatchedGroup) -> None:
-    for buckets in ([8, 4], [4, 8], [24], [6, 6, 6, 6], [7, 1, 5, 12], [1, 1, 30]):
-        for dtype, ranks in ((torch.float32, group.size), (torch.bfloat16, group.size), (torch.bfloat16, 16)):
-            case(f"buckets {buckets}, {dtype.itemsize} bytes an element, {ranks} ranks")
-            expected, story = counted_peak(buckets, group, dtype, ranks)
-            with untouched(buckets=buckets):
-                found = answer.peak_gradient_bytes(buckets, ranks, dtype.itemsize)
-            if found == expected:
-                continue
-            padded = [-(-n // ranks) * ranks for n in buckets]
-            shards = sum(padded) // ranks
-            known = {
-                "that is the largest bucket: shards take memory too": max(padded),
-                "that is a whole gradient: the buckets before are freed already": sum(padded),
-                "that is what stays in the end: a bucket that travels is larger than its shard": shards,
-                "that is all shards and the largest bucket: are all shards there when it travels?": shards
-                + max(padded),
-            }
-            why = next((k for k, v in known.items() if v * dtype.itemsize == found), "")
-            raise Wrong(f"{found} bytes, counted {expected}" + (f": {why}" if why else ""), *story)
-
-
-def counted_peak(buckets: list[int], group: WatchedGroup, dtype: torch.dtype, ranks: int) -> tuple[int, list[str]]:
-    """Send the buckets one after another (if there are as many ranks) and count what is alive each time."""
-    shards: list[Tensor] = []
-    peak, story = 0, ["alive while each bucket travels, in bytes:"]
-    for number, numel in enumerate(buckets):
-        shard = -(-numel // ranks)
-        flat = torch.zeros(shard * ranks, dtype=dtype)
-        shards.append(torch.empty(shard, dtype=dtype))
-        if ranks == group.size:
-            group.oracle().reduce_scatter(shards[-1], flat)
-        sizes = MemoryMeter(lambda flat=flat: {"flat": [flat], "shards": shards}).now()
-        story.append(f"  bucket {number}: flat buffer {sizes['flat']}, shards {sizes['shards']}")
-        peak = max(peak, sizes["flat"] + sizes["shards"])
-    return peak, story
