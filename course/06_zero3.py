@@ -809,7 +809,9 @@ print("same bits as DDP without a limit:", finished["zero3"][0][1] == unlimited[
 #   and
 #   [partitioned_param_coordinator.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/zero/partitioned_param_coordinator.py).
 # - **Paper:** Rajbhandari et al. 2020, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), sections 5.3 and 7.2.2.
-#   Freeing a storage in place is also how FSDP does it: Zhao et al. 2023,
-#   [arXiv:2304.11277](https://arxiv.org/abs/2304.11277), section 4.
+#   Freeing a storage in place is also how FSDP1 does it: `_free_storage` in
+#   [torch/distributed/utils.py](https://github.com/pytorch/pytorch/blob/main/torch/distributed/utils.py). Its flat
+#   parameters and its hooks: Zhao et al. 2023, [arXiv:2304.11277](https://arxiv.org/abs/2304.11277), sections 4.2 and
+#   4.3.
 #
 # That was the ladder: DDP, one diff, ZeRO-1, one diff, ZeRO-2, one diff, ZeRO-3.

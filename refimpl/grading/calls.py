@@ -10,7 +10,7 @@ Not seen: calls in another thread, and those of code that the answer makes by `e
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import getmro, isclass
+from inspect import CO_GENERATOR, getmro, isclass
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -56,6 +56,8 @@ class Calls:
     def called(self, frame: FrameType) -> str:
         """What is wrong with a call of this function, or ""."""
         path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
+        if frame.f_code.co_flags & CO_GENERATOR:  # one that the answer has let go of is closed as if it were called
+            return ""
         if path.is_relative_to(SOLUTIONS) and str(path) != self.path:
             return "a function of the solutions is called; write the answer here"
         if path.is_relative_to(DISTRIBUTED):

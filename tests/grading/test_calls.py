@@ -60,6 +60,11 @@ def test_a_task_that_is_refimpls_own_function_is_named(tmp_path: Path) -> None:
     assert (verdict.outcome, OWN in verdict.headline) == ("fail", True)
 
 
+def test_a_transfer_that_is_let_go_of_is_no_call(tmp_path: Path) -> None:
+    body = "group.all_reduce(x.clone(), async_op=True)\nreturn x * 2"  # its generator is closed in the answer's line
+    assert graded(tmp_path, body).outcome == "pass"
+
+
 def test_an_answer_may_call_its_group_and_look_at_the_ledger(tmp_path: Path) -> None:
     body = "y = x.clone()\ngroup.all_reduce(y, async_op=True).wait()\nassert group.ledger.sent_bytes()\nreturn y"
     assert graded(tmp_path, body).outcome == "pass"
