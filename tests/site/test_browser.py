@@ -59,12 +59,10 @@ def test_home_leads_to_the_chapters_and_every_formula_and_diagram_is_drawn(brows
 
 def test_the_code_of_a_folded_cell_opens_with_a_click(browser: Any, address: str) -> None:
     browser.get(f"{address}course/00_start/")
-    hidden = (
-        "[...document.querySelectorAll('details.code')].every(d => !d.open && !d.querySelector('pre').offsetHeight)"
-    )
+    hidden = "[...document.querySelectorAll('details.code pre')].every(code => !code.checkVisibility())"
     assert until(browser, f"document.querySelector('details.code') && {hidden}")
     find(browser, "details.code summary").click()
-    assert until(browser, "document.querySelector('details.code pre').offsetHeight > 0")
+    assert until(browser, "document.querySelector('details.code pre').checkVisibility()")
 
 
 def test_search_finds_a_word(browser: Any, address: str) -> None:
