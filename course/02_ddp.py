@@ -252,12 +252,17 @@ print("different models after 3 steps:", fingerprints(trained.parameters()))
 # What is wrong with it? 28 calls, each of which costs an $\alpha$; and not one of them begins before backward is over.
 
 # %% [markdown]
-# **Buckets.** Pack gradients end to end until the bucket is full, send the bucket, unpack. The order is the one in
-# which backward makes gradients: roughly the last parameter first.
+# **Buckets.** Pack gradients end to end until the bucket is full, send the bucket, unpack. (Packing is a part of the
+# task above. Here two functions of torch do it: `_flatten_dense_tensors` puts tensors end to end in a new one,
+# `_unflatten_dense_tensors` gives views of its pieces.) The order is the one in which backward makes gradients: roughly
+# the last parameter first.
 
 
 # %%
 # %%ranks
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+
 def deal(model, size):
     """Lists of parameters, at most `size` elements each (or one larger), the last one first."""
     buckets, room = [], 0
@@ -271,12 +276,12 @@ def deal(model, size):
 
 
 def pack(bucket):
-    return torch.cat([p.grad.flatten() for p in bucket])
+    return _flatten_dense_tensors([p.grad for p in bucket])
 
 
 def unpack(flat, bucket):
-    for p, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-        p.grad.copy_(piece.view_as(p))
+    for p, piece in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+        p.grad.copy_(piece)
 
 
 model.zero_grad()
