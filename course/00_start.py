@@ -4,7 +4,8 @@
 # This chapter starts real processes, lets them talk, measures what the talk costs on this machine, and makes them
 # hang on purpose. All later chapters stand on it. You need Python, a little PyTorch, and no GPU.
 #
-# Every chapter has the same seven parts: the pain, the idea, build it, read it, measure it, break it, prove it.
+# Every chapter has the same seven parts: the pain, the idea, build it, read it, measure it, break it, prove it. Cells
+# that only ask, draw or tabulate are folded; a click opens their code.
 
 # %% [markdown]
 # ## 1. The pain: a model is more than its weights
