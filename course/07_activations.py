@@ -25,7 +25,10 @@ state = sum(memory_bytes("zero3", 64, 2, Layout(7_000_000_000, padding=0, bucket
 rows = {}
 for tokens in (2048, 8192, 32768):
     config = GPTConfig(vocab=32_000, context=tokens, width=4096, layers=32, heads=32)
-    rows[f"{tokens:,} tokens"] = [f"{state / 1e9:.1f}", f"{32 * activation_bytes(config, batch=1) / 1e9:.1f}"]
+    rows[f"{tokens:,} tokens"] = [
+        f"{state / 1e9:.1f}",
+        f"{32 * activation_bytes(config, batch=1) / 1e9:.1f}",
+    ]
 pd.DataFrame.from_dict(rows, orient="index", columns=["model state, ZeRO-3", "activations"])
 
 # %% [markdown]
@@ -61,14 +64,23 @@ torch.manual_seed(0)
 block, x = Block(config), torch.randn(B, T, w, requires_grad=True)
 saved = {}
 weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
-with saved_tensors_hooks(lambda t: saved.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t):
+with saved_tensors_hooks(
+    lambda t: saved.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t
+):
     y = block(x)
-kept = {address: t.untyped_storage().nbytes() for address, t in saved.items() if address not in weights}
+kept = {
+    address: t.untyped_storage().nbytes()
+    for address, t in saved.items()
+    if address not in weights
+}
 units = [n / (B * T * w * 4) for n in kept.values()]
 pd.DataFrame(
     {
         "formula": ["16 B T w elements", activation_bytes(config, B, itemsize=4)],
-        "counted": [f"{sum(u for u in units if u >= 1):.0f} B T w elements", sum(kept.values())],
+        "counted": [
+            f"{sum(u for u in units if u >= 1):.0f} B T w elements",
+            sum(kept.values()),
+        ],
     },
     index=["large tensors", "bytes in fp32"],
 )
@@ -211,7 +223,12 @@ from refimpl.activation.chain import count, measure
 
 measured = measure(list(blocks), x)
 rows = {}
-for name, plan in {"keep all": keep(8), "k = 1": every(1, 8), "k = 2": every(2, 8), "sqrt(8), up": sqrt(8)}.items():
+for name, plan in {
+    "keep all": keep(8),
+    "k = 1": every(1, 8),
+    "k = 2": every(2, 8),
+    "sqrt(8), up": sqrt(8),
+}.items():
     rows[name] = [peak(plan, measured), count(plan, list(blocks), x)]
 pd.DataFrame.from_dict(rows, orient="index", columns=["predicted bytes", "counted bytes"])
 
@@ -295,7 +312,11 @@ chain = [Measured(unit, unit, measured[0].saved, forward=1.0, backward=2.0)] * 2
 rows = {}
 for share in (1.0, 0.5, 0.25, 0.12, 0.08):
     plan = best(chain, int(share * peak(keep(24), chain)))
-    rows[f"{share:.0%}"] = [f"{peak(plan, chain) / unit:.0f}", f"{forwards(plan, chain) / 24:.2f}", words(plan)[:60]]
+    rows[f"{share:.0%}"] = [
+        f"{peak(plan, chain) / unit:.0f}",
+        f"{forwards(plan, chain) / 24:.2f}",
+        words(plan)[:60],
+    ]
 pd.DataFrame.from_dict(rows, orient="index", columns=["peak, inputs", "forwards", "plan"])
 
 # %% [markdown]
@@ -311,13 +332,19 @@ for share in (1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.12, 0.1, 0.09, 
     plan = best(chain, int(share * full))
     points.append((peak(plan, chain) / unit, (forwards(plan, chain) + 48) / 72))
 figure, axis = plt.subplots(figsize=(7, 3.4))
-axis.plot(*zip(*points, strict=True), "-o", ms=4, color="#2a6f97", label="best plan for a budget")
+axis.plot(
+    *zip(*points, strict=True), "-o", ms=4, color="#2a6f97", label="best plan for a budget"
+)
 for k in (1, 4, 8):
     at = peak(every(k, 24), chain) / unit
     axis.plot([at], [4 / 3], "s", color="#c1666b")
-    axis.annotate(f"k = {k}", (at, 4 / 3), textcoords="offset points", xytext=(4, 6), fontsize=8)
+    axis.annotate(
+        f"k = {k}", (at, 4 / 3), textcoords="offset points", xytext=(4, 6), fontsize=8
+    )
 axis.set(
-    xlabel="peak, in inputs of a block", ylabel="time, x keeping all", title="24 blocks, 15 kept beside each input"
+    xlabel="peak, in inputs of a block",
+    ylabel="time, x keeping all",
+    title="24 blocks, 15 kept beside each input",
 )
 axis.spines[["top", "right"]].set_visible(False)
 axis.legend(frameon=False)
@@ -336,10 +363,16 @@ plt.show()
 from refimpl.activation.policy import matmuls
 
 rows = {}
-for name, how in {"checkpoint": Checkpoint(), "matmuls kept": Checkpoint(policy=matmuls())}.items():
+for name, how in {
+    "checkpoint": Checkpoint(),
+    "matmuls kept": Checkpoint(policy=matmuls()),
+}.items():
     kept = count(every(1, 8), list(blocks), x, how) / x.nbytes
     rows[name] = [f"{alive(how)}", f"{kept:.0f}"]
-rows["plain run"] = [f"{alive(lambda fn, x: fn(x))}", f"{count(keep(8), list(blocks), x) / x.nbytes:.0f}"]
+rows["plain run"] = [
+    f"{alive(lambda fn, x: fn(x))}",
+    f"{count(keep(8), list(blocks), x) / x.nbytes:.0f}",
+]
 pd.DataFrame.from_dict(rows, orient="index", columns=["B T w, after forward", "at the peak"])
 
 # %% [markdown]
@@ -375,7 +408,10 @@ def third_step(plan):
     model = GPT(shape)
     model.blocks = Chain(model.blocks, plan)  # the same modules, under the same names
     stage = Zero3(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), group, ZeroConfig(param_persistence_threshold=0)
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        group,
+        ZeroConfig(param_persistence_threshold=0),
     )
     for step in range(3):
         group.ledger.reset()
@@ -409,8 +445,12 @@ share = home.put(x)  # the first also compares the ranks' inputs, by two sums in
 group.ledger.reset()
 how = Checkpoint(home)
 how(linear, how(linear, x)).sum().backward()
-print(f"kept of an input: {share.mine.nbytes} bytes of {x.nbytes}, by formula {kept_bytes(x, 3)}")
-print(f"sent: {group.ledger.sent_bytes('tag')['activations']}, by formula {2 * gathered_bytes(x, 3)}")
+print(
+    f"kept of an input: {share.mine.nbytes} bytes of {x.nbytes}, by formula {kept_bytes(x, 3)}"
+)
+print(
+    f"sent: {group.ledger.sent_bytes('tag')['activations']}, by formula {2 * gathered_bytes(x, 3)}"
+)
 
 # %% [markdown]
 # Data-parallel ranks hold *other* samples. Asked to share those, `Partitioned` refuses.
@@ -438,7 +478,13 @@ view = long[5][10:]  # somebody looks at a part of the sixth
 def picture(axis, title):
     for piece in arena.pieces:
         pinned = piece.tensor() is long[5]
-        axis.barh(0, piece.size, left=piece.offset, color="#c1666b" if pinned else "#2a6f97", edgecolor="white")
+        axis.barh(
+            0,
+            piece.size,
+            left=piece.offset,
+            color="#c1666b" if pinned else "#2a6f97",
+            edgecolor="white",
+        )
     axis.set(
         xlim=(0, arena.size),
         yticks=[],
@@ -461,7 +507,12 @@ for tensor, value in zip(long, values, strict=True):
     tensor.copy_(value)
 del view
 arena.defragment()  # now the sixth may move too
-print("one gap:", arena.gaps() == [(8 * 1024, 16 * 1024)], "| no value changed:", all(map(torch.equal, long, values)))
+print(
+    "one gap:",
+    arena.gaps() == [(8 * 1024, 16 * 1024)],
+    "| no value changed:",
+    all(map(torch.equal, long, values)),
+)
 
 # %% [markdown]
 # DeepSpeed's `contiguous_memory_optimization` is such an arena. On a GPU you rarely need one today: with
