@@ -37,7 +37,7 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["model state, ZeRO-3", "ac
 # those inputs from forward to backward. How much is that for a block of the GPT that we train? Count in units of one
 # tensor of `B T w` elements: a batch of `B` texts, `T` tokens each, `w` numbers a token.
 
-# %%
+# %% tags=["hide-input"]
 from refimpl.notebook import predict
 
 predict(
@@ -154,7 +154,7 @@ print("equal bits:", all(map(torch.equal, gradients(Twice.apply), plain)))
 # %% [markdown]
 # Count it. The meter of the earlier chapters calls live tensors that forward made *activations*:
 
-# %%
+# %% tags=["hide-input"]
 predict(
     "8 blocks, each run by `Twice`. How many tensors of B T w elements are alive between forward and backward, "
     "the last output and the first input among them?",
@@ -209,7 +209,7 @@ def stretches(layers: int, saved: float) -> list[tuple[int, int]]:
 # %% [markdown]
 # The paper's answer is $k = \sqrt L$, and is quoted everywhere. It holds for layers that keep one tensor each.
 
-# %%
+# %% tags=["hide-input"]
 predict(
     "A transformer of 16 blocks, which keep 15 tensors beside their input. Which stretch has the least peak?",
     "1 block",
@@ -256,7 +256,7 @@ show.source(Frame.pack, Frame.unpack, SecondRun.pack)
 # computed twice. A slot belongs to autograd's graph, so it goes when the graph goes, and nesting needs no code: inside
 # another checkpoint the arguments become slots themselves.
 
-# %%
+# %% tags=["hide-input"]
 predict(
     "f(x) = x.sin().cos() + 1 is checkpointed. Which operations run a second time?",
     "sin",
@@ -323,33 +323,31 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["peak, inputs", "forwards"
 # Read a plan as a list: numbers are blocks that are kept, `again(...)` runs by the plan inside. The smaller the budget,
 # the deeper it nests. Stretches end where every block is run again, at 2 forwards; nested plans go on below.
 
-# %% tags=["nbval-ignore-output"]
+# %% tags=["nbval-ignore-output", "hide-input"]
 import matplotlib.pyplot as plt
+
+from refimpl.notebook import show
 
 full = peak(keep(24), chain)
 points = []
 for share in (1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.12, 0.1, 0.09, 0.08, 0.075):
     plan = best(chain, int(share * full))
     points.append((peak(plan, chain) / unit, (forwards(plan, chain) + 48) / 72))
-figure, axis = plt.subplots(figsize=(7, 3.4))
+figure, axis = show.figure(3)
 axis.plot(
     *zip(*points, strict=True), "-o", ms=4, color="#2a6f97", label="best plan for a budget"
 )
 for k in (1, 4, 8):
     at = peak(every(k, 24), chain) / unit
     axis.plot([at], [4 / 3], "s", color="#c1666b")
-    axis.annotate(
-        f"k = {k}", (at, 4 / 3), textcoords="offset points", xytext=(4, 6), fontsize=8
-    )
+    axis.annotate(f"k = {k}", (at, 4 / 3), textcoords="offset points", xytext=(4, 6))
 axis.set(
     xlabel="peak, in inputs of a block",
     ylabel="time, x keeping all",
     title="24 blocks, 15 kept beside each input",
 )
-axis.spines[["top", "right"]].set_visible(False)
 axis.legend(frameon=False)
 plt.show()
-
 # %% [markdown]
 # Squares are stretches of $k$ blocks: all cost the same time, and only $k = 1$ comes near the line. For your own shape, on
 # your own machine: `refimpl plan activations --budget 2GB --layers 24 --width 1024`. PyTorch users will know
@@ -380,7 +378,7 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["B T w, after forward", "a
 # there, or gathers them for backward, and nothing is sent twice. Counted on two ranks, in the third step, and the
 # weights compared after it:
 
-# %%
+# %% tags=["hide-input"]
 predict(
     "ZeRO-3 with every block checkpointed. All-gathers of weights in a step, beside a run without checkpoints?",
     "as many",
@@ -492,15 +490,14 @@ def picture(axis, title):
         title=f"{title}: {arena.free_bytes:,} free, largest gap {arena.largest_gap:,}",
     )
     axis.title.set_fontsize(9)
+    axis.spines[:].set_visible(False)
 
 
-figure, axes = plt.subplots(2, 1, figsize=(7, 1.8))
+figure, axes = show.figure(1.8, rows=2)
 picture(axes[0], "before")
 arena.defragment()
-picture(axes[1], "after (red: a view of it is alive, so it stays)")
-figure.tight_layout()
+picture(axes[1], "after (red is viewed, and stays)")
 plt.show()
-
 # %%
 values = [torch.full((256,), float(i)) for i in range(8)]
 for tensor, value in zip(long, values, strict=True):
@@ -522,7 +519,7 @@ print(
 #
 # **The other dropout.** Here is the famous bug. `Twice` around a block *with* dropout:
 
-# %%
+# %% tags=["hide-input"]
 predict(
     "`Twice` runs a block with dropout. What is wrong, and how does it show?",
     "the gradients, silently",
