@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 # Of every folder the tests that take the least time for what they check; those of formulas and settings first.
-QUICK := tests/bank/test_cards.py tests/bank/test_progress.py tests/bench/test_table.py tests/cli/test_main.py \
+QUICK := tests/activation/test_checkpoint.py tests/bank/test_cards.py tests/bank/test_progress.py tests/bench/test_table.py tests/cli/test_main.py \
   tests/comm/test_collectives.py tests/comm/test_ring.py tests/comm/test_mesh.py tests/course \
   tests/deepspeed/test_names.py tests/deepspeed/test_parameters.py $(wildcard tests/engine/test_config*.py) \
   tests/engine/test_engine_checkpoint.py tests/checkpoint/test_tree.py tests/checkpoint/test_tensors.py tests/checkpoint/test_sampler.py \

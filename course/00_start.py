@@ -4,7 +4,8 @@
 # This chapter starts real processes, lets them talk, measures what the talk costs on this machine, and makes them
 # hang on purpose. All later chapters stand on it. You need Python, a little PyTorch, and no GPU.
 #
-# Every chapter has the same seven parts: the pain, the idea, build it, read it, measure it, break it, prove it.
+# Every chapter has the same seven parts: the pain, the idea, build it, read it, measure it, break it, prove it. Cells
+# that only ask, draw or tabulate are folded; a click opens their code.
 
 # %% [markdown]
 # ## 1. The pain: a model is more than its weights
@@ -37,7 +38,9 @@ def owned():
     return {
         "parameters": list(model.parameters()),
         "gradients": [p.grad for p in model.parameters()],
-        "optimizer": [v for state in optimizer.state.values() for v in state.values() if v.numel() > 1],
+        "optimizer": [
+            v for state in optimizer.state.values() for v in state.values() if v.numel() > 1
+        ],
     }
 
 
@@ -51,12 +54,16 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["bytes", "bytes per parame
 # Sixteen bytes for each parameter: 4 for the weight, 4 for its gradient, 8 for the two running means that Adam keeps.
 # The literature calls the number of parameters $\Psi$ (psi), so this is $16\Psi$. Put larger models into it:
 
-# %%
+# %% tags=["hide-input"]
 from refimpl.notebook import predict
 
-predict("A model of 7 billion parameters, trained in fp32 with AdamW. How many GB?", 16 * 7, unit="GB")
+predict(
+    "A model of 7 billion parameters, trained in fp32 with AdamW. How many GB?",
+    16 * 7,
+    unit="GB",
+)
 
-# %%
+# %% tags=["hide-input"]
 GPU = 80e9  # bytes of memory of one large GPU
 sizes = {"this one": psi, "GPT-2 XL": 1.5e9, "a 7B model": 7e9, "a 70B model": 70e9}
 pd.DataFrame(
@@ -109,9 +116,10 @@ pd.DataFrame(
 #
 # `launch.run(fn, ranks=N)` starts N processes, calls `fn` on each, and gives back the N results in rank order.
 
-# %%
+# %% tags=["hide-input"]
 predict(
-    "A function appends once to the list `seen`, on 4 ranks. How long is this notebook's own `seen` afterwards?",
+    "A function appends once to the list `seen`, on 4 ranks. How long is this notebook's own "
+    "`seen` afterwards?",
     0,
     why="Each rank appended to a copy of its own: processes share nothing.",
 )
@@ -184,8 +192,12 @@ letter
 # And the first **collective**: a call that every rank of the group makes, and in which all of them take part.
 # `all_reduce` replaces each rank's tensor by the sum over all ranks.
 
-# %%
-predict("Rank r of 4 holds 10 r. What does rank 2 hold after an all-reduce?", 0 + 10 + 20 + 30, why="As every other.")
+# %% tags=["hide-input"]
+predict(
+    "Rank r of 4 holds 10 r. What does rank 2 hold after an all-reduce?",
+    0 + 10 + 20 + 30,
+    why="As every other.",
+)
 
 # %%
 # %%ranks 4
@@ -215,15 +227,25 @@ show.source(process_group.backend_of)
 
 # %%
 # %%ranks 4
-print("torch's group:", dist.get_backend(), "| for tensors on", group.device, "this library:", group.backend)
-print("and where all ranks are on one host, memory that they share:", type(group.transport).__name__)
+print(
+    "torch's group:",
+    dist.get_backend(),
+    "| for tensors on",
+    group.device,
+    "this library:",
+    group.backend,
+)
+print(
+    "and where all ranks are on one host, memory that they share:",
+    type(group.transport).__name__,
+)
 
 # %% [markdown]
 # How fast depends on the **topology**: which link is between two ranks. The table has usual links of a GPU server, in
 # each direction, and how long the gradients of a 7B model in 16 bits take on each, by the all-reduce's $2n$ bytes a
 # rank.
 
-# %%
+# %% tags=["hide-input"]
 GB_A_SECOND = {
     "NVLink 4, GPUs of a node": 450,
     "PCIe 5 x16, GPU and CPU": 63,
@@ -233,7 +255,12 @@ GB_A_SECOND = {
 }
 gradients = 7e9 * 2  # bytes
 pd.DataFrame(
-    {"GB/s": GB_A_SECOND, "all-reduce, s": {link: round(2 * gradients / 1e9 / v, 2) for link, v in GB_A_SECOND.items()}}
+    {
+        "GB/s": GB_A_SECOND,
+        "all-reduce, s": {
+            link: round(2 * gradients / 1e9 / v, 2) for link, v in GB_A_SECOND.items()
+        },
+    }
 ).sort_values("GB/s", ascending=False)
 
 # %% [markdown]
@@ -246,7 +273,7 @@ pd.DataFrame(
 # First what can be known without a clock. `group.ledger` writes down every collective with the bytes that this rank
 # sent. For an all-reduce of $n$ bytes on $N$ ranks the formula says $2n\frac{N-1}{N}$. Chapter 1 derives it.
 
-# %%
+# %% tags=["hide-input"]
 predict(
     "An all-reduce of 4 MB on 4 ranks. How much does each rank send?",
     2 * 4 * (4 - 1) / 4,
@@ -301,27 +328,40 @@ for _ in range(12):
 # that is moved: the **arithmetic intensity**. Adding two tensors does 1 operation for 12 bytes (reads 8, writes 4). A
 # product of two $m \times m$ matrices does $2m^3$ for $12m^2$ bytes: $m/6$.
 
-# %% tags=["nbval-ignore-output"]
+# %% tags=["nbval-ignore-output", "hide-input"]
 best = ranks.pull("{name: min(times) for name, times in clock.ms.items()}")[0]
-work = {"add": (16e6, 12 * 16e6)} | {f"matmul {m}": (2 * m**3, 12 * m**2) for m in (16, 64, 256, 512)}
-rows = [[ops / n, best[name], ops / best[name] / 1e6, n / best[name] / 1e6] for name, (ops, n) in work.items()]
+work = {"add": (16e6, 12 * 16e6)} | {
+    f"matmul {m}": (2 * m**3, 12 * m**2) for m in (16, 64, 256, 512)
+}
+rows = [
+    [ops / n, best[name], ops / best[name] / 1e6, n / best[name] / 1e6]
+    for name, (ops, n) in work.items()
+]
 columns = ["operations a byte", "ms", "billion operations/s", "GB/s"]
 roof = pd.DataFrame(rows, index=list(work), columns=columns)
 roof.map("{:.3g}".format)
 
-# %% tags=["nbval-ignore-output"] alt="Roofline: operations a second over operations a byte, a slope and then a ceiling"
+# %% tags=["nbval-ignore-output", "hide-input"] alt="Roofline: operations a second over operations a byte, a slope and then a ceiling"
 import matplotlib.pyplot as plt
 
 peak, memory = roof["billion operations/s"].max(), roof.loc["add", "GB/s"]
 network = 8e6 / best["all_reduce 8 MB"] / 1e6  # GB/s: 2n(N-1)/N bytes, N = 2
 x = pd.Series(sorted([0.05, peak / memory, peak / network, 1000]))
-figure, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
-for speed, label, colour in ((memory, "bytes of memory", "#4c72b0"), (network, "bytes sent", "#c44e52")):
-    axis.loglog(x, (x * speed).clip(upper=peak), color=colour, label=f"{label}, {speed:.2g} GB/s")
+figure, axis = show.figure(3.4)
+for speed, label, colour in (
+    (memory, "bytes of memory", "#4c72b0"),
+    (network, "bytes sent", "#c44e52"),
+):
+    axis.loglog(
+        x, (x * speed).clip(upper=peak), color=colour, label=f"{label}, {speed:.2g} GB/s"
+    )
 axis.loglog(roof["operations a byte"], roof["billion operations/s"], "o", color="#4c72b0")
-axis.set(xlabel="operations a byte", ylabel="billion operations a second", title="Roofline of one rank, measured")
+axis.set(
+    xlabel="operations a byte",
+    ylabel="billion operations a second",
+    title="Roofline of one rank, measured",
+)
 axis.legend(frameon=False)
-axis.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
@@ -335,8 +375,11 @@ plt.show()
 # bytes of gradients: $3T/b$ operations a byte for $T$ tokens a rank. So the more tokens a rank reads in a step, the
 # less the network matters. From how many tokens on does a step compute longer than it sends gradients of 2 bytes?
 
-# %%
-CARDS = {"H100, NVLink": (990e12, 450e9), "H100, InfiniBand": (990e12, 50e9)}  # operations/s in bf16, bytes/s
+# %% tags=["hide-input"]
+CARDS = {
+    "H100, NVLink": (990e12, 450e9),
+    "H100, InfiniBand": (990e12, 50e9),
+}  # operations/s in bf16, bytes/s
 pd.DataFrame(
     {
         name: {
@@ -351,7 +394,7 @@ pd.DataFrame(
 # And the fixed price $\alpha$. A collective takes as long as its slowest rank, which is called a **straggler**, so here
 # the slower rank's median counts:
 
-# %% tags=["nbval-ignore-output"]
+# %% tags=["nbval-ignore-output", "hide-input"]
 medians = ranks.pull("{name: clock.median(name) for name in clock.ms}")
 us = {name: 1e3 * max(of_rank[name] for of_rank in medians) for name in best}
 print(f"all-reduce of one number, after a barrier: {us['all_reduce 4 B']:.0f} microseconds")
@@ -377,7 +420,7 @@ print(f"all-reduce of 2 million numbers:           {us['all_reduce 8 MB']:.0f} m
 # `if` that not every rank takes. Here only rank 0 wants to know the mean loss.
 
 
-# %%
+# %% tags=["hide-input"]
 predict(
     "Rank 0 alone calls one collective more than the others. What happens?",
     "ranks wait for ever",

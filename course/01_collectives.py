@@ -53,11 +53,14 @@ torch.equal(counts, expected)
 # %% [markdown]
 # Right. What did it cost? The buffer has 256 fp32 numbers, $n = 1024$ bytes.
 
-# %%
+# %% tags=["hide-input"]
 from refimpl.notebook import predict
 
 predict(
-    "The buffer has 1,024 bytes. How many does rank 0 send?", 3 * 1024, unit="bytes", why="The sum, to three others."
+    "The buffer has 1,024 bytes. How many does rank 0 send?",
+    3 * 1024,
+    unit="bytes",
+    why="The sum, to three others.",
 )
 
 # %%
@@ -69,7 +72,7 @@ group.ledger.sent_bytes()
 # goes through one process, one after the other, while the rest wait. Bytes that the busiest rank sends, in units
 # of $n$:
 
-# %%
+# %% tags=["hide-input"]
 table = pd.DataFrame({"N": [2, 4, 8, 64, 1024]})
 table["through rank 0"] = table["N"] - 1
 table["ring (below)"] = (2 * (table["N"] - 1) / table["N"]).round(3)
@@ -92,7 +95,7 @@ table
 # latency is the price: $2(N-1)$ messages one after the other. Here is the ring at work. Each square is a chunk on a
 # rank, the number says how many ranks' contributions it holds.
 
-# %% alt="Seven grids of ranks by chunks: sums grow along the diagonal, then finished chunks spread"
+# %% tags=["hide-input"] alt="Seven grids of ranks by chunks: sums grow along the diagonal, then finished chunks spread"
 N = 4
 holds = [np.ones((N, N), int)]  # [rank, chunk]: contributions
 for step in range(1, 2 * N - 1):
@@ -104,14 +107,20 @@ for step in range(1, 2 * N - 1):
         now[rank, chunk] = now[rank, chunk] + arrived if step < N else arrived
     holds.append(now)
 
-figure, axes = plt.subplots(1, 2 * N - 1, figsize=(11, 2.3), layout="constrained")
-for step, (axis, held) in enumerate(zip(axes, holds, strict=True)):
+figure, axes = show.figure(3, rows=2, columns=N)
+axes[1, N - 1].axis("off")
+for step, (axis, held) in enumerate(zip(axes.flat, holds, strict=False)):
     axis.imshow(held, cmap="Greens", vmin=0, vmax=N + 2)
     for (rank, chunk), number in np.ndenumerate(held):
         moved = step and number != holds[step - 1][rank, chunk]
-        axis.text(chunk, rank, number, ha="center", va="center", weight="bold" if moved else "normal")
-    axis.set_title("start" if step == 0 else f"{'add' if step < N else 'copy'} {(step - 1) % (N - 1) + 1}")
-    axis.set(xticks=range(N), yticks=range(N) if step == 0 else [], xlabel="chunk", ylabel="rank" if step == 0 else "")
+        axis.text(
+            chunk, rank, number, ha="center", va="center", weight="bold" if moved else "normal"
+        )
+    axis.set_title(
+        "start" if step == 0 else f"{'add' if step < N else 'copy'} {(step - 1) % (N - 1) + 1}"
+    )
+    axis.set(xticks=range(N) if step >= N - 1 else [], yticks=range(N) if step % N == 0 else [])
+    axis.set(xlabel="chunk" if step >= N - 1 else "", ylabel="rank" if step % N == 0 else "")
 plt.show()
 
 # %% [markdown]
@@ -152,7 +161,7 @@ x = fresh()
 group.broadcast(x, root=2)  # everyone gets rank 2's
 after["broadcast"] = x
 
-# %%
+# %% tags=["hide-input"]
 pd.DataFrame(
     [{name: str(x.tolist()) for name, x in after.items()} for after in ranks.pull("after")],
     index=pd.Index(range(4), name="rank"),
@@ -186,49 +195,31 @@ def ring_reduce_scatter(group: Group, x: Tensor) -> Tensor:
 
 
 # %% [markdown]
-# Now the ring by hand. One step of it: give a chunk to the right, take one from the left. The send must not wait
-# before the receive has begun. If all ranks waited for their right neighbour first, none would ever receive.
+# How can one tell a ring from another reduce-scatter, which gives the same sums? By the ledger. Here are the one of
+# refimpl, `ring.reduce_scatter`, and `Group.reduce_scatter`, in which every rank gets its chunk from all others
+# directly. What did rank 1 do?
 
 # %%
 # %%ranks 4
-right, left = (rank + 1) % world_size, (rank - 1) % world_size
+from refimpl.comm import ring
 
-
-def shift(to_right, from_left):
-    sending = group.send(to_right, to=right, async_op=True)
-    group.recv(from_left, source=left)
-    sending.wait()
-
-
-def ring_reduce_scatter(chunks):
-    arrived = torch.empty_like(chunks[0])
-    for step in range(1, world_size):
-        shift(chunks[(rank - step) % world_size], arrived)
-        chunks[(rank - step - 1) % world_size].add_(arrived)
-
-
-def ring_all_gather(chunks):
-    for step in range(world_size - 1):
-        shift(chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size])
-
-
-x = fresh()
-ring_reduce_scatter(x.split(1))
-x
+for name, way in {"ring": ring.reduce_scatter, "direct": type(group).reduce_scatter}.items():
+    chunk = torch.empty(1, dtype=torch.int64)
+    group.ledger.reset()
+    way(group, chunk, fresh())
+    calls = [f"{e.op}, {e.sent_bytes} bytes" for e in group.ledger.events if e.phase == "start"]
+    if rank == 1:
+        print(f"{name}: {chunk.item()} by", *calls, sep="\n  ")
 
 # %% [markdown]
-# Look at the diagonal: rank $r$ holds chunk $r$ of the sum, 60, 64, 68, 72. The other numbers are partial sums left on
-# the way. The all-gather puts the finished ones in their place:
-
-# %%
-# %%ranks 4
-ring_all_gather(x.split(1))
-x
-
-# %% [markdown]
+# The same sum and the same 24 bytes: 3 chunks of one 8-byte number. The ring sends them as 3 messages to one
+# neighbour, and none of them can leave before the one from the left has come. (So `send` must not wait before `recv`
+# has begun: if all ranks waited for their right neighbour first, none would ever receive.) The second half,
+# `ring_all_gather`, is in the exercises too; it copies where this half adds.
+#
 # And the task from the beginning, the byte counts of the text:
 
-# %%
+# %% tags=["hide-input"]
 predict(
     "The same 1,024 bytes through the ring. How many does each rank send?",
     2 * 1024 * 3 / 4,
@@ -240,8 +231,7 @@ predict(
 # %%ranks 4
 counts = mine.clone()
 group.ledger.reset()
-ring_reduce_scatter(counts.split(256 // world_size))
-ring_all_gather(counts.split(256 // world_size))
+ring.all_reduce(group, counts)
 print("right:", torch.equal(counts, expected))
 group.ledger.sent_bytes()
 
@@ -254,9 +244,11 @@ group.ledger.sent_bytes()
 # on. Here is the way up. The way down is this chapter's exercise `tree_broadcast`, so the cell borrows gloo's.
 
 
-# %%
+# %% tags=["hide-input"]
 predict(
-    "A tree over 1,024 ranks. In how many rounds does the sum reach rank 0?", 10, why="It halves the ranks each time."
+    "A tree over 1,024 ranks. In how many rounds does the sum reach rank 0?",
+    10,
+    why="It halves the ranks each time.",
 )
 
 
@@ -282,7 +274,12 @@ counts = mine.clone()
 group.ledger.reset()
 tree_reduce(group, counts)
 group.broadcast(counts, root=0)
-print("right:", torch.equal(counts, expected), "| sent on the way up:", group.ledger.sent_bytes("tag").get("up", 0))
+print(
+    "right:",
+    torch.equal(counts, expected),
+    "| sent on the way up:",
+    group.ledger.sent_bytes("tag").get("up", 0),
+)
 
 # %% [markdown]
 # Every rank but rank 0 sends the whole buffer up once: $n(N-1)$ bytes in all, and as many down. That is as much as
@@ -340,13 +337,10 @@ print("right:", torch.equal(counts, expected), mesh.ledger.sent_bytes("tag"))
 # %% [markdown]
 # ## 4. Read it
 #
-# The ring in refimpl is the same loop. It also takes buffers that $N$ does not divide, and leaves the input of a
-# reduce-scatter as it was.
-
-# %%
-show.source(ring.all_reduce, ring._reduce, ring._gather, ring._shift, docstrings=False)
-
-# %% [markdown]
+# The ring of refimpl is in [refimpl/comm/ring.py](../refimpl/comm/ring.py). It also takes buffers that $N$ does not
+# divide, and leaves the input of a reduce-scatter as it was. Read it when yours passes: what does it do with the
+# partial sums, and why does it need no modulo for `chunks[rank - 1]`?
+#
 # `Group.all_reduce`, which the rest of the course uses, moves as many bytes in another way. The owner of chunk $i$ gets
 # it from all others directly, not by way of its neighbours. (Through TCP these are two all-to-alls, one with the ranks
 # below and one with those above, so that the own chunk is not copied. In shared memory the owner reads the chunks where
@@ -409,7 +403,7 @@ SIZES = [4**k for k in range(3, 13)]  # 64 bytes to 16 MB
 
 
 def race():
-    """Best seconds on this rank, by size: of a message in a row of four, of the ring, of a tree up and down."""
+    """Best seconds on this rank, by size: a message in a row of four, the ring, a tree."""
     group, clock = Group.world(transport="gloo"), Clock()
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     for size in SIZES:
@@ -429,11 +423,17 @@ def race():
                 group.broadcast(x)
     best = {name: min(ms) / 1e3 for name, ms in clock.ms.items()}
     fours = {"message": 4, "ring": 1, "tree": 1}
-    return {way: {size: best[f"{way} {size}"] / many for size in SIZES} for way, many in fours.items()}
+    return {
+        way: {size: best[f"{way} {size}"] / many for size in SIZES}
+        for way, many in fours.items()
+    }
 
 
 def slowest(found):
-    return {way: {size: max(of_rank[way][size] for of_rank in found) for size in SIZES} for way in found[0]}
+    return {
+        way: {size: max(of_rank[way][size] for of_rank in found) for size in SIZES}
+        for way in found[0]
+    }
 
 
 two, four = (slowest(launch.run(race, ranks=N)) for N in (2, 4))
@@ -444,8 +444,12 @@ import os
 from refimpl.plan.time import Link, crossover_bytes, ring_all_reduce_seconds
 
 n, t = np.array(SIZES), np.array([two["message"][size] for size in SIZES])
-(alpha, beta), *_ = np.linalg.lstsq(np.stack([1 / t, n / t], axis=1), np.ones(len(t)), rcond=None)
-print(f"alpha = {1e6 * alpha:.0f} microseconds a message,  1/beta = {1e-9 / beta:.2f} GB/s,  {os.cpu_count()} cores")
+(alpha, beta), *_ = np.linalg.lstsq(
+    np.stack([1 / t, n / t], axis=1), np.ones(len(t)), rcond=None
+)
+print(
+    f"alpha = {1e6 * alpha:.0f} microseconds a message,  1/beta = {1e-9 / beta:.2f} GB/s,  {os.cpu_count()} cores"
+)
 
 # %% [markdown]
 # Two numbers, and the formula of section 2 predicts the ring for any size and any number of ranks, *if each rank has a
@@ -453,7 +457,7 @@ print(f"alpha = {1e6 * alpha:.0f} microseconds a message,  1/beta = {1e-9 / beta
 # each gets $C/N$ of one: a message takes $s = \max(1, N/C)$ times as long, $\alpha$ and $\beta$ alike. The table has
 # the prediction without and with $s$.
 
-# %% tags=["nbval-ignore-output"]
+# %% tags=["nbval-ignore-output", "hide-input"]
 
 
 def shared(ranks):
@@ -465,28 +469,47 @@ def shared(ranks):
 rows = []
 for N, found in ((2, two), (4, four)):
     for size in (1024, 65_536, 1_048_576, 16_777_216):
-        alone, together = (ring_all_reduce_seconds(size, N, link) for link in (Link(alpha, 1 / beta), shared(N)))
+        alone, together = (
+            ring_all_reduce_seconds(size, N, link)
+            for link in (Link(alpha, 1 / beta), shared(N))
+        )
         rows.append([N, f"{size:,}", 1e3 * alone, 1e3 * together, 1e3 * found["ring"][size]])
-table = pd.DataFrame(rows, columns=["N", "bytes", "own link, ms", "shared cores, ms", "measured ms"])
+table = pd.DataFrame(
+    rows, columns=["N", "bytes", "own link, ms", "shared cores, ms", "measured ms"]
+)
 table["measured / shared"] = table["measured ms"] / table["shared cores, ms"]
 table.round(2)
 
-# %% tags=["nbval-ignore-output"] alt="Time of a message and of a ring all-reduce over size: points measured, lines predicted"
-figure, axis = plt.subplots(figsize=(7.5, 4), layout="constrained")
+# %% tags=["nbval-ignore-output", "hide-input"] alt="Time of a message and of a ring all-reduce over size: points measured, lines predicted"
+figure, axis = show.figure(4)
 line = np.geomspace(64, 16_777_216, 100)
 curves = {
     "one message, N=2": (two["message"], alpha + beta * line, "#4c72b0"),
-    "ring all-reduce, N=2": (two["ring"], ring_all_reduce_seconds(line, 2, shared(2)), "#dd8452"),
-    "ring all-reduce, N=4": (four["ring"], ring_all_reduce_seconds(line, 4, shared(4)), "#55a868"),
+    "ring all-reduce, N=2": (
+        two["ring"],
+        ring_all_reduce_seconds(line, 2, shared(2)),
+        "#dd8452",
+    ),
+    "ring all-reduce, N=4": (
+        four["ring"],
+        ring_all_reduce_seconds(line, 4, shared(4)),
+        "#55a868",
+    ),
 }
 for label, (measured, predicted, color) in curves.items():
     axis.loglog(line, 1e3 * predicted, color=color, lw=1)
     axis.loglog(SIZES, [1e3 * s for s in measured.values()], "o", color=color, label=label)
-axis.loglog(line, 1e3 * ring_all_reduce_seconds(line, 4, Link(alpha, 1 / beta)), "--", color="#55a868", lw=1)
+axis.loglog(
+    line,
+    1e3 * ring_all_reduce_seconds(line, 4, Link(alpha, 1 / beta)),
+    "--",
+    color="#55a868",
+    lw=1,
+)
 axis.set(
     xlabel="bytes",
     ylabel="milliseconds",
-    title="Points: measured. Lines: fitted to one message; dashed: N=4, own links",
+    title="Points: measured. Lines: predicted\n(dashed: N=4, links of their own)",
 )
 axis.legend(frameon=False)
 axis.grid(alpha=0.3)
@@ -506,10 +529,17 @@ plt.show()
 # **Ring or tree?** The tree sends the whole buffer in each of its $2\lceil\log_2 N\rceil$ rounds, the ring $1/N$ of it
 # in each of $2(N-1)$. So there is a size at which they change places:
 
-# %% tags=["nbval-ignore-output"]
-table = pd.DataFrame({way: {f"{size:,}": 1e3 * four[way][size] for size in SIZES[::2]} for way in ("ring", "tree")})
+# %% tags=["nbval-ignore-output", "hide-input"]
+table = pd.DataFrame(
+    {
+        way: {f"{size:,}": 1e3 * four[way][size] for size in SIZES[::2]}
+        for way in ("ring", "tree")
+    }
+)
 table["faster"] = table[["ring", "tree"]].idxmin(axis=1)
-print(f"by the formula they change places at {crossover_bytes(4, Link(alpha, 1 / beta)):,.0f} bytes")
+print(
+    f"by the formula they change places at {crossover_bytes(4, Link(alpha, 1 / beta)):,.0f} bytes"
+)
 table.round(2).rename_axis("bytes, 4 ranks; ms")
 
 # %% [markdown]
@@ -567,13 +597,18 @@ for size in (4096, 262_144, 16_777_216):
                 way.all_reduce(x)
         took[size, name] = min(clock.ms["step"])
         results.append(x.clone())
-print("the same bits either way:", all(torch.equal(a, b) for a, b in zip(results[::2], results[1::2], strict=True)))
+print(
+    "the same bits either way:",
+    all(torch.equal(a, b) for a, b in zip(results[::2], results[1::2], strict=True)),
+)
 sent = [way.ledger.sent_bytes()["all_reduce"] for way in ways.values()]
 print("bytes in the ledger:     ", *sent)
 
-# %% tags=["nbval-ignore-output"]
+# %% tags=["nbval-ignore-output", "hide-input"]
 took = ranks.pull("took")[0]
-table = pd.DataFrame([[f"{s:,}", took[s, "TCP"], took[s, "shared memory"]] for s in sorted({s for s, _ in took})])
+table = pd.DataFrame(
+    [[f"{s:,}", took[s, "TCP"], took[s, "shared memory"]] for s in sorted({s for s, _ in took})]
+)
 table.columns = ["bytes", "TCP, ms", "shared memory, ms"]
 table["times faster"] = (table["TCP, ms"] / table["shared memory, ms"]).round(1)
 table.round(3)
@@ -590,7 +625,7 @@ table.round(3)
 # where the chunk starts. `Group.all_reduce` adds all chunks in rank order. Does it matter? Compare both with one
 # process that adds the four contributions one after the other.
 
-# %%
+# %% tags=["hide-input"]
 predict(
     "Is the ring's sum that of one process which adds in rank order, bit for bit?",
     "no",
@@ -615,7 +650,10 @@ print("rank order equals one process:", torch.equal(direct, one_process))
 print("the ring does:                ", torch.equal(around, one_process))
 different = around != one_process
 print("by chunk, numbers that differ:", [int(chunk.sum()) for chunk in different.chunk(4)])
-print("largest relative difference:   2 **", int(((around - one_process).abs() / one_process).max().log2().ceil()))
+print(
+    "largest relative difference:   2 **",
+    int(((around - one_process).abs() / one_process).max().log2().ceil()),
+)
 
 # %% [markdown]
 # More than a quarter of the numbers differ, in their last bits. Both sums are right: the difference is rounding. But
@@ -633,9 +671,10 @@ print("largest relative difference:   2 **", int(((around - one_process).abs() /
 # filled in another order, hooks that fire when they like). If the sizes differ, the job hangs or fails. If they are
 # equal:
 
-# %%
+# %% tags=["hide-input"]
 predict(
-    "Two ranks reduce weight, then bias; two bias, then weight. Both have 3 numbers. What happens?",
+    "Two ranks reduce weight, then bias; two bias, then weight. "
+    "Both have 3 numbers. What happens?",
     "wrong sums, and no word",
     options=["a hang", "an error", "wrong sums, and no word"],
 )
@@ -659,7 +698,11 @@ gradients
 mine = [(event.op, event.tag) for event in group.ledger.events if event.phase == "start"]
 for number, calls in enumerate(zip(*group.all_gather_object(mine), strict=True)):
     if rank == 0 and len(set(calls)) > 1:
-        print(f"call {number}:", *(f"rank {r}: {op} {tag}" for r, (op, tag) in enumerate(calls)), sep="\n  ")
+        print(
+            f"call {number}:",
+            *(f"rank {r}: {op} {tag}" for r, (op, tag) in enumerate(calls)),
+            sep="\n  ",
+        )
         break
 
 # %% [markdown]

@@ -25,6 +25,7 @@ from torch.optim import AdamW
 from refimpl.measure.memory import MemoryMeter
 from refimpl.model.data import Batches, corpus
 from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.notebook import show
 
 torch.set_num_threads(1)
 shape = GPTConfig(context=64, width=64, layers=2, heads=2)
@@ -41,14 +42,18 @@ def counted(dtype):
         return {
             "parameters": list(model.parameters()),
             "gradients": [p.grad for p in model.parameters()],
-            "optimizer": [t for state in optimizer.state.values() for t in state.values() if t.numel() > 1],
+            "optimizer": [
+                t for state in optimizer.state.values() for t in state.values() if t.numel() > 1
+            ],
         }
 
     sizes = MemoryMeter(owned).now()
     return {name: sizes[name] / shape.parameters for name in owned()}
 
 
-table = pd.DataFrame({str(dtype)[6:]: counted(dtype) for dtype in (torch.float32, torch.bfloat16)})
+table = pd.DataFrame(
+    {str(dtype)[6:]: counted(dtype) for dtype in (torch.float32, torch.bfloat16)}
+)
 table.loc["bytes a parameter"] = table.sum()
 table
 
@@ -79,7 +84,7 @@ class Plain:
 
 
 def go_on(dtype, updater, steps=120):
-    """Loss on the exam every 10 steps, and the share of weights that are what they were, by kind of weight."""
+    """Loss on the exam every 10 steps, and the share of weights that never moved, by kind."""
     model = copy.deepcopy(started).to(dtype)
     before = [p.detach().clone() for p in model.parameters()]
     update, losses = updater(model), []
@@ -91,21 +96,33 @@ def go_on(dtype, updater, steps=120):
                 losses.append(model(*exam).item())
     same = [(old == new) for old, new in zip(before, model.parameters(), strict=True)]
     norms = [
-        s for s, (name, _) in zip(same, model.named_parameters(), strict=True) if "ln" in name and "weight" in name
+        s
+        for s, (name, _) in zip(same, model.named_parameters(), strict=True)
+        if "ln" in name and "weight" in name
     ]
-    share = lambda masks: torch.cat([mask.flatten() for mask in masks]).float().mean().item()  # noqa: E731
+
+    def share(masks):
+        return torch.cat([mask.flatten() for mask in masks]).float().mean().item()
+
     return losses, {"all weights": share(same), "norm weights": share(norms)}
 
 
 runs = {"fp32": go_on(torch.float32, Plain), "bf16": go_on(torch.bfloat16, Plain)}
 for name, (_, unmoved) in runs.items():
-    print(f"{name}: {unmoved['norm weights']:.0%} of the norms' weights never moved in 120 steps")
+    print(
+        f"{name}: {unmoved['norm weights']:.0%} of the norms' weights never moved in 120 steps"
+    )
 
-# %% tags=["nbval-ignore-output"]
+# %% tags=["nbval-ignore-output", "hide-input"]
 with torch.no_grad():
     begin = started(*exam).item()
-rows = [[begin, losses[-1], begin - losses[-1], unmoved["all weights"]] for losses, unmoved in runs.values()]
-pd.DataFrame(rows, runs, ["loss before", "loss after", "learned", "weights that never moved"]).round(3)
+rows = [
+    [begin, losses[-1], begin - losses[-1], unmoved["all weights"]]
+    for losses, unmoved in runs.values()
+]
+pd.DataFrame(
+    rows, runs, ["loss before", "loss after", "learned", "weights that never moved"]
+).round(3)
 
 # %% [markdown]
 # In bf16 the same 120 steps teach the model little more than half as much, and nothing says so: no NaN, no error, a
@@ -117,7 +134,7 @@ pd.DataFrame(rows, runs, ["loss before", "loss after", "learned", "weights that 
 # A floating-point number is $\pm\, 2^{e} \cdot (1 + m)$. The bits of the exponent $e$ decide how far the numbers reach,
 # the bits of the mantissa $m$ how densely they lie. fp16 and bf16 cut 16 bits differently.
 
-# %%
+# %% tags=["hide-input"]
 rows = {}
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     info = torch.finfo(dtype)
@@ -159,7 +176,7 @@ pd.DataFrame(rows).T
 #
 # The rounding, with bare numbers: start at 1 and add 0.0001 a thousand times.
 
-# %%
+# %% tags=["hide-input"]
 from refimpl.notebook import predict
 
 predict(
@@ -207,13 +224,12 @@ runs["bf16 + master"] = go_on(torch.bfloat16, Master)
 lost = abs(runs["bf16 + master"][0][-1] - runs["fp32"][0][-1]) / (begin - runs["fp32"][0][-1])
 print("with master weights bf16 learns what fp32 learns, within 5%:", lost < 0.05)
 
-# %% alt="Loss on the exam over 120 steps: bf16 with master weights lies on fp32, bf16 alone falls half as fast"
-figure, axis = plt.subplots(figsize=(7, 3), layout="constrained")
+# %% tags=["hide-input"] alt="Loss on the exam over 120 steps: bf16 with master weights lies on fp32, bf16 alone falls half as fast"
+figure, axis = show.figure(3)
 for (name, (losses, _)), style in zip(runs.items(), ("-", "-", "--"), strict=True):
     axis.plot([0, *range(10, 121, 10)], [begin, *losses], style, marker=".", label=name)
 axis.set(xlabel="step", ylabel="loss on the exam (nats)")
 axis.legend(frameon=False)
-axis.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
@@ -222,7 +238,7 @@ plt.show()
 # gradients that come out as exactly zero. (In fp32 none is.)
 
 
-# %%
+# %% tags=["hide-input"]
 predict(
     "Which of the two loses small gradients to zero?",
     "fp16",
@@ -253,9 +269,12 @@ for micro_batches in (1, 64, 4096):
 lost_by = pd.DataFrame(rows).T
 print("bf16 loses less than 1 in 1000:", (lost_by["bf16"] < 1e-3).all())
 print("fp16 loses more as the loss gets smaller:", lost_by["fp16"].is_monotonic_increasing)
-print("a scale of 65536 saves all but 1 in 1000, even of loss / 64:", lost_by["fp16, loss x 65536"].iloc[1] < 1e-3)
+print(
+    "a scale of 65536 saves all but 1 in 1000, even of loss / 64:",
+    lost_by["fp16, loss x 65536"].iloc[1] < 1e-3,
+)
 
-# %% tags=["nbval-ignore-output"]
+# %% tags=["nbval-ignore-output", "hide-input"]
 lost_by.map("{:.2%}".format)
 
 # %% [markdown]
@@ -267,27 +286,32 @@ lost_by.map("{:.2%}".format)
 # the whole hill to the right by 16 powers of two. The room to the right is not endless either, and the gradient of a
 # weight is a sum over all tokens, so it lies further right than this hill.
 
-# %% alt="Histogram of the gradients' exponents, plain and scaled by 65536, between the limits of fp16"
+# %% tags=["hide-input"] alt="Histogram of the gradients' exponents, plain and scaled by 65536, between the limits of fp16"
 flowing = []
 probe = copy.deepcopy(started)
 for module in probe.modules():
     if isinstance(module, torch.nn.Linear):
-        module.register_full_backward_hook(lambda module, inputs, outputs: flowing.append(outputs[0].flatten()))
+        module.register_full_backward_hook(
+            lambda module, inputs, outputs: flowing.append(outputs[0].flatten())
+        )
 probe(*batches.batch(500, 0)).backward()
 exponents = torch.cat(flowing).abs().log2()
 
-figure, axis = plt.subplots(figsize=(7.5, 3), layout="constrained")
+figure, axis = show.figure(3.4)
 for shift, label, color in ((0, "as they are", "tab:blue"), (16, "loss x 65536", "tab:orange")):
-    axis.hist((exponents + shift).numpy(), bins=range(-46, 20), alpha=0.6, label=label, color=color)
+    axis.hist(
+        (exponents + shift).numpy(), bins=range(-46, 20), alpha=0.6, label=label, color=color
+    )
 axis.axvspan(-46, -25, color="black", alpha=0.08)
 axis.axvspan(-25, -14, color="black", alpha=0.04)
 axis.axvspan(16, 20, color="red", alpha=0.15)
 top = axis.get_ylim()[1] * 1.12
 for at, text in ((-35, "zero in fp16"), (-19, "fewer digits"), (18, "Inf")):
     axis.text(at, top * 0.97, text, ha="center", va="top", fontsize=9)
-axis.set(xlabel="power of two", ylabel="gradients of activations", xlim=(-46, 20), ylim=(0, top))
-axis.legend(frameon=False, loc="center left")
-axis.spines[["top", "right"]].set_visible(False)
+axis.set(
+    xlabel="power of two", ylabel="gradients of activations", xlim=(-46, 20), ylim=(0, top)
+)
+figure.legend(loc="outside upper center", ncols=2, frameon=False)
 plt.show()
 
 # %% [markdown]
@@ -296,11 +320,19 @@ plt.show()
 # happens in three places. Inside a matrix product the hardware does it:
 
 # %%
-small, ones = torch.full((1, 4096), 0.01, dtype=torch.bfloat16), torch.ones(4096, 1, dtype=torch.bfloat16)
+small, ones = (
+    torch.full((1, 4096), 0.01, dtype=torch.bfloat16),
+    torch.ones(4096, 1, dtype=torch.bfloat16),
+)
 one_by_one = torch.zeros(1, dtype=torch.bfloat16)
 for number in small[0]:
     one_by_one += number
-print("4096 times 0.01: a bf16 product says", (small @ ones).item(), "| bf16 additions say", one_by_one.item())
+print(
+    "4096 times 0.01: a bf16 product says",
+    (small @ ones).item(),
+    "| bf16 additions say",
+    one_by_one.item(),
+)
 
 # %% [markdown]
 # The second place is the gradient of many micro-batches, which are added one by one just like that (`grad_accum_dtype`
@@ -314,7 +346,10 @@ from refimpl.comm import ring
 mine = torch.randn(100_000, generator=torch.Generator().manual_seed(rank)).bfloat16()
 exact = mine.double()
 group.all_reduce(exact)
-for name, way in {"ring, rounded at each hop": ring.all_reduce, "Group, rounded once": type(group).all_reduce}.items():
+for name, way in {
+    "ring, rounded at each hop": ring.all_reduce,
+    "Group, rounded once": type(group).all_reduce,
+}.items():
     total = mine.clone()
     way(group, total)
     print(f"{name:26} error {((total - exact).norm() / exact.norm()).item():.2%}")
@@ -355,7 +390,7 @@ for step in range(24):
     scaler.update(overflow)
 print("begins with a skip:", told[0] == "skip", "| ends up stepping:", "step" in told)
 
-# %% tags=["nbval-ignore-output"]
+# %% tags=["nbval-ignore-output", "hide-input"]
 print(" ".join(told))
 
 # %% [markdown]
@@ -381,7 +416,6 @@ def overflowed(group: Group, grads: Sequence[Tensor]) -> bool:
 # `min_scale` raises an error, because then it is not the scale's fault.
 
 # %%
-from refimpl.notebook import show
 from refimpl.optim.loss_scale import DynamicLossScaler
 
 show.source(DynamicLossScaler.update, DynamicLossScaler._shrink)
@@ -405,39 +439,30 @@ show.source(Update.prepare, Update.apply, Update.publish)
 #
 # **State.** `refimpl.DDP` on 2 ranks in three dtypes, counted between backward and update, beside the formula.
 
-# %%
+# %% tags=["hide-input"]
 predict(
-    "bf16 weights and gradients, AdamW with fp32 masters. How many bytes a parameter, beside 16 in fp32?",
+    "bf16 weights and gradients, AdamW with fp32 masters. "
+    "How many bytes a parameter, beside 16 in fp32?",
     2 + 2 + 8 + 4,
     unit="bytes",
 )
 
 # %%
 from refimpl import DDP, Group, run
-from refimpl.plan.formulas import Layout, by_collective, layout_of, memory_bytes, traffic
-
-
-def two_steps(dtype, autocast=False):
-    group, model = Group.world(), GPT(shape).to(dtype)
-    ddp = DDP(model, AdamW(model.parameters()), group)
-    for step in range(2):
-        group.ledger.reset()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(*batches.batch(step, group.rank))
-        ddp.backward(loss)
-        memory = MemoryMeter(ddp.tensors).now()
-        ddp.step()
-    return memory, group.ledger.sent_bytes(), layout_of(ddp)
-
+from refimpl.notebook import twin
+from refimpl.plan.formulas import Layout, by_collective, memory_bytes, traffic
 
 rows, equal = {}, True
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    memory, sent, layout = run(two_steps, dtype, ranks=2)[0]
-    expected = memory_bytes("ddp", 2, dtype.itemsize, layout)
+    ddp = twin.measure("ddp", shape, ranks=2, dtype=dtype)
+    layout, expected = ddp.layout, memory_bytes("ddp", 2, dtype.itemsize, ddp.layout)
     formula = by_collective(traffic("ddp", 2, dtype.itemsize, layout))
-    equal &= all(memory[name] == expected[name] for name in expected) and sent == formula
-    rows[str(dtype)[6:]] = {name: memory[name] for name in expected}
-    rows[str(dtype)[6:]] |= {"state": sum(memory[n] for n in expected), "sent a step": sent["all_reduce"]}
+    equal &= all(ddp.kept[name] == expected[name] for name in expected) and ddp.sent == formula
+    rows[str(dtype)[6:]] = {name: ddp.kept[name] for name in expected}
+    rows[str(dtype)[6:]] |= {
+        "state": sum(ddp.kept[n] for n in expected),
+        "sent a step": ddp.sent["all_reduce"],
+    }
 print("counted = formula, to the byte:", equal)
 (pd.DataFrame(rows) / layout.numel).round(2).rename_axis("bytes a parameter")
 
@@ -473,7 +498,10 @@ def kept_by(block, x):
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
-show.compare(formula={"one block": activation_bytes(shape, 8, itemsize=4)}, counted={"one block": kept_by(block, x)})
+show.compare(
+    formula={"one block": activation_bytes(shape, 8, itemsize=4)},
+    counted={"one block": kept_by(block, x)},
+)
 
 # %% [markdown]
 # And the whole model, with `MemoryMeter` watching a step. Activations grow through forward, stand highest at its end,
@@ -490,7 +518,9 @@ with MemoryMeter(lambda: {"parameters": list(model.parameters())}) as meter:
 blocks = shape.layers * activation_bytes(shape, 8, itemsize=4)
 tokens = 8 * shape.context
 rest = (after_forward - blocks) / tokens / 4
-print(f"after forward  {after_forward:,} bytes, of which {blocks:,} are the {shape.layers} blocks'")
+print(
+    f"after forward  {after_forward:,} bytes, of which {blocks:,} are the {shape.layers} blocks'"
+)
 print(f"the rest:      {rest:.2f} numbers a token")
 print(f"after backward {after_backward:,} bytes")
 
@@ -512,13 +542,15 @@ for name, dtype, autocast in (
     ("autocast", torch.float32, True),
     ("bf16 + master", torch.bfloat16, False),
 ):
-    memory, sent, layout = run(two_steps, dtype, autocast, ranks=2)[0]
-    state = sum(memory[name] for name in ("parameters", "gradients", "optimizer", "master weights"))
+    ddp = twin.measure("ddp", shape, ranks=2, dtype=dtype, autocast=autocast)
+    state = sum(
+        ddp.kept[name] for name in ("parameters", "gradients", "optimizer", "master weights")
+    )
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         activations = kept_by(Block(shape).to(dtype), x.detach().to(dtype).requires_grad_())
     rows[name] = {
-        "state, bytes a parameter": state / layout.numel,
-        "sent, bytes a parameter": sent["all_reduce"] / layout.numel,
+        "state, bytes a parameter": state / ddp.layout.numel,
+        "sent, bytes a parameter": ddp.sent["all_reduce"] / ddp.layout.numel,
         "activations": activations / x.numel(),
     }
 pd.DataFrame(rows).round(1).T
@@ -531,7 +563,7 @@ pd.DataFrame(rows).round(1).T
 #
 # Turn the knobs: model, precision, sequences of 2048 tokens in flight. The bars are GB on one rank under DDP.
 
-# %%
+# %% tags=["hide-input"]
 from refimpl.notebook.widgets import Knobs
 
 # Layers, width and heads of GPT-3's family, arXiv:2005.14165, table 2.1. Two of its numbers do not multiply to the width
@@ -557,15 +589,20 @@ def gigabytes(model, precision, sequences):
 
 
 def draw(**knobs):
-    figure, axis = plt.subplots(figsize=(7, 1.8), layout="constrained")
+    figure, axis = show.figure(2.4)
     left = 0.0
     for name, size in gigabytes(**knobs).items():
         axis.barh(0, size, left=left, label=f"{name} {size:.1f}")
         left += size
     axis.axvline(80, color="black", linestyle="--", linewidth=1)
-    axis.text(80, 0.42, " 80 GB", va="bottom", fontsize=8)
-    axis.set(yticks=[], xlim=(0, max(90, left * 1.05)), ylim=(-0.5, 0.7), xlabel=f"GB ({left:.1f} in all)")
-    axis.legend(ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False, fontsize=8)
+    axis.text(80, 0.42, " 80 GB", va="bottom", fontsize=9)
+    axis.set(
+        yticks=[],
+        xlim=(0, max(90, left * 1.05)),
+        ylim=(-0.5, 0.7),
+        xlabel=f"GB ({left:.1f} in all)",
+    )
+    figure.legend(ncols=2, loc="outside upper center", frameon=False, fontsize=9)
     return figure
 
 
@@ -603,7 +640,9 @@ peak = billions_a_second(2 * 1024**3, lambda: square @ square)
 for width in (16, 64, 256):
     config = GPTConfig(context=64, width=width, layers=2, heads=2)
     model = GPT(config)
-    done = billions_a_second(flops_per_token(config) * 8 * 64, lambda m=model: m(*batches.batch(0, 0)).backward())
+    done = billions_a_second(
+        flops_per_token(config) * 8 * 64, lambda m=model: m(*batches.batch(0, 0)).backward()
+    )
     rows[width] = {
         "parameters": f"{config.parameters:,}",
         "billion operations/s": round(done),
@@ -636,18 +675,27 @@ one, two = run(train_fp16, ranks=2)
 skips = sum(not stepped for _, stepped in one)
 print("both ranks have the same scales and skips:", one == two)
 scales = [scale for scale, _ in one]
-print("it came down, and went up again:", scales[0] > min(scales), any(b > a for a, b in pairwise(scales)))
+print(
+    "it came down, and went up again:",
+    scales[0] > min(scales),
+    any(b > a for a, b in pairwise(scales)),
+)
 print("most steps count:", skips < len(one) / 3)
 
-# %% tags=["nbval-ignore-output"] alt="The loss scale over 72 steps: it halves at each overflow and doubles after 12 good steps"
-figure, axis = plt.subplots(figsize=(7.5, 2.8), layout="constrained")
+# %% tags=["nbval-ignore-output", "hide-input"] alt="The loss scale over 72 steps: it halves at each overflow and doubles after 12 good steps"
+figure, axis = show.figure(3)
 axis.step(range(len(one)), scales, where="post")
 skipped = [(step, scale) for step, (scale, stepped) in enumerate(one) if not stepped]
-axis.scatter(*zip(*skipped, strict=True), color="tab:red", marker="x", zorder=3, label=f"overflow: skipped ({skips})")
+axis.scatter(
+    *zip(*skipped, strict=True),
+    color="tab:red",
+    marker="x",
+    zorder=3,
+    label=f"overflow: skipped ({skips})",
+)
 axis.set_yscale("log", base=2)
 axis.set(xlabel="step", ylabel="loss scale")
 axis.legend(frameon=False)
-axis.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
@@ -660,7 +708,7 @@ plt.show()
 # Rank 2 meets a bad batch and overflows; the others do not. The loop below checks its gradients, as it should, but it
 # does so **before** the reduction, where each rank knows only its own.
 
-# %%
+# %% tags=["hide-input"]
 predict(
     "Which ranks' weights are NaN after the step?",
     "all but rank 2",
@@ -720,7 +768,12 @@ for step in range(3):
         loss = loss * float("inf")
     ddp.backward(loss)
     print(f"step {step}: stepped: {ddp.step()}; scale now {scaler.scale:.0f}")
-print("finite:", all(p.isfinite().all() for p in model.parameters()), "| skipped:", ddp.skipped_steps)
+print(
+    "finite:",
+    all(p.isfinite().all() for p in model.parameters()),
+    "| skipped:",
+    ddp.skipped_steps,
+)
 
 # %% [markdown]
 # The other famous bug stood at the top of this chapter: no master weights. No error shows it. Count the weights that
@@ -761,7 +814,8 @@ def one_process(shares):
 
 for n in (2, 3, 4):
     mine, theirs = run(distributed, ranks=n)[0], one_process(n)
-    print(f"{n} ranks: {sum(torch.equal(mine[name], theirs[name]) for name in theirs)} of {len(theirs)} tensors equal")
+    same = sum(torch.equal(mine[name], theirs[name]) for name in theirs)
+    print(f"{n} ranks: {same} of {len(theirs)} tensors equal")
 
 # %% [markdown]
 # - **Exercises:** [exercises/03_precision_and_bytes](../exercises/03_precision_and_bytes): the overflow that all ranks

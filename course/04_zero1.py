@@ -38,7 +38,7 @@ for name in ("parameters", "gradients", "optimizer", "master weights"):
 # Twelve of the sixteen bytes are optimizer state. Are they at least different on the four ranks? Take a checksum of
 # all of it, and compare.
 
-# %%
+# %% tags=["hide-input"]
 from refimpl.notebook import predict
 
 predict("Four ranks train by DDP. How many different optimizer states are there?", 1)
@@ -80,12 +80,18 @@ print(f"{len(set(group.all_gather_object(digest)))} different state(s) on {world
 # and the memory in bf16 falls from $2 + 2 + 12$ to $2 + 2 + 12/N$ bytes a parameter. First a check that the two halves
 # give the bits of the whole:
 
-# %%
-predict("What does ZeRO-1 send in a step, in units of what DDP sends?", 1.0, why="Two halves are a whole.")
+# %% tags=["hide-input"]
+predict(
+    "What does ZeRO-1 send in a step, in units of what DDP sends?",
+    1.0,
+    why="Two halves are a whole.",
+)
 
 # %%
 # %%ranks 4
-x = torch.randn(1000, generator=torch.Generator().manual_seed(rank))  # [n], different on each rank
+x = torch.randn(
+    1000, generator=torch.Generator().manual_seed(rank)
+)  # [n], different on each rank
 group.ledger.reset()
 
 whole = x.clone()
@@ -110,7 +116,7 @@ group.ledger.sent_bytes()
 # %%
 # %%ranks 4
 def flatten(model):
-    """The parameters end to end [P] and a place for their gradients [P]; P is a multiple of N."""
+    """The parameters end to end [P], a place for their gradients [P]; P is a multiple of N."""
     params = list(model.parameters())
     numel = sum(p.numel() for p in params)
     padded = -(-numel // world_size) * world_size
@@ -142,7 +148,9 @@ class ByHand:
         torch.manual_seed(0)
         self.model, self.sharded = GPT(config), sharded
         self.flat, self.grad = flatten(self.model)
-        self.owned = torch.nn.Parameter(my_part(self.flat) if sharded else self.flat)  # shares memory with flat
+        self.owned = torch.nn.Parameter(
+            my_part(self.flat) if sharded else self.flat
+        )  # shares memory with flat
         self.adamw = torch.optim.AdamW([self.owned], lr=1e-3)
 
     def step(self, number):
@@ -164,8 +172,12 @@ class ByHand:
         return sum(t.nbytes for t in self.adamw.state[self.owned].values())
 
 
-# %%
-predict("bf16 and AdamW on 4 ranks. How many bytes a parameter does ZeRO-1 keep?", 2 + 2 + 12 / 4, unit="bytes")
+# %% tags=["hide-input"]
+predict(
+    "bf16 and AdamW on 4 ranks. How many bytes a parameter does ZeRO-1 keep?",
+    2 + 2 + 12 / 4,
+    unit="bytes",
+)
 
 # %%
 # %%ranks 4
@@ -236,37 +248,23 @@ import torch
 
 from refimpl import launch
 from refimpl.comm.group import Group
-from refimpl.measure.memory import MemoryMeter
 from refimpl.model.data import Batches, corpus
 from refimpl.model.gpt import GPT, GPTConfig
-from refimpl.plan.formulas import by_collective, layout_of, memory_bytes, traffic
-from refimpl.zero.config import ZeroConfig
+from refimpl.notebook import twin
+from refimpl.plan.formulas import by_collective, memory_bytes, traffic
 
 config = GPTConfig(context=32, width=64, layers=2, heads=2)
-STAGES = {"ddp": DDP, "zero1": Zero1}
 
 
-def measure(name, dtype=torch.bfloat16, steps=3):
-    """Runs on every rank: bytes kept by class, bytes sent by collective, the layout, the weights on rank 0."""
-    group = Group.world()
-    batches = Batches(corpus(), context=32, size=2)
-    torch.manual_seed(0)
-    model = GPT(config).to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    stage = STAGES[name](model, optimizer, group, ZeroConfig(reduce_bucket_size=40_000))
-    for step in range(steps):
-        group.ledger.reset()
-        stage.backward(model(*batches.batch(step, group.rank)))
-        memory = MemoryMeter(stage.tensors).now()
-        stage.step()
-    return memory, group.ledger.sent_bytes(), layout_of(stage), stage.full_state_dict()
+def measure(name, ranks=4, dtype=torch.bfloat16):
+    return twin.measure(name, config, ranks, dtype=dtype, steps=3, reduce_bucket_size=40_000)
 
 
-measured = {name: launch.run(measure, name, ranks=4)[0] for name in STAGES}
+measured = {name: measure(name) for name in ("ddp", "zero1")}
 kept = {}
-for name, (memory, _, layout, _) in measured.items():
-    formula = memory_bytes(name, ranks=4, itemsize=2, layout=layout)
-    kept[name] = show.compare(formula, {key: memory[key] for key in formula})
+for name, found in measured.items():
+    formula = memory_bytes(name, ranks=4, itemsize=2, layout=found.layout)
+    kept[name] = show.compare(formula, {key: found.kept[key] for key in formula})
 pd.concat(kept)
 
 # %% [markdown]
@@ -274,11 +272,13 @@ pd.concat(kept)
 # (at most 255 elements a bucket here). Optimizer and master weights are a quarter; parameters and gradients are
 # still whole. That is the business of the next two chapters. Now the bytes sent:
 
-# %%
+# %% tags=["hide-input"]
 pd.concat(
     {
-        name: show.compare(by_collective(traffic(name, ranks=4, itemsize=2, layout=layout)), sent)
-        for name, (_, sent, layout, _) in measured.items()
+        name: show.compare(
+            by_collective(traffic(name, 4, itemsize=2, layout=found.layout)), found.sent
+        )
+        for name, found in measured.items()
     }
 )
 
@@ -291,24 +291,26 @@ pd.concat(
 #
 # Count again for 1, 2, 3 and 4 ranks, and lay the formula $2 + 2 + 12/N$ over it:
 
-# %% alt="Bytes per parameter on each rank against the number of ranks: DDP stays at 16, ZeRO-1 falls to 4"
+# %% tags=["hide-input"] alt="Bytes per parameter on each rank against the number of ranks: DDP stays at 16, ZeRO-1 falls to 4"
 import matplotlib.pyplot as plt
 
 CLASSES = ("parameters", "gradients", "optimizer", "master weights")
 worlds, more = [1, 2, 3, 4], [1, 2, 3, 4, 8, 16, 32, 64]
-figure, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
+figure, axis = show.figure(3.4)
 for name, colour, theory in (
     ("ddp", "#c44e52", [16.0] * len(more)),
     ("zero1", "#4c72b0", [4 + 12 / n for n in more]),
 ):
-    counted = [sum(launch.run(measure, name, ranks=n)[0][0][c] for c in CLASSES) / config.parameters for n in worlds]
+    found = [measure(name, n).kept for n in worlds]
+    counted = [sum(kept[c] for c in CLASSES) / config.parameters for kept in found]
     axis.plot(more, theory, color=colour, lw=1, label=f"{name}, formula")
     axis.plot(worlds, counted, "o", color=colour, label=f"{name}, counted")
 axis.axhline(4, color="grey", lw=0.8, ls=":")
-axis.set(xscale="log", ylim=(0, 17.5), xlabel="ranks", ylabel="bytes per parameter on each rank")
+axis.set(
+    xscale="log", ylim=(0, 17.5), xlabel="ranks", ylabel="bytes per parameter on each rank"
+)
 axis.set_xticks(more, more)
 axis.minorticks_off()
-axis.spines[["top", "right"]].set_visible(False)
 axis.legend(frameon=False, loc="center right")
 plt.show()
 
@@ -316,12 +318,11 @@ plt.show()
 # The curve flattens at 4: weights and gradients, whole on every rank, however many ranks there are. Turn the knobs for
 # a larger model; the grey part is an upper bound for the buffers that travel.
 
-# %%
+# %% tags=["hide-input"]
 from refimpl.notebook.widgets_zero import memory_knobs
 
 memory_knobs(
     GPTConfig(width=256, layers=6),
-    ranks=(4, 1, 2, 8, 16, 64),
     bucket_size=(500_000, 5_000_000),
     strategies=("ddp", "zero1"),
 )
@@ -336,8 +337,12 @@ from refimpl.measure.clock import Clock
 
 
 def exposed(config):
-    """Median milliseconds of the parts of a ZeRO-1 step, on this rank. (The model does not use the flat buffers.)"""
-    group, batches, clock = Group.world(), Batches(corpus(), context=32, size=2), Clock(warmup=2)
+    """Median ms of the parts of a ZeRO-1 step. (The model does not use the flat buffers.)"""
+    group, batches, clock = (
+        Group.world(),
+        Batches(corpus(), context=32, size=2),
+        Clock(warmup=2),
+    )
     model = GPT(config)
     flat = group.empty(-(-config.parameters // group.size) * group.size, torch.float32)
     grad = group.empty(flat.numel(), torch.float32)
@@ -397,7 +402,9 @@ class UnderForward:
             group.reduce_scatter(owned.grad, grad, "mean")
         self.adamw.step()
         for part, flat, owned in zip(self.parts, self.flats, self.owned, strict=True):
-            self.flying[part] = group.all_gather(flat, owned.data, async_op=True, tag="parameters")
+            self.flying[part] = group.all_gather(
+                flat, owned.data, async_op=True, tag="parameters"
+            )
 
 
 late = UnderForward()
@@ -423,7 +430,7 @@ print("equal bits after 5 steps:", all(torch.equal(a, b) for a, b in zipped))
 # in all others. Nothing raises and nothing hangs. Watch the loss:
 
 
-# %%
+# %% tags=["hide-input"]
 predict(
     "Which of these computes something else when the parameters are cut anywhere?",
     "LAMB",
@@ -451,16 +458,17 @@ for number in range(30):
     pair = torch.tensor([good.step(number), bad.step(number)])
     group.all_reduce(pair, "mean")
     curves.append(pair.tolist())
-models = len(set(group.all_gather_object(hashlib.sha256(bad.flat.numpy().tobytes()).hexdigest())))
+models = len(
+    set(group.all_gather_object(hashlib.sha256(bad.flat.numpy().tobytes()).hexdigest()))
+)
 print(f"{models} different models on {world_size} ranks")
 
-# %% alt="Two loss curves that both fall; the one without the all-gather falls more slowly"
+# %% tags=["hide-input"] alt="Two loss curves that both fall; the one without the all-gather falls more slowly"
 curves = ranks.pull("curves")[0]
-figure, axis = plt.subplots(figsize=(7, 2.8), layout="constrained")
+figure, axis = show.figure(3)
 axis.plot([good for good, _ in curves], label="ZeRO-1", color="#4c72b0")
 axis.plot([bad for _, bad in curves], label="all-gather forgotten", color="#c44e52")
 axis.set(xlabel="step", ylabel="loss, mean over ranks", title="Both learn")
-axis.spines[["top", "right"]].set_visible(False)
 axis.legend(frameon=False)
 plt.show()
 
@@ -476,7 +484,10 @@ everyone = torch.empty(world_size, bad.flat.numel())
 group.all_gather(everyone, bad.flat)
 parts = everyone.view(world_size, world_size, -1)  # [whose copy, which part, S]
 first = good.__class__(sharded=True).flat.view(world_size, -1)  # the weights before training
-["fresh" if not torch.equal(parts[rank, part], first[part]) else "stale" for part in range(world_size)]
+[
+    "fresh" if not torch.equal(parts[rank, part], first[part]) else "stale"
+    for part in range(world_size)
+]
 
 # %% [markdown]
 # **The local norm.** Clipping looks harmless: `clip_grad_norm_` on what the optimizer owns. But that is a shard, so it
@@ -520,31 +531,17 @@ Zero1(model, Lamb(model.parameters()), group)
 # ## 7. Prove it
 #
 # The strongest statement that one can make: four ranks with ZeRO-1 end with the weights of **one process** that takes
-# the four micro-batches itself, adds their gradients in rank order, and calls plain AdamW. Bit for bit, in fp32.
-
+# the four micro-batches itself, adds their gradients in rank order, and calls plain AdamW (chapter 2's twin). Bit for
+# bit, in fp32.
 
 # %%
-def one_process(ranks, steps=3):
-    torch.set_num_threads(1)
-    batches = Batches(corpus(), context=32, size=2)
-    torch.manual_seed(0)
-    model = GPT(config)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(steps):
-        for micro in range(ranks):
-            model(*batches.batch(step, micro)).backward()
-        for p in model.parameters():
-            p.grad /= ranks
-        adamw.step()
-        adamw.zero_grad()
-    return model.state_dict()
-
-
 table = {}
 for n in (2, 3, 4):
-    truth = launch.run(one_process, n, ranks=1)[0]
-    weights = {name: launch.run(measure, name, torch.float32, ranks=n)[0][3] for name in STAGES}
-    table[f"{n} ranks"] = {name: all(torch.equal(w[k], truth[k]) for k in truth) for name, w in weights.items()}
+    truth = twin.one_process(config, ranks=n, steps=3)
+    table[f"{n} ranks"] = {
+        name: twin.equal(measure(name, n, torch.float32).weights, truth)
+        for name in ("ddp", "zero1")
+    }
 pd.DataFrame(table)
 
 # %% [markdown]

@@ -57,7 +57,7 @@ print(f"{alive:,} bytes of gradients alive, {read:,} to be read: 1/{alive // rea
 # $2\Psi b\,\frac{N-1}{N}$ bytes. The paper (section 7.2.1) counts $2\Psi$ elements, as many as in data parallel
 # training. That is so for one micro-batch a step. Section 5 counts what happens with more.
 
-# %%
+# %% tags=["hide-input"]
 from refimpl.notebook import predict
 
 predict(
@@ -74,10 +74,15 @@ predict(
 # collector below hangs one on each parameter. Its `reduce` is the whole of ZeRO-2: send, keep my part, forget the rest.
 
 
-# %%
+# %% tags=["hide-input"]
 predict(
     "What happens to a bucket, in which order?",
-    ["its gradients arrive", "it is reduce-scattered", "a shard stays", "its memory is filled again"],
+    [
+        "its gradients arrive",
+        "it is reduce-scattered",
+        "a shard stays",
+        "its memory is filled again",
+    ],
     order=True,
 )
 
@@ -85,12 +90,17 @@ predict(
 # %%
 # %%ranks 4
 class Collector:
-    """Reduces gradients bucket by bucket while backward runs, and keeps only this rank's shards."""
+    """Reduces gradients bucket by bucket inside backward; keeps only this rank's shards."""
 
     def __init__(self, model, bucket_size):
         self.buckets, self.shards, self.flying = [[]], {}, []
-        for p in reversed(list(model.parameters())):  # the order in which backward gets there, roughly
-            if self.buckets[-1] and sum(q.numel() for q in [*self.buckets[-1], p]) > bucket_size:
+        for p in reversed(
+            list(model.parameters())
+        ):  # the order in which backward gets there, roughly
+            if (
+                self.buckets[-1]
+                and sum(q.numel() for q in [*self.buckets[-1], p]) > bucket_size
+            ):
                 self.buckets.append([])
             self.buckets[-1].append(p)
             p.register_post_accumulate_grad_hook(self.arrive)
@@ -111,7 +121,9 @@ class Collector:
         torch.cat([p.grad.flatten() for p in self.buckets[i]], out=full[:numel])
         for p in self.buckets[i]:
             p.grad = None
-        mine = torch.empty(len(full) // world_size)  # [S], memory of its own, so that `full` can go
+        mine = torch.empty(
+            len(full) // world_size
+        )  # [S], memory of its own, so that `full` can go
         group.reduce_scatter(mine, full, "mean")
         self.shards[i] = self.shards[i] + mine if i in self.shards else mine
         self.flying = []
@@ -148,7 +160,9 @@ psi = config.parameters
 print("bucket size     buckets   peak, bytes per parameter   after backward")
 for bucket_size in (10**9, 40_000, 16_384, 1):
     collector, peak, after = collected(bucket_size)
-    print(f"{bucket_size:13,}   {len(collector.buckets):7}   {peak / psi:25.2f}   {after / psi:14.2f}")
+    print(
+        f"{bucket_size:13,}   {len(collector.buckets):7}   {peak / psi:25.2f}   {after / psi:14.2f}"
+    )
 
 # %% [markdown]
 # In fp32 a whole gradient is 4 bytes a parameter. Collected at the end, the peak is twice that, because the flat copy
@@ -207,12 +221,58 @@ print("Zero2    ", order())
 
 # %% [markdown]
 # In the second line a bucket is launched and backward goes on. Up to two are under way while a third fills; the fourth
-# would need memory, so the oldest is waited for first. The exercise `GradientShards` is this with one under way. Make
-# it two when it passes: what must you keep for each, and in which order do you settle them?
+# would need memory, so the oldest is waited for first.
+
+# %% tags=["hide-input"]
+predict(
+    "Buckets 0, 1, 2, 3 are launched one after the other, two may be under way. What happens?",
+    ["0 starts", "1 starts", "0 arrives", "2 starts", "1 arrives", "3 starts"],
+    order=True,
+    why="Only a launch that finds no room waits, and for the oldest alone.",
+)
 
 # %% [markdown]
-# **Your turn.** Write the body and run the cell: it is saved in your exercise's file and graded on real ranks in a
-# second or two. `%hint 05_zero2 clip_global_norm` helps. Then read on.
+# **Your turn.** Which buckets are under way, and what must be kept of each? Write the class and run the cell: it is
+# saved in your exercise's file and graded on real ranks in a second or two. `%hint 05_zero2 InFlight` helps. (The
+# exercise `GradientShards` is `Collector` with one bucket under way.)
+
+
+# %%
+# %%task 05_zero2 InFlight
+class InFlight:
+    """Reduce-scatters on their way, at most `most` at a time, so that backward need not wait for the bucket before.
+
+        flights = InFlight(group, most=2)
+        flights.launch(0, flat)   # flat [P], padded -> its reduce-scatter is under way; `flat` is not copied
+        flights.launch(1, other)
+        flights.launch(0, third)  # waits for the first of them, then starts: bucket 0 of the next micro-batch
+        flights.land()            # all have arrived
+        flights.shards            # bucket number -> [S], mean over ranks, summed over the launches of that number
+
+    A launch waits only if `most` are under way, and then for the oldest alone. What has arrived is added to its shard,
+    in memory of its own and in the dtype of the buffer, and the buffer is let go.
+    """
+
+    def __init__(self, group: Group, most: int) -> None:
+        """Nothing is under way, and there are no shards."""
+        raise NotImplementedError("InFlight.__init__")
+
+    def launch(self, number: int, flat: Tensor) -> None:
+        """Start the reduce-scatter of flat [P], the gradients of bucket `number`."""
+        raise NotImplementedError("InFlight.launch")
+
+    def settle(self) -> None:
+        """Wait for the oldest, and add what has arrived to its shard."""
+        raise NotImplementedError("InFlight.settle")
+
+    def land(self) -> None:
+        """Wait for all that are under way, the oldest first."""
+        raise NotImplementedError("InFlight.land")
+
+
+# %% [markdown]
+# And when the shards are there: no rank has the whole gradient any more, so who knows its norm? `%hint 05_zero2
+# clip_global_norm` helps. Then read on.
 
 
 # %%
@@ -264,60 +324,44 @@ import pandas as pd
 import torch
 
 from refimpl import launch
-from refimpl.comm.group import Group
 from refimpl.measure.memory import MemoryMeter
 from refimpl.model.data import Batches, corpus
-from refimpl.model.gpt import GPT, GPTConfig
-from refimpl.plan.formulas import by_collective, layout_of, memory_bytes, traffic
-from refimpl.zero.config import ZeroConfig
-from refimpl.zero.ddp import DDP
+from refimpl.model.gpt import GPTConfig
+from refimpl.notebook import twin
+from refimpl.plan.formulas import by_collective, memory_bytes, traffic
 
 config = GPTConfig(context=32, width=64, layers=2, heads=2)
-STAGES = {"ddp": DDP, "zero1": Zero1, "zero2": Zero2}
+STAGES = ("ddp", "zero1", "zero2")
 
 
-def start(name, dtype, bucket_size=40_000, config=config):
-    torch.manual_seed(0)
-    model = GPT(config).to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return STAGES[name](model, optimizer, Group.world(), ZeroConfig(reduce_bucket_size=bucket_size))
+def measure(name, micro_batches, ranks=4, dtype=torch.bfloat16):
+    return twin.measure(
+        name, config, ranks, micro_batches=micro_batches, dtype=dtype, reduce_bucket_size=40_000
+    )
 
 
-def measure(name, micro_batches=1, dtype=torch.bfloat16, steps=2):
-    """Runs on every rank: bytes kept by class, bytes sent by collective, the layout, the weights on rank 0."""
-    stage, batches = start(name, dtype), Batches(corpus(), context=32, size=2)
-    group = stage.group
-    for step in range(steps):
-        group.ledger.reset()
-        for a in range(micro_batches):
-            loss = stage.model(*batches.batch(step, a * group.size + group.rank))
-            stage.backward(loss / micro_batches, sync=a == micro_batches - 1)
-        memory = MemoryMeter(stage.tensors).now()
-        stage.step()
-    return memory, group.ledger.sent_bytes(), layout_of(stage), stage.full_state_dict()
-
-
-measured = {(name, a): launch.run(measure, name, a, ranks=4)[0] for name in STAGES for a in (1, 2, 4)}
+measured = {(name, a): measure(name, a) for name in STAGES for a in (1, 2, 4)}
 kept = {}
 for name in STAGES:
-    memory, _, layout, _ = measured[name, 1]
-    formula = memory_bytes(name, ranks=4, itemsize=2, layout=layout)
-    kept[name] = show.compare(formula, {key: memory[key] for key in formula})
+    found = measured[name, 1]
+    formula = memory_bytes(name, ranks=4, itemsize=2, layout=found.layout)
+    kept[name] = show.compare(formula, {key: found.kept[key] for key in formula})
 pd.concat(kept)
 
-# %%
+# %% tags=["hide-input"]
 predict(
-    "With 4 micro-batches a step, how many times does ZeRO-2 send all gradients or all weights?",
+    "With 4 micro-batches a step, how often does ZeRO-2 send all gradients or all weights?",
     4 + 1,
     why="A reduce-scatter for each micro-batch, and one all-gather.",
 )
 
-# %%
+# %% tags=["hide-input"]
 rows = {}
-for (name, a), (_, sent, layout, _) in measured.items():
-    formula = by_collective(traffic(name, 4, 2, layout, micro_batches=a))
-    once = layout.padded * 2 * 3 // 4  # Psi b (N-1)/N, with the padding
-    rows[name, f"A = {a}"] = [sum(formula.values()), sum(sent.values()), f"{sum(sent.values()) / once:.2f}"]
+for (name, a), found in measured.items():
+    formula = sum(by_collective(traffic(name, 4, 2, found.layout, micro_batches=a)).values())
+    counted = sum(found.sent.values())
+    once = found.layout.padded * 2 * 3 // 4  # Psi b (N-1)/N, with the padding
+    rows[name, f"A = {a}"] = [formula, counted, f"{counted / once:.2f}"]
 pd.DataFrame.from_dict(rows, orient="index", columns=["formula", "counted", "times Ψb(N-1)/N"])
 
 # %% [markdown]
@@ -335,15 +379,18 @@ larger = GPTConfig(context=32, width=128, layers=12, heads=2)
 
 
 def during_backward(name, bucket_size):
-    """(share of the parameters whose gradient has arrived, bytes per parameter in gradients and their buckets)."""
-    stage, batches = start(name, torch.bfloat16, bucket_size, larger), Batches(corpus(), context=32, size=1)
+    """(share of gradients that have arrived, bytes per parameter in gradients and buckets)."""
+    stage = twin.start(name, larger, torch.bfloat16, reduce_bucket_size=bucket_size)
+    batches = Batches(corpus(), context=32, size=1)
     meter = MemoryMeter(lambda: {key: stage.tensors()[key] for key in ("gradients", "buckets")})
     arrived, curve = 0, [(0.0, 0.0)]
 
     def sample(p):
         nonlocal arrived
         arrived += p.numel()
-        curve.append((arrived / larger.parameters, sum(meter.now().values()) / larger.parameters))
+        curve.append(
+            (arrived / larger.parameters, sum(meter.now().values()) / larger.parameters)
+        )
 
     for p in stage.model.parameters():
         p.register_post_accumulate_grad_hook(sample)  # after the stage's own hook
@@ -355,18 +402,27 @@ curves = {
     (name, size): launch.run(during_backward, name, size, ranks=4)[0]
     for name, size in (("zero1", 70_000), ("zero2", 500_000), ("zero2", 70_000))
 }
-{f"{name}, buckets of {size:,}": f"{max(y for _, y in curve):.2f}" for (name, size), curve in curves.items()}
+{
+    f"{name}, buckets of {size:,}": f"{max(y for _, y in curve):.2f}"
+    for (name, size), curve in curves.items()
+}
 
-# %% alt="Left: gradient bytes during backward rise to the end for ZeRO-1 and stay low for ZeRO-2. Right: traffic against micro-batches"
+# %% tags=["hide-input"] alt="Above: gradient bytes during backward rise to the end for ZeRO-1 and stay low for ZeRO-2. Below: traffic against micro-batches"
 import matplotlib.pyplot as plt
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
-for ((name, size), curve), colour in zip(curves.items(), ("#c44e52", "#8fb0d9", "#2a4d7c"), strict=True):
+figure, (left, right) = show.figure(6.4, rows=2)
+for ((name, size), curve), colour in zip(
+    curves.items(), ("#c44e52", "#8fb0d9", "#2a4d7c"), strict=True
+):
     left.step(
-        [x for x, _ in curve], [y for _, y in curve], where="post", color=colour, label=f"{name}, buckets of {size:,}"
+        [x for x, _ in curve],
+        [y for _, y in curve],
+        where="post",
+        color=colour,
+        label=f"{name}, buckets of {size:,}",
     )
 left.axhline(2 / 4, color="grey", lw=0.8, ls=":")
-left.text(1, 2 / 4, "2/N, what must stay", color="grey", ha="right", va="top", fontsize=8)
+left.text(1, 2 / 4, "2/N, what must stay", color="grey", ha="right", va="top", fontsize=9)
 left.set(
     xlabel="share of gradients arrived in this backward",
     ylabel="bytes per parameter",
@@ -378,15 +434,32 @@ for name, colour, theory in (
     ("zero1", "#c44e52", lambda a: 2),
     ("zero2", "#2a4d7c", lambda a: a + 1),
 ):
-    layout = measured[name, 1][2]
-    counted = [sum(measured[name, a][1].values()) / (layout.padded * 2 * 3 / 4) for a in (1, 2, 4)]
-    right.plot((1, 2, 4), [theory(a) for a in (1, 2, 4)], color=colour, lw=1, ls="--" if name == "zero1" else "-")
-    right.plot((1, 2, 4), counted, "so"[name != "ddp"], color=colour, label=name, ms=9 if name == "ddp" else 5)
+    once = measured[name, 1].layout.padded * 2 * 3 / 4
+    counted = [sum(measured[name, a].sent.values()) / once for a in (1, 2, 4)]
+    right.plot(
+        (1, 2, 4),
+        [theory(a) for a in (1, 2, 4)],
+        color=colour,
+        lw=1,
+        ls="--" if name == "zero1" else "-",
+    )
+    right.plot(
+        (1, 2, 4),
+        counted,
+        "so"[name != "ddp"],
+        color=colour,
+        label=name,
+        ms=9 if name == "ddp" else 5,
+    )
 right.set_xticks((1, 2, 4))
-right.set(xlabel="micro-batches a step, A", ylabel="times Ψb(N-1)/N", title="Bytes sent (dots counted)", ylim=(0, 5.5))
+right.set(
+    xlabel="micro-batches a step, A",
+    ylabel="times Ψb(N-1)/N",
+    title="Bytes sent (dots counted)",
+    ylim=(0, 5.5),
+)
 for axis in (left, right):
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8, loc="upper left")
+    axis.legend(frameon=False, fontsize=9, loc="upper left")
 plt.show()
 
 # %% [markdown]
@@ -409,17 +482,18 @@ for share in (32, 8, 4, 2):
     peak = max(y for _, y in launch.run(during_backward, "zero2", size, ranks=4)[0])
     at_most = 2 * (1 / 4 + 3 / share)
     rows[f"Ψ/{share}"] = [f"{at_most:.2f}", f"{peak:.2f}", f"{2 - peak:.2f}"]
-pd.DataFrame.from_dict(rows, orient="index", columns=["formula, at most", "counted", "saved, of 2 bytes"])
+pd.DataFrame.from_dict(
+    rows, orient="index", columns=["formula, at most", "counted", "saved, of 2 bytes"]
+)
 
 # %% [markdown]
 # (Below the formula where the largest bucket is not full, or where there are fewer than three.) Turn the knobs:
 
-# %%
+# %% tags=["hide-input"]
 from refimpl.notebook.widgets_zero import memory_knobs
 
 memory_knobs(
     GPTConfig(width=256, layers=6),
-    ranks=(4, 1, 2, 8, 16, 64),
     bucket_size=(100_000, 500_000, 5_000_000),
     strategies=("zero1", "zero2"),
 )
@@ -434,7 +508,7 @@ memory_knobs(
 # **Reading `p.grad`.** Most training loops have a line that clips gradients between backward and step. Under ZeRO-2 the
 # gradients have left by then. What does the line do to your `Collector`?
 
-# %%
+# %% tags=["hide-input"]
 predict(
     "All `p.grad` are None. What does `clip_grad_norm_` return?",
     "0",
@@ -499,7 +573,9 @@ def norm_of(kind, backwards):
 
 
 for kind in (Collector, Overwriting):
-    print(f"{kind.__name__:11} 4 backwards are {norm_of(kind, 4) / norm_of(kind, 1):.2f} times one")
+    print(
+        f"{kind.__name__:11} 4 backwards are {norm_of(kind, 4) / norm_of(kind, 1):.2f} times one"
+    )
 
 # %% [markdown]
 # `1.00` where `4.00` belongs: three of four micro-batches were computed, sent, and thrown away. (DeepSpeed 0.19.8 does
@@ -531,21 +607,16 @@ print(f"Zero2       4 backwards are {norm_after(4) / norm_after(1):.2f} times on
 
 
 # %%
-from refimpl.notebook.twin import one_process
-
-show.source(one_process)
-
-
-# %%
-def equals(name, micro_batches, ranks_first, ranks=3):
-    ours = launch.run(measure, name, micro_batches, torch.float32, ranks=ranks)[0][3]
-    truth = launch.run(one_process, config, ranks, micro_batches, ranks_first, ranks=1)[0]
-    return all(torch.equal(ours[key], truth[key]) for key in truth)
+def bits(name, micro_batches, first):
+    ours = measure(name, micro_batches, ranks=3, dtype=torch.float32).weights
+    return twin.equal(
+        ours, twin.one_process(config, 3, micro_batches, ranks_first=first == "ranks")
+    )
 
 
 pd.DataFrame(
     [
-        [name, a, first, equals(name, a, ranks_first=first == "ranks")]
+        [name, a, first, bits(name, a, first)]
         for name, a, first in (
             ("zero1", 1, "micro-batches"),
             ("zero2", 1, "micro-batches"),

@@ -13,7 +13,7 @@
 # %%
 # %load_ext refimpl.notebook
 
-# %%
+# %% tags=["hide-input"]
 import pandas as pd
 
 from refimpl.plan.formulas import STRATEGIES, Layout, memory_bytes
@@ -21,7 +21,9 @@ from refimpl.plan.formulas import STRATEGIES, Layout, memory_bytes
 seven = Layout(numel=7_000_000_000, padding=0, buckets=0)
 pd.DataFrame(
     {
-        f"{n} ranks": [f"{sum(memory_bytes(name, n, 2, seven).values()) / 1e9:.1f}" for name in STRATEGIES]
+        f"{n} ranks": [
+            f"{sum(memory_bytes(name, n, 2, seven).values()) / 1e9:.1f}" for name in STRATEGIES
+        ]
         for n in (1, 8, 64, 1000)
     },
     index=STRATEGIES,
@@ -64,10 +66,15 @@ f"one block of {len(model.blocks)} holds {block / model.config.parameters:.1%} o
 #
 # Three in place of two: half as much again as DDP.
 
-# %%
+# %% tags=["hide-input"]
 from refimpl.notebook import predict
 
-predict("bf16 and AdamW on 64 ranks. How many bytes a parameter does ZeRO-3 keep?", 16 / 64, unit="bytes", why="16/N")
+predict(
+    "bf16 and AdamW on 64 ranks. How many bytes a parameter does ZeRO-3 keep?",
+    16 / 64,
+    unit="bytes",
+    why="16/N",
+)
 
 # %% [markdown]
 # ## 3. Build it
@@ -84,7 +91,9 @@ from torch.utils.checkpoint import checkpoint
 from refimpl.comm.group import Group
 from refimpl.measure.memory import MemoryMeter
 
-tcp = Group.world(transport="gloo")  # shared memory would keep copies, which the meter would count
+tcp = Group.world(
+    transport="gloo"
+)  # shared memory would keep copies, which the meter would count
 
 
 class Gather(torch.autograd.Function):
@@ -126,10 +135,16 @@ for again in (False, True):
             y = checkpoint(layer, y, shard, use_reentrant=False) if again else layer(y, shard)
         kept = sum(meter.sample().values()) - meter.now()["shards"]
     y.square().mean().backward()
-    right = all(torch.equal(s.grad, w.grad.view(world_size, -1)[rank]) for s, w in zip(shards, plain, strict=True))
+    right = all(
+        torch.equal(s.grad, w.grad.view(world_size, -1)[rank])
+        for s, w in zip(shards, plain, strict=True)
+    )
     sent = {tag: n / (once * 3 / 4) for tag, n in tcp.ledger.sent_bytes("tag").items()}
     share = "most" if kept > once / 2 else "little"
-    print(f"gathered {1 + again} x, right: {right}, kept after forward: {share} of Ψb beside the shards;", sent)
+    print(
+        f"gathered {1 + again} x, right: {right}, kept after forward: {share} of Ψb beside the shards;",
+        sent,
+    )
 
 # %% [markdown]
 # Right at once, and no memory saved: autograd keeps the gathered weights until backward. (7 of the 8. The first is not
@@ -143,7 +158,7 @@ for again in (False, True):
 # **Giving memory back.** A tensor is a view of a *storage*. One can take the memory from a storage and leave all its
 # tensors in place. They keep their shapes, and are right again when the memory comes back and is filled:
 
-# %%
+# %% tags=["hide-input"]
 predict(
     "What happens to a unit in a step?",
     ["gather", "forward", "free", "gather again", "backward", "reduce-scatter"],
@@ -198,7 +213,9 @@ class Part:
         numel = sum(p.numel() for p in self.params)
         self.full = torch.zeros(-(-numel // world_size) * world_size)  # [P]
         torch.cat([p.data.flatten() for p in self.params], out=self.full[:numel])
-        for p, piece in zip(self.params, self.full[:numel].split([p.numel() for p in self.params]), strict=True):
+        for p, piece in zip(
+            self.params, self.full[:numel].split([p.numel() for p in self.params]), strict=True
+        ):
             p.data = piece.view_as(p)
             p.register_post_accumulate_grad_hook(self.arrive)
         self.mine = torch.nn.Parameter(self.full.view(world_size, -1)[rank].clone())  # [S]
@@ -228,7 +245,10 @@ class Part:
         self.waiting.remove(p)
         if not self.waiting:
             local = torch.zeros(self.full.shape)
-            torch.cat([p.grad.flatten() for p in self.params], out=local[: sum(p.numel() for p in self.params)])
+            torch.cat(
+                [p.grad.flatten() for p in self.params],
+                out=local[: sum(p.numel() for p in self.params)],
+            )
             self.mine.grad = torch.empty_like(self.mine)
             group.reduce_scatter(self.mine.grad, local, "mean", tag="gradients")
             self.free()
@@ -241,7 +261,7 @@ class Part:
 # Train a stack of four transformer blocks with it, beside the same stack under a plain all-reduce.
 
 
-# %%
+# %% tags=["hide-input"]
 predict(
     "How much does a step send, in units of the parameters' bytes times (N-1)/N? DDP sends 2.",
     3,
@@ -282,10 +302,14 @@ for step in range(3):
 between_steps = sum(part.full.untyped_storage().nbytes() for part in parts)
 for part in parts:
     part.gather()
-equal = all(torch.equal(a, b) for a, b in zip(plain.parameters(), sharded.parameters(), strict=True))
+equal = all(
+    torch.equal(a, b) for a, b in zip(plain.parameters(), sharded.parameters(), strict=True)
+)
 psi = sum(p.numel() for p in plain.parameters())
 print(f"equal bits after 3 steps: {equal}; whole weights between steps: {between_steps} bytes")
-print({tag: f"{n / (3 * psi * 4 * 3 / 4):.2f} times Ψb(N-1)/N a step" for tag, n in sent.items()})
+print(
+    {tag: f"{n / (3 * psi * 4 * 3 / 4):.2f} times Ψb(N-1)/N a step" for tag, n in sent.items()}
+)
 
 # %% [markdown]
 # Two gathers and one reduction a step, $3\Psi$, and the bits of data parallel training.
@@ -338,30 +362,20 @@ show.source(Fetch.after_forward, Fetch.need, docstrings=True)
 # until it ends.
 
 # %%
-
 from refimpl import launch
 from refimpl.comm.group import Group
 from refimpl.measure.memory import MemoryMeter
 from refimpl.model.data import Batches, corpus
-from refimpl.plan.formulas import layout_of, traffic
+from refimpl.notebook import twin
+from refimpl.plan.formulas import traffic
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.ddp import DDP
-from refimpl.zero.zero1 import Zero1
 
-STAGES = {"ddp": DDP, "zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
 config = GPTConfig(context=32, width=64, layers=4, heads=2)
-
-
-def start(name, dtype=torch.float32, **options):
-    torch.manual_seed(0)
-    model = GPT(config).to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = {"reduce_bucket_size": 50_000, "leaf_modules": ("Block",)} | options
-    return STAGES[name](model, optimizer, Group.world(), ZeroConfig(**options))
+OPTIONS = {"reduce_bucket_size": 50_000, "leaf_modules": ("Block",)}
 
 
 def units():
-    return [(unit.name, unit.numel) for unit in start("zero3").units]
+    return [(unit.name, unit.numel) for unit in twin.start("zero3", config, **OPTIONS).units]
 
 
 pd.DataFrame(launch.run(units, ranks=2)[0], columns=["gathered together, for", "elements"])
@@ -377,39 +391,28 @@ pd.DataFrame(launch.run(units, ranks=2)[0], columns=["gathered together, for", "
 
 
 # %%
-def measure(name, micro_batches=1, dtype=torch.bfloat16, steps=2):
-    """Runs on every rank: bytes kept by class, bytes sent by purpose, the layout, the weights on rank 0."""
-    stage, batches = start(name, dtype), Batches(corpus(), context=32, size=2)
-    group = stage.group
-    for step in range(steps):
-        group.ledger.reset()
-        for a in range(micro_batches):
-            loss = stage.model(*batches.batch(step, a * group.size + group.rank))
-            stage.backward(loss / micro_batches, sync=a == micro_batches - 1)
-        memory = MemoryMeter(stage.tensors).now()
-        stage.step()
-    return memory, group.ledger.sent_bytes(by="tag"), layout_of(stage), stage.full_state_dict()
+def measure_all(ranks=4, micro_batches=1, dtype=torch.bfloat16):
+    how = {"micro_batches": micro_batches, "dtype": dtype} | OPTIONS
+    return {name: twin.measure(name, config, ranks, **how) for name in twin.STAGES}
 
 
-def measure_all(micro_batches=1, dtype=torch.bfloat16):
-    return {name: measure(name, micro_batches, dtype) for name in STAGES}
-
-
-measured = launch.run(measure_all, ranks=4)[0]
+measured = measure_all()
 kept = {}
-for name, (memory, _, layout, _) in measured.items():
-    formula = memory_bytes(name, ranks=4, itemsize=2, layout=layout)
-    kept[name] = show.compare(formula, {key: memory[key] for key in formula})
+for name, found in measured.items():
+    formula = memory_bytes(name, ranks=4, itemsize=2, layout=found.layout)
+    kept[name] = show.compare(formula, {key: found.kept[key] for key in formula})
 pd.concat(kept)
 
 # %% [markdown]
 # And bytes sent in one step, by purpose:
 
-# %%
+# %% tags=["hide-input"]
 rows = {}
-for name, (_, sent, layout, _) in measured.items():
-    formula = {row.tag: row.bytes for row in traffic(name, ranks=4, itemsize=2, layout=layout)}
-    rows[name] = show.compare(formula, sent)
+for name, found in measured.items():
+    formula = {
+        row.tag: row.bytes for row in traffic(name, ranks=4, itemsize=2, layout=found.layout)
+    }
+    rows[name] = show.compare(formula, found.sent_for)
 pd.concat(rows)
 
 # %% [markdown]
@@ -417,15 +420,18 @@ pd.concat(rows)
 # the norm, which also tells which parameters no rank has used. In units of $\Psi b\frac{N-1}{N}$, with one and with
 # three micro-batches:
 
+
 # %%
-three = launch.run(measure_all, 3, ranks=4)[0]
+def times_sent(found):
+    """In units of the padded parameters' bytes, times (N-1)/N."""
+    sent = found.sent_for["gradients"] + found.sent_for.get("parameters", 0)
+    return f"{sent / (found.layout.padded * 2 * 3 / 4):.2f}"
+
+
 table = {}
-for a, results in ((1, measured), (3, three)):
-    table[f"A = {a}"] = [
-        f"{(sent['gradients'] + sent.get('parameters', 0)) / (layout.padded * 2 * 3 / 4):.2f}"
-        for _, sent, layout, _ in results.values()
-    ]
-pd.DataFrame(table, index=STAGES)
+for a, results in ((1, measured), (3, measure_all(micro_batches=3))):
+    table[f"A = {a}"] = {name: times_sent(found) for name, found in results.items()}
+pd.DataFrame(table)
 
 # %% [markdown]
 # $2, 2, A + 1, 3A$. (It would be $A + 1$ for someone who has the memory to keep all weights whole from the first
@@ -453,7 +459,7 @@ pd.DataFrame(table, index=STAGES)
 # name is MiCS; ZeRO++ keeps only a second copy of the weights in each node.) Memory falls by $S$ and not by $N = RS$. A
 # 7B model in bf16 on 8 nodes of 8 GPUs, each rank getting every piece from its owner:
 
-# %%
+# %% tags=["hide-input"]
 weights, nodes, local = 7e9 * 2, 8, 8
 all_ranks = nodes * local
 pd.DataFrame(
@@ -479,8 +485,8 @@ from refimpl.notebook import timeline
 
 def one_step(prefetch):
     """Compute and traffic of the second step."""
-    stage, batches = start("zero3", prefetch_bucket_size=prefetch), Batches(corpus(), context=32, size=2)
-    ledger = stage.group.ledger
+    stage = twin.start("zero3", config, prefetch_bucket_size=prefetch, **OPTIONS)
+    ledger, batches = stage.group.ledger, twin.data()
     timeline.watch(stage.model.blocks, ledger)
     for step in range(2):
         ledger.reset()
@@ -489,12 +495,17 @@ def one_step(prefetch):
     return timeline.bars_of(ledger.events)
 
 
-timelines = {"no prefetch": launch.run(one_step, 0, ranks=2)[0], "prefetch": launch.run(one_step, 60_000, ranks=2)[0]}
+timelines = {
+    "no prefetch": launch.run(one_step, 0, ranks=2)[0],
+    "prefetch": launch.run(one_step, 60_000, ranks=2)[0],
+}
 for name, bars in timelines.items():
     gathers = sum(bar.lane == "gather" for bar in bars)
-    print(f"{name:12} {gathers} gathers, {timeline.hidden(bars)} of them on their way while a block computes")
+    print(
+        f"{name:12} {gathers} gathers, {timeline.hidden(bars)} of them on their way while a block computes"
+    )
 
-# %% alt="Two timelines of one step. Without prefetch a gather stands before its block; with it gathers run beside blocks"
+# %% tags=["hide-input"] alt="Two timelines of one step. Without prefetch a gather stands before its block; with it gathers run beside blocks"
 import matplotlib.pyplot as plt
 
 timeline.draw(timelines)
@@ -505,10 +516,10 @@ plt.show()
 # The price is memory, because what is prefetched is whole earlier. `prefetch_bucket_size` and `max_live_parameters` are
 # the limits, in elements. Turn the knobs (here the prefetch may be as large as a bucket):
 
-# %%
+# %% tags=["hide-input"]
 from refimpl.notebook.widgets_zero import memory_knobs
 
-memory_knobs(GPTConfig(width=256, layers=16), ranks=(8, 1, 2, 4, 16, 64), bucket_size=(500_000, 5_000_000))
+memory_knobs(GPTConfig(width=256, layers=16), bucket_size=(500_000, 5_000_000))
 
 # %% [markdown]
 # One question is open. If the model is larger than a rank's memory, who builds it? Inside `with Init():` each module is
@@ -525,8 +536,12 @@ def building(sharded):
     return sum(meter.at_peak.values()) / model.config.parameters
 
 
-whole, cut = (launch.run(building, sharded, ranks=4)[1] for sharded in (False, True))  # of rank 1
-print(f"highest count while the model is built: {whole:.1f} bytes a parameter; with Init {cut:.1f}")
+whole, cut = (
+    launch.run(building, sharded, ranks=4)[1] for sharded in (False, True)
+)  # of rank 1
+print(
+    f"highest count while the model is built: {whole:.1f} bytes a parameter; with Init {cut:.1f}"
+)
 
 # %% [markdown]
 # And to look at a weight, or to change it? A freed parameter has its shape and no values. Inside
@@ -601,7 +616,7 @@ print("finite:", bool(loss.isfinite()), "| stepped:", stage.step())
 # the call too.
 
 
-# %%
+# %% tags=["hide-input"]
 predict(
     "Two ranks gather different layers of one size, and nobody compares. What happens?",
     "both compute with a mixture",
@@ -636,7 +651,8 @@ from refimpl.measure.clock import Clock
 
 def steps_with(check_order):
     """Milliseconds of the first step, and the median of the later ones, on rank 0."""
-    stage, batches, clock = start("zero3", check_order=check_order), Batches(corpus(), context=32, size=2), Clock()
+    stage = twin.start("zero3", config, check_order=check_order, **OPTIONS)
+    batches, clock = twin.data(), Clock()
     for step in range(12):
         stage.group.barrier()
         with clock.time():
@@ -646,7 +662,9 @@ def steps_with(check_order):
     return [first, sorted(later)[len(later) // 2]]
 
 
-timed = {f"check_order={check}": launch.run(steps_with, check, ranks=2)[0] for check in (True, False)}
+timed = {
+    f"check_order={check}": launch.run(steps_with, check, ranks=2)[0] for check in (True, False)
+}
 pd.DataFrame(timed, index=["first step, ms", "later steps, ms"]).round(1)
 
 # %% [markdown]
@@ -659,7 +677,9 @@ torch.manual_seed(0)
 model = Forked()
 x = torch.full((2, 8), 1.0 - 2 * rank)
 right = model(x).item()  # before the model is cut
-stage = Zero3(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group, ZeroConfig(check_order=False))
+stage = Zero3(
+    model, torch.optim.AdamW(model.parameters(), lr=1e-3), group, ZeroConfig(check_order=False)
+)
 with torch.no_grad():
     wrong = model(x).item()
 print("right" if wrong == right else "silently wrong")
@@ -676,27 +696,23 @@ print("right" if wrong == right else "silently wrong")
 
 
 # %%
-from refimpl.notebook.twin import one_process
-
-
-def same(a, b):
-    return all(torch.equal(a[key], b[key]) for key in b)
+def same(results, truths):
+    return {name: twin.equal(found.weights, truths[name]) for name, found in results.items()}
 
 
 parity = {}
 for n in (2, 3, 4):
-    truth = launch.run(one_process, config, n, ranks=1)[0]
-    results = launch.run(measure_all, 1, torch.float32, ranks=n)[0]
-    parity[f"fp32, {n} ranks"] = {name: same(result[3], truth) for name, result in results.items()}
+    truth = twin.one_process(config, ranks=n)
+    parity[f"fp32, {n} ranks"] = same(
+        measure_all(n, dtype=torch.float32), dict.fromkeys(twin.STAGES, truth)
+    )
 
-own_order = {
-    name: launch.run(one_process, config, 3, 3, ranks_first, ranks=1)[0]
-    for ranks_first in (False, True)
-    for name in (("zero2", "zero3") if ranks_first else ("ddp", "zero1"))
-}
-results = launch.run(measure_all, 3, torch.float32, ranks=3)[0]
-parity["fp32, 3 ranks, A = 3"] = {name: same(result[3], own_order[name]) for name, result in results.items()}
-parity["bf16, 4 ranks, to DDP"] = {name: same(result[3], measured["ddp"][3]) for name, result in measured.items()}
+own, across = (twin.one_process(config, 3, 3, ranks_first) for ranks_first in (False, True))
+own_order = {"ddp": own, "zero1": own, "zero2": across, "zero3": across}
+parity["fp32, 3 ranks, A = 3"] = same(measure_all(3, 3, torch.float32), own_order)
+parity["bf16, 4 ranks, to DDP"] = same(
+    measured, dict.fromkeys(twin.STAGES, measured["ddp"].weights)
+)
 pd.DataFrame(parity)
 
 # %% [markdown]
@@ -718,20 +734,29 @@ BUDGET = 240_000_000
 
 
 def attempt(name, budget):
-    """Runs on every rank: two steps with at most `budget` bytes more than now. Losses, and a checksum on rank 0."""
-    for option in (-4, -3):  # glibc's M_MMAP_MAX and M_MMAP_THRESHOLD: freed buffers go back at once
+    """On every rank: two steps with at most `budget` bytes more than now. Losses, a checksum."""
+    for option in (
+        -4,
+        -3,
+    ):  # glibc's M_MMAP_MAX and M_MMAP_THRESHOLD: freed buffers go back at once
         ctypes.CDLL(None).mallopt(option, 1 << 16)
-    group = Group.world(transport="gloo")  # memory that ranks share would not count as data of one of them
+    group = Group.world(
+        transport="gloo"
+    )  # memory that ranks share would not count as data of one of them
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if budget:
-        now = int(re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+        now = (
+            int(re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+            * 1024
+        )
         resource.setrlimit(resource.RLIMIT_DATA, (now + budget, hard))
     torch.manual_seed(0)
     with Init(group, enabled=name == "zero3"):
         model = GPT(big)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     config = ZeroConfig(reduce_bucket_size=1_050_000, prefetch_bucket_size=0)
-    stage, batches, losses = STAGES[name](model, adamw, group, config), Batches(corpus(), context=32, size=1), []
+    stage, losses = twin.STAGES[name](model, adamw, group, config), []
+    batches = Batches(corpus(), context=32, size=1)
     for step in range(2):
         loss = model(*batches.batch(step, group.rank))
         stage.backward(loss)
@@ -739,19 +764,25 @@ def attempt(name, budget):
         losses.append(loss.item())
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     weights = stage.full_state_dict() or {}
-    return losses, hashlib.sha256(b"".join(w.numpy().tobytes() for w in weights.values())).hexdigest()
+    return losses, hashlib.sha256(
+        b"".join(w.numpy().tobytes() for w in weights.values())
+    ).hexdigest()
 
 
 outcomes, finished = {}, {}
-for name in STAGES:
-    needs = sum(memory_bytes(name, ranks=4, itemsize=4, layout=Layout(big.parameters, 0, 0)).values())
+for name in twin.STAGES:
+    needs = sum(
+        memory_bytes(name, ranks=4, itemsize=4, layout=Layout(big.parameters, 0, 0)).values()
+    )
     try:
         finished[name] = launch.run(attempt, name, BUDGET, ranks=4)
         outcome = "trains"
     except launch.RankError as error:
         outcome = re.search(r"DefaultCPUAllocator: [^:]+", str(error))[0]
     outcomes[name] = [f"{needs / 1e6:.0f}", f"{BUDGET / 1e6:.0f}", outcome]
-pd.DataFrame.from_dict(outcomes, orient="index", columns=["needs, MB (formula)", "may have, MB", "under the limit"])
+pd.DataFrame.from_dict(
+    outcomes, orient="index", columns=["needs, MB (formula)", "may have, MB", "under the limit"]
+)
 
 # %% [markdown]
 # DDP, ZeRO-1 and ZeRO-2 die in the allocator. ZeRO-3 trains: 152 MB of shards, and what is left holds units in use,
@@ -778,7 +809,9 @@ print("same bits as DDP without a limit:", finished["zero3"][0][1] == unlimited[
 #   and
 #   [partitioned_param_coordinator.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/zero/partitioned_param_coordinator.py).
 # - **Paper:** Rajbhandari et al. 2020, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), sections 5.3 and 7.2.2.
-#   Freeing a storage in place is also how FSDP does it: Zhao et al. 2023,
-#   [arXiv:2304.11277](https://arxiv.org/abs/2304.11277), section 4.
+#   Freeing a storage in place is also how FSDP1 does it: `_free_storage` in
+#   [torch/distributed/utils.py](https://github.com/pytorch/pytorch/blob/main/torch/distributed/utils.py). Its flat
+#   parameters and its hooks: Zhao et al. 2023, [arXiv:2304.11277](https://arxiv.org/abs/2304.11277), sections 4.2 and
+#   4.3.
 #
 # That was the ladder: DDP, one diff, ZeRO-1, one diff, ZeRO-2, one diff, ZeRO-3.

@@ -22,6 +22,7 @@ from refimpl.grading.chapters import chapters
 
 ROOT = Path(__file__).resolve().parent.parent
 README_PART = re.compile(r"<!-- README: (.+?) -->")
+PICTURE = re.compile(r"(?m)^!\[.*\]\(.*\)\n")  # alone on its line
 COURSE = """\
 # Course
 
@@ -113,12 +114,12 @@ def home(path: str, page: str, sources: Sources) -> str | None:
 
 
 def readme(words: str) -> str:
-    """The part of README.md that begins with `words` and ends at the next heading, its pictures found from here."""
+    """The part of README.md that begins with `words` and ends at the next heading, without its pictures."""
     text = (ROOT / "README.md").read_text("utf-8")
     part = re.search(rf"^\W*{re.escape(words)}.*?(?=^#+ |\Z)", text, re.DOTALL | re.MULTILINE)
     if part is None:
         raise ValueError(f"docs/index.md shows what README.md says under {words!r}, but nothing there begins so")
-    return relink(part[0], "", lambda path: path.removeprefix("docs/") if path.startswith("docs/") else None)
+    return PICTURE.sub("", part[0])
 
 
 def unfold(entry: Any, places: list[str]) -> Any:

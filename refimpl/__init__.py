@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from refimpl.activation.checkpoint import Checkpoint, checkpoint
     from refimpl.as_deepspeed import alias_deepspeed
     from refimpl.comm.group import Group
     from refimpl.engine.engine import Engine
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DDP",
     "GPT",
+    "Checkpoint",
     "Engine",
     "GPTConfig",
     "Group",
@@ -33,6 +35,7 @@ __all__ = [
     "Zero3",
     "ZeroConfig",
     "alias_deepspeed",
+    "checkpoint",
     "initialize",
     "join",
     "run",
@@ -42,6 +45,7 @@ __all__ = [
 _HOMES = {
     "DDP": "zero.ddp",
     "GPT": "model.gpt",
+    "Checkpoint": "activation.checkpoint",
     "Engine": "engine.engine",
     "GPTConfig": "model.gpt",
     "Group": "comm.group",
@@ -52,6 +56,7 @@ _HOMES = {
     "Zero3": "zero.zero3",
     "ZeroConfig": "zero.config",
     "alias_deepspeed": "as_deepspeed",
+    "checkpoint": "activation.checkpoint",
     "initialize": "engine.initialize",
     "join": "launch",
     "run": "launch",

@@ -12,6 +12,7 @@ An async work is done after work.wait(); until then neither x nor out may be tou
 was not used by this rank; its gradient counts as zero. Strategies are called "ddp", "zero1" and "zero2".
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -102,6 +103,47 @@ class GradientShards:
         self.launched = 0
 
 
+class InFlight:
+    """Reduce-scatters on their way, at most `most` at a time, so that backward need not wait for the bucket before.
+
+        flights = InFlight(group, most=2)
+        flights.launch(0, flat)   # flat [P], padded -> its reduce-scatter is under way; `flat` is not copied
+        flights.launch(1, other)
+        flights.launch(0, third)  # waits for the first of them, then starts: bucket 0 of the next micro-batch
+        flights.land()            # all have arrived
+        flights.shards            # bucket number -> [S], mean over ranks, summed over the launches of that number
+
+    A launch waits only if `most` are under way, and then for the oldest alone. What has arrived is added to its shard,
+    in memory of its own and in the dtype of the buffer, and the buffer is let go.
+    """
+
+    def __init__(self, group: Group, most: int) -> None:
+        """Nothing is under way, and there are no shards."""
+        self.group, self.most = group, most
+        self.shards: dict[int, Tensor] = {}
+        # Number of the bucket, work, flat [P], mine [S]; the oldest first.
+        self.flights: deque[tuple[int, Work, Tensor, Tensor]] = deque()
+
+    def launch(self, number: int, flat: Tensor) -> None:
+        """Start the reduce-scatter of flat [P], the gradients of bucket `number`."""
+        if len(self.flights) == self.most:
+            self.settle()
+        mine = torch.empty_like(flat[: len(flat) // self.group.size])
+        work = self.group.reduce_scatter(mine, flat, "mean", async_op=True)
+        self.flights.append((number, work, flat, mine))
+
+    def settle(self) -> None:
+        """Wait for the oldest, and add what has arrived to its shard."""
+        number, work, _, mine = self.flights.popleft()
+        work.wait()
+        self.shards[number] = self.shards[number] + mine if number in self.shards else mine
+
+    def land(self) -> None:
+        """Wait for all that are under way, the oldest first."""
+        while self.flights:
+            self.settle()
+
+
 def clip_global_norm(group: Group, shards: Mapping[str, Tensor], limit: float) -> float:
     """Clip, in place, gradients of which this rank holds the shards; returns their L2 norm before clipping.
 
@@ -160,6 +202,12 @@ HINTS = {
         "tensor of its own for the result (a view would keep the whole buffer alive), and start.",
         "settle: work.wait(), then add to the shard if there is one from an earlier micro-batch; drop the buffer.",
         "finish: launch what is left (unused parameters are zeros), settle, and reset what belongs to one backward.",
+    ],
+    "InFlight": [
+        "What must be kept of each that is under way? Its number, its work, the result, and the buffer that travels.",
+        "The oldest is the one that was launched first: a queue, `collections.deque`, with append and popleft.",
+        "launch: while there is room nothing is waited for. The result is a tensor of its own, not a view of `flat`.",
+        "The same number can be launched again while the first is still under way: so add when it arrives.",
     ],
     "clip_global_norm": [
         "Each rank knows only its own part of the sum of squares. What must travel, squares or roots?",

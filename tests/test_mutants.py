@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from refimpl.grading.chapters import Chapter, chapters, import_file
+from refimpl.grading.chapters import Chapter, chapters
 from refimpl.grading.grade import Exercise, Grader
+from refimpl.grading.live import exercises_of
 
 pytestmark = pytest.mark.xdist_group("mutants")  # one process keeps the ranks warm
 
@@ -28,9 +29,8 @@ def grader() -> Iterator[Grader]:
 
 
 def exercise(chapter: Chapter, task: str) -> Exercise:
-    test = getattr(import_file(chapter.grader, chapter.grader.stem), f"test_{task}")
-    assert isinstance(test.exercise, Exercise)
-    return test.exercise
+    (found,) = (exercise for exercise in exercises_of(chapter) if exercise.task == task)
+    return found
 
 
 def wanted(mutant: Path) -> tuple[str, list[str]]:
@@ -63,8 +63,7 @@ def test_every_mutant_is_killed_for_the_right_reason(chapter: Chapter, mutant: P
 
 @pytest.mark.parametrize("chapter", [pytest.param(c, id=c.name) for c in CHAPTERS])
 def test_every_chapter_is_complete(chapter: Chapter) -> None:
-    graded = [name for name in dir(import_file(chapter.grader, chapter.grader.stem)) if name.startswith("test_")]
-    assert sorted(graded) == sorted(f"test_{task}" for task in chapter.tasks)
+    assert sorted(exercise.task for exercise in exercises_of(chapter)) == sorted(chapter.tasks)
     assert len(chapter.mutants) >= 5
     assert {wanted(m)[0] for m in chapter.mutants} == set(chapter.tasks), "each task has a mutant"
     assert {task: len(hints) >= 2 for task, hints in chapter.hints.items()} == dict.fromkeys(chapter.tasks, True)

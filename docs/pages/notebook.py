@@ -38,7 +38,7 @@ def convert(notebook: Mapping[str, Any], name: str) -> Page:
         elif cell["cell_type"] == "code":
             code = fence(text_of(cell["source"]), "python")
             if "hide-input" in tags:
-                parts.append(folded("abstract", "Code", code))
+                parts.append(folded("code", "Code, with the answer" if "predict(" in code else "Code", code))
             elif "remove-input" not in tags:
                 parts.append(code)
             alt = cell["metadata"].get("alt", f"Plot made by the code above (cell {number})")

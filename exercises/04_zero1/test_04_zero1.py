@@ -7,7 +7,7 @@ from torch import Tensor, nn, optim
 
 from refimpl.grading.compare import Wrong, by_users, close, equal, first_divergence, require
 from refimpl.grading.grade import on_ranks
-from refimpl.grading.memory import Kept, own_memory, storage_bytes, untouched
+from refimpl.grading.memory import Kept, own_memory, storage_bytes
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup, all_done, same_traffic
 
@@ -110,76 +110,6 @@ def judge_length(found: int, numel: int, padded: int, ranks: int) -> None:
     raise Wrong(
         f"the buffer has {found} elements: more padding than needed" if found > padded else "too short", evidence
     )
-
-
-@on_ranks(1)
-def test_pieces_of(answer: Answer, group: WatchedGroup) -> None:
-    for sizes in ([3, 4], [4, 4], [10], [1, 1, 1], [7, 1, 12, 5], [2, 0, 3], [1]):
-        for ranks in (1, 2, 3, 4, 9):
-            shard = -(-sum(sizes) // ranks)
-            for rank in range(ranks):
-                case(f"sizes {sizes}, rank {rank} of {ranks}, shards of {shard}")
-                with untouched(sizes=sizes):
-                    found = answer.pieces_of(sizes, ranks, rank)
-                judge_pieces(found, sizes, ranks, rank)
-
-
-def labelled(sizes: list[int], shard: int, rank: int) -> list[tuple[int, int, int]]:
-    """The pieces in a shard, by giving every single element of the buffer a label."""
-    labels = [(number, i) for number, size in enumerate(sizes) for i in range(size)][rank * shard : (rank + 1) * shard]
-    inside = {number: [i for n, i in labels if n == number] for number, _ in labels}
-    return [(number, elements[0], elements[-1] + 1) for number, elements in inside.items()]
-
-
-def judge_pieces(found: object, sizes: list[int], ranks: int, rank: int) -> None:
-    shard = -(-sum(sizes) // ranks)
-    first, expected = rank * shard, labelled(sizes, shard, rank)
-    require(isinstance(found, list), f"the result is {found!r}, expected a list of (number, start, stop)")
-    assert isinstance(found, list)
-    found = [tuple(piece) for piece in found]
-    if found == expected:
-        return
-    evidence = [f"  expected {expected}", f"  found    {found}"]
-    begins = [sum(sizes[:i]) for i in range(len(sizes))]
-    in_buffer = [(n, a + begins[n], b + begins[n]) for n, a, b in expected]
-    require(
-        found != in_buffer, "these are places in the buffer: count from the parameter's own first element", *evidence
-    )
-    in_shard = [(n, a + begins[n] - first, b + begins[n] - first) for n, a, b in expected]
-    require(found != in_shard, "these are places in the shard: count from the parameter's own first element", *evidence)
-    require(all(a < b for _, a, b in found), "a piece is empty: leave it out", *evidence)
-    require(
-        all(0 <= a < b <= sizes[n] for n, a, b in found),
-        "a piece reaches beyond its parameter, e.g. into the padding",
-        *evidence,
-    )
-    short = found == labelled(sizes, sum(sizes) // ranks, rank)
-    require(not short, "the shards are rounded down: the last elements belong to nobody", *evidence)
-    whole, split = (all((a, b) == (0, sizes[n]) for n, a, b in pieces) for pieces in (found, expected))
-    require(
-        split or not whole,
-        "whole parameters are given out: a parameter that lies across shards has a piece in each",
-        *evidence,
-    )
-    raise Wrong(which_piece([n for n, _, _ in found], {n: (a, b) for n, a, b in found}, expected), *evidence)
-
-
-def which_piece(numbers: list[int], found: dict[int, tuple[int, int]], expected: list[tuple[int, int, int]]) -> str:
-    """The first fault in a list of pieces, in a sentence."""
-    wanted = {n: (a, b) for n, a, b in expected}
-    for n, piece in wanted.items():
-        if n not in found:
-            return f"parameter {n} is left out: elements {piece[0]} to {piece[1]} of it lie in this shard"
-    for n, (a, b) in found.items():
-        if n not in wanted:
-            return f"parameter {n} has nothing in this shard: it lies before it or behind it"
-        if a != wanted[n][0]:
-            return f"the piece of parameter {n} begins at element {a}, expected {wanted[n][0]}: where the shard begins"
-        if b != wanted[n][1]:
-            return f"the piece of parameter {n} ends before element {b}, expected {wanted[n][1]}: where the shard ends"
-    if len(numbers) > len(found):
-        return "a parameter has two pieces in one shard: it has one at most"
-    return "the pieces are not in the order of the buffer"
 
 
 @on_ranks(2, 3, 4)
@@ -285,60 +215,3 @@ def judge_weights(
         updates = by_users({n: new[n] - old[n] for n in new}, group.size, {"spare": even})
         lone = {n: {said: old[n] + t for said, t in guesses.items()} for n, guesses in updates.items()}
     first_divergence(found[1 : step + 2], truth[1 : step + 2], "the value", ranks=group.size, known=lone)
-
-
-@on_ranks(3, 2, 4)  # 3 first: with 2, "to itself" and "twice the bytes an element" are the same factor
-def test_step_traffic(answer: Answer, group: WatchedGroup) -> None:
-    for strategy in ("ddp", "zero1"):
-        for buckets, dtype in (
-            ([12], torch.float32),
-            ([5, 4], torch.float32),
-            ([7, 1, 13], torch.bfloat16),
-            ([1000, 1001], torch.bfloat16),
-        ):
-            case(f"{strategy}, buckets {buckets}, {dtype.itemsize} bytes an element, {group.size} ranks")
-            oracle = group.oracle()
-            for numel in buckets:
-                padded = -(-numel // group.size) * group.size
-                whole, mine = torch.zeros(padded, dtype=dtype), torch.zeros(padded // group.size, dtype=dtype)
-                if strategy == "ddp":
-                    oracle.all_reduce(whole)
-                else:
-                    oracle.reduce_scatter(mine, whole)
-                    oracle.all_gather(whole, mine)
-            calls, sent = oracle.ledger.calls(), oracle.ledger.sent_bytes()
-            expected = {op: (calls[op], sent[op]) for op in calls}
-            with untouched(buckets=buckets):
-                found = answer.step_traffic(strategy, buckets, group.size, dtype.itemsize)
-            judge_traffic(found, expected, group.size, dtype.itemsize)
-        case(f"{strategy}, buckets [640, 1], 2 bytes an element, 64 ranks")
-        once = 63 * (10 + 1) * 2  # to each other rank a chunk of either bucket
-        expected = {"reduce_scatter": (2, once), "all_gather": (2, once)}
-        expected = {"all_reduce": (2, 2 * once)} if strategy == "ddp" else expected
-        judge_traffic(answer.step_traffic(strategy, [640, 1], 64, 2), expected, 64, 2)
-
-
-def judge_traffic(found: object, expected: dict[str, tuple[int, int]], ranks: int, itemsize: int) -> None:
-    require(isinstance(found, dict), f"the result is {found!r}, expected a dict")
-    assert isinstance(found, dict)
-    evidence = [f"  expected {expected}", f"  found    {found}"]
-    require(
-        found.keys() == expected.keys(),
-        f"it sends with {', '.join(expected)}; you have {', '.join(found) or 'nothing'}",
-        *evidence,
-    )
-    for op, (calls, sent) in expected.items():
-        mine_calls, mine = found[op]
-        require(mine_calls == calls, f"{mine_calls} calls of {op}, the ledger counts {calls}: one a bucket", *evidence)
-        if mine == sent:
-            continue
-        why = ""
-        if itemsize < 4 and mine * itemsize == 4 * sent:
-            why = f": an element counts as 4 bytes, and it has {itemsize}"
-        elif mine * (ranks - 1) == sent * ranks:
-            why = ": a rank does not send its own shard to itself"
-        elif 2 * mine == sent:
-            why = ": exactly half, and an all-reduce has two halves"
-        elif mine < sent:
-            why = ": is each bucket padded by itself?"
-        raise Wrong(f"{mine} bytes by {op}, the ledger counts {sent}{why}", *evidence)

@@ -12,6 +12,7 @@ An async work is done after work.wait(); until then neither x nor out may be tou
 was not used by this rank; its gradient counts as zero. Strategies are called "ddp", "zero1" and "zero2".
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -69,6 +70,37 @@ class GradientShards:
     def finish(self) -> None:
         """After each backward: launch what never filled, wait for the last one, and be ready for the next backward."""
         raise NotImplementedError("GradientShards.finish")
+
+
+class InFlight:
+    """Reduce-scatters on their way, at most `most` at a time, so that backward need not wait for the bucket before.
+
+        flights = InFlight(group, most=2)
+        flights.launch(0, flat)   # flat [P], padded -> its reduce-scatter is under way; `flat` is not copied
+        flights.launch(1, other)
+        flights.launch(0, third)  # waits for the first of them, then starts: bucket 0 of the next micro-batch
+        flights.land()            # all have arrived
+        flights.shards            # bucket number -> [S], mean over ranks, summed over the launches of that number
+
+    A launch waits only if `most` are under way, and then for the oldest alone. What has arrived is added to its shard,
+    in memory of its own and in the dtype of the buffer, and the buffer is let go.
+    """
+
+    def __init__(self, group: Group, most: int) -> None:
+        """Nothing is under way, and there are no shards."""
+        raise NotImplementedError("InFlight.__init__")
+
+    def launch(self, number: int, flat: Tensor) -> None:
+        """Start the reduce-scatter of flat [P], the gradients of bucket `number`."""
+        raise NotImplementedError("InFlight.launch")
+
+    def settle(self) -> None:
+        """Wait for the oldest, and add what has arrived to its shard."""
+        raise NotImplementedError("InFlight.settle")
+
+    def land(self) -> None:
+        """Wait for all that are under way, the oldest first."""
+        raise NotImplementedError("InFlight.land")
 
 
 def clip_global_norm(group: Group, shards: Mapping[str, Tensor], limit: float) -> float:

@@ -1,29 +1,29 @@
-"""Grades chapter 05: mean gradients in shards, memory that is really freed, the norm of all, and bytes as counted."""
+"""Grades chapter 05's collector: mean gradients in shards, sent inside backward, and memory that is really freed."""
 
 import weakref
-from collections.abc import Callable
 from itertools import pairwise
 
 import torch
-from torch import Tensor, UntypedStorage, nn, optim
+from torch import Tensor, UntypedStorage, nn
 
-from refimpl.grading.compare import Wrong, by_users, close, equal, first_divergence, require
+from refimpl.grading.compare import by_users, first_divergence, require
 from refimpl.grading.grade import on_ranks
-from refimpl.grading.memory import Kept, own_memory, untouched
+from refimpl.grading.memory import Kept, own_memory
 from refimpl.grading.rank import Answer, case
-from refimpl.grading.traffic import WatchedGroup, all_done, mark_gradients, not_too_early, same_traffic
+from refimpl.grading.traffic import (
+    WatchedGroup,
+    all_done,
+    mark_gradients,
+    most_under_way,
+    not_too_early,
+    same_traffic,
+)
 from refimpl.measure.ledger import Event
 from refimpl.measure.memory import MemoryMeter
-from refimpl.zero.ddp import DDP
 from refimpl.zero.flat import Bucket, lay_out
-from refimpl.zero.stage import Stage
-from refimpl.zero.zero1 import Zero1
-from refimpl.zero.zero2 import Zero2
 
 FEATURES = 6
 LIMIT = 40
-F32 = torch.float32
-STAGES: dict[str, type[Stage]] = {"ddp": DDP, "zero1": Zero1, "zero2": Zero2}
 
 
 class Net(nn.Module):
@@ -126,10 +126,7 @@ def wanted(group: WatchedGroup, buckets: list[Bucket], dtype: torch.dtype) -> Wa
 def judge_order(events: list[Event], buckets: list[list[str]]) -> None:
     """No bucket leaves before its gradients are there, and none while another is under way."""
     not_too_early(events, buckets, "reduce_scatter")
-    flying = most = 0
-    for e in events:
-        flying += {"start": 1, "end": -1}.get(e.phase, 0)
-        most = max(most, flying)
+    most = most_under_way(events)
     require(most <= 1, f"{most} buckets are under way at once: settle the one before, or their buffers add up")
 
 
@@ -267,182 +264,3 @@ def freed(answer: Answer, group: WatchedGroup) -> None:
         f"{peak} elements were alive at the peak of backward: shards ({shards}) and 5 buckets of {size} should do",
         "Does each buffer go when its bucket has travelled?",
     )
-
-
-@on_ranks(2, 3, 4)
-def test_clip_global_norm(answer: Answer, group: WatchedGroup) -> None:
-    for size, limit, dtype in (
-        (1.0, 2.0, torch.float32),
-        (1.0, 100.0, torch.float32),
-        (1e20, 2.0, torch.float32),
-        (0.0, 2.0, torch.float32),
-        (900.0, 5.0, torch.float16),
-        (3.0, 5.0, torch.bfloat16),
-    ):
-        case(f"{dtype}, elements of size {size:g}, limit {limit:g}; one tensor under two names, rank 1 owns nothing")
-        everyones = [shards_of(rank, size, dtype) for rank in range(group.size)]
-        unique = [{id(t): t for t in shards.values()}.values() for shards in everyones]
-        flats = [torch.cat([t.double().flatten() for t in mine]) if mine else torch.zeros(0) for mine in unique]
-        norm = float(torch.cat(flats).norm())
-        mine, watched = shards_of(group.rank, size, dtype), group.fresh()
-        given = dict(mine)
-        found = answer.clip_global_norm(watched, given, limit)
-        require(list(given) == list(mine), "the dict of shards has other names than before")
-        require(isinstance(found, float), f"the result is {found!r}, expected a Python float")
-        told = group.everyone(found)
-        own = [float(f.norm()) for f in flats]
-        local = norm > 0 and torch.allclose(torch.tensor(told), torch.tensor(own), rtol=1e-3)
-        require(
-            not local, "each rank has the norm of its own shards: the sum of squares must be all-reduced", f"  {told}"
-        )
-        if found != norm:
-            judge_norm(found, norm, everyones, own, limit)
-        require(len(set(told)) == 1, f"the ranks must clip by the same norm, but have {told}")
-        factor = min(1.0, limit / norm) if norm else 1.0
-        for name, t in everyones[group.rank].items():
-            names = sum(t is other for other in everyones[group.rank].values())
-            known = {
-                "it is not clipped": t,
-                f"it is clipped {names} times: it is one tensor under {names} names": (t * factor**names).to(dtype),
-                "it is multiplied by limit / norm although the norm is within the limit": (
-                    t.double() * limit / max(norm, 1e-30)
-                ).to(dtype),
-            }
-            if given[name] is not mine[name] and close(given[name], t * factor, rtol=1e-2):
-                raise Wrong("the dict has new tensors: clip in place, whoever holds the old ones must see it")
-            wanted = (t.double() * factor).to(dtype)
-            equal(
-                mine[name], wanted, f"the shard of {name}", known=known, rtol=1e-5 if dtype == torch.float32 else 2e-3
-            )
-        oracle = group.oracle()
-        oracle.all_reduce(torch.zeros(1))
-        if watched.ledger.calls() != {"all_reduce": 1}:
-            same_traffic(watched, oracle, "clip_global_norm")
-        sent = sum(watched.ledger.sent_bytes().values())
-        oracle.ledger.reset()
-        oracle.all_reduce(torch.zeros(1, dtype=torch.float64))
-        most = sum(oracle.ledger.sent_bytes().values())
-        require(
-            sent <= most, f"{sent} bytes for one norm, one number takes {most}: add up here, then reduce one number"
-        )
-
-
-def shards_of(rank: int, size: float, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What a rank holds: odd sizes; rank 0 has one tensor under two names, rank 1 nothing."""
-    if rank == 1:
-        return {}
-    generator = torch.Generator().manual_seed(rank)
-    shards = {n: (size * torch.randn(3 + i + rank, generator=generator)).to(dtype) for i, n in enumerate(("a", "b"))}
-    if rank == 0:
-        shards["wte.weight"] = shards["head.weight"] = (size * torch.ones(7)).to(dtype)
-        shards["x"] = shards["y"] = shards["a"]  # tied under any names, and next, equal but not tied
-        shards["twin"] = shards["b"].clone()
-    return shards
-
-
-def judge_norm(found: float, norm: float, everyones: list[dict[str, Tensor]], own: list[float], limit: float) -> None:
-    def of(once: Callable[[str, Tensor], object]) -> float:
-        """The norm if `once` is what tells two tensors apart."""
-        kept = [t for shards in everyones for t in {once(n, t): t for n, t in shards.items()}.values()]
-        return float(torch.cat([t.double().flatten() for t in kept]).norm())
-
-    known = {
-        "the tied parameter is counted twice: it is one tensor under two names": of(lambda name, t: name),
-        "tied parameters are known by a name: any two names can hold one tensor; compare with `is`, or by id": of(
-            lambda name, t: name.replace("head", "wte")
-        ),
-        "two tensors of equal values count once: tied are those that are one tensor": of(
-            lambda n, t: tuple(t.tolist())
-        ),
-        "it is the sum of the ranks' norms: add up squares, then take one root": sum(own),
-        "it is the norm after clipping": min(norm, limit),
-        "the root is missing": norm**2,
-    }
-    tensors = {k: torch.tensor(v, dtype=torch.float64) for k, v in known.items()}
-    value, wanted = torch.tensor(found, dtype=torch.float64), torch.tensor(norm, dtype=torch.float64)
-    equal(value, wanted, "the norm", known=tensors, rtol=1e-5, atol=0)
-
-
-@on_ranks(2, 3)
-def test_accumulated_bytes(answer: Answer, group: WatchedGroup) -> None:
-    for name, kind in STAGES.items():
-        for samples, room, dtype in ((1, 4, F32), (4, 4, F32), (5, 2, F32), (6, 1, F32), (5, 2, torch.bfloat16)):
-            case(f"{name}, {samples} samples, room for {room}, {dtype}")
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(64, 6, bias=False), nn.Linear(6, 64, bias=False)).to(dtype)
-            stage = kind(model, optim.AdamW(model.parameters()), group.oracle())
-            stage.group.ledger.reset()
-            batches = torch.ones(samples, 64).split(room)
-            for batch in batches:
-                stage.backward(model(batch.to(dtype)).sum(), sync=batch is batches[-1])
-            stage.step()
-            counted: dict[str, int] = {}
-            for e in stage.group.ledger.events:
-                if e.phase == "start" and e.tag in ("gradients", "parameters"):
-                    counted[e.op] = counted.get(e.op, 0) + e.sent_bytes
-            padded = sum(b.padded for b in stage.buckets)
-            found = answer.accumulated_bytes(name, padded, group.size, dtype.itemsize, samples, room)
-            evidence = [
-                f"{padded} parameters of {dtype.itemsize} bytes, {group.size} ranks, {len(batches)} backwards",
-                f"  counted  {counted}",
-                f"  found    {found}",
-            ]
-            require(isinstance(found, dict), f"the result is {found!r}, expected a dict", *evidence)
-            judge_bytes(found, counted, name, len(batches), evidence)
-    case("64 ranks: zero2, 640 parameters of 2 bytes, one backward")
-    chunks = dict.fromkeys(("reduce_scatter", "all_gather"), 63 * 10 * 2)  # to each other rank a chunk of 10
-    judge_bytes(answer.accumulated_bytes("zero2", 640, 64, 2, 3, 4), chunks, "zero2", 1, [])
-
-
-def judge_bytes(found: dict[str, int], counted: dict[str, int], name: str, backwards: int, evidence: list[str]) -> None:
-    require(found.keys() == counted.keys(), f"{name} sends with {' and '.join(counted)} only", *evidence)
-    for op, sent in counted.items():
-        why = ""
-        if found[op] * backwards == sent:
-            why = f": {name} sends with each of {backwards} backwards"
-        elif found[op] == sent * backwards:
-            why = f": {name} does this once a step, not with each backward"
-        elif op == "reduce_scatter" and found[op] < sent:
-            why = ": does the last micro-batch, which is not full, count too?"
-        elif found[op] == 2 * sent:
-            why = ": exactly 2x: is `itemsize` what an element takes?"
-        require(found[op] == sent, f"{name}: {found[op]} bytes by {op}, the ledger counts {sent}{why}", *evidence)
-
-
-@on_ranks(2, 3, 4)
-def test_peak_gradient_bytes(answer: Answer, group: WatchedGroup) -> None:
-    for buckets in ([8, 4], [4, 8], [24], [6, 6, 6, 6], [7, 1, 5, 12], [1, 1, 30]):
-        for dtype, ranks in ((torch.float32, group.size), (torch.bfloat16, group.size), (torch.bfloat16, 16)):
-            case(f"buckets {buckets}, {dtype.itemsize} bytes an element, {ranks} ranks")
-            expected, story = counted_peak(buckets, group, dtype, ranks)
-            with untouched(buckets=buckets):
-                found = answer.peak_gradient_bytes(buckets, ranks, dtype.itemsize)
-            if found == expected:
-                continue
-            padded = [-(-n // ranks) * ranks for n in buckets]
-            shards = sum(padded) // ranks
-            known = {
-                "that is the largest bucket: shards take memory too": max(padded),
-                "that is a whole gradient: the buckets before are freed already": sum(padded),
-                "that is what stays in the end: a bucket that travels is larger than its shard": shards,
-                "that is all shards and the largest bucket: are all shards there when it travels?": shards
-                + max(padded),
-            }
-            why = next((k for k, v in known.items() if v * dtype.itemsize == found), "")
-            raise Wrong(f"{found} bytes, counted {expected}" + (f": {why}" if why else ""), *story)
-
-
-def counted_peak(buckets: list[int], group: WatchedGroup, dtype: torch.dtype, ranks: int) -> tuple[int, list[str]]:
-    """Send the buckets one after another (if there are as many ranks) and count what is alive each time."""
-    shards: list[Tensor] = []
-    peak, story = 0, ["alive while each bucket travels, in bytes:"]
-    for number, numel in enumerate(buckets):
-        shard = -(-numel // ranks)
-        flat = torch.zeros(shard * ranks, dtype=dtype)
-        shards.append(torch.empty(shard, dtype=dtype))
-        if ranks == group.size:
-            group.oracle().reduce_scatter(shards[-1], flat)
-        sizes = MemoryMeter(lambda flat=flat: {"flat": [flat], "shards": shards}).now()
-        story.append(f"  bucket {number}: flat buffer {sizes['flat']}, shards {sizes['shards']}")
-        peak = max(peak, sizes["flat"] + sizes["shards"])
-    return peak, story

@@ -102,6 +102,14 @@ def checkpoint(context: typer.Context) -> None:
     checkpoint_app(context.args, prog_name="refimpl checkpoint", standalone_mode=False)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def plan(context: typer.Context) -> None:
+    """Decide before a run: `refimpl plan activations --budget 2GB` says which blocks to compute again."""
+    from refimpl.cli.plan import app as plan_app
+
+    plan_app(context.args, prog_name="refimpl plan", standalone_mode=False)
+
+
 @app.command()
 def quiz(
     topic: Annotated[str | None, typer.Option(help="One topic, such as zero or communication. Default: all.")] = None,

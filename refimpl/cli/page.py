@@ -26,7 +26,7 @@ THEMES = {"light": ("#1b1f24", "#ffffff", "#d0d7de"), "dark": ("#e6edf3", "#0d11
 def draw(
     file: Path | io.BytesIO, rows: Sequence[Row], curves: Curves, theme: str = "light", panels: Sequence[str] = PANELS
 ) -> None:
-    """Bytes per parameter by class, and the loss curves, side by side as PNG; or one of the two."""
+    """Bytes per parameter by class, the loss curves below them, as PNG that a phone can show; or one of the two."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -35,9 +35,9 @@ def draw(
     colours = {f"{part}.color": ink for part in ("text", "xtick", "ytick")}
     style: Any = {**colours, "axes.labelcolor": ink, "axes.edgecolor": grid, "axes.facecolor": paper, "font.size": 10}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(6 * len(panels), 4.8), dpi=150, facecolor=paper, layout="constrained")
+        figure = Figure(figsize=(5, 3.7 * len(panels)), dpi=150, facecolor=paper, layout="constrained")
         FigureCanvasAgg(figure)
-        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for axes, panel in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
             if panel == "memory":
                 draw_memory(axes, rows, ink)
             else:
@@ -66,7 +66,7 @@ def draw_memory(axes: "Axes", rows: Sequence[Row], ink: str) -> None:
     axes.set_ylim(0, max(heights) * 1.32)
     axes.set_ylabel("bytes per parameter on a rank")
     axes.set_title(f"Memory between backward and step, {rows[0].ranks} ranks", loc="left", fontsize=11)
-    axes.legend(ncols=3, fontsize=8.5, frameon=False, loc="upper left")
+    axes.legend(ncols=3, fontsize=9, frameon=False, loc="upper left")
 
 
 def draw_loss(axes: "Axes", curves: Curves, ink: str) -> None:
@@ -88,7 +88,7 @@ def draw_loss(axes: "Axes", curves: Curves, ink: str) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats a byte")
     axes.set_title("Training loss (equal curves lie on each other)", loc="left", fontsize=11)
-    axes.legend(fontsize=8.5, frameon=False, ncols=2)
+    axes.legend(fontsize=9, frameon=False, ncols=2)
 
 
 def picture(panel: str, rows: Sequence[Row], curves: Curves, description: str) -> str:

@@ -2,6 +2,7 @@
 
     deepspeed.initialize, init_distributed, add_config_arguments, DeepSpeedEngine, DeepSpeedConfig
     deepspeed.zero.Init, zero.GatheredParameters        runtime/zero/partition_parameters.py
+    deepspeed.checkpointing.configure, .checkpoint      runtime/activation_checkpointing/checkpointing.py
     deepspeed.comm                                      collectives, torch.distributed's
     deepspeed.ops.adam, .adagrad, .lion                 optimizers by DeepSpeed's names
     deepspeed.utils                                     safe_get_full_fp32_param and its kin, logger, leaf modules
@@ -92,10 +93,12 @@ def initialize(
     """
     if mesh_param is not None:
         raise NotImplementedError("initialize: mesh_param: not implemented yet; all ranks are data-parallel")
-    return _engine.initialize(
+    made = _engine.initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler,
         mpu, dist_init_required, collate_fn, config, config_params,
     )  # fmt: skip
+    checkpointing.adopt(made[0].config.activation_checkpointing)
+    return made
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

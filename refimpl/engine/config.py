@@ -78,6 +78,9 @@ class DeepSpeedConfig(section.Section):
         default_factory=section.ZeroOptimization, description="what is sharded over the ranks"
     )
     aio: section.AsyncIO = Field(default_factory=section.AsyncIO, description="how a disk is driven")
+    activation_checkpointing: section.ActivationCheckpointing = Field(
+        default_factory=section.ActivationCheckpointing, description="where inputs of activation checkpoints wait"
+    )
     checkpoint: section.Checkpoint = Field(default_factory=section.Checkpoint, description="checks of checkpoints")
     comms_logger: section.CommsLogger = Field(default_factory=section.CommsLogger, description="report of the traffic")
     csv_monitor: section.CSVMonitor = Field(default_factory=section.CSVMonitor, description="metrics as CSV files")

@@ -31,7 +31,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from refimpl.comm.group import Group
 from refimpl.engine import checkpoint, resume, weights
+from refimpl.engine.activations import checkpointer
 from refimpl.engine.asked import Asked
 from refimpl.engine.build import Parts
 from refimpl.engine.dataloader import RepeatingLoader
@@ -52,6 +54,8 @@ class Engine(ModuleState, Asked):
         super().__init__(parts)
         self.report = Report(parts)
         self.device = self.group.device
+        # For the model's own use: engine.activation_checkpoint(block, x).
+        self.activation_checkpoint = checkpointer(self.config.activation_checkpointing, Group(None), self.group.rank)
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.group.rank))
         self._step_applied = False
         self._boundary: bool | None = None  # what the client said, if it did

@@ -199,17 +199,6 @@ SPARSE_ATTENTION = (
 
 # A section without a switch: each key for itself, DeepSpeed's default passes.
 SECTIONS: Mapping[str, tuple[str, Mapping[str, Sequence[Any]]]] = {
-    "activation_checkpointing": (
-        f"{NOT_YET}: use torch.utils.checkpoint in the model",
-        {
-            "partition_activations": [False],
-            "cpu_checkpointing": [False],
-            "contiguous_memory_optimization": [False],
-            "number_checkpoints": [None],
-            "synchronize_checkpoint_boundary": [False],
-            "profile": [False],
-        },
-    ),
     "pipeline": (
         f"{NOT_YET}: pipeline parallelism",
         {

@@ -238,6 +238,23 @@ class Writer(Section):
     decoupled: bool = Field(default=False, description="write in the background; a step waits for the copy alone")
 
 
+class ActivationCheckpointing(Section):
+    """Where the inputs of `checkpoint` wait for backward; `refimpl.engine.activations` applies it."""
+
+    partition_activations: bool = Field(default=False, description="each model-parallel neighbour keeps 1/N of them")
+    cpu_checkpointing: bool = Field(default=False, description="they wait in host memory")
+    contiguous_memory_optimization: bool = Field(
+        default=False, description="they are copied into one arena, of number_checkpoints inputs"
+    )
+    number_checkpoints: Positive | None = Field(
+        default=None, description="layers that are checkpointed in a forward: the size of the arena"
+    )
+    synchronize_checkpoint_boundary: bool = Field(
+        default=False, description="wait for the GPU before and after each run of a checkpointed function"
+    )
+    profile: bool = Field(default=False, description="rank 0 prints each run's milliseconds")
+
+
 class Checkpoint(Section):
     """How checkpoints are checked and written."""
 

@@ -4,7 +4,7 @@ A chapter NN_name has
 
     solutions/NN_name.py                   written by hand: the tasks (public functions and classes) and HINTS
     exercises/NN_name/exercise.py          the stub made from it: python -m refimpl.grading.stubs
-    exercises/NN_name/test_NN_name.py      the grader, written once for every answer
+    exercises/NN_name/test_*.py            the graders, written once for every answer; a long one is cut by task
     tests/mutants/NN_name/*.py             wrong answers that the grader must reject, and say why
 
 In a solution every public function and every method is a task, whose body the stub replaces, unless its `def` line ends
@@ -40,7 +40,8 @@ A mutant is a file with one wrong task, and two lines in its docstring, `task: N
     compare.py     Wrong, equal, recognised misconceptions
     memory.py      what stays alive, views of more, changed inputs
     process.py     what an answer sets for its process, put back before the next
-    cheats.py      ways round an exercise, by name
+    cheats.py      ways round an exercise, by name, as the text tells
+    calls.py       the same, as an answer calls them while it runs
     traffic.py     WatchedGroup, transcripts
     live.py        one task at once, on warm ranks: for `%%task` and `refimpl exercise watch`
     verdict.py     pass, fail or todo, and why

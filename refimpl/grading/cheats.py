@@ -1,6 +1,7 @@
 """Ways to the right numbers that are not the exercise: named, so that nobody mistakes them for a pass.
 
-Read from the file's text, for one task: its own definition, and what of the file it uses.
+Read from the file's text, for one task: its own definition, and what of the file it uses. calls.py sees what the text
+does not tell.
 """
 
 import ast
@@ -39,14 +40,30 @@ def _said(node: ast.AST, names: dict[str, str]) -> str:
     for full in dotted:
         if full.split(".")[0] == "solutions":
             return "the solution is imported; write the answer here"
-        closed = full.startswith("refimpl.") and not any(full.startswith(o) or o.startswith(full) for o in OPEN)
-        if closed:
-            return f"{full} is refimpl's own; the exercise is to write it from what `group` offers"
+        if said := closed(full):
+            return said
         if full.startswith("torch.distributed.") and full.rpartition(".")[2] in MOVES:
-            return f"{full} goes round the group, uncounted: every byte must go through `group`"
+            return around(full)
     if isinstance(node, ast.Attribute) and node.attr in GRADERS and _name(node.value) == "group":
-        return f"group.{node.attr} is for the grader; use the group's collectives, which are counted"
+        return for_graders(node.attr)
     return ""
+
+
+def closed(full: str) -> str:
+    """What is wrong with using this name, or ""."""
+    if full.startswith("torch.utils.checkpoint"):
+        return f"{full} is the exercise, done; write it with torch.autograd"
+    if not full.startswith("refimpl.") or any(full.startswith(o) or o.startswith(full) for o in OPEN):
+        return ""
+    return f"{full} is refimpl's own; the exercise is to write it from what `group` offers"
+
+
+def around(full: str) -> str:
+    return f"{full} goes round the group, uncounted: every byte must go through `group`"
+
+
+def for_graders(name: str) -> str:
+    return f"group.{name} is for the grader; use the group's collectives, which are counted"
 
 
 def _used(tree: ast.Module, task: str) -> list[ast.stmt]:

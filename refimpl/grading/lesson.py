@@ -17,23 +17,30 @@ COURSE = '''\
 
 # %%
 # %load_ext refimpl.notebook
+
+# %% tags=["hide-input"]
 from refimpl.notebook import predict
 
-predict("How many bytes of 16 does each of 2 ranks send in an all-reduce?", 2 * 16 / 2, unit="bytes", why="2n(N-1)/N")
+predict(
+    "How many bytes of 16 does each of 2 ranks send in an all-reduce?",
+    2 * 16 / 2,
+    unit="bytes",
+    why="2n(N-1)/N",
+)
 
 # %% [markdown]
 # ## 2. The idea
 #
 # One picture (a `mermaid` block, or matplotlib) and one formula. Say what each letter counts.
 
-# %%
+# %% tags=["hide-input"]
 predict("Rank r of 2 holds 10 r. What is the mean over the ranks?", (0 + 10) / 2)
 
 # %% [markdown]
 # ## 3. Build it
 #
-# A few small cells on real ranks, each with one new thing. A task of the exercises comes before the cell that shows
-# how it is done:
+# A few small cells on real ranks, each with one new thing. A task of the exercises is written here. What stands around
+# it does not print its solution, but what tells a right answer from others:
 
 
 # %%
@@ -46,20 +53,16 @@ def mean_of_ranks(group: Group, x: Tensor) -> Tensor:
     raise NotImplementedError("mean_of_ranks")
 
 
-# %%
+# %% tags=["hide-input"]
 predict("What happens first?", ["the sum over ranks", "the division by N"], order=True)
 
 
 # %%
 # %%ranks 2
-def mean_of_ranks(x):  # [n] -> [n]
-    mean = x.clone()
-    group.all_reduce(mean, "mean")
-    return mean
-
-
 x = torch.arange(4.0) + 10 * rank
-print(mean_of_ranks(x).tolist(), "after sending", group.ledger.sent_bytes())
+total = x.clone()
+group.all_reduce(total)
+print("the sum over ranks:", total.tolist(), "| sent:", group.ledger.sent_bytes())
 
 # %% [markdown]
 # ## 4. Read it
@@ -77,8 +80,8 @@ print(mean_of_ranks(x).tolist(), "after sending", group.ledger.sent_bytes())
 # Plant one famous bug, show how it looks (a hang, NaN, silent divergence), and how one finds it. A cell that is to fail
 # has the tag `raises-exception`; one whose output depends on the clock has `nbval-ignore-output`.
 
-# %%
-predict("Gradients are summed over 2 ranks, not averaged. How many times too large are they?", 2)
+# %% tags=["hide-input"]
+predict("Gradients are summed over 2 ranks, not averaged. How many times too large?", 2)
 
 # %% [markdown]
 # ## 7. Prove it

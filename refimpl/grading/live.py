@@ -15,9 +15,7 @@ class Live:
 
     def __init__(self, chapter: Chapter, grader: Grader) -> None:
         self.chapter, self.grader = chapter, grader
-        module = import_file(chapter.grader, chapter.grader.stem)
-        found = [getattr(value, "exercise", None) for name, value in vars(module).items() if name.startswith("test_")]
-        self.exercises = {e.task: e for e in found if isinstance(e, Exercise)}
+        self.exercises = {exercise.task: exercise for exercise in exercises_of(chapter)}
 
     def warm(self) -> None:
         """Start the ranks that the chapter's graders will ask for."""
@@ -29,6 +27,13 @@ class Live:
         verdict = self.grader.grade(self.exercises[task], path or self.chapter.exercise)
         Progress.load().record({(self.chapter.name, task): verdict})
         return verdict
+
+
+def exercises_of(chapter: Chapter) -> list[Exercise]:
+    """All that the chapter's graders ask, in no order."""
+    modules = [import_file(path, path.stem) for path in chapter.graders]
+    found = [getattr(value, "exercise", None) for module in modules for value in vars(module).values()]
+    return [e for e in found if isinstance(e, Exercise)]
 
 
 def changed_tasks(before: str, after: str, tasks: list[str]) -> list[str]:

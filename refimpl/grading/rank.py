@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from refimpl import launch
 from refimpl.comm.group import Group
+from refimpl.grading.calls import Calls
 from refimpl.grading.chapters import import_file
 from refimpl.grading.compare import Todo, Wrong, WrongFile
 from refimpl.grading.process import Process
@@ -44,13 +45,15 @@ def grade_here(check: Check, path: Path, task: str) -> None:
     World.__init__ = refuse_ranks  # type: ignore[method-assign]
     gc.collect()
     gc.freeze()  # what was there before costs `memory.alive` no time
-    process = Process()
+    process, calls = Process(), Calls(path)
     try:
         answer = import_file(path, path.stem)
         process.reset_switches()  # set while the file was read, e.g. by set_grad_enabled(False): not for the grader
         if not hasattr(answer, task):
             raise Wrong(f"{path.name} has no `{task}`", "Its name and arguments must stay as they were given.")
-        check(answer, WatchedGroup(dist.group.WORLD, control=Group(dist.new_group())))
+        calls.inherited(getattr(answer, task))
+        with calls.watched():
+            check(answer, WatchedGroup(dist.group.WORLD, control=Group(dist.new_group())))
     except Wrong as wrong:
         raise Wrong(wrong.headline, *wrong.details, *left_set(process)) from wrong
     except NotImplementedError as error:

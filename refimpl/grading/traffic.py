@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -124,12 +125,15 @@ def mark_gradients(model: nn.Module, ledger: Ledger) -> None:
 def one_at_a_time(group: WatchedGroup, what: str) -> None:
     """Raise Wrong if more than one send, or more than one receive, was under way at the same time."""
     for op in ("send", "recv"):
-        flying = most = 0
-        for e in group.ledger.events:
-            flying += {"start": 1, "end": -1}.get(e.phase, 0) * (e.op == op)
-            most = max(most, flying)
+        most = most_under_way([e for e in group.ledger.events if e.op == op])
         if most > 1:
             raise Wrong(f"{what} has {most} {op}s under way at once, each with its buffer: wait for one, then the next")
+
+
+def most_under_way(events: Sequence[Event]) -> int:
+    """The largest number of collectives that were under way at the same time."""
+    steps = ({"start": 1, "end": -1}.get(e.phase, 0) for e in events)
+    return max(accumulate(steps), default=0)
 
 
 def all_done(group: Group, what: str) -> None:

@@ -3,7 +3,8 @@
 The source is a Python file in the percent format (https://jupytext.readthedocs.io): people review that. The notebook
 beside it has the same cells, run from top to bottom, with their outputs. Running it again changes no byte: a cell's id
 comes from its content, nothing in the file tells the time, and cells whose outputs do (tag `nbval-ignore-output`) keep
-those they have, as long as no code of the chapter has changed. `--fresh` measures them anew.
+those they have, as long as no code of the chapter has changed. `--fresh` measures them anew. A cell tagged `hide-input`
+is folded, here and on the site: what it shows stays, its code opens with a click.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-TIMED = "nbval-ignore-output"
+TIMED, FOLDED = "nbval-ignore-output", "hide-input"
 _METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -35,6 +36,8 @@ def read(source: Path) -> Any:
         digest = hashlib.sha256(f"{cell.cell_type} {cell.source}".encode()).hexdigest()[:8]
         seen[digest] += 1
         cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
+        if FOLDED in cell.metadata.get("tags", []):
+            cell.metadata["jupyter"] = nbformat.from_dict({"source_hidden": True})  # what JupyterLab reads
     return notebook
 
 

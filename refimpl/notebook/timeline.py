@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from refimpl.measure.ledger import Event, Ledger
+from refimpl.notebook import show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,10 +74,9 @@ def hidden(bars: Sequence[Bar]) -> int:
 
 def draw(timelines: Mapping[str, Sequence[Bar]]) -> "Figure":
     """One timeline below the other."""
-    import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
-    figure, axes = plt.subplots(len(timelines), 1, figsize=(10, 4.2), layout="constrained", height_ratios=(3, 5))
+    figure, axes = show.figure(4.6, rows=len(timelines), height_ratios=(3, 5))
     for axis, (name, bars) in zip(axes, timelines.items(), strict=True):
         _draw_one(axis, bars)
         axis.set(title=name, xticks=[])
@@ -85,7 +85,7 @@ def draw(timelines: Mapping[str, Sequence[Bar]]) -> "Figure":
         handles=[Patch(color=colour) for colour in COLOURS.values()],
         labels=["forward of a block", "backward", "gather", "reduction"],
         loc="outside lower center",
-        ncols=4,
+        ncols=2,
         frameon=False,
     )
     return figure
@@ -99,8 +99,8 @@ def _draw_one(axis: "Axes", bars: Sequence[Bar]) -> None:
             y = next(row for row in range(2, 99) if free_from.get(row, -1) <= first)
             free_from[y] = last
         axis.barh(y, last - first, left=first, height=0.75, color=COLOURS[lane], edgecolor="white")
-        axis.text((first + last) / 2, y, label, ha="center", va="center", color="white", fontsize=8)
+        axis.text((first + last) / 2, y - 0.4, label, ha="center", va="bottom", fontsize=9)  # above: bars are narrow
     rows = max(free_from, default=1) + 1
     axis.set_yticks(range(rows), ["compute", "reduce", "gather", *[""] * rows][:rows])
     axis.invert_yaxis()
-    axis.spines[["top", "right", "bottom"]].set_visible(False)
+    axis.spines["bottom"].set_visible(False)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class Knobs:
     """`draw(**values)` returns a matplotlib Figure; `knobs` lists the values of each slider, the first is the start.
 
+    On the slider numbers lie in order.
+
     `table`, a DataFrame of the same numbers, is the text form: it is what a stored notebook keeps.
     """
 
@@ -36,7 +38,10 @@ class Knobs:
         picture = ipywidgets.Image(format="png")
         sliders = {
             name: ipywidgets.SelectionSlider(
-                options=list(values), description=name.replace("_", " "), style={"description_width": "initial"}
+                options=values if isinstance(values[0], str) else sorted(values),
+                value=values[0],
+                description=name.replace("_", " "),
+                style={"description_width": "initial"},
             )
             for name, values in self.knobs.items()
         }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.notebook import show
 from refimpl.notebook.widgets import Knobs
 from refimpl.plan.formulas import STRATEGIES, Layout, Strategy, memory_bytes
 from refimpl.zero.flat import ALIGN, cut_into_buckets, round_up
@@ -75,9 +76,7 @@ def rank_bytes(
 
 def bars(config: GPTConfig, strategies: Sequence[Strategy], ranks: int, bucket_size: int) -> "Figure":
     """One bar a strategy: bytes per parameter on each rank, in bf16 with AdamW."""
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7.5, 1.2 + 0.5 * len(strategies)), layout="constrained")
+    figure, axis = show.figure(1.7 + 0.5 * len(strategies))
     rows = [rank_bytes(s, ranks, bucket_size, config) for s in strategies]
     left = [0.0] * len(rows)
     for name, colour in COLOURS.items():
@@ -88,8 +87,7 @@ def bars(config: GPTConfig, strategies: Sequence[Strategy], ranks: int, bucket_s
         axis.text(total, i, f" {total:.2f}", va="center")
     axis.invert_yaxis()
     axis.set(xlabel="bytes per parameter on each rank", xlim=(0, max(20.0, 1.15 * max(left))))
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=8)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=9)
     return figure
 
 
@@ -121,4 +119,4 @@ def memory_knobs(
         return bars(config, strategies, ranks, bucket_size)
 
     text = table(config, strategies, ranks[:1], bucket_size)
-    return Knobs(draw, text, ranks=sorted(ranks), bucket_size=sorted(bucket_size))
+    return Knobs(draw, text, ranks=ranks, bucket_size=bucket_size)

@@ -112,27 +112,25 @@ class Fetch:
     def watch_saved(self, module: nn.Module) -> None:
         """Look at what autograd saves while `module` runs: what lies in a unit must be there when it is unpacked.
 
-        So backward is right whatever the module's output looks like and whichever way it goes on.
+        So backward is right whatever the module's output looks like and whichever way it goes on. autograd asks the
+        innermost hooks alone, so these hand on to those around them what is theirs: a checkpoint's, for one.
         """
         enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         running = self.running[-1]
         if self.units_of[module] and not running.is_watched and torch.is_grad_enabled() and enabled:
-            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+            around = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            outer = getattr(around[0], "__self__", None) if around else None
+            if isinstance(outer, Watch) and outer.fetch is self:
+                return
+            watch = Watch(self, *(around or (same, same)))
+            torch._C._autograd._push_saved_tensors_default_hooks(watch.pack, watch.unpack)
             running.is_watched = True
 
-    def pack(self, tensor: Tensor) -> Tensor | tuple[Unit, Tensor]:
-        unit = self.unit_at.get(tensor.untyped_storage()._cdata)
-        # A parameter itself is put elsewhere when it is freed; what it is a view of stays.
-        return tensor if unit is None else (unit, tensor.detach() if tensor.is_leaf else tensor)
-
-    def unpack(self, packed: Tensor | tuple[Unit, Tensor]) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        unit, tensor = packed
+    def unpack(self, unit: Unit) -> None:
+        """Backward unpacks what lies in `unit`."""
         if unit.is_free:
             self.used(unit, "backward")
         unit.wait()
-        return tensor
 
     def need(self, module: nn.Module, during: Pass) -> None:
         """Return when all units of `module` are available, with those that come next on their way."""
@@ -195,3 +193,30 @@ class Fetch:
             handle.remove()
         for unit in self.units:
             unit.on_use = None
+
+
+@dataclass
+class Watch:
+    """What autograd saves while a module runs: for the hooks `around`, and noted if it lies in a unit."""
+
+    fetch: Fetch
+    pack_around: Callable[[Tensor], Any]
+    unpack_around: Callable[[Any], Tensor]
+
+    def pack(self, tensor: Tensor) -> tuple[Unit | None, Any]:
+        unit = self.fetch.unit_at.get(tensor.untyped_storage()._cdata)
+        if unit is not None and tensor.is_leaf:
+            tensor = tensor.detach()  # a parameter itself is put elsewhere when it is freed; what it is a view of stays
+        return unit, self.pack_around(tensor)
+
+    def unpack(self, packed: tuple[Unit | None, Any]) -> Tensor:
+        unit, kept = packed
+        tensor = self.unpack_around(kept)  # which may run a checkpointed function again
+        if unit is not None:
+            self.fetch.unpack(unit)
+        return tensor
+
+
+def same(tensor: Tensor) -> Tensor:
+    """Hooks that are not there."""
+    return tensor

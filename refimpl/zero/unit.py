@@ -11,7 +11,7 @@ under way never ends: `free` leaves it alone, and its memory, into which a peer 
 The full buffer keeps its identity and gives its memory back: `untyped_storage().resize_(0)`. So everything autograd
 saved during forward, also views such as weight.t(), is right again once the buffer is refilled for backward. A freed
 parameter keeps its shape (`Freed` in parameter.py): computing with it gathers it, or is an error that names it.
-FSDP frees the same way (Zhao et al. 2023, arXiv:2304.11277, section 4); DeepSpeed swaps `param.data` for an empty
+FSDP1 frees the same way (torch/distributed/utils.py, `_free_storage`); DeepSpeed swaps `param.data` for an empty
 tensor (deepspeed/runtime/zero/partition_parameters.py), which views kept by autograd do not see.
 """
 

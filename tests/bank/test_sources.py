@@ -43,6 +43,28 @@ def test_every_source_is_on_the_list_and_the_list_has_no_other() -> None:
     assert listed() - set(cited) == set()
 
 
+def sections(source: str) -> list[str]:
+    """ "arXiv:1910.02054 sections 5.1 and 7, and figure 1" -> ["5.1", "7", "figure 1"]."""
+    _, _, places = source.partition(" ")
+    return [" ".join(filter(None, found)) for found in re.findall(r"(figure|appendix)?\s?\b([\d.]*\d|[A-Z])\b", places)]
+
+
+def test_sections_of_a_citation_are_read() -> None:
+    assert sections("arXiv:1910.02054 sections 5.1, 5.2 and 7.2.1") == ["5.1", "5.2", "7.2.1"]
+    assert sections("arXiv:2204.02311 section 4.1 and appendix B") == ["4.1", "appendix B"]
+    assert sections("arXiv:1910.02054") == []
+
+
+def test_every_section_is_listed_as_looked_up_or_as_remembered() -> None:
+    seen, remembered = LIST["sections"]["seen"], LIST["sections"]["remembered"]
+    listed = {number: {*seen.get(number, []), *remembered.get(number, [])} for number in {*seen, *remembered}}
+    cited: dict[str, set[str]] = {}
+    for source in CITED:
+        if source.startswith("arXiv:") and sections(source):
+            cited.setdefault(source[6:16], set()).update(sections(source))
+    assert cited == listed
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -1,4 +1,7 @@
-"""Chapters ask before they tell: predictions, and tasks to be written in the notebook, which begin as the stub does."""
+"""Chapters ask before they tell: predictions, and tasks to be written in the notebook, which begin as the stub does.
+
+The code of a prediction holds its answer, so it is folded.
+"""
 
 import ast
 import re
@@ -8,6 +11,7 @@ import pytest
 
 from refimpl.grading.chapters import definitions, find_chapter
 from refimpl.grading.stubs import stub
+from refimpl.notebook import execute
 
 ROOT = Path(__file__).parents[2]
 CHAPTERS = sorted((ROOT / "course").glob("[0-9][0-9]_*.py"))
@@ -18,6 +22,13 @@ TASK = re.compile(r"^# %%task (\S+) (\S+)\n(.*?)^# %%", re.MULTILINE | re.DOTALL
 def test_a_chapter_asks_at_least_four_times(path: Path) -> None:
     asked = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
     assert sum(getattr(call.func, "id", "") == "predict" for call in asked) >= 4
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_the_answer_of_a_prediction_is_folded(path: Path) -> None:
+    asked = [cell for cell in execute.read(path).cells if re.search(r"(?m)^predict\(", cell.source)]
+    assert asked
+    assert [cell.source for cell in asked if execute.FOLDED not in cell.metadata.get("tags", [])] == []
 
 
 @pytest.mark.parametrize("path", CHAPTERS[1:], ids=lambda path: path.stem)

@@ -101,11 +101,8 @@ def test_what_is_not_there_yet_says_so_when_it_is_used() -> None:
         (lambda: deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer({}), "mixture of experts"),
         (lambda: deepspeed.init_inference(None), "inference"),
         (lambda: deepspeed.initialize(mesh_param=(1, 1)), "mesh_param"),
-        (lambda: deepspeed.checkpointing.configure(None, partition_activations=True), "partition_activations"),
         (lambda: deepspeed.zero.Init(remote_device="nvme"), "nvme"),
         (lambda: deepspeed.zero.Init(zero_quantized_weights=True), "zero_quantized_weights"),
     ):
         with pytest.raises(NotImplementedError, match=what):
             use()
-    deepspeed.checkpointing.configure(None, partition_activations=False)
-    assert not deepspeed.checkpointing.is_configured()

@@ -20,7 +20,13 @@ pytestmark = pytest.mark.xdist_group("grading")
 
 ROOT = Path(__file__).parents[2]
 NAME = "07_offload_to_disk"
-COPIED = ("pyproject.toml", "exercises/ruff.toml", "exercises/conftest.py", "solutions/01_collectives.py")
+COPIED = (
+    "pyproject.toml",
+    "course/ruff.toml",
+    "exercises/ruff.toml",
+    "exercises/conftest.py",
+    "solutions/01_collectives.py",
+)
 
 
 @pytest.fixture
@@ -122,7 +128,7 @@ def test_its_notebook_has_seven_parts_and_runs(
         if cell.cell_type == "code":
             assert shell.run_cell(cell.source, store_history=True).success
     out = capsys.readouterr().out
-    assert "[5.0, 6.0, 7.0, 8.0] after sending {'all_reduce': 16}" in out
+    assert "[10.0, 12.0, 14.0, 16.0] | sent: {'all_reduce': 16}" in out
     assert "todo  mean_of_ranks: write its body" in out
     assert sum("predict(" in cell.source for cell in cells) >= 4
 

@@ -52,6 +52,14 @@ def test_a_notebook_is_the_same_bytes_on_each_run(tmp_path: Path):
     assert "execution" not in target.read_text().replace("execution_count", "")
 
 
+def test_a_tag_folds_the_code_of_a_cell(tmp_path: Path):
+    source = tmp_path / "a.py"
+    source.write_text('# %% tags=["hide-input"]\n1\n\n# %%\n2\n')
+    folded, open_ = execute.read(source).cells
+    assert folded.metadata["jupyter"] == {"source_hidden": True}
+    assert "jupyter" not in open_.metadata
+
+
 def test_timed_outputs_are_kept_only_while_the_code_is_the_same(tmp_path: Path):
     source = tmp_path / "a.py"
     source.write_text(SOURCE)

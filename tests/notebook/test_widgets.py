@@ -24,6 +24,13 @@ def test_a_turned_knob_draws_again_with_its_value():
     assert plt.get_fignums() == [], "a figure left open would be shown once more by the notebook"
 
 
+def test_it_starts_at_the_first_value_and_numbers_lie_in_order():
+    knobs = Knobs(lambda **_: plt.figure(), TABLE, ranks=[4, 1, 64, 2], dtype=["fp32", "bf16"])
+    ranks, dtype, _ = knobs.widget().children
+    assert (ranks.value, list(ranks.options)) == (4, [1, 2, 4, 64])
+    assert (dtype.value, list(dtype.options)) == ("fp32", ["fp32", "bf16"])
+
+
 def test_the_text_form_is_the_table():
     bundle = Knobs(lambda n: plt.figure(), TABLE, n=[1])._repr_mimebundle_()
     assert bundle["text/markdown"] == markdown(TABLE)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from browser import chromium, missing, requested
 
-pytestmark = [pytest.mark.xdist_group("site"), pytest.mark.skipif(bool(missing()), reason=f"no browser: {missing()}")]
+pytestmark = [pytest.mark.xdist_group("site"), pytest.mark.skipif(bool(missing()), reason=missing())]
 SECONDS = 20
 KEY = "zero-from-scratch-quiz-1"  # of localStorage
 QUESTIONS = "assets/questions.json"
@@ -55,6 +55,14 @@ def test_home_leads_to_the_chapters_and_every_formula_and_diagram_is_drawn(brows
         until(browser, "!document.querySelector('pre.diagram, .arithmatex:not([data-done])')")
         until(browser, "[...document.querySelectorAll('div.diagram')].every(d => d.querySelector('svg'))")
         assert browser.execute_script("return document.querySelectorAll('.katex-error').length") == 0, place
+
+
+def test_the_code_of_a_folded_cell_opens_with_a_click(browser: Any, address: str) -> None:
+    browser.get(f"{address}course/00_start/")
+    hidden = "[...document.querySelectorAll('details.code pre')].every(code => !code.checkVisibility())"
+    assert until(browser, f"document.querySelector('details.code') && {hidden}")
+    find(browser, "details.code summary").click()
+    assert until(browser, "document.querySelector('details.code pre').checkVisibility()")
 
 
 def test_search_finds_a_word(browser: Any, address: str) -> None:
@@ -136,7 +144,9 @@ def test_damaged_progress_is_set_aside(browser: Any, address: str) -> None:
 def test_pages_fit_a_phone_in_its_colours(browser: Any, address: str, site: Path, scheme: str, name: str) -> None:
     resize(browser, 390, scheme)
     chapters = [f"course/{page.parent.name}/" for page in sorted((site / "course").glob("*/index.html"))]
-    for page in ("", "cards/", "quiz/", "reference/refimpl.zero/", "reference/configuration/", *chapters):
+    tasks = [f"exercises/{page.parent.name}/" for page in sorted((site / "exercises").glob("*/index.html"))]
+    others = ("", "cards/", "quiz/", "course/", "exercises/", "reference/refimpl.zero/", "reference/configuration/")
+    for page in (*others, *chapters, *tasks):
         browser.get(address + page)
         until(browser, "document.readyState === 'complete'")
         assert browser.execute_script("return document.documentElement.scrollWidth") == 390, page

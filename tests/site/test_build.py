@@ -63,6 +63,18 @@ def is_elsewhere(address: str) -> bool:
     return address.startswith(("http:", "https:", "//"))
 
 
+def test_home_opens_with_the_picture_and_three_doors(site: Path) -> None:
+    text = (site / "index.html").read_text("utf-8")
+    places = [text.index(sign) for sign in ('src="images/demo.png"', 'class="doors"', "<table>")]
+    assert places == sorted(places)
+    doors = text[places[1] : places[2]]
+    assert [re.sub(r"<[^>]+>", "", door) for door in re.findall(r"<dt>.*?</dt>", doors)] == [
+        "Learn",
+        "Practise",
+        "Lift it into your code",
+    ]
+
+
 def test_every_chapter_has_a_page_with_its_notebook(site: Path) -> None:
     for notebook in (ROOT / "course").glob("*.ipynb"):
         assert (site / "course" / notebook.stem / "index.html").is_file()

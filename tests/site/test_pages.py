@@ -68,6 +68,12 @@ def test_tags(tag: str, code: bool, output: bool) -> None:
     assert ("??? " in text) == (tag == "hide-input")
 
 
+def test_the_folded_code_of_a_prediction_says_that_the_answer_is_there() -> None:
+    asked = cell(tags=("hide-input",)) | {"source": "predict('How many?', 3)"}
+    assert '??? code "Code, with the answer"' in converted(asked).markdown
+    assert '??? code "Code"' in converted(cell(tags=("hide-input",))).markdown
+
+
 def test_a_fence_is_longer_than_what_it_holds() -> None:
     assert fence("a\n````\nb").splitlines()[0] == "`````"
 

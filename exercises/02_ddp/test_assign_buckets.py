@@ -1,0 +1,46 @@
+"""Grades chapter 02's buckets: which parameters travel together, in the order of backward."""
+
+import torch
+from torch import nn
+
+from refimpl.grading.compare import Wrong, require
+from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import untouched
+from refimpl.grading.rank import Answer, case
+from refimpl.grading.traffic import WatchedGroup
+from refimpl.zero.flat import cut_into_buckets
+
+
+@on_ranks(1)
+def test_assign_buckets(answer: Answer, group: WatchedGroup) -> None:
+    for sizes, limit, frozen in (
+        ([4, 3, 9, 2], 6, ()),
+        ([4, 3, 9, 2], 7, ()),
+        ([5, 5, 5, 5], 10, ()),
+        ([1, 2, 3, 4, 5, 6], 7, (1, 5)),
+        ([20, 1, 20], 5, ()),
+        ([3], 100, ()),
+    ):
+        case(f"sizes {sizes}, limit {limit}" + (f", numbers {frozen} frozen" if frozen else ""))
+        params = [nn.Parameter(torch.zeros(n), requires_grad=i not in frozen) for i, n in enumerate(sizes)]
+        number = {p: i for i, p in enumerate(params)}
+        trained = {p: 0 for p in params if p.requires_grad}
+        expected = [[number[p] for p in b] for b in cut_into_buckets(list(trained), trained, limit)]
+        with untouched(params=params):
+            buckets = answer.assign_buckets(params, limit)
+        require(isinstance(buckets, list), f"the result is {buckets!r}, expected a list of lists of parameters")
+        found = [[number[p] for p in bucket] for bucket in buckets]
+        if found == expected:
+            continue
+        evidence = [f"  expected parameters {expected}", f"  found    parameters {found}"]
+        flat = [i for bucket in found for i in bucket]
+        require(not set(flat) & set(frozen), "a frozen parameter is in a bucket: it would wait for ever", *evidence)
+        require(sorted(flat) == sorted(number[p] for p in trained), "some parameter is left out or twice", *evidence)
+        require(flat == sorted(flat, reverse=True), "wrong order: backward reaches the last parameter first", *evidence)
+        require([] not in found, "there is an empty bucket", *evidence)
+        for bucket in found:
+            total = sum(sizes[i] for i in bucket)
+            require(
+                total <= limit or len(bucket) == 1, f"a bucket holds {total} elements, the limit is {limit}", *evidence
+            )
+        raise Wrong("a bucket is closed although the next parameter would fit", *evidence)

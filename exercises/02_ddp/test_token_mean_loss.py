@@ -1,0 +1,50 @@
+"""Grades chapter 02's loss over ranks with different numbers of tokens: every token weighs the same."""
+
+import torch
+from torch import Tensor
+
+from refimpl.grading.compare import equal, require
+from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import untouched
+from refimpl.grading.rank import Answer, case
+from refimpl.grading.traffic import WatchedGroup, same_traffic
+
+
+@on_ranks(2, 3, 4)
+def test_token_mean_loss(answer: Answer, group: WatchedGroup) -> None:
+    for counts in ([1, 3, 2, 7][: group.size], [5, 0, 1, 2][: group.size], [0] * group.size):
+        case(f"{counts} tokens on the ranks")
+        # One row more on every rank, which is masked.
+        rows = [torch.randn(n + 1, 4, generator=torch.Generator().manual_seed(r)) for r, n in enumerate(counts)]
+        data = [r[:-1] for r in rows]
+        weight = torch.ones(4, requires_grad=True)
+        watched = group.fresh()
+        mask = torch.tensor([1.0] * counts[group.rank] + [0.0])
+        own = ((rows[group.rank] @ weight).pow(2) * mask).sum()
+        with untouched(loss_sum=own):
+            found = answer.token_mean_loss(watched, own, counts[group.rank])
+        require(
+            isinstance(found, Tensor) and found.requires_grad, "the result is no loss that backward can be called on"
+        )
+        (mean,) = torch.autograd.grad(found, weight)
+        if not sum(counts):
+            masked = "no rank has any token, and the gradient is NaN: 0/0; it must be 0, or the step spoils all weights"
+            require(bool(mean.isfinite().all()), masked)
+        group.all_reduce(mean, "mean")
+        squares = [2 * (d @ torch.ones(4)) @ d for d in data]  # each rank's gradient of its sum
+        total = torch.stack(squares).sum(0)
+        each = torch.stack([s / max(1, n) for s, n in zip(squares, counts, strict=True)])
+        known = {
+            "it is the mean of the ranks' means: a token on a rank with few weighs more": each.mean(0),
+            "it is the sum over tokens: nothing divides by their number": total,
+            "each loss is divided by this rank's own number of tokens, and summed": each.sum(0),
+        }
+        equal(mean, total / max(1, sum(counts)), "the averaged gradient", ranks=group.size, known=known)
+        most = group.oracle()
+        most.all_reduce(torch.zeros(1))
+        if watched.ledger.calls() != {"all_reduce": 1}:
+            same_traffic(watched, most, "token_mean_loss")
+        most.ledger.reset()
+        most.all_reduce(torch.zeros(1, dtype=torch.float64))
+        sent, room = (sum(g.ledger.sent_bytes().values()) for g in (watched, most))
+        require(sent <= room, f"{sent} bytes for the number of tokens, one number takes {room}: add up, do not collect")

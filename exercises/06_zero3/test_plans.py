@@ -1,0 +1,133 @@
+"""Grades chapter 06's plans: what is gathered ahead and what is freed, beside refimpl's own decisions."""
+
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+
+from refimpl.grading.compare import Wrong, require
+from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import untouched
+from refimpl.grading.rank import Answer, case
+from refimpl.grading.traffic import WatchedGroup
+from refimpl.zero.config import ZeroConfig
+from refimpl.zero.fetch import Fetch
+from refimpl.zero.prefetch import Trace
+
+
+@dataclass(eq=False)
+class Fake:
+    """As much of a refimpl Unit as its plans look at."""
+
+    name: str
+    numel: int
+    is_free: bool = True
+    in_flight: bool = False
+
+    @property
+    def padded(self) -> int:
+        return self.numel
+
+
+def draw(seed: int) -> tuple[list[str], int, dict[str, Fake]]:
+    """A trace (forward, then backward), a place in it, and units of which some are live and some on their way."""
+    rng = random.Random(seed)
+    units = {name: Fake(name, rng.randint(1, 20)) for name in "abcdefg"[: rng.randint(3, 7)]}
+    trace = [*units, *reversed(units)]
+    if seed % 3 == 0:  # not every model's backward is the mirror of its forward
+        trace += rng.sample(trace, k=rng.randint(1, len(trace)))
+    at = rng.randint(1, len(trace))
+    for unit in units.values():
+        unit.is_free = rng.random() < 0.6
+        unit.in_flight = not unit.is_free and rng.random() < 0.4
+    units[trace[at - 1]].is_free, units[trace[at - 1]].in_flight = False, False
+    return trace, at, units
+
+
+def refimpl_trace(trace: list[str], at: int, units: dict[str, Fake]) -> Trace:
+    record = Trace()
+    record.order = [(units[name], "forward") for name in trace]  # type: ignore[misc]
+    record.at = at
+    return record
+
+
+@on_ranks(1)
+def test_prefetch(answer: Answer, group: WatchedGroup) -> None:
+    for seed in range(60):
+        trace, at, units = draw(seed)
+        rng = random.Random(1000 + seed)
+        budget, most_live = rng.randint(0, 40), rng.choice((1000, rng.randint(10, 60)))
+        sizes = {name: u.numel for name, u in units.items()}
+        live, flying = (
+            {n for n, u in units.items() if test(u)} for test in (lambda u: not u.is_free, lambda u: u.in_flight)
+        )
+        case(f"trace {' '.join(trace)}, at {at}")
+        fetch = object.__new__(Fetch)
+        fetch.gathered = {unit for unit in units.values() if not unit.is_free}  # type: ignore[misc]
+        fetch.path = SimpleNamespace(trace=refimpl_trace(trace, at, units))  # type: ignore[assignment]
+        fetch.config = ZeroConfig(prefetch_bucket_size=budget, max_live_parameters=most_live)
+        with torch.enable_grad():
+            expected = [u.name for u in fetch._ahead([units[trace[at - 1]]])]  # type: ignore[list-item]
+        with untouched(trace=trace, sizes=sizes, live=live, flying=flying):
+            found = answer.prefetch(trace, at, sizes, live, flying, budget, most_live)
+        if found == expected:
+            continue
+        evidence = [
+            f"  sizes {sizes}, live {sorted(live)}, flying {sorted(flying)}, budget {budget}, most_live {most_live}",
+            f"  expected {expected}",
+            f"  found    {found}",
+        ]
+        require(isinstance(found, list), f"the result is {found!r}, expected a list of names", *evidence)
+        judge_prefetch(found, expected, sizes, live, flying, budget, most_live, evidence)
+
+
+def judge_prefetch(
+    found: list[str], expected: list[str], sizes: dict[str, int], live: set[str], flying: set[str], budget: int,
+    most_live: int, evidence: list[str],
+) -> None:  # fmt: skip
+    require(not live & set(found), "a unit that is live already is gathered again", *evidence)
+    require(len(set(found)) == len(found), "a unit is chosen twice", *evidence)
+    aloft = {*found, *flying}
+    in_air = sum(sizes[u] for u in aloft)
+    fits = in_air <= budget or (len(aloft) == 1 and budget > 0)
+    require(fits, f"{in_air} bytes would be on their way, the budget is {budget}", *evidence)
+    alone = found == [] and len(expected) == 1 and sizes[expected[0]] > budget
+    require(not alone, "a unit larger than the budget is never gathered ahead, although nothing else flies", *evidence)
+    alive = sum(sizes[u] for u in {*found, *live})
+    require(alive <= most_live, f"{alive} bytes would be live, most_live is {most_live}", *evidence)
+    skipped = found[: len(expected)] == expected
+    require(
+        not skipped, "a later unit is taken although one before it does not fit: it would come too early", *evidence
+    )
+    raise Wrong("these are not the next units that fit", *evidence)
+
+
+@on_ranks(1)
+def test_to_release(answer: Answer, group: WatchedGroup) -> None:
+    for seed in range(60):
+        trace, at, units = draw(seed)
+        limit = random.Random(2000 + seed).choice((0, 1, 10, 25, 1000))
+        sizes, live = {n: u.numel for n, u in units.items()}, [n for n, u in units.items() if not u.is_free]
+        case(f"trace {' '.join(trace)}, at {at}")
+        record = refimpl_trace(trace, at, units)
+        distances = {name: record.distance(units[name]) for name in live}  # type: ignore[arg-type]
+        expected = [n for n, d in distances.items() if d is None or d >= limit]
+        with untouched(trace=trace, sizes=sizes, live=live):
+            found = answer.to_release(trace, at, sizes, live, limit)
+        if found == expected:
+            continue
+        evidence = [
+            f"  sizes {sizes}, live {live}, max_reuse_distance {limit}",
+            f"  to be gathered before each is used again: {distances}",
+            f"  expected {expected}",
+            f"  found    {found}",
+        ]
+        require(isinstance(found, list), f"the result is {found!r}, expected a list of names", *evidence)
+        require(set(found) <= set(live), "a unit is freed that is not live", *evidence)
+        for name in live:
+            if (name in found) != (name in expected):
+                gone = distances[name]
+                why = "is not used again" if gone is None else f"is used again after {gone} bytes are gathered"
+                raise Wrong(f"{name} {why}: {'free' if name in expected else 'keep'} it", *evidence)
+        raise Wrong("the order should be that of `live`", *evidence)

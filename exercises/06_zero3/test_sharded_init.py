@@ -1,0 +1,64 @@
+"""Grades chapter 06's construction: layers are cut as soon as they are built."""
+
+import torch
+from torch import nn
+
+from refimpl.grading.compare import equal, require
+from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import Kept, storage_bytes
+from refimpl.grading.rank import Answer, case
+from refimpl.grading.traffic import WatchedGroup
+
+
+class Large(nn.Module):
+    """Looks, after each layer that it makes, at how much is whole; ends in an exception if told to."""
+
+    def __init__(self, seen: list[int], fail: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for i in range(5):
+            layer = nn.Linear(9, out_features=11, bias=False) if i % 2 else nn.Embedding(11, 9, dtype=torch.bfloat16)
+            self.layers.append(layer)
+            seen.append(storage_bytes(self.parameters()))
+        if fail:
+            raise ValueError("this constructor fails on purpose")
+
+
+@on_ranks(2, 3, 4)
+def test_sharded_init(answer: Answer, group: WatchedGroup) -> None:
+    originals = nn.Linear.__init__, nn.Embedding.__init__
+    seen: list[int] = []
+    kept = Kept(group)
+    for fail in (False, True):
+        case("a model is built, with other random numbers on every rank" if not fail else "its constructor fails")
+        torch.manual_seed(group.rank)
+        seen.clear()
+        try:
+            with answer.sharded_init(group.fresh(), nn.Linear, nn.Embedding) as made:
+                built = Large(seen, fail)
+        except ValueError:
+            require(fail, "an exception of the constructor is raised, where there was none")
+        else:
+            require(not fail, "an exception inside the `with` block is swallowed")
+            model, units = built, made
+        restored = (nn.Linear.__init__, nn.Embedding.__init__) == originals
+        nn.Linear.__init__, nn.Embedding.__init__ = originals  # type: ignore[method-assign]
+        require(restored, "the classes' constructors are not what they were before: put them back in `finally`")
+    evidence = f"bytes of whole parameters after each layer: {', '.join(map(str, seen))}"
+    require(
+        max(seen) == 0, "layers stay whole while the next are built: shard each when its constructor returns", evidence
+    )
+    case("what was built")
+    del built, made
+    shards = sum(storage_bytes([u.mine]) for u in units)
+    kept.judge(shards, "sharded_init", "the units' shards alone may stay; what else holds the layers' first values?")
+    torch.manual_seed(0)
+    plain = Large([])
+    require(len(units) == 5, f"{len(units)} units were yielded, expected one for each of 5 layers")
+    for unit in units:
+        unit.gather()
+    kinds, asked = ({n: (tuple(p.shape), p.dtype) for n, p in m.named_parameters()} for m in (model, plain))
+    lost = "the layers are not built as they were asked for: pass keyword arguments (bias=False, dtype=...) on too"
+    require(kinds == asked, lost, f"  built  {kinds}", f"  asked  {asked}")
+    for (name, p), truth in zip(model.named_parameters(), plain.parameters(), strict=True):
+        equal(p.detach(), truth.detach(), f"{name} after gather()")

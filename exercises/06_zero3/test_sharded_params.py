@@ -1,0 +1,120 @@
+"""Grades chapter 06's unit: parameters whose memory comes and goes, and the shard that stays."""
+
+import torch
+from torch import Tensor, nn
+
+from refimpl.grading.compare import Wrong, equal, require
+from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import Kept, storage_bytes
+from refimpl.grading.rank import Answer, case
+from refimpl.grading.traffic import WatchedGroup, all_done, same_traffic
+
+
+def odd_params(seed: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((3, 5), (4,), (1, 2, 3))
+    params = [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+    params[1].requires_grad_(False)  # frozen ones take as much memory
+    return [*params, nn.Parameter(torch.randn(2, 5, generator=generator).to(dtype).t())]  # not contiguous
+
+
+@on_ranks(2, 3, 4)
+def test_ShardedParams(answer: Answer, group: WatchedGroup) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        gather_and_free(answer, group, dtype)
+    case("module.parameters(): an iterator")
+    layer = nn.Linear(3, 5)
+    try:
+        unit = answer.ShardedParams(layer.parameters(), group.fresh())
+    except (TypeError, IndexError, ValueError, StopIteration) as error:
+        raise Wrong(
+            "an iterator can be walked once, and has no length: begin with list(params)", f"  {error}"
+        ) from error
+    require(unit.full.numel() >= 20, "an iterator can be walked once: begin with list(params)")
+
+
+def gather_and_free(answer: Answer, group: WatchedGroup, dtype: torch.dtype) -> None:
+    case(f"{dtype}, ranks begin with different values; one parameter is not contiguous")
+    watched, truth = group.fresh(), [p.detach().clone() for p in odd_params(0, dtype)]
+    numel, itemsize = sum(t.numel() for t in truth), dtype.itemsize
+    shard = -(-numel // group.size)
+    end = torch.zeros(shard * group.size - numel, dtype=dtype)
+    padded = torch.cat([*(t.reshape(-1) for t in truth), end])
+    own = torch.cat([*(p.detach().reshape(-1) for p in odd_params(group.rank, dtype)), end])
+    kept = Kept(watched)
+    params = odd_params(group.rank, dtype)
+    unit = answer.ShardedParams(params, watched)
+    left = storage_bytes(params)
+    require(left == 0, f"{left} bytes of parameters are alive after ShardedParams(...): free them")
+    kept.judge(
+        shard * itemsize, "ShardedParams(...)", "self.mine alone may stay; where are the original values, or a copy?"
+    )
+    mine, rows = group.rank, (padded.view(group.size, shard), own.view(group.size, shard))
+    judge_shard(unit, rows[0][mine], {"it is cut from this rank's own values: take rank 0's": rows[1][mine]})
+    buffer = unit.full
+    for again in range(2):
+        case(f"{dtype}, gather and free, number {again}")
+        watched.ledger.reset()
+        unit.gather()
+        all_done(watched, "gather")
+        for i, (p, t) in enumerate(zip(params, truth, strict=True)):
+            known = {"it is still this rank's own: take rank 0's": odd_params(group.rank, dtype)[i].detach()}
+            equal(p.detach(), t, f"parameter {i} after gather()", known=known if group.rank else None)
+        unit.gather()
+        oracle = group.oracle()
+        oracle.all_gather(torch.zeros(shard * group.size, dtype=dtype), torch.zeros(shard, dtype=dtype))
+        same_traffic(watched, oracle, "gather(), called twice,", itemsize=itemsize)
+        whole = storage_bytes(params)
+        size = len(padded) * itemsize
+        require(whole == size, f"{whole} bytes are alive after gather(), the buffer has {size}: {itemsize} an element")
+        unit.free()
+        judge_free(unit, params, truth)
+    case(f"{dtype}, the shard changes, as in a step")
+    with torch.no_grad():
+        unit.mine += 1
+    unit.gather()
+    stepped = torch.cat([p.detach().reshape(-1) for p in params])
+    equal(
+        stepped, padded[:numel] + 1, "the parameters", known={"they are what they were before the step": padded[:numel]}
+    )
+    case("autograd keeps a view of a parameter in forward; freed and gathered before backward")
+    x = torch.ones(1, 5, requires_grad=True, dtype=dtype)
+    y = x @ params[0].t()
+    unit.free()
+    unit.gather()
+    same = "self.full is another tensor now: autograd has kept views of the first one, which stay without memory"
+    require(unit.full is buffer, same)
+    y.sum().backward()
+    assert x.grad is not None
+    loose = 1e-5 if dtype == torch.float32 else 0.02
+    equal(x.grad, (truth[0] + 1).sum(0, keepdim=True), "the gradient", rtol=loose, atol=loose)
+    del x, y, stepped
+    unit.free()
+    kept.judge(shard * itemsize, "after gather() and free(), the unit", "self.mine alone may stay")
+
+
+def judge_shard(unit: object, expected: Tensor, known: dict[str, Tensor]) -> None:
+    mine = getattr(unit, "mine", None)
+    require(isinstance(mine, Tensor), "self.mine is missing")
+    assert isinstance(mine, Tensor)
+    nbytes = mine.untyped_storage().nbytes()
+    require(mine.dtype == expected.dtype, f"self.mine has dtype {mine.dtype}, expected {expected.dtype}")
+    require(nbytes > 0, "self.mine has lost its memory: it is a view of the buffer that was freed; clone it")
+    require(
+        nbytes <= expected.numel() * expected.element_size(),
+        f"self.mine keeps {nbytes} bytes alive, and a shard is {expected.numel() * expected.element_size()}: "
+        "nothing is sharded, or it is a view, which keeps the whole storage",
+    )
+    equal(mine.detach(), expected, "self.mine", known=known)
+    require(isinstance(getattr(unit, "full", None), Tensor), "self.full is missing")
+
+
+def judge_free(unit: object, params: list[nn.Parameter], truth: list[Tensor]) -> None:
+    left = storage_bytes(params)
+    require(left == 0, f"{left} bytes are alive after free(): resize the storage to 0, a view keeps all of it")
+    full = getattr(unit, "full", None)
+    require(isinstance(full, Tensor), "self.full is missing")
+    assert isinstance(full, Tensor)
+    require(full.untyped_storage().nbytes() == 0, "self.full still has memory after free()")
+    for i, (p, t) in enumerate(zip(params, truth, strict=True)):
+        require(p.shape == t.shape, f"parameter {i} has shape {tuple(p.shape)} after free(), expected {tuple(t.shape)}")

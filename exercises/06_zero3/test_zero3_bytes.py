@@ -1,0 +1,69 @@
+"""Grades chapter 06's formula: bytes kept and bytes gathered, as counted in refimpl's ZeRO-3."""
+
+from itertools import pairwise
+
+import torch
+from torch import nn, optim
+
+from refimpl.grading.compare import Wrong, require
+from refimpl.grading.grade import on_ranks
+from refimpl.grading.rank import Answer, case
+from refimpl.grading.traffic import WatchedGroup
+from refimpl.measure.memory import MemoryMeter
+from refimpl.zero.config import ZeroConfig
+from refimpl.zero.zero3 import Zero3
+
+
+@on_ranks(2, 3)
+def test_zero3_bytes(answer: Answer, group: WatchedGroup) -> None:
+    widths = (8, 40, 16, 24, 8, 8)
+    for dtype, budgets in ((torch.float32, (0, 700, 1500, 100_000)), (torch.bfloat16, (0, 1000))):
+        for budget in budgets:
+            case(f"{dtype}, budget {budget}")
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(widths)))
+            model.to(dtype)
+            config = ZeroConfig(prefetch_bucket_size=budget)
+            stage = Zero3(model, optim.AdamW(model.parameters()), group.oracle(), config)
+            meter = MemoryMeter(stage.tensors)
+            for _ in range(2):  # the first iteration only records the trace
+                meter.reset_peak()
+                with meter:
+                    stage.backward(model(torch.ones(2, widths[0], dtype=dtype)).sum())
+                kept = meter.now()
+                stage.step()
+            classes = MemoryMeter(stage.tensors).now() | {k: kept[k] for k in ("parameters", "gradients")}
+            classes["optimizer"] -= 4 * len(stage.buckets)  # AdamW's step counts
+            total = sum(classes[k] for k in ("parameters", "gradients", "optimizer", "master weights"))
+            counted = {"kept": total, "gathered": meter.peak["gathered"]}
+            units = [u.padded for u in stage.units]
+            found = answer.zero3_bytes(units, group.size, dtype.itemsize, budget)
+            if dtype.itemsize * budget and found != counted:
+                as_bytes = answer.zero3_bytes(units, group.size, dtype.itemsize, budget * dtype.itemsize)
+                require(as_bytes != counted, "the budget counts elements, and you compare it with bytes")
+            judge_bytes(found, counted, units, group.size, dtype.itemsize)
+    for ranks in (16, 64):
+        units = [ranks * n for n in (3, 5, 2)]
+        case(f"units {units}, bf16, budget {4 * ranks}")
+        one, many = (answer.zero3_bytes(units, n, 2, 4 * ranks) for n in (1, ranks))
+        of_one = {"kept": one["kept"] // ranks, "gathered": one["gathered"]}
+        require(many == of_one, f"on {ranks} ranks it is {many}; one rank's 1/{ranks} of what is kept is {of_one}")
+
+
+def judge_bytes(found: object, counted: dict[str, int], units: list[int], ranks: int, itemsize: int) -> None:
+    evidence = [f"units {units}, {ranks} ranks, {itemsize} bytes", f"  counted  {counted}", f"  found    {found}"]
+    require(isinstance(found, dict), f"the result is {found!r}, expected a dict", *evidence)
+    assert isinstance(found, dict)
+    for key, sent in counted.items():
+        mine = found.get(key)
+        if mine == sent:
+            continue
+        known = {
+            sent * ranks: "every class is sharded over the ranks",
+            sum(units) * itemsize: "that is the whole model: units are freed after use",
+            max(units) * itemsize: "that is the largest unit alone: what was sent for ahead is live too",
+            sum(units) // ranks * (2 * itemsize + 8): "are there fp32 masters?",
+            sum(units) // ranks * (2 * itemsize + 12): "beside fp32 parameters there are none that are masters",
+        }
+        why = f": {known[mine]}" if mine in known else ""
+        raise Wrong(f"{mine} bytes {key}, counted {sent}{why}", *evidence)

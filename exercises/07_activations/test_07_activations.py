@@ -1,0 +1,300 @@
+"""Grades chapter 07: gradients to the last bit, what is kept for backward, second runs, and bytes as counted."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from refimpl.grading.compare import Wrong, equal, require
+from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import Kept, own_memory, untouched
+from refimpl.grading.rank import Answer, case
+from refimpl.grading.traffic import WatchedGroup, same_traffic
+from refimpl.measure.memory import MemoryMeter
+
+Call = Callable[..., Any]
+ROWS, WIDTH = 64, 16
+DRAWN = "a random number drawn after backward"
+
+
+class Layer(nn.Module):
+    """Dropout between two products, a frozen one among them; counts its runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.runs = 0
+
+    def one(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return x + self.frozen(self.down(F.dropout(F.gelu(self.up(x)), 0.5)))
+
+    def several(self, x: Tensor, rows: Tensor, scale: float, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.one(x)[rows] * scale
+        return y, other.sin(), y.detach().argmax(1)
+
+
+def alone(layer: Layer, x: Tensor, call: Call) -> Tensor:
+    return call(layer.one, x)
+
+
+def chained(layer: Layer, x: Tensor, call: Call) -> Tensor:
+    return call(layer.one, F.dropout(call(layer.one, x), 0.1))
+
+
+def mixed(layer: Layer, x: Tensor, call: Call) -> Tensor:
+    rows = torch.arange(ROWS).flip(0)
+    y, other, best = call(layer.several, x, rows, 0.5, x.detach() * 2)
+    return y * other + best[:, None]
+
+
+def gradients(use: Callable[[Layer, Tensor, Call], Tensor], call: Call) -> tuple[dict[str, Tensor], int]:
+    """Output, gradients, and a random number drawn at the end; and how often the layer ran."""
+    layer, x = Layer(), torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    torch.manual_seed(2)
+    out = use(layer, x, call)
+    out.square().sum().backward()
+    found = {"the output": out.detach(), "the input's gradient": x.grad}
+    found |= {f"the gradient of {name}": p.grad for name, p in layer.named_parameters() if p.requires_grad}
+    for name, tensor in found.items():
+        require(tensor is not None, f"{name} is missing: backward must reach it")
+    return {**found, DRAWN: torch.rand(3)}, layer.runs  # type: ignore[dict-item]
+
+
+def plain(fn: Call, *args: Any) -> Any:
+    return fn(*args)
+
+
+@on_ranks(1)
+def test_checkpoint(answer: Answer, group: WatchedGroup) -> None:
+    cases = {
+        "one layer": alone,
+        "two layers, dropout between them": chained,
+        "integers, a float, several outputs": mixed,
+    }
+    for name, use in cases.items():
+        case(name)
+        (found, runs), (expected, once) = gradients(use, answer.checkpoint), gradients(use, plain)
+        judge_runs(runs, once)
+        for what, truth in expected.items():
+            reason = "the second run must draw the same random numbers: set the generator back to where the first began"
+            if what == DRAWN:
+                reason = "the generator does not stand where it stood before the second run: put it back there"
+            if isinstance(found[what], Tensor) and found[what].shape == truth.shape:
+                require(torch.equal(found[what], truth), f"{what} is another: {reason}")
+            equal(found[what], truth, what)
+    case("what is kept between forward and backward")
+    judge_kept(answer.checkpoint)
+    case("an argument is changed in place before backward")
+    x = torch.ones(4, requires_grad=True) * 1
+    y = answer.checkpoint(torch.sin, x)
+    with torch.no_grad():
+        x.add_(1)
+    try:
+        y.sum().backward()
+    except RuntimeError:
+        return
+    raise Wrong("an argument that was changed in place goes unnoticed: keep tensors by ctx.save_for_backward")
+
+
+def judge_runs(runs: int, once: int) -> None:
+    require(runs != once, "fn ran only in forward: nothing is computed again, so everything was kept")
+    require(runs == 2 * once, f"fn ran {runs} times, expected {2 * once}: once in forward and once in backward")
+
+
+def judge_kept(checkpoint: Call) -> None:
+    layer, x = Layer(), torch.randn(ROWS, WIDTH)
+    meter = MemoryMeter(lambda: {"parameters": layer.parameters()})
+    with meter:
+        middle = (x * 1).requires_grad_()
+        out = checkpoint(layer.one, middle)
+        kept = meter.now()
+    found, room = kept["activations"] + kept["other"], middle.nbytes + out.nbytes
+    require(
+        found <= room + 6000,
+        f"{found:,} bytes stay alive between forward and backward, expected {room:,}: the argument and the output",
+        "what autograd recorded of fn is still there: forward of an autograd.Function records nothing by itself",
+    )
+
+
+@on_ranks(1)
+def test_stretches(answer: Answer, group: WatchedGroup) -> None:
+    for layers, saved in itertools.product((1, 2, 4, 9, 10, 17, 48), (0, 0.5, 1, 3, 15)):
+        case(f"{layers} layers, {saved} kept beside each input")
+        found = answer.stretches(layers, saved)
+        require(isinstance(found, list), f"the result is {found!r}, expected a list of (first, stop)")
+        found = [tuple(pair) for pair in found]
+        run = [i for first, stop in found for i in range(first, stop)]
+        require(run == list(range(layers)), f"the stretches {found} do not run each of {layers} layers once, in order")
+        peaks = {k: -(-layers // k) + k * saved + k - 1 for k in range(1, layers + 1)}
+        least = min(peaks, key=lambda k: (peaks[k], k))
+        k = found[0][1] - found[0][0]
+        if k != least:
+            root = math.isqrt(layers - 1) + 1
+            hint = "sqrt(layers) is right only where a layer keeps no more than its input" if k == root else ""
+            evidence = f"with stretches of {k} the peak is {peaks[k]:g}, with {least} it is {peaks[least]:g} inputs"
+            raise Wrong(f"stretches of {k}, expected {least}" + (f": {hint}" if hint else ""), evidence)
+        expected = [(first, min(first + k, layers)) for first in range(0, layers, k)]
+        require(found == expected, f"stretches {found}, expected {expected}: only the last one may be shorter")
+
+
+CHAINS: list[tuple[list[float], list[int], list[int]]] = [
+    ([1, 1], [1, 1], [4, 4]),
+    ([2.0], [3], [5]),
+    ([1, 1, 1, 1, 1], [1] * 5, [3] * 5),
+    ([1, 10, 1, 1], [2, 1, 3, 1], [5, 2, 7, 3]),
+    ([5, 1, 1, 4, 2], [1, 2, 1, 2, 1], [3, 9, 1, 4, 6]),
+]
+
+
+def every_way(i: int, t: int) -> list[tuple[Any, ...]]:
+    """All plans for layers i to t - 1: nested tuples of ("keep", i) and ("again", i, j, plan of the second run)."""
+    if i == t:
+        return [()]
+    plans: list[tuple[Any, ...]] = [(("keep", i), *rest) for rest in every_way(i + 1, t)]
+    for j in range(i + 1, t):
+        plans += [(("again", i, j, inside), *rest) for rest in every_way(j, t) for inside in every_way(i, j)]
+    return plans
+
+
+def cost(plan: tuple[Any, ...], chain: tuple[list[float], list[int], list[int]], t: int, room: int) -> Iterator[float]:
+    """Seconds of each step of a plan, inf where it does not fit: followed by hand, not by recursion over bytes."""
+    seconds, inputs, saved = chain
+    left, again = room, []
+    for part in plan:
+        stop = part[1] + 1 if part[0] == "keep" else part[2]
+        yield sum(seconds[part[1] : stop])
+        if part[0] == "keep":
+            left -= saved[part[1]]
+            yield 0.0 if left >= 0 else math.inf
+        else:
+            again.append((part, left))
+        left -= inputs[stop] if stop < t else 0
+        yield 0.0 if left >= 0 else math.inf
+    for (_, _, j, inside), free in again:
+        yield from cost(inside, chain, j, free)
+
+
+@on_ranks(1)
+def test_least_time(answer: Answer, group: WatchedGroup) -> None:
+    for seconds, inputs, saved in CHAINS:
+        layers = len(seconds)
+        plans = every_way(0, layers)
+        for budget in range(sum(inputs) + sum(saved) + 2):
+            case(f"seconds {seconds}, inputs {inputs}, saved {saved}, {budget} bytes")
+            expected = min(sum(cost(plan, (seconds, inputs, saved), layers, budget)) for plan in plans)
+            with untouched(seconds=seconds, inputs=inputs, saved=saved):
+                found = answer.least_time(seconds, inputs, saved, budget)
+            judge_time(found, expected, (seconds, inputs, saved), budget)
+    case("30 layers: each (i, t, m) computed once")
+    found = answer.least_time([1.0] * 30, [1] * 30, [3] * 30, 34)
+    require(
+        isinstance(found, int | float) and 30 < found < 60, f"{found} seconds for 30 layers of 1 second in 34 bytes"
+    )
+
+
+def judge_time(found: object, expected: float, chain: tuple[list[float], list[int], list[int]], budget: int) -> None:
+    require(isinstance(found, int | float), f"the result is {found!r}, expected a number of seconds")
+    assert isinstance(found, int | float)
+    if math.isclose(found, expected) or found == expected:
+        return
+    layers = len(chain[0])
+    flat = [p for p in every_way(0, layers) if all(s[0] == "keep" or all(q[0] == "keep" for q in s[3]) for s in p)]
+    unnested = min(sum(cost(plan, chain, layers, budget)) for plan in flat)
+    evidence = f"expected {expected:g}, found {found:g}"
+    if expected == math.inf:
+        raise Wrong(f"{budget} bytes are too few, and yet there is a result: what keeps more than is left?", evidence)
+    if found == unnested:
+        raise Wrong("a stretch that runs again keeps all of itself: its second run may be planned as well", evidence)
+    if found < expected:
+        raise Wrong("less than is possible: is every byte taken, and each second run counted?", evidence)
+    raise Wrong("there is a plan that takes less", evidence)
+
+
+class Counter(TorchDispatchMode):
+    """Operations that are really computed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def network(x: Tensor, weight: Tensor) -> Tensor:
+    y = F.dropout(torch.mm(x, weight), 0.5)
+    y = torch.mm(y.sin(), weight).mul_(2)  # in place: what is kept of the product must not change with it
+    return torch.mm(y.exp(), weight) + y * torch.rand(3, 3)
+
+
+@on_ranks(1)
+def test_KeepResults(answer: Answer, group: WatchedGroup) -> None:
+    everything = {
+        "mm": lambda op: op.overloadpacket.__name__ == "mm",
+        "all but views": keepable,
+        "none": lambda op: False,
+    }
+    for name, keep in everything.items():
+        case(f"keep: {name}")
+        x, weight = torch.randn(3, 3), torch.randn(3, 3)
+        torch.manual_seed(3)
+        expected, after = network(x, weight), torch.rand(2)
+        kept, outs = answer.KeepResults(keep), []
+        for run in range(3):
+            torch.manual_seed(3)
+            with Counter() as counter, kept:
+                outs.append(network(x, weight))
+            what = ("first", "second", "third")[run]
+            equal(torch.rand(2), after, f"a random number drawn after the {what} run", known={})
+            equal(outs[-1], expected, f"the {what} run's result")
+            computed = counter.seen.count("mm")
+            if run and name != "none":
+                require(not computed, f"the {what} run computes {computed} products of which the results were kept")
+            else:
+                require(computed == 3, f"{computed} products were computed in the {what} run, expected 3")
+    case("results are kept without their graph")
+    kept, before = answer.KeepResults(everything["mm"]), Kept(group)
+    with kept:
+        out = network(x.clone().requires_grad_(), weight)
+    del out
+    before.judge(3 * 36, "the first run", "three products of 36 bytes may stay: detach what is kept")
+
+
+def keepable(op: Any) -> bool:
+    """Makes new tensors, and changes none."""
+    return not op.is_view and not op._schema.is_mutable
+
+
+@on_ranks(2, 3, 4)
+def test_PartitionedInput(answer: Answer, group: WatchedGroup) -> None:
+    for shape, dtype in (
+        ((5, 3), torch.float32),
+        ((8,), torch.float32),
+        ((1,), torch.float32),
+        ((7, 3), torch.bfloat16),
+    ):
+        case(f"{tuple(shape)} of {dtype}")
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        x = x.t().contiguous().t() if x.ndim == 2 else x  # not contiguous
+        size = -(-x.numel() // group.size)
+        kept, fresh = Kept(group), group.fresh()
+        with untouched(x=x):
+            held = answer.PartitionedInput(x, fresh)
+        own_memory(held.mine, "mine", "copy it into memory of its own")
+        require(held.mine.numel() == size, f"{held.mine.numel()} elements are kept, expected {size}: 1/N, rounded up")
+        kept.judge(size * dtype.itemsize, "PartitionedInput", "this rank's part alone may stay")
+        require(not fresh.ledger.events, "something was sent when x was cut: every rank has all of it already")
+        found, expected = held.whole(), x.clone()
+        equal(found, expected, "whole()")
+        oracle = group.oracle()
+        oracle.all_gather(torch.empty(size * group.size, dtype=dtype), torch.zeros(size, dtype=dtype))
+        same_traffic(fresh, oracle, "whole()", itemsize=dtype.itemsize)

@@ -1,0 +1,1 @@
+"""Activations: kept, computed again, sent home, or cut over neighbours."""

@@ -1,0 +1,105 @@
+"""A chain of blocks: measured block by block, run by a plan, and put into a model in place of its blocks.
+
+    for block in self.blocks: x = block(x)      stays as it is; `model.blocks = Chain(model.blocks, plan)`
+
+`measure` runs each block a few times for its seconds and its bytes. `count` runs the whole chain by a plan and counts
+the bytes held whenever a block has just run: `refimpl.activation.budget.peak` predicts exactly that.
+DeepSpeed's counterpart: `activation_checkpoint_interval` of a pipeline (deepspeed/runtime/pipe/module.py): every k-th.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from refimpl.activation.budget import Again, Block, Plan, blocks_of
+from refimpl.activation.checkpoint import Checkpoint
+from refimpl.measure.memory import MemoryMeter
+
+
+def run(plan: Plan, blocks: Sequence[nn.Module], x: Tensor, how: Checkpoint) -> Tensor:
+    """x through the blocks, by the plan."""
+    for part in plan:
+        x = how(run, part.inside, blocks, x, how) if isinstance(part, Again) else blocks[part](x)
+    return x
+
+
+class Chain(nn.ModuleList):
+    """The same modules under the same names; iterating gives one callable that runs them all by a plan."""
+
+    def __init__(self, blocks: nn.ModuleList, plan: Plan, how: Checkpoint | None = None) -> None:
+        """ValueError if the plan does not run each block once, in order."""
+        super().__init__(blocks)
+        if list(blocks_of(plan)) != list(range(len(blocks))):
+            raise ValueError(f"the plan runs blocks {list(blocks_of(plan))}, the chain has {len(blocks)}, each once")
+        self.plan, self.how = plan, how or Checkpoint()
+
+    def __iter__(self) -> Iterator[Any]:
+        blocks = list(self._modules.values())
+        yield lambda x: run(self.plan, blocks, x, self.how)
+
+
+def measure(blocks: Sequence[nn.Module], x: Tensor, repeat: int = 3) -> list[Block]:
+    """Each block's bytes and seconds, the least of `repeat` runs, with x as the first one's input."""
+    measured = []
+    for block in blocks:
+        leaf = x.detach().requires_grad_()
+        saved: list[Tensor] = []
+        with saved_tensors_hooks(partial(_note, saved), lambda t: t):
+            out = block(leaf)
+        apart = {t.untyped_storage() for t in (*block.parameters(), *block.buffers(), leaf, out)}
+        size = sum(storage.nbytes() for storage in {t.untyped_storage() for t in saved} - apart)
+        saved.clear()
+        seconds = [_seconds(block, leaf) for _ in range(repeat)]
+        forward, backward = (min(s[i] for s in seconds) for i in (0, 1))
+        measured.append(Block(leaf.untyped_storage().nbytes(), out.untyped_storage().nbytes(), size, forward, backward))
+        x = out.detach()
+    return measured
+
+
+def _note(saved: list[Tensor], tensor: Tensor) -> Tensor:
+    saved.append(tensor)
+    return tensor
+
+
+def _seconds(block: nn.Module, x: Tensor) -> tuple[float, float]:
+    """Of one forward and one backward."""
+    start = _now(x)
+    out = block(x)
+    middle = _now(x)
+    torch.autograd.grad(out, [x, *(p for p in block.parameters() if p.requires_grad)], torch.ones_like(out))
+    return middle - start, _now(x) - middle
+
+
+def _now(x: Tensor) -> float:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return time.perf_counter()
+
+
+def count(plan: Plan, blocks: Sequence[nn.Module], x: Tensor, how: Checkpoint | None = None) -> int:
+    """The most activation bytes alive when a block has just run, over a forward and a backward of the chain.
+
+    Gradients of parameters are left in place.
+    """
+    x = x.detach().clone().requires_grad_()
+    loss: list[Tensor] = []
+    seed = x.new_ones(())  # of backward; made here, it is no activation
+    meter = MemoryMeter(lambda: {"parameters": [p for b in blocks for p in b.parameters()], "loss": loss})
+    most = 0
+
+    def sample(*_: Any) -> None:
+        nonlocal most
+        most = max(most, meter.now()["activations"] + x.untyped_storage().nbytes())
+
+    hooks = [block.register_forward_hook(sample, always_call=True) for block in blocks]
+    with meter:
+        loss.append(run(plan, blocks, x, how or Checkpoint()).sum())
+        loss[0].backward(seed)  # type: ignore[no-untyped-call]
+    for hook in hooks:
+        hook.remove()
+    return most

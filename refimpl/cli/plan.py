@@ -1,0 +1,99 @@
+"""`refimpl plan activations`: which blocks of a GPT to checkpoint within a budget, from one block measured here."""
+
+import re
+from typing import TYPE_CHECKING
+
+import typer
+
+from refimpl.cli.refuse import refuse
+
+if TYPE_CHECKING:
+    from refimpl.activation.budget import Block, Plan
+
+app = typer.Typer(help="Decide before a run: what fits, and what it costs.", no_args_is_help=True)
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+@app.callback()
+def plan() -> None:
+    """Decide before a run: what fits, and what it costs."""
+
+
+def bytes_of(text: str) -> int:
+    """ "2GB", "500 MB", "1.5GiB" or a number of bytes. ValueError for anything else."""
+    found = re.fullmatch(r"([\d.]+)\s*([kmg]i?)?b?", text.strip().lower())
+    try:
+        return int(float(found[1]) * UNITS[found[2] or ""]) if found else int(text)
+    except ValueError:
+        raise ValueError(f"--budget {text}: a number of bytes, such as 2GB, 500MB or 1.5GiB") from None
+
+
+def words(plan: "Plan") -> str:
+    """A plan in one line: `0-2 · again(3 · 4)` keeps blocks 0 to 2, and runs 3 and 4 once more."""
+    from refimpl.activation.budget import Again
+
+    parts: list[str] = []
+    first = last = -1
+    for part in (*plan, None):
+        if isinstance(part, int) and part == last + 1 and first >= 0:
+            last = part
+            continue
+        if first >= 0:
+            parts.append(str(first) if first == last else f"{first}-{last}")
+            first = -1
+        if isinstance(part, Again):
+            parts.append(f"again({words(part.inside)})")
+        elif part is not None:
+            first = last = part
+    return " · ".join(parts)
+
+
+@app.command()
+def activations(
+    budget: str = typer.Option(..., help="Bytes for activations on a rank: 2GB, 500MB, 1.5GiB."),
+    layers: int = typer.Option(12, min=1, help="Transformer blocks."),
+    width: int = typer.Option(768, min=1, help="Width of the model."),
+    heads: int = typer.Option(12, min=1, help="Attention heads."),
+    context: int = typer.Option(256, min=1, help="Tokens in a sequence."),
+    batch: int = typer.Option(4, min=1, help="Sequences in a micro-batch."),
+    check: bool = typer.Option(
+        False, "--count", help="Also build all blocks, run each plan once, and count its bytes."
+    ),
+) -> None:
+    """Keep all, every block, sqrt(L), or the best choice within the budget: bytes at the peak, and a step's time."""
+    import torch
+
+    from refimpl.activation import budget as plans
+    from refimpl.activation.chain import count, measure
+    from refimpl.model.gpt import Block, GPTConfig
+
+    try:
+        room = bytes_of(budget)
+        config = GPTConfig(context=context, width=width, layers=layers, heads=heads)
+        modules = [Block(config) for _ in range(layers if check else 1)]
+        x = torch.randn(batch, context, width)
+        blocks = measure(modules[:1], x) * layers
+        chosen = {
+            "keep all": plans.keep(layers),
+            "every block": plans.every(1, layers),
+            "sqrt(L)": plans.sqrt(layers),
+            f"best within {room / 1e6:.1f} MB": plans.best(blocks, room),
+        }
+    except ValueError as reason:
+        refuse("refimpl plan activations", reason)
+    show_block(blocks[0], layers)
+    print(f"{'plan':28}{'predicted MB':>14}{'counted MB':>14}{'step time':>12}")
+    for name, plan in chosen.items():
+        predicted, step = plans.peak(plan, blocks), plans.slowdown(plan, blocks)
+        counted = f"{count(plan, modules, x) / 1e6:.3f}" if check else ""
+        print(f"{name:28}{predicted / 1e6:14.3f}{counted:>14}{step:11.2f}x")
+    print(f"\nthe best: {words(plan)}")
+    print("numbers are blocks whose activations are kept; again(...) runs once more in backward, by the plan inside")
+
+
+def show_block(block: "Block", layers: int) -> None:
+    """What was measured."""
+    print(
+        f"{layers} blocks like one measured here: input {block.input / 1e6:.3f} MB, kept beside it "
+        f"{block.saved / 1e6:.3f} MB, forward {block.forward * 1e3:.1f} ms, backward {block.backward * 1e3:.1f} ms\n"
+    )

@@ -1,0 +1,51 @@
+"""`refimpl plan activations`: what it prints, and how it refuses."""
+
+import re
+
+import pytest
+from test_main import refimpl_command
+
+from refimpl.activation.budget import Again
+from refimpl.cli.plan import bytes_of, words
+
+SMALL = ["--layers", "5", "--width", "64", "--heads", "2", "--context", "16", "--batch", "2"]
+
+
+def test_activations(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refimpl_command(monkeypatch, "plan", "activations", "--budget", "300kB", *SMALL, "--count") == 0
+    printed = capsys.readouterr().out
+    rows = re.findall(r"^(keep all|every block|sqrt|best).*?([\d.]+) +([\d.]+) +([\d.]+)x$", printed, re.MULTILINE)
+    assert [row[0] for row in rows] == ["keep all", "every block", "sqrt", "best"]
+    assert all(predicted == counted for _, predicted, counted, _ in rows)
+    peaks = {name: float(predicted) for name, predicted, _, _ in rows}
+    assert peaks["best"] <= 0.3 < peaks["keep all"]
+    assert float(rows[0][3]) == 1 < float(rows[3][3])
+    assert "again(" in printed.splitlines()[-2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--budget", "lots"], "--budget lots: a number of bytes, such as 2GB, 500MB or 1.5GiB"),
+        (["--budget", "1kB"], "no plan fits into 1000 bytes; the least that does needs about "),
+        (["--budget", "1GB", "--heads", "3"], "width 64 does not divide into 3 heads"),
+    ],
+)
+def test_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], reason: str
+) -> None:
+    assert refimpl_command(monkeypatch, "plan", "activations", *SMALL, *arguments) == 2
+    error = capsys.readouterr().err
+    assert reason in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GB", 2 * 10**9), ("1.5 GiB", 3 * 2**29), ("500mb", 5 * 10**8), ("77", 77), ("3k", 3000)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert bytes_of(text) == size
+
+
+def test_words() -> None:
+    assert words((0, 1, 2, Again((3, Again((4, 5)))), 6)) == "0-2 · again(3 · again(4-5)) · 6"

@@ -1,0 +1,70 @@
+"""A way round an exercise is named also if it gets there at run time; an honest answer may call what it is given."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from answers import EXERCISE, graded, grader
+
+pytestmark = pytest.mark.xdist_group("grading")
+
+ROOT = Path(__file__).parents[2]
+OWN = "refimpl.comm.ring.all_reduce is refimpl's own"
+AROUND = "torch.distributed.all_reduce goes round the group"
+RING = "('ref' + 'impl.comm.ring')"
+BODIES = {
+    "importlib": (f"import importlib\nimportlib.import_module{RING}.all_reduce(group, x)", OWN),
+    "__import__": ("__import__('ref' + 'impl.comm.ring').comm.ring.all_reduce(group, x)", OWN),
+    "sys.modules": (
+        f"import sys, importlib\nimportlib.import_module{RING}\nsys.modules[{RING}].all_reduce(group, x)",
+        OWN,
+    ),
+    "getattr": (
+        "import refimpl\ngetattr(refimpl, 'Ze' + 'ro2')(x)",
+        "refimpl.zero.stage.Stage.__init__ is refimpl's own",
+    ),
+    "map": (f"import importlib\nlist(map(importlib.import_module{RING}.all_reduce, [group], [x]))", OWN),
+    "torch.distributed": ("getattr(torch, 'distri' + 'buted').all_reduce(x)", AROUND),
+    "the grader's own": ("getattr(group, 'every' + 'one')(1)", "group.everyone is for the grader"),
+    "a solution": (
+        "import importlib.util\n"
+        f"path = {str(ROOT)!r} + '/solu' + 'tions/01_collectives.py'\n"
+        "spec = importlib.util.spec_from_file_location('other', path)\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "module.ring_all_reduce(group, x)",
+        "a function of the solutions is called",
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave() -> Iterator[None]:
+    yield
+    grader().__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("how", BODIES)
+def test_a_call_is_named_with_its_line(how: str, tmp_path: Path) -> None:
+    body, says = BODIES[how]
+    verdict = graded(tmp_path, f"{body}\nreturn x.new_tensor([2.0, 4.0])")
+    assert verdict.outcome == "fail"
+    assert says in verdict.headline
+    assert verdict.headline.startswith(f"exercise.py line {4 + len(body.splitlines())}: ")
+
+
+def test_a_task_that_is_refimpls_own_function_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "exercise.py"
+    file.write_text("import importlib\ndouble = importlib.import_module('ref' + 'impl.comm.ring').all_reduce\n")
+    verdict = grader().grade(EXERCISE, file)
+    assert (verdict.outcome, OWN in verdict.headline) == ("fail", True)
+
+
+def test_a_transfer_that_is_let_go_of_is_no_call(tmp_path: Path) -> None:
+    body = "group.all_reduce(x.clone(), async_op=True)\nreturn x * 2"  # its generator is closed in the answer's line
+    assert graded(tmp_path, body).outcome == "pass"
+
+
+def test_an_answer_may_call_its_group_and_look_at_the_ledger(tmp_path: Path) -> None:
+    body = "y = x.clone()\ngroup.all_reduce(y, async_op=True).wait()\nassert group.ledger.sent_bytes()\nreturn y"
+    assert graded(tmp_path, body).outcome == "pass"
