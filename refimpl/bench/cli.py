@@ -1,4 +1,4 @@
-"""`refimpl bench zero`, `comm`, `checkpoint`, `overhead`: tables and, with --json, a report; `table` reads it."""
+"""`refimpl bench zero`, `comm`, `checkpoint`, `disk`, `overhead`: tables; with --json a report that `table` reads."""
 
 import json
 import os
@@ -148,6 +148,24 @@ def overhead(
 
     file = writable(file) if file else None
     publish("CPU time of a step, mean over ranks", HEAT, measure(ranks, stages, units, turns, steps, top), file)
+
+
+@app.command()
+def disk(
+    folder: Annotated[Path, typer.Argument(help="On the disk to measure; a file without a name is made there.")],
+    size: Annotated[int, typer.Option(parser=count, help="Bytes to move.")] = "500M",  # type: ignore[assignment]
+    turns: Annotated[int, typer.Option(min=1, help="Times each way's turn comes.")] = 3,
+    file: JsonOption = None,
+) -> None:
+    """A disk's own MB/s by size and number of requests, and what offloading gets out of it."""
+    from refimpl.bench.disk import HEAT, measure
+    from refimpl.offload.blocks import OffloadError
+
+    file = writable(file) if file else None
+    try:
+        publish("Best turn", HEAT, measure(folder, size, turns), file)
+    except OffloadError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @app.command()

@@ -55,11 +55,17 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the batches.")] = 0,
     device: Annotated[str, typer.Option(help="auto (a GPU a rank if there are enough), cpu or cuda.")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("out/demo"),
+    infinity: Annotated[bool, typer.Option("--infinity", help="Train what does not fit, from a disk.")] = False,
+    folder: Annotated[Path, typer.Option(help="With --infinity: a folder on that disk.")] = Path("out/disk"),
 ) -> None:
     """Train one small GPT by every strategy: same weights, different bytes. Writes a report, a picture and a page."""
     from refimpl.cli import demo, options
     from refimpl.launch import RankError
 
+    if infinity:
+        from refimpl.cli.infinity import run
+
+        raise typer.Exit(run(ranks or 2, 3, folder, Path("out/infinity") if out == Path("out/demo") else out))
     try:
         plan = options.plan(ranks, strategy, steps, text, layers, width, context, seed, device, out)
     except ValueError as reason:

@@ -21,6 +21,7 @@ from refimpl.comm.group import Group
 from refimpl.engine import arguments
 from refimpl.engine.config import DeepSpeedConfig, load_config
 from refimpl.engine.dataloader import make_dataloader
+from refimpl.engine.homes import with_homes
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.monitor import Monitor
 from refimpl.engine.names import optimizer_named, schedule_named
@@ -80,6 +81,7 @@ def build(
     zero = settings.zero_config()
     flagged = tuple(path for path, module in model.named_modules() if getattr(module, LEAF_FLAG, False))
     zero = replace(zero, leaf_modules=(*zero.leaf_modules, *flagged))
+    zero = with_homes(zero, settings, group.device)
     stage = STAGES[settings.zero_optimization.stage](model, opt, group, zero, settings.loss_scaler())
     loader = None
     if dataset is not None:

@@ -77,6 +77,7 @@ class DeepSpeedConfig(section.Section):
     zero_optimization: section.ZeroOptimization = Field(
         default_factory=section.ZeroOptimization, description="what is sharded over the ranks"
     )
+    aio: section.AsyncIO = Field(default_factory=section.AsyncIO, description="how a disk is driven")
     activation_checkpointing: section.ActivationCheckpointing = Field(
         default_factory=section.ActivationCheckpointing, description="where inputs of activation checkpoints wait"
     )

@@ -43,7 +43,7 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "cuda_visible_devices": ("the launcher decides which devices a rank sees; DeepSpeed does not read it either", []),
     "comms_config": ("write comms_logger; DeepSpeed does not read this name either", []),
     "monitor_config": ("write csv_monitor, tensorboard or wandb; DeepSpeed does not read this name either", []),
-    "zero_force_ds_cpu_optimizer": ("it concerns the optimizer of offload_optimizer, which is not built", []),
+    "zero_force_ds_cpu_optimizer": ("any element-wise optimizer runs on the host", [True]),
     "fp16.fused_mode": ("the optimizer is always fused where torch can", [True]),
     "fp16.fp16_master_weights_and_grads": ("master weights stay in fp32", [False]),
     "bf16.bf16_master_weights_and_grads": ("master weights stay in fp32", [False]),
@@ -61,14 +61,20 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     ),
     "zero_optimization.use_multi_rank_bucket_allreduce": ("buckets are reduce-scattered, never all-reduced", [False]),
     "zero_optimization.allgather_partitions": ("parameters are always all-gathered", [True]),
-    "zero_optimization.round_robin_gradients": ("it orders copies to the host; the numbers do not change", [False]),
+    "zero_optimization.round_robin_gradients": ("every bucket is cut for all ranks: each copies its share", [False]),
+    "zero_optimization.offload_optimizer.pin_memory": ("memory is pinned wherever there is a GPU", [False]),
+    "zero_optimization.offload_optimizer.fast_init": ("the file's space is always taken at once", [False]),
+    "zero_optimization.offload_param.pin_memory": ("memory is pinned wherever there is a GPU", [False]),
     "zero_optimization.load_from_fp32_weights": ("master weights are always restored in fp32", [True]),
-    "zero_optimization.sub_group_size": ("a rank's shards are updated in one pass; the numbers do not change", [1e9]),
     "zero_optimization.log_trace_cache_warnings": (
         "another order of use is recorded anew; ranks that differ are an error",
         [False],
     ),
     "zero_optimization.enable_sanity_checks": ("the order of gathers is always checked", [True]),
+    "zero_optimization.offload_optimizer.pipeline": ("write pipeline_read and pipeline_write", [False]),
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": ("OMP_NUM_THREADS says it", [0.8]),
+    "aio.single_submit": ("each request is always a call of its own", [False]),
+    "aio.thread_count": ("write intra_op_parallelism", [1]),
     "zero_optimization.memory_efficient_linear": (
         "what autograd saves of a weight is freed with it, so no layer is replaced",
         [True],
@@ -108,6 +114,9 @@ REJECTED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "zero_optimization.mics_shard_size": (f"{NOT_YET}: MiCS", [-1]),
     "zero_optimization.mics_hierarchical_params_gather": (f"{NOT_YET}: MiCS", [False]),
     "zero_optimization.save_muon_momentum_buffer_in_memory": (f"{NOT_YET}: the Muon optimizer", [False]),
+    "zero_optimization.offload_optimizer.super_offload": (f"{NOT_YET}: SuperOffload", [False]),
+    "zero_optimization.offload_optimizer.convert_grad_on_cpu": (f"{NOT_YET}: gradients travel as they are", [False]),
+    "aio.use_gds": ("not part of this project: GPUDirect Storage", [False]),
     "zero_optimization.zenflow": ("not part of this project", [None]),
     "zero_optimization.legacy_stage1": ("not part of this project: stage 1 is stage 1", [False]),
     "zero_optimization.elastic_checkpoint": ("not part of this project; DeepSpeed has dropped it too", [False]),
@@ -117,19 +126,6 @@ REJECTED: Mapping[str, tuple[str, Sequence[Any]]] = {
 # A section with a switch: the switch decides, its other keys are read only when it is on.
 SWITCHED: Mapping[str, tuple[str, str, Sequence[Any], str]] = {
     # section: (what it would take, switch, values of the switch that mean off, other keys)
-    "zero_optimization.offload_optimizer": (
-        f"{NOT_YET}: optimizer states stay with the parameters",
-        "device",
-        ["none", None],
-        "nvme_path buffer_count pin_memory pipeline_read pipeline_write pipeline fast_init ratio super_offload "
-        "convert_grad_on_cpu cpuadam_cores_perc",
-    ),
-    "zero_optimization.offload_param": (
-        f"{NOT_YET}: parameters stay on the device",
-        "device",
-        ["none", None],
-        "nvme_path buffer_count buffer_size max_in_cpu pin_memory",
-    ),
     "torch_autocast": (f"{NOT_YET}: use bf16", "enabled", [False], "dtype lower_precision_safe_modules"),
     "tensor_parallel": (
         f"{NOT_YET}: tensor parallelism",
@@ -203,18 +199,6 @@ SPARSE_ATTENTION = (
 
 # A section without a switch: each key for itself, DeepSpeed's default passes.
 SECTIONS: Mapping[str, tuple[str, Mapping[str, Sequence[Any]]]] = {
-    "aio": (
-        f"{NOT_YET}: NVMe offload",
-        {
-            "block_size": [1048576],
-            "queue_depth": [8],
-            "intra_op_parallelism": [1],
-            "thread_count": [1],
-            "single_submit": [False],
-            "overlap_events": [True],
-            "use_gds": [False],
-        },
-    ),
     "pipeline": (
         f"{NOT_YET}: pipeline parallelism",
         {

@@ -7,6 +7,7 @@ DeepSpeed's files: deepspeed/runtime/config.py, runtime/zero/config.py, runtime/
 """
 
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -55,6 +56,17 @@ def as_dtype(value: Any) -> torch.dtype:
 def upper(value: Any) -> Any:
     """DeepSpeed reads `Warn` and `WARN` alike."""
     return value.upper() if isinstance(value, str) else value
+
+
+def or_none(value: Any) -> Any:
+    """DeepSpeed reads null, and a value nobody filled in, as no offload."""
+    return "none" if value in (None, "auto") else lower(value)
+
+
+def unless_off(section: Any) -> Any:
+    """Without a device the other keys are not read."""
+    off = isinstance(section, Mapping) and section.get("device") in ("none", "auto", None)
+    return {} if off or section in (None, False) else section
 
 
 def never(value: Any) -> Any:
@@ -141,6 +153,44 @@ class LeafModule(Section):
     name_suffixes: list[str] = Field(default_factory=list, description="ends of such paths")
 
 
+class OffloadOptimizer(Section):
+    """Where fp32 masters and optimizer states rest, and are updated."""
+
+    device: Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(or_none)] = Field(
+        default="none", description="none: on the device; cpu: in the host's memory; nvme: in a file of each rank"
+    )
+    nvme_path: str | None = Field(default=None, description="folder of that file; made if it is not there")
+    buffer_count: Positive = Field(default=4, description="parts of the state that may be in memory at once, with nvme")
+    pipeline_read: bool = Field(default=False, description="the next part is read while one is updated")
+    pipeline_write: bool = Field(default=False, description="the part before is written while one is updated")
+    ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=1.0, description="the share of the parameters that is offloaded, bucket by bucket"
+    )
+
+
+class OffloadParam(Section):
+    """Where the shards of stage 3's parameters rest."""
+
+    device: Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(or_none)] = Field(
+        default="none", description="none: on the device; cpu: in the host's memory; nvme: in a file of each rank"
+    )
+    nvme_path: str | None = Field(default=None, description="folder of that file; made if it is not there")
+    buffer_count: Positive = Field(default=5, description="shards that may be read ahead of their use, with nvme")
+    buffer_size: Positive = Field(
+        default=100_000_000, description="elements of a buffer: no unit's shard may be larger"
+    )
+    max_in_cpu: Count = Field(default=1_000_000_000, description="elements that stay in memory all the same, with nvme")
+
+
+class AsyncIO(Section):
+    """How a disk is driven."""
+
+    block_size: Positive = Field(default=1_048_576, description="bytes of one request")
+    queue_depth: Positive = Field(default=8, description="requests under way at once, of each thread")
+    intra_op_parallelism: Positive = Field(default=1, description="threads a transfer")
+    overlap_events: bool = Field(default=True, description="false: one request at a time")
+
+
 class ZeroOptimization(Section):
     """What is sharded and how it is communicated."""
 
@@ -168,6 +218,15 @@ class ZeroOptimization(Section):
     )
     stage3_module_granularity_threshold: Count = Field(
         default=0, description="gather whole what has fewer parameters for each module inside"
+    )
+    sub_group_size: Count = Field(
+        default=1_000_000_000, description="elements that are brought from a disk and updated at a time; 0: 4 million"
+    )
+    offload_optimizer: Annotated[OffloadOptimizer, BeforeValidator(unless_off)] = Field(
+        default_factory=OffloadOptimizer, description="where optimizer states rest"
+    )
+    offload_param: Annotated[OffloadParam, BeforeValidator(unless_off)] = Field(
+        default_factory=OffloadParam, description="where stage 3's parameters rest"
     )
     ignore_unused_parameters: bool = Field(default=True, description="unused parameters count as zero gradients")
     leaf_module: LeafModule = Field(default_factory=LeafModule, description="modules gathered as one unit")

@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from refimpl.offload.homes import is_here
 from refimpl.zero.flat import Bucket
 from refimpl.zero.parameter import DATA
+from refimpl.zero.unit import Unit
+from refimpl.zero.unit import whole as whole_units
 
 if TYPE_CHECKING:
+    from refimpl.comm.group import Group
     from refimpl.zero.grad_view import GradientView
     from refimpl.zero.gradients import Gradients
     from refimpl.zero.update import Update
@@ -24,6 +28,7 @@ class ByName:
     """A stage's parameters one by one, each given as itself or by its name. `full_...` are collectives."""
 
     names: dict[nn.Parameter, str]
+    group: "Group"
     gradients: "Gradients"
     view: "GradientView"
     update: "Update"
@@ -43,10 +48,19 @@ class ByName:
         """Replace the fp32 weight, and what is rounded from it, by `value`: the same on every rank."""
         p = self.parameter(p)
         bucket = self.home(p)
-        for flat in [] if bucket is None else self.copies(bucket):
-            put(bucket, flat, p, value)  # type: ignore[arg-type]
+        if isinstance(bucket, Unit) and bucket.shelf is not None:
+            with whole_units([p]):
+                put(bucket, bucket.full, p, value)
+                bucket.keep()
+        elif bucket is not None:
+            for flat in self.copies(bucket):
+                put(bucket, flat, p, value)
         if bucket is None:
             DATA.__get__(p).copy_(value)
+        elif self.update.is_away() and bucket in self.update.owned:
+            self.update.put_state(
+                bucket, p, "", bucket.cut(value, p, bucket.part(self.update.owned[bucket], p).numel())
+            )
 
     def full_gradient(self, p: nn.Parameter | str) -> Tensor | None:
         """The gradient since the last step, the mean over ranks, fp32; None if there is none."""
@@ -63,24 +77,29 @@ class ByName:
     def full_state(self, p: nn.Parameter | str, key: str) -> Tensor | None:
         """The optimizer's state `key` of p ("exp_avg"), fp32, in p's shape; None if it has none yet."""
         p = self.parameter(p)
-        part = self.local_state(p, key)
-        if part is None or part.numel() == 1 != p.numel():
-            return part
-        bucket = self.gradients.bucket_of[p]
-        return whole(bucket, self.spread(bucket, p, part), p)
+        bucket = self.gradients.bucket_of.get(p)
+        part = None if bucket is None else self.update.state_part(bucket, p, key)
+        mine = part if part is None or part.numel() == 1 != p.numel() else "cut"
+        # A rank that has nothing of p may have no state there, of another history.
+        known = next((one for one in self.group.all_gather_object(mine) if one is not None), None)
+        if bucket is None or known is None or isinstance(known, Tensor):
+            return known
+        return whole(bucket, self.spread(bucket, p, torch.empty(0) if part is None else part), p)
 
     def set_full_state(self, p: nn.Parameter | str, key: str, value: Tensor) -> None:
         """Replace the optimizer's state `key` of p by `value`. KeyError before the first step has made it."""
         p = self.parameter(p)
-        part = self.local_state(p, key)
-        if part is None:
+        bucket = self.gradients.bucket_of.get(p)
+        part = None if bucket is None else self.update.state_part(bucket, p, key)
+        if bucket is None or part is None:
             raise KeyError(f"the optimizer has no state {key!r} of {self.names[p]} yet: take a step first")
         with torch.no_grad():
-            part.copy_(self.gradients.bucket_of[p].cut(value, p, part.numel()))
+            self.update.put_state(bucket, p, key, bucket.cut(value, p, part.numel()))
 
     def local_parameter(self, p: nn.Parameter | str) -> Tensor:
         """This rank's part of the fp32 weight: a flat view, to be changed with `copy_` and its like."""
         p = self.parameter(p)
+        self.refuse_away(p)
         bucket = self.home(p)
         return DATA.__get__(p).view(-1) if bucket is None else bucket.part(self.weights(bucket), p)
 
@@ -91,8 +110,29 @@ class ByName:
     def local_state(self, p: nn.Parameter | str, key: str) -> Tensor | None:
         """This rank's part of the optimizer's state `key`: a flat view; None if it has none yet."""
         p = self.parameter(p)
+        self.refuse_away(p)
         bucket = self.gradients.bucket_of.get(p)
         return None if bucket is None else self.update.slices.state_part(bucket, p, key)
+
+    def read_local(self, p: nn.Parameter | str, key: str = "") -> Tensor | None:
+        """A copy of this rank's part of the fp32 weight, or of the state `key`, wherever it rests; flat."""
+        p = self.parameter(p)
+        bucket = self.gradients.bucket_of[p]
+        part = self.update.state_part(bucket, p, key) if key else bucket.part(self.update.weights(bucket), p)
+        return None if part is None else part.clone()
+
+    def write_local(self, p: nn.Parameter | str, value: Tensor, key: str = "") -> None:
+        """Replace what `read_local` reads. A weight of the model follows with the next step, as in DeepSpeed."""
+        p = self.parameter(p)
+        self.update.put_state(self.gradients.bucket_of[p], p, key, value.reshape(-1))
+
+    def refuse_away(self, p: nn.Parameter) -> None:
+        """A view of what rests on a disk would be of nothing."""
+        if self.update.is_away():
+            raise RuntimeError(
+                f"{self.names[p]}: its optimizer state rests on a disk, there is no view of it: read_local copies it, "
+                "write_local replaces it"
+            )
 
     def parameter(self, p: nn.Parameter | str) -> nn.Parameter:
         """The parameter of this name. KeyError for one that is not the model's."""
@@ -109,13 +149,19 @@ class ByName:
 
     def weights(self, bucket: Bucket) -> Tensor:
         """The most exact weights of a bucket: fp32 masters ([P] or [S]) or the owned slice."""
-        self.update.adopt(bucket)
-        return self.update.masters.get(bucket, self.update.owned[bucket])
+        return self.update.weights(bucket)
+
+    def put_weights(self, bucket: Bucket, flat: Tensor) -> None:
+        """`weights(bucket)` was changed, in place or in the copy that it is: let it be the bucket's."""
+        if bucket in self.update.masters:
+            self.update.restore(bucket, flat)
+        elif bucket.shelf is not None:
+            bucket.shelf.write(0, flat)
 
     def copies(self, bucket: Bucket) -> list[Tensor]:
         """Every buffer here that holds the weights of a bucket."""
         held = [self.weights(bucket), self.update.owned.get(bucket), bucket.full]
-        return [flat for flat in held if flat is not None and flat.untyped_storage().nbytes()]
+        return [flat for flat in held if flat is not None and is_here(flat)]
 
     def spread(self, bucket: Bucket, p: nn.Parameter, part: Tensor) -> Tensor:
         """A buffer as long as the bucket's owned slice with `part` in p's place."""

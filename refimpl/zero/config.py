@@ -9,6 +9,8 @@ from typing import Literal
 
 import torch
 
+from refimpl.offload.homes import Disk, Host
+
 
 @dataclass(frozen=True)
 class ZeroConfig:
@@ -27,6 +29,9 @@ class ZeroConfig:
     allow_untested_optimizer: bool = False  # take an optimizer not known to be element-wise
     dtype: torch.dtype | None = None  # cast parameters to it; fp32 masters keep what this rounds off
     broadcast_buffers: bool = True  # rank 0's buffers on every rank before each training forward
+    optimizer_home: Host | None = None  # where masters and optimizer state rest; None: on the device
+    sub_group_size: int = 4_194_304  # elements that are brought from a home and updated at a time
+    offload_ratio: float = 1.0  # the share of the elements that rests there, bucket by bucket
 
     prefetch_bucket_size: int = 5_000_000  # elements gathered ahead of their use; one unit may be larger; 0: none
     param_persistence_threshold: int = 0  # parameters this small stay gathered
@@ -36,12 +41,16 @@ class ZeroConfig:
     leaf_modules: tuple[type | str, ...] = ()  # modules gathered whole: classes, class names or ends of paths
     gather_blocks: bool | None = None  # gather whole what a ModuleList repeats; None: on a GPU
     module_granularity_threshold: int = 0  # gather whole what has fewer parameters for each module inside
+    parameter_home: Disk | None = None  # where sharded parameters rest; None: on the device
+    max_in_host: int = 0  # elements of shards that stay in memory all the same
     check_order: bool = True  # name ranks that take different paths; costs a message where a path is new
 
     def __post_init__(self) -> None:
-        for name in ("reduce_bucket_size", "allgather_bucket_size"):
+        for name in ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"ZeroConfig.{name} = {getattr(self, name)}: must be at least 1 element")
+        if self.parameter_home is not None and self.optimizer_home is None:
+            raise ValueError("ZeroConfig.parameter_home needs an optimizer_home: what is updated must rest somewhere")
         if self.gradient_clipping < 0:
             raise ValueError(f"ZeroConfig.gradient_clipping = {self.gradient_clipping}: must not be negative")
         if self.gradient_predivide_factor <= 0:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from refimpl.comm.group import Group
 from refimpl.comm.work import Work
+from refimpl.offload.shelf import Shelf
 from refimpl.zero.parameter import Managed, place
 
 ALIGN = 64  # elements: torch's fused AdamW gives the same bits on any cut that falls on a multiple of 64
@@ -27,6 +28,8 @@ def round_up(n: int, multiple: int) -> int:
 
 class Bucket:
     """Parameters of one optimizer group and dtype; their data become views of one buffer [P], with rank 0's values."""
+
+    shelf: Shelf | None = None  # where this rank's shard rests, if not in memory: see `Unit`
 
     def __init__(
         self,
@@ -76,6 +79,10 @@ class Bucket:
 
     def free(self) -> None:
         """Nothing: `full` stays, here. See `Unit`."""
+
+    def now(self) -> Tensor:
+        """This rank's shard, in memory. -> [S]"""
+        return self.mine
 
     def piece(self, flat: Tensor, p: nn.Parameter) -> Tensor:
         """The part of flat [P] that belongs to p, in p's shape."""

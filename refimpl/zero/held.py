@@ -3,14 +3,15 @@
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
+from refimpl.offload.homes import is_here
 from refimpl.optim.loss_scale import LossScaler
 from refimpl.zero.parameter import DATA, Freed
 
 if TYPE_CHECKING:
     from refimpl.comm.group import Group
+    from refimpl.zero.config import ZeroConfig
     from refimpl.zero.gradients import Gradients
     from refimpl.zero.update import Update
 
@@ -21,6 +22,7 @@ class Held(ABC):
     model: nn.Module
     names: dict[nn.Parameter, str]
     group: "Group"
+    config: "ZeroConfig"
     gradients: "Gradients"
     update: "Update"
 
@@ -47,15 +49,18 @@ class Held(ABC):
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Every tensor this stage keeps alive now, by class, for a `MemoryMeter` (views: count their storages)."""
-        masters = [m for b, m in self.update.masters.items() if b.dtype != torch.float32]
+        update = self.update
+        masters = [m for b, m in update.masters.items() if m is not update.owned[b] and is_here(m)]
+        homes = {h for h in (self.config.optimizer_home, self.config.parameter_home) if h is not None}
+        buffers = {"offload buffers": [t for home in homes for t in home.memory()]} if homes else {}
         return {
             "parameters": [DATA.__get__(p) for p in self.names if not isinstance(p, Freed)],
             "gradients": self.gradients.tensors(),
-            "optimizer": self.update.state(),
+            "optimizer": [t for t in update.state() if is_here(t)],
             "master weights": masters,
             "gathered": [],
             "buckets": [*self.gradients.buffers(), *self.group.scratch()],
-        }
+        } | buffers
 
     @property
     def scaler(self) -> LossScaler | None:

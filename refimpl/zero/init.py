@@ -136,7 +136,7 @@ class GatheredParameters(whole):
                 unit.adopt(self.modifier_rank)
                 continue
             versions = [p._version for p in unit.params]
-            if kind is None and (versions != unit.versions or not torch.equal(unit.mine, unit.shard(unit.full))):
+            if kind is None and (versions != unit.versions or not torch.equal(unit.now(), unit.shard(unit.full))):
                 changed.append(unit.name)
             unit.versions = versions
         super().__exit__(kind)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from refimpl.checkpoint.place import Place
 from refimpl.zero.flat import Bucket, round_up
 from refimpl.zero.parameter import DATA
-from refimpl.zero.slices import Slice
 from refimpl.zero.stage import Stage
 from refimpl.zero.zero3 import Zero3
 
@@ -68,14 +67,8 @@ def parts(stage: Stage) -> Iterator[Part]:
         begin, end = place.held(stage.group.rank, stage.group.size)
         here = place.at - offset_here(stage, flat, bucket)
         low, high = here + begin, here + end
-        state: dict[str, Tensor] = {}
-        rest: dict[str, Any] = {}
-        s = slice_with(stage, bucket, low, high) if begin < end else None
-        for key, value in state_of(stage, s).items():
-            if isinstance(value, Tensor) and s is not None and value.shape == s.param.shape:
-                state[key] = value.reshape(-1)[low - s.start : high - s.start]
-            elif begin == 0:
-                rest[key] = value
+        there = stage.update.state_at(bucket, low, high) if begin < end and bucket is not None else ({}, {})
+        state, rest = there[0], there[1] if begin == 0 else {}
         yield Part(name, place, flat[low:high], state, rest)
 
 
@@ -99,16 +92,6 @@ def offset_here(stage: Stage, flat: Tensor, bucket: Bucket | None) -> int:
     return stage.group.rank * (bucket.padded // stage.group.size)
 
 
-def slice_with(stage: Stage, bucket: Bucket | None, low: int, high: int) -> Slice | None:
-    slices = [] if bucket is None else stage.update.slices.of.get(bucket, [])
-    return next((s for s in slices if s.start <= low and high <= s.end), None)
-
-
-def state_of(stage: Stage, s: Slice | None) -> dict[str, Any]:
-    optimizer = stage.update.slices.optimizer
-    return {} if optimizer is None or s is None else optimizer.state.get(s.param, {})
-
-
 @torch.no_grad()
 def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool, apart: Iterable[str] = ()) -> None:
     """These parameters' weights from `source`, and with `optimizer` their state; `apart`: see `Slices`. A collective.
@@ -118,7 +101,9 @@ def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool,
     wanted = set(names)
     if isinstance(stage, Zero3):
         stage.fetch.end()  # what is gathered ahead has the old weights
+    flats: dict[Bucket, Tensor] = {}
     for name, p, flat, bucket in memory(stage):
+        flats |= {} if bucket is None else {bucket: flat}
         if name in wanted:
             here = place_of(stage, p).at - offset_here(stage, flat, bucket)
             low, high = max(here, 0), min(here + p.numel(), flat.numel())
@@ -126,8 +111,8 @@ def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool,
                 source.fill("weight", name, low - here, flat[low:high])
                 if bucket is None:  # flat may be a copy
                     DATA.__get__(p).copy_(flat.view(p.shape))
-    for bucket in stage.update.masters:
-        stage.update.publish(bucket)
+    for bucket, flat in flats.items():
+        stage.put_weights(bucket, flat)
     stage.gather()
     slices = stage.update.slices
     if optimizer and slices.optimizer is not None:
@@ -135,23 +120,24 @@ def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool,
         slices.apart = {p for p, name in stage.names.items() if name in set(apart)}
         for bucket in slices.of:
             restore_states(stage, bucket, source, wanted)
+            stage.update.keep_state(bucket)
 
 
 def restore_states(stage: Stage, bucket: Bucket, source: Source, wanted: set[str]) -> None:
     """The optimizer's state of a bucket's slices, which are cut where parameters have different histories."""
     slices, names = stage.update.slices, stage.names
     assert slices.optimizer is not None
-    spans = {p: slices._span(bucket, p) for p in bucket.params}
+    spans = {p: slices.span(bucket, p) for p in bucket.params}
     spans = {p: span for p, span in sorted(spans.items(), key=lambda item: item[1]) if span[0] < span[1]}
     history = {p: source.state(names[p]) if names[p] in wanted else {} for p in spans}
     for p in slices.apart.intersection(spans):
         slices.set_apart(bucket, p)
     for before, p in pairwise(spans) if slices.elementwise else ():
-        if slice_with(stage, bucket, spans[before][0], spans[p][1]) and not same(history[before], history[p]):
-            slices._cut(bucket, spans[p][0])
-    first = offset_here(stage, slices._masters[bucket], bucket)
+        if not same(history[before], history[p]):
+            slices.cut(bucket, spans[p][0])
+    first = 0 if slices.length[bucket] == bucket.padded else stage.group.rank * slices.length[bucket]
     for s in slices.of[bucket]:
-        members = [p for p, (start, end) in spans.items() if s.start <= start and end <= s.end]
+        members = [p for p, (start, end) in spans.items() if start < s.end and s.start < end]
         like = members[0] if members else bucket.params[-1]  # a slice of nothing but padding has a state too
         saved = source.state(names[like]) if names[like] in wanted else {}
         if not saved:
@@ -159,9 +145,9 @@ def restore_states(stage: Stage, bucket: Bucket, source: Source, wanted: set[str
         slices.optimizer.state[s.param] = state = fresh_state(saved, s.param)
         for key in [key for key, value in saved.items() if isinstance(value, Cut)]:
             for p in members:
-                low, high = spans[p]
+                low, high = max(spans[p][0], s.start), min(spans[p][1], s.end)
                 out = state[key].view(-1)[low - s.start : high - s.start]
-                source.fill(key, names[p], max(0, first - bucket.offset[p]), out)
+                source.fill(key, names[p], first + low - bucket.offset[p], out)
 
 
 def fresh_state(saved: Mapping[str, Any], like: Tensor) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn, optim
 
 from refimpl.zero.flat import ALIGN, Bucket
-from refimpl.zero.parameter import GRAD
+from refimpl.zero.parameter import DATA, GRAD
 
 ELEMENTWISE = (
     optim.AdamW, optim.Adam, optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam,
@@ -64,7 +65,7 @@ class Slices:
         self.optimizer = optimizer
         self.kind: Any = type(optimizer)  # what its class was before a stage took it over
         self.of: dict[Bucket, list[Slice]] = {}
-        self._masters: dict[Bucket, Tensor] = {}
+        self.length: dict[Bucket, int] = {}  # of what is owned
         self.gradient_of: Callable[[nn.Parameter, Bucket, int, int], Tensor | None] | None = None  # see `GradientView`
         self.apart: set[nn.Parameter] = set()  # were once left alone, and have borders of their own since
         self._applying = False  # from `hand_out` to `release_gradients`: then a slice's grad is what it was handed
@@ -80,23 +81,24 @@ class Slices:
         for group in optimizer.param_groups:
             group["params"].clear()  # in place: LBFGS holds on to the list
 
-    def add(self, masters: dict[Bucket, Tensor]) -> None:
-        """Slices for these buckets, in the optimizer's groups that the buckets name.
+    def add(self, masters: dict[Bucket, Tensor], most: int | None = None) -> None:
+        """Slices for these buckets, in the optimizer's groups that the buckets name; each has `most` elements.
 
         TypeError if sharding these parameters would change what the optimizer computes.
         """
         fresh: dict[int, list[SliceParameter]] = {}
         for bucket, master in masters.items():
-            self._masters[bucket] = master
-            self.of[bucket] = self._first(bucket, master)
+            self.length[bucket] = master.numel()
+            self.of[bucket] = self._first(bucket, master, most)
             fresh.setdefault(bucket.group_index, []).extend(s.param for s in self.of[bucket])
         assert self.optimizer is not None or not masters
         for index, params in fresh.items():
             self._enlist(index, params)
 
-    def _first(self, bucket: Bucket, master: Tensor) -> list[Slice]:
+    def _first(self, bucket: Bucket, master: Tensor, most: int | None) -> list[Slice]:
         if self.elementwise:
-            cuts = [0, *(self._borders(bucket) if bucket.dtype != master.dtype else []), master.numel()]
+            inner = self._borders(bucket) if bucket.dtype != master.dtype else []
+            cuts = [0, *(inner if most is None else range(most, master.numel(), most)), master.numel()]
             return [self._slice(bucket, a, b, master[a:b]) for a, b in pairwise(cuts)]
         if master.numel() != bucket.padded:
             raise TypeError(
@@ -109,8 +111,8 @@ class Slices:
 
     def _borders(self, bucket: Bucket) -> list[int]:
         """Where to cut a long master: before parameters, where ALIGN allows it, so that the bits stay the same."""
-        cuts, end = [0], self._masters[bucket].numel()
-        begins = [self._span(bucket, p)[0] for p in bucket.params]
+        cuts, end = [0], self.length[bucket]
+        begins = [self.span(bucket, p)[0] for p in bucket.params]
         for begin, following in pairwise(sorted(b for b in (*begins, end) if b % ALIGN == 0)):
             if begin > cuts[-1] and following - cuts[-1] > LONGEST:
                 cuts.append(begin)
@@ -139,40 +141,44 @@ class Slices:
             given = {k: v for k, v in self.optimizer.defaults.items() if k in accepted}
             self.optimizer.state.update(self.kind([{**group, "params": params}], **given).state)
 
-    def hand_out(self, bucket: Bucket, grad: Tensor, factor: float, left_alone: set[nn.Parameter]) -> None:
-        """factor * grad, as long as the bucket's master, to its slices; parameters to leave alone get none.
+    def hand_out(
+        self, bucket: Bucket, grad: Tensor, factor: float, left_alone: set[nn.Parameter], start: int, end: int
+    ) -> None:
+        """factor * grad, as long as the bucket's master, to its slices in start to end; those to leave alone get none.
 
         fp32 is multiplied in place.
         """
         self._applying = True
         self.apart |= left_alone
-        spans = [self._span(bucket, p) for p in left_alone.intersection(bucket.params)] if left_alone else []
-        for start, end in spans:
-            self._cut(bucket, start)
-            self._cut(bucket, end)
-        for s in self.of[bucket]:
+        spans = [self.span(bucket, p) for p in left_alone.intersection(bucket.params)] if left_alone else []
+        for span in spans:
+            for at in span:
+                self.cut(bucket, at)
+        for s in self.inside(bucket, start, end):
             alone = any(start <= s.start < s.end <= end for start, end in spans)
             if alone:
                 s.param.grad = None
                 continue
-            wide = grad[s.start : s.end].to(s.param.dtype)
+            wide = grad[s.start : s.end].to(s.param.device, s.param.dtype)
             s.param.grad = (wide if factor == 1 else wide.mul_(factor)).view(s.param.shape)
 
-    def _span(self, bucket: Bucket, p: nn.Parameter) -> tuple[int, int]:
+    def span(self, bucket: Bucket, p: nn.Parameter) -> tuple[int, int]:
         """Where p lies in the bucket's master."""
-        if self._masters[bucket].numel() == bucket.padded:
+        if self.length[bucket] == bucket.padded:
             return bucket.offset[p], bucket.offset[p] + p.numel()
         return bucket.span(p)
 
-    def _cut(self, bucket: Bucket, at: int) -> None:
+    def cut(self, bucket: Bucket, at: int) -> None:
         """Cut the slice that has `at` inside, with its state, in two."""
         slices, optimizer = self.of[bucket], self.optimizer
         assert optimizer is not None
         i = next((i for i, s in enumerate(slices) if s.start < at < s.end), None)
         if i is None:
             return
-        old, master = slices[i], self._masters[bucket]
-        pieces = [self._slice(bucket, a, b, master[a:b]) for a, b in ((old.start, at), (at, old.end))]
+        old = slices[i]
+        memory = DATA.__get__(old.param)  # [old.end - old.start]
+        halves = ((old.start, at), (at, old.end))
+        pieces = [self._slice(bucket, a, b, memory[a - old.start : b - old.start]) for a, b in halves]
         state = optimizer.state.pop(old.param, {})
         for new in pieces:
             inside = slice(new.start - old.start, new.end - old.start)
@@ -189,8 +195,8 @@ class Slices:
 
     def set_apart(self, bucket: Bucket, p: nn.Parameter) -> None:
         """Cut at p's borders, as for a parameter that was left alone."""
-        for at in self._span(bucket, p):
-            self._cut(bucket, at)
+        for at in self.span(bucket, p):
+            self.cut(bucket, at)
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """The optimizer's own step, not the stage's."""
@@ -198,10 +204,46 @@ class Slices:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a torch schedule looks for
         return self.kind.step(self.optimizer, closure) if closure else self.kind.step(self.optimizer)
 
-    def release_gradients(self) -> None:
+    def step_inside(self, bucket: Bucket, start: int, end: int) -> None:
+        """The optimizer's own step, of the slices there alone. Its step hooks run each time."""
+        assert self.optimizer is not None
+        groups = self.optimizer.param_groups
+        all_params = [group["params"] for group in groups]
+        for index, group in enumerate(groups):
+            group["params"] = [s.param for s in self.inside(bucket, start, end)] if index == bucket.group_index else []
+        try:
+            self.step(None)
+        finally:
+            for group, params in zip(groups, all_params, strict=True):
+                group["params"] = params
+
+    def inside(self, bucket: Bucket, start: int, end: int) -> list[Slice]:
+        """The slices that lie there."""
+        return [s for s in self.of[bucket] if start <= s.start and s.end <= end]
+
+    def tensors(self, s: Slice) -> dict[str, Tensor]:
+        """A slice's own memory, under "", and its state of that shape, by key."""
+        state = self.optimizer.state.get(s.param, {}) if self.optimizer else {}
+        same = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == s.param.shape}
+        return {"": s.param, **same}
+
+    def widths(self, index: int) -> list[torch.dtype]:
+        """The dtypes of the states that the optimizer makes of a parameter of group `index`: a twin is asked."""
+        if self.optimizer is None:
+            return []
+        p = nn.Parameter(torch.zeros(2))
+        p.grad = torch.zeros(2)
+        accepted = inspect.signature(self.kind.__init__).parameters
+        given = {k: v for k, v in self.optimizer.defaults.items() if k in accepted}
+        twin = self.kind([{**self.optimizer.param_groups[index], "params": [p]}], **given)
+        self.kind.step(twin)
+        return [t.dtype for t in twin.state[p].values() if isinstance(t, Tensor) and t.shape == p.shape]
+
+    def release_gradients(self, *buckets: Bucket) -> None:
+        """Of these buckets, or of all."""
         self._applying = False
-        for slices in self.of.values():
-            for s in slices:
+        for bucket in buckets or self.of:
+            for s in self.of[bucket]:
                 s.param.grad = None
 
     def restore(self, group_of: dict[nn.Parameter, int]) -> None:
@@ -213,12 +255,22 @@ class Slices:
 
     def state_part(self, bucket: Bucket, p: nn.Parameter, key: str) -> Tensor | None:
         """This rank's part of p's state `key`, flat; None if the optimizer has none (yet)."""
-        start, end = self._span(bucket, p)
+        start, end = self.span(bucket, p)
         for s in self.of.get(bucket, []):
             value = self.optimizer.state.get(s.param, {}).get(key) if self.optimizer else None
-            if s.start <= start and end <= s.end and isinstance(value, Tensor):
-                return value.view(-1)[start - s.start : end - s.start] if value.shape == s.param.shape else value
+            if isinstance(value, Tensor) and value.shape != s.param.shape and s.start <= start <= s.end:
+                return value
+            if isinstance(value, Tensor) and s.start <= start and end <= s.end:
+                return value.view(-1)[start - s.start : end - s.start]
         return None
+
+    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The state of elements low to high: what has an element for each, a flat view, and the rest."""
+        s = next((s for s in self.of.get(bucket, []) if s.start <= low and high <= s.end), None)
+        if s is None or self.optimizer is None:
+            return {}, {}
+        cut = {k: v.reshape(-1)[low - s.start : high - s.start] for k, v in self.tensors(s).items() if k}
+        return cut, {k: v for k, v in self.optimizer.state.get(s.param, {}).items() if k not in cut}
 
     def state(self) -> list[Tensor]:
         """The optimizer's own tensors."""
@@ -239,7 +291,7 @@ class Slices:
             return
         for bucket, cuts in zip(self.of, state["cuts"], strict=True):
             for at in cuts:
-                self._cut(bucket, at)
+                self.cut(bucket, at)
         self.kind.load_state_dict(self.optimizer, {k: v for k, v in state.items() if k != "cuts"})
 
 

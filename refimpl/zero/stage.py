@@ -33,6 +33,7 @@ from refimpl.zero.flat import Bucket, gather_all, groups_of, lay_out
 from refimpl.zero.grad_view import GradientView
 from refimpl.zero.gradients import Gradients, Reduction
 from refimpl.zero.held import Held
+from refimpl.zero.offloaded import OffloadedUpdate
 from refimpl.zero.outputs import tensors_of
 from refimpl.zero.owned import take_over
 from refimpl.zero.parameter import Freed, Hook, Managed, stage_of, take_raw_grad, untraced
@@ -86,7 +87,8 @@ class Stage(Changing, ByName, Held, ABC):
         )
         self.view = GradientView(self.gradients, self.passes.settle)
         owned = {b: self.owned(b) for b in self.buckets}
-        self.update = Update(optimizer, owned, self.group, self.config, self.given_scaler, type(self).__name__)
+        kind = OffloadedUpdate if self.config.optimizer_home else Update
+        self.update = kind(optimizer, owned, self.group, self.config, self.given_scaler, type(self).__name__)
         self.update.slices.gradient_of = self.view.of_slice
         if optimizer is not None:
             take_over(optimizer, self)

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 
 from refimpl.comm.group import Group
 from refimpl.comm.work import Work
+from refimpl.offload.homes import Disk, away
+from refimpl.offload.shelf import Shelf
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.flat import Bucket
+from refimpl.zero.flat import ALIGN, Bucket, round_up
 from refimpl.zero.parameter import DATA, Freed, Managed, place, stage_of
 
 
@@ -61,6 +63,15 @@ class Unit(Bucket):
         self.is_free = False
         self.free()
 
+    def shelve(self, disk: Disk, most: int) -> None:
+        """From now on the shard rests on this disk, in runs of `most` elements; `mine` only shows its shape."""
+        self.shelf = Shelf(disk, self.mine, most)
+        self.mine = away(self.mine)
+
+    def now(self) -> Tensor:
+        """This rank's shard [S]; a copy, where it rests on a disk."""
+        return self.mine if self.shelf is None else self.shelf.read(torch.empty(self.mine.shape, dtype=self.dtype))
+
     def room(self, dtype: torch.dtype) -> Tensor:
         """Memory that can be given back."""
         return torch.empty(self.padded, dtype=dtype, device=self.device)
@@ -77,15 +88,27 @@ class Unit(Bucket):
     @torch.no_grad()
     def keep(self) -> None:
         """This rank's shard of `full`, which was written on every rank alike."""
-        self.mine.copy_(self.shard(self.full))
+        if self.shelf is None:
+            self.mine.copy_(self.shard(self.full))
+        else:
+            self.shelf.write(0, self.shard(self.full))
+            self.shelf.was_written = True
         self.versions = [p._version for p in self.params]
+
+    def prefetch(self) -> None:
+        """It will be needed soon: begin to gather; or to read from its disk, and to gather when asked again."""
+        if self.shelf is None or self.shelf.is_begun:
+            self.start()
+        else:
+            self.shelf.begin()
 
     def start(self) -> None:
         """Begin to gather: mine [S] -> full [P]. Nothing if it is there or on its way."""
         if self.is_free:
             self.full.untyped_storage().resize_(self.padded * self.full.element_size())
             self._allocated_on = self.group.streams.current()
-            self._work = self.group.all_gather(self.full, self.mine, async_op=True, tag="parameters")
+            mine = self.mine if self.shelf is None else self.shelf.read(self.shard(self.full))
+            self._work = self.group.all_gather(self.full, mine, async_op=True, tag="parameters")
             self.is_free = False
             self.among.add(self)
 
@@ -115,6 +138,8 @@ class Unit(Bucket):
     def free(self) -> None:
         """Give the memory of `full` back."""
         if self.is_free:
+            if self.shelf is not None:
+                self.shelf.drop()
             return
         if self.in_flight and self.group.patience.lost is not None:
             self._work, self.is_free = None, True
@@ -164,23 +189,30 @@ def make_units(
     owner: dict[nn.Parameter, str],
     group_of: dict[nn.Parameter, int],
     group: Group,
-    dtype: torch.dtype | None = None,
+    config: ZeroConfig,
 ) -> dict[str, list[Unit]]:
     """Units by path of the module that needs them: one a module, optimizer group and dtype; frozen ones apart."""
     together: dict[tuple[str, int, torch.dtype], list[nn.Parameter]] = {}
     for p in params:
         together.setdefault((owner[p], group_of.get(p, -1), p.dtype), []).append(p)
     units: dict[str, list[Unit]] = {}
+    kept = 0  # elements
     for (path, index, _), members in together.items():
         with whole(members):
-            units.setdefault(path, []).append(Unit(members, group, index, path or "the model", dtype))
+            unit = Unit(members, group, index, path or "the model", config.dtype)
+        kept += unit.mine.numel()
+        if config.parameter_home is not None and kept > config.max_in_host:
+            unit.shelve(config.parameter_home, round_up(config.sub_group_size, ALIGN))
+        units.setdefault(path, []).append(unit)
     return units
 
 
 def gather(now: list[Unit], ahead: Iterable[Unit] = ()) -> None:
     """Return when the units `now` are available, with those `ahead` on their way: all start before one is awaited."""
-    for unit in [*now, *ahead]:
+    for unit in now:
         unit.start()
+    for unit in ahead:
+        unit.prefetch()
     for unit in now:
         unit.wait()
 

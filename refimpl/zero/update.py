@@ -43,6 +43,7 @@ class Update:
         `stage`: the stage's name, for messages. See `Slices` for what it raises about the optimizer.
         """
         self.group, self.config, self.scaler, self.stage = group, config, scaler, stage
+        self.home = config.optimizer_home
         self.owned: dict[Bucket, Tensor] = {}
         self.masters: dict[Bucket, Tensor] = {}  # fp32; the owned slice itself where that is fp32
         self.grad_norm: float | None = None
@@ -84,9 +85,13 @@ class Update:
             self.scaler.update(overflow=not finite)
         limit = self.config.gradient_clipping
         factor = (min(1.0, limit / (self.grad_norm + 1e-6)) if limit and self.grad_norm else 1.0) / scale
-        for bucket, grad in gradients.items():
-            self.slices.hand_out(bucket, grad, factor if finite else 1.0, left_alone)
+        self.hand_out(gradients, factor if finite else 1.0, left_alone)
         return finite
+
+    def hand_out(self, gradients: dict[Bucket, Tensor], factor: float, left_alone: set[nn.Parameter]) -> None:
+        """factor * gradients to the optimizer's parameters."""
+        for bucket, grad in gradients.items():
+            self.slices.hand_out(bucket, grad, factor, left_alone, 0, grad.numel())
 
     @torch.no_grad()
     def apply(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -99,17 +104,16 @@ class Update:
             self.publish(bucket)
         return result
 
-    @torch.no_grad()
+    def weights(self, bucket: Bucket) -> Tensor:
+        """The most exact weights that this rank has of a bucket: its masters, or its own slice. -> [P] or [S]"""
+        self.adopt(bucket)
+        return self.masters.get(bucket, self.owned[bucket])
+
     def adopt(self, bucket: Bucket) -> None:
-        """A weight that no longer is its rounded master was written from outside: the master follows."""
+        """The masters follow what was written to the weights from outside."""
         mine, master = self.owned[bucket], self.masters.get(bucket)
-        if master is None or master.dtype == mine.dtype:
-            return
-        for weight, wide in zip(torch.split(mine, NORM_BLOCK), torch.split(master, NORM_BLOCK), strict=True):
-            rounded = wide.to(weight.dtype)
-            # Eight bytes at a time, four times as fast: slices are multiples of 64 elements.
-            if weight.device.type != "cpu" or not torch.equal(rounded.view(torch.int64), weight.view(torch.int64)):
-                wide.copy_(torch.where(rounded == weight, wide, weight.float()))
+        if master is not None and master.dtype != mine.dtype:
+            follow(mine, master)
 
     def publish(self, bucket: Bucket) -> None:
         """Round the fp32 master into the owned slice (nothing to do when they are the same memory)."""
@@ -147,6 +151,27 @@ class Update:
                 stacklevel=6,
             )
 
+    def state_part(self, bucket: Bucket, p: nn.Parameter, key: str) -> Tensor | None:
+        """This rank's part of p's state `key`, flat; None if the optimizer has none (yet)."""
+        return self.slices.state_part(bucket, p, key)
+
+    def put_state(self, bucket: Bucket, p: nn.Parameter, key: str, value: Tensor) -> None:
+        """Replace this rank's part of p's state `key`, or of its weight (key "")."""
+        part = bucket.part(self.weights(bucket), p) if not key else self.state_part(bucket, p, key)
+        assert part is not None
+        part.copy_(value)
+
+    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The state of elements low to high of what is owned: what has an element for each, flat, and the rest."""
+        return self.slices.state_at(bucket, low, high)
+
+    def keep_state(self, bucket: Bucket) -> None:
+        """The optimizer was given new state: let it rest where it belongs."""
+
+    def is_away(self) -> bool:
+        """Whether nothing of it is in memory between steps."""
+        return False
+
     def state(self) -> list[Tensor]:
         """The optimizer's own tensors (AdamW: two [S] a bucket, and a step count)."""
         return self.slices.state()
@@ -168,9 +193,14 @@ class Update:
         self.skipped_steps = state["skipped_steps"]
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
-        for (bucket, master), saved in zip(self.masters.items(), state["masters"], strict=True):
-            master.copy_(saved)
-            self.publish(bucket)
+        for bucket, saved in zip(self.masters, state["masters"], strict=True):
+            self.keep_state(bucket)
+            self.restore(bucket, saved)
+
+    def restore(self, bucket: Bucket, saved: Tensor) -> None:
+        """Take over masters that were saved."""
+        self.masters[bucket].copy_(saved)
+        self.publish(bucket)
 
 
 def sum_of_squares(x: Tensor, exact: bool) -> Tensor:
@@ -183,6 +213,15 @@ def sum_of_squares(x: Tensor, exact: bool) -> Tensor:
         wide = block.to(torch.float64 if exact else torch.float32)
         total += torch.dot(wide, wide)
     return total
+
+
+def follow(weights: Tensor, master: Tensor) -> None:
+    """A weight that no longer is its rounded master was written from outside: the master follows."""
+    for weight, wide in zip(torch.split(weights, NORM_BLOCK), torch.split(master, NORM_BLOCK), strict=True):
+        rounded = wide.to(weight.dtype)
+        # Eight bytes at a time, four times as fast: slices are multiples of 64 elements.
+        if weight.device.type != "cpu" or not torch.equal(rounded.view(torch.int64), weight.view(torch.int64)):
+            wide.copy_(torch.where(rounded == weight, wide, weight.float()))
 
 
 def master_of(bucket: Bucket, mine: Tensor) -> Tensor:

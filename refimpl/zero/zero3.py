@@ -39,7 +39,7 @@ class Zero3(Stage):
         for unit in {u for p in large if (u := unit_of(p)) is not None and u.state_dicts is not None}:
             unit.state_dicts.remove()  # from now on the stage's own
         whole_modules = leaves(self.model, self.config, on_gpu=self.group.device.type == "cuda")
-        units_of = make_units(large, owners(self.model, whole_modules), trained, self.group, dtype)
+        units_of = make_units(large, owners(self.model, whole_modules), trained, self.group, self.config)
         self.kept = lay_out(
             [p for p in params if p in small], trained, self.group, self.config.reduce_bucket_size, dtype
         )
@@ -91,7 +91,7 @@ class Zero3(Stage):
         return super().home(p) or unit_of(p)
 
     def weights(self, bucket: Bucket) -> Tensor:
-        return bucket.mine if isinstance(bucket, Unit) and bucket not in self.update.owned else super().weights(bucket)
+        return bucket.now() if isinstance(bucket, Unit) and bucket not in self.update.owned else super().weights(bucket)
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The model's weights by name in rank 0's host memory, None elsewhere. A collective, unit by unit."""
@@ -109,6 +109,7 @@ class Zero3(Stage):
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return super().tensors() | {
-            "parameters": [u.mine for u in self.units] + [DATA.__get__(p) for p in self.names if unit_of(p) is None],
+            "parameters": [u.mine for u in self.units if u.shelf is None]
+            + [DATA.__get__(p) for p in self.names if unit_of(p) is None],
             "gathered": [u.full for u in self.units if not u.is_free],
         }

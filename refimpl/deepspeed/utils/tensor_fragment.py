@@ -57,8 +57,11 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
-    """This rank's fragment of the fp32 master."""
-    return _stage(param).local_parameter(param)
+    """This rank's fragment of the fp32 master; a copy, where that rests on a disk."""
+    stage = _stage(param)
+    fragment = stage.read_local(param) if stage.update.is_away() else stage.local_parameter(param)
+    assert fragment is not None
+    return fragment
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor:
@@ -67,13 +70,15 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's fragment of an optimizer state; None before the first step."""
-    return _stage(param).local_state(param, optim_state_key)
+    """This rank's fragment of an optimizer state; a copy, where that rests on a disk. None before the first step."""
+    stage = _stage(param)
+    away = stage.update.is_away()
+    return stage.read_local(param, optim_state_key) if away else stage.local_state(param, optim_state_key)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Write this rank's fragment of the fp32 master."""
-    _stage(param).local_parameter(param).copy_(value.flatten())
+    _stage(param).write_local(param, value)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -83,10 +88,10 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Write this rank's fragment of an optimizer state. KeyError before the first step."""
-    state = _stage(param).local_state(param, optim_state_key)
-    if state is None:
+    stage = _stage(param)
+    if stage.read_local(param, optim_state_key) is None:
         raise KeyError(f"safe_set_local_optimizer_state: no state {optim_state_key!r} yet; take a step first")
-    state.copy_(value.flatten())
+    stage.write_local(param, value, optim_state_key)
 
 
 def _stage(param: nn.Parameter) -> Stage:

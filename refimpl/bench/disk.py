@@ -1,0 +1,119 @@
+"""A disk by itself, and what offloading gets out of it: MB/s of plain requests, and of `Disk` with its pipeline.
+
+    read, write    requests of one size, so many threads, each with one under way, past the page cache
+    both           as many threads again that write elsewhere meanwhile: what a pipeline asks of a disk
+    Disk           parts read, touched, written back, by `Disk.rounds`: bytes both ways, checksums included
+
+Each contestant's turn comes several times, so that all meet the disk in the same moods; the best turn counts, because a
+disk has no other way to show what it can do. The reference of a ratio is the best plain row of the same direction.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from refimpl.offload.blocks import Aio, BlockFile, Buffer, Record
+from refimpl.offload.homes import Disk
+
+HEAT = ("folder", "MB")
+BLOCKS = (1 << 18, 1 << 20, 1 << 22)
+DEPTHS = (1, 8)
+PART = 1 << 24  # bytes of a part
+MB = 10**6
+
+
+@dataclass(frozen=True)
+class Row:
+    """`MB_per_s` both ways together. `ratio`: to the best plain row of this direction."""
+
+    who: str
+    direction: str
+    folder: str
+    MB: int
+    block_KB: int
+    in_flight: int
+    MB_per_s: float
+    ratio: float
+
+
+def plain(file: BlockFile, record: Record, block: int, threads: int, direction: str) -> Callable[[], int]:
+    """Requests of `block` bytes over the record; returns how many bytes moved. "both": one half read, one written."""
+    buffers = [Buffer(block) for _ in range(2 * threads)]
+    starts = list(range(record.offset, record.offset + record.nbytes, block))
+    half = len(starts) // 2
+
+    def worker(number: int, mine: Sequence[int], write: bool) -> None:
+        move = os.pwritev if write else os.preadv
+        for offset in mine:
+            move(file.descriptor, [buffers[number].view[:block]], offset)
+
+    def run() -> int:
+        jobs = [(n, starts[n::threads], direction == "write") for n in range(threads)]
+        if direction == "both":
+            jobs = [(n, starts[:half][n::threads], False) for n in range(threads)]
+            jobs += [(threads + n, starts[half:][n::threads], True) for n in range(threads)]
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            for job in [pool.submit(worker, *job) for job in jobs]:
+                job.result()
+        return record.nbytes
+
+    return run
+
+
+class Run:
+    """A part of the state, of nothing but bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = self.most = nbytes
+        self.record: Record | None = None
+
+    def attach(self, buffer: Buffer) -> None:
+        buffer.bytes.view(torch.int64).add_(1)
+
+    def detach(self, buffer: Buffer) -> None:
+        """It is in the buffer."""
+
+
+def pipeline(disk: Disk, size: int) -> Callable[[], int]:
+    """Parts of PART bytes, `size` in all, there and back."""
+    parts = [Run(PART) for _ in range(max(3, size // PART))]
+    for part in parts:
+        disk.admit(part)
+
+    def run() -> int:
+        for _ in disk.rounds(parts):
+            pass
+        return 2 * PART * len(parts)
+
+    return run
+
+
+def measure(folder: Path, size: int, turns: int) -> Iterator[list[Row]]:
+    """One heat: every way that requests can be made, then `Disk`. `size` in bytes, rounded to whole parts."""
+    size = max(3, size // PART) * PART
+    file, disk = BlockFile(folder), Disk(folder, 3, Aio())
+    record, zeros = file.record(size), Buffer(1 << 20)
+    for at in range(0, size, 1 << 20):
+        file.write(Record(record.offset + at, 1 << 20), zeros).wait()  # a block never written is read from nowhere
+    ways = {
+        ("plain", direction, block, depth): plain(file, record, block, depth, direction)
+        for direction in ("read", "write", "both")
+        for block in BLOCKS
+        for depth in DEPTHS
+    }
+    ways["Disk", "both", disk.file.block, disk.file.aio.queue_depth] = pipeline(disk, size)
+    rates = dict.fromkeys(ways, 0.0)
+    for _ in range(turns):
+        for way, run in ways.items():
+            begun = time.perf_counter()
+            rates[way] = max(rates[way], run() / (time.perf_counter() - begun) / MB)
+    best = {d: max(rate for (who, way, *_), rate in rates.items() if (who, way) == ("plain", d)) for _, d, *_ in rates}
+    yield [
+        Row(who, way, str(folder), size // MB, block >> 10, depth, rate, rate / best[way])
+        for (who, way, block, depth), rate in rates.items()
+    ]

@@ -1,0 +1,75 @@
+"""From `offload_optimizer`, `offload_param` and `aio` to the homes of a stage's shards.
+
+    device    on a CPU                              on a GPU
+    none      stays                                 stays
+    cpu       stays: it is in the host's memory     masters, state and the update: `Host`. Parameters: refused
+    nvme      a file of each rank                   the same; parameters refused
+
+The masters of parameters on a disk are in the host's memory, if not on a disk too.
+DeepSpeed: deepspeed/runtime/zero/offload_config.py, deepspeed/runtime/swap_tensor/aio_config.py.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from refimpl.engine.config import DeepSpeedConfig
+from refimpl.engine.keys import NOT_YET, ConfigError
+from refimpl.engine.sections import OffloadOptimizer, OffloadParam
+from refimpl.offload.blocks import Aio
+from refimpl.offload.homes import Disk, Host
+from refimpl.zero.config import ZeroConfig
+
+
+def with_homes(zero: ZeroConfig, settings: DeepSpeedConfig, device: torch.device) -> ZeroConfig:
+    """`zero` with the homes that the configuration asks for, each opened. ConfigError names the key.
+
+    OffloadError if a folder cannot be used.
+    """
+    section, aio = settings.zero_optimization, asked_aio(settings)
+    optimizer, param = section.offload_optimizer, section.offload_param
+    if param.device != "none" and section.stage < 3:
+        raise ConfigError(
+            f"zero_optimization.offload_param.device = {param.device!r}: parameters are sharded in stage 3 only, "
+            f"not in stage {section.stage}"
+        )
+    if param.device != "none" and device.type != "cpu":
+        raise ConfigError(f"zero_optimization.offload_param.device = {param.device!r}: {NOT_YET} on a GPU")
+    size = section.sub_group_size or ZeroConfig.sub_group_size
+    size = min(max(size, aio.block_size // 4), 1 << 40)  # elements: no part is smaller than one request
+    zero = replace(zero, sub_group_size=size, offload_ratio=optimizer.ratio)
+    if optimizer.device == "nvme":
+        buffers = min(optimizer.buffer_count, 1 + optimizer.pipeline_read + optimizer.pipeline_write)
+        zero = replace(zero, optimizer_home=Disk(folder("offload_optimizer", optimizer), buffers, aio))
+    elif param.device == "nvme" or (optimizer.device == "cpu" and device.type != "cpu"):
+        zero = replace(zero, optimizer_home=Host())
+    if param.device == "nvme":
+        most = param.buffer_size * zero_itemsize(zero)
+        home = Disk(folder("offload_param", param), param.buffer_count, aio, most)
+        zero = replace(zero, parameter_home=home, max_in_host=param.max_in_cpu)
+    return zero
+
+
+def asked_aio(settings: DeepSpeedConfig) -> Aio:
+    """The `aio` section."""
+    aio = settings.aio
+    depth = aio.queue_depth if aio.overlap_events else 1
+    return Aio(aio.block_size, depth, aio.intra_op_parallelism if aio.overlap_events else 1)
+
+
+def folder(key: str, section: OffloadOptimizer | OffloadParam) -> Path:
+    """`nvme_path`, made if it is not there."""
+    if not section.nvme_path:
+        raise ConfigError(f"zero_optimization.{key}.device = 'nvme' needs a folder: set {key}.nvme_path")
+    path = Path(section.nvme_path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"zero_optimization.{key}.nvme_path = {str(path)!r}: {error.strerror}") from error
+    return path
+
+
+def zero_itemsize(zero: ZeroConfig) -> int:
+    """Bytes of a parameter."""
+    return (zero.dtype or torch.float32).itemsize

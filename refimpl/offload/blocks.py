@@ -1,0 +1,190 @@
+"""Blocks on a disk: one file without a name, written and read past the page cache, a thread for each block in flight.
+
+A record is a run of whole pages of the file. A transfer of it is cut into blocks of `block_size`; `queue_depth` of them
+are under way at once, each in a thread that sleeps in the kernel while the disk works. O_DIRECT moves pages between the
+disk and page-aligned memory past the page cache, which would otherwise keep a second copy of all that is offloaded.
+
+The file has no name (O_TMPFILE, or unlinked at once): two runs in one folder never meet, a SIGKILL leaves nothing
+behind, and nobody can cut it short. Its space is taken when a record is made (`posix_fallocate`): a full disk says so
+before training begins. Every block is summed as 64-bit words when it is written, and compared when it is read.
+
+ZeRO-Infinity: Rajbhandari et al. 2021, arXiv:2104.07857, section 6.3 (DeepNVMe). DeepSpeed: csrc/aio, by libaio.
+"""
+
+import errno
+import mmap
+import os
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+PAGE = 4096  # bytes: what O_DIRECT moves at a time; a multiple of every disk's sector
+
+
+class OffloadError(RuntimeError):
+    """The disk cannot keep what it is given, or does not give back what it was given. Names folder and remedy."""
+
+
+class OffloadWarning(UserWarning):
+    """Offloading works, but not at full speed."""
+
+
+@dataclass(frozen=True)
+class Aio:
+    """How a disk is driven, under DeepSpeed's names (section `aio`)."""
+
+    block_size: int = 1 << 20  # bytes of one request, rounded up to pages
+    queue_depth: int = 8  # requests under way at once, for each of
+    intra_op_parallelism: int = 1  # so many threads' worth
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "queue_depth", "intra_op_parallelism"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"aio.{name} = {getattr(self, name)}: must be at least 1")
+
+
+class Buffer:
+    """Page-aligned memory. `bytes` [nbytes, rounded up to pages] is a tensor on it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._map = mmap.mmap(-1, pages(max(nbytes, 1)))
+        self.view = memoryview(self._map)
+        self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Record:
+    """Whole pages of the file."""
+
+    offset: int
+    nbytes: int
+
+
+class Transfer:
+    """Blocks on their way."""
+
+    def __init__(self, blocks: Sequence["Future[None]"]) -> None:
+        self.blocks = blocks
+
+    def wait(self) -> None:
+        """Return when all have arrived; raises what went wrong with one, when none is under way any more."""
+        wait(self.blocks)
+        for block in self.blocks:
+            block.result()
+
+
+class BlockFile:
+    """One rank's file in `folder`. `read_bytes`, `written_bytes`: moved so far, for wear and bandwidth."""
+
+    def __init__(self, folder: Path, aio: Aio | None = None) -> None:
+        """OffloadError if no file can be made in `folder`."""
+        self.folder, self.aio = folder, aio or Aio()
+        self.block = pages(self.aio.block_size)
+        try:
+            self.direct, self.descriptor = opened(folder)
+        except OSError as error:
+            raise OffloadError(
+                f"{folder}: cannot make a file to offload to: {error.strerror}; give a folder on a disk that this "
+                "process may write to (nvme_path in the JSON)"
+            ) from error
+        weakref.finalize(self, os.close, self.descriptor)
+        threads = self.aio.queue_depth * self.aio.intra_op_parallelism
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="offload")
+        self.end = self.read_bytes = self.written_bytes = 0
+        self._sums: dict[int, int] = {}  # by offset of a block
+
+    def record(self, nbytes: int) -> Record:
+        """Room for so many bytes. OffloadError if the disk has it not."""
+        size, disk = pages(nbytes), os.fstatvfs(self.descriptor)
+        free = disk.f_bavail * disk.f_frsize
+        try:
+            if size > free:  # the kernel would fill the disk before it says so
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.posix_fallocate(self.descriptor, self.end, size)
+        except OSError as error:
+            raise OffloadError(
+                f"{self.folder}: no room for {size:,} more bytes to offload ({free:,} free, {self.end:,} taken by this "
+                f"rank): {error.strerror}; free some, give another folder, or use more ranks"
+            ) from error
+        self.end += size
+        return Record(self.end - size, size)
+
+    def write(self, record: Record, buffer: Buffer) -> Transfer:
+        """Begin to write the buffer's first `record.nbytes`, which must stay untouched until it is done."""
+        self.written_bytes += record.nbytes
+        return self._begin(self._write_block, record, buffer.view)
+
+    def read(self, record: Record, buffer: Buffer, start: int = 0) -> Transfer:
+        """Begin to fill `record.nbytes` of the buffer, from `start` on."""
+        self.read_bytes += record.nbytes
+        return self._begin(self._read_block, record, buffer.view[start:])
+
+    def close(self) -> None:
+        """Let the threads go. The file ends with this object."""
+        self.pool.shutdown()
+
+    def _begin(self, move: Callable[[int, memoryview], None], record: Record, memory: memoryview) -> Transfer:
+        starts = range(0, record.nbytes, self.block)
+        cut = [(record.offset + at, memory[at : min(at + self.block, record.nbytes)]) for at in starts]
+        return Transfer([self.pool.submit(move, *block) for block in cut])
+
+    def _write_block(self, offset: int, block: memoryview) -> None:
+        self._sums[offset] = total(block)
+        try:
+            done = os.pwritev(self.descriptor, [block], offset)
+        except OSError as error:
+            raise OffloadError(f"{self.folder}: cannot write: {error.strerror}") from error
+        if done != len(block):
+            raise OffloadError(f"{self.folder}: {done:,} of {len(block):,} bytes written: is the disk full?")
+
+    def _read_block(self, offset: int, block: memoryview) -> None:
+        try:
+            done = os.preadv(self.descriptor, [block], offset)
+        except OSError as error:
+            raise OffloadError(f"{self.folder}: cannot read: {error.strerror}") from error
+        if done != len(block) or total(block) != self._sums[offset]:
+            raise OffloadError(
+                f"{self.folder}: bytes {offset:,} to {offset + len(block):,} of the offloaded state are not what was "
+                "written there: the disk or its cable is failing; go on from a checkpoint, on another disk"
+            )
+
+
+def opened(folder: Path) -> tuple[bool, int]:
+    """(whether past the page cache, descriptor) of a new file without a name."""
+    direct: int = getattr(os, "O_DIRECT", 0)
+    try:
+        return bool(direct), nameless(folder, direct)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or not direct:
+            raise
+    descriptor = nameless(folder, 0)
+    warnings.warn(
+        f"{folder}: its file system has no O_DIRECT: what is offloaded passes the page cache, and may stay there",
+        OffloadWarning,
+        stacklevel=4,
+    )
+    return False, descriptor
+
+
+def nameless(folder: Path, flags: int) -> int:
+    """The descriptor of a new file that is in no directory."""
+    if hasattr(os, "O_TMPFILE"):
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+    with tempfile.NamedTemporaryFile(dir=folder) as named:
+        return os.open(named.name, os.O_RDWR | flags)
+
+
+def total(block: memoryview) -> int:
+    """The sum of 64-bit words, modulo 2^64: at the speed of memory. Finds what is altered or missing, not swapped."""
+    return int(torch.frombuffer(block, dtype=torch.int64).sum())
+
+
+def pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE

@@ -1,0 +1,141 @@
+"""Where a rank's shards rest between their uses: on the device, in the host's memory, or on a disk.
+
+    home    fp32 masters and optimizer state rest   the update runs       bytes a step over the link, a parameter
+    (none)  where the model is                      there                 0
+    Host    in the host's memory (pinned)           on the host's cores   2 or 4 up (gradient), 2 or 4 down (weight)
+    Disk    in a file of this rank                  on the host's cores   12 read and 12 written with AdamW
+
+On a CPU the device's memory is the host's: `Host` then keeps fp32 masters apart from the model's weights and moves
+nothing else. All figures are for this rank's shard: divide by N.
+ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840. ZeRO-Infinity: Rajbhandari et al. 2021, arXiv:2104.07857.
+DeepSpeed: deepspeed/runtime/zero/offload_config.py and deepspeed/runtime/swap_tensor/.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from refimpl.offload.blocks import Aio, BlockFile, Buffer, OffloadError, Record, Transfer, pages
+from refimpl.offload.pipeline import pipelined
+
+
+class Kept(Protocol):
+    """A run of this rank's state that comes and goes as one."""
+
+    record: Record | None
+    most: int  # bytes it may ever take
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes now."""
+
+    def attach(self, buffer: Buffer) -> None:
+        """It has been read into this buffer: live there."""
+
+    def detach(self, buffer: Buffer) -> None:
+        """Have all of it in this buffer, to be written, and nothing elsewhere."""
+
+
+Part = TypeVar("Part", bound=Kept)
+
+
+class Host:
+    """In the host's memory, pinned where there is a GPU, so that copies run beside its kernels."""
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """A copy of `tensor` that rests here."""
+        there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return there.copy_(tensor)
+
+    def admit(self, part: Kept) -> None:
+        """From now on the part rests here."""
+
+    def rounds(self, parts: Iterable[Part], back: bool = True) -> Iterator[Part]:
+        """Each part in turn while it can be computed with; what was changed is kept, if `back`."""
+        yield from parts
+
+    def memory(self) -> list[Tensor]:
+        """Buffers of its own."""
+        return []
+
+
+class Disk(Host):
+    """In a file of this rank's in `folder`, brought into `buffer_count` buffers of host memory in turn.
+
+    `buffer_count` 3 lets a part be updated while the next is read and the one before written; 1 does it all in turn.
+    """
+
+    def __init__(
+        self, folder: str | Path, buffer_count: int = 3, aio: Aio | None = None, buffer_size: int | None = None
+    ) -> None:
+        """OffloadError if no file can be made in `folder`. `buffer_size`: bytes that no buffer may exceed."""
+        if buffer_count < 1:
+            raise ValueError(f"buffer_count = {buffer_count}: must be at least 1")
+        self.buffer_size = buffer_size
+        self.file = BlockFile(Path(folder), aio)
+        self.buffer_count = buffer_count
+        self.buffers: list[Buffer] = []  # for `rounds`
+        self.ahead: list[Buffer] = []  # free, for what is read before it is needed: see `Shelf`
+        self.spare = Buffer(0)
+
+    def __reduce__(self) -> tuple[type, tuple[Path, int, Aio, int | None]]:
+        """Another process opens a file of its own."""
+        return type(self), (self.file.folder, self.buffer_count, self.file.aio, self.buffer_size)
+
+    def admit(self, part: Kept) -> None:
+        """Write the part for the first time. OffloadError if the disk has no room for the most it may ever take."""
+        part.record = self.file.record(part.most)
+        if not self.buffers or len(self.buffers[0].view) < part.most:
+            self.buffers = self._buffers(part.most)  # none is in use between two rounds
+        self._write(part, self.buffers[0]).wait()
+
+    def rounds(self, parts: Iterable[Part], back: bool = True) -> Iterator[Part]:
+        """Each part in turn while it is in memory; written back beside the next one: see `pipelined`."""
+        for part, buffer in pipelined(list(parts), self.buffers, self._read, self._write if back else self._leave):
+            part.attach(buffer)
+            yield part
+
+    def expect(self, nbytes: int) -> None:
+        """A shelf of so many bytes will be read: between two transfers of others."""
+        if not self.ahead or len(self.spare.view) < nbytes:
+            self.spare, self.ahead = Buffer(nbytes), self._buffers(nbytes)
+
+    def memory(self) -> list[Tensor]:
+        return [buffer.bytes for buffer in (*self.buffers, *self.ahead, self.spare)]
+
+    def _buffers(self, nbytes: int) -> list[Buffer]:
+        if self.buffer_size is not None and nbytes > self.buffer_size:
+            raise OffloadError(
+                f"{nbytes:,} bytes are brought from the disk at a time, and a buffer holds {self.buffer_size:,}: raise "
+                "buffer_size, use more ranks, or shard smaller modules"
+            )
+        return [Buffer(nbytes) for _ in range(self.buffer_count)]
+
+    def _read(self, part: Kept, buffer: Buffer) -> Transfer:
+        return self.file.read(self._used(part), buffer)
+
+    def _write(self, part: Kept, buffer: Buffer) -> Transfer:
+        part.detach(buffer)
+        return self.file.write(self._used(part), buffer)
+
+    def _leave(self, part: Kept, buffer: Buffer) -> Transfer:
+        part.detach(buffer)
+        return Transfer([])
+
+    def _used(self, part: Kept) -> Record:
+        assert part.record is not None
+        return Record(part.record.offset, pages(part.nbytes))
+
+
+def away(tensor: Tensor) -> Tensor:
+    """What stands for a tensor that is not here: its shape, and NaN."""
+    nothing = float("nan") if tensor.dtype.is_floating_point else 0
+    return torch.tensor(nothing, dtype=tensor.dtype).expand(tensor.shape)
+
+
+def is_here(tensor: Tensor) -> bool:
+    """Whether it has memory: what rests on a disk is only seen in its shape, see `away`."""
+    return tensor.untyped_storage().nbytes() >= tensor.nbytes

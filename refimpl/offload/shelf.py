@@ -1,0 +1,84 @@
+"""A shelf: a flat tensor that rests on a disk, read whole when it is needed and written run by run.
+
+    state      memory            what ends it
+    away       none              `begin`, `read`
+    reading    one buffer        `read`, `drop`
+
+`begin` is for what will be needed soon: the disk works meanwhile. How many may be read ahead is the home's
+`buffer_count`; one buffer more is for what nobody foresaw. ZeRO-3 keeps a unit's shard like this (`offload_param`).
+DeepSpeed: deepspeed/runtime/swap_tensor/partitioned_param_swapper.py.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from refimpl.offload.blocks import Buffer, Record, Transfer
+from refimpl.offload.homes import Disk
+
+
+class Shelf:
+    """`flat` [S], on `disk` from now on, in runs of `most` elements."""
+
+    def __init__(self, disk: Disk, flat: Tensor, most: int) -> None:
+        """OffloadError if the disk has no room."""
+        self.disk, self.dtype, self.numel, self.most = disk, flat.dtype, flat.numel(), most
+        self.runs: list[tuple[int, Record]] = []  # where each begins
+        self.was_written = False  # from outside, since the last update
+        self._reading: tuple[Buffer, Sequence[Transfer]] | None = None
+        for start in range(0, self.numel, most):
+            numel = min(most, self.numel - start)
+            self.runs.append((start, disk.file.record(numel * self.dtype.itemsize)))
+        self.nbytes = sum(record.nbytes for _, record in self.runs)
+        disk.expect(self.nbytes)
+        self.write(0, flat)
+
+    @property
+    def is_begun(self) -> bool:
+        return self._reading is not None
+
+    def begin(self) -> None:
+        """Begin to read, if there is a buffer for it."""
+        if self._reading is None and self.disk.ahead:
+            self._reading = self._begin(self.disk.ahead.pop())
+
+    def read(self, out: Tensor) -> Tensor:
+        """Fill out [S], and return it."""
+        buffer, transfers = self._reading or self._begin(self.disk.spare)
+        try:
+            for transfer in transfers:
+                transfer.wait()
+            at = 0
+            for (start, record), end in zip(self.runs, self._ends(), strict=True):
+                size = (end - start) * self.dtype.itemsize
+                out[start:end] = buffer.bytes[at : at + size].view(self.dtype)
+                at += record.nbytes
+        finally:
+            self.drop()
+        return out
+
+    def drop(self) -> None:
+        """It was not needed after all."""
+        if self._reading is not None:
+            (buffer, transfers), self._reading = self._reading, None
+            for transfer in transfers:
+                transfer.wait()
+            self.disk.ahead.append(buffer)
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Replace the elements from `start`, where a run begins, by these, which end where one ends."""
+        buffer = self.disk.spare
+        for (first, record), end in zip(self.runs, self._ends(), strict=True):
+            if start <= first and end <= start + values.numel():
+                buffer.bytes.view(self.dtype)[: end - first] = values[first - start : end - start]
+                self.disk.file.write(record, buffer).wait()
+
+    def _ends(self) -> list[int]:
+        return [*(start for start, _ in self.runs[1:]), self.numel]
+
+    def _begin(self, buffer: Buffer) -> tuple[Buffer, list[Transfer]]:
+        transfers, at = [], 0
+        for _, record in self.runs:
+            transfers.append(self.disk.file.read(record, buffer, at))
+            at += record.nbytes
+        return buffer, transfers

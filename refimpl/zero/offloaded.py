@@ -1,0 +1,220 @@
+"""The update of what rests elsewhere: part by part it is brought, updated, rounded into the weights, and put back.
+
+Masters are copies, fp32 ones too: 4 bytes a parameter more than without a home, but not where the model is. A step over
+a `Disk` reads and writes every part once (AdamW: 12 bytes a parameter each way, divided by N) and keeps in memory no
+more than the home's buffers. The arithmetic is that of `Update`, on the same elements: same bits.
+DeepSpeed: deepspeed/runtime/zero/stage3.py, `_optimizer_step` over sub-groups.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from refimpl.offload.blocks import OffloadError
+from refimpl.offload.homes import Host, away
+from refimpl.zero.flat import ALIGN, Bucket, round_up
+from refimpl.zero.parameter import DATA
+from refimpl.zero.parts import WEIGHTS, Part, size_of
+from refimpl.zero.slices import Slice
+from refimpl.zero.update import Update, follow, master_of
+
+
+class OffloadedUpdate(Update):
+    """As `Update`, with masters and optimizer state in the home that the configuration names."""
+
+    home: Host
+
+    def __init__(self, *args: Any) -> None:
+        self.parts: list[Part] = []
+        self.gone: set[Bucket] = set()  # of which they are parts
+        self.torn = ""  # what interrupted a step in its middle
+        self._handed: dict[Bucket, tuple[Tensor, float, set[nn.Parameter]]] = {}
+        super().__init__(*args)
+
+    def add(self, owned: dict[Bucket, Tensor]) -> None:
+        """Bucket by bucket: no more than one has its masters in two places."""
+        if self.slices.optimizer is not None and not self.slices.elementwise:
+            raise TypeError(
+                f"{self.slices.kind.__name__} is not known to be element-wise: it cannot be updated part by part; "
+                "leave optimizer_home (offload_optimizer) out"
+            )
+        self.owned |= owned
+        most = round_up(self.config.sub_group_size, ALIGN)
+        gone = self._offloaded(owned)
+        super().add({bucket: mine for bucket, mine in owned.items() if bucket not in gone})
+        for bucket, mine in gone.items():
+            master = self.home.place(master_of(bucket, bucket.now() if mine is bucket.mine else mine))
+            self.slices.add({bucket: master}, most)
+            widths = [torch.float32, *self.slices.widths(bucket.group_index)]
+            parts = []
+            for start in range(0, master.numel(), most):
+                weights = master[start : start + most]
+                parts.append(Part(self.slices, bucket, start, weights, size_of(widths, weights.numel())))
+                self.home.admit(parts[-1])
+            self.parts += parts
+            self.gone.add(bucket)
+            self.masters[bucket] = master if all(part.record is None for part in parts) else away(master)
+
+    def _offloaded(self, owned: dict[Bucket, Tensor]) -> dict[Bucket, Tensor]:
+        """The buckets to offload: from the first on, until `offload_ratio` of the elements are."""
+        limit = self.config.offload_ratio * sum(mine.numel() for mine in owned.values())
+        gone, before = {}, 0
+        for bucket, mine in owned.items() if self.slices.optimizer else ():
+            if before < limit or bucket.shelf is not None:
+                gone[bucket] = mine
+            before += mine.numel()
+        return gone
+
+    def hand_out(self, gradients: dict[Bucket, Tensor], factor: float, left_alone: set[nn.Parameter]) -> None:
+        """What is offloaded gets its own later, part by part."""
+        self._handed = {b: (gradient, factor, left_alone) for b, gradient in gradients.items() if b in self.gone}
+        super().hand_out({b: gradient for b, gradient in gradients.items() if b not in self.gone}, factor, left_alone)
+
+    @torch.no_grad()
+    def apply(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None:
+            raise RuntimeError("an optimizer that asks for the loss itself cannot rest elsewhere: no optimizer_home")
+        if self.torn:
+            raise OffloadError(f"an earlier step was interrupted ({self.torn}): go on from a checkpoint")
+        self.torn = "in the middle of its update"
+        if self.masters.keys() - self.gone:
+            super().apply()
+        for part in self.home.rounds([part for part in self.parts if part.bucket in self._handed]):
+            self.follow(part)
+            grad, factor, left_alone = self._handed[part.bucket]
+            self.slices.hand_out(part.bucket, grad, factor, left_alone, part.start, part.end)
+            self.slices.step_inside(part.bucket, part.start, part.end)
+            self.slices.release_gradients(part.bucket)
+            self.round(part)
+        self.torn, self._handed = "", {}
+
+    def follow(self, part: Part) -> None:
+        """As `adopt`, of a part that is here. What rests on a shelf is only looked at if it was written."""
+        if part.bucket.shelf is None:
+            follow(self.owned[part.bucket][part.start : part.end], part.weights)
+        elif part.bucket.shelf.was_written:
+            follow(part.bucket.now()[part.start : part.end], part.weights)
+
+    def round(self, part: Part) -> None:
+        """The weights, rounded, to where the model has them."""
+        shelf = part.bucket.shelf
+        if shelf is not None:
+            shelf.write(part.start, part.weights.to(part.bucket.dtype))
+            shelf.was_written &= part.end < self.owned[part.bucket].numel()  # the last part of it
+        else:
+            self.owned[part.bucket][part.start : part.end].copy_(part.weights, non_blocking=True)
+
+    def adopt(self, bucket: Bucket) -> None:
+        """What is offloaded follows whenever a part of it is looked at."""
+        if bucket not in self.gone:
+            super().adopt(bucket)
+
+    def publish(self, bucket: Bucket) -> None:
+        if bucket not in self.gone:
+            super().publish(bucket)
+
+    def weights(self, bucket: Bucket) -> Tensor:
+        """As in `Update`; a copy, where they rest on a disk."""
+        if bucket not in self.gone:
+            return super().weights(bucket)
+        parts = [part for part in self.parts if part.bucket is bucket]
+        found = torch.empty(self.masters[bucket].shape) if self.is_away() else self.masters[bucket]
+        for part in self.home.rounds(parts, back=False):
+            self.follow(part)
+            if self.is_away():
+                found[part.start : part.end] = part.weights
+        return found
+
+    def is_away(self) -> bool:
+        """Whether nothing of it is in memory between steps."""
+        return any(part.record is not None for part in self.parts)
+
+    def pieces(self, bucket: Bucket, p: nn.Parameter, key: str, back: bool) -> Iterator[tuple[Tensor, slice]]:
+        """What this rank has of p's state `key` ("": its weight), a flat view at a time, and where in its part of p."""
+        start, end = self.slices.span(bucket, p)
+        for part in self.home.rounds(self._parts(bucket, start, end), back):
+            self.follow(part)
+            for s in part.members():
+                first, last = max(start, s.start), min(end, s.end)
+                tensor = self.slices.tensors(s).get(key)
+                if first < last and tensor is not None:
+                    flat = DATA.__get__(tensor).view(-1)
+                    yield flat[first - s.start : last - s.start], slice(first - start, last - start)
+
+    def _parts(self, bucket: Bucket, start: int, end: int) -> list[Part]:
+        """Those that have some of the elements start to end."""
+        return [part for part in self.parts if part.bucket is bucket and part.start < end and start < part.end]
+
+    def state_part(self, bucket: Bucket, p: nn.Parameter, key: str) -> Tensor | None:
+        """As in `Update`, a copy."""
+        start, end = self.slices.span(bucket, p)
+        found: Tensor | None = None
+        for here, where in self.pieces(bucket, p, key, back=False):
+            found = here.new_empty(end - start) if found is None else found
+            found[where] = here
+        return self.slices.state_part(bucket, p, key) if found is None else found
+
+    def put_state(self, bucket: Bucket, p: nn.Parameter, key: str, value: Tensor) -> None:
+        for here, where in self.pieces(bucket, p, key, back=True):
+            here.copy_(value[where])
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """As in `Update`. Copies: this rank's whole shard is in memory while they are kept."""
+        whole = {b: torch.empty(m.shape) if b in self.gone else self.weights(b) for b, m in self.masters.items()}
+        copies: dict[int, Tensor] = {}
+        for part in self.home.rounds(self.parts, back=False):
+            self.follow(part)
+            whole[part.bucket][part.start : part.end] = part.weights
+            tensors = [t for s in part.members() for t in self.slices.tensors(s).values()]
+            copies |= {id(t): t.detach().clone() for t in tensors}
+        state = super().state_dict()
+        optimizer = tree_map_only(Tensor, lambda t: copies.get(id(t), t), state["optimizer"])
+        return state | {"optimizer": optimizer, "masters": list(whole.values())}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.torn = ""
+
+    @torch.no_grad()
+    def restore(self, bucket: Bucket, saved: Tensor) -> None:
+        if bucket not in self.gone:
+            super().restore(bucket, saved)
+        for part in self.home.rounds([part for part in self.parts if part.bucket is bucket]):
+            part.weights.copy_(saved[part.start : part.end])
+            self.round(part)
+
+    @torch.no_grad()
+    def keep_state(self, bucket: Bucket) -> None:
+        parts = [part for part in self.parts if part.bucket is bucket]
+        given = {s.param: dict(self._given(s)) for part in parts for s in part.members()}
+        for part in self.home.rounds(parts):
+            for s in part.members():
+                for key, values in given[s.param].items():
+                    DATA.__get__(self.slices.tensors(s)[key]).copy_(values)
+        self.torn = ""
+
+    @torch.no_grad()
+    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As in `Update`; copies."""
+        if bucket not in self.gone:
+            return super().state_at(bucket, low, high)
+        cut: dict[str, Tensor] = {}
+        rest: dict[str, Any] = {}
+        for part in self.home.rounds(self._parts(bucket, low, high), back=False):
+            for s in part.members():
+                first, last = max(low, s.start), min(high, s.end)
+                if first < last:
+                    here, others = self.slices.state_at(bucket, first, last)
+                    rest = rest or others
+                    for key, value in here.items():
+                        cut.setdefault(key, value.new_empty(high - low))[first - low : last - low] = value
+        return cut, rest
+
+    def _given(self, s: Slice) -> Iterator[tuple[str, Tensor]]:
+        """The state that torch has put there, before its place in a buffer is taken up."""
+        return ((key, DATA.__get__(t)) for key, t in self.slices.tensors(s).items() if key != WEIGHTS)

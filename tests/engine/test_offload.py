@@ -1,0 +1,90 @@
+"""`offload_optimizer`, `offload_param`, `aio`: the same training from any JSON, or an error that names the key."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import worlds
+from test_engine import Net, batch, config
+from torch import Tensor
+
+import refimpl
+from refimpl.launch import RankError
+
+CPU, NVME = {"device": "cpu", "pin_memory": False}, {"device": "nvme", "buffer_count": 3, "pipeline_read": True}
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "gradient_clipping": 0.1}
+AIO = {"aio": {"block_size": 512, "queue_depth": 2, "overlap_events": False}}
+
+
+def trained(settings: dict[str, Any], steps: int, folder: Path | None = None, go_on: bool = False) -> dict[str, Tensor]:
+    """Runs on every rank: the weights after so many steps, saved in `folder` after two or loaded from there."""
+    engine, *_ = refimpl.initialize(model=Net(), config=settings)
+    first = 0
+    if go_on:
+        engine.load_checkpoint(folder)
+        first = engine.global_steps
+    for step in range(first, steps):
+        engine.backward(engine(batch(engine.group.rank, step, 0)))
+        engine.step()
+        if folder is not None and not go_on and step == 1:
+            engine.save_checkpoint(folder)
+    return {name: engine.stage.full_parameter(name) for name in engine.stage.names.values()}
+
+
+def offloaded(stage: int, optimizer: dict[str, Any], param: dict[str, Any] | None, path: Path) -> dict[str, Any]:
+    settings = config(stage, **ADAMW, **AIO)
+    zero = settings["zero_optimization"] | {"sub_group_size": 64}
+    zero["offload_optimizer"] = optimizer | ({"nvme_path": str(path)} if optimizer["device"] == "nvme" else {})
+    if param is not None:
+        zero["offload_param"] = param | {"nvme_path": str(path / "made"), "max_in_cpu": 0}
+    return settings | {"zero_optimization": zero}
+
+
+WAYS = {
+    "optimizer to the host": (CPU, None),
+    "half of the optimizer to a disk": (NVME | {"ratio": 0.5}, None),
+    "optimizer to a disk": (NVME | {"pipeline_write": True}, None),
+    "all to a disk": (NVME, {"device": "nvme", "buffer_count": 2}),
+    "parameters to a disk, optimizer to the host": (CPU, {"device": "nvme"}),
+    "parameters alone to a disk": ({"device": "none"}, {"device": "nvme"}),
+    "all to the host": (CPU, {"device": "cpu"}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_weights_are_those_without_offload(stage: int, way: str, tmp_path: Path) -> None:
+    optimizer, param = WAYS[way]
+    if param is not None and stage < 3:
+        return
+    plain = worlds.run(trained, config(stage, **ADAMW), 4, ranks=2)
+    found = worlds.run(trained, offloaded(stage, optimizer, param, tmp_path), 4, ranks=2)
+    assert [n for n in plain[0] if not torch.equal(plain[0][n], found[0][n])] == []
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_goes_on_from_its_checkpoint(stage: int, tmp_path: Path) -> None:
+    settings = offloaded(stage, NVME, {"device": "nvme"} if stage == 3 else None, tmp_path / "disk")
+    whole = worlds.run(trained, settings, 4, tmp_path / "saved", ranks=2)[0]
+    again = worlds.run(trained, settings, 4, tmp_path / "saved", True, ranks=2)[0]
+    assert [n for n in whole if not torch.equal(whole[n], again[n])] == []
+
+
+PARAM = {"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": 0}
+WRONG = {
+    "offload_param.device = 'nvme': parameters are sharded in stage 3 only, not in stage 2": (2, CPU, PARAM),
+    "offload_optimizer.device = 'nvme' needs a folder: set offload_optimizer.nvme_path": (2, {"device": "nvme"}, None),
+    "offload_optimizer.nvme_path = '/proc/here': ": (2, {"device": "nvme", "nvme_path": "/proc/here"}, None),
+    "and a buffer holds 4: raise buffer_size": (3, CPU, PARAM | {"buffer_size": 1}),
+}
+
+
+@pytest.mark.parametrize("says", WRONG)
+def test_what_cannot_be_is_named(says: str) -> None:
+    stage, optimizer, param = WRONG[says]
+    settings = config(stage, **ADAMW)
+    settings["zero_optimization"] |= {"offload_optimizer": optimizer, "offload_param": param or {"device": "none"}}
+    with pytest.raises(RankError) as error:
+        worlds.run(trained, settings, 1, ranks=2)
+    assert says in str(error.value)

@@ -1,0 +1,66 @@
+"""Optimizer state in another home: the same bits, in the memory of a few buffers, also when it is looked at."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from training import STAGES, Job, differing, oracle, train
+from worlds import run
+
+from refimpl.offload.homes import Disk, Host
+from refimpl.optim.loss_scale import LossScaler
+
+HOMES = {"host": lambda folder: Host(), "disk": lambda folder: Disk(folder)}
+every_home = pytest.mark.parametrize("home", list(HOMES))
+every_stage = pytest.mark.parametrize("stage", list(STAGES))
+
+
+def in_home(job: Job, home: str, folder: Path, sub_group_size: int = 128) -> Job:
+    return replace(job, config=job.config | {"optimizer_home": HOMES[home](folder), "sub_group_size": sub_group_size})
+
+
+@every_home
+@every_stage
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_fp32_equals_one_process_bit_for_bit(stage: str, home: str, ranks: int, tmp_path: Path) -> None:
+    job = Job(clip=0.05)
+    assert differing(run(train, stage, in_home(job, home, tmp_path), ranks=ranks)[0].weights, oracle(ranks, job)) == []
+
+
+@every_home
+@every_stage
+def test_bf16_equals_the_same_stage_without_it(stage: str, home: str, tmp_path: Path) -> None:
+    job = Job(dtype=torch.bfloat16, micro_batches=2)
+    plain = run(train, stage, job, ranks=3)[0].weights
+    assert plain is not None
+    assert differing(run(train, stage, in_home(job, home, tmp_path), ranks=3)[0].weights, plain) == []
+
+
+@every_stage
+def test_an_overflow_skips_the_step(stage: str, tmp_path: Path) -> None:
+    job = Job(scaler=lambda: LossScaler(2.0), poison=(2, 1))
+    out = run(train, stage, in_home(job, "disk", tmp_path), ranks=2)[0]
+    plain = run(train, stage, job, ranks=2)[0]
+    assert out.done == plain.done == [True, True, False, True, True]
+    assert plain.weights is not None
+    assert differing(out.weights, plain.weights) == []
+
+
+def on_disk(job: Job, folder: Path, sub_group_size: int = 128) -> Job:
+    """Parameters too."""
+    homes = {"optimizer_home": Disk(folder), "parameter_home": Disk(folder), "sub_group_size": sub_group_size}
+    return replace(job, config=job.config | homes)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_parameters_on_a_disk_give_the_same_bits(ranks: int, tmp_path: Path) -> None:
+    job = Job(clip=0.05)
+    assert differing(run(train, "zero3", on_disk(job, tmp_path), ranks=ranks)[0].weights, oracle(ranks, job)) == []
+
+
+def test_parameters_on_a_disk_give_the_same_bits_in_bf16(tmp_path: Path) -> None:
+    job = Job(dtype=torch.bfloat16, micro_batches=2)
+    plain = run(train, "zero3", job, ranks=3)[0].weights
+    assert plain is not None
+    assert differing(run(train, "zero3", on_disk(job, tmp_path), ranks=3)[0].weights, plain) == []

@@ -1,0 +1,148 @@
+"""What rests on a disk can be looked at, changed, saved and loaded, and takes a few buffers of memory."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from training import STAGES, Net, adamw, tokens
+from worlds import run
+
+from refimpl.comm.group import Group
+from refimpl.measure.memory import MemoryMeter
+from refimpl.offload.blocks import OffloadError
+from refimpl.offload.homes import Disk
+from refimpl.zero.config import ZeroConfig
+from refimpl.zero.stage import Stage
+
+stages = pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+SUB_GROUP = 128
+
+
+def built(stage: str, disk: Disk | None, ratio: float = 1.0, dtype: torch.dtype | None = None) -> Stage:
+    torch.manual_seed(0)
+    model = Net()
+    config = ZeroConfig(
+        reduce_bucket_size=700, optimizer_home=disk, sub_group_size=SUB_GROUP, offload_ratio=ratio, dtype=dtype
+    )
+    if stage == "zero3":
+        config = replace(config, parameter_home=disk)
+    return STAGES[stage](model, adamw(model), Group.world(), config)
+
+
+def steps(stage: Stage, first: int, last: int) -> None:
+    for step in range(first, last):
+        stage.backward(stage.model(tokens(step, stage.group.rank)))
+        stage.step()
+
+
+def looked_at(stage: str, disk: Disk | None) -> dict[str, Tensor | None]:
+    """Runs on every rank: each parameter and its state, in the middle of training; then changed, and trained on."""
+    here = built(stage, disk)
+    steps(here, 0, 2)
+    found: dict[str, Tensor | None] = {}
+    for name in ("embed.weight", "blocks.1.up.bias", "norm.weight"):
+        found[name] = here.full_parameter(name)
+        found[f"{name} exp_avg"] = here.full_state(name, "exp_avg")
+        found[f"{name} step"] = here.full_state(name, "step")
+    here.set_full_parameter("blocks.0.up.weight", torch.full((39, 13), 0.01))
+    here.set_full_state("blocks.0.up.weight", "exp_avg", torch.full((39, 13), 0.02))
+    steps(here, 2, 4)
+    return found | {f"{name} at the end": here.full_parameter(name) for name in here.names.values()}
+
+
+@stages
+def test_parameters_and_state_by_name(stage: str, tmp_path: Path) -> None:
+    plain, offloaded = (run(looked_at, stage, disk, ranks=3)[0] for disk in (None, Disk(tmp_path)))
+    assert offloaded.keys() == plain.keys()
+    assert [n for n, t in plain.items() if t is not None and not torch.equal(t, offloaded[n])] == []  # type: ignore[arg-type]
+
+
+def resumed(stage: str, disk: Disk, ratio: float) -> bool:
+    """Runs on every rank: four steps at once, and two with the state of another stage that took the first two."""
+    whole, first = built(stage, disk, ratio), built(stage, disk, ratio)
+    steps(whole, 0, 4)
+    steps(first, 0, 2)
+    second = built(stage, disk, ratio)
+    steps(second, 7, 8)  # has state of its own, to be replaced
+    second.load_state_dict(first.state_dict())
+    steps(second, 2, 4)
+    return all(torch.equal(whole.full_parameter(n), second.full_parameter(n)) for n in whole.names.values())
+
+
+@stages
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+def test_state_is_saved_and_loaded(stage: str, ratio: float, tmp_path: Path) -> None:
+    if stage == "zero3":
+        ratio = 1.0  # parameters on a disk take their masters with them
+    assert all(run(resumed, stage, Disk(tmp_path), ratio, ranks=2))
+
+
+def kept(stage: str, disk: Disk | None, dtype: torch.dtype) -> tuple[dict[str, int], int, int]:
+    """Runs on every rank: (bytes by class after a step, bytes on the disk, elements that this rank owns)."""
+    here = built(stage, disk, dtype=dtype)
+    steps(here, 0, 2)
+    memory = MemoryMeter(here.tensors).now()
+    return memory, disk.file.end if disk else 0, sum(mine.numel() for mine in here.update.owned.values())
+
+
+@stages
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_between_steps_only_buffers_are_in_memory(stage: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    memory, on_disk, owned = run(kept, stage, Disk(tmp_path, buffer_count=2), dtype, ranks=2)[0]
+    slices_steps = memory["optimizer"] // 4  # AdamW's count of steps, 4 bytes a slice
+    assert memory["master weights"] == 0
+    assert slices_steps <= owned // SUB_GROUP + 40
+    assert on_disk % 4096 == 0
+    assert on_disk >= 12 * owned + (dtype.itemsize * owned if stage == "zero3" else 0)
+    largest = 4096 if stage != "zero3" else 4 * 4096  # a part has 128 elements: one page; a unit of a few runs
+    assert memory["offload buffers"] <= 2 * 4096 + 3 * largest * 4
+    if stage == "zero3":
+        frozen_and_small = memory["parameters"]
+        assert frozen_and_small == 0
+
+
+def looked_at_locally(disk: Disk) -> None:
+    built("zero2", disk).local_parameter("norm.weight")
+
+
+def test_a_view_of_what_is_away_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="rests on a disk, there is no view of it: read_local copies it"):
+        run(looked_at_locally, Disk(tmp_path), ranks=2)
+
+
+def altered(disk: Disk) -> list[str]:
+    """Runs on every rank: a byte changes on the disk; what the next steps say."""
+    here = built("zero2", disk)
+    steps(here, 0, 1)
+    file = disk.file
+    buffered = os.open(f"/proc/self/fd/{file.descriptor}", os.O_RDWR)
+    page = bytearray(os.pread(buffered, 4096, 0))
+    page[17] ^= 1
+    os.pwrite(buffered, page, 0)
+    os.close(buffered)
+    said: list[str] = []
+    for step in range(2):
+        here.backward(here.model(tokens(step, here.group.rank)))
+        with pytest.raises(OffloadError) as error:
+            here.apply(here.collect())
+        said.append(str(error.value))
+    return said
+
+
+def test_a_byte_that_changed_on_the_disk_is_noticed(tmp_path: Path) -> None:
+    first, second = run(altered, Disk(tmp_path), ranks=2)[0]
+    assert "are not what was written there" in first
+    assert "an earlier step was interrupted" in second
+
+
+def optimizers(disk: Disk) -> None:
+    model = torch.nn.Linear(4, 4)
+    STAGES["ddp"](model, torch.optim.LBFGS(model.parameters()), Group.world(), ZeroConfig(optimizer_home=disk))
+
+
+def test_an_optimizer_of_whole_parameters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="LBFGS is not known to be element-wise: it cannot be updated part by part"):
+        run(optimizers, Disk(tmp_path), ranks=2)
