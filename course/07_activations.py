@@ -340,12 +340,13 @@ axis.plot(
 for k in (1, 4, 8):
     at = peak(every(k, 24), chain) / unit
     axis.plot([at], [4 / 3], "s", color="#c1666b")
-    axis.annotate(f"k = {k}", (at, 4 / 3), textcoords="offset points", xytext=(4, 6))
+    axis.annotate(str(k), (at, 4 / 3), textcoords="offset points", xytext=(0, 6))
 axis.set(
     xlabel="peak, in inputs of a block",
     ylabel="time, x keeping all",
     title="24 blocks, 15 kept beside each input",
 )
+axis.plot([], [], "s", color="#c1666b", label="every k-th block: k")
 axis.legend(frameon=False)
 plt.show()
 # %% [markdown]
