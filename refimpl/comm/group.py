@@ -163,7 +163,7 @@ class Group:
         sent = (x.numel() - mine + mine * (self.size - 1)) * x.element_size()
         agreed = self._agreed(f"all_reduce ({op}) of {_words(x)}", tag)
         with agreed:
-            steps = self.transport.all_reduce(_flat(x), op)
+            steps = self.transport.all_reduce(x.detach().view(-1), op)
         return self._run("all_reduce", sent, tag, async_op, agreed.collective(steps), x)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
@@ -178,7 +178,7 @@ class Group:
         sent = (x.numel() - out.numel()) * x.element_size()
         agreed = self._agreed(f"reduce_scatter ({op}) of {_words(x)}", tag)
         with agreed:
-            steps = self.transport.reduce_scatter(_flat(out), _flat(x), op)
+            steps = self.transport.reduce_scatter(out.detach().view(-1), x.detach().view(-1), op)
         return self._run("reduce_scatter", sent, tag, async_op, agreed.collective(steps), out, x)
 
     def all_gather(self, out: Tensor | list[Tensor], x: Tensor, *, async_op: bool = False, tag: str = "") -> Work:
@@ -191,11 +191,13 @@ class Group:
             raise ValueError(f"all_gather: out has {whole} elements, x {x.numel()}, ranks {self.size}")
         checks.tensors("all_gather", x=x, out=out)
         checks.same_dtype("all_gather", x, out)
-        flat = out.detach().view(self.size, -1).unbind() if isinstance(out, Tensor) else [_flat(c) for c in out]
+        flat = (
+            out.detach().view(self.size, -1).unbind() if isinstance(out, Tensor) else [c.detach().view(-1) for c in out]
+        )
         sent = x.numel() * x.element_size() * (self.size - 1)
         agreed = self._agreed(f"all_gather of {_words(x)} a rank", tag)
         with agreed:
-            steps = self.transport.all_gather(list(flat), _flat(x))
+            steps = self.transport.all_gather(list(flat), x.detach().view(-1))
         return self._run("all_gather", sent, tag, async_op, agreed.collective(steps), *flat, x)
 
     def all_to_all(
@@ -301,10 +303,6 @@ class Group:
                 if other != self.rank:
                     parts.append(((self.rank, other) if sent else (other, self.rank), _words(rows)))
         return parts
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.detach().view(-1)
 
 
 def _words(x: Tensor) -> str:

@@ -115,9 +115,14 @@ class _Walk:
                     kept[name] = inner
             elif key.verdict == "honoured":
                 kept[name] = value
-            else:
+            elif not self.is_unread(key, given):
                 self.refuse(key, value)
         return kept
+
+    def is_unread(self, key: Key, section: Mapping[str, Any]) -> bool:
+        """Whether the switch beside a key is off. Where the switch itself is rejected, that says enough."""
+        off = section.get(key.needs.rpartition(".")[2]) in (None, False, "none", "auto")
+        return bool(key.needs) and (off or self.keys[key.needs].verdict == "rejected")
 
     def plain(self, given: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
         """`given` without what no JSON file holds: a problem each. An optimizer's rate may be a tensor."""
@@ -144,7 +149,7 @@ class _Walk:
 
     def refuse(self, key: Key, value: Any) -> None:
         """A warning or a problem, unless `value` asks for nothing; "auto" is DeepSpeed's default."""
-        if key.needs or _off(value) or value in ("auto", *key.silent):
+        if _off(value) or value in ("auto", *key.silent):
             return
         line = f"{key.path} = {quote(value)}: {key.reason}"
         if key.verdict == "warned":

@@ -62,17 +62,12 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "zero_optimization.use_multi_rank_bucket_allreduce": ("buckets are reduce-scattered, never all-reduced", [False]),
     "zero_optimization.allgather_partitions": ("parameters are always all-gathered", [True]),
     "zero_optimization.round_robin_gradients": ("every bucket is cut for all ranks: each copies its share", [False]),
-    "zero_optimization.offload_optimizer.pin_memory": ("memory is pinned wherever there is a GPU", [False]),
-    "zero_optimization.offload_optimizer.fast_init": ("the file's space is always taken at once", [False]),
-    "zero_optimization.offload_param.pin_memory": ("memory is pinned wherever there is a GPU", [False]),
     "zero_optimization.load_from_fp32_weights": ("master weights are always restored in fp32", [True]),
     "zero_optimization.log_trace_cache_warnings": (
         "another order of use is recorded anew; ranks that differ are an error",
         [False],
     ),
     "zero_optimization.enable_sanity_checks": ("the order of gathers is always checked", [True]),
-    "zero_optimization.offload_optimizer.pipeline": ("write pipeline_read and pipeline_write", [False]),
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": ("OMP_NUM_THREADS says it", [0.8]),
     "aio.single_submit": ("each request is always a call of its own", [False]),
     "aio.thread_count": ("write intra_op_parallelism", [1]),
     "zero_optimization.memory_efficient_linear": (
@@ -121,6 +116,15 @@ REJECTED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "zero_optimization.legacy_stage1": ("not part of this project: stage 1 is stage 1", [False]),
     "zero_optimization.elastic_checkpoint": ("not part of this project; DeepSpeed has dropped it too", [False]),
     "checkpoint.use_node_local_storage": (f"{NOT_YET}: checkpoints go to a folder that all ranks see", [False]),
+}
+
+# Warned of where their section has a device, and not read where it has none.
+OFFLOAD: Mapping[str, tuple[str, Sequence[Any]]] = {
+    "zero_optimization.offload_optimizer.pin_memory": ("memory is pinned wherever there is a GPU", [False]),
+    "zero_optimization.offload_optimizer.fast_init": ("the file's space is always taken at once", [False]),
+    "zero_optimization.offload_optimizer.pipeline": ("write pipeline_read and pipeline_write", [False]),
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": ("OMP_NUM_THREADS says it", [0.8]),
+    "zero_optimization.offload_param.pin_memory": ("memory is pinned wherever there is a GPU", [False]),
 }
 
 # A section with a switch: the switch decides, its other keys are read only when it is on.
@@ -232,6 +236,8 @@ def not_honoured() -> list[Key]:
     """All rows of this file."""
     rows = [Key(path, "warned", reason, tuple(silent)) for path, (reason, silent) in WARNED.items()]
     rows += [Key(path, "rejected", reason, tuple(silent)) for path, (reason, silent) in REJECTED.items()]
+    for path, (reason, silent) in OFFLOAD.items():
+        rows.append(Key(path, "warned", reason, tuple(silent), needs=f"{path.rpartition('.')[0]}.device"))
     rows += [Key(path, "rejected", reason, (None, False, {})) for path, reason in OPEN.items()]
     for path, (reason, switch, off, others) in SWITCHED.items():
         rows.append(Key(path, "rejected", reason, (None, False)))

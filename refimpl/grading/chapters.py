@@ -33,7 +33,7 @@ class Chapter:
     @property
     def graders(self) -> list[Path]:
         """The files of the chapter's graders: one, or several with some tasks each."""
-        return sorted(self.exercise.parent.glob("test_*.py"))
+        return sorted(self.grader.parent.glob("test_*.py"))
 
     def grader_of(self, task: str) -> Path:
         """The file whose `test_TASK` grades the task. KeyError if there is none."""

@@ -29,9 +29,7 @@ class OffloadedUpdate(Update):
 
     def __init__(self, *args: Any) -> None:
         self.parts: list[Part] = []
-        self.gone: set[Bucket] = set()  # of which they are parts
         self.torn = ""  # what interrupted a step in its middle
-        self._handed: dict[Bucket, tuple[Tensor, float, set[nn.Parameter]]] = {}
         super().__init__(*args)
 
     def add(self, owned: dict[Bucket, Tensor]) -> None:
@@ -68,11 +66,6 @@ class OffloadedUpdate(Update):
             before += mine.numel()
         return gone
 
-    def hand_out(self, gradients: dict[Bucket, Tensor], factor: float, left_alone: set[nn.Parameter]) -> None:
-        """What is offloaded gets its own later, part by part."""
-        self._handed = {b: (gradient, factor, left_alone) for b, gradient in gradients.items() if b in self.gone}
-        super().hand_out({b: gradient for b, gradient in gradients.items() if b not in self.gone}, factor, left_alone)
-
     @torch.no_grad()
     def apply(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None:
@@ -82,14 +75,14 @@ class OffloadedUpdate(Update):
         self.torn = "in the middle of its update"
         if self.masters.keys() - self.gone:
             super().apply()
-        for part in self.home.rounds([part for part in self.parts if part.bucket in self._handed]):
+        for part in self.home.rounds([part for part in self.parts if part.bucket in self.handed]):
             self.follow(part)
-            grad, factor, left_alone = self._handed[part.bucket]
+            grad, factor, left_alone = self.handed[part.bucket]
             self.slices.hand_out(part.bucket, grad, factor, left_alone, part.start, part.end)
             self.slices.step_inside(part.bucket, part.start, part.end)
             self.slices.release_gradients(part.bucket)
             self.round(part)
-        self.torn, self._handed = "", {}
+        self.torn, self.handed = "", {}
 
     def follow(self, part: Part) -> None:
         """As `adopt`, of a part that is here. What rests on a shelf is only looked at if it was written."""

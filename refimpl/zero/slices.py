@@ -154,7 +154,9 @@ class Slices:
         for span in spans:
             for at in span:
                 self.cut(bucket, at)
-        for s in self.inside(bucket, start, end):
+        for s in self.of[bucket]:
+            if s.start < start or s.end > end:
+                continue
             alone = any(start <= s.start < s.end <= end for start, end in spans)
             if alone:
                 s.param.grad = None

@@ -44,6 +44,8 @@ class Update:
         """
         self.group, self.config, self.scaler, self.stage = group, config, scaler, stage
         self.home = config.optimizer_home
+        self.gone: set[Bucket] = set()  # what rests elsewhere gets its gradients later, see `OffloadedUpdate`
+        self.handed: dict[Bucket, tuple[Tensor, float, set[nn.Parameter]]] = {}
         self.owned: dict[Bucket, Tensor] = {}
         self.masters: dict[Bucket, Tensor] = {}  # fp32; the owned slice itself where that is fp32
         self.grad_norm: float | None = None
@@ -85,13 +87,12 @@ class Update:
             self.scaler.update(overflow=not finite)
         limit = self.config.gradient_clipping
         factor = (min(1.0, limit / (self.grad_norm + 1e-6)) if limit and self.grad_norm else 1.0) / scale
-        self.hand_out(gradients, factor if finite else 1.0, left_alone)
-        return finite
-
-    def hand_out(self, gradients: dict[Bucket, Tensor], factor: float, left_alone: set[nn.Parameter]) -> None:
-        """factor * gradients to the optimizer's parameters."""
         for bucket, grad in gradients.items():
-            self.slices.hand_out(bucket, grad, factor, left_alone, 0, grad.numel())
+            if bucket in self.gone:
+                self.handed[bucket] = (grad, factor, left_alone)
+            else:
+                self.slices.hand_out(bucket, grad, factor if finite else 1.0, left_alone, 0, grad.numel())
+        return finite
 
     @torch.no_grad()
     def apply(self, closure: Callable[[], Any] | None = None) -> Any:
