@@ -65,6 +65,10 @@ def demo(
     if infinity:
         from refimpl.cli.infinity import run
 
+        if sys.platform != "linux":
+            refuse(
+                "refimpl demo", f"--infinity needs Linux, whose limit on a process's memory holds, not {sys.platform}"
+            )
         raise typer.Exit(run(ranks or 2, 3, folder, Path("out/infinity") if out == Path("out/demo") else out))
     try:
         plan = options.plan(ranks, strategy, steps, text, layers, width, context, seed, device, out)

@@ -107,7 +107,7 @@ class BlockFile:
         try:
             if size > free:  # the kernel would fill the disk before it says so
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.posix_fallocate(self.descriptor, self.end, size)
+            take_space(self.descriptor, self.end, size)
         except OSError as error:
             raise OffloadError(
                 f"{self.folder}: no room for {size:,} more bytes to offload ({free:,} free, {self.end:,} taken by this "
@@ -179,6 +179,14 @@ def nameless(folder: Path, flags: int) -> int:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     with tempfile.NamedTemporaryFile(dir=folder) as named:
         return os.open(named.name, os.O_RDWR | flags)
+
+
+def take_space(descriptor: int, start: int, nbytes: int) -> None:
+    """Make the file so long; on Linux the disk's space is taken too. OSError if there is none."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, start, nbytes)
+    else:
+        os.ftruncate(descriptor, start + nbytes)
 
 
 def total(block: memoryview) -> int:

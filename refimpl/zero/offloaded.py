@@ -66,6 +66,13 @@ class OffloadedUpdate(Update):
             before += mine.numel()
         return gone
 
+    def prepare(
+        self, gradients: dict[Bucket, Tensor], used: set[nn.Parameter], first_finite: Tensor | None = None
+    ) -> bool:
+        """As in `Update`; nothing is left of a step that was skipped."""
+        self.handed = {}
+        return super().prepare(gradients, used, first_finite)
+
     @torch.no_grad()
     def apply(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None:

@@ -80,6 +80,25 @@ def test_state_is_saved_and_loaded(stage: str, ratio: float, tmp_path: Path) -> 
     assert all(run(resumed, stage, Disk(tmp_path), ratio, ranks=2))
 
 
+def frozen_after_an_overflow(stage: str, disk: Disk | None) -> dict[str, Tensor]:
+    """Runs on every rank: a step is skipped; what had a gradient then has none any more."""
+    here = built(stage, disk)
+    steps(here, 0, 1)
+    here.backward(here.model(tokens(1, here.group.rank)) * float("inf"))
+    assert not here.step()
+    for name, p in here.model.named_parameters():
+        if "blocks.0" in name:
+            p.requires_grad_(False)
+    steps(here, 2, 4)
+    return {name: here.full_parameter(name) for name in here.names.values()}
+
+
+@stages
+def test_a_skipped_steps_gradients_are_not_applied_later(stage: str, tmp_path: Path) -> None:
+    plain, offloaded = (run(frozen_after_an_overflow, stage, disk, ranks=2)[0] for disk in (None, Disk(tmp_path)))
+    assert [name for name, t in plain.items() if not torch.equal(t, offloaded[name])] == []
+
+
 def kept(stage: str, disk: Disk | None, dtype: torch.dtype) -> tuple[dict[str, int], int, int]:
     """Runs on every rank: (bytes by class after a step, bytes on the disk, elements that this rank owns)."""
     here = built(stage, disk, dtype=dtype)
