@@ -1,14 +1,17 @@
 """Optimizer state in another home: the same bits, in the memory of a few buffers, also when it is looked at."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from training import STAGES, Job, differing, oracle, train
 from worlds import run
 
 from refimpl.offload.homes import Disk, Host
+from refimpl.optim.lion import Lion
 from refimpl.optim.loss_scale import LossScaler
 
 HOMES = {"host": lambda folder: Host(), "disk": lambda folder: Disk(folder)}
@@ -51,6 +54,21 @@ def on_disk(job: Job, folder: Path, sub_group_size: int = 128) -> Job:
     """Parameters too."""
     homes = {"optimizer_home": Disk(folder), "parameter_home": Disk(folder), "sub_group_size": sub_group_size}
     return replace(job, config=job.config | homes)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True),
+        lambda m: torch.optim.Adagrad(m.parameters(), lr=0.01, initial_accumulator_value=0.1),
+        lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, amsgrad=True),
+        lambda m: Lion(m.parameters(), lr=1e-3, weight_decay=0.1),
+    ],
+    ids=["sgd", "adagrad", "amsgrad", "lion"],
+)
+def test_other_optimizers_on_a_disk(optimizer: Callable[[nn.Module], torch.optim.Optimizer], tmp_path: Path) -> None:
+    job = Job(optimizer=optimizer, steps=4)
+    assert differing(run(train, "zero3", on_disk(job, tmp_path), ranks=3)[0].weights, oracle(3, job)) == []
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
