@@ -99,6 +99,21 @@ def test_a_skipped_steps_gradients_are_not_applied_later(stage: str, tmp_path: P
     assert [name for name, t in plain.items() if not torch.equal(t, offloaded[name])] == []
 
 
+def thawed(stage: str, disk: Disk | None) -> dict[str, Tensor]:
+    """Runs on every rank: a frozen layer is trained from the third step on."""
+    here = built(stage, disk)
+    steps(here, 0, 2)
+    here.model.get_submodule("frozen").requires_grad_(True)
+    steps(here, 2, 4)
+    return {name: here.full_parameter(name) for name in here.names.values()}
+
+
+@stages
+def test_what_is_unfrozen_later_rests_there_too(stage: str, tmp_path: Path) -> None:
+    plain, offloaded = (run(thawed, stage, disk, ranks=2)[0] for disk in (None, Disk(tmp_path)))
+    assert [name for name, t in plain.items() if not torch.equal(t, offloaded[name])] == []
+
+
 def kept(stage: str, disk: Disk | None, dtype: torch.dtype) -> tuple[dict[str, int], int, int]:
     """Runs on every rank: (bytes by class after a step, bytes on the disk, elements that this rank owns)."""
     here = built(stage, disk, dtype=dtype)
