@@ -58,6 +58,8 @@ def _share_board(local_rank: int) -> None:
     folders: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(folders, tempfile.mkdtemp(prefix="refimpl-") if local_rank == 0 else "")
     os.environ["REFIMPL_BOARD"] = next(folder for folder in folders if folder and os.path.isdir(folder))
+    # Nobody leaves, and takes the folder away, before all have found it.
+    dist.all_gather_object(folders, os.environ["REFIMPL_BOARD"])
 
 
 def _on_this_machine(place: Place, store: Store) -> tuple[int, int]:
