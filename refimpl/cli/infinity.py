@@ -8,7 +8,6 @@ owns for AdamW, 4 read for forward, 4 for backward and 4 written of the weights.
 arXiv:2104.07857. The ranks talk over gloo here: memory that ranks share belongs to no process's limit.
 """
 
-import ctypes
 import json
 import re
 import resource
@@ -33,6 +32,7 @@ from refimpl.measure.memory import MemoryMeter
 from refimpl.model.data import Batches, corpus
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.offload.homes import Disk
+from refimpl.ranks.allocator import give_freed_memory_back
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.init import Init
 
@@ -42,7 +42,6 @@ NEEDED, ALLOWED = 16, 6.4  # bytes a parameter: AdamW in fp32 needs 16
 SUB_GROUP = 1 << 20  # elements updated at a time: 12 MB
 MB = 10**6
 DISK_BYTES = 300 * MB  # read and written to see what the disk can do
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # numbers of <malloc.h>
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def live(way: str, folder: Path, limit: int, steps: int) -> Lived:
     """Runs on every rank, within `limit` bytes of private memory."""
     torch.set_num_threads(1)
     threading.stack_size(1 << 20)  # of the threads that wait for the disk: theirs count too
-    give_freed_memory_back()
+    give_freed_memory_back()  # the limit then counts what is in use
     group, disk = Group.world(transport="gloo"), Disk(folder) if "disk" in way else None
     task = Task(MODEL, corpus(), steps, batch=2)
     limit_memory(limit)
@@ -98,13 +97,6 @@ def limit_memory(more: int) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack
     limit = pages * resource.getpagesize() + more
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def give_freed_memory_back() -> None:
-    """Blocks of 64 KB and more are the kernel's again when they are freed: the limit then counts what is in use."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_MMAP_THRESHOLD, 1 << 16)
-    libc.mallopt(_TRIM_THRESHOLD, 1 << 16)
 
 
 def run(ranks: int, steps: int, folder: Path, out: Path) -> int:

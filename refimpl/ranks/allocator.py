@@ -22,3 +22,10 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
         return False
     # Blocks come from the heap, not from mmap, which is undone when they are freed; the heap's end stays where it is.
     return bool(libc.mallopt(_MMAP_THRESHOLD, _LARGEST) and libc.mallopt(_TRIM_THRESHOLD, _NEVER))
+
+
+def give_freed_memory_back(at_least: int = 1 << 16) -> None:
+    """The opposite: blocks of so many bytes and more are the kernel's again when they are freed. glibc only."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_MMAP_THRESHOLD, at_least)
+    libc.mallopt(_TRIM_THRESHOLD, at_least)

@@ -6,6 +6,7 @@ more than the home's buffers. The arithmetic is that of `Update`, on the same el
 DeepSpeed: deepspeed/runtime/zero/stage3.py, `_optimizer_step` over sub-groups.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,7 +30,7 @@ class OffloadedUpdate(Update):
 
     def __init__(self, *args: Any) -> None:
         self.parts: list[Part] = []
-        self.torn = ""  # what interrupted a step in its middle
+        self.torn = False  # whether a step was interrupted in its middle
         super().__init__(*args)
 
     def add(self, owned: dict[Bucket, Tensor]) -> None:
@@ -78,8 +79,8 @@ class OffloadedUpdate(Update):
         if closure is not None:
             raise RuntimeError("an optimizer that asks for the loss itself cannot rest elsewhere: no optimizer_home")
         if self.torn:
-            raise OffloadError(f"an earlier step was interrupted ({self.torn}): go on from a checkpoint")
-        self.torn = "in the middle of its update"
+            raise OffloadError("an earlier step was interrupted (in the middle of its update): go on from a checkpoint")
+        self.torn = True
         if self.masters.keys() - self.gone:
             super().apply()
         for part in self.home.rounds([part for part in self.parts if part.bucket in self.handed]):
@@ -89,7 +90,7 @@ class OffloadedUpdate(Update):
             self.slices.step_inside(part.bucket, part.start, part.end)
             self.slices.release_gradients(part.bucket)
             self.round(part)
-        self.torn, self.handed = "", {}
+        self.torn, self.handed = False, {}
 
     def follow(self, part: Part) -> None:
         """As `adopt`, of a part that is here. What rests on a shelf is only looked at if it was written."""
@@ -120,9 +121,8 @@ class OffloadedUpdate(Update):
         """As in `Update`; a copy, where they rest on a disk."""
         if bucket not in self.gone:
             return super().weights(bucket)
-        parts = [part for part in self.parts if part.bucket is bucket]
         found = torch.empty(self.masters[bucket].shape) if self.is_away() else self.masters[bucket]
-        for part in self.home.rounds(parts, back=False):
+        for part in self.home.rounds(self._parts(bucket), back=False):
             self.follow(part)
             if self.is_away():
                 found[part.start : part.end] = part.weights
@@ -144,8 +144,8 @@ class OffloadedUpdate(Update):
                     flat = DATA.__get__(tensor).view(-1)
                     yield flat[first - s.start : last - s.start], slice(first - start, last - start)
 
-    def _parts(self, bucket: Bucket, start: int, end: int) -> list[Part]:
-        """Those that have some of the elements start to end."""
+    def _parts(self, bucket: Bucket, start: float = 0, end: float = math.inf) -> list[Part]:
+        """A bucket's parts that have some of the elements start to end, by default all."""
         return [part for part in self.parts if part.bucket is bucket and part.start < end and start < part.end]
 
     def state_part(self, bucket: Bucket, p: nn.Parameter, key: str) -> Tensor | None:
@@ -169,34 +169,29 @@ class OffloadedUpdate(Update):
         for part in self.home.rounds(self.parts, back=False):
             self.follow(part)
             whole[part.bucket][part.start : part.end] = part.weights
-            tensors = [t for s in part.members() for t in self.slices.tensors(s).values()]
-            copies |= {id(t): t.detach().clone() for t in tensors}
+            state_of = [self.slices.tensors(s) for s in part.members()]
+            copies |= {id(t): t.clone() for tensors in state_of for key, t in tensors.items() if key != WEIGHTS}
         state = super().state_dict()
         optimizer = tree_map_only(Tensor, lambda t: copies.get(id(t), t), state["optimizer"])
         return state | {"optimizer": optimizer, "masters": list(whole.values())}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.torn = ""
-
-    @torch.no_grad()
     def restore(self, bucket: Bucket, saved: Tensor) -> None:
         if bucket not in self.gone:
             super().restore(bucket, saved)
-        for part in self.home.rounds([part for part in self.parts if part.bucket is bucket]):
+        for part in self.home.rounds(self._parts(bucket)):
             part.weights.copy_(saved[part.start : part.end])
             self.round(part)
 
     @torch.no_grad()
     def keep_state(self, bucket: Bucket) -> None:
-        parts = [part for part in self.parts if part.bucket is bucket]
+        parts = self._parts(bucket)
         given = {s.param: dict(self._given(s)) for part in parts for s in part.members()}
         for part in self.home.rounds(parts):
             for s in part.members():
                 for key, values in given[s.param].items():
                     DATA.__get__(self.slices.tensors(s)[key]).copy_(values)
-        self.torn = ""
+        self.torn = False
 
     @torch.no_grad()
     def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor], dict[str, Any]]:

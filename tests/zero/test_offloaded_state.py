@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from training import STAGES, Net, adamw, tokens
+from training import STAGES, Net, adamw, differing, tokens
 from worlds import run
 
 from refimpl.comm.group import Group
@@ -96,7 +96,7 @@ def frozen_after_an_overflow(stage: str, disk: Disk | None) -> dict[str, Tensor]
 @stages
 def test_a_skipped_steps_gradients_are_not_applied_later(stage: str, tmp_path: Path) -> None:
     plain, offloaded = (run(frozen_after_an_overflow, stage, disk, ranks=2)[0] for disk in (None, Disk(tmp_path)))
-    assert [name for name, t in plain.items() if not torch.equal(t, offloaded[name])] == []
+    assert differing(offloaded, plain) == []
 
 
 def thawed(stage: str, disk: Disk | None) -> dict[str, Tensor]:
@@ -111,7 +111,7 @@ def thawed(stage: str, disk: Disk | None) -> dict[str, Tensor]:
 @stages
 def test_what_is_unfrozen_later_rests_there_too(stage: str, tmp_path: Path) -> None:
     plain, offloaded = (run(thawed, stage, disk, ranks=2)[0] for disk in (None, Disk(tmp_path)))
-    assert [name for name, t in plain.items() if not torch.equal(t, offloaded[name])] == []
+    assert differing(offloaded, plain) == []
 
 
 def kept(stage: str, disk: Disk | None, dtype: torch.dtype) -> tuple[dict[str, int], int, int]:
