@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-from training import STAGES, Job, differing, oracle, train
+from torch import Tensor, nn
+from training import STAGES, Job, Net, differing, oracle, train
 from worlds import run
 
 from refimpl.offload.homes import Disk, Host
@@ -59,10 +59,18 @@ def test_gradients_at_rest_give_the_same_bits(stage: str, home: str, ranks: int,
     assert (out.memory["gradients"] == 0) is (home == "disk")
 
 
+class AllUsed(Net):
+    """No layer is unused: that would hold all buckets behind it back to the end of backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.unused(self.embed(tokens)).square().mean()
+
+
 @shards
 @every_home
 def test_gradients_leave_bucket_by_bucket_inside_backward(stage: str, home: str, tmp_path: Path) -> None:
-    events = run(train, stage, with_gradients(Job(), tmp_path, home), ranks=2)[0].events
+    job = Job(steps=1, make=AllUsed, config={"reduce_bucket_size": 300})
+    events = run(train, stage, with_gradients(job, tmp_path, home), ranks=2)[0].events
     names = [event.op.split()[0] for event in events if event.phase == "mark"]
     assert names.count("home") > 2
     assert "grad" in names[names.index("home") :], "a gradient arrives after another has left"
