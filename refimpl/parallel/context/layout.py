@@ -14,8 +14,8 @@ chunk of queries, # a chunk of keys to look at, \\ half of one; the rank that ha
     3  # # # # # # # \\      0  # # # # # # # \\
 
 Contiguous, the last of N ranks has (2N - 1)/N times the mean; zigzag, each has exactly the mean: chunk i and chunk
-2N - 1 - i together always see 2N - 1 chunks and two halves. Llama 3 is trained so: Dubey et al. 2024, arXiv:2407.21783,
-section 3.3.2.
+2N - 1 - i together always see 2N - 1 chunks and two halves. Llama 3 is trained so: Llama team 2024, arXiv:2407.21783,
+section 3.3.2. Striped attention gives a rank every N-th token instead: Brandon et al. 2023, arXiv:2311.09431.
 """
 
 from collections.abc import Iterator

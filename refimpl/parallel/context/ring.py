@@ -9,7 +9,7 @@ them, which need one hop more to be home.
     memory a rank            4 such tensors forward, 8 backward, and a tile of scores: O(T/N), nowhere O(T^2)
 
 Any number of heads, also fewer than ranks, where `ulysses` ends. With a zigzag layout every rank has the same work.
-Ring attention: Liu et al. 2023, arXiv:2310.01889; in blocks with a causal mask: Brandon et al. 2023, arXiv:2311.09431.
+Ring attention: Liu et al. 2023, arXiv:2310.01889.
 """
 
 from typing import Any
