@@ -1,8 +1,8 @@
 """Whole fp32 parameters, gradients and optimizer states of a sharded model, read and written; and this rank's share.
 
 `safe_get_full_*` and `safe_set_full_*` are collectives: call them on every rank, in the same order. `None` for a
-parameter that is frozen, or that no engine trains. The `local` ones are this rank's fragment, one-dimensional, in every stage.
-DeepSpeed: deepspeed/utils/tensor_fragment.py; ours: refimpl/zero/stage.py.
+parameter that is frozen, or that no engine trains. The `local` ones are this rank's fragment, one-dimensional, in every
+stage. DeepSpeed: deepspeed/utils/tensor_fragment.py; ours: refimpl/zero/stage.py.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +21,9 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The gradient of `param`, whole, fp32, averaged over ranks; None before backward."""
-    stage = trained_by(param)
+    if not param.requires_grad:
+        return None
+    stage = stage_of(param)
     return param.grad if stage is None else stage.full_gradient(param)
 
 
