@@ -44,7 +44,7 @@ def test_memory_that_is_used_too_early_is_told() -> None:
     memory = disk.buffer(PAGE).fill_(3)
     way = disk.write(0, memory)
     with pytest.raises(
-        Wrong, match="a read of offset 4,096 begins in memory whose write of offset 0 is still under way"
+        Wrong, match="a read of offset 4,096 begins in memory whose write of offset 0 is still"
     ):
         disk.read(PAGE, memory)
     memory.fill_(4)
