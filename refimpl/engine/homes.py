@@ -3,7 +3,8 @@
     device    on a CPU                              on a GPU
     none      stays                                 stays
     cpu       stays: it is in the host's memory     masters, state and the update: `Host`. Parameters: refused
-    nvme      a file of each rank                   the same; parameters refused
+    nvme      a file of each rank; from stage 2 on  the same; parameters refused
+              the shards of gradients wait there
 
 The masters of parameters on a disk are in the host's memory, if not on a disk too.
 DeepSpeed: deepspeed/runtime/zero/offload_config.py, deepspeed/runtime/swap_tensor/aio_config.py.
@@ -41,7 +42,9 @@ def with_homes(zero: ZeroConfig, settings: DeepSpeedConfig, device: torch.device
     zero = replace(zero, sub_group_size=size, offload_ratio=optimizer.ratio)
     if optimizer.device == "nvme":
         buffers = min(optimizer.buffer_count, 1 + optimizer.pipeline_read + optimizer.pipeline_write)
-        zero = replace(zero, optimizer_home=Disk(folder("offload_optimizer", optimizer), buffers, aio))
+        disk = Disk(folder("offload_optimizer", optimizer), buffers, aio)
+        # As in DeepSpeed, gradients wait where they will be used.
+        zero = replace(zero, optimizer_home=disk, gradient_home=disk if section.stage >= 2 else None)
     elif param.device == "nvme" or (optimizer.device == "cpu" and device.type != "cpu"):
         zero = replace(zero, optimizer_home=Host())
     if param.device == "nvme":

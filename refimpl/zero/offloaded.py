@@ -19,6 +19,7 @@ from refimpl.offload.homes import Host, away
 from refimpl.zero.flat import ALIGN, Bucket, round_up
 from refimpl.zero.parameter import DATA
 from refimpl.zero.parts import WEIGHTS, Part, size_of
+from refimpl.zero.resting import Resting
 from refimpl.zero.slices import Slice
 from refimpl.zero.update import Update, follow, master_of
 
@@ -42,6 +43,8 @@ class OffloadedUpdate(Update):
             )
         self.owned |= owned
         most = round_up(self.config.sub_group_size, ALIGN)
+        if self.config.gradient_home is not None and self.resting is None:
+            self.resting = Resting(self.config.gradient_home, most, self.gone)
         gone = self._offloaded(owned)
         super().add({bucket: mine for bucket, mine in owned.items() if bucket not in gone})
         for bucket, mine in gone.items():
@@ -52,6 +55,7 @@ class OffloadedUpdate(Update):
             for start in range(0, master.numel(), most):
                 weights = master[start : start + most]
                 parts.append(Part(self.slices, bucket, start, weights, size_of(widths, weights.numel())))
+                parts[-1].grad_dtype = self.config.grad_accum_dtype or bucket.dtype if self.resting else None
                 self.home.admit(parts[-1])
             self.parts += parts
             self.gone.add(bucket)
@@ -83,13 +87,20 @@ class OffloadedUpdate(Update):
         self.torn = True
         if self.masters.keys() - self.gone:
             super().apply()
-        for part in self.home.rounds([part for part in self.parts if part.bucket in self.handed]):
+        parts = [part for part in self.parts if part.bucket in self.handed]
+        for part in parts:
+            part.beside = self.resting.run(part.bucket, part.start) if self.resting else None
+        for part in self.home.rounds(parts):
             self.follow(part)
             grad, factor, left_alone = self.handed[part.bucket]
-            self.slices.hand_out(part.bucket, grad, factor, left_alone, part.start, part.end)
+            mine = grad[part.start : part.end] if part.gradient is None else part.gradient
+            self.slices.hand_out(part.bucket, mine, factor, left_alone, part.start, part.end)
             self.slices.step_inside(part.bucket, part.start, part.end)
             self.slices.release_gradients(part.bucket)
             self.round(part)
+            part.beside = None
+        if self.config.parameter_home is not None:
+            self.config.parameter_home.arrived()
         self.torn, self.handed = False, {}
 
     def follow(self, part: Part) -> None:
@@ -103,7 +114,7 @@ class OffloadedUpdate(Update):
         """The weights, rounded, to where the model has them."""
         shelf = part.bucket.shelf
         if shelf is not None:
-            shelf.write(part.start, part.weights.to(part.bucket.dtype))
+            shelf.write(part.start, part.weights)
             shelf.was_written &= part.end < self.owned[part.bucket].numel()  # the last part of it
         else:
             self.owned[part.bucket][part.start : part.end].copy_(part.weights, non_blocking=True)

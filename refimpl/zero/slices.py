@@ -144,7 +144,7 @@ class Slices:
     def hand_out(
         self, bucket: Bucket, grad: Tensor, factor: float, left_alone: set[nn.Parameter], start: int, end: int
     ) -> None:
-        """factor * grad, as long as the bucket's master, to its slices in start to end; those to leave alone get none.
+        """factor * grad, the elements start to end, to the slices there; those to leave alone get none.
 
         fp32 is multiplied in place.
         """
@@ -157,11 +157,11 @@ class Slices:
         for s in self.of[bucket]:
             if s.start < start or s.end > end:
                 continue
-            alone = any(start <= s.start < s.end <= end for start, end in spans)
+            alone = any(a <= s.start < s.end <= b for a, b in spans)
             if alone:
                 s.param.grad = None
                 continue
-            wide = grad[s.start : s.end].to(s.param.device, s.param.dtype)
+            wide = grad[s.start - start : s.end - start].to(s.param.device, s.param.dtype)
             s.param.grad = (wide if factor == 1 else wide.mul_(factor)).view(s.param.shape)
 
     def span(self, bucket: Bucket, p: nn.Parameter) -> tuple[int, int]:

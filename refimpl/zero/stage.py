@@ -63,6 +63,11 @@ class Stage(Changing, ByName, Held, ABC):
         """
         self.model = model if isinstance(model, nn.Module) else nn.ParameterList(model)
         self.group, self.config, self.given_scaler = group or Group.world(), config or ZeroConfig(), scaler
+        if self.config.gradient_home is not None and not self.reduces_always:
+            raise ValueError(
+                f"gradient_home: {type(self).__name__} keeps whole gradients on every rank; shards rest elsewhere from "
+                "ZeRO-2 on"
+            )
         self.names = {p: name for name, p in self.model.named_parameters()}
         refuse_shared_memory(self.names)
         self.handles: list[Any] = []
@@ -90,6 +95,7 @@ class Stage(Changing, ByName, Held, ABC):
         kind = OffloadedUpdate if self.config.optimizer_home else Update
         self.update = kind(optimizer, owned, self.group, self.config, self.given_scaler, type(self).__name__)
         self.update.slices.gradient_of = self.view.of_slice
+        self.gradients.resting = self.update.resting
         if optimizer is not None:
             take_over(optimizer, self)
         for p in managed:

@@ -12,7 +12,7 @@ DeepSpeed: deepspeed/runtime/zero/stage_1_and_2.py, `step` and `unscale_and_clip
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn, optim
@@ -23,11 +23,16 @@ from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
 from refimpl.zero.slices import Slices
 
+if TYPE_CHECKING:
+    from refimpl.zero.resting import Resting
+
 NORM_BLOCK = 1 << 16  # elements widened to fp64 at a time, so that the copy stays in cache
 
 
 class Update:
     """Check, unscale, clip and apply gradients to what this rank owns."""
+
+    resting: "Resting | None" = None  # where gradients wait for the step, if not in memory
 
     def __init__(
         self,
@@ -131,9 +136,10 @@ class Update:
         """
         params = [p for bucket in self.owned for p in bucket.params]
         message = torch.tensor([0.0, *(p not in used for p in params)], dtype=torch.float64, device=self.group.device)
+        known = self.resting.squares if self.resting else {}
         for bucket, gradient in gradients.items():
             mine = bucket.shard(gradient) if gradient.numel() == bucket.padded else gradient  # of what every rank has
-            message[0] += sum_of_squares(mine, exact)
+            message[0] += known[bucket] if bucket in known else sum_of_squares(mine, exact)
         self.group.all_reduce(message, "sum", tag="norm")
         self.group.settle()
         squares, *unused = message.tolist()
