@@ -1,12 +1,12 @@
 """`refimpl demo --infinity`: a model whose training does not fit, trained all the same, with its state on a disk.
 
 Every rank gets a limit that the operating system enforces (RLIMIT_DATA: private memory beyond what the process has when
-training begins): 4 bytes a parameter, what the weights alone weigh, where AdamW in fp32 needs 16. Four ways are tried: DDP, ZeRO-2, ZeRO-3,
-and ZeRO-3 with optimizer state, gradients and parameters on a disk. The first three die of it, each with its own
-allocation that the kernel refused. The last one's step is limited by its disk: 12 bytes read and 12 written of each
-parameter a rank owns for AdamW, 4 written and 4 read of its gradient, 4 read for forward, 4 for backward and 4 written
-of the weights. After Rajbhandari et al. 2021,
-arXiv:2104.07857. The ranks talk over gloo here: memory that ranks share belongs to no process's limit.
+training begins): 4 bytes a parameter, what the weights alone weigh, where AdamW in fp32 needs 16. Four ways are tried:
+DDP, ZeRO-2, ZeRO-3, and ZeRO-3 with optimizer state, gradients and parameters on a disk. The first three die of it,
+each with its own allocation that the kernel refused. The last one's step is limited by its disk: 12 bytes read and 12
+written of each parameter a rank owns for AdamW, 4 written and 4 read of its gradient, 4 read for forward, 4 for
+backward and 4 written of the weights. After Rajbhandari et al. 2021, arXiv:2104.07857. The ranks talk over gloo here:
+memory that ranks share belongs to no process's limit.
 """
 
 import json

@@ -32,6 +32,7 @@ from refimpl.checkpoint import atomic, manifest
 from refimpl.checkpoint.errors import CheckpointError, together
 from refimpl.checkpoint.find import checked_tag
 from refimpl.checkpoint.folder import notes_file
+from refimpl.checkpoint.tensors import brought
 from refimpl.checkpoint.write import begin, finish, write_rank
 from refimpl.engine.contents import about_engine, contents
 from refimpl.engine.state import TrainingState
@@ -77,7 +78,7 @@ def save(
     if not asynchronous:
         held.close()
         return True
-    copies = {name: tensor.to("cpu", copy=True) for name, tensor in mine.items()}
+    copies = {name: brought(tensor).to("cpu", copy=True) for name, tensor in mine.items()}
     engine.saving.start(lambda: write_behind(folder, new, copies, notes, about, save_latest, held), f"save {tag}")
     return True
 

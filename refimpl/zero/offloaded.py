@@ -8,12 +8,14 @@ DeepSpeed: deepspeed/runtime/zero/stage3.py, `_optimizer_step` over sub-groups.
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from refimpl.checkpoint.tensors import Later
 from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import Host, away
 from refimpl.zero.flat import ALIGN, Bucket, round_up
@@ -205,21 +207,36 @@ class OffloadedUpdate(Update):
         self.torn = False
 
     @torch.no_grad()
-    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """As in `Update`; copies."""
+    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor | Later], dict[str, Any]]:
+        """As in `Update`, with the weights ("") too; all of it is read when the first of it is asked for."""
         if bucket not in self.gone:
             return super().state_at(bucket, low, high)
-        cut: dict[str, Tensor] = {}
-        rest: dict[str, Any] = {}
+        s = next(s for s in self.slices.of[bucket] if low < s.end)
+        known = {key: tensor.dtype for key, tensor in self.slices.tensors(s).items()}
+        read: dict[str, Tensor] = {}
+
+        def bring(key: str) -> Tensor:
+            if key not in read:
+                read.update(self._read(bucket, low, high))
+            return read.pop(key)
+
+        later = {key: Later(dtype, (high - low,), partial(bring, key)) for key, dtype in known.items()}
+        return dict(later), self.slices.state_at(bucket, max(low, s.start), min(high, s.end))[1]
+
+    @torch.no_grad()
+    def _read(self, bucket: Bucket, low: int, high: int) -> dict[str, Tensor]:
+        """Copies of the weights ("") and states of elements low to high."""
+        found: dict[str, Tensor] = {}
         for part in self.home.rounds(self._parts(bucket, low, high), back=False):
+            self.follow(part)
             for s in part.members():
                 first, last = max(low, s.start), min(high, s.end)
-                if first < last:
-                    here, others = self.slices.state_at(bucket, first, last)
-                    rest = rest or others
-                    for key, value in here.items():
-                        cut.setdefault(key, value.new_empty(high - low))[first - low : last - low] = value
-        return cut, rest
+                for key, value in self.slices.tensors(s).items() if first < last else ():
+                    flat = DATA.__get__(value).view(-1)[first - s.start : last - s.start]
+                    if key not in found:
+                        found[key] = flat.new_empty(high - low)
+                    found[key][first - low : last - low] = flat
+        return found
 
     def _given(self, s: Slice) -> Iterator[tuple[str, Tensor]]:
         """The state that torch has put there, before its place in a buffer is taken up."""

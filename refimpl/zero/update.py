@@ -24,6 +24,7 @@ from refimpl.zero.flat import Bucket
 from refimpl.zero.slices import Slices
 
 if TYPE_CHECKING:
+    from refimpl.checkpoint.tensors import Later
     from refimpl.zero.resting import Resting
 
 NORM_BLOCK = 1 << 16  # elements widened to fp64 at a time, so that the copy stays in cache
@@ -168,9 +169,10 @@ class Update:
         assert part is not None
         part.copy_(value)
 
-    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, "Tensor | Later"], dict[str, Any]]:
         """The state of elements low to high of what is owned: what has an element for each, flat, and the rest."""
-        return self.slices.state_at(bucket, low, high)
+        cut, rest = self.slices.state_at(bucket, low, high)
+        return dict(cut), rest
 
     def keep_state(self, bucket: Bucket) -> None:
         """The optimizer was given new state: let it rest where it belongs."""

@@ -91,7 +91,8 @@ class Zero3(Stage):
         return super().home(p) or unit_of(p)
 
     def weights(self, bucket: Bucket) -> Tensor:
-        return bucket.now() if isinstance(bucket, Unit) and bucket not in self.update.owned else super().weights(bucket)
+        only_here = isinstance(bucket, Unit) and bucket not in self.update.masters
+        return bucket.now() if only_here else super().weights(bucket)
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The model's weights by name in rank 0's host memory, None elsewhere. A collective, unit by unit."""

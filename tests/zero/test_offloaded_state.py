@@ -201,6 +201,22 @@ def test_gradients_at_rest_are_read_and_changed(stage: str, tmp_path: Path) -> N
     assert differing(resting, plain) == []
 
 
+def inferring(disk: Disk) -> bool:
+    """Runs on every rank: without an optimizer, for inference."""
+    torch.manual_seed(0)
+    model = Net()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    loss = model(tokens(0, 0))
+    config = ZeroConfig(optimizer_home=disk, parameter_home=disk, sub_group_size=SUB_GROUP)
+    here = STAGES["zero3"](model, None, Group.world(), config)
+    known = all(torch.equal(here.full_parameter(name), weight) for name, weight in before.items())
+    return known and torch.equal(here.model(tokens(0, 0)), loss)
+
+
+def test_a_model_without_an_optimizer_rests_there(tmp_path: Path) -> None:
+    assert all(run(inferring, Disk(tmp_path), ranks=2))
+
+
 def optimizers(disk: Disk) -> None:
     model = torch.nn.Linear(4, 4)
     STAGES["ddp"](model, torch.optim.LBFGS(model.parameters()), Group.world(), ZeroConfig(optimizer_home=disk))
