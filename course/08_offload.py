@@ -2,9 +2,9 @@
 # # 8 · Offload: state that rests elsewhere
 #
 # ZeRO divides the model's state by the number of ranks, checkpointing makes activations small. What is left must fit
-# the device's memory, and that is the smallest and dearest memory of the machine. Beside it stands a host with ten times
-# as much, and a disk with a hundred times as much. This chapter moves optimizer state there, counts what that costs each
-# step, and hides most of the cost. You need chapters 03 (master weights), 04 and 05.
+# the device's memory, and that is the smallest and dearest memory of the machine. Beside it stands a host with several
+# times as much, and a disk with a hundred times as much. This chapter moves optimizer state there, counts what that
+# costs each step, and overlaps what can be overlapped. You need chapters 03 (master weights), 04 and 05.
 
 # %% [markdown]
 # ## 1. The pain: the size of the device
@@ -20,7 +20,8 @@ import pandas as pd
 
 from refimpl.plan.formulas import Layout, memory_bytes
 
-DEVICE, HOST, DISK = 80e9, 512e9, 8e12  # bytes
+DEVICE = 80e9  # bytes
+ROOM = {"in the host's memory": 512e9, "on the disk": 8e12}
 one = memory_bytes("ddp", 1, 2, Layout(1000, padding=0, buckets=0))
 state = (one["optimizer"] + one["master weights"]) / 1000  # 12 bytes a parameter
 rest = sum(one.values()) / 1000 - state  # 4
@@ -35,7 +36,6 @@ def largest(devices):
     return {"on the devices": on_device, **elsewhere}
 
 
-ROOM = {"in the host's memory": HOST, "on the disk": DISK}
 table = pd.DataFrame({f"{n} device(s)": largest(n) for n in (1, 8)}) / 1e9
 table.rename_axis("the 12 bytes rest").map("{:.0f} B".format)
 
@@ -74,11 +74,11 @@ predict(
 # link of its own. Is the link fast enough? Forward and backward take 6 operations a parameter and token. With $T$ tokens
 # a rank and step, $b$ bytes a parameter over a link of $B$ bytes a second, and a device of $F$ operations a second:
 #
-# $$\underbrace{\frac{b\,\Psi}{N\,B}}_{\text{link}} \le \underbrace{\frac{6\,\Psi\,T}{F}}_{\text{compute}}
-# \quad\Longleftrightarrow\quad T \ge \frac{b\,F}{6\,N\,B}$$
+# $$\frac{\text{link}}{\text{compute}} = \frac{b\,\Psi / (N B)}{6\,\Psi\,T / F} = \frac{b\,F}{6\,N\,B} \cdot \frac1T$$
 #
-# $6T/b$ is the **arithmetic intensity** of the link, operations for each byte that crosses it. Every larger batch, more
-# micro-batches a step too, makes the link's share smaller.
+# At $T = bF/6NB$ tokens the link takes as long as forward and backward; with ten times as many, a tenth of that. $6T/b$
+# is the **arithmetic intensity**, operations for each byte that moves. A larger batch raises it, and more micro-batches
+# a step do, since the state moves once a step.
 
 # %% tags=["hide-input"]
 predict(
@@ -89,8 +89,12 @@ predict(
     why="Psi stands on both sides: twice the bytes, and twice the operations.",
 )
 
+# %% [markdown]
+# In numbers of today, for a device that computes 150 TFLOP/s: the tokens $T$ of a rank and step at which each of four
+# things takes as long as forward and backward.
+
 # %%
-F = 150e12  # operations a second: a device that does well
+F = 150e12  # operations a second
 links = {  # bytes a parameter, bytes a second, ranks that share it
     "link to the host, 25 GB/s each way": (2, 25e9, 1),
     "AdamW in the host's memory, 100 GB/s, shared by 8": (28, 100e9, 8),
@@ -102,17 +106,22 @@ rows = {
     for name, (b, B, shared) in links.items()
 }
 pd.DataFrame.from_dict(rows, orient="index", columns=["8 ranks", "64 ranks"]).rename_axis(
-    "tokens a rank and step that hide it"
+    "tokens a rank and step"
 )
 
 # %% [markdown]
-# The PCIe link, which everybody names first, is the least of the four. A batch of a few thousand tokens a rank hides it.
-# The host's own memory is slower than it looks, because eight ranks share it. A disk wants large batches: accumulate.
+# The PCIe link, which everybody names first, is the least of the four. The host's own memory is slower than it looks,
+# because eight ranks share it. A disk wants large batches: accumulate.
+#
+# What overlaps with what? Gradients leave while backward still runs, so the link hides. The update does not: it needs the
+# last gradient, and the next forward needs its result. What the host's memory and the disk take for it is added to the
+# step. They can overlap with each other (section 3), and only more tokens make their share small. Or one lets the update
+# be late, at a price (section 5).
 
 # %% [markdown]
 # ## 3. Build it
 #
-# **The host.** Here is all of it on one process. There is no GPU, so `Link` only copies and counts:
+# **The host.** Here is all of it in one process. No GPU is needed: `Link` only copies and counts.
 
 
 # %%
@@ -124,7 +133,7 @@ torch.set_num_threads(1)
 
 
 class Link:
-    """Between the device and the host: every tensor that crosses it is copied, and counted."""
+    """Between the device and the host: a tensor that crosses it is copied, and its bytes are counted by `way`."""
 
     def __init__(self):
         self.bytes = Counter()
@@ -429,16 +438,12 @@ import re
 from refimpl.zero import ddp, stage, zero1, zero2, zero3
 
 KNOWS = re.compile(r"offload|_home\b|shelf", re.IGNORECASE)
-rows = {}
 for module in (ddp, zero1, zero2, zero3, stage):
     lines = Path(module.__file__).read_text().splitlines()
-    code = [line.strip() for line in lines if KNOWS.search(line.split("#")[0])]
-    rows[f"{module.__name__.split('.')[-1]}.py"] = [
-        len(lines),
-        len(code),
-        " | ".join(c for c in code if not c.startswith(("from", "import")))[:70],
-    ]
-pd.DataFrame.from_dict(rows, orient="index", columns=["lines", "of these", "without imports"])
+    code = [line for line in lines if KNOWS.search(line.split("#")[0])]
+    print(f"{Path(module.__file__).name}: {len(code)} of {len(lines)} lines")
+    for line in code:
+        print("    ", line.strip()[:86])
 
 # %% [markdown]
 # In DeepSpeed's JSON a home is a section. This file asks for the disk, and this is what its keys become:
@@ -473,9 +478,9 @@ pd.DataFrame(
         "device, nvme_path": [type(home).__name__, "where the 12 bytes rest: none, cpu, nvme"],
         "sub_group_size": [zero.sub_group_size, "elements of a part"],
         "buffer_count, pipeline_*": [home.buffer_count, "parts in memory at once"],
-        "(device nvme, from stage 2 on)": [
-            "gradients too" if zero.gradient_home is home else "",
-            "shards of gradients wait on the same disk",
+        "device, in stage 2 and 3": [
+            "same disk" if zero.gradient_home is home else "",
+            "where shards of gradients wait for the step",
         ],
         "ratio": [zero.offload_ratio, "share of the elements that leaves the device"],
         "aio.block_size": [home.file.block, "bytes of one request"],
@@ -600,13 +605,12 @@ show.compare(formula, counted)
 # %%
 rows = {}
 for name, how in {
-    "2,048": (1 << 11,),
-    "8,192": (1 << 13,),
-    "32,768": (1 << 15,),
-    "8,192, ratio 0.5": (1 << 13, 0.5),
+    "2,048": {"sub_group": 1 << 11},
+    "8,192": {"sub_group": 1 << 13},
+    "32,768": {"sub_group": 1 << 15},
+    "8,192, ratio 0.5": {"sub_group": 1 << 13, "offload_ratio": 0.5},
 }.items():
-    more = {"offload_ratio": how[1]} if len(how) > 1 else {}
-    memory, moved, parts, _ = launch.run(functools.partial(on_disk, how[0], **more), ranks=2)[0]
+    memory, moved, parts, _ = launch.run(functools.partial(on_disk, **how), ranks=2)[0]
     rows[name] = [
         len(parts),
         f"{memory['offload buffers']:,}",
@@ -625,7 +629,7 @@ pd.DataFrame.from_dict(
 # before you blame the disk. `ratio` leaves some buckets on the device, for a device that has room for them.
 #
 # **This machine's own limit.** What can its disk do, and what does `Disk` get out of it? Then the formula of section 2,
-# with measured numbers: how many tokens a step must have before the disk is hidden behind them?
+# with measured numbers: at how many tokens a step does the disk take as long as forward and backward?
 
 # %% tags=["nbval-ignore-output"]
 from refimpl.bench.disk import measure
@@ -656,14 +660,14 @@ pd.Series(
         "disk alone, both at once": f"{best['both']:,.0f}",
         "Disk with its pipeline and checksums": f"{ours.MB_per_s:,.0f}, {ours.ratio:.0%} of that",
         "one core, forward and backward": f"{speed / 1e9:,.0f} GFLOP/s",
-        "tokens a step that hide the disk, one rank": f"{needed:,.0f}",
+        "tokens at which the disk takes as long": f"{needed:,.0f}",
     },
     name="this machine",
 ).to_frame()
 
 # %% [markdown]
-# A slow device is easily kept busy: one core needs few tokens. A GPU is a thousand times as fast and its disk is hardly
-# faster, so it needs a thousand times as many. On your own machine: `refimpl bench disk FOLDER`.
+# A slow device is easily kept busy: one core needs few tokens. A device that is a thousand times as fast, with a disk
+# like this one, needs a thousand times as many. On your own machine: `refimpl bench disk FOLDER`.
 #
 # **Wear.** Flash remembers how often it was written. A data sheet states an endurance in bytes written, such as 1,200 TB
 # for a drive of 2 TB. A step writes 12 bytes a parameter:
@@ -697,9 +701,9 @@ pd.DataFrame.from_dict(
 # That is why a large batch (fewer steps for the same text) is kind to the drive, and why host memory comes first where
 # it is enough.
 #
-# **One step late.** There is another way to hide the update: let it run *beside* the next forward and backward, whose
-# gradients are then computed with weights that miss one update, $w_{t+1} = w_t + U(g_{t-1})$. ZeRO-Offload calls it
-# delayed parameter update. The time is hidden. What does it cost? A loop by hand, on one process:
+# **One step late.** There is a way to hide the update after all: let it run *beside* the next forward and backward.
+# Their gradients are then those of weights that miss one update, $w_{t+1} = w_t + U(g_{t-1})$. ZeRO-Offload calls it
+# **delayed parameter update**. The time is hidden. What does it cost? A loop by hand, in one process:
 
 
 # %%
@@ -745,9 +749,9 @@ print(f"Where the late run is after {len(found)} steps, the plain one was after 
 # %% [markdown]
 # The same model on the same text needs more steps for the same loss: many more than the one that the gradient is late.
 # The delay hurts while weights change fast, so the paper lets a few dozen plain steps pass first. In a long run, with
-# large batches and a small learning rate, less is lost. Measure it on your own model, and compare with a larger batch,
-# which hides the update too and changes nothing else. `DelayedUpdate` in the exercises is the real thing, with a
-# thread. Its oracle is a loop like this one, to the last bit.
+# large batches and a small learning rate, less is lost. Measure it on your own model before you switch it on, beside a
+# larger batch, which makes the update's share small without stale gradients. `DelayedUpdate` in the exercises is the
+# real thing, with a thread. Its oracle is a loop like this one, to the last bit.
 
 # %% [markdown]
 # ## 6. Break it
@@ -796,6 +800,9 @@ def outcome(file, careful):
             right &= bool((buffers[0].bytes == k + 101).all())
     except OffloadError:
         return "an error: the disk is failing"
+    finally:
+        for transfer in writes:
+            transfer.wait()
     return "right" if right else "wrong, and no error"
 
 
@@ -827,9 +834,9 @@ for name, found in runs.items():
 
 # %% [markdown]
 # On a fast disk many runs are right, and a test that looks at results passes. Some end with a checksum that does not fit,
-# of bytes that changed while they were on their way: the report accuses the disk. On a busy disk the masters of some
-# parts are those of others: no NaN, no error, a loss that is somewhat worse. To run it more often is no remedy. A disk is
-# that does everything as *late* as it is allowed to, and knows who was too early:
+# of bytes that changed while they were on their way, and the report accuses the disk. On a busy disk some parts hold
+# the numbers of others: no NaN, no error, a loss that is somewhat worse. To run it more often is no remedy. This is: a disk that
+# does everything as *late* as it is allowed to, and knows who was too early.
 
 # %%
 from refimpl.grading.compare import Wrong
@@ -853,9 +860,9 @@ except Wrong as wrong:
     print(wrong.headline)
 
 # %% [markdown]
-# Found in the first run, on any machine, without a thread. The exercises are graded on it. CUDA streams have the same bug
-# (a copy with `non_blocking=True` from memory that is used again), and the same cure: a log of who touches what, and
-# what is ordered by a wait.
+# Found in the first run, on any machine, without a thread: part 3 is read into the buffer of part 0. The exercises are
+# graded on this disk. CUDA streams have the same bug (a copy with `non_blocking=True` from memory that is used again),
+# and a like cure: a log of who touches what, and which waits order it.
 #
 # Its relative: an error *in the middle* of a step, a full disk or a cable. Half of the parts are a step ahead of the
 # others, and training could go on. refimpl remembers that the step was torn, and refuses the next one until a checkpoint
@@ -879,7 +886,7 @@ scratch.cleanup()
 # refimpl's disk was timed on CPUs only; on a GPU its `Host` has not run yet.
 #
 # - **See it whole:** `refimpl demo --infinity` gives each rank a memory limit in which DDP, ZeRO-2 and ZeRO-3 die, and
-#   trains with state and parameters on the disk.
+#   trains with all of the state on the disk.
 # - **Exercises:** [exercises/08_offload](../exercises/08_offload/exercise.py): `pytest exercises/08_offload`
 # - **Quiz:** `refimpl quiz --topic memory`
 # - **Tests behind this chapter:** [tests/offload](../tests/offload/test_pipeline.py): order of events, a full disk, an
