@@ -396,10 +396,10 @@ plt.show()
 def read_ahead(disk: LateDisk, places: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
     """A generator: each place's bytes in turn, uint8 [nbytes], while the next place is being read.
 
-    places: (offset, nbytes), whole pages. When the bytes of one are handed out, the read of the next has begun, and
-    nobody has waited for it. They stay as they are until the caller asks for more. Two buffers, each as large as the
-    largest place, whatever there is to read. However it ends (a caller that stops early closes the generator; a disk
-    fails), no transfer is left under way.
+    places: (offset, nbytes), whole pages; maybe none. When the bytes of one are handed out, the read of the next has
+    begun, and nobody has waited for it. They stay as they are until the caller asks for more. Two buffers, each as
+    large as the largest place, whatever there is to read. However it ends (a caller that stops early closes the
+    generator; a disk fails), no transfer is left under way.
     """
     raise NotImplementedError("read_ahead")
 

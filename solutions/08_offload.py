@@ -71,10 +71,10 @@ class CheckedBlocks:
 def read_ahead(disk: LateDisk, places: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
     """A generator: each place's bytes in turn, uint8 [nbytes], while the next place is being read.
 
-    places: (offset, nbytes), whole pages. When the bytes of one are handed out, the read of the next has begun, and
-    nobody has waited for it. They stay as they are until the caller asks for more. Two buffers, each as large as the
-    largest place, whatever there is to read. However it ends (a caller that stops early closes the generator; a disk
-    fails), no transfer is left under way.
+    places: (offset, nbytes), whole pages; maybe none. When the bytes of one are handed out, the read of the next has
+    begun, and nobody has waited for it. They stay as they are until the caller asks for more. Two buffers, each as
+    large as the largest place, whatever there is to read. However it ends (a caller that stops early closes the
+    generator; a disk fails), no transfer is left under way.
     """
     buffers = [disk.buffer(max((nbytes for _, nbytes in places), default=0)) for _ in range(2)]
     ahead: Transfer | None = None
@@ -101,10 +101,10 @@ def read_ahead(disk: LateDisk, places: Sequence[tuple[int, int]]) -> Iterator[Te
 def update_parts(disk: LateDisk, places: Sequence[tuple[int, int]], update: Callable[[int, Tensor], None]) -> None:
     """Each place's bytes are read, updated and written back, in three buffers, as much at once as these allow.
 
-    places: (offset, nbytes), whole pages. update(k, memory) changes memory, uint8 [nbytes], in place. While part k is
-    updated, k + 1 is being read and k - 1 is being written: both have begun, and nobody has waited for them. Three
-    buffers, each as large as the largest place. At the end nothing is under way; after an error neither, and the parts
-    that were updated before it are on the disk.
+    places: (offset, nbytes), whole pages; maybe none. update(k, memory) changes memory, uint8 [nbytes], in place. While
+    part k is updated, k + 1 is being read and k - 1 is being written: both have begun, and nobody has waited for them.
+    Three buffers, each as large as the largest place. At the end nothing is under way; after an error neither, and the
+    parts that were updated before it are on the disk.
 
         r0 u0 w0 r3 u3 w3            one row a buffer, time to the right
            r1 u1 w1 r4 u4 w4

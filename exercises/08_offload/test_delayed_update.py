@@ -14,7 +14,9 @@ from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
 
 STEPS = 5
-PATIENCE = 1.0  # seconds; only a wrong answer waits for them
+PATIENCE = 1.5  # seconds; only a wrong answer waits for them
+HURRIED = 3  # in this step forward and backward are over before the update that runs beside them
+A_MOMENT = 0.3  # seconds that it takes then
 
 
 class Net(nn.Module):
@@ -65,23 +67,33 @@ def gradients(net: Net, step: int) -> list[Tensor | None]:
 
 
 class Gated:
-    """AdamW, which begins when it may: in the middle of the next forward and backward."""
+    """AdamW, each of whose updates begins when it may: in the middle of the next forward and backward."""
 
     def __init__(self, masters: list[Tensor]) -> None:
-        self.inner, self.caller = adamw(masters), get_ident()
-        self.may, self.done, self.fault, self.fails = Event(), Event(), "", False
-        self.begun = 0
+        self.inner, self.masters, self.caller = adamw(masters), masters, get_ident()
+        self.may, self.done = ([Event() for _ in range(STEPS)] for _ in range(2))  # of each update
+        self.begun, self.fault, self.fails = 0, "", False
 
     def step(self) -> None:
         if get_ident() == self.caller:
             raise Wrong("the update runs in the caller's own time: begin it in the thread, self.thread.submit")
-        self.begun += 1
-        if not self.may.wait(PATIENCE):
+        number, self.begun = self.begun, self.begun + 1
+        require(number < STEPS, f"{STEPS} calls of step(), and more than {STEPS} updates")
+        if number + 1 == HURRIED:
+            self.be_slow()
+        elif not self.may[number].wait(PATIENCE):
             self.fault = "step() waits for the update that it begins: forward and backward of the next step come first"
         if self.fails:
             raise RuntimeError("no memory on the host")
         self.inner.step()
-        self.done.set()
+        self.done[number].set()
+
+    def be_slow(self) -> None:
+        """Run until the caller's next step() has begun."""
+        handed = [master.grad for master in self.masters]
+        self.may[HURRIED - 1].wait(A_MOMENT)
+        if any(master.grad is not grad for master, grad in zip(self.masters, handed, strict=True)):
+            raise Wrong("step() hands over gradients while the update before still uses its own: end that first")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
@@ -95,15 +107,13 @@ def test_DelayedUpdate(answer: Answer, group: WatchedGroup) -> None:
     late, gate = made(answer, net)
     for step in range(STEPS):
         forward_and_backward(net, gate, step)
-        gate.may.clear()
-        gate.done.clear()
         late.step()
         judge_grads(late, net)
         net.zero_grad()
         after = f"after call {step + 1} of step()"
         require(not gate.fault, gate.fault)
         judge_weights(net, expected[step], expected[step - 1] if step else None, at_once[step], after)
-    gate.may.set()
+    gate.may[-1].set()
     room = sum(m.nbytes for m in late.masters)
     trained = sum(p.nbytes for p in net.parameters() if p.requires_grad)
     late.finish()
@@ -131,9 +141,9 @@ def made(answer: Answer, net: Net) -> tuple[Any, Gated]:
 def forward_and_backward(net: Net, gate: Gated, step: int) -> None:
     """In whose middle the update that is under way runs from beginning to end."""
     loss, before = net.loss(step), weights(net)
-    if step:
-        gate.may.set()
-        ran = gate.done.wait(PATIENCE)
+    if step not in (0, HURRIED):
+        gate.may[step - 1].set()
+        ran = gate.done[step - 1].wait(PATIENCE)
         require(ran, "no update is under way while forward and backward run: step() must begin one")
     for name, p in net.named_parameters():
         require(torch.equal(p, before[name]), f"{name} changes while forward and backward run: step() brings it, later")
@@ -142,6 +152,8 @@ def forward_and_backward(net: Net, gate: Gated, step: int) -> None:
 
 def judge_grads(late: Any, net: Net) -> None:
     for master, p in zip(late.masters, net.parameters(), strict=True):
+        stale = p.grad is None and master.grad is not None
+        require(not stale, "a parameter without a gradient is given an old one, or zeros: its master's must be None")
         if p.grad is not None and master.grad is not None:
             shared = master.grad.untyped_storage().data_ptr() == p.grad.untyped_storage().data_ptr()
             require(
@@ -170,7 +182,7 @@ def judge_error(answer: Answer) -> None:
     net = Net()
     late, gate = made(answer, net)
     gate.fails = True
-    gate.may.set()
+    gate.may[0].set()
     net.loss(0).backward()
     late.step()
     under_way = [value for value in vars(late).values() if isinstance(value, Future)]

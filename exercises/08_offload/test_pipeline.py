@@ -13,7 +13,7 @@ from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
 
 Places = list[tuple[int, int]]
-SIZES = [[], [1], [2, 1], [1, 1, 1], [1, 3, 2, 1, 3, 1, 2]]  # pages of each place
+SIZES = [[1, 1, 1], [1, 3, 2, 1, 3, 1, 2], [2, 1], [1], []]  # pages of each place
 
 
 class Scene:

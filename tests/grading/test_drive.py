@@ -43,9 +43,7 @@ def test_memory_that_is_used_too_early_is_told() -> None:
     disk = LateDisk()
     memory = disk.buffer(PAGE).fill_(3)
     way = disk.write(0, memory)
-    with pytest.raises(
-        Wrong, match="a read of offset 4,096 begins in memory whose write of offset 0 is still"
-    ):
+    with pytest.raises(Wrong, match="a read of offset 4,096 begins in memory whose write of offset 0 is still"):
         disk.read(PAGE, memory)
     memory.fill_(4)
     with pytest.raises(Wrong, match="memory changed while it was being written to offset 0"):

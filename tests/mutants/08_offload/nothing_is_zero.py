@@ -1,7 +1,7 @@
 """A parameter without a gradient gets one of zeros, and decays.
 
 task: DelayedUpdate
-says: has no gradient and was updated all the same
+says: its master's must be None
 """
 
 from concurrent.futures import ThreadPoolExecutor
