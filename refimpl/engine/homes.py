@@ -40,13 +40,20 @@ def with_homes(zero: ZeroConfig, settings: DeepSpeedConfig, device: torch.device
     size = section.sub_group_size or ZeroConfig.sub_group_size
     size = min(max(size, aio.block_size // 4), 1 << 40)  # elements: no part is smaller than one request
     zero = replace(zero, sub_group_size=size, offload_ratio=optimizer.ratio)
+    late = optimizer.delayed_update
+    if late and (optimizer.device == "none" or optimizer.ratio < 1 or param.device != "none"):
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.delayed_update needs device 'cpu' or 'nvme', ratio 1 and no "
+            "offload_param"
+        )
     if optimizer.device == "nvme":
         buffers = min(optimizer.buffer_count, 1 + optimizer.pipeline_read + optimizer.pipeline_write)
         disk = Disk(folder("offload_optimizer", optimizer), buffers, aio)
         # As in DeepSpeed, gradients wait where they will be used.
-        zero = replace(zero, optimizer_home=disk, gradient_home=disk if section.stage >= 2 else None)
-    elif param.device == "nvme" or (optimizer.device == "cpu" and device.type != "cpu"):
-        zero = replace(zero, optimizer_home=Host())
+        gradients = disk if section.stage >= 2 and not late else None
+        zero = replace(zero, optimizer_home=disk, gradient_home=gradients, delayed_update=late)
+    elif param.device == "nvme" or (optimizer.device == "cpu" and (device.type != "cpu" or late)):
+        zero = replace(zero, optimizer_home=Host(), delayed_update=late)
     if param.device == "nvme":
         most = param.buffer_size * zero_itemsize(zero)
         home = Disk(folder("offload_param", param), param.buffer_count, aio, most)

@@ -25,6 +25,8 @@ from refimpl.zero.resting import Resting
 from refimpl.zero.slices import Slice
 from refimpl.zero.update import Update, follow, master_of
 
+Handed = tuple[Tensor, float, set[nn.Parameter]]  # mean gradient, its factor, the parameters to leave alone
+
 
 class OffloadedUpdate(Update):
     """As `Update`, with masters and optimizer state in the home that the configuration names."""
@@ -82,28 +84,38 @@ class OffloadedUpdate(Update):
 
     @torch.no_grad()
     def apply(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.check(closure)
+        if self.masters.keys() - self.gone:
+            super().apply()
+        self.update_parts(self.handed, self.slices.settings())
+        self.handed = {}
+
+    def check(self, closure: Callable[[], Any] | None) -> None:
+        """Whether a step can be taken."""
         if closure is not None:
             raise RuntimeError("an optimizer that asks for the loss itself cannot rest elsewhere: no optimizer_home")
         if self.torn:
             raise OffloadError("an earlier step was interrupted (in the middle of its update): go on from a checkpoint")
+
+    @torch.no_grad()
+    def update_parts(self, handed: dict[Bucket, Handed], settings: list[dict[str, Any]]) -> None:
+        """Each part in turn: its gradient, the optimizer's step with these settings of its groups, the weights."""
         self.torn = True
-        if self.masters.keys() - self.gone:
-            super().apply()
-        parts = [part for part in self.parts if part.bucket in self.handed]
+        parts = [part for part in self.parts if part.bucket in handed]
         for part in parts:
             part.beside = self.resting.run(part.bucket, part.start) if self.resting else None
         for part in self.home.rounds(parts):
             self.follow(part)
-            grad, factor, left_alone = self.handed[part.bucket]
+            grad, factor, left_alone = handed[part.bucket]
             mine = grad[part.start : part.end] if part.gradient is None else part.gradient
             self.slices.hand_out(part.bucket, mine, factor, left_alone, part.start, part.end)
-            self.slices.step_inside(part.bucket, part.start, part.end)
+            self.slices.step_inside(part.bucket, part.start, part.end, settings)
             self.slices.release_gradients(part.bucket)
             self.round(part)
             part.beside = None
         if self.config.parameter_home is not None:
             self.config.parameter_home.arrived()
-        self.torn, self.handed = False, {}
+        self.torn = False
 
     def follow(self, part: Part) -> None:
         """As `adopt`, of a part that is here. What rests on a shelf is only looked at if it was written."""

@@ -206,18 +206,22 @@ class Slices:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a torch schedule looks for
         return self.kind.step(self.optimizer, closure) if closure else self.kind.step(self.optimizer)
 
-    def step_inside(self, bucket: Bucket, start: int, end: int) -> None:
-        """The optimizer's own step, of the slices there alone. Its step hooks run each time."""
+    def settings(self) -> list[dict[str, Any]]:
+        """The options of the optimizer's groups, as they are now."""
         assert self.optimizer is not None
-        groups = self.optimizer.param_groups
-        all_params = [group["params"] for group in groups]
-        for index, group in enumerate(groups):
-            group["params"] = [s.param for s in self.inside(bucket, start, end)] if index == bucket.group_index else []
-        try:
-            self.step(None)
-        finally:
-            for group, params in zip(groups, all_params, strict=True):
-                group["params"] = params
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in options]
+
+    def step_inside(self, bucket: Bucket, start: int, end: int, settings: list[dict[str, Any]]) -> None:
+        """The optimizer's own step, of the slices there alone, with these settings. Its step hooks run each time."""
+        assert self.optimizer is not None
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a torch schedule looks for
+        here: list[nn.Parameter] = [s.param for s in self.inside(bucket, start, end)]
+        twin = object.__new__(type(self.optimizer))  # the same state, with groups of its own
+        twin.__dict__ = self.optimizer.__dict__ | {
+            "param_groups": [{**s, "params": here if i == bucket.group_index else []} for i, s in enumerate(settings)]
+        }
+        self.kind.step(twin)
 
     def inside(self, bucket: Bucket, start: int, end: int) -> list[Slice]:
         """The slices that lie there."""

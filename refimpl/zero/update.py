@@ -111,6 +111,18 @@ class Update:
             self.publish(bucket)
         return result
 
+    def catch_up(self) -> bool:
+        """Finish an update that is one step late; whether there was one: see `DelayedUpdate`."""
+        return False
+
+    def release(self) -> None:
+        """A step is over, or was skipped: its gradients are used up."""
+        self.slices.release_gradients()
+
+    def waiting(self) -> list[Tensor]:
+        """Gradients and weights of an update that is one step late."""
+        return []
+
     def weights(self, bucket: Bucket) -> Tensor:
         """The most exact weights that this rank has of a bucket: its masters, or its own slice. -> [P] or [S]"""
         self.adopt(bucket)

@@ -68,6 +68,15 @@ def test_gradients_at_rest_with_a_scaler_in_bf16(stage: str, tmp_path: Path) -> 
     assert differing(out.weights, plain.weights) == []
 
 
+@every_home
+@every_stage
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_step_late_is_one_process_one_step_late(stage: str, home: str, ranks: int, tmp_path: Path) -> None:
+    job = in_home(Job(clip=0.05), home, tmp_path)
+    job = replace(job, config=job.config | {"delayed_update": True})
+    assert differing(run(train, stage, job, ranks=ranks)[0].weights, oracle(ranks, job)) == []
+
+
 def test_whole_gradients_have_no_home(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="gradient_home: Zero1 keeps whole gradients on every rank"):
         run(train, "zero1", with_gradients(Job(), tmp_path), ranks=2)
