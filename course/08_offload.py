@@ -422,7 +422,7 @@ show.source(Host.rounds, Disk.rounds)
 # %%
 from refimpl.zero.offloaded import OffloadedUpdate
 
-show.source(OffloadedUpdate.apply, OffloadedUpdate.round)
+show.source(OffloadedUpdate.update_parts, OffloadedUpdate.round)
 
 # %% [markdown]
 # `hand_out` gives the part's elements their gradient, `step_inside` runs the user's own torch optimizer on them: AdamW
@@ -437,7 +437,7 @@ import re
 
 from refimpl.zero import ddp, stage, zero1, zero2, zero3
 
-KNOWS = re.compile(r"offload|_home\b|shelf", re.IGNORECASE)
+KNOWS = re.compile(r"offload|_home\b|shelf|delayed|catch_up", re.IGNORECASE)
 for module in (ddp, zero1, zero2, zero3, stage):
     lines = Path(module.__file__).read_text().splitlines()
     code = [line for line in lines if KNOWS.search(line.split("#")[0])]
@@ -492,6 +492,7 @@ pd.DataFrame(
 # %% [markdown]
 # Without `pipeline_read` and `pipeline_write` one buffer does all in turn, with either two. Both are off by default, as
 # in DeepSpeed: the first thing to look at when a disk seems slow. `pin_memory` has a meaning only where there is a GPU.
+# One key is refimpl's own, `delayed_update` (section 5).
 
 # %% [markdown]
 # ## 5. Measure it
@@ -534,6 +535,7 @@ def trained(home, sub_group=SUB_GROUP, **more):
     after = [file.read_bytes, file.written_bytes] if file else [0, 0]
     moved = [b - a for a, b in zip(before, after, strict=True)]
     parts = [part.weights.numel() for part in stage.update.parts] if home else []
+    stage.catch_up()  # with an update that is late, below
     weights = {name: stage.full_parameter(name) for name in stage.names.values()}
     return memory, moved, parts, weights
 
@@ -667,7 +669,8 @@ pd.Series(
 
 # %% [markdown]
 # A slow device is easily kept busy: one core needs few tokens. A device that is a thousand times as fast, with a disk
-# like this one, needs a thousand times as many. On your own machine: `refimpl bench disk FOLDER`.
+# like this one, needs a thousand times as many. On your own machine: `refimpl bench disk FOLDER`,
+# and `refimpl bench offload`, in which a step with each home takes turns with a plain one.
 #
 # **Wear.** Flash remembers how often it was written. A data sheet states an endurance in bytes written, such as 1,200 TB
 # for a drive of 2 TB. A step writes 12 bytes a parameter:
@@ -750,8 +753,45 @@ print(f"Where the late run is after {len(found)} steps, the plain one was after 
 # The same model on the same text needs more steps for the same loss: many more than the one that the gradient is late.
 # The delay hurts while weights change fast, so the paper lets a few dozen plain steps pass first. In a long run, with
 # large batches and a small learning rate, less is lost. Measure it on your own model before you switch it on, beside a
-# larger batch, which makes the update's share small without stale gradients. `DelayedUpdate` in the exercises is the
-# real thing, with a thread. Its oracle is a loop like this one, to the last bit.
+# larger batch, which makes the update's share small without stale gradients.
+#
+# A stage does it with `ZeroConfig(optimizer_home=disk, delayed_update=True)`: the update runs in a thread, on masters
+# that the model does not see, and its weights are brought over in the next `step()`. `stage.catch_up()` waits for the
+# last one. Its oracle is a plain loop, in one process, that applies every gradient one step late:
+
+
+# %%
+def one_step_late(steps=3, ranks=2):
+    """The weights of one process that adds up the ranks' gradients, and uses them in the next step."""
+    torch.manual_seed(0)
+    model = GPT(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = None
+    for step in range(steps + 1):
+        now = None
+        if step < steps:
+            model.zero_grad()
+            for r in range(ranks):
+                model(*batches.batch(step, r)).backward()
+            now = [p.grad / ranks for p in model.parameters()]
+        if before is not None:
+            for p, grad in zip(model.parameters(), before, strict=True):
+                p.grad = grad
+            optimizer.step()
+        before = now
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+late = launch.run(functools.partial(on_disk, delayed_update=True), ranks=2)[0][3]
+loop = launch.run(one_step_late, ranks=1)[0]
+print("equal to the loop:", all(torch.equal(late[name], loop[name]) for name in loop))
+print(
+    "equal to no delay:", all(torch.equal(late[name], runs["device"][3][name]) for name in loop)
+)
+
+# %% [markdown]
+# `DelayedUpdate` in the exercises is that thread, by your hand. It needs a second copy of gradients and of weights: what
+# is waiting must not change.
 
 # %% [markdown]
 # ## 6. Break it
@@ -881,7 +921,7 @@ scratch.cleanup()
 # | DeepSpeed, `offload_optimizer` | host or NVMe | `DeepSpeedCPUAdam`, vectorised C++ | gradients leave in backward; NVMe: `pipeline_read`, `pipeline_write` |
 # | FSDP2, `CPUOffloadPolicy` | host, and parameters too | torch's AdamW at the host | pinned memory, copies beside backward |
 # | Megatron-LM, `--optimizer-cpu-offload` | host, a fraction (`--optimizer-offload-fraction`) | torch's AdamW at the host | `--overlap-cpu-optimizer-d2h-h2d` |
-# | refimpl, `optimizer_home` | host or disk, a `ratio` | the user's torch optimizer, part by part | `pipelined`, three buffers |
+# | refimpl, `optimizer_home` | host or disk, a `ratio` | the user's torch optimizer, part by part | `pipelined`, three buffers; `delayed_update` |
 #
 # refimpl's disk was timed on CPUs only; on a GPU its `Host` has not run yet.
 #
@@ -893,7 +933,7 @@ scratch.cleanup()
 #   altered block, a killed process; [tests/zero/test_offloaded.py](../tests/zero/test_offloaded.py): bits for every home.
 # - **Code:** [homes.py](../refimpl/offload/homes.py), [blocks.py](../refimpl/offload/blocks.py),
 #   [pipeline.py](../refimpl/offload/pipeline.py), [offloaded.py](../refimpl/zero/offloaded.py),
-#   [parts.py](../refimpl/zero/parts.py).
+#   [parts.py](../refimpl/zero/parts.py), [delayed.py](../refimpl/zero/delayed.py).
 # - **DeepSpeed:**
 #   [deepspeed/runtime/swap_tensor/pipelined_optimizer_swapper.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/swap_tensor/pipelined_optimizer_swapper.py).
 # - **Papers:** Ren et al. 2021, [arXiv:2101.06840](https://arxiv.org/abs/2101.06840) (the host; section 5.2: one step
