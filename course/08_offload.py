@@ -430,7 +430,7 @@ show.source(OffloadedUpdate.update_parts, OffloadedUpdate.round)
 # parameter (LAMB's trust ratio, Muon's orthogonalised matrix) cannot be cut like that, and is refused.
 #
 # And what does offload add to a *stage*? These are all the lines of the four stages, and of the class below them, that
-# know of it:
+# know of it, docstrings aside:
 
 # %%
 import re
@@ -439,10 +439,10 @@ from refimpl.zero import ddp, stage, zero1, zero2, zero3
 
 KNOWS = re.compile(r"offload|_home\b|shelf|delayed|catch_up", re.IGNORECASE)
 for module in (ddp, zero1, zero2, zero3, stage):
-    lines = Path(module.__file__).read_text().splitlines()
-    code = [line for line in lines if KNOWS.search(line.split("#")[0])]
-    print(f"{Path(module.__file__).name}: {len(code)} of {len(lines)} lines")
-    for line in code:
+    lines = show.code(module, docstrings=False).splitlines()
+    know = [line for line in lines if KNOWS.search(line.split("#")[0])]
+    print(f"{Path(module.__file__).name}: {len(know)} of {len(lines)} lines")
+    for line in know:
         print("    ", line.strip()[:86])
 
 # %% [markdown]
@@ -710,7 +710,7 @@ pd.DataFrame.from_dict(
 
 
 # %%
-def losses(late_from, steps=200):
+def losses(late_from, steps=150):
     """AdamW, which from step `late_from` on gets the gradients of the step before."""
     torch.manual_seed(0)
     model = GPT(shape)
