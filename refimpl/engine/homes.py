@@ -2,7 +2,8 @@
 
     device    on a CPU                              on a GPU
     none      stays                                 stays
-    cpu       stays: it is in the host's memory     masters, state and the update: `Host`. Parameters: refused
+    cpu       stays: it is in the host's memory     masters, state, the update and (stage 2, 3) the shards of
+                                                    gradients: `Host`. Parameters: refused
     nvme      a file of each rank; from stage 2 on  the same; parameters refused
               the shards of gradients wait there
 
@@ -53,7 +54,9 @@ def with_homes(zero: ZeroConfig, settings: DeepSpeedConfig, device: torch.device
         gradients = disk if section.stage >= 2 and not late else None
         zero = replace(zero, optimizer_home=disk, gradient_home=gradients, delayed_update=late)
     elif param.device == "nvme" or (optimizer.device == "cpu" and (device.type != "cpu" or late)):
-        zero = replace(zero, optimizer_home=Host(), delayed_update=late)
+        gradients_leave = section.stage >= 2 and device.type != "cpu" and optimizer.device == "cpu" and not late
+        zero = replace(zero, optimizer_home=Host(), gradient_home=Host() if gradients_leave else None)
+        zero = replace(zero, delayed_update=late)
     if param.device == "nvme":
         most = param.buffer_size * zero_itemsize(zero)
         home = Disk(folder("offload_param", param), param.buffer_count, aio, most)

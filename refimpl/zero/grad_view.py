@@ -192,7 +192,8 @@ class GradientShard(Tensor):
             if func is aten.linalg_vector_norm.default and not rest[1:]:
                 return grad.of(float(rest[0]) if rest else 2.0)
             if func in ELEMENTWISE and not any(isinstance(a, Tensor) and a.numel() > 1 for a in rest):
-                grad.change(lambda part: func(part, *rest, **(kwargs or {})))
+                there = [a.to(grad.device) if isinstance(a, Tensor) else a for a in rest]
+                grad.change(lambda part: func(part, *there, **(kwargs or {})))
                 return grad
             if func in (aten.detach.default, aten.alias.default):
                 return grad

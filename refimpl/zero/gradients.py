@@ -246,6 +246,7 @@ class Gradients:
             result.mul_(self._postscale)
         if self.resting is not None and bucket in self.resting.buckets:
             self.total[bucket] = self.resting.add(bucket, result)
+            self.group.ledger.mark(f"home {bucket.name}")
         elif bucket in self.total:
             self.total[bucket].add_(result)
         else:
@@ -292,7 +293,8 @@ class Gradients:
 
     def buffers(self) -> list[Tensor]:
         """Transient memory kept between steps."""
-        return self._scratch.tensors() + self._results.tensors()
+        resting = self.resting.memory() if self.resting else []
+        return self._scratch.tensors() + self._results.tensors() + resting
 
     def remove(self) -> None:
         """Let go of the parameters."""

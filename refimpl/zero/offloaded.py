@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_map_only
 
 from refimpl.checkpoint.tensors import Later
 from refimpl.offload.blocks import OffloadError
-from refimpl.offload.homes import Host, away
+from refimpl.offload.homes import Disk, Host, away
 from refimpl.zero.flat import ALIGN, Bucket, round_up
 from refimpl.zero.parameter import DATA
 from refimpl.zero.parts import WEIGHTS, Part, size_of
-from refimpl.zero.resting import Resting
+from refimpl.zero.resting import resting
 from refimpl.zero.slices import Slice
 from refimpl.zero.update import Update, follow, master_of
 
@@ -48,7 +48,7 @@ class OffloadedUpdate(Update):
         self.owned |= owned
         most = round_up(self.config.sub_group_size, ALIGN)
         if self.config.gradient_home is not None and self.resting is None:
-            self.resting = Resting(self.config.gradient_home, most, self.gone)
+            self.resting = resting(self.config.gradient_home, self.gone, most)
         gone = self._offloaded(owned)
         super().add({bucket: mine for bucket, mine in owned.items() if bucket not in gone})
         for bucket, mine in gone.items():
@@ -59,7 +59,8 @@ class OffloadedUpdate(Update):
             for start in range(0, master.numel(), most):
                 weights = master[start : start + most]
                 parts.append(Part(self.slices, bucket, start, weights, size_of(widths, weights.numel())))
-                parts[-1].grad_dtype = self.config.grad_accum_dtype or bucket.dtype if self.resting else None
+                if isinstance(self.config.gradient_home, Disk):
+                    parts[-1].grad_dtype = self.config.grad_accum_dtype or bucket.dtype
                 self.home.admit(parts[-1])
             self.parts += parts
             self.gone.add(bucket)

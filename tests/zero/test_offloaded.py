@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-from training import STAGES, Job, differing, oracle, train
+from torch import Tensor, nn
+from training import STAGES, Job, Net, differing, oracle, train
 from worlds import run
 
 from refimpl.offload.homes import Disk, Host
@@ -40,9 +40,9 @@ def test_bf16_equals_the_same_stage_without_it(stage: str, home: str, tmp_path: 
     assert differing(run(train, stage, in_home(job, home, tmp_path), ranks=3)[0].weights, plain) == []
 
 
-def with_gradients(job: Job, folder: Path) -> Job:
+def with_gradients(job: Job, folder: Path, home: str = "disk") -> Job:
     """Gradients rest there too."""
-    job = in_home(job, "disk", folder)
+    job = in_home(job, home, folder)
     return replace(job, config=job.config | {"gradient_home": job.config["optimizer_home"]})
 
 
@@ -50,19 +50,38 @@ shards = pytest.mark.parametrize("stage", ["zero2", "zero3"])
 
 
 @shards
+@every_home
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_gradients_at_rest_give_the_same_bits(stage: str, ranks: int, tmp_path: Path) -> None:
+def test_gradients_at_rest_give_the_same_bits(stage: str, home: str, ranks: int, tmp_path: Path) -> None:
     job = Job(clip=0.05)
-    out = run(train, stage, with_gradients(job, tmp_path), ranks=ranks)[0]
+    out = run(train, stage, with_gradients(job, tmp_path, home), ranks=ranks)[0]
     assert differing(out.weights, oracle(ranks, job)) == []
-    assert out.memory["gradients"] == 0
+    assert (out.memory["gradients"] == 0) is (home == "disk")
+
+
+class AllUsed(Net):
+    """No layer is unused: that would hold all buckets behind it back to the end of backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.unused(self.embed(tokens)).square().mean()
 
 
 @shards
-def test_gradients_at_rest_with_a_scaler_in_bf16(stage: str, tmp_path: Path) -> None:
+@every_home
+def test_gradients_leave_bucket_by_bucket_inside_backward(stage: str, home: str, tmp_path: Path) -> None:
+    job = Job(steps=1, make=AllUsed, config={"reduce_bucket_size": 300})
+    events = run(train, stage, with_gradients(job, tmp_path, home), ranks=2)[0].events
+    names = [event.op.split()[0] for event in events if event.phase == "mark"]
+    assert names.count("home") > 2
+    assert "grad" in names[names.index("home") :], "a gradient arrives after another has left"
+
+
+@shards
+@every_home
+def test_gradients_at_rest_with_a_scaler_in_bf16(stage: str, home: str, tmp_path: Path) -> None:
     job = Job(dtype=torch.bfloat16, micro_batches=3, scaler=lambda: LossScaler(2.0), poison=(2, 1))
     plain = run(train, stage, job, ranks=3)[0]
-    out = run(train, stage, with_gradients(job, tmp_path), ranks=3)[0]
+    out = run(train, stage, with_gradients(job, tmp_path, home), ranks=3)[0]
     assert out.done == plain.done == [True, True, False, True, True]
     assert plain.weights is not None
     assert differing(out.weights, plain.weights) == []
