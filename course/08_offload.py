@@ -330,7 +330,7 @@ def bars(buffer_count):
     model = GPT(GPTConfig(context=32, width=256, layers=4, heads=4))
     disk = Timed(folder, buffer_count)
     config = ZeroConfig(optimizer_home=disk, sub_group_size=1 << 18, reduce_bucket_size=10**9)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     stage = Zero2(model, adamw, Group.world(), config)
     rounds = []
     for step in range(4):
@@ -384,9 +384,9 @@ plt.show()
 # %% [markdown]
 # With one buffer blue, yellow and red take turns. With three, an update (its part's number above it) has a read and a
 # write under way in the rows beside it. A bar begins when the transfer is asked for, and part of it is waiting for the
-# disk: so bars are longer below, and the whole is shorter. The disk is the slowest of the three here and sets the time;
-# more buffers would only lengthen its queue. They cost memory: each is as large as the largest part, whatever the size
-# of the model.
+# disk: so bars are longer below, though the whole is shorter. Milliseconds vary from run to run, the order does not. Where
+# the disk sets the pace, more buffers only lengthen its queue. And they cost memory: each is as large as the largest
+# part, whatever the size of the model.
 #
 # **Your turn.** The first half of that pipeline is a reader that keeps one read ahead.
 
@@ -659,6 +659,7 @@ pd.Series(
     {
         "disk alone, read, MB/s": f"{best['read']:,.0f}",
         "disk alone, write": f"{best['write']:,.0f}",
+        "disk alone, in turn": f"{2 / (1 / best['read'] + 1 / best['write']):,.0f}",
         "disk alone, both at once": f"{best['both']:,.0f}",
         "Disk with its pipeline and checksums": f"{ours.MB_per_s:,.0f}, {ours.ratio:.0%} of that",
         "one core, forward and backward": f"{speed / 1e9:,.0f} GFLOP/s",
@@ -668,7 +669,8 @@ pd.Series(
 ).to_frame()
 
 # %% [markdown]
-# A slow device is easily kept busy: one core needs few tokens. A device that is a thousand times as fast, with a disk
+# The two rows in the middle tell how much a pipeline can gain here: if the disk is no faster at both than in turn, only
+# the update's time. A slow device is easily kept busy: one core needs few tokens. A device that is a thousand times as fast, with a disk
 # like this one, needs a thousand times as many. On your own machine: `refimpl bench disk FOLDER`,
 # and `refimpl bench offload`, in which a step with each home takes turns with a plain one.
 #
