@@ -71,8 +71,9 @@ predict(
 # ```
 #
 # (4 in place of 2 where the model is in fp32.) Each of $N$ ranks does that for its own $\Psi/N$ parameters, through a
-# link of its own. Is the link fast enough? Forward and backward take 6 operations a parameter and token. With $T$ tokens
-# a rank and step, $b$ bytes a parameter over a link of $B$ bytes a second, and a device of $F$ operations a second:
+# link of its own. Is the link fast enough? Forward and backward take 6 operations a parameter and token. With $T$
+# tokens a rank and step, $b$ bytes a parameter over a link of $B$ bytes a second, and a device of $F$ operations a
+# second:
 #
 # $$\frac{\text{link}}{\text{compute}} = \frac{b\,\Psi / (N B)}{6\,\Psi\,T / F} = \frac{b\,F}{6\,N\,B} \cdot \frac1T$$
 #
@@ -113,10 +114,10 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["8 ranks", "64 ranks"]).re
 # The PCIe link, which everybody names first, is the least of the four. The host's own memory is slower than it looks,
 # because eight ranks share it. A disk wants large batches: accumulate.
 #
-# What overlaps with what? Gradients leave while backward still runs, so the link hides. The update does not: it needs the
-# last gradient, and the next forward needs its result. What the host's memory and the disk take for it is added to the
-# step. They can overlap with each other (section 3), and only more tokens make their share small. Or one lets the update
-# be late, at a price (section 5).
+# What overlaps with what? Gradients leave while backward still runs, so the link hides. The update does not: it needs
+# the last gradient, and the next forward needs its result. What the host's memory and the disk take for it is added to
+# the step. They can overlap with each other (section 3), and only more tokens make their share small. Or one lets the
+# update be late, at a price (section 5).
 
 # %% [markdown]
 # ## 3. Build it
@@ -202,9 +203,9 @@ show.compare(formula, counted)
 # host updates the next bucket. The copies need **pinned** memory, pages that the kernel promises not to move: only from
 # there can a GPU copy while it computes.
 #
-# **The disk.** A file is usually read through the *page cache*: the kernel keeps a copy of every page in its own memory,
-# in case somebody asks again. Nobody will before the next step, and that memory was to be saved. `O_DIRECT` opens a file
-# past the cache: the disk itself copies from and to the program's memory. It cannot copy just any bytes:
+# **The disk.** A file is usually read through the *page cache*: the kernel keeps a copy of every page in its own
+# memory, in case somebody asks again. Nobody will before the next step, and that memory was to be saved. `O_DIRECT`
+# opens a file past the cache: the disk itself copies from and to the program's memory. It cannot copy just any bytes:
 
 # %% tags=["nbval-ignore-output"]
 import errno
@@ -384,9 +385,9 @@ plt.show()
 # %% [markdown]
 # With one buffer blue, yellow and red take turns. With three, an update (its part's number above it) has a read and a
 # write under way in the rows beside it. A bar begins when the transfer is asked for, and part of it is waiting for the
-# disk: so bars are longer below, though the whole is shorter. Milliseconds vary from run to run, the order does not. Where
-# the disk sets the pace, more buffers only lengthen its queue. And they cost memory: each is as large as the largest
-# part, whatever the size of the model.
+# disk: so bars are longer below, though the whole is shorter. Milliseconds vary from run to run, the order does not.
+# Where the disk sets the pace, more buffers only lengthen its queue. And they cost memory: each is as large as the
+# largest part, whatever the size of the model.
 #
 # **Your turn.** The first half of that pipeline is a reader that keeps one read ahead.
 
@@ -416,8 +417,8 @@ from refimpl.offload.homes import Host
 show.source(Host.rounds, Disk.rounds)
 
 # %% [markdown]
-# `pipelined` ([pipeline.py](../refimpl/offload/pipeline.py), 40 lines, and your exercise `update_parts`) decides what is
-# under way. What is left of an update is a loop over parts:
+# `pipelined` ([pipeline.py](../refimpl/offload/pipeline.py), 40 lines, and your exercise `update_parts`) decides what
+# is under way. What is left of an update is a loop over parts:
 
 # %%
 from refimpl.zero.offloaded import OffloadedUpdate
@@ -627,8 +628,8 @@ pd.DataFrame.from_dict(
 
 # %% [markdown]
 # Large parts make few, long requests, which disks like; small parts make small buffers. A part never spans two buckets,
-# so beyond a bucket's size nothing changes. DeepSpeed's default is a thousand million elements, 12 GB a buffer: lower it
-# before you blame the disk. `ratio` leaves some buckets on the device, for a device that has room for them.
+# so beyond a bucket's size nothing changes. DeepSpeed's default is a thousand million elements, 12 GB a buffer: lower
+# it before you blame the disk. `ratio` leaves some buckets on the device, for a device that has room for them.
 #
 # **This machine's own limit.** What can its disk do, and what does `Disk` get out of it? Then the formula of section 2,
 # with measured numbers: at how many tokens a step does the disk take as long as forward and backward?
@@ -636,7 +637,7 @@ pd.DataFrame.from_dict(
 # %% tags=["nbval-ignore-output"]
 from refimpl.bench.disk import measure
 
-rows = [row for heat in measure(folder, 64 << 20, turns=3) for row in heat]
+rows = [row for heat in measure(folder, 256 << 20, turns=2) for row in heat]
 plain_rows = [row for row in rows if row.who == "plain"]
 best = {
     way: max(row.MB_per_s for row in plain_rows if row.direction == way)
@@ -670,12 +671,12 @@ pd.Series(
 
 # %% [markdown]
 # The two rows in the middle tell how much a pipeline can gain here: if the disk is no faster at both than in turn, only
-# the update's time. A slow device is easily kept busy: one core needs few tokens. A device that is a thousand times as fast, with a disk
-# like this one, needs a thousand times as many. On your own machine: `refimpl bench disk FOLDER`,
-# and `refimpl bench offload`, in which a step with each home takes turns with a plain one.
+# the update's time. A slow device is easily kept busy: one core needs few tokens. A device that is a thousand times as
+# fast, with a disk like this one, needs a thousand times as many. On your own machine: `refimpl bench disk FOLDER`, and
+# `refimpl bench offload`, in which a step with each home takes turns with a plain one.
 #
-# **Wear.** Flash remembers how often it was written. A data sheet states an endurance in bytes written, such as 1,200 TB
-# for a drive of 2 TB. A step writes 12 bytes a parameter:
+# **Wear.** Flash remembers how often it was written. A data sheet states an endurance in bytes written, such as 1,200
+# TB for a drive of 2 TB. A step writes 12 bytes a parameter:
 
 # %% tags=["hide-input"]
 days = 1200e12 / (12 * 7e9) * 10 / 86400
@@ -792,8 +793,8 @@ print(
 )
 
 # %% [markdown]
-# `DelayedUpdate` in the exercises is that thread, by your hand. It needs a second copy of gradients and of weights: what
-# is waiting must not change.
+# `DelayedUpdate` in the exercises is that thread, by your hand. It needs a second copy of gradients and of weights:
+# what is waiting must not change.
 
 # %% [markdown]
 # ## 6. Break it
@@ -875,10 +876,10 @@ for name, found in runs.items():
     print(f"{name}: {', '.join(f'{times} x {what}' for what, times in Counter(found).items())}")
 
 # %% [markdown]
-# On a fast disk many runs are right, and a test that looks at results passes. Some end with a checksum that does not fit,
-# of bytes that changed while they were on their way, and the report accuses the disk. On a busy disk some parts hold
-# the numbers of others: no NaN, no error, a loss that is somewhat worse. To run it more often is no remedy. This is: a disk that
-# does everything as *late* as it is allowed to, and knows who was too early.
+# On a fast disk many runs are right, and a test that looks at results passes. Some end with a checksum that does not
+# fit, of bytes that changed while they were on their way, and the report accuses the disk. On a busy disk some parts
+# hold the numbers of others: no NaN, no error, a loss that is somewhat worse. To run it more often is no remedy. This
+# is: a disk that does everything as *late* as it is allowed to, and knows who was too early.
 
 # %%
 from refimpl.grading.compare import Wrong
@@ -907,8 +908,8 @@ except Wrong as wrong:
 # and a like cure: a log of who touches what, and which waits order it.
 #
 # Its relative: an error *in the middle* of a step, a full disk or a cable. Half of the parts are a step ahead of the
-# others, and training could go on. refimpl remembers that the step was torn, and refuses the next one until a checkpoint
-# was loaded.
+# others, and training could go on. refimpl remembers that the step was torn, and refuses the next one until a
+# checkpoint was loaded.
 
 # %%
 scratch.cleanup()
