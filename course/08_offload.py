@@ -28,7 +28,7 @@ rest = sum(one.values()) / 1000 - state  # 4
 
 
 def largest(devices):
-    """Billions of parameters that fit, by where the 12 bytes rest; the other 4 are sharded over the devices."""
+    """How many parameters fit, by where the 12 bytes rest; the other 4 are sharded."""
     on_device = devices * DEVICE / (state + rest)
     elsewhere = {
         home: min(devices * DEVICE / rest, size / state) for home, size in ROOM.items()
@@ -134,7 +134,7 @@ torch.set_num_threads(1)
 
 
 class Link:
-    """Between the device and the host: a tensor that crosses it is copied, and its bytes are counted by `way`."""
+    """From device to host and back: what crosses it is copied and counted."""
 
     def __init__(self):
         self.bytes = Counter()
@@ -326,7 +326,7 @@ from refimpl.zero.zero2 import Zero2
 
 
 def bars(buffer_count):
-    """On a rank: the quickest update of four."""
+    """On a rank: the quickest update of eight."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(context=32, width=256, layers=4, heads=4))
     disk = Timed(folder, buffer_count)
@@ -334,7 +334,7 @@ def bars(buffer_count):
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     stage = Zero2(model, adamw, Group.world(), config)
     rounds = []
-    for step in range(4):
+    for step in range(8):
         stage.backward(model(*batches.batch(step, 0)))
         stage.step()
         rounds.append(disk.bars)
@@ -385,9 +385,10 @@ plt.show()
 # %% [markdown]
 # With one buffer blue, yellow and red take turns. With three, an update (its part's number above it) has a read and a
 # write under way in the rows beside it. A bar begins when the transfer is asked for, and part of it is waiting for the
-# disk: so bars are longer below, though the whole is shorter. Milliseconds vary from run to run, the order does not.
-# Where the disk sets the pace, more buffers only lengthen its queue. And they cost memory: each is as large as the
-# largest part, whatever the size of the model.
+# disk: so bars are longer below. How much shorter the whole becomes is up to the machine, and varies: much, where disk
+# and cores are both slow; little, where the disk is hardly faster at both than in turn (section 5), or two cores have to
+# copy and to update. The order does not vary. More buffers would only lengthen the disk's queue, and cost memory: each
+# is as large as the largest part, whatever the size of the model.
 #
 # **Your turn.** The first half of that pipeline is a reader that keeps one read ahead.
 
@@ -519,7 +520,7 @@ SUB_GROUP = 1 << 13
 
 
 def trained(home, sub_group=SUB_GROUP, **more):
-    """On every rank: memory by class, [read, written] in the last step, elements of the parts, the weights."""
+    """On every rank: memory by class, [read, written] in a step, the parts' sizes, the weights."""
     torch.manual_seed(0)
     model = GPT(shape)
     config = ZeroConfig(
