@@ -557,13 +557,11 @@ runs = {
     "disk": launch.run(on_disk, ranks=2)[0],
     "disk, gradients too": launch.run(on_disk, SUB_GROUP, True, ranks=2)[0],
 }
-rows = {}
+columns = {}
 for name, (memory, _, _, weights) in runs.items():
     same = all(torch.equal(weights[key], runs["device"][3][key]) for key in weights)
-    rows[name] = [*(f"{memory.get(c, 0) / (Psi / 2):.1f}" for c in CLASSES), same]
-pd.DataFrame.from_dict(rows, orient="index", columns=[*CLASSES, "equal bits"]).rename_axis(
-    "bytes a parameter that the rank owns"
-)
+    columns[name] = [*(f"{memory.get(c, 0) / (Psi / 2):.1f}" for c in CLASSES), same]
+pd.DataFrame(columns, index=[*CLASSES, "equal bits"]).rename_axis("bytes a parameter owned")
 
 # %% [markdown]
 # - **device**: 8 for the whole weights of ZeRO-2 on 2 ranks (4 for each, and a rank owns half of them), 8 for AdamW.
@@ -677,7 +675,8 @@ pd.Series(
 # `refimpl bench offload`, in which a step with each home takes turns with a plain one.
 #
 # **Wear.** Flash remembers how often it was written. A data sheet states an endurance in bytes written, such as 1,200
-# TB for a drive of 2 TB. A step writes 12 bytes a parameter:
+# TB for a drive of 2 TB. A step writes 12 bytes a
+# parameter, 16 with gradients:
 
 # %% tags=["hide-input"]
 days = 1200e12 / (12 * 7e9) * 10 / 86400
