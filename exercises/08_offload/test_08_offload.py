@@ -97,6 +97,11 @@ def test_CheckedBlocks(answer: Answer, group: WatchedGroup) -> None:
     case("a block that nobody wrote")
     disk.poke(0, good)
     require(refused(blocks, 4, memory, disk), "block 4 was never written, and yet it is read without an error")
+    case("two disks")
+    other = LateDisk()
+    other.poke(0, good)
+    error = refused(answer.CheckedBlocks(other, SIZE), 1, other.buffer(SIZE), other)
+    require(error, "a second CheckedBlocks knows sums of the first one's disk: keep them in the object")
 
 
 def lies(good: Tensor) -> dict[str, Tensor]:
