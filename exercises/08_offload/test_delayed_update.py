@@ -71,7 +71,7 @@ class Gated:
 
     def __init__(self, masters: list[Tensor]) -> None:
         self.inner, self.masters, self.caller = adamw(masters), masters, get_ident()
-        self.may, self.done = ([Event() for _ in range(STEPS)] for _ in range(2))  # of each update
+        self.started, self.may, self.done = ([Event() for _ in range(STEPS)] for _ in range(3))  # of each update
         self.begun, self.fault, self.fails = 0, "", False
 
     def step(self) -> None:
@@ -79,6 +79,7 @@ class Gated:
             raise Wrong("the update runs in the caller's own time: begin it in the thread, self.thread.submit")
         number, self.begun = self.begun, self.begun + 1
         require(number < STEPS, f"{STEPS} calls of step(), and more than {STEPS} updates")
+        self.started[number].set()
         if number + 1 == HURRIED:
             self.be_slow()
         elif not self.may[number].wait(PATIENCE):
@@ -108,6 +109,7 @@ def test_DelayedUpdate(answer: Answer, group: WatchedGroup) -> None:
     for step in range(STEPS):
         forward_and_backward(net, gate, step)
         late.step()
+        gate.started[step].wait(PATIENCE)
         judge_grads(late, net)
         net.zero_grad()
         after = f"after call {step + 1} of step()"
