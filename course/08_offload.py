@@ -569,9 +569,10 @@ pd.DataFrame(columns, index=[*CLASSES, "equal bits"]).rename_axis("bytes a param
 #   more. On a GPU the last 12 are in the host's memory, and pinned.
 # - **disk**: what remains of the optimizer are its counts of steps. The buffers look large because the model is small:
 #   three parts, and they do not grow with it.
-# - **gradients too**: each bucket's shard is written as soon as it is reduced, inside backward, and read again with the
-#   part that it updates. Two buffers more carry it there, and every part's buffer has room for it. What is left in
-#   memory no longer grows with the model, but for the weights.
+# - **gradients too** (`gradient_home=disk`): each bucket's shard is written as soon as it is reduced, inside backward,
+#   and read again with the part that it updates. Two buffers more carry it there, and every part's buffer has room for
+#   it. What is left in memory no longer grows with the model, but for the weights. (A `Host` may be the home of
+#   gradients too: on a GPU they then leave by the link, bucket by bucket.)
 #
 # Formula beside count, to the byte. Records are whole pages, and one spare page is for parameters (chapter 09):
 
