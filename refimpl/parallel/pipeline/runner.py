@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from refimpl.comm.group import Group
@@ -39,13 +39,13 @@ class Pipeline:
     def __init__(
         self,
         table: Table,
-        stages: Mapping[int, nn.Module],
+        stages: Mapping[int, Callable[[Any], Any]],
         group: Group,
         loss: Loss,
         *,
         dynamic: bool = False,
     ) -> None:
-        """stages: stage -> its module, for each that this rank holds (`table.holds`). It is called with one value.
+        """stages: stage -> its module or function of one value, for each that this rank holds (`table.holds`).
 
         loss: (output of the last stage, target) -> scalar. dynamic: shapes may differ from micro-batch to micro-batch.
         ValueError if the table is for another number of ranks, is wrong, or holds other stages than are given here.

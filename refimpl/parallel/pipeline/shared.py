@@ -42,3 +42,19 @@ def _swap(group: Group, mine: Tensor, other: int) -> Tensor:
     theirs = torch.empty_like(mine)
     group.send_recv(mine, other, theirs, other, tag="pipeline shared gradients")
     return theirs
+
+
+@torch.no_grad()
+def copy_weights(group: Group, partners: Sequence[int], params: Sequence[nn.Parameter]) -> None:
+    """Each parameter becomes that of the first partner. To be called by the partners alone, as `sum_gradients`."""
+    for p in params:
+        if group.rank == partners[0]:
+            for other in partners[1:]:
+                group.send(p.detach().contiguous(), other, tag="pipeline shared weights")
+        else:
+            p.copy_(_received(group, torch.empty_like(p, memory_format=torch.contiguous_format), partners[0]))
+
+
+def _received(group: Group, x: Tensor, source: int) -> Tensor:
+    group.recv(x, source, tag="pipeline shared weights")
+    return x

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from refimpl.comm.group import Group
 from refimpl.comm.work import Work
@@ -35,37 +35,30 @@ class Room:
 
 @dataclass(frozen=True)
 class Form:
-    """A value without its tensors' elements: equal for two values that need the same room."""
+    """A value with a Room in place of each tensor: equal for two values that need the same room."""
 
-    tree: TreeSpec
-    leaves: tuple[Any, ...]  # a Room for each tensor, other leaves as they are
+    nest: Any
 
     @property
     def rooms(self) -> list[Room]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, Room)]
+        return [leaf for leaf in tree_leaves(self.nest) if isinstance(leaf, Room)]
 
     def __str__(self) -> str:
-        return str(tree_unflatten([str(leaf) if isinstance(leaf, Room) else leaf for leaf in self.leaves], self.tree))
+        return str(tree_map_only(Room, str, self.nest))
 
     def fill(self, tensors: list[Tensor]) -> Any:
         """The value, with these tensors in it; each that needs a gradient is the beginning of a graph."""
         left = iter(tensors)
-        leaves = [
-            next(left).detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Room) else leaf
-            for leaf in self.leaves
-        ]
-        return tree_unflatten(leaves, self.tree)
+        return tree_map_only(Room, lambda room: next(left).detach().requires_grad_(room.requires_grad), self.nest)
 
 
 def form_of(value: Any) -> Form:
-    leaves, tree = tree_flatten(value)
-    rooms = [Room(tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
-    return Form(tree, tuple(rooms))
+    return Form(tree_map_only(Tensor, lambda x: Room(tuple(x.shape), x.dtype, x.requires_grad), value))
 
 
 def tensors_of(value: Any) -> list[Tensor]:
     """In the order of `Form.rooms`."""
-    return [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def with_gradient(value: Any) -> list[Tensor]:
