@@ -15,7 +15,7 @@ Memory: between the halves the graph stays, and one gradient more for each node 
 autograd.Function or a checkpoint computes for both is computed twice.
 A weight that hangs off several nodes is done in one go with all of them, and those it passes are held to the gradient
 that was kept: otherwise it would count what comes from above twice.
-Qi et al. 2023, arXiv:2401.10241. torch: torch/distributed/pipelining/_backward.py.
+Qi et al. 2024, arXiv:2401.10241. torch: torch/distributed/pipelining/_backward.py.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

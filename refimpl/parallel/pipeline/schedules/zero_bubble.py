@@ -10,7 +10,7 @@ Rank r runs the weight half r micro-batches after the input half. So early ranks
 and late ones, which would idle in the end, have work left.
 Bubble (p-1)(f+i-w), for m >= p and w <= f: a third of 1F1B's when f, i and w are equal. With fewer micro-batches than
 ranks less can be filled: (p-1)(f+i) - (m-1)w. Alive: min(p, m) on every rank, 1F1B's most.
-Qi et al. 2023, arXiv:2401.10241, section 2 (ZB-H1).
+Qi et al. 2024, arXiv:2401.10241, section 2 (ZB-H1).
 """
 
 from refimpl.parallel.pipeline.schedules.table import Cost, Op, Table, check, take_turns
