@@ -1,8 +1,24 @@
-"""DeepSpeed's pipeline classes by name; pipeline parallelism is not implemented yet. DeepSpeed: deepspeed/pipe."""
+"""DeepSpeed's pipeline classes by name. DeepSpeed: deepspeed/pipe.
+
+Layer specifications and topologies are there. `PipelineModule` under DeepSpeed's engine is not yet: a pipeline is
+trained by `refimpl.parallel.pipeline.module.PipelineModule`, over replicas with a stage of `refimpl.zero`.
+"""
 
 from refimpl.deepspeed.later import later
+from refimpl.parallel.pipeline.layers import LayerSpec, TiedLayerSpec
+from refimpl.parallel.pipeline.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 
-PipelineModule = later("deepspeed.pipe.PipelineModule", "pipeline parallelism")
-LayerSpec = later("deepspeed.pipe.LayerSpec", "pipeline parallelism")
-TiedLayerSpec = later("deepspeed.pipe.TiedLayerSpec", "pipeline parallelism")
-ProcessTopology = later("deepspeed.pipe.ProcessTopology", "pipeline parallelism")
+__all__ = [
+    "LayerSpec",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineModule",
+    "ProcessTopology",
+    "TiedLayerSpec",
+]
+
+PipelineModule = later("deepspeed.pipe.PipelineModule", "pipeline parallelism under DeepSpeed's engine")

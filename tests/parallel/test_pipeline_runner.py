@@ -2,11 +2,14 @@
 
 import os
 import signal
+import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 from pipeline_models import WIDTH, batches, build, gradients, loss, one_process, same
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from worlds import run
 
 from refimpl import launch
@@ -75,6 +78,46 @@ def test_sequences_of_any_length_if_asked(name: str) -> None:
         assert everywhere.tolist() == [x.item() for x in losses]
         for stage, found in grads.items():
             assert same(found, expected[stage]) == {}
+
+
+class Saved:
+    """Stands in the graph for a tensor that autograd saved."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def graphs_alive(name: str) -> tuple[int, int]:
+    """The most graphs of (stage, micro-batch) that autograd keeps on this rank after any forward, and the bound."""
+    group = Group.world()
+    table = schedule(name, group.size, 2 * group.size)
+    graphs: list[weakref.WeakSet[Saved]] = []
+    most = 0
+
+    def watched(module: nn.Module, x: Any) -> Any:
+        nonlocal most
+        graphs.append(weakref.WeakSet())
+
+        def pack(tensor: Tensor) -> Saved:
+            saved = Saved(tensor.detach())  # one with a graph would keep its own node alive
+            graphs[-1].add(saved)
+            return saved
+
+        with saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            out = module(x)
+        most = max(most, sum(map(bool, graphs)))
+        return out
+
+    stages = {s: partial(watched, build(table.stages, s, "tensors")) for s in table.holds(group.rank)}
+    Pipeline(table, stages, group, loss).run(*batches("tensors", table.micro_batches))
+    assert not any(graphs), "all are gone when the step is over"
+    return most, table.alive[group.rank]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_more_is_alive_than_the_table_states(name: str) -> None:
+    for most, bound in run(graphs_alive, name):
+        assert most == bound
 
 
 def headers() -> tuple[list[int], list[int]]:
@@ -174,3 +217,30 @@ def falling(rank: int) -> None:
 def test_a_rank_that_dies_in_mid_pipeline_is_named() -> None:
     with pytest.raises(launch.RankDied, match=r"^rank 2 was killed by SIGKILL"):
         launch.run(falling, 2, ranks=4, timeout=60)
+
+
+class Unlucky(nn.Module):
+    """Raises in its third micro-batch."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        if self.calls == 3:
+            raise ArithmeticError("no third one")
+        return self.inner(x)
+
+
+def raising() -> None:
+    group = Group.world()
+    stage = build(3, group.rank, "tensors")
+    table = schedule("1f1b", 3, 6)
+    module = Unlucky(stage) if group.rank == 1 else stage
+    Pipeline(table, {group.rank: module}, group, loss).run(*batches("tensors", 6))
+
+
+def test_a_rank_that_raises_is_named() -> None:
+    with pytest.raises(launch.RankError, match=r"^rank 1 raised ArithmeticError: no third one"):
+        launch.run(raising, ranks=3, timeout=60)

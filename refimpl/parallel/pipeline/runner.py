@@ -3,7 +3,7 @@
     F      value of the stage before -> stage -> value for the next one, or the loss
     B      gradients of the next one -> backward -> gradients for the stage before
     I, W   the same in two halves (`halves.py`)
-    send   begins, and is waited for before the next one to the same rank
+    send   begins; as many may be under way to a rank as activations are alive here, two at least
     get    begins where the program has it, and is waited for when it is needed
 
 Memory: between its F and its backward a micro-batch keeps its input and what autograd saves; its output is sent and
@@ -14,6 +14,7 @@ bit. (Where two paths cross, as in DualPipe, each stage has two copies that add 
 DeepSpeed: deepspeed/runtime/pipe/engine.py. torch: torch/distributed/pipelining/stage.py.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +64,7 @@ class Pipeline:
         self.table, self.stages, self.group, self.loss = table, dict(stages), group, loss
         self.dynamic = dynamic
         self.program = lists[group.rank]
+        self.ahead = max(2, table.alive[group.rank])
         self.wires: dict[tuple[object, ...], Wire] = {}
 
     def run(self, inputs: Sequence[Any], targets: Sequence[Any], scale: float | None = None) -> dict[int, Tensor]:
@@ -138,14 +140,16 @@ class Step:
     scale: float
     here: dict[Value, Any] = field(default_factory=dict)  # values made here, or come here, and not used yet
     kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
-    sending: dict[int, list[Work]] = field(default_factory=dict)  # to each rank, the last message
+    sending: dict[int, deque[list[Work]]] = field(default_factory=dict)  # to each rank, the oldest first
     results: dict[int, Any] = field(default_factory=dict)
 
     def do(self, line: Op | Send | Recv) -> None:
         group = self.pipeline.group
         if isinstance(line, Send):
-            self._wait(line.to)
-            self.sending[line.to] = self.pipeline.wire(line).send(group, self.here.pop(line.value), line.to)
+            under_way = self.sending.setdefault(line.to, deque())
+            while len(under_way) >= self.pipeline.ahead:
+                wait_for(under_way.popleft())
+            under_way.append(self.pipeline.wire(line).send(group, self.here.pop(line.value), line.to))
         elif isinstance(line, Recv):
             self.here[line.value] = self.pipeline.wire(line).receive(group, line.source)
         elif line.kind == "F":
@@ -156,8 +160,9 @@ class Step:
             self.backward(line.stage, line.micro, whole=line.kind == "B")
 
     def finish(self) -> dict[int, Any]:
-        for rank in list(self.sending):
-            self._wait(rank)
+        for under_way in self.sending.values():
+            for works in under_way:
+                wait_for(works)
         return self.results
 
     def forward(self, stage: int, micro: int) -> None:
@@ -210,6 +215,7 @@ class Step:
         what = self.here.pop(value)
         return what.wait() if isinstance(what, Arriving) else what
 
-    def _wait(self, rank: int) -> None:
-        for work in self.sending.pop(rank, ()):
-            work.wait()
+
+def wait_for(works: list[Work]) -> None:
+    for work in works:
+        work.wait()
