@@ -77,6 +77,8 @@ class PipelineModule(nn.Module):
         self.shared = shared(self.specs, holders, group.rank, self._module)
         for ranks, params in self.shared:
             copy_weights(group, ranks, params)
+        # Copies that an earlier rank counts where the whole model's parameters or gradients are counted.
+        self.repeated = [p for ranks, params in self.shared for p in params if ranks[0] != group.rank]
         # Modules that lie on other ranks were needed until here, and take memory: from now on their class stands there.
         here = self._run
         self.specs = [type(x) if isinstance(x, nn.Module) and i not in here else x for i, x in enumerate(self.specs)]
