@@ -204,7 +204,7 @@ SPARSE_ATTENTION = (
 # A section without a switch: each key for itself, DeepSpeed's default passes.
 SECTIONS: Mapping[str, tuple[str, Mapping[str, Sequence[Any]]]] = {
     "pipeline": (
-        f"{NOT_YET}: pipeline parallelism",
+        f"{NOT_YET}: give it to PipelineModule",
         {
             "stages": ["auto", 1],
             "partition": ["best"],

@@ -41,35 +41,46 @@ class PipelineModule(nn.Module):
         group: Group,
         loss: Loss,
         *,
+        data: Group | None = None,
         schedule: str = "1f1b",
         chunks: int | None = None,
         partition: str | Sequence[float] = "parameters",
         sample: Any = None,
         checkpoint_interval: int = 0,
-        how: Checkpoint | None = None,
+        how: Callable[..., Any] | None = None,
+        checkpointable: Sequence[str] | None = None,
         dynamic: bool = False,
         base_seed: int | None = None,
     ) -> None:
         """layers: the same list on every rank, a stage each rank or `chunks` of them, see `named.schedule`.
 
+        data: the replicas of this rank's layers, for an engine that trains them; not used here.
+
         partition: "uniform", "parameters" (trainable ones), "type:PATTERN" (as many layers of such a class in each
         stage), "time" (seconds of each layer, measured on rank 0 with `sample` as the first one's input), or a weight
-        for each layer. checkpoint_interval: layers that are computed again together in backward, 0 for none; `how`: see
-        `Checkpoint`. dynamic: see `Pipeline`. base_seed: layer i is built with the seed base_seed + i on whatever rank;
-        if it is None from the random state as it is.
+        for each layer. checkpoint_interval: layers that are computed again together in backward, 0 for none; by
+        `how(function, x)`, a `Checkpoint` by default, if one of them has parameters, or if all are of the classes named
+        in `checkpointable`. dynamic: see `Pipeline`. base_seed: layer i is built with the seed base_seed + i on
+        whatever rank; if it is None from the random state as it is.
         ValueError for a partition that there is not.
         """
         super().__init__()
         self.group, self.loss = group, loss
         self.specs: list[Layer] = list(layers)
         self.name, self.chunks, self.dynamic = schedule, chunks, dynamic
-        self.checkpoint_interval, self.how = checkpoint_interval, how or Checkpoint()
+        self.data = data or Group(None, device=group.device)
+        self.checkpoint_interval, self.how, self.checkpointable = (
+            checkpoint_interval,
+            how or Checkpoint(),
+            checkpointable,
+        )
         self.base_seed = base_seed
         table = self._table(1)
         self.bounds = self._cut(partition, table.stages, sample)
         self.tied_modules = nn.ModuleDict()
         self._run: dict[int, Callable[[Any], Any]] = {}  # layer -> what it does
-        for stage in table.holds(group.rank):
+        self.stages, self.last_stage = table.holds(group.rank), table.stages - 1
+        for stage in self.stages:
             for i in range(*self.bounds[stage : stage + 2]):
                 self._run[i] = self._build(i)
         owners = [s for s in range(table.stages) for _ in range(*self.bounds[s : s + 2])]
@@ -82,7 +93,7 @@ class PipelineModule(nn.Module):
         # Modules that lie on other ranks were needed until here, and take memory: from now on their class stands there.
         here = self._run
         self.specs = [type(x) if isinstance(x, nn.Module) and i not in here else x for i, x in enumerate(self.specs)]
-        self._pipelines: dict[int, Pipeline] = {}
+        self.pipelines: dict[int, Pipeline] = {}
 
     def forward_backward(self, inputs: Sequence[Any], targets: Sequence[Any], scale: float | None = None) -> Tensor:
         """One step's micro-batches: gradients are added to `.grad`, those of shared weights summed over their ranks.
@@ -107,11 +118,11 @@ class PipelineModule(nn.Module):
 
     def pipeline(self, micro_batches: int) -> Pipeline:
         """The runner for so many micro-batches."""
-        if micro_batches not in self._pipelines:
+        if micro_batches not in self.pipelines:
             table = self._table(micro_batches)
             stages = {s: partial(self.stage, s) for s in table.holds(self.group.rank)}
-            self._pipelines[micro_batches] = Pipeline(table, stages, self.group, self.loss, dynamic=self.dynamic)
-        return self._pipelines[micro_batches]
+            self.pipelines[micro_batches] = Pipeline(table, stages, self.group, self.loss, dynamic=self.dynamic)
+        return self.pipelines[micro_batches]
 
     def stage(self, stage: int, x: Any) -> Any:
         """x through the layers of one stage that is here."""
@@ -119,8 +130,8 @@ class PipelineModule(nn.Module):
         every = self.checkpoint_interval or max(1, last - first)
         for begin in range(first, last, every):
             layers = [self._run[i] for i in range(begin, min(begin + every, last))]
-            if self.checkpoint_interval and any(self._has_parameters(begin + i) for i in range(len(layers))):
-                x = self.how(chain, layers, x)
+            if self.checkpoint_interval and self._is_checkpointable(begin, begin + len(layers)):
+                x = self.how(partial(chain, layers), x)
             else:
                 x = chain(layers, x)
         return x
@@ -193,9 +204,11 @@ class PipelineModule(nn.Module):
         tied = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
         return partial(tied, module) if tied else module
 
-    def _has_parameters(self, i: int) -> bool:
-        module = self._module(i)
-        return isinstance(module, nn.Module) and any(True for _ in module.parameters())
+    def _is_checkpointable(self, first: int, end: int) -> bool:
+        modules = [self._module(i) for i in range(first, end)]
+        if self.checkpointable is not None:
+            return all(type_name(module) in self.checkpointable for module in modules)
+        return any(isinstance(module, nn.Module) and any(True for _ in module.parameters()) for module in modules)
 
     def _module(self, i: int) -> Any:
         """What layer i, which is here, calls: a module, or a function."""

@@ -5,8 +5,9 @@
 
 Balanced is exact, by dynamic programming: the best cut of the first n layers into k stages is the best over where the
 last stage begins. L^2 S steps for L layers and S stages. Of all cuts with the least largest stage it takes one whose
-smallest stage is largest. DeepSpeed's (deepspeed/runtime/utils.py, partition_balanced) makes largest less smallest
-least, stage by stage, which misses the least largest one for some weights.
+smallest stage is largest, and cuts late: a layer without weight stays with the one before it. DeepSpeed's
+(deepspeed/runtime/utils.py, partition_balanced) makes largest less smallest least, stage by stage, which misses the
+least largest one for some weights.
 """
 
 import math
@@ -57,8 +58,8 @@ def _best(
         ends = range(stage, len(sums) - stages + stage)  # each later stage needs a layer
         best = {
             end: choose(
-                ((join(value, sums[end] - sums[begin]), [*bounds, end]) for begin, (value, bounds) in best.items()
-                 if begin < end),
+                ((join(value, sums[end] - sums[begin]), [*bounds, end])
+                 for begin, (value, bounds) in reversed(best.items()) if begin < end),
                 key=lambda found: found[0],
             )
             for end in ends

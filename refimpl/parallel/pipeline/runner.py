@@ -46,7 +46,8 @@ class Pipeline:
         *,
         dynamic: bool = False,
     ) -> None:
-        """stages: stage -> its module or function of one value, for each that this rank holds (`table.holds`).
+        """stages: stage -> its module or function of one value, for each that this rank holds (`table.holds`). It must
+        not change its input in place: that is a leaf, which autograd refuses.
 
         loss: (output of the last stage, target) -> scalar. dynamic: shapes may differ from micro-batch to micro-batch.
         ValueError if the table is for another number of ranks, is wrong, or holds other stages than are given here.
@@ -95,7 +96,9 @@ class Pipeline:
         """[m], fp32: every micro-batch's loss, on every rank. A collective; `losses` is what `run` returned."""
         result = torch.zeros(self.table.micro_batches, device=self.group.device)
         for micro, loss in losses.items():
-            result[micro] = loss
+            if loss.numel() != 1:
+                raise ValueError(f"the loss must be a scalar, not a tensor of shape {tuple(loss.shape)}")
+            result[micro] = loss.reshape(())
         self.group.all_reduce(result, tag="pipeline losses")
         return result
 
