@@ -8,7 +8,7 @@ summed) -> the replicas' mean, at the end of the stage's backward pass -> `Engin
 `engine.group` are the replicas of this rank's layers: the batch triple, the data and ZeRO are of those. The gradient's
 norm, clipping and a skipped step are of all stages. ZeRO stages 0 and 1: from 2 on each micro-batch would be reduced.
 Data is read on ranks that hold the first or the last stage; the others may be given no iterator.
-DeepSpeed: deepspeed/runtime/pipe/engine.py. Not here yet: checkpoints, and the `pipeline` section of the configuration.
+DeepSpeed: deepspeed/runtime/pipe/engine.py. Not here yet: checkpoints.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -41,6 +41,8 @@ class PipelineEngine(Engine):
         super().__init__(parts)
         refuse_stage(parts)
         self.stage.spans(self.module.group, self.module.repeated)
+        if interval := self.config.pipeline.activation_checkpoint_interval:
+            self.module.checkpoint_interval = interval
         self.batch_fn: Callable[[Any], Any] | None = None
         if self.module.group.rank != 0:  # the first stage's ranks tell what all have in common
             parts.monitor.close()

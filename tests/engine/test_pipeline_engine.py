@@ -108,14 +108,16 @@ def as_the_example() -> tuple[list[float], float, int, tuple[bool, bool], bool]:
            LayerSpec(nn.Linear, 8 * 36, 16), LayerSpec(nn.Linear, 16, 4)]  # fmt: skip
     module = deepspeed.PipelineModule(
         layers=net, loss_fn=nn.CrossEntropyLoss(), topology=PipeDataParallelTopology(num_pp=2, num_dp=2),
-        partition_method="type:linear|conv", activation_checkpoint_interval=1, seed_layers=True,
+        partition_method="type:linear|conv", seed_layers=True,
     )  # fmt: skip
     y = torch.randint(4, (64,))
     data = torch.utils.data.TensorDataset(torch.rand(64, 3, 8, 8) + y.view(-1, 1, 1, 1), y)
     engine, _, loader, _ = deepspeed.initialize(
         model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], training_data=data,
-        config=config(train_micro_batch_size_per_gpu=4, zero_optimization={"stage": 1}),
+        config=config(train_micro_batch_size_per_gpu=4, zero_optimization={"stage": 1},
+                      pipeline={"activation_checkpoint_interval": 2}),
     )  # fmt: skip
+    assert module.checkpoint_interval == 2
     losses = [engine.train_batch().item() for _ in range(20)]
     kept = list(loader)
     before = engine.eval_batch(iter(kept)).item()
@@ -194,6 +196,32 @@ def refused(what: str) -> None:
 def test_what_a_pipeline_refuses(what: str, says: str) -> None:
     with pytest.raises(launch.RankError, match=says):
         run(refused, what)
+
+
+def test_the_paths_that_scripts_import_from() -> None:
+    assert deepspeed.runtime.pipe.topology.PipeDataParallelTopology is PipeDataParallelTopology
+    assert deepspeed.runtime.pipe.module.TiedLayerSpec is deepspeed.pipe.TiedLayerSpec
+    assert deepspeed.runtime.pipe.PipelineModule is deepspeed.PipelineModule is PipelineModule
+    assert deepspeed.runtime.pipe.engine.PipelineEngine is PipelineEngine
+
+
+def questions() -> dict[str, Any]:
+    module = PipelineModule(layers(), 2, loss_fn=loss, partition_method="uniform", checkpointable_layers=["Linear"])
+    module.set_checkpoint_interval(2)
+    with pytest.raises(ValueError, match="no layer 8: the model has 8"):
+        module.stage_owner(8)
+    with pytest.raises(ValueError, match="must not be negative"):
+        module.set_checkpoint_interval(-1)
+    owners = [module.stage_owner(i) for i in range(8)]
+    return {"owners": owners, "parts": module.parts, "stages": (module.num_stages, module.num_pipeline_stages()),
+            "ranks": module.topology().get_axis_comm_lists("pipe"), "interval": module.checkpoint_interval}  # fmt: skip
+
+
+def test_what_a_module_is_asked() -> None:
+    for answers in run(questions, ranks=4):
+        assert answers == {
+            "owners": [0] * 4 + [1] * 4, "parts": [0, 4, 8], "stages": (2, 2), "ranks": [[0, 2], [1, 3]], "interval": 2,
+        }  # fmt: skip
 
 
 def test_a_pipeline_error_is_one_class() -> None:
