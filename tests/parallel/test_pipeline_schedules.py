@@ -65,6 +65,35 @@ def test_zb_h1_is_a_third_of_1f1b_and_zb_v_is_zero() -> None:
         assert clock.bubble(schedule("zb-v", p, 2 * p)) == 0
 
 
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_the_papers_tables(p: int) -> None:
+    """arXiv:2401.10241 (1F1B, ZB-H1), arXiv:2405.15362 (V-ZB) and arXiv:2412.19437 (DualPipe's activations).
+
+    Bubble, and activations in whole micro-batches, when F, B and W take equally long.
+    """
+    f = b = w = 1
+    rows = {
+        "1f1b": ((p - 1) * (f + b + w), p),
+        "zb-h1": ((p - 1) * (f + b - w), p),
+        "zb-v": (0, p),
+        "dualpipe": (None, p + 1),
+    }
+    for name, (bubble, activations) in rows.items():
+        table = schedule(name, p, 3 * p)
+        halves = 2 if len(table.paths[0]) == 2 * p else 1  # chunks of a rank on the way of one micro-batch
+        assert max(clock.alive(table)) / halves == activations
+        assert bubble is None or clock.bubble(table) == bubble
+
+
+@pytest.mark.parametrize("cost", [Cost(), Cost(2, 3, 1), Cost(2, 3, 2), Cost(3, 3, 2)])
+def test_dualpipes_pairs_have_the_papers_bubble(cost: Cost) -> None:
+    f, i, w, _ = cost
+    for p in (2, 4, 6, 8):
+        for m in (2 * p, 3 * p + 1):
+            table = schedule("dualpipe", p, 2 * (m // 2))
+            assert clock.bubble(table, cost, pairs=True) == (p / 2 - 1) * ((f + i + w) + (i + w) - 3 * w)
+
+
 def test_leaving_micro_batches_out_never_takes_longer() -> None:
     """So the tables of sizes that have no formula are bounded by the next that has one."""
     for name in ("interleaved", "dualpipe", "zb-v"):

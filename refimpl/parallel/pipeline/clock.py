@@ -5,6 +5,7 @@ rank idles between its first operation and its last, the most of all ranks: what
 follow one another.
 """
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -22,29 +23,47 @@ class Span(NamedTuple):
     end: float
 
 
-def play(table: Table, cost: Cost = UNIT) -> dict[Op, Span]:
-    """Every operation's span. ScheduleError if ranks wait for each other for ever, with what each waits for."""
+def play(table: Table, cost: Cost = UNIT, pairs: bool = False) -> dict[Op, Span]:
+    """Every operation's span. ScheduleError if ranks wait for each other for ever, with what each waits for.
+
+    pairs: an F and a B right behind it run as one operation, whose results come at its end, as DualPipe's do.
+    """
     spans: dict[Op, Span] = {}
-    there: dict[Value, float] = {}  # when a value is made, or has come to where it is needed
+    there: dict[Value, float] = {}  # when a value is made
     free = [0.0] * table.ranks
-    waiting = [list(reversed(order)) for order in table.orders]
+    waiting = [list(reversed(units(order, pairs))) for order in table.orders]
     moved = True
     while moved:
         moved = False
-        for rank, order in enumerate(waiting):
-            while order and all(value in there for value in order[-1].needs(table.stages)):
-                op = order.pop()
-                begin = max(
-                    [free[rank], *(_arrival(table, op, value, there, cost) for value in op.needs(table.stages))]
-                )
-                free[rank] = begin + cost.of(op)
-                spans[op], moved = Span(begin, free[rank]), True
-                if op.gives:
-                    there[op.gives] = free[rank]
+        for rank, left in enumerate(waiting):
+            while left and all(value in there for _, value in needs(left[-1], table.stages)):
+                unit = left.pop()
+                comes = [_arrival(table, op, value, there, cost) for op, value in needs(unit, table.stages)]
+                begin = max([free[rank], *comes])
+                free[rank], moved = begin + sum(map(cost.of, unit)), True
+                spans |= dict.fromkeys(unit, Span(begin, free[rank]))
+                there |= {op.gives: free[rank] for op in unit if op.gives}
     if any(waiting):
-        stuck = [f"rank {rank} waits to compute {order[-1]}" for rank, order in enumerate(waiting) if order]
+        stuck = [f"rank {rank} waits to compute {left[-1][0]}" for rank, left in enumerate(waiting) if left]
         raise ScheduleError(f"{table.name}: ranks wait for each other: {'; '.join(stuck)}")
     return spans
+
+
+def units(order: Sequence[Op], pairs: bool) -> list[tuple[Op, ...]]:
+    """What runs as one."""
+    found: list[tuple[Op, ...]] = []
+    for op in order:
+        if pairs and op.kind == "B" and found and [other.kind for other in found[-1]] == ["F"]:
+            found[-1] += (op,)
+        else:
+            found.append((op,))
+    return found
+
+
+def needs(unit: Sequence[Op], stages: int) -> list[tuple[Op, Value]]:
+    """(operation, value) for what must be there before they begin, but for what they give each other."""
+    given = {op.gives for op in unit}
+    return [(op, value) for op in unit for value in op.needs(stages) if value not in given]
 
 
 def _arrival(table: Table, op: Op, value: Value, there: dict[Value, float], cost: Cost) -> float:
@@ -52,14 +71,14 @@ def _arrival(table: Table, op: Op, value: Value, there: dict[Value, float], cost
     return there[value] + (cost.message if table.receiver(value) is not None and value.stage != op.stage else 0)
 
 
-def bubble(table: Table, cost: Cost = UNIT) -> float:
+def bubble(table: Table, cost: Cost = UNIT, pairs: bool = False) -> float:
     """Idle time inside the span of the rank that idles longest."""
-    return max(idle(table, cost))
+    return max(idle(table, cost, pairs))
 
 
-def idle(table: Table, cost: Cost = UNIT) -> list[float]:
+def idle(table: Table, cost: Cost = UNIT, pairs: bool = False) -> list[float]:
     """Of each rank, between its first operation and its last."""
-    spans = play(table, cost)
+    spans = play(table, cost, pairs)
     return [
         spans[order[-1]].end - spans[order[0]].begin - sum(map(cost.of, order)) if order else 0.0
         for order in table.orders

@@ -6,7 +6,7 @@
 
 So the ranks' state dictionaries together are that of the nn.Sequential of all layers.
 
-Tied weights: each rank that uses a weight has a copy, equal at the begin; after the last micro-batch the copies'
+Tied weights: each rank that uses a weight has a copy, equal at the start; after the last micro-batch the copies'
 gradients are summed (`shared.py`), and so equal optimizers keep them equal. They are those of a TiedLayerSpec's key,
 and, in modules that are already built, every parameter that is the same object in several stages. Where one rank holds
 both places, as in ZB-V, whose first rank has the first and the last stage, there is nothing to sum.
@@ -28,6 +28,7 @@ from refimpl.parallel.pipeline.layers import Layer, LayerSpec, TiedLayerSpec, ty
 from refimpl.parallel.pipeline.partition import Bounds
 from refimpl.parallel.pipeline.runner import Loss, Pipeline
 from refimpl.parallel.pipeline.schedules.named import schedule
+from refimpl.parallel.pipeline.schedules.table import Table
 from refimpl.parallel.pipeline.shared import copy_weights, sum_gradients
 from refimpl.parallel.pipeline.ties import shared
 
@@ -55,13 +56,13 @@ class PipelineModule(nn.Module):
         """layers: the same list on every rank, a stage each rank or `chunks` of them, see `named.schedule`.
 
         data: the replicas of this rank's layers, for an engine that trains them; not used here.
-
         partition: "uniform", "parameters" (trainable ones), "type:PATTERN" (as many layers of such a class in each
         stage), "time" (seconds of each layer, measured on rank 0 with `sample` as the first one's input), or a weight
-        for each layer. checkpoint_interval: layers that are computed again together in backward, 0 for none; by
-        `how(function, x)`, a `Checkpoint` by default, if one of them has parameters, or if all are of the classes named
-        in `checkpointable`. dynamic: see `Pipeline`. base_seed: layer i is built with the seed base_seed + i on
-        whatever rank; if it is None from the random state as it is.
+        for each layer.
+        checkpoint_interval: layers that are computed again together in backward, 0 for none; by `how(function, x)`, a
+        `Checkpoint` by default, if one of them has parameters, or if all are of the classes named in `checkpointable`.
+        dynamic: see `Pipeline`. base_seed: layer i is built with the seed base_seed + i on whatever rank; if it is None
+        from the random state as it is.
         ValueError for a partition that there is not.
         """
         super().__init__()
@@ -69,12 +70,8 @@ class PipelineModule(nn.Module):
         self.specs: list[Layer] = list(layers)
         self.name, self.chunks, self.dynamic = schedule, chunks, dynamic
         self.data = data or Group(None, device=group.device)
-        self.checkpoint_interval, self.how, self.checkpointable = (
-            checkpoint_interval,
-            how or Checkpoint(),
-            checkpointable,
-        )
-        self.base_seed = base_seed
+        self.checkpoint_interval, self.checkpointable = checkpoint_interval, checkpointable
+        self.how, self.base_seed = how or Checkpoint(), base_seed
         table = self._table(1)
         self.bounds = self._cut(partition, table.stages, sample)
         self.tied_modules = nn.ModuleDict()
@@ -145,7 +142,7 @@ class PipelineModule(nn.Module):
             )
         return chain([self._run[i] for i in sorted(self._run)], x)
 
-    def _table(self, micro_batches: int) -> Any:
+    def _table(self, micro_batches: int) -> Table:
         return schedule(self.name, self.group.size, micro_batches, self.chunks)
 
     def _cut(self, method: str | Sequence[float], stages: int, sample: Any) -> Bounds:
