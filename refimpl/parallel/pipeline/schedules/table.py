@@ -7,7 +7,7 @@
     W      backward's weight half: nobody waits for it            its own I                         nothing
 
 B is I and then W. A rank may hold several stages (chunks of the model). `paths` tells where they lie: path j visits
-paths[j][s] for stage s, and micro-batch k takes path k modulo the number of paths.
+`paths[j][s]` for stage s, and micro-batch k takes path k modulo the number of paths.
 
 A rank sends, for each micro-batch and each boundary between ranks, one stage's output in forward and as much in
 backward, whatever the schedule. What schedules differ in is the bubble and the memory: how long a rank idles, and how
