@@ -278,6 +278,38 @@ def test_copies_of_a_tied_weight_stay_equal(ranks: int, schedule: str, shared: l
     assert results[0][2][-1] < results[0][2][0]
 
 
+def crossed_specs() -> list[Any]:
+    """Two weights of one shape, tied over the same two ranks, which meet them in opposite orders."""
+    one, two = (TiedLayerSpec(key, nn.Linear, 3, 3, bias=False) for key in ("one", "two"))
+    middle = [torch.tanh, LayerSpec(nn.Linear, 3, 3), LayerSpec(nn.Linear, 3, 3), torch.tanh]
+    return [one, two, *middle, two, one]
+
+
+def crossed_step() -> tuple[list[tuple[int, ...]], Grads]:
+    """Who shares, and the gradients by name."""
+    module = PipelineModule(crossed_specs(), Group.world(), F.mse_loss, partition="uniform", base_seed=3)
+    module.forward_backward([torch.ones(3, 3), torch.eye(3)], [torch.zeros(3, 3)] * 2)
+    return [ranks for ranks, params in module.shared for _ in params], grads_of(module)
+
+
+def test_ties_that_cross_are_each_summed_with_its_own() -> None:
+    results = run(crossed_step, ranks=4)
+    assert [ranks for ranks, _ in results] == [[(0, 3)] * 2, [], [], [(0, 3)] * 2]
+    layers = []
+    for i, spec in enumerate(crossed_specs()):
+        torch.manual_seed(3 + i)
+        layers.append(spec.build() if isinstance(spec, LayerSpec) else spec)
+    layers[6:] = [layers[1], layers[0]]
+    for x in (torch.ones(3, 3), torch.eye(3)):
+        h = x
+        for layer in layers:
+            h = layer(h)
+        (F.mse_loss(h, torch.zeros_like(h)) / 2).backward()
+    for _, grads in (results[0], results[3]):
+        for i, key in enumerate(("one", "two")):
+            torch.testing.assert_close(grads[f"tied_modules.{key}.weight"], layers[i].weight.grad)
+
+
 class Two(nn.Module):
     """Uses two given layers."""
 

@@ -44,17 +44,17 @@ def _built(layers: Sequence[Layer], holders: Sequence[set[int]]) -> Iterator[tup
 def _specified(
     layers: Sequence[Layer], holders: Sequence[set[int]], rank: int, module: Callable[[int], Any]
 ) -> Iterator[tuple[set[int], nn.Parameter]]:
-    """Of modules that only the ranks that hold them have."""
+    """Of modules that only their holders have: tied ones by the place of a key's first layer, then the others."""
+    by_key: dict[str, list[int]] = {}
+    for i, layer in enumerate(layers):
+        if isinstance(layer, TiedLayerSpec):
+            by_key.setdefault(layer.key, []).append(i)
+    for places in by_key.values():
+        everywhere = set[int]().union(*(holders[i] for i in places))
+        for i in (i for i in places if rank in holders[i]):
+            yield from ((everywhere, module(i).get_parameter(name)) for name in layers[i].tied_weight_attr)  # type: ignore[union-attr]
     for i, (layer, where) in enumerate(zip(layers, holders, strict=True)):
         here = module(i) if rank in where and not isinstance(layer, nn.Module) else None
-        if not isinstance(here, nn.Module):
-            continue
-        tied = layer.tied_weight_attr if isinstance(layer, TiedLayerSpec) else []
-        users = (r for x, r in zip(layers, holders, strict=True) if tied and key_of(x) == key_of(layer))
-        everywhere = set[int]().union(*users)
-        for name, p in here.named_parameters():
-            yield (everywhere if name in tied else where), p
-
-
-def key_of(layer: Layer) -> str | None:
-    return layer.key if isinstance(layer, TiedLayerSpec) else None
+        tied = layer.tied_weight_attr if isinstance(layer, TiedLayerSpec) else ()
+        if isinstance(here, nn.Module):
+            yield from ((where, p) for name, p in here.named_parameters() if name not in tied)
