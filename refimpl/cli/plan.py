@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,7 +19,7 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "g
 def plan(
     context: typer.Context,
     params: str | None = typer.Option(None, help="Size of the model: 7B, 1T."),
-    model: Path | None = typer.Option(None, help="A transformers config.json instead."),
+    model: Annotated[Path | None, typer.Option(help="A transformers config.json instead.")] = None,
     gpus: int = typer.Option(8, min=1, help="GPUs."),
     gpu_memory: str = typer.Option("80GB", help="Memory of one."),
     batch: int | None = typer.Option(None, min=1, help="Sequences of a step. Default: one a GPU, or more."),
