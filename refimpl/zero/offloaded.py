@@ -55,12 +55,13 @@ class OffloadedUpdate(Update):
             master = self.home.place(master_of(bucket, bucket.now() if mine is bucket.mine else mine))
             self.slices.add({bucket: master}, most)
             widths = [torch.float32, *self.slices.widths(bucket.group_index)]
+            gradient = self.config.grad_accum_dtype or bucket.dtype
+            read_with_it = gradient if isinstance(self.config.gradient_home, Disk) else None
             parts = []
             for start in range(0, master.numel(), most):
                 weights = master[start : start + most]
-                parts.append(Part(self.slices, bucket, start, weights, size_of(widths, weights.numel())))
-                if isinstance(self.config.gradient_home, Disk):
-                    parts[-1].grad_dtype = self.config.grad_accum_dtype or bucket.dtype
+                most_bytes = size_of(widths, weights.numel())
+                parts.append(Part(self.slices, bucket, start, weights, most_bytes, read_with_it))
                 self.home.admit(parts[-1])
             self.parts += parts
             self.gone.add(bucket)

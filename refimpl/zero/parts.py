@@ -34,10 +34,10 @@ class Part:
     start: int
     weights: Tensor  # [n], fp32
     most: int  # bytes that its record may ever take
+    grad_dtype: torch.dtype | None = None  # of its gradient, if that rests on a disk too
     record: Record | None = None
     beside: tuple[BlockFile, Record] | None = None  # its gradient
     gradient: Tensor | None = None  # [n], in the buffer, while it is here
-    grad_dtype: torch.dtype | None = None  # of a gradient that rests on a disk
     layout: Layout = field(default_factory=lambda: [(WEIGHTS, torch.float32)])
 
     @property
