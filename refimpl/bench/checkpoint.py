@@ -16,6 +16,7 @@ from statistics import median
 import torch
 
 from refimpl.bench.race import Times, Turns, race, slowest
+from refimpl.checkpoint.tensors import brought
 from refimpl.comm.group import Group
 from refimpl.engine.engine import Engine
 from refimpl.engine.initialize import initialize
@@ -71,7 +72,8 @@ def contestants(engine: Engine, folder: Path) -> dict[str, Callable[[], object]]
     """Ways to save the same state."""
 
     def shards() -> dict[str, torch.Tensor]:
-        return {f"{key}/{p.name}": t for p in parts(engine.stage) for key, t in [("w", p.weight), *p.state.items()]}
+        each = ((p.name, {"w": p.weight, **p.state}) for p in parts(engine.stage))
+        return {f"{key}/{name}": brought(tensor) for name, held in each for key, tensor in held.items()}
 
     path = folder / f"rank{engine.group.rank}.pt"
     return {

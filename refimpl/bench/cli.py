@@ -1,4 +1,4 @@
-"""`refimpl bench zero`, `comm`, `checkpoint`, `disk`, `overhead`: tables; with --json a report that `table` reads."""
+"""`refimpl bench zero`, `comm`, `checkpoint`, `disk`, `offload`, `overhead`: tables, and reports for `table`."""
 
 import json
 import os
@@ -166,6 +166,27 @@ def disk(
         publish("Best turn", HEAT, measure(folder, size, turns), file)
     except OffloadError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+@app.command(cls=Lists)
+def offload(
+    ranks: Ranks = [2],  # noqa: B006
+    params: Annotated[list[int], typer.Option(parser=count, help="Model sizes.")] = ["10M"],  # type: ignore[list-item]  # noqa: B006
+    stages: StagesOption = [2, 3],  # noqa: B006
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a rank and step.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 64,
+    turns: TurnsOption = 3,
+    steps: StepsOption = 3,
+    folder: Annotated[Path | None, typer.Option(help="On the disk to measure. Default: a temporary one.")] = None,
+    file: JsonOption = None,
+) -> None:
+    """A step with optimizer state, gradients and parameters in host memory or on a disk, beside a plain one."""
+    from refimpl.bench.offload import HEAT, measure
+    from refimpl.bench.zero import Workload
+
+    file = writable(file) if file else None
+    workloads = [Workload(p, batch, context, Turns(turns, steps)) for p in params]
+    publish("Median step of the slowest rank", HEAT, measure(ranks, workloads, stages, folder), file)
 
 
 @app.command()

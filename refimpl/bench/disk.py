@@ -69,8 +69,9 @@ class Run:
     """A part of the state, of nothing but bytes."""
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = self.most = nbytes
+        self.nbytes = self.most = self.room = nbytes  # nothing is read beside it
         self.record: Record | None = None
+        self.beside: tuple[BlockFile, Record] | None = None
 
     def attach(self, buffer: Buffer) -> None:
         buffer.bytes.view(torch.int64).add_(1)

@@ -12,7 +12,8 @@ Format: the safetensors project's README.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -37,8 +38,21 @@ LONGEST_HEADER = 100 << 20  # bytes; the library refuses more too
 Entry = tuple[torch.dtype, tuple[int, ...]]
 
 
-def entry(tensor: Tensor) -> Entry:
+@dataclass(frozen=True)
+class Later:
+    """Stands for a tensor that rests elsewhere, and is brought when its turn comes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    bring: Callable[[], Tensor]
+
+
+def entry(tensor: Tensor | Later) -> Entry:
     return tensor.dtype, tuple(tensor.shape)
+
+
+def brought(tensor: Tensor | Later) -> Tensor:
+    return tensor.bring() if isinstance(tensor, Later) else tensor
 
 
 class Writer:
@@ -88,11 +102,13 @@ class Writer:
             raise ValueError(f"{self._file.name}: {self.left} bytes were announced and never put")
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> dict[str, Any]:
+def write(
+    path: Path, tensors: Mapping[str, Tensor | Later], metadata: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """A new file with these tensors; its size and checksum."""
     with Writer(path, {name: entry(t) for name, t in tensors.items()}, metadata) as file:
         for name in file.names:
-            file.put(tensors[name])
+            file.put(brought(tensors[name]))
     return file.digest
 
 

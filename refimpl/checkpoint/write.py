@@ -5,6 +5,7 @@ Until `finish` renames it, the folder has a name that nobody takes for a checkpo
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from refimpl.checkpoint import atomic, manifest, tensors
 from refimpl.checkpoint.errors import CheckpointError, naming
 from refimpl.checkpoint.folder import notes_file, rank_file
+from refimpl.checkpoint.tensors import Later
 
 
 def begin(folder: Path, new: Path, held: ExitStack) -> None:
@@ -33,7 +35,7 @@ def begin(folder: Path, new: Path, held: ExitStack) -> None:
         new.mkdir()
 
 
-def write_rank(new: Path, mine: dict[str, Tensor], notes: dict[str, Any]) -> None:
+def write_rank(new: Path, mine: Mapping[str, Tensor | Later], notes: dict[str, Any]) -> None:
     """Write this rank's two files, the notes last: when they have their name, the rank has written all."""
     path = new / rank_file(notes["save"]["rank"])
     with naming(path):

@@ -32,6 +32,7 @@ from refimpl.checkpoint import atomic, manifest
 from refimpl.checkpoint.errors import CheckpointError, together
 from refimpl.checkpoint.find import checked_tag
 from refimpl.checkpoint.folder import notes_file
+from refimpl.checkpoint.tensors import brought
 from refimpl.checkpoint.write import begin, finish, write_rank
 from refimpl.engine.contents import about_engine, contents
 from refimpl.engine.state import TrainingState
@@ -59,6 +60,7 @@ def save(
     together(group, engine.saving.wait)
     tag = agreed_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
     id_ = str(group.all_gather_object(atomic.new_id())[0])
+    engine.stage.catch_up()
     folder, new = save_dir / tag, atomic.unfinished(save_dir / tag, id_)
     mine, notes = together(group, lambda: contents(engine, client_state, exclude_frozen))
     notes = {"save": {"id": id_, "rank": group.rank}} | notes
@@ -77,7 +79,7 @@ def save(
     if not asynchronous:
         held.close()
         return True
-    copies = {name: tensor.to("cpu", copy=True) for name, tensor in mine.items()}
+    copies = {name: brought(tensor).to("cpu", copy=True) for name, tensor in mine.items()}
     engine.saving.start(lambda: write_behind(folder, new, copies, notes, about, save_latest, held), f"save {tag}")
     return True
 

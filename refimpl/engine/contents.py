@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from refimpl.checkpoint import random_state
 from refimpl.checkpoint.errors import CheckpointError
-from refimpl.checkpoint.tensors import NAMES
+from refimpl.checkpoint.tensors import NAMES, Later
 from refimpl.checkpoint.tree import encode
 from refimpl.engine.state import TrainingState
 from refimpl.zero.portable import parts, place_of
@@ -55,9 +55,10 @@ def identity(engine: TrainingState) -> dict[str, Any]:
 
 def contents(
     engine: TrainingState, client_state: Mapping[str, Any], exclude_frozen: bool
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+) -> tuple[dict[str, Tensor | Later], dict[str, Any]]:
     """(tensors, notes) of this rank. CheckpointError names what of them cannot be kept."""
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | Later] = {}
+    noted: dict[str, Tensor] = {}  # inside what becomes JSON
     left_out = frozen_names(engine.module) if exclude_frozen else set()
     states: dict[str, dict[str, Any]] = {}
     for part in parts(engine.stage):
@@ -65,14 +66,11 @@ def contents(
             continue
         tensors[f"weight/{part.name}"] = part.weight
         tensors |= {f"{key}/{part.name}": value for key, value in part.state.items()}
-        rest = {key: [encode(v, f"{key}/{part.name}", tensors)] for key, v in part.rest.items()}
+        rest = {key: [encode(v, f"{key}/{part.name}", noted)] for key, v in part.rest.items()}
         if begins := rest | dict.fromkeys(part.state, "cut"):
             states[part.name] = begins
     for name, buffer in engine.module.named_buffers():
         tensors[f"buffer/{name}"] = buffer
-    for name, tensor in tensors.items():
-        if tensor.dtype not in NAMES:
-            raise CheckpointError(f"{name}: safetensors has no {tensor.dtype}")
     scheduler, scaler = engine.lr_scheduler, engine.stage.scaler
     plain = {
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in param_groups(engine)],
@@ -84,7 +82,12 @@ def contents(
         "extra_state": extra_states(engine.module),
         "client_state": dict(client_state),
     }
-    return tensors, {"state": states} | {name: encode(value, name, tensors) for name, value in plain.items()}
+    notes = {"state": states} | {name: encode(value, name, noted) for name, value in plain.items()}
+    tensors |= noted
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            raise CheckpointError(f"{name}: safetensors has no {tensor.dtype}")
+    return tensors, notes
 
 
 def extra_states(module: nn.Module) -> dict[str, Any]:

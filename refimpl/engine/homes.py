@@ -2,8 +2,10 @@
 
     device    on a CPU                              on a GPU
     none      stays                                 stays
-    cpu       stays: it is in the host's memory     masters, state and the update: `Host`. Parameters: refused
-    nvme      a file of each rank                   the same; parameters refused
+    cpu       stays: it is in the host's memory     masters, state, the update and (stage 2, 3) the shards of
+                                                    gradients: `Host`. Parameters: refused
+    nvme      a file of each rank; from stage 2 on  the same; parameters refused
+              the shards of gradients wait there
 
 The masters of parameters on a disk are in the host's memory, if not on a disk too.
 DeepSpeed: deepspeed/runtime/zero/offload_config.py, deepspeed/runtime/swap_tensor/aio_config.py.
@@ -39,11 +41,22 @@ def with_homes(zero: ZeroConfig, settings: DeepSpeedConfig, device: torch.device
     size = section.sub_group_size or ZeroConfig.sub_group_size
     size = min(max(size, aio.block_size // 4), 1 << 40)  # elements: no part is smaller than one request
     zero = replace(zero, sub_group_size=size, offload_ratio=optimizer.ratio)
+    late = optimizer.delayed_update
+    if late and (optimizer.device == "none" or optimizer.ratio < 1 or param.device != "none"):
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.delayed_update needs device 'cpu' or 'nvme', ratio 1 and no "
+            "offload_param"
+        )
     if optimizer.device == "nvme":
         buffers = min(optimizer.buffer_count, 1 + optimizer.pipeline_read + optimizer.pipeline_write)
-        zero = replace(zero, optimizer_home=Disk(folder("offload_optimizer", optimizer), buffers, aio))
-    elif param.device == "nvme" or (optimizer.device == "cpu" and device.type != "cpu"):
-        zero = replace(zero, optimizer_home=Host())
+        disk = Disk(folder("offload_optimizer", optimizer), buffers, aio)
+        # As in DeepSpeed, gradients wait where they will be used.
+        gradients = disk if section.stage >= 2 and not late else None
+        zero = replace(zero, optimizer_home=disk, gradient_home=gradients, delayed_update=late)
+    elif param.device == "nvme" or (optimizer.device == "cpu" and (device.type != "cpu" or late)):
+        gradients_leave = section.stage >= 2 and device.type != "cpu" and optimizer.device == "cpu" and not late
+        zero = replace(zero, optimizer_home=Host(), gradient_home=Host() if gradients_leave else None)
+        zero = replace(zero, delayed_update=late)
     if param.device == "nvme":
         most = param.buffer_size * zero_itemsize(zero)
         home = Disk(folder("offload_param", param), param.buffer_count, aio, most)

@@ -122,6 +122,7 @@ def check(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
 
 def go_on(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
     """What was checked into the engine. Collective."""
+    engine.stage.catch_up()
     scheduler, groups, own = engine.lr_scheduler, param_groups(engine), own_rank(engine, folder)
     if scheduler is not None and wanted.scheduler and not wanted.module_only:
         restore_schedule(engine, folder.path / notes_file(own), folder.value(own, "lr_scheduler"))

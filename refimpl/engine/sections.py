@@ -166,6 +166,10 @@ class OffloadOptimizer(Section):
     ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         default=1.0, description="the share of the parameters that is offloaded, bucket by bucket"
     )
+    delayed_update: bool = Field(
+        default=False,
+        description="(not DeepSpeed's) the update runs beside the next step, whose weights lack it; with cpu or nvme",
+    )
 
 
 class OffloadParam(Section):

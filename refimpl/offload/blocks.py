@@ -96,7 +96,9 @@ class BlockFile:
             ) from error
         weakref.finalize(self, os.close, self.descriptor)
         threads = self.aio.queue_depth * self.aio.intra_op_parallelism
-        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="offload")
+        # One queue each way: a write behind sixteen reads would leave half of the disk idle.
+        self.readers = ThreadPoolExecutor(threads, thread_name_prefix="offload-read")
+        self.writers = ThreadPoolExecutor(threads, thread_name_prefix="offload-write")
         self.end = self.read_bytes = self.written_bytes = 0
         self._sums: dict[int, int] = {}  # by offset of a block
 
@@ -119,21 +121,24 @@ class BlockFile:
     def write(self, record: Record, buffer: Buffer) -> Transfer:
         """Begin to write the buffer's first `record.nbytes`, which must stay untouched until it is done."""
         self.written_bytes += record.nbytes
-        return self._begin(self._write_block, record, buffer.view)
+        return self._begin(self.writers, self._write_block, record, buffer.view)
 
     def read(self, record: Record, buffer: Buffer, start: int = 0) -> Transfer:
         """Begin to fill `record.nbytes` of the buffer, from `start` on."""
         self.read_bytes += record.nbytes
-        return self._begin(self._read_block, record, buffer.view[start:])
+        return self._begin(self.readers, self._read_block, record, buffer.view[start:])
 
     def close(self) -> None:
         """Let the threads go. The file ends with this object."""
-        self.pool.shutdown()
+        self.readers.shutdown()
+        self.writers.shutdown()
 
-    def _begin(self, move: Callable[[int, memoryview], None], record: Record, memory: memoryview) -> Transfer:
+    def _begin(
+        self, pool: ThreadPoolExecutor, move: Callable[[int, memoryview], None], record: Record, memory: memoryview
+    ) -> Transfer:
         starts = range(0, record.nbytes, self.block)
         cut = [(record.offset + at, memory[at : min(at + self.block, record.nbytes)]) for at in starts]
-        return Transfer([self.pool.submit(move, *block) for block in cut])
+        return Transfer([pool.submit(move, *block) for block in cut])
 
     def _write_block(self, offset: int, block: memoryview) -> None:
         self._sums[offset] = total(block)

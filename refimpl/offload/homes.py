@@ -11,6 +11,7 @@ ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840. ZeRO-Infinity: Rajbhandari et a
 DeepSpeed: deepspeed/runtime/zero/offload_config.py and deepspeed/runtime/swap_tensor/.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -26,11 +27,16 @@ class Kept(Protocol):
     """A run of this rank's state that comes and goes as one."""
 
     record: Record | None
-    most: int  # bytes it may ever take
+    most: int  # bytes that its record may ever take
+    beside: tuple[BlockFile, Record] | None  # read behind `most` bytes of the buffer, and not written back
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes now."""
+
+    @property
+    def room(self) -> int:
+        """Bytes of a buffer for it and for what is read beside it."""
 
     def attach(self, buffer: Buffer) -> None:
         """It has been read into this buffer: live there."""
@@ -79,7 +85,8 @@ class Disk(Host):
         self.buffer_count = buffer_count
         self.buffers: list[Buffer] = []  # for `rounds`
         self.ahead: list[Buffer] = []  # free, for what is read before it is needed: see `Shelf`
-        self.spare = Buffer(0)
+        self.spare = Buffer(0)  # for what nobody foresaw
+        self.leaving: deque[tuple[Record | None, Buffer, Transfer]] = deque()  # what `send` writes, the oldest first
 
     def __reduce__(self) -> tuple[type, tuple[Path, int, Aio, int | None]]:
         """Another process opens a file of its own."""
@@ -88,8 +95,8 @@ class Disk(Host):
     def admit(self, part: Kept) -> None:
         """Write the part for the first time. OffloadError if the disk has no room for the most it may ever take."""
         part.record = self.file.record(part.most)
-        if not self.buffers or len(self.buffers[0].view) < part.most:
-            self.buffers = self._buffers(part.most)  # none is in use between two rounds
+        if not self.buffers or len(self.buffers[0].view) < part.room:
+            self.buffers = self._buffers(part.room)  # none is in use between two rounds
         self._write(part, self.buffers[0]).wait()
 
     def rounds(self, parts: Iterable[Part], back: bool = True) -> Iterator[Part]:
@@ -99,12 +106,36 @@ class Disk(Host):
             yield part
 
     def expect(self, nbytes: int) -> None:
-        """A shelf of so many bytes will be read: between two transfers of others."""
-        if not self.ahead or len(self.spare.view) < nbytes:
-            self.spare, self.ahead = Buffer(nbytes), self._buffers(nbytes)
+        """A shelf of so many bytes will be read ahead: between two transfers of others."""
+        if not self.ahead or len(self.ahead[0].view) < nbytes:
+            self.ahead = self._buffers(nbytes)
+
+    def unforeseen(self, nbytes: int) -> Buffer:
+        """The one buffer for what is read at once."""
+        if len(self.spare.view) < nbytes:
+            self.spare = Buffer(nbytes)
+        return self.spare
+
+    def send(self, record: Record, values: Tensor, dtype: torch.dtype) -> None:
+        """Begin to write a copy of `values` [n]. Two are under way at most; an error shows at the next one."""
+        if not self.leaving or len(self.leaving[0][1].view) < record.nbytes:
+            self.arrived()
+            self.leaving = deque((None, Buffer(record.nbytes), Transfer([])) for _ in range(2))
+        _, buffer, before = self.leaving[0]
+        before.wait()
+        buffer.bytes.view(dtype)[: values.numel()] = values
+        self.leaving.popleft()
+        self.leaving.append((record, buffer, self.file.write(record, buffer)))
+
+    def arrived(self, *records: Record) -> None:
+        """Wait for what was sent to these records, or for all."""
+        for record, _, transfer in self.leaving:
+            if not records or record in records:
+                transfer.wait()
 
     def memory(self) -> list[Tensor]:
-        return [buffer.bytes for buffer in (*self.buffers, *self.ahead, self.spare)]
+        leaving = [buffer for _, buffer, _ in self.leaving]
+        return [buffer.bytes for buffer in (*self.buffers, *self.ahead, *leaving, self.spare)]
 
     def _buffers(self, nbytes: int) -> list[Buffer]:
         if self.buffer_size is not None and nbytes > self.buffer_size:
@@ -115,7 +146,11 @@ class Disk(Host):
         return [Buffer(nbytes) for _ in range(self.buffer_count)]
 
     def _read(self, part: Kept, buffer: Buffer) -> Transfer:
-        return self.file.read(self._used(part), buffer)
+        blocks = self.file.read(self._used(part), buffer).blocks
+        if part.beside is not None:
+            file, record = part.beside
+            blocks = [*blocks, *file.read(record, buffer, pages(part.most)).blocks]
+        return Transfer(blocks)
 
     def _write(self, part: Kept, buffer: Buffer) -> Transfer:
         part.detach(buffer)

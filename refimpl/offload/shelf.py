@@ -5,7 +5,8 @@
     reading    one buffer        `read`, `drop`
 
 `begin` is for what will be needed soon: the disk works meanwhile. How many may be read ahead is the home's
-`buffer_count`; one buffer more is for what nobody foresaw. ZeRO-3 keeps a unit's shard like this (`offload_param`).
+`buffer_count`; one buffer more is for what nobody foresaw. Writes go on behind the caller's back (`Disk.send`); whoever
+reads what is still being written waits for it. ZeRO-3 keeps a unit's shard like this (`offload_param`).
 DeepSpeed: deepspeed/runtime/swap_tensor/partitioned_param_swapper.py.
 """
 
@@ -20,8 +21,8 @@ from refimpl.offload.homes import Disk
 class Shelf:
     """`flat` [S], on `disk` from now on, in runs of `most` elements."""
 
-    def __init__(self, disk: Disk, flat: Tensor, most: int) -> None:
-        """OffloadError if the disk has no room."""
+    def __init__(self, disk: Disk, flat: Tensor, most: int, ahead: bool = True) -> None:
+        """OffloadError if the disk has no room. `ahead`: whether it will be read before it is needed."""
         self.disk, self.dtype, self.numel, self.most = disk, flat.dtype, flat.numel(), most
         self.runs: list[tuple[int, Record]] = []  # where each begins
         self.was_written = False  # from outside, since the last update
@@ -30,7 +31,8 @@ class Shelf:
             numel = min(most, self.numel - start)
             self.runs.append((start, disk.file.record(numel * self.dtype.itemsize)))
         self.nbytes = sum(record.nbytes for _, record in self.runs)
-        disk.expect(self.nbytes)
+        if ahead:
+            disk.expect(self.nbytes)
         self.write(0, flat)
 
     @property
@@ -44,7 +46,7 @@ class Shelf:
 
     def read(self, out: Tensor) -> Tensor:
         """Fill out [S], and return it."""
-        buffer, transfers = self._reading or self._begin(self.disk.spare)
+        buffer, transfers = self._reading or self._begin(self.disk.unforeseen(self.nbytes))
         try:
             for transfer in transfers:
                 transfer.wait()
@@ -67,17 +69,17 @@ class Shelf:
 
     def write(self, start: int, values: Tensor) -> None:
         """Replace the elements from `start`, where a run begins, by these, which end where one ends."""
-        buffer = self.disk.spare
         for (first, record), end in zip(self.runs, self._ends(), strict=True):
             if start <= first and end <= start + values.numel():
-                buffer.bytes.view(self.dtype)[: end - first] = values[first - start : end - start]
-                self.disk.file.write(record, buffer).wait()
+                self.disk.arrived(record)
+                self.disk.send(record, values[first - start : end - start], self.dtype)
 
     def _ends(self) -> list[int]:
         return [*(start for start, _ in self.runs[1:]), self.numel]
 
     def _begin(self, buffer: Buffer) -> tuple[Buffer, list[Transfer]]:
         transfers, at = [], 0
+        self.disk.arrived(*(record for _, record in self.runs))
         for _, record in self.runs:
             transfers.append(self.disk.file.read(record, buffer, at))
             at += record.nbytes

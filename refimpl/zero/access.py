@@ -66,7 +66,7 @@ class ByName:
         """The gradient since the last step, the mean over ranks, fp32; None if there is none."""
         p = self.parameter(p)
         bucket = self.gradients.bucket_of.get(p)
-        total = None if bucket is None else self.gradients.total.get(bucket)
+        total = None if bucket is None else self.gradients.reduced(bucket)
         return None if bucket is None or total is None else whole(bucket, total, p)
 
     def set_full_gradient(self, p: nn.Parameter | str, value: Tensor) -> None:
@@ -104,8 +104,12 @@ class ByName:
         return DATA.__get__(p).view(-1) if bucket is None else bucket.part(self.weights(bucket), p)
 
     def local_gradient(self, p: nn.Parameter | str) -> Tensor:
-        """This rank's part of the mean gradient: a flat view. RuntimeError if there is none."""
-        return self.view.mine(self.parameter(p))
+        """This rank's part of the mean gradient: a flat view. RuntimeError if there is none, or it is on a disk."""
+        p = self.parameter(p)
+        resting, bucket = self.gradients.resting, self.gradients.bucket_of.get(p)
+        if resting is not None and bucket in resting.squares:
+            self.refuse_away(p)
+        return self.view.mine(p)
 
     def local_state(self, p: nn.Parameter | str, key: str) -> Tensor | None:
         """This rank's part of the optimizer's state `key`: a flat view; None if it has none yet."""
@@ -115,22 +119,31 @@ class ByName:
         return None if bucket is None else self.update.slices.state_part(bucket, p, key)
 
     def read_local(self, p: nn.Parameter | str, key: str = "") -> Tensor | None:
-        """A copy of this rank's part of the fp32 weight, or of the state `key`, wherever it rests; flat."""
+        """A copy of this rank's part of the fp32 weight, of the mean gradient ("grad"), or of the state `key`; flat.
+
+        Wherever it rests. None if there is none.
+        """
         p = self.parameter(p)
         bucket = self.gradients.bucket_of[p]
+        if key == "grad":
+            total = self.gradients.reduced(bucket)
+            return None if total is None else bucket.part(total, p).clone()
         part = self.update.state_part(bucket, p, key) if key else bucket.part(self.update.weights(bucket), p)
         return None if part is None else part.clone()
 
     def write_local(self, p: nn.Parameter | str, value: Tensor, key: str = "") -> None:
         """Replace what `read_local` reads. A weight of the model follows with the next step, as in DeepSpeed."""
         p = self.parameter(p)
-        self.update.put_state(self.gradients.bucket_of[p], p, key, value.reshape(-1))
+        if key == "grad":
+            self.view.change(p, lambda part: part.copy_(value.reshape(-1)))
+        else:
+            self.update.put_state(self.gradients.bucket_of[p], p, key, value.reshape(-1))
 
     def refuse_away(self, p: nn.Parameter) -> None:
         """A view of what rests on a disk would be of nothing."""
         if self.update.is_away():
             raise RuntimeError(
-                f"{self.names[p]}: its optimizer state rests on a disk, there is no view of it: read_local copies it, "
+                f"{self.names[p]}: what was asked for rests on a disk, there is no view of it: read_local copies it, "
                 "write_local replaces it"
             )
 

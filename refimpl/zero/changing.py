@@ -45,6 +45,10 @@ class Changing(ABC):
     def owned(self, bucket: Bucket) -> Tensor:
         """See `Stage.owned`."""
 
+    @abstractmethod
+    def catch_up(self) -> None:
+        """See `Stage.catch_up`."""
+
     def attach(self, optimizer: optim.Optimizer) -> None:
         """Train with this optimizer, over parameters of the model, from now on. For a stage built without one."""
         if self.update.slices.optimizer is not None:
@@ -79,6 +83,7 @@ class Changing(ABC):
         thawed = [p for p in self.thawed if p.requires_grad]
         self.thawed = {}
         if thawed:
+            self.catch_up()
             fresh = self.lay_out_more(thawed)
             self.buckets += fresh
             self.gradients.watch(fresh)
@@ -105,6 +110,7 @@ class Changing(ABC):
     def detach_all(self) -> None:
         """Remove every hook, and give the optimizer back."""
         self.passes.settle()
+        self.catch_up()
         self.gradients.drop()
         for handle in self.handles:
             handle.remove()

@@ -30,7 +30,9 @@ class ZeroConfig:
     dtype: torch.dtype | None = None  # cast parameters to it; fp32 masters keep what this rounds off
     broadcast_buffers: bool = True  # rank 0's buffers on every rank before each training forward
     optimizer_home: Host | None = None  # where masters and optimizer state rest; None: on the device
+    gradient_home: Host | None = None  # where shards of gradients wait for the step (ZeRO-2, 3); None: on the device
     sub_group_size: int = 4_194_304  # elements that are brought from a home and updated at a time
+    delayed_update: bool = False  # a step's update runs beside the next one, and is used one step late
     offload_ratio: float = 1.0  # the share of the elements that rests there, bucket by bucket
 
     prefetch_bucket_size: int = 5_000_000  # elements gathered ahead of their use; one unit may be larger; 0: none
@@ -51,7 +53,22 @@ class ZeroConfig:
                 raise ValueError(f"ZeroConfig.{name} = {getattr(self, name)}: must be at least 1 element")
         if self.parameter_home is not None and self.optimizer_home is None:
             raise ValueError("ZeroConfig.parameter_home needs an optimizer_home: what is updated must rest somewhere")
+        if self.gradient_home is not None and self.optimizer_home is None:
+            raise ValueError("ZeroConfig.gradient_home needs an optimizer_home: gradients wait for an update there")
+        if isinstance(self.gradient_home, Disk) and not isinstance(self.optimizer_home, Disk):
+            raise ValueError("ZeroConfig.gradient_home = Disk needs a Disk as optimizer_home: they are read together")
+        if self.delayed_update:
+            self._check_delayed()
         if self.gradient_clipping < 0:
             raise ValueError(f"ZeroConfig.gradient_clipping = {self.gradient_clipping}: must not be negative")
         if self.gradient_predivide_factor <= 0:
             raise ValueError(f"ZeroConfig.gradient_predivide_factor = {self.gradient_predivide_factor}: must be > 0")
+
+    def _check_delayed(self) -> None:
+        if self.optimizer_home is None or self.offload_ratio < 1:
+            raise ValueError("ZeroConfig.delayed_update needs an optimizer_home for all of the optimizer's state")
+        if self.gradient_home is not None or self.parameter_home is not None:
+            raise ValueError(
+                "ZeroConfig.delayed_update: gradients and parameters rest where training looks for them; "
+                "leave gradient_home and parameter_home out"
+            )

@@ -96,9 +96,13 @@ class Bucket:
         first, last = self.offset[p] - start, self.offset[p] + p.numel() - start
         return min(max(first, 0), size), min(max(last, 0), size)
 
+    def within(self, flat: Tensor, p: nn.Parameter) -> tuple[int, int]:
+        """Start and end of what flat, [P] or this rank's [S], holds of p."""
+        return (self.offset[p], self.offset[p] + p.numel()) if flat.numel() == self.padded else self.span(p)
+
     def part(self, flat: Tensor, p: nn.Parameter) -> Tensor:
         """What flat, [P] or this rank's [S], holds of p: a flat view."""
-        start, end = (self.offset[p], self.offset[p] + p.numel()) if flat.numel() == self.padded else self.span(p)
+        start, end = self.within(flat, p)
         return flat[start:end]
 
     def cut(self, whole: Tensor, p: nn.Parameter, numel: int) -> Tensor:

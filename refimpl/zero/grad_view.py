@@ -7,7 +7,9 @@ every rank must ask), and factors and bounds are applied to the part that is her
 the remedy. FSDP2 does the same with DTensor: torch/distributed/tensor/_ops/_math_ops.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import groupby
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -63,7 +65,9 @@ class GradientView:
         if p in grads.dropped or (whole and p not in grads.used and not bucket.piece(total, p).any()):
             return None
         shown = (
-            bucket.piece(total, p) if whole else GradientShard(p, self.mine(p), lambda order: self.norm(p, order), name)
+            bucket.piece(total, p)
+            if whole
+            else GradientShard(p, self.mine(p), partial(self.change, p), lambda order: self.norm(p, order), name)
         )
         self._shown.setdefault(bucket, WeakValueDictionary())[id(shown)] = shown
         return shown
@@ -73,12 +77,18 @@ class GradientView:
         return bool(self._shown.pop(bucket, None))
 
     def mine(self, p: nn.Parameter) -> Tensor:
-        """The part of p's reduced gradient that this rank has, flat; RuntimeError if there is none."""
+        """The part of p's reduced gradient that this rank has, flat, see `away`; RuntimeError if there is none."""
         bucket = self.gradients.bucket_of[p]
         total = self.gradients.total.get(bucket)
         if total is None:
             raise RuntimeError(f"{self.gradients.names[p]} has no reduced gradient: read it between backward and step")
         return bucket.part(total, p)
+
+    def change(self, p: nn.Parameter, write: Callable[[Tensor], object]) -> None:
+        """Let `write` change what `mine` gives. RuntimeError if there is none."""
+        self.mine(p)
+        bucket = self.gradients.bucket_of[p]
+        self.gradients.change(bucket, *bucket.within(self.gradients.total[bucket], p), write)
 
     @torch.no_grad()
     def write(self, p: nn.Parameter, value: Tensor | None) -> None:
@@ -96,8 +106,8 @@ class GradientView:
             grads.waiting(p)  # copied at once: the tensor stays the caller's
         elif not isinstance(value, GradientShard):
             grads.used.add(p)
-            mine = self.mine(p)
-            mine.copy_(grads.bucket_of[p].cut(value, p, mine.numel()))
+            mine = grads.bucket_of[p].cut(value, p, self.mine(p).numel())
+            self.change(p, lambda part: part.copy_(mine))
 
     def norm(self, p: nn.Parameter, order: float) -> Tensor:
         """The norm of p's whole gradient, fp32. A collective: all parameters' norms are found at once."""
@@ -124,31 +134,47 @@ class GradientView:
             parts = torch.stack([self.norm(p, order) for p in bucket.params])
             return torch.linalg.vector_norm(parts, order) if start == 0 else torch.zeros(())
 
-        return GradientShard(like, part, norm, f"a slice of {bucket.name}")
+        change = partial(self.gradients.change, bucket, start, end)
+        return GradientShard(like, part, change, norm, f"a slice of {bucket.name}")
+
+    def _parts(self, params: list[nn.Parameter]) -> Iterator[Tensor]:
+        """What `mine` gives, brought from where it rests, each bucket once: its parameters come together."""
+        for bucket, those in groupby(params, self.gradients.bucket_of.__getitem__):
+            total = self.gradients.reduced(bucket)
+            assert total is not None
+            yield from (bucket.part(total, p) for p in those)
 
     def _all_norms(self, order: float) -> dict[nn.Parameter, Tensor]:
         params = [p for p, bucket in self.gradients.bucket_of.items() if bucket in self.gradients.total]
         most = order == float("inf")
-        mine = [self.mine(p).double() for p in params]
-        powers = torch.stack(
-            [(m.abs().max() if m.numel() else m.new_zeros(())) if most else m.abs().pow(order).sum() for m in mine]
-        )
+        powers = torch.zeros(len(params), dtype=torch.float64, device=self.gradients.group.device)
+        for i, part in enumerate(self._parts(params)):
+            if part.numel():
+                powers[i] = part.double().abs().max() if most else part.double().abs().pow(order).sum()
         self.gradients.group.all_reduce(powers, "max" if most else "sum", tag="norm")
         norms = (powers if most else powers.pow(1 / order)).float()
         return dict(zip(params, norms.unbind(), strict=True))
 
 
 class GradientShard(Tensor):
-    """A gradient of the parameter's shape of which this rank has `part`, flat [0..numel]."""
+    """A gradient of the parameter's shape of which this rank has `part`, flat [0..numel], which `change` writes to."""
 
     part: Tensor
     label: str
+    change: Callable[[Callable[[Tensor], object]], None]
     of: Callable[[float], Tensor]  # its norm
 
     @staticmethod
-    def __new__(cls, p: nn.Parameter, part: Tensor, of: Callable[[float], Tensor], name: str) -> "GradientShard":
+    def __new__(
+        cls,
+        p: nn.Parameter,
+        part: Tensor,
+        change: Callable[[Callable[[Tensor], object]], None],
+        of: Callable[[float], Tensor],
+        name: str,
+    ) -> "GradientShard":
         self: GradientShard = Tensor._make_wrapper_subclass(cls, p.shape, dtype=part.dtype, device=part.device)
-        self.part, self.label, self.of = part, name, of
+        self.part, self.change, self.label, self.of = part, change, name, of
         return self
 
     def __init__(self, *_: Any) -> None:
@@ -166,7 +192,8 @@ class GradientShard(Tensor):
             if func is aten.linalg_vector_norm.default and not rest[1:]:
                 return grad.of(float(rest[0]) if rest else 2.0)
             if func in ELEMENTWISE and not any(isinstance(a, Tensor) and a.numel() > 1 for a in rest):
-                func(grad.part, *rest, **(kwargs or {}))
+                there = [a.to(grad.device) if isinstance(a, Tensor) else a for a in rest]
+                grad.change(lambda part: func(part, *there, **(kwargs or {})))
                 return grad
             if func in (aten.detach.default, aten.alias.default):
                 return grad

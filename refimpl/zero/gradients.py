@@ -24,10 +24,12 @@ from torch import Tensor, nn
 from refimpl.comm.collectives import Op, Scratch
 from refimpl.comm.group import Group
 from refimpl.comm.work import Work
+from refimpl.offload.homes import is_here
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.filling import Filling
 from refimpl.zero.flat import Bucket
 from refimpl.zero.parameter import take_raw_grad
+from refimpl.zero.resting import Resting
 
 IN_FLIGHT = 2  # two buckets travel while a third fills
 
@@ -75,6 +77,7 @@ class Gradients:
         self.used: set[nn.Parameter] = set()  # that this rank has a gradient of since the step
         self.dropped: set[nn.Parameter] = set()  # whose reduced gradient was dropped, on every rank
         self.generation = 0  # counts the changes of `total`
+        self.resting: Resting | None = None  # where the totals of some buckets wait, if not in memory
         self.held: Callable[[Bucket], bool] = lambda _: False  # whether somebody has kept a view of its total
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         self.first_finite: Tensor | None = None  # whether the last backward's first gradient was; None: it had none
@@ -166,9 +169,23 @@ class Gradients:
         self.used.discard(p)
         if bucket in self.total:
             self.dropped.add(p)
-            bucket.part(self.total[bucket], p).zero_()
+            self.change(bucket, *bucket.within(self.total[bucket], p), Tensor.zero_)
         if bucket in self.filling:
             self.filling[bucket].discard(p)
+
+    def reduced(self, bucket: Bucket) -> Tensor | None:
+        """The mean over ranks of all that has travelled since the step: [P] or [S]; a copy, if it rests on a disk."""
+        if self.resting is not None and bucket in self.resting.squares:
+            return self.resting.whole(bucket)
+        return self.total.get(bucket)
+
+    def change(self, bucket: Bucket, start: int, end: int, write: Callable[[Tensor], object]) -> None:
+        """Let `write` change the elements start to end of a bucket's total, wherever that is."""
+        if self.resting is not None and bucket in self.resting.squares:
+            self.resting.change(bucket, start, end, write)
+            self.generation += 1
+        else:
+            write(self.total[bucket][start:end])
 
     def _open(self, bucket: Bucket) -> Filling:
         """The bucket's gradients of this rank, with a buffer to fill."""
@@ -227,7 +244,10 @@ class Gradients:
         result = reduction.result.to(flight.local.dtype)
         if self._postscale != 1:
             result.mul_(self._postscale)
-        if bucket in self.total:
+        if self.resting is not None and bucket in self.resting.buckets:
+            self.total[bucket] = self.resting.add(bucket, result)
+            self.group.ledger.mark(f"home {bucket.name}")
+        elif bucket in self.total:
             self.total[bucket].add_(result)
         else:
             self.total[bucket] = result
@@ -261,16 +281,20 @@ class Gradients:
             scratch = self._scratch if self._scratch.lends(buffer) else self._results
             scratch.give(buffer, keep=not self.held(bucket))
         self._lent, self.total = {}, {}
+        if self.resting is not None:
+            self.resting.clear()
         self.used, self.dropped = set(), set()
         self.generation += 1
 
     def tensors(self) -> list[Tensor]:
         """The gradients since the last step: reduced, or this rank's own."""
-        return [*self.total.values(), *(filling.buffer for filling in self.filling.values())]
+        totals = [total for total in self.total.values() if is_here(total)]
+        return [*totals, *(filling.buffer for filling in self.filling.values())]
 
     def buffers(self) -> list[Tensor]:
         """Transient memory kept between steps."""
-        return self._scratch.tensors() + self._results.tensors()
+        resting = self.resting.memory() if self.resting else []
+        return self._scratch.tensors() + self._results.tensors() + resting
 
     def remove(self) -> None:
         """Let go of the parameters."""

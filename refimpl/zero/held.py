@@ -30,8 +30,13 @@ class Held(ABC):
     def gather(self) -> None:
         """See `Stage.gather`."""
 
+    @abstractmethod
+    def catch_up(self) -> None:
+        """See `Stage.catch_up`."""
+
     def state_dict(self) -> dict[str, Any]:
         """What this rank owns (references, not copies): optimizer state, fp32 weights, loss scale."""
+        self.catch_up()
         return {"stage": type(self).__name__, "ranks": self.group.size, **self.update.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -40,11 +45,13 @@ class Held(ABC):
         for key, value in here.items():
             if state[key] != value:
                 raise ValueError(f"this state was saved with {key} = {state[key]}, here {key} = {value}")
+        self.catch_up()
         self.update.load_state_dict(state)
         self.gather()
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The model's weights by name on rank 0, None elsewhere: views of the model's own memory, not a copy."""
+        self.catch_up()
         return self.model.state_dict() if self.group.rank == 0 else None
 
     def tensors(self) -> dict[str, list[Tensor]]:
@@ -53,14 +60,19 @@ class Held(ABC):
         masters = [m for b, m in update.masters.items() if m is not update.owned[b] and is_here(m)]
         homes = {h for h in (self.config.optimizer_home, self.config.parameter_home) if h is not None}
         buffers = {"offload buffers": [t for home in homes for t in home.memory()]} if homes else {}
-        return {
-            "parameters": [DATA.__get__(p) for p in self.names if not isinstance(p, Freed)],
-            "gradients": self.gradients.tensors(),
-            "optimizer": [t for t in update.state() if is_here(t)],
-            "master weights": masters,
-            "gathered": [],
-            "buckets": [*self.gradients.buffers(), *self.group.scratch()],
-        } | buffers
+        waiting = {"delayed update": update.waiting()} if self.config.delayed_update else {}
+        return (
+            {
+                "parameters": [DATA.__get__(p) for p in self.names if not isinstance(p, Freed)],
+                "gradients": self.gradients.tensors(),
+                "optimizer": [t for t in update.state() if is_here(t)],
+                "master weights": masters,
+                "gathered": [],
+                "buckets": [*self.gradients.buffers(), *self.group.scratch()],
+            }
+            | buffers
+            | waiting
+        )
 
     @property
     def scaler(self) -> LossScaler | None:

@@ -8,19 +8,24 @@ DeepSpeed: deepspeed/runtime/zero/stage3.py, `_optimizer_step` over sub-groups.
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from refimpl.checkpoint.tensors import Later
 from refimpl.offload.blocks import OffloadError
-from refimpl.offload.homes import Host, away
+from refimpl.offload.homes import Disk, Host, away
 from refimpl.zero.flat import ALIGN, Bucket, round_up
 from refimpl.zero.parameter import DATA
 from refimpl.zero.parts import WEIGHTS, Part, size_of
+from refimpl.zero.resting import resting
 from refimpl.zero.slices import Slice
 from refimpl.zero.update import Update, follow, master_of
+
+Handed = tuple[Tensor, float, set[nn.Parameter]]  # mean gradient, its factor, the parameters to leave alone
 
 
 class OffloadedUpdate(Update):
@@ -42,6 +47,8 @@ class OffloadedUpdate(Update):
             )
         self.owned |= owned
         most = round_up(self.config.sub_group_size, ALIGN)
+        if self.config.gradient_home is not None and self.resting is None:
+            self.resting = resting(self.config.gradient_home, self.gone, most)
         gone = self._offloaded(owned)
         super().add({bucket: mine for bucket, mine in owned.items() if bucket not in gone})
         for bucket, mine in gone.items():
@@ -52,6 +59,8 @@ class OffloadedUpdate(Update):
             for start in range(0, master.numel(), most):
                 weights = master[start : start + most]
                 parts.append(Part(self.slices, bucket, start, weights, size_of(widths, weights.numel())))
+                if isinstance(self.config.gradient_home, Disk):
+                    parts[-1].grad_dtype = self.config.grad_accum_dtype or bucket.dtype
                 self.home.admit(parts[-1])
             self.parts += parts
             self.gone.add(bucket)
@@ -76,21 +85,38 @@ class OffloadedUpdate(Update):
 
     @torch.no_grad()
     def apply(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.check(closure)
+        if self.masters.keys() - self.gone:
+            super().apply()
+        self.update_parts(self.handed, self.slices.settings())
+        self.handed = {}
+
+    def check(self, closure: Callable[[], Any] | None) -> None:
+        """Whether a step can be taken."""
         if closure is not None:
             raise RuntimeError("an optimizer that asks for the loss itself cannot rest elsewhere: no optimizer_home")
         if self.torn:
             raise OffloadError("an earlier step was interrupted (in the middle of its update): go on from a checkpoint")
+
+    @torch.no_grad()
+    def update_parts(self, handed: dict[Bucket, Handed], settings: list[dict[str, Any]]) -> None:
+        """Each part in turn: its gradient, the optimizer's step with these settings of its groups, the weights."""
         self.torn = True
-        if self.masters.keys() - self.gone:
-            super().apply()
-        for part in self.home.rounds([part for part in self.parts if part.bucket in self.handed]):
+        parts = [part for part in self.parts if part.bucket in handed]
+        for part in parts:
+            part.beside = self.resting.run(part.bucket, part.start) if self.resting else None
+        for part in self.home.rounds(parts):
             self.follow(part)
-            grad, factor, left_alone = self.handed[part.bucket]
-            self.slices.hand_out(part.bucket, grad, factor, left_alone, part.start, part.end)
-            self.slices.step_inside(part.bucket, part.start, part.end)
+            grad, factor, left_alone = handed[part.bucket]
+            mine = grad[part.start : part.end] if part.gradient is None else part.gradient
+            self.slices.hand_out(part.bucket, mine, factor, left_alone, part.start, part.end)
+            self.slices.step_inside(part.bucket, part.start, part.end, settings)
             self.slices.release_gradients(part.bucket)
             self.round(part)
-        self.torn, self.handed = False, {}
+            part.beside = None
+        if self.config.parameter_home is not None:
+            self.config.parameter_home.arrived()
+        self.torn = False
 
     def follow(self, part: Part) -> None:
         """As `adopt`, of a part that is here. What rests on a shelf is only looked at if it was written."""
@@ -103,7 +129,7 @@ class OffloadedUpdate(Update):
         """The weights, rounded, to where the model has them."""
         shelf = part.bucket.shelf
         if shelf is not None:
-            shelf.write(part.start, part.weights.to(part.bucket.dtype))
+            shelf.write(part.start, part.weights)
             shelf.was_written &= part.end < self.owned[part.bucket].numel()  # the last part of it
         else:
             self.owned[part.bucket][part.start : part.end].copy_(part.weights, non_blocking=True)
@@ -194,21 +220,36 @@ class OffloadedUpdate(Update):
         self.torn = False
 
     @torch.no_grad()
-    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """As in `Update`; copies."""
+    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor | Later], dict[str, Any]]:
+        """As in `Update`, with the weights ("") too; all of it is read when the first of it is asked for."""
         if bucket not in self.gone:
             return super().state_at(bucket, low, high)
-        cut: dict[str, Tensor] = {}
-        rest: dict[str, Any] = {}
+        s = next(s for s in self.slices.of[bucket] if low < s.end)
+        known = {key: tensor.dtype for key, tensor in self.slices.tensors(s).items()}
+        read: dict[str, Tensor] = {}
+
+        def bring(key: str) -> Tensor:
+            if key not in read:
+                read.update(self._read(bucket, low, high))
+            return read.pop(key)
+
+        later = {key: Later(dtype, (high - low,), partial(bring, key)) for key, dtype in known.items()}
+        return dict(later), self.slices.state_at(bucket, max(low, s.start), min(high, s.end))[1]
+
+    @torch.no_grad()
+    def _read(self, bucket: Bucket, low: int, high: int) -> dict[str, Tensor]:
+        """Copies of the weights ("") and states of elements low to high."""
+        found: dict[str, Tensor] = {}
         for part in self.home.rounds(self._parts(bucket, low, high), back=False):
+            self.follow(part)
             for s in part.members():
                 first, last = max(low, s.start), min(high, s.end)
-                if first < last:
-                    here, others = self.slices.state_at(bucket, first, last)
-                    rest = rest or others
-                    for key, value in here.items():
-                        cut.setdefault(key, value.new_empty(high - low))[first - low : last - low] = value
-        return cut, rest
+                for key, value in self.slices.tensors(s).items() if first < last else ():
+                    flat = DATA.__get__(value).view(-1)[first - s.start : last - s.start]
+                    if key not in found:
+                        found[key] = flat.new_empty(high - low)
+                    found[key][first - low : last - low] = flat
+        return found
 
     def _given(self, s: Slice) -> Iterator[tuple[str, Tensor]]:
         """The state that torch has put there, before its place in a buffer is taken up."""

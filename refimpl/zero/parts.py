@@ -1,6 +1,7 @@
 """A part: elements of a rank's slice whose weights and optimizer state rest on a disk, and come and go as one record.
 
     record      weights [n] | first state [n] | second state [n] | ...      each begins on a multiple of 64 bytes
+    buffer      record | gradient [n]                                       the gradient if it rests on a disk too
 
 The optimizer goes on holding the same tensors. While a part is away their memory is one NaN, seen in their shape:
 whoever reads them by mistake notices, and writing to them is an error. `attach` makes them views of the buffer into
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from refimpl.offload.blocks import Buffer, Record
+from refimpl.offload.blocks import BlockFile, Buffer, Record, pages
 from refimpl.offload.homes import away
 from refimpl.zero.flat import Bucket, round_up
 from refimpl.zero.parameter import DATA
@@ -34,6 +35,9 @@ class Part:
     weights: Tensor  # [n], fp32
     most: int  # bytes that its record may ever take
     record: Record | None = None
+    beside: tuple[BlockFile, Record] | None = None  # its gradient
+    gradient: Tensor | None = None  # [n], in the buffer, while it is here
+    grad_dtype: torch.dtype | None = None  # of a gradient that rests on a disk
     layout: Layout = field(default_factory=lambda: [(WEIGHTS, torch.float32)])
 
     @property
@@ -44,6 +48,11 @@ class Part:
     def nbytes(self) -> int:
         return size_of([dtype for _, dtype in self.layout], self.weights.numel())
 
+    @property
+    def room(self) -> int:
+        """Bytes of a buffer that takes it and its gradient."""
+        return pages(self.most) + (pages(self.weights.numel() * self.grad_dtype.itemsize) if self.grad_dtype else 0)
+
     def members(self) -> list[Slice]:
         """The optimizer's slices inside."""
         return self.slices.inside(self.bucket, self.start, self.end)
@@ -51,6 +60,9 @@ class Part:
     def attach(self, buffer: Buffer) -> None:
         """What the record holds is in the buffer: let the optimizer's tensors live there."""
         members = self.members()
+        if self.beside is not None and self.grad_dtype is not None:
+            size = self.weights.numel() * self.grad_dtype.itemsize
+            self.gradient = buffer.bytes[pages(self.most) :][:size].view(self.grad_dtype)
         for key, flat in self._flats(buffer):
             if key == WEIGHTS:
                 self.weights = flat
@@ -73,7 +85,7 @@ class Part:
                     if here.data_ptr() != there.data_ptr():
                         there.copy_(here)
                     DATA.__set__(tensor, away(tensor))
-        self.weights = away(self.weights)
+        self.weights, self.gradient = away(self.weights), None
 
     def _inside(self, flat: Tensor, s: Slice) -> Tensor:
         return flat[s.start - self.start : s.end - self.start]

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from refimpl.checkpoint.place import Place
+from refimpl.checkpoint.tensors import Later
+from refimpl.offload.homes import is_here
 from refimpl.zero.flat import Bucket, round_up
 from refimpl.zero.parameter import DATA
 from refimpl.zero.stage import Stage
@@ -48,8 +50,8 @@ class Part:
 
     name: str
     place: Place
-    weight: Tensor
-    state: dict[str, Tensor]
+    weight: Tensor | Later
+    state: Mapping[str, Tensor | Later]
     rest: dict[str, Any]
 
 
@@ -61,35 +63,36 @@ def place_of(stage: Stage, p: nn.Parameter) -> Place:
 
 
 def parts(stage: Stage) -> Iterator[Part]:
-    """This rank's parts of all parameters: views, where that can be."""
-    for name, p, flat, bucket in memory(stage):
-        place = place_of(stage, p)
+    """This rank's parts of all parameters: views where they are in memory, `Later` where they rest on a disk."""
+    for p, name in stage.names.items():
+        bucket, place = stage.home(p), place_of(stage, p)
         begin, end = place.held(stage.group.rank, stage.group.size)
+        if bucket is None:
+            yield Part(name, place, DATA.__get__(p).reshape(-1)[begin:end], {}, {})
+            continue
+        flat = seen(stage, bucket)
         here = place.at - offset_here(stage, flat, bucket)
         low, high = here + begin, here + end
-        there = stage.update.state_at(bucket, low, high) if begin < end and bucket is not None else ({}, {})
-        state, rest = there[0], there[1] if begin == 0 else {}
-        yield Part(name, place, flat[low:high], state, rest)
+        state, rest = stage.update.state_at(bucket, low, high) if begin < end else ({}, {})
+        weight = state.pop("") if "" in state else piece(bucket, flat, low, high)
+        yield Part(name, place, weight, state, rest if begin == 0 else {})
 
 
-def memory(stage: Stage) -> Iterator[tuple[str, nn.Parameter, Tensor, Bucket | None]]:
-    """Each parameter with the flat memory here that holds the most exact weights of it."""
-    flats: dict[Bucket, Tensor] = {}
-    for p, name in stage.names.items():
-        bucket = stage.home(p)
-        if bucket is None:
-            yield name, p, DATA.__get__(p).reshape(-1), None
-        else:
-            if bucket not in flats:
-                flats[bucket] = stage.weights(bucket)
-            yield name, p, flats[bucket], bucket
+def seen(stage: Stage, bucket: Bucket) -> Tensor:
+    """The most exact weights of a bucket that this rank has; where they rest on a disk their shape: see `away`."""
+    master = stage.update.masters.get(bucket)
+    resting = bucket.mine if master is None and bucket.shelf is not None else master
+    return stage.weights(bucket) if resting is None or is_here(resting) else resting
 
 
-def offset_here(stage: Stage, flat: Tensor, bucket: Bucket | None) -> int:
+def piece(bucket: Bucket, flat: Tensor, low: int, high: int) -> Tensor | Later:
+    """Elements low to high of flat; of a shard that rests on a disk and is not trained: `Later`."""
+    return flat[low:high] if is_here(flat) else Later(flat.dtype, (high - low,), lambda: bucket.now()[low:high])
+
+
+def offset_here(stage: Stage, flat: Tensor, bucket: Bucket) -> int:
     """Which element of the whole buffer flat begins with: [P] with the first, [S] with this rank's."""
-    if bucket is None or flat.numel() == bucket.padded:
-        return 0
-    return stage.group.rank * (bucket.padded // stage.group.size)
+    return 0 if flat.numel() == bucket.padded else stage.group.rank * (bucket.padded // stage.group.size)
 
 
 @torch.no_grad()
@@ -101,17 +104,22 @@ def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool,
     wanted = set(names)
     if isinstance(stage, Zero3):
         stage.fetch.end()  # what is gathered ahead has the old weights
-    flats: dict[Bucket, Tensor] = {}
-    for name, p, flat, bucket in memory(stage):
-        flats |= {} if bucket is None else {bucket: flat}
-        if name in wanted:
+    members: dict[Bucket, list[nn.Parameter]] = {}
+    for p, name in stage.names.items():
+        bucket = stage.home(p)
+        if bucket is not None:
+            members.setdefault(bucket, []).append(p)
+        elif name in wanted:
+            flat = DATA.__get__(p).reshape(-1)
+            source.fill("weight", name, 0, flat)
+            DATA.__get__(p).copy_(flat.view(p.shape))  # flat may be a copy
+    for bucket, those in members.items():
+        flat = stage.weights(bucket)  # of a disk: a copy, one at a time
+        for p in [p for p in those if stage.names[p] in wanted]:
             here = place_of(stage, p).at - offset_here(stage, flat, bucket)
             low, high = max(here, 0), min(here + p.numel(), flat.numel())
             if low < high:
-                source.fill("weight", name, low - here, flat[low:high])
-                if bucket is None:  # flat may be a copy
-                    DATA.__get__(p).copy_(flat.view(p.shape))
-    for bucket, flat in flats.items():
+                source.fill("weight", stage.names[p], low - here, flat[low:high])
         stage.put_weights(bucket, flat)
     stage.gather()
     slices = stage.update.slices

@@ -144,7 +144,7 @@ class Slices:
     def hand_out(
         self, bucket: Bucket, grad: Tensor, factor: float, left_alone: set[nn.Parameter], start: int, end: int
     ) -> None:
-        """factor * grad, as long as the bucket's master, to its slices in start to end; those to leave alone get none.
+        """factor * grad, the elements start to end, to the slices there; those to leave alone get none.
 
         fp32 is multiplied in place.
         """
@@ -157,11 +157,11 @@ class Slices:
         for s in self.of[bucket]:
             if s.start < start or s.end > end:
                 continue
-            alone = any(start <= s.start < s.end <= end for start, end in spans)
+            alone = any(a <= s.start < s.end <= b for a, b in spans)
             if alone:
                 s.param.grad = None
                 continue
-            wide = grad[s.start : s.end].to(s.param.device, s.param.dtype)
+            wide = grad[s.start - start : s.end - start].to(s.param.device, s.param.dtype)
             s.param.grad = (wide if factor == 1 else wide.mul_(factor)).view(s.param.shape)
 
     def span(self, bucket: Bucket, p: nn.Parameter) -> tuple[int, int]:
@@ -206,18 +206,22 @@ class Slices:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a torch schedule looks for
         return self.kind.step(self.optimizer, closure) if closure else self.kind.step(self.optimizer)
 
-    def step_inside(self, bucket: Bucket, start: int, end: int) -> None:
-        """The optimizer's own step, of the slices there alone. Its step hooks run each time."""
+    def settings(self) -> list[dict[str, Any]]:
+        """The options of the optimizer's groups, as they are now."""
         assert self.optimizer is not None
-        groups = self.optimizer.param_groups
-        all_params = [group["params"] for group in groups]
-        for index, group in enumerate(groups):
-            group["params"] = [s.param for s in self.inside(bucket, start, end)] if index == bucket.group_index else []
-        try:
-            self.step(None)
-        finally:
-            for group, params in zip(groups, all_params, strict=True):
-                group["params"] = params
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in options]
+
+    def step_inside(self, bucket: Bucket, start: int, end: int, settings: list[dict[str, Any]]) -> None:
+        """The optimizer's own step, of the slices there alone, with these settings. Its step hooks run each time."""
+        assert self.optimizer is not None
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a torch schedule looks for
+        here: list[nn.Parameter] = [s.param for s in self.inside(bucket, start, end)]
+        twin = object.__new__(type(self.optimizer))  # the same state, with groups of its own
+        twin.__dict__ = self.optimizer.__dict__ | {
+            "param_groups": [{**s, "params": here if i == bucket.group_index else []} for i, s in enumerate(settings)]
+        }
+        self.kind.step(twin)
 
     def inside(self, bucket: Bucket, start: int, end: int) -> list[Slice]:
         """The slices that lie there."""

@@ -29,6 +29,7 @@ from refimpl.zero.backward import BackwardPass, in_backward
 from refimpl.zero.buffers import Buffers
 from refimpl.zero.changing import Changing
 from refimpl.zero.config import ZeroConfig
+from refimpl.zero.delayed import DelayedUpdate
 from refimpl.zero.flat import Bucket, gather_all, groups_of, lay_out
 from refimpl.zero.grad_view import GradientView
 from refimpl.zero.gradients import Gradients, Reduction
@@ -63,6 +64,11 @@ class Stage(Changing, ByName, Held, ABC):
         """
         self.model = model if isinstance(model, nn.Module) else nn.ParameterList(model)
         self.group, self.config, self.given_scaler = group or Group.world(), config or ZeroConfig(), scaler
+        if self.config.gradient_home is not None and not self.reduces_always:
+            raise ValueError(
+                f"gradient_home: {type(self).__name__} keeps whole gradients on every rank; shards rest elsewhere from "
+                "ZeRO-2 on"
+            )
         self.names = {p: name for name, p in self.model.named_parameters()}
         refuse_shared_memory(self.names)
         self.handles: list[Any] = []
@@ -87,9 +93,11 @@ class Stage(Changing, ByName, Held, ABC):
         )
         self.view = GradientView(self.gradients, self.passes.settle)
         owned = {b: self.owned(b) for b in self.buckets}
-        kind = OffloadedUpdate if self.config.optimizer_home else Update
+        offloaded = DelayedUpdate if self.config.delayed_update else OffloadedUpdate
+        kind = offloaded if self.config.optimizer_home else Update
         self.update = kind(optimizer, owned, self.group, self.config, self.given_scaler, type(self).__name__)
         self.update.slices.gradient_of = self.view.of_slice
+        self.gradients.resting = self.update.resting
         if optimizer is not None:
             take_over(optimizer, self)
         for p in managed:
@@ -205,7 +213,7 @@ class Stage(Changing, ByName, Held, ABC):
 
     def after_update(self, done: bool) -> None:
         """The gradients are used up; bring the new weights to where the next forward needs them."""
-        self.update.slices.release_gradients()
+        self.update.release()
         self.gradients.clear()
         if done:
             self.gather()
@@ -216,6 +224,11 @@ class Stage(Changing, ByName, Held, ABC):
         """Every rank's updated shard to every rank; nothing of what each rank has updated whole."""
         cut = [b for b in self.buckets if self.update.owned[b] is not b.full]
         gather_all(cut, self.config.allgather_bucket_size)
+
+    def catch_up(self) -> None:
+        """Finish an update that is one step late (`delayed_update`), and gather; nothing without one. A collective."""
+        if self.update.catch_up():
+            self.gather()
 
     def zero_grad(self) -> None:
         """Drop all gradients since the last step."""

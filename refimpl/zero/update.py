@@ -12,7 +12,7 @@ DeepSpeed: deepspeed/runtime/zero/stage_1_and_2.py, `step` and `unscale_and_clip
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn, optim
@@ -23,11 +23,17 @@ from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
 from refimpl.zero.slices import Slices
 
+if TYPE_CHECKING:
+    from refimpl.checkpoint.tensors import Later
+    from refimpl.zero.resting import Resting
+
 NORM_BLOCK = 1 << 16  # elements widened to fp64 at a time, so that the copy stays in cache
 
 
 class Update:
     """Check, unscale, clip and apply gradients to what this rank owns."""
+
+    resting: "Resting | None" = None  # where gradients wait for the step, if not in memory
 
     def __init__(
         self,
@@ -105,6 +111,18 @@ class Update:
             self.publish(bucket)
         return result
 
+    def catch_up(self) -> bool:
+        """Finish an update that is one step late; whether there was one: see `DelayedUpdate`."""
+        return False
+
+    def release(self) -> None:
+        """A step is over, or was skipped: its gradients are used up."""
+        self.slices.release_gradients()
+
+    def waiting(self) -> list[Tensor]:
+        """Gradients and weights of an update that is one step late."""
+        return []
+
     def weights(self, bucket: Bucket) -> Tensor:
         """The most exact weights that this rank has of a bucket: its masters, or its own slice. -> [P] or [S]"""
         self.adopt(bucket)
@@ -131,9 +149,10 @@ class Update:
         """
         params = [p for bucket in self.owned for p in bucket.params]
         message = torch.tensor([0.0, *(p not in used for p in params)], dtype=torch.float64, device=self.group.device)
+        known = self.resting.squares if self.resting else {}
         for bucket, gradient in gradients.items():
             mine = bucket.shard(gradient) if gradient.numel() == bucket.padded else gradient  # of what every rank has
-            message[0] += sum_of_squares(mine, exact)
+            message[0] += known[bucket] if bucket in known else sum_of_squares(mine, exact)
         self.group.all_reduce(message, "sum", tag="norm")
         self.group.settle()
         squares, *unused = message.tolist()
@@ -162,9 +181,10 @@ class Update:
         assert part is not None
         part.copy_(value)
 
-    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, "Tensor | Later"], dict[str, Any]]:
         """The state of elements low to high of what is owned: what has an element for each, flat, and the rest."""
-        return self.slices.state_at(bucket, low, high)
+        cut, rest = self.slices.state_at(bucket, low, high)
+        return dict(cut), rest
 
     def keep_state(self, bucket: Bucket) -> None:
         """The optimizer was given new state: let it rest where it belongs."""

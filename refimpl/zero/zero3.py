@@ -91,10 +91,17 @@ class Zero3(Stage):
         return super().home(p) or unit_of(p)
 
     def weights(self, bucket: Bucket) -> Tensor:
-        return bucket.now() if isinstance(bucket, Unit) and bucket not in self.update.owned else super().weights(bucket)
+        only_here = isinstance(bucket, Unit) and bucket not in self.update.masters
+        return bucket.now() if only_here else super().weights(bucket)
+
+    def catch_up(self) -> None:
+        if self.config.delayed_update:
+            self.fetch.end()  # what is gathered ahead has the old weights
+        super().catch_up()
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The model's weights by name in rank 0's host memory, None elsewhere. A collective, unit by unit."""
+        self.catch_up()
         copies: dict[Tensor, Tensor] = {}
         for unit in self.units:
             with whole(unit.params):

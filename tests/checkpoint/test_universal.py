@@ -114,6 +114,30 @@ def test_no_rank_ever_holds_a_whole_copy(stage: int, tmp_path: Path) -> None:
     assert max(loading) < 12 * psi / 3 + 4 * psi / 8, "the new state of the optimizer, and less than one layer"
 
 
+def on_disk(folder: Path, save: bool) -> int:
+    """As `metered`, with all of stage 3 on a disk."""
+    nvme = {"device": "nvme", "nvme_path": str(folder / "disk")}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 4000}
+    zero |= {"offload_optimizer": nvme, "offload_param": nvme}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": {"type": "AdamW"}}
+    engine = refimpl.initialize(model=Wide(), config=config | {"aio": {"block_size": 16_000}})[0]
+    for _ in range(2 if save else 1):
+        engine.backward(engine(torch.ones(1, 128)))
+        engine.step()
+    meter = MemoryMeter(engine.stage.tensors)
+    with meter:
+        engine.save_checkpoint(folder) if save else engine.load_checkpoint(folder)
+    return meter.peak["other"] + meter.peak["activations"] + meter.peak["gathered"]
+
+
+def test_what_rests_on_a_disk_is_saved_and_loaded_a_layer_at_a_time(tmp_path: Path) -> None:
+    layer, sub_group = 128 * 128, 4 * 4000
+    saving = worlds.run(on_disk, tmp_path, True, ranks=2)
+    loading = worlds.run(on_disk, tmp_path, False, ranks=3)
+    assert max(saving) <= 12 * layer / 2 + sub_group, "weights and both moments of one layer of eight"
+    assert max(loading) <= 12 * layer / 2 + 4 * layer
+
+
 def read_here(folder: Path, stage: int) -> tuple[int, int]:
     engine = wide(stage)
     with Folder(*given(folder)) as opened:

@@ -142,7 +142,7 @@ ASKED: dict[str, Any] = {
 }
 # Keys that count only together with another one.
 ALONGSIDE = (
-    "offload_optimizer: buffer_count pipeline_read pipeline_write ratio",
+    "offload_optimizer: buffer_count pipeline_read pipeline_write ratio delayed_update",
     "offload_param: buffer_count buffer_size max_in_cpu",
 )
 

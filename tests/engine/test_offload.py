@@ -29,6 +29,7 @@ def trained(settings: dict[str, Any], steps: int, folder: Path | None = None, go
         engine.step()
         if folder is not None and not go_on and step == 1:
             engine.save_checkpoint(folder)
+    engine.stage.catch_up()
     return {name: engine.stage.full_parameter(name) for name in engine.stage.names.values()}
 
 
@@ -69,6 +70,19 @@ def test_a_run_goes_on_from_its_checkpoint(stage: int, tmp_path: Path) -> None:
     whole = worlds.run(trained, settings, 4, tmp_path / "saved", ranks=2)[0]
     again = worlds.run(trained, settings, 4, tmp_path / "saved", True, ranks=2)[0]
     assert [n for n in whole if not torch.equal(whole[n], again[n])] == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_that_is_one_step_late_goes_on(stage: int, device: str, tmp_path: Path) -> None:
+    """A save finishes the update under way."""
+    late = (NVME if device == "nvme" else CPU) | {"delayed_update": True}
+    settings = offloaded(stage, late, None, tmp_path / "disk")
+    whole = worlds.run(trained, settings, 4, tmp_path / "saved", ranks=2)[0]
+    again = worlds.run(trained, settings, 4, tmp_path / "saved", True, ranks=2)[0]
+    plain = worlds.run(trained, config(stage, **ADAMW), 4, ranks=2)[0]
+    assert [n for n in whole if not torch.equal(whole[n], again[n])] == []
+    assert [n for n in whole if not torch.equal(whole[n], plain[n])] != []
 
 
 PARAM = {"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": 0}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-from training import STAGES, Job, differing, oracle, train
+from torch import Tensor, nn
+from training import STAGES, Job, Net, differing, oracle, train
 from worlds import run
 
 from refimpl.offload.homes import Disk, Host
@@ -40,6 +40,67 @@ def test_bf16_equals_the_same_stage_without_it(stage: str, home: str, tmp_path: 
     assert differing(run(train, stage, in_home(job, home, tmp_path), ranks=3)[0].weights, plain) == []
 
 
+def with_gradients(job: Job, folder: Path, home: str = "disk") -> Job:
+    """Gradients rest there too."""
+    job = in_home(job, home, folder)
+    return replace(job, config=job.config | {"gradient_home": job.config["optimizer_home"]})
+
+
+shards = pytest.mark.parametrize("stage", ["zero2", "zero3"])
+
+
+@shards
+@every_home
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_gradients_at_rest_give_the_same_bits(stage: str, home: str, ranks: int, tmp_path: Path) -> None:
+    job = Job(clip=0.05)
+    out = run(train, stage, with_gradients(job, tmp_path, home), ranks=ranks)[0]
+    assert differing(out.weights, oracle(ranks, job)) == []
+    assert (out.memory["gradients"] == 0) is (home == "disk")
+
+
+class AllUsed(Net):
+    """No layer is unused: that would hold all buckets behind it back to the end of backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.unused(self.embed(tokens)).square().mean()
+
+
+@shards
+@every_home
+def test_gradients_leave_bucket_by_bucket_inside_backward(stage: str, home: str, tmp_path: Path) -> None:
+    job = Job(steps=1, make=AllUsed, config={"reduce_bucket_size": 300})
+    events = run(train, stage, with_gradients(job, tmp_path, home), ranks=2)[0].events
+    names = [event.op.split()[0] for event in events if event.phase == "mark"]
+    assert names.count("home") > 2
+    assert "grad" in names[names.index("home") :], "a gradient arrives after another has left"
+
+
+@shards
+@every_home
+def test_gradients_at_rest_with_a_scaler_in_bf16(stage: str, home: str, tmp_path: Path) -> None:
+    job = Job(dtype=torch.bfloat16, micro_batches=3, scaler=lambda: LossScaler(2.0), poison=(2, 1))
+    plain = run(train, stage, job, ranks=3)[0]
+    out = run(train, stage, with_gradients(job, tmp_path, home), ranks=3)[0]
+    assert out.done == plain.done == [True, True, False, True, True]
+    assert plain.weights is not None
+    assert differing(out.weights, plain.weights) == []
+
+
+@every_home
+@every_stage
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_step_late_is_one_process_one_step_late(stage: str, home: str, ranks: int, tmp_path: Path) -> None:
+    job = in_home(Job(clip=0.05), home, tmp_path)
+    job = replace(job, config=job.config | {"delayed_update": True})
+    assert differing(run(train, stage, job, ranks=ranks)[0].weights, oracle(ranks, job)) == []
+
+
+def test_whole_gradients_have_no_home(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="gradient_home: Zero1 keeps whole gradients on every rank"):
+        run(train, "zero1", with_gradients(Job(), tmp_path), ranks=2)
+
+
 @every_stage
 def test_an_overflow_skips_the_step(stage: str, tmp_path: Path) -> None:
     job = Job(scaler=lambda: LossScaler(2.0), poison=(2, 1))
@@ -52,7 +113,9 @@ def test_an_overflow_skips_the_step(stage: str, tmp_path: Path) -> None:
 
 def on_disk(job: Job, folder: Path, sub_group_size: int = 128) -> Job:
     """Parameters too."""
-    homes = {"optimizer_home": Disk(folder), "parameter_home": Disk(folder), "sub_group_size": sub_group_size}
+    disk = Disk(folder)  # one of them serves two
+    homes = {"optimizer_home": disk, "gradient_home": disk, "parameter_home": Disk(folder)}
+    homes |= {"sub_group_size": sub_group_size}
     return replace(job, config=job.config | homes)
 
 

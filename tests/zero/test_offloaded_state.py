@@ -21,12 +21,16 @@ stages = pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 SUB_GROUP = 128
 
 
-def built(stage: str, disk: Disk | None, ratio: float = 1.0, dtype: torch.dtype | None = None) -> Stage:
+def built(
+    stage: str, disk: Disk | None, ratio: float = 1.0, dtype: torch.dtype | None = None, gradients: bool = False
+) -> Stage:
     torch.manual_seed(0)
     model = Net()
     config = ZeroConfig(
         reduce_bucket_size=700, optimizer_home=disk, sub_group_size=SUB_GROUP, offload_ratio=ratio, dtype=dtype
     )
+    if gradients:
+        config = replace(config, gradient_home=disk)
     if stage == "zero3":
         config = replace(config, parameter_home=disk)
     return STAGES[stage](model, adamw(model), Group.world(), config)
@@ -170,6 +174,47 @@ def test_a_byte_that_changed_on_the_disk_is_noticed(tmp_path: Path) -> None:
     first, second = run(altered, Disk(tmp_path), ranks=2)[0]
     assert "are not what was written there" in first
     assert "an earlier step was interrupted" in second
+
+
+def clipped_by_hand(stage: str, disk: Disk | None) -> dict[str, Tensor]:
+    """Runs on every rank: gradients at rest are read, clipped by torch, replaced by name, and used."""
+    here = built(stage, disk, gradients=disk is not None)
+    found: dict[str, Tensor] = {}
+    for step in range(3):
+        here.backward(here.model(tokens(step, here.group.rank)))
+        found[f"norm {step}"] = torch.nn.utils.clip_grad_norm_(here.model.parameters(), 0.05)
+        here.set_full_gradient("norm.weight", torch.full((13,), 0.01))
+        own = here.read_local("blocks.1.up.weight", "grad")
+        assert own is not None
+        here.write_local("blocks.1.up.weight", own * 2, "grad")
+        for name in ("embed.weight", "blocks.1.up.weight", "norm.weight"):
+            gradient = here.full_gradient(name)
+            assert gradient is not None
+            found[f"{name} {step}"] = gradient
+        here.step()
+    return found | {name: here.full_parameter(name) for name in here.names.values()}
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_gradients_at_rest_are_read_and_changed(stage: str, tmp_path: Path) -> None:
+    plain, resting = (run(clipped_by_hand, stage, disk, ranks=3)[0] for disk in (None, Disk(tmp_path)))
+    assert differing(resting, plain) == []
+
+
+def inferring(disk: Disk) -> bool:
+    """Runs on every rank: without an optimizer, for inference."""
+    torch.manual_seed(0)
+    model = Net()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    loss = model(tokens(0, 0))
+    config = ZeroConfig(optimizer_home=disk, parameter_home=disk, sub_group_size=SUB_GROUP)
+    here = STAGES["zero3"](model, None, Group.world(), config)
+    known = all(torch.equal(here.full_parameter(name), weight) for name, weight in before.items())
+    return known and torch.equal(here.model(tokens(0, 0)), loss)
+
+
+def test_a_model_without_an_optimizer_rests_there(tmp_path: Path) -> None:
+    assert all(run(inferring, Disk(tmp_path), ranks=2))
 
 
 def optimizers(disk: Disk) -> None:

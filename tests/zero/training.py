@@ -128,12 +128,13 @@ def oracle(ranks: int, job: Job, ranks_first: bool = False) -> dict[str, Tensor]
     What no micro-batch uses has no gradient, so the optimizer leaves it alone.
 
     With accumulation the order of the sum is the stage's: each rank's own micro-batches first (DDP, ZeRO-1), or each
-    micro-batch over ranks first (ZeRO-2, ZeRO-3).
+    micro-batch over ranks first (ZeRO-2, ZeRO-3). With `delayed_update` a step's gradients are applied one step late.
     """
     torch.manual_seed(0)
     model = job.make()
     optimizer = job.optimizer(model)
     params = [p for p in model.parameters() if p.requires_grad]
+    late: list[Tensor | None] | None = None
     for step in range(job.steps):
         rows = range(job.micro_batches)
         order = [[a * ranks + r for r in range(ranks)] for a in rows]
@@ -153,11 +154,20 @@ def oracle(ranks: int, job: Job, ranks_first: bool = False) -> dict[str, Tensor]
             total = [t if t is None else t / ranks for t in total]
         norm = torch.cat([t.flatten() for t in total if t is not None]).double().norm().item()
         factor = min(1.0, job.clip / (norm + 1e-6)) if job.clip else 1.0
-        for p, t in zip(params, total, strict=True):
-            p.grad = t * factor if t is not None and factor != 1 else t
-        optimizer.step()
-        optimizer.zero_grad()
+        now = [t * factor if t is not None and factor != 1 else t for t in total]
+        if job.config.get("delayed_update"):
+            late, now = now, late or [None] * len(params)
+        apply(optimizer, params, now)
+    if late is not None:
+        apply(optimizer, params, late)
     return model.state_dict()
+
+
+def apply(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], gradients: list[Tensor | None]) -> None:
+    for p, gradient in zip(params, gradients, strict=True):
+        p.grad = gradient
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def differing(a: dict[str, Tensor] | None, b: dict[str, Tensor]) -> list[str]:

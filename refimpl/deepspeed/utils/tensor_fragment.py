@@ -65,8 +65,11 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor:
-    """This rank's fragment of the gradient. RuntimeError before backward."""
-    return _stage(param).local_gradient(param)
+    """A copy of this rank's fragment of the gradient. RuntimeError before backward."""
+    fragment = _stage(param).read_local(param, "grad")
+    if fragment is None:
+        raise RuntimeError("safe_get_local_grad: no reduced gradient: read it between backward and step")
+    return fragment
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -83,7 +86,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Write this rank's fragment of the gradient."""
-    _stage(param).local_gradient(param).copy_(value.flatten())
+    _stage(param).write_local(param, value, "grad")
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
