@@ -33,10 +33,15 @@ WAYS = {
     "ZeRO-3": (weight + gradient + moments, 0, 0),
     "optimizer on disk": (weight + gradient, weight + moments, 2 * (weight + moments)),
     "parameters too": (gradient, 2 * weight + moments, 2 * (weight + moments) + 3 * weight),
+    "gradients too": (
+        0,
+        2 * weight + moments + gradient,
+        2 * (weight + moments) + 3 * weight + 2 * gradient,
+    ),
 }
 rows = {}
 for way, (memory, disk, moved) in WAYS.items():
-    largest = min(MEMORY / memory, DISK / disk if disk else float("inf"))
+    largest = min(limit / size for limit, size in ((MEMORY, memory), (DISK, disk)) if size)
     rows[way] = [memory, disk, f"{largest / 1e9:.1f}", f"{moved * largest / SPEED:.0f}"]
 pd.DataFrame.from_dict(
     rows,
@@ -45,7 +50,7 @@ pd.DataFrame.from_dict(
 )
 
 # %% [markdown]
-# That is an upper bound: activations, buckets and the system want their part. The last column is the price: what a
+# That is an upper bound: activations, buffers and the system want their part, and in the last line memory is theirs alone. The last column is the price: what a
 # disk of 2 GB/s needs to move the bytes of one step. The weights appear twice on the disk, once among the optimizer's
 # parts (in fp32) and once as what forward reads (in the model's dtype). This machine's own numbers:
 
@@ -57,10 +62,8 @@ import psutil
 
 memory, disk = psutil.virtual_memory().total, shutil.disk_usage(tempfile.gettempdir()).free
 print(f"{memory / 1e9:.0f} GB of memory, {disk / 1e9:.0f} GB free:", end=" ")
-a, b, _ = WAYS["parameters too"]
-print(
-    f"{min(memory / a, disk / b) / 1e9:.1f} billion parameters with all but gradients on disk"
-)
+print(f"{memory / WAYS['ZeRO-3'][0] / 1e9:.1f} billion parameters in memory,", end=" ")
+print(f"{disk / WAYS['gradients too'][1] / 1e9:.1f} billion on the disk")
 
 # %% [markdown]
 # ## 2. The idea: a shelf
@@ -72,15 +75,16 @@ print(
 # ```mermaid
 # flowchart LR
 #   D["disk: 1/N of a unit"] -->|"read ahead"| B["buffer"] -->|"all-gather"| F["whole unit"] --> C["compute"] --> X["freed"]
-#   G["gradient shard"] --> U["update, part by part"] <-->|"weights, moments"| E["disk"]
+#   G["gradient shard"] -->|"in backward"| H["disk"] --> U["update, part by part"] <-->|"weights, moments"| E["disk"]
 #   U -->|"new weights"| D
 # ```
 #
-# Three steps each behind the other: while unit $k$ computes, $k+1$ is gathered, and $k+2$ is read. In bytes, for each
-# parameter that a rank owns ($\Psi/N$ of them), with $A$ micro-batches in fp32:
+# Three steps each behind the other: while unit $k$ computes, $k+1$ is gathered, and $k+2$ is read. A gradient's shard
+# leaves for the disk as soon as it is reduced. In bytes, for each parameter that a rank owns ($\Psi/N$ of them), with $A$
+# micro-batches in fp32:
 #
-# $$\underbrace{A\,(4 + 4)}_{\text{read for forward, backward}} + \underbrace{12 + 12}_{\text{update: read, written}} +
-# \underbrace{4}_{\text{new weights written}} \;=\; 28 + 8A.$$
+# $$\underbrace{A\,(4 + 4)}_{\text{weights read: forward, backward}} + \underbrace{A\,(4 + 4)}_{\text{gradient written, read}} +
+# \underbrace{12 + 12}_{\text{update: read, written}} + \underbrace{4}_{\text{weights written}} \;=\; 28 + 16A.$$
 #
 # This is **ZeRO-Infinity** (Rajbhandari et al. 2021). Every rank reads its own $1/N$ from its own disk: $N$ nodes have
 # $N$ disks' bandwidth, and the network, which is faster, puts the parts together.
@@ -89,10 +93,10 @@ print(
 from refimpl.notebook import predict
 
 predict(
-    "One micro-batch of a step moves 36 bytes a parameter. You accumulate 8 instead. By what factor do the bytes "
+    "A step of one micro-batch moves 44 bytes a parameter. You accumulate 8 instead. By what factor do the bytes "
     "of a step grow?",
-    92 / 36,
-    why="28 + 8 x 8 = 92. A sample costs 92 / 8 = 11.5 bytes instead of 36: large batches pay the disk.",
+    156 / 44,
+    why="28 + 16 x 8 = 156. A micro-batch costs 156 / 8 = 19.5 bytes instead of 44: large batches pay the disk.",
 )
 
 # %% [markdown]
@@ -270,10 +274,11 @@ HOMES = {
     "ZeRO-3": (),
     "optimizer on disk": ("optimizer_home",),
     "parameters too": ("optimizer_home", "parameter_home"),
+    "gradients too": ("optimizer_home", "parameter_home", "gradient_home"),
 }
 with launch.World(2) as world:
     found = {way: world.call(trained, homes, folder)[0] for way, homes in HOMES.items()}
-    thrice = world.call(trained, HOMES["parameters too"], folder, 3)[0]
+    thrice = world.call(trained, HOMES["gradients too"], folder, 3)[0]
 truth = twin.one_process(config, ranks=2)
 for way, (*_, weights) in found.items():
     print(f"{way:18} the weights of one process: {twin.equal(weights, truth)}")
@@ -298,7 +303,7 @@ n, colours = (
         )
     ),
 )
-figure, axis = show.figure(2.9)
+figure, axis = show.figure(3.3)
 for y, (kept, *_) in enumerate(found.values()):
     left = 0
     for name, colour in colours.items():
@@ -320,33 +325,34 @@ figure.legend(loc="outside lower center", ncols=3, frameon=False)
 plt.show()
 
 # %% [markdown]
-# The solid part no longer holds parameters, nor AdamW's state. Left are the gradients' shards, and buffers whose size
-# depends on the largest unit and not on the number of layers. Now the bytes that a step moves. Each record is a run of
+# In the last line nothing is left in memory that grows with the number of layers: buffers are as large as the largest
+# unit, here a good part of a small model. The largest unit is then the next wall; the paper cuts a layer into tiles for
+# it. Now the bytes that a step moves. Each record is a run of
 # whole pages of 4096 bytes, so the formula rounds up, shard by shard:
 
 # %%
 rows = {}
-for A, (_, moved, shards, _) in {1: found["parameters too"], 3: thrice}.items():
+for A, (_, moved, shards, _) in {1: found["gradients too"], 3: thrice}.items():
     update = sum(2 * pages(size_of([torch.float32] * 3, s)) for s in shards)
-    weights = sum((1 + 2 * A) * pages(4 * s) for s in shards)
-    rows[f"A = {A}"] = [(28 + 8 * A) * sum(shards), update + weights, moved]
-pd.DataFrame.from_dict(rows, orient="index", columns=["28 + 8 A", "in whole pages", "counted"])
+    others = sum((1 + 2 * A + 2 * A) * pages(4 * s) for s in shards)
+    rows[f"A = {A}"] = [(28 + 16 * A) * sum(shards), update + others, moved]
+pd.DataFrame.from_dict(rows, orient="index", columns=["28 + 16 A", "in whole pages", "counted"])
 
 # %% [markdown]
 # **The system's own limit.** Counting is one thing, dying of it another. `refimpl demo --infinity` sets a limit that
-# Linux enforces (`RLIMIT_DATA`: private memory beyond what a rank starts with) of 6.4 bytes a parameter, and lets four
-# ways try: DDP, ZeRO-2, ZeRO-3, and ZeRO-3 with all on disk. Its miniature, with 9.6 million parameters. The 40 MB on top
-# are for the stacks of the threads that wait for the disk, which do not shrink with the model:
+# Linux enforces (`RLIMIT_DATA`: private memory beyond what a rank starts with) of 4 bytes a parameter, the weights alone,
+# and lets four ways try: DDP, ZeRO-2, ZeRO-3, and ZeRO-3 with all on disk. Its miniature, with 15 million parameters. The
+# 64 MB on top are for the stacks of threads and other things that do not shrink with the model:
 
 # %%
 from refimpl.cli import infinity
 
-small = GPTConfig(width=256, layers=12, heads=4, context=64)
+small = GPTConfig(width=320, layers=12, heads=4, context=64)
 
 
 def lives(way):
     infinity.MODEL, infinity.SUB_GROUP = small, 1 << 17
-    return infinity.live(way, Path(folder), int(6.4 * small.parameters) + 40_000_000, 2)
+    return infinity.live(way, Path(folder), 4 * small.parameters + 64_000_000, 2)
 
 
 def what_became(way):
@@ -367,8 +373,8 @@ print(*died_of)
 
 # %% [markdown]
 # ZeRO-3 needs `16 / 2 = 8` bytes a parameter on each rank and is refused at some allocation; which one, the system
-# decides. The whole demonstration, with 57 million parameters and 364 MB a rank, takes some minutes and writes a picture:
-# `refimpl demo --infinity`. What a disk can do, and how near to that a step comes: `refimpl bench disk FOLDER`.
+# decides. The whole demonstration, with 57 million parameters, takes some minutes and draws a picture: `refimpl demo
+# --infinity`. What a disk can do: `refimpl bench disk FOLDER`; what a step from each home costs: `refimpl bench offload`.
 
 # %% [markdown]
 # ## 6. The other pain: a wall of hours
@@ -715,6 +721,8 @@ def survive(saves, kills):
             try:
                 return world.call(job, saves, on_report=heard)[0], [*begins, seen[0]]
             except launch.RankError:
+                if len(begins) == kills:
+                    raise  # of something else
                 begins.append(seen[0])
         if (Path(saves) / "latest").exists():
             with Folder(*given(Path(saves))) as opened:
@@ -970,7 +978,7 @@ place.cleanup()
 #
 # - **Exercises:** [exercises/09_infinity](../exercises/09_infinity/exercise.py): `pytest exercises/09_infinity`
 # - **Quiz:** `refimpl quiz --topic system-design`
-# - **Tests behind this chapter:** [tests/cli/test_infinity.py](../tests/cli/test_infinity.py) (a step moves 36 bytes of
+# - **Tests behind this chapter:** [tests/cli/test_infinity.py](../tests/cli/test_infinity.py) (a step moves 44 bytes of
 #   each parameter that a rank owns), [tests/zero/test_offloaded.py](../tests/zero/test_offloaded.py) (bits with every
 #   home), [tests/engine/test_engine_checkpoint_killed.py](../tests/engine/test_engine_checkpoint_killed.py),
 #   [tests/checkpoint](../tests/checkpoint/test_universal.py) (any stage and size to any other, bit-exact resume).
