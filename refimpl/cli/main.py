@@ -108,7 +108,7 @@ def checkpoint(context: typer.Context) -> None:
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def plan(context: typer.Context) -> None:
-    """Decide before a run: `refimpl plan activations --budget 2GB` says which blocks to compute again."""
+    """Decide before a run: `refimpl plan --params 1T --gpus 3072` says which layouts fit."""
     from refimpl.cli.plan import app as plan_app
 
     plan_app(context.args, prog_name="refimpl plan", standalone_mode=False)

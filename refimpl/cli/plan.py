@@ -1,7 +1,8 @@
-"""`refimpl plan activations`: which blocks of a GPT to checkpoint within a budget, from one block measured here."""
+"""`refimpl plan`: layouts of a model on many GPUs. `refimpl plan activations`: what to compute again in a budget."""
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,22 +11,52 @@ from refimpl.cli.refuse import refuse
 if TYPE_CHECKING:
     from refimpl.activation.budget import Block, Plan
 
-app = typer.Typer(help="Decide before a run: what fits, and what it costs.", no_args_is_help=True)
+app = typer.Typer(help="Decide before a run: what fits, and what it costs.", invoke_without_command=True)
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 @app.callback()
-def plan() -> None:
-    """Decide before a run: what fits, and what it costs."""
+def plan(
+    context: typer.Context,
+    params: str | None = typer.Option(None, help="Size of the model: 7B, 1T."),
+    model: Annotated[Path | None, typer.Option(help="A transformers config.json instead.")] = None,
+    gpus: int = typer.Option(8, min=1, help="GPUs."),
+    gpu_memory: str = typer.Option("80GB", help="Memory of one."),
+    batch: int | None = typer.Option(None, min=1, help="Sequences of a step. Default: one a GPU, or more."),
+    tokens: int | None = typer.Option(None, "--context", min=1, help="Tokens in a sequence."),
+    peak: float = typer.Option(312e12, min=1, help="Operations a second that one could do (16 bit)."),
+    efficiency: float = typer.Option(0.62, min=0.01, max=1, help="Share of it that large products reach."),
+    node: int = typer.Option(8, min=1, help="GPUs in a node."),
+    node_bandwidth: str = typer.Option("240GB", help="Bytes a second between them, one way."),
+    network: str = typer.Option("22GB", help="Bytes a second of a GPU to another node."),
+    top: int = typer.Option(10, min=1, help="Layouts to show."),
+) -> None:
+    """Decide before a run: `refimpl plan --params 1T --gpus 3072`: which layouts fit, how fast, limited by what."""
+    if context.invoked_subcommand is not None:
+        return
+    from refimpl.cli.layouts import shape_of, show
+    from refimpl.plan.mesh import Machine
+    from refimpl.plan.search import search
+
+    try:
+        shape = shape_of(params, model, tokens)
+        sizes = [bytes_of(text, key) for text, key in (
+            (gpu_memory, "--gpu-memory"), (node_bandwidth, "--node-bandwidth"), (network, "--network"),
+        )]  # fmt: skip
+        machine = Machine(sizes[0], peak, efficiency, node, sizes[1], sizes[2])
+        found = search(shape, gpus, batch or gpus, machine)
+    except ValueError as reason:
+        refuse("refimpl plan", reason)
+    show(shape, found, machine, gpus, top)
 
 
-def bytes_of(text: str) -> int:
+def bytes_of(text: str, key: str = "--budget") -> int:
     """ "2GB", "500 MB", "1.5GiB" or a number of bytes. ValueError for anything else."""
     found = re.fullmatch(r"([\d.]+)\s*([kmg]i?)?b?", text.strip().lower())
     try:
         return int(float(found[1]) * UNITS[found[2] or ""]) if found else int(text)
     except ValueError:
-        raise ValueError(f"--budget {text}: a number of bytes, such as 2GB, 500MB or 1.5GiB") from None
+        raise ValueError(f"{key} {text}: a number of bytes, such as 2GB, 500MB or 1.5GiB") from None
 
 
 def words(plan: "Plan") -> str:

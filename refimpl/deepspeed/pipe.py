@@ -1,8 +1,118 @@
-"""DeepSpeed's pipeline classes by name; pipeline parallelism is not implemented yet. DeepSpeed: deepspeed/pipe."""
+"""DeepSpeed's pipeline classes by name. DeepSpeed: deepspeed/pipe, deepspeed/runtime/pipe/module.py."""
 
-from refimpl.deepspeed.later import later
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-PipelineModule = later("deepspeed.pipe.PipelineModule", "pipeline parallelism")
-LayerSpec = later("deepspeed.pipe.LayerSpec", "pipeline parallelism")
-TiedLayerSpec = later("deepspeed.pipe.TiedLayerSpec", "pipeline parallelism")
-ProcessTopology = later("deepspeed.pipe.ProcessTopology", "pipeline parallelism")
+from torch import Tensor
+
+from refimpl.activation.checkpoint import Checkpoint
+from refimpl.comm.mesh import Mesh
+from refimpl.engine.initialize import connect
+from refimpl.engine.pipeline import PipelineEngine, PipelineError
+from refimpl.parallel.pipeline import module
+from refimpl.parallel.pipeline.layers import Layer, LayerSpec, TiedLayerSpec
+from refimpl.parallel.pipeline.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
+
+__all__ = [
+    "LayerSpec",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineEngine",
+    "PipelineError",
+    "PipelineModule",
+    "ProcessTopology",
+    "TiedLayerSpec",
+]
+
+
+class PipelineModule(module.PipelineModule):
+    """DeepSpeed's arguments and questions; the ranks are laid out by `topology`, 1F1B is the schedule."""
+
+    def __init__(
+        self,
+        layers: Iterable[Layer],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], object] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+    ) -> None:
+        """loss_fn None: the last layer returns the loss. seed_layers: layer i is built with the seed base_seed + i.
+
+        activation_checkpoint_func: called as f(function, x). ValueError without num_stages and topology, or if the
+        ranks are no multiple of num_stages; NotImplementedError for a topology with a "model" axis, and for seed_fn.
+        """
+        if num_stages is None and topology is None:
+            raise ValueError("PipelineModule needs num_stages or topology")
+        if seed_fn is not None:
+            raise NotImplementedError("PipelineModule: seed_fn: not implemented yet; base_seed seeds torch")
+        ranks = connect().size
+        if topology is None:
+            assert num_stages is not None
+            if ranks % num_stages:
+                raise ValueError(f"num_stages {num_stages} does not divide the job's {ranks} ranks")
+            topology = PipeDataParallelTopology(num_pp=num_stages, num_dp=ranks // num_stages)
+        sizes = dict(zip(topology.axes, topology.dims, strict=True))
+        if other := [axis for axis, size in sizes.items() if axis not in ("pipe", "data") and size > 1]:
+            raise NotImplementedError(f"PipelineModule: the axis {other[0]!r} of the topology: not implemented yet")
+        mesh = Mesh({"pipe": 1, "data": 1, **sizes} if not {"pipe", "data"} <= sizes.keys() else sizes)
+        super().__init__(
+            layers,
+            mesh.group("pipe"),
+            loss_fn or last_is_loss,
+            data=mesh.group("data"),
+            partition=partition_method,
+            checkpoint_interval=activation_checkpoint_interval,
+            how=activation_checkpoint_func or Checkpoint(),
+            checkpointable=checkpointable_layers,
+            dynamic=dynamic_shape,
+            base_seed=base_seed if seed_layers else None,
+        )
+        self._topology = topology
+
+    @property
+    def num_stages(self) -> int:
+        """Ranks that a micro-batch passes."""
+        return self.group.size
+
+    @property
+    def parts(self) -> list[int]:
+        """Stage s has layers parts[s] to parts[s + 1] - 1."""
+        return self.bounds
+
+    def topology(self) -> ProcessTopology:
+        return self._topology
+
+    def num_pipeline_stages(self) -> int:
+        return self.group.size
+
+    def partitions(self) -> list[int]:
+        return self.bounds
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage that a layer lies in. ValueError for one that there is not."""
+        for stage, end in enumerate(self.bounds[1:]):
+            if 0 <= layer_idx < end:
+                return stage
+        raise ValueError(f"there is no layer {layer_idx}: the model has {self.bounds[-1]}")
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Layers that are computed again together in backward, from the next batch on; 0 for none."""
+        if interval < 0:
+            raise ValueError(f"set_checkpoint_interval({interval}): must not be negative")
+        self.checkpoint_interval = interval
+
+
+def last_is_loss(output: Tensor, _: Any) -> Tensor:
+    """Of a model whose last layer computes the loss."""
+    return output

@@ -81,6 +81,9 @@ class DeepSpeedConfig(section.Section):
     activation_checkpointing: section.ActivationCheckpointing = Field(
         default_factory=section.ActivationCheckpointing, description="where inputs of activation checkpoints wait"
     )
+    pipeline: section.Pipeline = Field(
+        default_factory=section.Pipeline, description="what a PipelineModule takes from the file"
+    )
     checkpoint: section.Checkpoint = Field(default_factory=section.Checkpoint, description="checks of checkpoints")
     comms_logger: section.CommsLogger = Field(default_factory=section.CommsLogger, description="report of the traffic")
     csv_monitor: section.CSVMonitor = Field(default_factory=section.CSVMonitor, description="metrics as CSV files")

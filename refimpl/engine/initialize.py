@@ -16,6 +16,8 @@ from refimpl import launch
 from refimpl.comm.group import Group
 from refimpl.engine.build import MakeOptimizer, Parameters, build
 from refimpl.engine.engine import Engine
+from refimpl.engine.pipeline import PipelineEngine
+from refimpl.parallel.pipeline.module import PipelineModule
 
 
 def initialize(
@@ -36,7 +38,8 @@ def initialize(
     The configuration is `config` (a dictionary or a path), `config_params` (its old name) or `args.deepspeed_config`:
     exactly one of them. `optimizer` is a torch optimizer over the model's parameters, or a callable that makes one of
     them, and wins over the configuration's. `lr_scheduler` is an object with step(), or a callable that makes one of
-    the optimizer. ValueError, or ConfigError, names what is wrong. On every rank, with the same arguments.
+    the optimizer. A `PipelineModule` is trained by a `PipelineEngine`, over the replicas of its stages. ValueError, or
+    ConfigError, names what is wrong. On every rank, with the same arguments.
     """
     given = {
         "config": config,
@@ -53,8 +56,10 @@ def initialize(
         raise NotImplementedError("mpu: not implemented yet; all ranks are data-parallel")
     (source,) = sources.values()
     group = connect(dist_init_required)
+    if isinstance(model, PipelineModule):
+        group = model.data
     parts = build(model, source, group, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
-    engine = Engine(parts)
+    engine = PipelineEngine(parts) if isinstance(model, PipelineModule) else Engine(parts)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

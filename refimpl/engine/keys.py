@@ -75,6 +75,12 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
         [True],
     ),
     "zero_optimization.override_module_apply": ("Module.apply is left as it is", [True]),
+    "pipeline.stages": ("PipelineModule's own argument counts, in DeepSpeed too", ["auto"]),
+    "pipeline.partition": ("PipelineModule's own argument counts, in DeepSpeed too", ["best"]),
+    "pipeline.seed_layers": ("PipelineModule's own argument counts, in DeepSpeed too", [False]),
+    "pipeline.pipe_partitioned": ("activations travel whole; without tensor parallelism they do anyway", [True]),
+    "pipeline.grad_partitioned": ("gradients travel whole; without tensor parallelism they do anyway", [True]),
+    "pipeline.use_reentrant": ("checkpoints are never re-entrant here", [False]),
     "zero_optimization.pipeline_loading_checkpoint": ("a checkpoint is loaded in one pass", [False]),
     "checkpoint.checkpoint_serialization": ("checkpoints are safetensors, not pickles", [True]),
     "checkpoint.writer.type": ("files are written by Python's own calls", ["PYTHON", "python"]),
@@ -203,17 +209,6 @@ SPARSE_ATTENTION = (
 
 # A section without a switch: each key for itself, DeepSpeed's default passes.
 SECTIONS: Mapping[str, tuple[str, Mapping[str, Sequence[Any]]]] = {
-    "pipeline": (
-        f"{NOT_YET}: pipeline parallelism",
-        {
-            "stages": ["auto", 1],
-            "partition": ["best"],
-            "seed_layers": [False],
-            "activation_checkpoint_interval": [0],
-            "pipe_partitioned": [True],
-            "grad_partitioned": [True],
-        },
-    ),
     "sparse_attention": (
         f"{NOT_YET}: block-sparse attention",
         dict.fromkeys(SPARSE_ATTENTION.split(), ()),

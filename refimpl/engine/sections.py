@@ -259,6 +259,14 @@ class ActivationCheckpointing(Section):
     profile: bool = Field(default=False, description="rank 0 prints each run's milliseconds")
 
 
+class Pipeline(Section):
+    """What a `PipelineModule` takes from the file."""
+
+    activation_checkpoint_interval: int = Field(
+        default=0, ge=0, description="layers of a PipelineModule recomputed together; 0: as the module was told"
+    )
+
+
 class Checkpoint(Section):
     """How checkpoints are checked and written."""
 

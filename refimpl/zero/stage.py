@@ -26,6 +26,7 @@ from refimpl.comm.group import Group
 from refimpl.optim.loss_scale import LossScaler
 from refimpl.zero.access import ByName
 from refimpl.zero.backward import BackwardPass, in_backward
+from refimpl.zero.beyond import Beyond
 from refimpl.zero.buffers import Buffers
 from refimpl.zero.changing import Changing
 from refimpl.zero.config import ZeroConfig
@@ -239,8 +240,21 @@ class Stage(Changing, ByName, Held, ABC):
             if p not in self.gradients.bucket_of:
                 take_raw_grad(p)
 
+    def spans(self, group: Group, counted_elsewhere: Iterable[nn.Parameter] = ()) -> None:
+        """The ranks of `group` hold other parts of the model: the gradient's norm and what follows are of all parts.
+
+        Clipping is by `ZeroConfig.gradient_clipping` then. counted_elsewhere: this rank's copies of parameters that
+        another part's rank counts. On all these ranks, before the first step.
+        """
+        self.update.beyond = Beyond(group, frozenset(counted_elsewhere))
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients since the last step to this global norm, now; returns the norm before. A collective."""
+        """Clip the gradients since the last step to this global norm, now; returns the norm before. A collective.
+
+        RuntimeError where the model's other parts are on other ranks: see `spans`.
+        """
+        if self.update.beyond:
+            raise RuntimeError("clip_grad_norm_ sees this rank's part of the model: set ZeroConfig.gradient_clipping")
         self.passes.settle()
         self.gradients.finish()  # reduces what a backward has kept
         return nn.utils.clip_grad_norm_([p for p in self.gradients.bucket_of if p.requires_grad], max_norm, norm_type)

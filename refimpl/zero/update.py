@@ -19,6 +19,7 @@ from torch import Tensor, nn, optim
 
 from refimpl.comm.group import Group
 from refimpl.optim.loss_scale import LossScaler
+from refimpl.zero.beyond import Beyond
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
 from refimpl.zero.slices import Slices
@@ -50,6 +51,7 @@ class Update:
         """
         self.group, self.config, self.scaler, self.stage = group, config, scaler, stage
         self.home = config.optimizer_home
+        self.beyond: Beyond | None = None  # the ranks with other parts of the model, if there are
         self.gone: set[Bucket] = set()  # what rests elsewhere gets its gradients later, see `OffloadedUpdate`
         self.handed: dict[Bucket, tuple[Tensor, float, set[nn.Parameter]]] = {}
         self.owned: dict[Bucket, Tensor] = {}
@@ -153,9 +155,12 @@ class Update:
         for bucket, gradient in gradients.items():
             mine = bucket.shard(gradient) if gradient.numel() == bucket.padded else gradient  # of what every rank has
             message[0] += known[bucket] if bucket in known else sum_of_squares(mine, exact)
+            for p in self.beyond.counted_elsewhere & set(bucket.params) if self.beyond else ():
+                message[0] -= sum_of_squares(bucket.part(mine, p), exact)
         self.group.all_reduce(message, "sum", tag="norm")
         self.group.settle()
         squares, *unused = message.tolist()
+        squares = self.beyond.all_squares(squares) if self.beyond else squares
         return squares, {p for p, ranks in zip(params, unused, strict=True) if ranks == self.group.size}
 
     def _warn(self, was_finite: bool) -> None:

@@ -40,6 +40,35 @@ def test_refused_in_one_line(
     assert error.count("\n") == 1
 
 
+def test_layouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert refimpl_command(monkeypatch, "plan", "--params", "7B", "--gpus", "64", "--top", "3") == 0
+    printed = capsys.readouterr().out
+    assert "layouts fit; the fastest" in printed
+    assert len(re.findall(r"^│ +\d+ │", printed, re.MULTILINE)) == 3
+    assert refimpl_command(monkeypatch, "plan", "--params", "1T", "--gpus", "8") == 0
+    assert "nothing fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "give either --params 7B or --model config.json"),
+        (["--params", "many"], "--params many: a number of parameters, such as 125M, 7B or 1T"),
+        (["--params", "7B", "--gpu-memory", "big"], "--gpu-memory big: a number of bytes"),
+        (["--model", "nowhere.json"], "--model nowhere.json: "),
+        (["--params", "7B", "--gpus", "7", "--batch", "5"], "no layout divides them all; change the batch"),
+    ],
+)
+def test_layouts_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], reason: str
+) -> None:
+    assert refimpl_command(monkeypatch, "plan", *arguments) == 2
+    error = capsys.readouterr().err
+    assert reason in error
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "size"), [("2GB", 2 * 10**9), ("1.5 GiB", 3 * 2**29), ("500mb", 5 * 10**8), ("77", 77), ("3k", 3000)]
 )

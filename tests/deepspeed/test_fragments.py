@@ -164,3 +164,20 @@ def test_clipping_through_deepspeeds_function() -> None:
         for before, after in worlds.run(clipped, stage, ranks=2):
             assert before == pytest.approx(expected, rel=1e-4)
             assert after == pytest.approx(0.01, rel=1e-3)
+
+
+def frozen(stage: int) -> None:
+    engine = engine_of(stage)
+    first = next(engine.module.parameters())
+    first.requires_grad_(False)
+    engine.backward(engine(data(0)).square().mean())
+    for read in (utils.safe_get_full_fp32_param, utils.safe_get_full_grad):
+        assert read(first) is None
+    assert utils.safe_get_local_fp32_param(first) is None
+    assert utils.safe_get_local_grad(first) is None
+    assert utils.safe_get_local_optimizer_state(first, "exp_avg") is None
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_of_what_is_frozen_there_is_nothing_as_in_deepspeed(stage: int) -> None:
+    worlds.run(frozen, stage, ranks=2)

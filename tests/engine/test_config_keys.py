@@ -120,6 +120,7 @@ ASKED: dict[str, Any] = {
     "pipeline.activation_checkpoint_interval": 1,
     "pipeline.pipe_partitioned": False,
     "pipeline.grad_partitioned": False,
+    "pipeline.use_reentrant": True,
     "tensor_parallel.autotp_size": 4,
     "checkpoint.tag_validation": "Fail",
     "checkpoint.load_universal": True,

@@ -6,8 +6,9 @@ from refimpl.deepspeed.runtime import (
     dataloader,
     engine,
     lr_schedules,
+    pipe,
     utils,
     zero,
 )
 
-__all__ = ["activation_checkpointing", "config", "dataloader", "engine", "lr_schedules", "utils", "zero"]
+__all__ = ["activation_checkpointing", "config", "dataloader", "engine", "lr_schedules", "pipe", "utils", "zero"]

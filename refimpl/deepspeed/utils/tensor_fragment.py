@@ -1,8 +1,8 @@
 """Whole fp32 parameters, gradients and optimizer states of a sharded model, read and written; and this rank's share.
 
 `safe_get_full_*` and `safe_set_full_*` are collectives: call them on every rank, in the same order. `None` for a
-parameter that no engine trains. The `local` ones are this rank's fragment, one-dimensional, in every stage.
-DeepSpeed: deepspeed/utils/tensor_fragment.py; ours: refimpl/zero/stage.py.
+parameter that is frozen, or that no engine trains. The `local` ones are this rank's fragment, one-dimensional, in every
+stage. DeepSpeed: deepspeed/utils/tensor_fragment.py; ours: refimpl/zero/stage.py.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,19 +15,21 @@ from refimpl.zero.stage import Stage
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """The fp32 master of `param`, whole."""
-    stage = stage_of(param)
+    stage = trained_by(param)
     return None if stage is None else stage.full_parameter(param)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The gradient of `param`, whole, fp32, averaged over ranks; None before backward."""
+    if not param.requires_grad:
+        return None
     stage = stage_of(param)
     return param.grad if stage is None else stage.full_gradient(param)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """The state `optim_state_key` ("exp_avg", ...) of `param`, whole, fp32; None before the first step."""
-    stage = stage_of(param)
+    stage = trained_by(param)
     return None if stage is None else stage.full_state(param, optim_state_key)
 
 
@@ -56,24 +58,26 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(gradient, param))
 
 
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """This rank's fragment of the fp32 master; a copy, where that rests on a disk."""
+    if not param.requires_grad:
+        return None
     stage = _stage(param)
-    fragment = stage.read_local(param) if stage.update.is_away() else stage.local_parameter(param)
-    assert fragment is not None
-    return fragment
+    return stage.read_local(param) if stage.update.is_away() else stage.local_parameter(param)
 
 
-def safe_get_local_grad(param: nn.Parameter) -> Tensor:
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """A copy of this rank's fragment of the gradient. RuntimeError before backward."""
-    fragment = _stage(param).read_local(param, "grad")
-    if fragment is None:
+    fragment = _stage(param).read_local(param, "grad") if param.requires_grad else None
+    if fragment is None and param.requires_grad:
         raise RuntimeError("safe_get_local_grad: no reduced gradient: read it between backward and step")
     return fragment
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """This rank's fragment of an optimizer state; a copy, where that rests on a disk. None before the first step."""
+    if not param.requires_grad:
+        return None
     stage = _stage(param)
     away = stage.update.is_away()
     return stage.read_local(param, optim_state_key) if away else stage.local_state(param, optim_state_key)
@@ -95,6 +99,11 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     if stage.read_local(param, optim_state_key) is None:
         raise KeyError(f"safe_set_local_optimizer_state: no state {optim_state_key!r} yet; take a step first")
     stage.write_local(param, value, optim_state_key)
+
+
+def trained_by(param: nn.Parameter) -> Stage | None:
+    """The stage that trains `param`, if one does."""
+    return stage_of(param) if param.requires_grad else None
 
 
 def _stage(param: nn.Parameter) -> Stage:

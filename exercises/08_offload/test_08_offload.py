@@ -1,0 +1,145 @@
+"""Grades chapter 08's bytes and blocks: whole pages and their neighbours, and a disk that lies."""
+
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refimpl.grading.compare import Wrong, require
+from refimpl.grading.drive import PAGE, LateDisk
+from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import untouched
+from refimpl.grading.rank import Answer, case
+from refimpl.grading.traffic import WatchedGroup
+
+SIZE = 2 * PAGE  # of a block
+
+
+def numbers(nbytes: int, seed: int = 0) -> Tensor:
+    """uint8 [nbytes], of all values but 0 and 255."""
+    return torch.randint(1, 255, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+RANGES = [
+    (0, PAGE),
+    (PAGE, 3 * PAGE),
+    (4000, 5000),
+    (PAGE + 100, 200),
+    (PAGE - 1, 2),
+    (0, 1),
+    (2 * PAGE, PAGE + 1),
+    (2 * PAGE + 7, PAGE - 7),
+    (100, 2 * PAGE),
+]
+
+
+@on_ranks(1)
+def test_write_bytes(answer: Answer, group: WatchedGroup) -> None:
+    for start, size in RANGES:
+        case(f"{size} bytes from byte {start} on")
+        disk, data, old = LateDisk(), numbers(size, seed=1), numbers(8 * PAGE)
+        disk.poke(0, old)
+        with untouched(data=data):
+            answer.write_bytes(disk, start, data)
+        require(not disk.under_way, "a transfer was not waited for: at return the bytes must be on the disk")
+        first, last = start // PAGE, (start + size - 1) // PAGE
+        judge_bytes(disk, start, data, old)
+        written = judge_transfers(disk, "write")
+        require(written == [(first, last)], f"pages written: {named(written)}, expected {named([(first, last)])}, once")
+        in_part = {first} if start % PAGE else set()
+        in_part |= {last} if (start + size) % PAGE else set()
+        read = [page for a, b in judge_transfers(disk, "read") for page in range(a, b + 1)]
+        require(
+            sorted(read) == sorted(in_part),
+            f"pages read: {sorted(read)}, expected {sorted(in_part)}: those that the data covers in part, once",
+        )
+
+
+def judge_bytes(disk: LateDisk, start: int, data: Tensor, old: Tensor) -> None:
+    end, now = start + len(data), disk.peek(0, 8 * PAGE)
+    require(torch.equal(now[start:end], data), "the bytes are not where they were to be written")
+    for side, part in (("before", slice(0, start)), ("behind", slice(end, None))):
+        lost = int((now[part] != old[part]).sum())
+        require(not lost, f"{lost} bytes {side} the data have changed: read the page that it covers in part first")
+
+
+def judge_transfers(disk: LateDisk, kind: str) -> list[tuple[int, int]]:
+    """First and last page of each transfer. Their lengths are those of the memory, which the disk has kept."""
+    return [(at // PAGE, (at + size - 1) // PAGE) for what, at, size in disk.log if what == kind]
+
+
+def named(pages: list[tuple[int, int]]) -> str:
+    return ", ".join(f"{a} to {b}" if a < b else f"{a}" for a, b in pages) or "none"
+
+
+@on_ranks(1)
+def test_CheckedBlocks(answer: Answer, group: WatchedGroup) -> None:
+    disk = LateDisk()
+    blocks, memory = answer.CheckedBlocks(disk, SIZE), disk.buffer(SIZE)
+    case("what is written is read, also when it was written twice")
+    for version in (0, 1):
+        for k in (3, 0, 2, 1):
+            memory.copy_(numbers(SIZE, seed=10 * version + k))
+            blocks.write(k, memory)
+            require(not disk.under_way, "a write was not waited for")
+    for k in range(4):
+        error = refused(blocks, k, memory, disk)
+        require(not error, f"block {k} was written twice and is as it was written last, and yet: {error}")
+        require(torch.equal(memory, numbers(SIZE, seed=10 + k)), f"block {k} was read, and other bytes are in memory")
+    kept = len(pickle.dumps({name: value for name, value in vars(blocks).items() if name != "disk"}))
+    require(kept < 4 * 64 + 256, f"about {kept:,} bytes are kept for 4 blocks of {SIZE:,}: keep a sum, not a copy")
+    good = disk.peek(0, 4 * SIZE)
+    for name, changed in lies(good).items():
+        case(name)
+        disk.poke(0, changed)
+        judge_lie(blocks, disk, memory, good, changed)
+    case("a block that nobody wrote")
+    disk.poke(0, good)
+    require(refused(blocks, 4, memory, disk), "block 4 was never written, and yet it is read without an error")
+    case("two disks")
+    other = LateDisk()
+    other.poke(0, good)
+    error = refused(answer.CheckedBlocks(other, SIZE), 1, other.buffer(SIZE), other)
+    require(error, "a second CheckedBlocks knows sums of the first one's disk: keep them in the object")
+
+
+def lies(good: Tensor) -> dict[str, Tensor]:
+    """What a disk may hold in place of four blocks."""
+    found = {}
+    for name, at in {"first": 2 * SIZE, "last": 3 * SIZE - 1}.items():
+        found[f"one bit of the {name} byte of block 2 has changed"] = good.clone()
+        found[f"one bit of the {name} byte of block 2 has changed"][at] ^= 1
+    swapped, words, old, zeros = (good.clone() for _ in range(4))
+    swapped[:SIZE], swapped[SIZE : 2 * SIZE] = good[SIZE : 2 * SIZE], good[:SIZE]
+    words[8:16], words[16:24] = good[16:24], good[8:16]
+    old[3 * SIZE :] = numbers(SIZE, seed=3)
+    zeros[SIZE : 2 * SIZE] = 0
+    return found | {
+        "blocks 0 and 1 have changed places": swapped,
+        "two words of block 0 have changed places": words,
+        "block 3 is as it was before its last write: the disk lost that": old,
+        "block 1 is all zeros": zeros,
+    }
+
+
+def judge_lie(blocks: Any, disk: LateDisk, memory: Tensor, good: Tensor, changed: Tensor) -> None:
+    for k in range(4):
+        part = slice(k * SIZE, (k + 1) * SIZE)
+        wrong, error = not torch.equal(good[part], changed[part]), refused(blocks, k, memory, disk)
+        require(error or not wrong, f"block {k} is not what was written, and nobody noticed")
+        require(not error or wrong, f"block {k} is as it was written, and yet: {error}")
+        require(str(k) in error or not wrong, f"the error must name block {k}; it says: {error}")
+
+
+def refused(blocks: Any, k: int, memory: Tensor, disk: LateDisk) -> str:
+    """What the error says, if there is one."""
+    try:
+        blocks.read(k, memory.zero_())
+    except OSError as error:
+        return str(error) or "an error without a word"
+    except KeyError as error:
+        raise Wrong(f"reading block {k} is a KeyError, not an OSError that says what is wrong") from error
+    finally:
+        require(not disk.under_way, "a read was not waited for")
+    return ""

@@ -1,0 +1,87 @@
+"""`refimpl plan --params 1T --gpus 3072 --gpu-memory 80GB`: the layouts that fit, and what each is limited by."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from refimpl.plan.mesh import Machine, Verdict
+    from refimpl.plan.search import Found
+    from refimpl.plan.shape import Shape
+
+COUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def count_of(text: str) -> float:
+    """ "7B", "1.3T", "125M" or a number. ValueError for anything else."""
+    try:
+        return float(text[:-1]) * COUNTS[text[-1].upper()]
+    except (KeyError, ValueError, IndexError):
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"--params {text}: a number of parameters, such as 125M, 7B or 1T") from None
+
+
+def shape_of(params: str | None, model: Path | None, context: int | None) -> "Shape":
+    """From a size, or from a transformers `config.json`. ValueError for neither, both, or what cannot be read."""
+    from dataclasses import replace
+
+    from refimpl.plan.shape import of_config, of_size
+
+    if (params is None) == (model is None):
+        raise ValueError("give either --params 7B or --model config.json")
+    if model is None:
+        return of_size(count_of(params or ""), context=context or 2048)
+    try:
+        found = of_config(json.loads(model.read_text()))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"--model {model}: {error}") from None
+    return replace(found, context=context) if context else found
+
+
+def show(shape: "Shape", found: "Found", machine: "Machine", gpus: int, top: int) -> None:
+    """Two tables: the fastest layouts that fit, and the least too large ones."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(
+        f"{shape.parameters / 1e9:,.1f} billion parameters: {shape.layers} layers, width {shape.width}, {shape.heads} "
+        f"heads, sequences of {shape.context}; {gpus} GPUs of {machine.memory / 1e9:.0f} GB, "
+        f"{machine.peak / 1e12:.0f} TFLOP/s of which large products reach {machine.efficiency:.0%}, "
+        f"{machine.node / 1e9:.0f} GB/s in a node of {machine.in_node}, {machine.network / 1e9:.0f} GB/s out of it",
+        highlight=False,
+    )
+    for title, verdicts, by in (
+        (f"{len(found.fit)} layouts fit; the fastest", found.fit, "limit"),
+        (f"{len(found.over)} do not fit; the least too large", found.over if not found.fit else [], "most bytes"),
+    ):
+        if not verdicts:
+            continue
+        table = Table(title=title)
+        columns = ("dp", "pp", "tp", "micro", "m", "ZeRO", "recompute", "state GB", "activations GB", "GB", "bubble")
+        for column in (*columns, "tp GB sent", "dp GB sent", "step s", "MFU", by):
+            table.add_column(column, justify="right")
+        for verdict in verdicts[:top]:
+            table.add_row(*cells(verdict, fits=verdicts is found.fit))
+        console.print(table)
+    if not found.fit:
+        console.print("nothing fits: more GPUs, more memory, a smaller model, or offload (refimpl demo --infinity)")
+
+
+def cells(verdict: "Verdict", fits: bool) -> list[str]:
+    mesh, activations = verdict.mesh, verdict.bytes["activations"]
+    largest = max(verdict.bytes, key=lambda name: verdict.bytes[name])
+    return [
+        *(str(n) for n in (mesh.dp, mesh.pp, mesh.tp, mesh.micro, mesh.micro_batches)),
+        mesh.zero.removeprefix("zero"),
+        "yes" if mesh.recompute else "no",
+        *(f"{size / 1e9:.1f}" for size in (verdict.total - activations, activations, verdict.total)),
+        f"{verdict.bubble:.0%}",
+        *(f"{verdict.sent[axis] / 1e9:.1f}" for axis in ("tensor", "data")),
+        f"{verdict.step:.1f}",
+        f"{verdict.mfu:.0%}",
+        verdict.limit if fits else largest,
+    ]

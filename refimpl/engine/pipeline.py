@@ -1,0 +1,177 @@
+"""The engine of a `PipelineModule`: whole batches only, since no rank has a loss of its own to go backward from.
+
+    engine, _, _, _ = refimpl.initialize(model=PipelineModule(...), training_data=..., config=...)
+    loss = engine.train_batch()       # or train_batch(data_iter), whose items are (inputs, labels)
+
+One walk, `train_batch`: micro-batches -> `PipelineModule.forward_backward` (gradients of all of them, shared ones
+summed) -> the replicas' mean, at the end of the stage's backward pass -> `Engine.step`.
+`engine.group` are the replicas of this rank's layers: the batch triple, the data and ZeRO are of those. The gradient's
+norm, clipping and a skipped step are of all stages. ZeRO stages 0 and 1: from 2 on each micro-batch would be reduced.
+Data is read on ranks that hold the first or the last stage; the others may be given no iterator.
+DeepSpeed: deepspeed/runtime/pipe/engine.py. Not here yet: checkpoints.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from refimpl.engine.build import Parts
+from refimpl.engine.dataloader import RepeatingLoader
+from refimpl.engine.engine import Engine
+from refimpl.engine.report import mean_loss
+from refimpl.parallel.pipeline.module import PipelineModule
+
+Batch = tuple[Any, Any]
+
+
+class PipelineError(RuntimeError):
+    """A call that a pipeline has no answer to."""
+
+
+class PipelineEngine(Engine):
+    """Trains a PipelineModule as the configuration says. Made by `initialize`, on every rank alike."""
+
+    module: PipelineModule
+
+    def __init__(self, parts: Parts) -> None:
+        """NotImplementedError for ZeRO stages 2 and 3."""
+        super().__init__(parts)
+        refuse_stage(parts)
+        self.stage.spans(self.module.group, self.module.repeated)
+        if interval := self.config.pipeline.activation_checkpoint_interval:
+            self.module.checkpoint_interval = interval
+        self.batch_fn: Callable[[Any], Any] | None = None
+        if self.module.group.rank != 0:  # the first stage's ranks tell what all have in common
+            parts.monitor.close()
+            self.report.every = None
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One optimizer step over gradient_accumulation_steps micro-batches a replica; their mean loss, on all ranks.
+
+        Each item of `data_iter`, or of the training data, is (inputs, labels). -> fp32 scalar, detached.
+        """
+        self.train()
+        self.group.ledger.reset()
+        inputs, labels = self._micro_batches(data_iter, self.gradient_accumulation_steps())
+        with self.stage.passes.explicit(), self.stage.no_sync():
+            # The stage divides what arrives by the number of micro-batches, as in every engine.
+            losses = self.module.forward_backward(inputs, labels, scale=float(self.stage.scale(torch.ones(()))))
+        for loss in losses:
+            self.report.loss(loss)
+        self._pending = len(inputs)
+        super().step()
+        return mean_loss(self.group, list(losses))
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """The mean loss, on all ranks, in evaluation mode; as many micro-batches as a step has, or num_micro_batches.
+
+        compute_loss=False: the last stage's outputs, a list, on the ranks that hold it, None on the others; labels are
+        not read. NotImplementedError for return_logits, and for another reduce_output than "avg".
+        """
+        if return_logits or (compute_loss and reduce_output != "avg"):
+            raise NotImplementedError(
+                "eval_batch: return_logits, and reduce_output other than 'avg': not implemented yet"
+            )
+        training = self.module.training
+        self.eval()
+        inputs, labels = self._micro_batches(data_iter, num_micro_batches or self.gradient_accumulation_steps())
+        if compute_loss:
+            found: Any = mean_loss(self.group, list(self.module.evaluate(inputs, labels)))
+        else:
+            found = list(self.module.pipeline(len(inputs)).evaluate(inputs).values()) or None
+        self.train(training)
+        return found
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Micro-batches come from here from now on, over and over."""
+        self._batches = RepeatingLoader(loader)
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Micro-batches come from here from now on."""
+        self._batches = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """What makes (inputs, labels) of an item of the data."""
+        self.batch_fn = fn
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the layers that read the inputs."""
+        return 0 in self.module.stages
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the layers that the loss is made of."""
+        return self.module.last_stage in self.module.stages
+
+    def reset_activation_shape(self) -> None:
+        """The next batch may have other shapes. On every rank."""
+        for pipeline in self.module.pipelines.values():
+            pipeline.reset_shapes()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """PipelineError."""
+        raise PipelineError("a pipeline is trained by train_batch() and evaluated by eval_batch(), not by forward()")
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """PipelineError."""
+        raise PipelineError("a pipeline is trained by train_batch(), which goes backward too; there is no backward()")
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """PipelineError."""
+        raise PipelineError("a pipeline is trained by train_batch(), which steps too; there is no step()")
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        """NotImplementedError."""
+        raise NotImplementedError(
+            "save_checkpoint of a pipeline: not implemented yet; each rank has module_state_dict()"
+        )
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
+        """NotImplementedError."""
+        raise NotImplementedError("load_checkpoint of a pipeline: not implemented yet; use load_module_state_dict")
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
+        """NotImplementedError."""
+        raise NotImplementedError(
+            "save_16bit_model of a pipeline: not implemented yet; each rank has module_state_dict()"
+        )
+
+    def _micro_batches(self, data_iter: Iterator[Any] | None, number: int) -> tuple[list[Any], list[Any]]:
+        """The inputs and the labels of this rank's next micro-batches; None for each where no stage reads them."""
+        if not (self.is_first_stage() or self.is_last_stage()):
+            return [None] * number, [None] * number
+        if data_iter is None and self._batches is None:
+            if self.training_dataloader is None:
+                raise ValueError("no data: pass data_iter=..., set_dataloader(...), or training_data=... to initialize")
+            self._batches = RepeatingLoader(self.training_dataloader)
+        source = data_iter if data_iter is not None else self._batches
+        assert source is not None
+        pairs = [self._pair(next(source)) for _ in range(number)]
+        return [inputs for inputs, _ in pairs], [labels for _, labels in pairs]
+
+    def _pair(self, item: Any) -> Batch:
+        item = self.batch_fn(item) if self.batch_fn else item
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise ValueError(
+                f"a pipeline's data must be pairs (inputs, labels), not {type(item).__name__}: set_batch_fn"
+            )
+        inputs, labels = tree_map_only(Tensor, lambda x: x.to(self.device), tuple(item))
+        return inputs, labels
+
+
+def refuse_stage(parts: Parts) -> None:
+    """ZeRO-2 and 3 cannot wait for the last micro-batch."""
+    if (number := parts.config.zero_optimization.stage) > 1:
+        raise NotImplementedError(
+            f"ZeRO stage {number} with a pipeline: it would reduce, or gather, for every micro-batch; use stage 0 or 1"
+        )

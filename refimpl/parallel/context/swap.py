@@ -1,0 +1,73 @@
+"""A plain model over part of a sequence: its attention is swapped from outside, nothing else of it knows.
+
+All layers but attention look at one token at a time, so they run as they are on the tokens that a rank has. Parameters
+are whole on every rank, and each rank's gradients are of its own tokens: the data-parallel group is the ranks of all
+sequences, and the loss is `loss.cross_entropy`. For transformers' models `attention_function` goes into their register
+of attentions; DeepSpeed's `UlyssesSPAttentionHF.register_with_transformers` does the same.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from refimpl.comm.group import Group
+from refimpl.model.gpt import GPT
+from refimpl.model.gpt import Attention as PlainAttention
+from refimpl.parallel.context.layout import Layout
+from refimpl.parallel.context.ring import ring_attention
+from refimpl.parallel.context.ulysses import ulysses
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B, H, T/N, D], k, v [B, K, T/N, D] -> [B, H, T/N, D]
+
+
+def attend(group: Group, layout: Layout, how: str, scale: float | None = None) -> Attend:
+    """Causal attention over the ranks' tokens; `how`: "ring" or "ulysses". ValueError for a zigzag of the latter."""
+    if how == "ring":
+        return lambda q, k, v: ring_attention(q, k, v, group, layout, scale=scale)
+    if how != "ulysses" or layout.zigzag:
+        raise ValueError(f"{how!r} over {layout}: use 'ring', or 'ulysses' over a layout without zigzag")
+    attention = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True, scale=scale)
+    return lambda q, k, v: ulysses(q, k, v, group, attention)
+
+
+class ContextAttention(nn.Module):
+    """The GPT's attention with the same two layers, over all ranks' tokens."""
+
+    def __init__(self, plain: PlainAttention, attend: Attend) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out, self.attend = plain.heads, plain.qkv, plain.out, attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T/N, C] -> [B, T/N, C]."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # 3 x [B, heads, T/N, D]
+        mixed: Tensor = self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return mixed
+
+
+def context_parallel(model: GPT, group: Group, layout: Layout, how: str = "ring") -> GPT:
+    """From now on `model` is called with this rank's tokens, `layout.cut(tokens, group.rank)`. The same object."""
+    positions = layout.positions(group.rank).to(group.device)
+    model.wpe.register_forward_pre_hook(lambda _, args: (positions[: args[0].numel()],))
+    for block in model.blocks:
+        block.attention = ContextAttention(block.attention, attend(group, layout, how))  # type: ignore[arg-type]
+    return model
+
+
+def attention_function(group: Group, layout: Layout, how: str = "ring") -> Callable[..., tuple[Tensor, None]]:
+    """An attention in the shape that transformers' `AttentionInterface.register` takes.
+
+    The model is called with `input_ids` and `position_ids` of this rank's tokens. ValueError for dropout: the ranks
+    would draw different numbers.
+    """
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        if options.get("dropout"):
+            raise ValueError("attention over ranks has no dropout: set attention_dropout = 0")
+        return attend(group, layout, how, options.get("scaling"))(query, key, value).transpose(1, 2), None
+
+    return attention

@@ -1,0 +1,134 @@
+"""Backward in two halves: first the gradients of a stage's inputs, which the stage before waits for, then its weights'.
+
+The graph of a stage, from its outputs down:
+
+    out -> matmul -> gelu -> matmul -> x        nodes on the way to an input: the trunk
+             |                 |
+             w2                w1               what hangs off it leads to weights alone
+
+The input half runs the trunk; autograd computes of each node only what is asked for, so of a matmul the product with
+the weight, and not the one with its input. On the way the gradient that comes to each node with a weight is kept. The
+weight half begins again at those nodes and runs what hangs off them. Together they compute what one backward does, in
+the same order for each weight, so the gradients are the same bits.
+
+Memory: between the halves the graph stays, and one gradient more for each node with a weight. What a custom
+autograd.Function or a checkpoint computes for both is computed twice.
+A weight that hangs off several nodes is done in one go with all of them, and those it passes are held to the gradient
+that was kept: otherwise it would count what comes from above twice.
+Qi et al. 2024, arXiv:2401.10241. torch: torch/distributed/pipelining/_backward.py.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Grads = tuple[Tensor | None, ...]  # for each output of a node
+
+
+class Halves:
+    """One stage and micro-batch. Call `input_half` once, then `weight_half` once."""
+
+    def __init__(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """roots: of the outputs, with a gradient each. inputs: leaves that require one."""
+        self.roots, self.grads, self.inputs = list(roots), list(grads), list(inputs)
+        ends = {get_gradient_edge(x).node for x in inputs}
+        nodes = from_the_leaves_up(root.node for root in roots)
+        self.trunk = on_the_way(nodes, ends)
+        self.groups = groups_by_weight(hanging(nodes, self.trunk, {root.node for root in roots}))
+        self.kept: dict[Node, Grads] = {}
+
+    def input_half(self) -> list[Tensor | None]:
+        """The inputs' gradients; None for one that no output depends on. Weights' gradients are left as they are."""
+        above = [(root, grad) for root, grad in zip(self.roots, self.grads, strict=True) if root.node in self.trunk]
+        if not above:
+            return [None] * len(self.inputs)
+        roots, grads = zip(*above, strict=True)
+        with ExitStack() as hooks:
+            for node in self._begins():
+                hooks.callback(node.register_prehook(partial(self._keep, node)).remove)
+            return list(torch.autograd.grad(roots, self.inputs, grads, retain_graph=True, allow_unused=True))
+
+    def weight_half(self) -> None:
+        """Add the weights' gradients to their `.grad`, and let go of the graph."""
+        loose = [(root, grad) for root, grad in zip(self.roots, self.grads, strict=True) if root.node not in self.trunk]
+        for nodes, weights in self.groups:
+            begins = [(root, grad) for root, grad in loose if root.node in nodes]
+            begins += [
+                (GradientEdge(node, i), grad)
+                for node in nodes
+                for i, grad in enumerate(self.kept.get(node, ()))
+                if grad is not None
+            ]
+            if not begins:
+                continue
+            edges, grads = zip(*begins, strict=True)
+            with ExitStack() as hooks:
+                for node in nodes & self.kept.keys():
+                    hooks.callback(node.register_prehook(partial(self._hold, node)).remove)
+                leaves = [node.variable for node in weights]  # type: ignore[attr-defined]
+                torch.autograd.backward(edges, grads, inputs=leaves, retain_graph=True)
+        self.groups, self.kept, self.roots = [], {}, []
+
+    def _begins(self) -> Iterator[Node]:
+        return (node for nodes, _ in self.groups for node in nodes if node in self.trunk)
+
+    def _keep(self, node: Node, grads: Grads) -> None:
+        self.kept[node] = grads
+
+    def _hold(self, node: Node, _: Grads) -> Grads:
+        return self.kept[node]
+
+
+def from_the_leaves_up(roots: Iterable[Node]) -> list[Node]:
+    """All nodes of the graph, each after those it leads to."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    waiting = [(node, False) for node in roots]
+    while waiting:
+        node, below_is_done = waiting.pop()
+        if below_is_done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            waiting.append((node, True))
+            waiting += [(child, False) for child in children(node)]
+    return order
+
+
+def children(node: Node) -> list[Node]:
+    return [child for child, _ in node.next_functions if child is not None]
+
+
+def on_the_way(nodes: Sequence[Node], ends: set[Node]) -> set[Node]:
+    """Those from which an end can be reached."""
+    found: set[Node] = set()
+    for node in nodes:
+        if node in ends or not found.isdisjoint(children(node)):
+            found.add(node)
+    return found
+
+
+def hanging(nodes: Sequence[Node], trunk: set[Node], roots: set[Node]) -> Iterator[tuple[Node, set[Node]]]:
+    """(node, weights) where weights hang off the trunk at a node, or below a root that is not on it."""
+    below: dict[Node, set[Node]] = {}  # of a node beside the trunk: the weights it leads to
+    for node in nodes:
+        beside = [below[child] for child in children(node) if child not in trunk]
+        weights = set[Node]().union(*beside)
+        if node not in trunk:
+            below[node] = weights | ({node} if hasattr(node, "variable") else set())
+        if (node in trunk or node in roots) and (found := below.get(node, weights)):
+            yield node, found
+
+
+def groups_by_weight(found: Iterable[tuple[Node, set[Node]]]) -> list[tuple[set[Node], set[Node]]]:
+    """Nodes that share a weight come together, with all their weights."""
+    groups: list[tuple[set[Node], set[Node]]] = []
+    for node, weights in found:
+        shared = [group for group in groups if not group[1].isdisjoint(weights)]
+        groups = [group for group in groups if group not in shared]
+        groups.append(({node}.union(*(g[0] for g in shared)), weights.union(*(g[1] for g in shared))))
+    return groups

@@ -1,0 +1,220 @@
+"""A model as a chain of layers, cut into stages: this module has the layers of the stages that its rank holds.
+
+    layers     Linear ReLU Linear ReLU Linear        any mix of LayerSpec, modules and functions; or an nn.Sequential
+    bounds     [0, 2, 5]                             `partition.py`
+    rank 0     "0", "1"         rank 1  "2", "3", "4"      parameters keep the layer's number as their name
+
+So the ranks' state dictionaries together are that of the nn.Sequential of all layers.
+
+Tied weights: each rank that uses a weight has a copy, equal at the start; after the last micro-batch the copies'
+gradients are summed (`shared.py`), and so equal optimizers keep them equal. They are those of a TiedLayerSpec's key,
+and, in modules that are already built, every parameter that is the same object in several stages. Where one rank holds
+both places, as in ZB-V, whose first rank has the first and the last stage, there is nothing to sum.
+With `checkpoint_interval` n every n layers are computed again in backward (`refimpl.activation`).
+DeepSpeed: deepspeed/runtime/pipe/module.py.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from refimpl.activation.checkpoint import Checkpoint
+from refimpl.comm.group import Group
+from refimpl.parallel.pipeline import partition
+from refimpl.parallel.pipeline.layers import Layer, LayerSpec, TiedLayerSpec, type_name
+from refimpl.parallel.pipeline.partition import Bounds
+from refimpl.parallel.pipeline.runner import Loss, Pipeline
+from refimpl.parallel.pipeline.schedules.named import schedule
+from refimpl.parallel.pipeline.schedules.table import Table
+from refimpl.parallel.pipeline.shared import copy_weights, sum_gradients
+from refimpl.parallel.pipeline.ties import shared
+
+
+class PipelineModule(nn.Module):
+    """This rank's layers. Making one is a collective of `group`."""
+
+    def __init__(
+        self,
+        layers: Iterable[Layer],
+        group: Group,
+        loss: Loss,
+        *,
+        data: Group | None = None,
+        schedule: str = "1f1b",
+        chunks: int | None = None,
+        partition: str | Sequence[float] = "parameters",
+        sample: Any = None,
+        checkpoint_interval: int = 0,
+        how: Callable[..., Any] | None = None,
+        checkpointable: Sequence[str] | None = None,
+        dynamic: bool = False,
+        base_seed: int | None = None,
+    ) -> None:
+        """layers: the same list on every rank, a stage each rank or `chunks` of them, see `named.schedule`.
+
+        data: the replicas of this rank's layers, for an engine that trains them; not used here.
+        partition: "uniform", "parameters" (trainable ones), "type:PATTERN" (as many layers of such a class in each
+        stage), "time" (seconds of each layer, measured on rank 0 with `sample` as the first one's input), or a weight
+        for each layer.
+        checkpoint_interval: layers that are computed again together in backward, 0 for none; by `how(function, x)`, a
+        `Checkpoint` by default, if one of them has parameters, or if all are of the classes named in `checkpointable`.
+        dynamic: see `Pipeline`. base_seed: layer i is built with the seed base_seed + i on whatever rank; if it is None
+        from the random state as it is.
+        ValueError for a partition that there is not.
+        """
+        super().__init__()
+        self.group, self.loss = group, loss
+        self.specs: list[Layer] = list(layers)
+        self.name, self.chunks, self.dynamic = schedule, chunks, dynamic
+        self.data = data or Group(None, device=group.device)
+        self.checkpoint_interval, self.checkpointable = checkpoint_interval, checkpointable
+        self.how, self.base_seed = how or Checkpoint(), base_seed
+        table = self._table(1)
+        self.bounds = self._cut(partition, table.stages, sample)
+        self.tied_modules = nn.ModuleDict()
+        self._run: dict[int, Callable[[Any], Any]] = {}  # layer -> what it does
+        self.stages, self.last_stage = table.holds(group.rank), table.stages - 1
+        for stage in self.stages:
+            for i in range(*self.bounds[stage : stage + 2]):
+                self._run[i] = self._build(i)
+        owners = [s for s in range(table.stages) for _ in range(*self.bounds[s : s + 2])]
+        holders = [{path[s] for path in table.paths} for s in owners]
+        self.shared = shared(self.specs, holders, group.rank, self._module)
+        for ranks, params in self.shared:
+            copy_weights(group, ranks, params)
+        # Copies that an earlier rank counts where the whole model's parameters or gradients are counted.
+        self.repeated = [p for ranks, params in self.shared for p in params if ranks[0] != group.rank]
+        # Modules that lie on other ranks were needed until here, and take memory: from now on their class stands there.
+        here = self._run
+        self.specs = [type(x) if isinstance(x, nn.Module) and i not in here else x for i, x in enumerate(self.specs)]
+        self.pipelines: dict[int, Pipeline] = {}
+
+    def forward_backward(self, inputs: Sequence[Any], targets: Sequence[Any], scale: float | None = None) -> Tensor:
+        """One step's micro-batches: gradients are added to `.grad`, those of shared weights summed over their ranks.
+
+        Returns [m]: every micro-batch's loss, on every rank. See `Pipeline.run` for the arguments.
+        """
+        pipeline = self.pipeline(len(inputs))
+        before = {p: p.grad for _, params in self.shared for p in params}  # summed already, if it is there
+        for p in before:
+            p.grad = None
+        losses = pipeline.everywhere(pipeline.run(inputs, targets, scale))
+        for ranks, params in self.shared:
+            sum_gradients(self.group, ranks, params)
+        for p, grad in before.items():
+            p.grad = grad if p.grad is None else p.grad if grad is None else grad + p.grad
+        return losses
+
+    def evaluate(self, inputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
+        """[m]: every micro-batch's loss, on every rank. Forward alone."""
+        pipeline = self.pipeline(len(inputs))
+        return pipeline.everywhere(pipeline.evaluate(inputs, targets))
+
+    def pipeline(self, micro_batches: int) -> Pipeline:
+        """The runner for so many micro-batches."""
+        if micro_batches not in self.pipelines:
+            table = self._table(micro_batches)
+            stages = {s: partial(self.stage, s) for s in table.holds(self.group.rank)}
+            self.pipelines[micro_batches] = Pipeline(table, stages, self.group, self.loss, dynamic=self.dynamic)
+        return self.pipelines[micro_batches]
+
+    def stage(self, stage: int, x: Any) -> Any:
+        """x through the layers of one stage that is here."""
+        first, last = self.bounds[stage : stage + 2]
+        every = self.checkpoint_interval or max(1, last - first)
+        for begin in range(first, last, every):
+            layers = [self._run[i] for i in range(begin, min(begin + every, last))]
+            if self.checkpoint_interval and self._is_checkpointable(begin, begin + len(layers)):
+                x = self.how(partial(chain, layers), x)
+            else:
+                x = chain(layers, x)
+        return x
+
+    def forward(self, x: Any) -> Any:
+        """x through the whole model, where all of it is here. RuntimeError on one of several ranks."""
+        if len(self._run) < len(self.specs):
+            raise RuntimeError(
+                f"rank {self.group.rank} has layers {sorted(self._run)} of {len(self.specs)}: call forward_backward or "
+                "evaluate on all ranks"
+            )
+        return chain([self._run[i] for i in sorted(self._run)], x)
+
+    def _table(self, micro_batches: int) -> Table:
+        return schedule(self.name, self.group.size, micro_batches, self.chunks)
+
+    def _cut(self, method: str | Sequence[float], stages: int, sample: Any) -> Bounds:
+        names = [type_name(layer) for layer in self.specs]
+        if method == "uniform":
+            return partition.uniform(len(names), stages)
+        if method == "parameters":
+            weights = [partition.parameters(x.shape() if isinstance(x, LayerSpec) else x) for x in self.specs]
+        elif method == "time":
+            weights = self._measured(sample)
+        elif isinstance(method, str) and method.lower().startswith("type:"):
+            weights = partition.matching(names, method[5:])
+        elif not isinstance(method, str) and len(method) == len(names):
+            weights = list(method)
+        else:
+            raise ValueError(
+                f"partition {method!r}: it must be uniform, parameters, time, type:PATTERN, or {len(names)} weights"
+            )
+        return partition.balanced(weights, stages)
+
+    def _measured(self, sample: Any) -> list[float]:
+        """Rank 0 builds and times every layer, one after the other, and tells the others."""
+        if sample is None:
+            raise ValueError("partition 'time' needs `sample`, an input of the first layer")
+        found = torch.zeros(len(self.specs), dtype=torch.float64, device=self.group.device)
+        if self.group.rank == 0:
+            with torch.random.fork_rng():
+                layers = (
+                    self._callable(i, x.build() if isinstance(x, LayerSpec) else x) for i, x in enumerate(self.specs)
+                )
+                found.copy_(torch.tensor(partition.seconds(layers, sample)))
+        self.group.broadcast(found)
+        weights: list[float] = found.tolist()
+        return weights
+
+    def _build(self, i: int) -> Callable[[Any], Any]:
+        layer = self.specs[i]
+        if isinstance(layer, TiedLayerSpec):
+            if layer.key not in self.tied_modules:
+                self.tied_modules[layer.key] = self._made(i, layer)
+            return self._callable(i, self.tied_modules[layer.key])
+        module = self._made(i, layer) if isinstance(layer, LayerSpec) else layer
+        if isinstance(module, nn.Module):
+            self.add_module(str(i), module)
+        return module
+
+    def _made(self, i: int, layer: LayerSpec) -> nn.Module:
+        if self.base_seed is None:
+            return layer.build()
+        with torch.random.fork_rng():
+            torch.manual_seed(self.base_seed + i)
+            return layer.build()
+
+    def _callable(self, i: int, module: Any) -> Callable[[Any], Any]:
+        layer = self.specs[i]
+        tied = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
+        return partial(tied, module) if tied else module
+
+    def _is_checkpointable(self, first: int, end: int) -> bool:
+        modules = [self._module(i) for i in range(first, end)]
+        if self.checkpointable is not None:
+            return all(type_name(module) in self.checkpointable for module in modules)
+        return any(isinstance(module, nn.Module) and any(True for _ in module.parameters()) for module in modules)
+
+    def _module(self, i: int) -> Any:
+        """What layer i, which is here, calls: a module, or a function."""
+        run = self._run[i]
+        return run.args[0] if isinstance(self.specs[i], TiedLayerSpec) and isinstance(run, partial) else run
+
+
+def chain(layers: Sequence[Callable[[Any], Any]], x: Any) -> Any:
+    """x through all of them."""
+    for layer in layers:
+        x = layer(x)
+    return x

@@ -1,0 +1,108 @@
+"""Where to cut a chain of layers into stages. The slowest stage sets the pace, so the largest sum is made least.
+
+    uniform      the same number of layers, the first stages one more
+    balanced     by a weight for each layer: parameters, whether its type matches, or measured seconds
+
+Balanced is exact, by dynamic programming: the best cut of the first n layers into k stages is the best over where the
+last stage begins. L^2 S steps for L layers and S stages. Of all cuts with the least largest stage it takes one whose
+smallest stage is largest, and cuts late: a layer without weight stays with the one before it. DeepSpeed's
+(deepspeed/runtime/utils.py, partition_balanced) makes largest less smallest least, stage by stage, which misses the
+least largest one for some weights.
+"""
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from refimpl.parallel.pipeline.wire import form_of, tensors_of, with_gradient
+
+Bounds = list[int]  # stage s has layers bounds[s] to bounds[s + 1] - 1
+
+
+def uniform(layers: int, stages: int) -> Bounds:
+    """Bounds. With fewer layers than stages the last stages are empty."""
+    if layers <= stages:
+        return [min(s, layers) for s in range(stages + 1)]
+    least, more = divmod(layers, stages)
+    return [s * least + min(s, more) for s in range(stages + 1)]
+
+
+def balanced(weights: Sequence[float], stages: int) -> Bounds:
+    """Bounds with the least largest stage; each has a layer if there are enough. ValueError for weights below 0."""
+    if stages < 1 or any(not weight >= 0 for weight in weights):
+        raise ValueError(f"there must be a stage, and no weight below 0: got {stages} stages, weights {list(weights)}")
+    if len(weights) <= stages:
+        return uniform(len(weights), stages)
+    sums = [0, *accumulate(weights)]
+    largest, _ = _best(sums, stages, lambda before, last: max(before, last), 0, min)
+    least = _best(sums, stages, lambda before, last: min(before, last) if last <= largest else -1, math.inf, max)
+    return least[1]
+
+
+def _best(
+    sums: Sequence[float],
+    stages: int,
+    join: Callable[[float, float], float],
+    start: float,
+    choose: Callable[..., tuple[float, Bounds]],
+) -> tuple[float, Bounds]:
+    """The best value, and its bounds, of all ways to cut the chain. `join`: a cut's value and its next stage's sum."""
+    best = {0: (start, [0])}  # number of layers -> the best cut of them
+    for stage in range(1, stages + 1):
+        ends = range(stage, len(sums) - stages + stage)  # each later stage needs a layer
+        best = {
+            end: choose(
+                ((join(value, sums[end] - sums[begin]), [*bounds, end])
+                 for begin, (value, bounds) in reversed(best.items()) if begin < end),
+                key=lambda found: found[0],
+            )
+            for end in ends
+        }  # fmt: skip
+    return best[len(sums) - 1]
+
+
+def matching(names: Sequence[str], pattern: str) -> list[float]:
+    """Weights for `type:PATTERN`: 1 for each layer whose class name has it, in any case. ValueError if none has."""
+    weights = [float(bool(re.search(pattern, name, re.IGNORECASE))) for name in names]
+    if not any(weights):
+        raise ValueError(f"partition 'type:{pattern}': no layer's type matches: {', '.join(dict.fromkeys(names))}")
+    return weights
+
+
+def seconds(layers: Iterable[Callable[[Any], Any]], sample: Any, repeat: int = 3) -> list[float]:
+    """Of each layer's forward and backward, the least of `repeat`; the first gets `sample`, the next what it gives."""
+    found = []
+    for layer in layers:
+        runs = [_timed(layer, sample) for _ in range(repeat)]
+        found.append(min(duration for duration, _ in runs))
+        sample = runs[-1][1]
+    return found
+
+
+def _timed(layer: Callable[[Any], Any], x: Any) -> tuple[float, Any]:
+    x = form_of(x).fill(tensors_of(x))
+    begin = _now(x)
+    out = layer(x)
+    roots = with_gradient(out)
+    weights = [p for p in layer.parameters() if p.requires_grad] if isinstance(layer, nn.Module) else []
+    if roots and (leaves := [*with_gradient(x), *weights]):
+        torch.autograd.grad(roots, leaves, [torch.ones_like(t) for t in roots], allow_unused=True)
+    return _now(x) - begin, out
+
+
+def _now(x: Any) -> float:
+    for tensor in tensors_of(x)[:1]:
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()
+
+
+def parameters(layer: object) -> float:
+    """Trainable elements of a layer; 0 for a function."""
+    return sum(p.numel() for p in layer.parameters() if p.requires_grad) if isinstance(layer, nn.Module) else 0

@@ -1,0 +1,158 @@
+"""One layout on one machine: bytes a GPU by class, bytes it sends on each axis, the bubble, the time of a step.
+
+    tensor (tp)     matrices and vocabulary / tp; activations too, by sequence parallelism
+    pipeline (pp)   layers / pp; stage 0 has up to pp micro-batches alive (1F1B), the last one the head
+    data (dp)       sequences; ZeRO divides state over dp
+
+Time, each term stated: compute at `efficiency` of the peak; the bubble (pp - 1) / m of it; the all-reduces of tensor
+parallelism, which nothing hides, over `node` bandwidth (over `network` where tp exceeds a node); messages between
+stages; the gradients' reduction and the gathers over `network`, as far as they exceed the last micro-batch's
+backward.
+Narayanan et al. 2021, arXiv:2104.04473, sections 2 and 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.
+"""
+
+from dataclasses import dataclass
+
+from refimpl.plan import formulas
+from refimpl.plan.shape import Shape
+from refimpl.plan.time import bubble
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a GPU and its links can do: by default an A100 of 80 GB, 8 in a node. Bandwidths: bytes/s, one way."""
+
+    memory: float = 80e9
+    peak: float = 312e12  # floating-point operations a second, 16 bit
+    efficiency: float = 0.62  # share of the peak that large products reach
+    in_node: int = 8
+    node: float = 240e9
+    network: float = 22e9
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A layout. `batch`: sequences of a step, over all ranks; `micro`: sequences of a micro-batch."""
+
+    dp: int
+    pp: int
+    tp: int
+    batch: int
+    micro: int = 1
+    zero: formulas.Strategy = "zero1"
+    recompute: bool = True  # each block keeps its input alone
+    itemsize: int = 2
+
+    @property
+    def gpus(self) -> int:
+        return self.dp * self.pp * self.tp
+
+    @property
+    def micro_batches(self) -> int:
+        return self.batch // (self.dp * self.micro)
+
+    def check(self, shape: Shape) -> None:
+        """ValueError for a layout that cannot be, with its reason."""
+        for what, whole, parts in (
+            ("layers over pipeline stages", shape.layers, self.pp),
+            ("heads over tensor ranks", shape.heads, self.tp),
+            ("heads of keys and values over tensor ranks", shape.kv_heads, self.tp),
+            ("vocabulary over tensor ranks", shape.vocab, self.tp),
+            ("sequences over ranks and micro-batches", self.batch, self.dp * self.micro),
+        ):
+            if whole % parts:
+                raise ValueError(f"{whole} {what}: does not divide by {parts}")
+        if self.pp > 1 and self.zero in ("zero2", "zero3"):
+            raise ValueError(f"{self.zero} with {self.pp} pipeline stages: gradients or weights would travel m times")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Bytes by class on the fullest GPU, bytes it sends by axis, seconds by cause. `mfu`: of the peak, no recompute."""
+
+    mesh: Mesh
+    bytes: dict[str, int]
+    sent: dict[str, int]
+    seconds: dict[str, float]
+    mfu: float
+    bubble: float
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+    @property
+    def step(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def limit(self) -> str:
+        """What a step waits for most, beside compute."""
+        return max((s, name) for name, s in self.seconds.items() if name != "compute")[1]
+
+
+def judge(shape: Shape, mesh: Mesh, machine: Machine) -> Verdict:
+    """ValueError for a layout that cannot be."""
+    mesh.check(shape)
+    fullest = max((state(shape, mesh, stage) for stage in {0, mesh.pp - 1}), key=lambda found: sum(found.values()))
+    sent = traffic(shape, mesh)
+    done = shape.flops(mesh.batch, mesh.recompute) / mesh.gpus
+    compute = done / (machine.peak * machine.efficiency)
+    idle = bubble(mesh.pp, mesh.micro_batches)
+    inside = mesh.tp <= machine.in_node
+    last = compute / mesh.micro_batches * (3 if mesh.recompute else 2) / (4 if mesh.recompute else 3)
+    alone = mesh.dp * mesh.tp * mesh.pp <= machine.in_node
+    seconds = {
+        "compute": compute,
+        "bubble": compute * idle / (1 - idle),
+        "tensor": sent["tensor"] / (machine.node if inside else machine.network),
+        "pipeline": sent["pipeline"] / machine.network,
+        "data": max(0.0, sent["data"] / (machine.node if alone else machine.network) - last),
+    }
+    step = sum(seconds.values())
+    mfu = shape.flops(mesh.batch) / (step * machine.peak * mesh.gpus)
+    return Verdict(mesh, fullest, sent, seconds, mfu, idle)
+
+
+def parameters_of(shape: Shape, mesh: Mesh, stage: int) -> int:
+    """On one rank of a stage, before ZeRO divides them. A tied head of another stage is a copy of its own."""
+    count = shape.layers // mesh.pp * shape.block(mesh.tp)
+    if stage == 0:
+        count += shape.embedding // mesh.tp + shape.positions * shape.context * shape.width
+    if stage == mesh.pp - 1:
+        count += shape.last_norm
+        if not shape.tied or mesh.pp > 1:
+            count += shape.embedding // mesh.tp
+    return count
+
+
+def state(shape: Shape, mesh: Mesh, stage: int) -> dict[str, int]:
+    """Bytes by class."""
+    layout = formulas.Layout(parameters_of(shape, mesh, stage), padding=0, buckets=0)
+    found = formulas.memory_bytes(mesh.zero, mesh.dp, mesh.itemsize, layout)
+    alive = min(mesh.pp - stage, mesh.micro_batches)
+    return found | {"activations": activations(shape, mesh, alive, head=stage == mesh.pp - 1)}
+
+
+def activations(shape: Shape, mesh: Mesh, alive: int, head: bool) -> int:
+    """Kept for backward by `alive` micro-batches of a stage, sequence parallelism included."""
+    tokens, w = mesh.micro * shape.context, shape.width
+    inside = 6 * w + 2 * w * shape.kv_heads // shape.heads + (2 if shape.matrices == 2 else 4) * shape.hidden
+    kept = inside * tokens * mesh.itemsize
+    border, layers = w * tokens * mesh.itemsize, shape.layers // mesh.pp
+    whole = alive * layers * border + kept if mesh.recompute else alive * layers * kept
+    logits = tokens * shape.vocab * (mesh.itemsize + 4) if head else 0  # and their fp32 copy for the loss
+    return (whole + logits) // mesh.tp
+
+
+def traffic(shape: Shape, mesh: Mesh) -> dict[str, int]:
+    """Bytes that a GPU sends in a step, by axis."""
+    tokens = mesh.micro * shape.context
+    border = tokens * shape.width * mesh.itemsize
+    passes = 6 if mesh.recompute else 4  # all-reduces of a block: two a pass, and forward runs twice
+    tensor = passes * 2 * border * (mesh.tp - 1) // mesh.tp * shape.layers // mesh.pp * mesh.micro_batches
+    between = 2 * border // mesh.tp * mesh.micro_batches if mesh.pp > 1 else 0
+    layout = formulas.Layout(parameters_of(shape, mesh, 0), padding=0, buckets=0)
+    rows = formulas.traffic(mesh.zero, mesh.dp, mesh.itemsize, layout, mesh.micro_batches)
+    data = sum(row.bytes for row in rows if row.tag in ("gradients", "parameters"))
+    return {"tensor": tensor, "pipeline": between, "data": data}

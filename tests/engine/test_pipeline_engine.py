@@ -1,0 +1,230 @@
+"""A pipeline behind DeepSpeed's calls trains as the data-parallel engine does, bit for bit; and what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from worlds import run
+
+import refimpl.deepspeed as deepspeed
+from refimpl import launch
+from refimpl.deepspeed.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule, PipeModelDataParallelTopology
+from refimpl.engine.initialize import initialize
+from refimpl.engine.pipeline import PipelineEngine, PipelineError
+
+WIDTH, STEPS, GAS = 64, 3, 3
+
+
+def config(**more: Any) -> dict[str, Any]:
+    """Clipping at 1.0 is the default."""
+    optimizer = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
+    batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": GAS}
+    return {**batch, "optimizer": optimizer, **more}
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [m for _ in range(4) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+
+
+def loss(out: Tensor, label: Tensor) -> Tensor:
+    return F.mse_loss(out.float(), label.float()) * 100  # so large that it is clipped
+
+
+def batches(replica: int, dtype: torch.dtype) -> Any:
+    """(inputs, labels) without end, of one replica."""
+    generator = torch.Generator().manual_seed(replica)
+    while True:
+        x, y = torch.randn(2, 2, WIDTH, generator=generator).to(dtype)
+        yield x, y
+
+
+class WithLoss(nn.Sequential):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return loss(super().forward(x), y)
+
+
+Found = tuple[dict[str, Tensor], list[float], float, int]
+
+
+def dtype_of(settings: dict[str, Any]) -> torch.dtype:
+    return torch.bfloat16 if "bf16" in settings else torch.float16 if "fp16" in settings else torch.float32
+
+
+def by_data(settings: dict[str, Any]) -> Found:
+    """Weights by name, losses, the last norm, skipped steps."""
+    engine, *_ = initialize(model=WithLoss(*layers()), config=settings)
+    data = batches(engine.group.rank, dtype_of(settings))
+    losses = [engine.train_batch(data).item() for _ in range(STEPS)]
+    state = {name: w.clone() for name, w in engine.module_state_dict().items()}
+    return state, losses, engine.get_global_grad_norm() or 0.0, engine.skipped_steps
+
+
+def by_pipeline(settings: dict[str, Any], stages: int, interval: int) -> Found:
+    module = PipelineModule(layers(), stages, loss_fn=loss, activation_checkpoint_interval=interval)
+    engine, *_ = initialize(model=module, config=settings)
+    assert isinstance(engine, PipelineEngine)
+    ends = engine.is_first_stage() or engine.is_last_stage()
+    data = batches(engine.group.rank, dtype_of(settings)) if ends else None
+    losses = [engine.train_batch(data).item() for _ in range(STEPS)]
+    state = {name: w.clone() for name, w in engine.module_state_dict().items()}
+    return state, losses, engine.get_global_grad_norm() or 0.0, engine.skipped_steps
+
+
+@pytest.mark.parametrize(
+    ("more", "stages", "replicas"),
+    [
+        ({}, 3, 1),
+        ({"zero_optimization": {"stage": 1}}, 2, 2),
+        ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, 2, 2),
+        ({"fp16": {"enabled": True, "initial_scale_power": 14, "hysteresis": 1}}, 2, 1),
+    ],
+)
+def test_it_trains_as_the_data_parallel_engine(more: dict[str, Any], stages: int, replicas: int) -> None:
+    (expected, losses, norm, skipped), *_ = run(by_data, config(**more), ranks=replicas)
+    seen: set[str] = set()
+    for weights, found, found_norm, found_skipped in run(
+        by_pipeline, config(**more), stages, 1, ranks=stages * replicas
+    ):
+        assert found == pytest.approx(losses, rel=1e-6), "the mean over micro-batches is taken in another order"
+        assert found_norm == pytest.approx(norm, rel=1e-6)
+        assert found_skipped == skipped
+        for name, weight in weights.items():
+            assert torch.equal(weight, expected[name]), name
+        seen |= weights.keys()
+    assert seen == expected.keys()
+    assert (skipped > 0) == ("fp16" in more), "so large a scale overflows at first"
+    assert "fp16" in more or norm > 1
+
+
+# --- the example that DeepSpeed's users start from: training data to initialize, train_batch without arguments
+
+
+def as_the_example() -> tuple[list[float], float, int, tuple[bool, bool], bool]:
+    torch.manual_seed(0)
+    net = [LayerSpec(nn.Conv2d, 3, 8, 3), LayerSpec(nn.ReLU, inplace=True), lambda x: x.flatten(1),
+           LayerSpec(nn.Linear, 8 * 36, 16), LayerSpec(nn.Linear, 16, 4)]  # fmt: skip
+    module = deepspeed.PipelineModule(
+        layers=net, loss_fn=nn.CrossEntropyLoss(), topology=PipeDataParallelTopology(num_pp=2, num_dp=2),
+        partition_method="type:linear|conv", seed_layers=True,
+    )  # fmt: skip
+    y = torch.randint(4, (64,))
+    data = torch.utils.data.TensorDataset(torch.rand(64, 3, 8, 8) + y.view(-1, 1, 1, 1), y)
+    engine, _, loader, _ = deepspeed.initialize(
+        model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], training_data=data,
+        config=config(train_micro_batch_size_per_gpu=4, zero_optimization={"stage": 1},
+                      pipeline={"activation_checkpoint_interval": 2}),
+    )  # fmt: skip
+    assert module.checkpoint_interval == 2
+    losses = [engine.train_batch().item() for _ in range(20)]
+    kept = list(loader)
+    before = engine.eval_batch(iter(kept)).item()
+    engine.set_dataloader(kept)
+    again = engine.eval_batch().item()
+    outputs = engine.eval_batch(iter(kept), compute_loss=False, num_micro_batches=3)
+    shapes = None if outputs is None else [tuple(out.shape) for out in outputs]
+    assert (shapes == [(4, 4)] * 3) == engine.is_last_stage()
+    return losses, before, engine.global_steps, (engine.is_first_stage(), engine.is_last_stage()), before == again
+
+
+def test_the_pipeline_example_learns() -> None:
+    results = run(as_the_example, ranks=4)
+    assert [ends for *_, ends, _ in results] == [(True, False)] * 2 + [(False, True)] * 2
+    for losses, evaluated, steps, _, again in results:
+        assert (losses, evaluated) == (results[0][0], results[0][1]), "every rank knows every loss"
+        assert losses[-1] < 0.8 * losses[0]
+        assert steps == 20
+        assert again
+
+
+def batch_fn_and_shapes() -> list[float]:
+    """Losses with data that is no pair, and with sequences of another length after a reset."""
+    engine, *_ = initialize(model=PipelineModule(layers(), 2, loss_fn=loss), config=config())
+    engine.set_batch_fn(lambda item: (item["x"], item["x"]))
+    losses = []
+    for rows in (2, 5):
+        engine.set_dataiterator(iter([{"x": torch.ones(rows, WIDTH)}] * GAS))
+        losses.append(engine.train_batch().item())
+        engine.reset_activation_shape()
+    return losses
+
+
+def test_a_batch_function_and_other_shapes() -> None:
+    first, second = run(batch_fn_and_shapes)
+    assert first == second
+    assert len(first) == 2
+
+
+# --- what is refused
+
+
+def refused(what: str) -> None:
+    stages = 3 if what == "stages" else 2
+    if what == "model axis":
+        PipelineModule(layers(), topology=PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1))
+    stage = 2 if what == "zero" else 0
+    module = PipelineModule(layers(), stages, loss_fn=None if what == "loss" else loss)
+    engine, *_ = initialize(model=module, config=config(zero_optimization={"stage": stage}))
+    data = iter([torch.ones(1)] * GAS if what == "pairs" else [(torch.ones(2, WIDTH),) * 2] * GAS)
+    calls = {
+        "forward": lambda: engine(torch.ones(2, WIDTH)), "backward": lambda: engine.backward(torch.ones(())),
+        "step": engine.step, "save": lambda: engine.save_checkpoint("x"), "load": lambda: engine.load_checkpoint("x"),
+        "no data": engine.train_batch, "logits": lambda: engine.eval_batch(data, return_logits=True),
+    }  # fmt: skip
+    calls.get(what, lambda: engine.train_batch(data))()
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("stages", "num_stages 3 does not divide the job's 2 ranks"),
+        ("model axis", "the axis 'model' of the topology: not implemented yet"),
+        ("zero", "ZeRO stage 2 with a pipeline: .* use stage 0 or 1"),
+        ("forward", "trained by train_batch"),
+        ("backward", "there is no backward"),
+        ("step", "there is no step"),
+        ("save", "save_checkpoint of a pipeline: not implemented yet"),
+        ("load", "load_checkpoint of a pipeline: not implemented yet"),
+        ("no data", r"no data: pass data_iter=..., set_dataloader"),
+        ("logits", "return_logits, and reduce_output other than"),
+        ("pairs", r"must be pairs \(inputs, labels\), not Tensor: set_batch_fn"),
+        ("loss", r"the loss must be a scalar, not a tensor of shape \(2, 64\)"),
+    ],
+)
+def test_what_a_pipeline_refuses(what: str, says: str) -> None:
+    with pytest.raises(launch.RankError, match=says):
+        run(refused, what)
+
+
+def test_the_paths_that_scripts_import_from() -> None:
+    assert deepspeed.runtime.pipe.topology.PipeDataParallelTopology is PipeDataParallelTopology
+    assert deepspeed.runtime.pipe.module.TiedLayerSpec is deepspeed.pipe.TiedLayerSpec
+    assert deepspeed.runtime.pipe.PipelineModule is deepspeed.PipelineModule is PipelineModule
+    assert deepspeed.runtime.pipe.engine.PipelineEngine is PipelineEngine
+
+
+def questions() -> dict[str, Any]:
+    module = PipelineModule(layers(), 2, loss_fn=loss, partition_method="uniform", checkpointable_layers=["Linear"])
+    module.set_checkpoint_interval(2)
+    with pytest.raises(ValueError, match="no layer 8: the model has 8"):
+        module.stage_owner(8)
+    with pytest.raises(ValueError, match="must not be negative"):
+        module.set_checkpoint_interval(-1)
+    owners = [module.stage_owner(i) for i in range(8)]
+    return {"owners": owners, "parts": module.parts, "stages": (module.num_stages, module.num_pipeline_stages()),
+            "ranks": module.topology().get_axis_comm_lists("pipe"), "interval": module.checkpoint_interval}  # fmt: skip
+
+
+def test_what_a_module_is_asked() -> None:
+    for answers in run(questions, ranks=4):
+        assert answers == {
+            "owners": [0] * 4 + [1] * 4, "parts": [0, 4, 8], "stages": (2, 2), "ranks": [[0, 2], [1, 3]], "interval": 2,
+        }  # fmt: skip
+
+
+def test_a_pipeline_error_is_one_class() -> None:
+    assert issubclass(PipelineError, RuntimeError)
+    with pytest.raises(ValueError, match="num_stages or topology"):
+        PipelineModule(layers())

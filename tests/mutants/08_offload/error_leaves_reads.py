@@ -1,0 +1,30 @@
+"""After an error of update the next read is still under way.
+
+task: update_parts
+says: after update's error the read of part 4 is still under way
+"""
+
+
+def update_parts(disk, places, update):
+    buffers = [disk.buffer(max((nbytes for _, nbytes in places), default=0)) for _ in range(3)]
+    reading = {}
+    writing = {}
+
+    def begin(k):
+        if k - 3 in writing:
+            writing.pop(k - 3).wait()
+        if k < len(places):
+            offset, nbytes = places[k]
+            reading[k] = disk.read(offset, buffers[k % 3][:nbytes])
+
+    try:
+        begin(0)
+        for k, (offset, nbytes) in enumerate(places):
+            begin(k + 1)
+            reading.pop(k).wait()
+            memory = buffers[k % 3][:nbytes]
+            update(k, memory)
+            writing[k] = disk.write(offset, memory)
+    finally:
+        for transfer in writing.values():
+            transfer.wait()

@@ -1,0 +1,27 @@
+"""The next place is read into the buffer that the caller has.
+
+task: read_ahead
+says: the next place is being read into the same memory
+"""
+
+
+def read_ahead(disk, places):
+    buffers = [disk.buffer(max((nbytes for _, nbytes in places), default=0)) for _ in range(2)]
+    ahead = None
+
+    def begin(k):
+        if k == len(places):
+            return None
+        offset, nbytes = places[k]
+        return disk.read(offset, buffers[0][:nbytes])
+
+    try:
+        ahead = begin(0)
+        for k in range(len(places)):
+            now, ahead = (ahead, None)
+            now.wait()
+            ahead = begin(k + 1)
+            yield now.memory
+    finally:
+        if ahead is not None:
+            ahead.wait()

@@ -1,0 +1,30 @@
+"""A part is updated before its read was waited for.
+
+task: update_parts
+says: part 0 is used before its read was waited for
+"""
+
+
+def update_parts(disk, places, update):
+    buffers = [disk.buffer(max((nbytes for _, nbytes in places), default=0)) for _ in range(3)]
+    reading = {}
+    writing = {}
+
+    def begin(k):
+        if k - 3 in writing:
+            writing.pop(k - 3).wait()
+        if k < len(places):
+            offset, nbytes = places[k]
+            reading[k] = disk.read(offset, buffers[k % 3][:nbytes])
+
+    try:
+        begin(0)
+        for k, (offset, nbytes) in enumerate(places):
+            begin(k + 1)
+            memory = buffers[k % 3][:nbytes]
+            update(k, memory)
+            reading.pop(k).wait()
+            writing[k] = disk.write(offset, memory)
+    finally:
+        for transfer in (*reading.values(), *writing.values()):
+            transfer.wait()

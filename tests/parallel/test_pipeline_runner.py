@@ -1,0 +1,246 @@
+"""Every schedule on real ranks against one process, bit for bit; what travels; what is refused; a rank that dies."""
+
+import os
+import signal
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+from pipeline_models import WIDTH, batches, build, gradients, loss, one_process, same
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from worlds import run
+
+from refimpl import launch
+from refimpl.comm.group import Group
+from refimpl.parallel.pipeline.runner import Pipeline
+from refimpl.parallel.pipeline.schedules.named import NAMES, schedule
+from refimpl.parallel.pipeline.schedules.table import Table
+from refimpl.parallel.pipeline.shared import sum_gradients
+
+Found = tuple[dict[int, dict[str, Tensor | None]], Tensor, int]
+
+
+def trained(table: Table, kind: str, lengths: tuple[int, ...] = (3,)) -> Found:
+    """Each stage's gradients on this rank, every loss, and the bytes of activations and gradients sent."""
+    group = Group.world()
+    stages = {s: build(table.stages, s, kind) for s in table.holds(group.rank)}
+    pipeline = Pipeline(table, stages, group, loss, dynamic=len(lengths) > 1)
+    losses = pipeline.run(*batches(kind, table.micro_batches, lengths))
+    if len(table.paths) > 1:
+        pairs = zip(*table.paths, strict=True)
+        for stage, ranks in enumerate(pairs):
+            if group.rank in ranks:
+                sum_gradients(group, ranks, list(stages[stage].parameters()))
+    sent = group.ledger.sent_bytes("tag")
+    bytes_ = sent.get("pipeline activations", 0) + sent.get("pipeline gradients", 0)
+    return {s: gradients(stage) for s, stage in stages.items()}, pipeline.everywhere(losses), bytes_
+
+
+def trained_all(names: list[str], ranks: int, micro: int, kind: str, lengths: tuple[int, ...] = (3,)) -> list[Found]:
+    return [trained(schedule(name, ranks, micro), kind, lengths) for name in names]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["tensors", "nested"])
+def test_gradients_are_those_of_one_process(ranks: int, kind: str) -> None:
+    names = [name for name in NAMES if ranks % 2 == 0 or name != "dualpipe"]
+    micro = ranks + 3  # neither a multiple of the ranks nor as many as DualPipe wants
+    results = run(trained_all, names, ranks, micro, kind, ranks=ranks)
+    for i, name in enumerate(names):
+        table = schedule(name, ranks, micro)
+        expected, losses = one_process(table.stages, kind, micro, len(table.paths))
+        for rank in range(ranks):
+            grads, everywhere, _ = results[rank][i]
+            assert everywhere.tolist() == [x.item() for x in losses], name
+            assert sorted(grads) == table.holds(rank)
+            for stage, found in grads.items():
+                assert same(found, expected[stage]) == {}, f"{name}, rank {rank}, stage {stage}"
+
+
+def test_bytes_are_those_of_the_boundaries() -> None:
+    """An activation and its gradient for each micro-batch and each boundary between ranks."""
+    boundaries = {"1f1b": 1, "interleaved": 3, "zb-v": 2, "dualpipe": 1}
+    results = run(trained_all, list(boundaries), 2, 4, "tensors")
+    for i, (name, number) in enumerate(boundaries.items()):
+        activation = 2 * 3 * WIDTH * 4
+        assert sum(found[i][2] for found in results) == 2 * 4 * number * activation, name
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
+def test_sequences_of_any_length_if_asked(name: str) -> None:
+    lengths = (3, 5, 1, 4)
+    results = run(trained_all, [name], 2, 5, "nested", lengths)
+    table = schedule(name, 2, 5)
+    expected, losses = one_process(table.stages, "nested", 5, len(table.paths), lengths)
+    for ((grads, everywhere, _),) in results:
+        assert everywhere.tolist() == [x.item() for x in losses]
+        for stage, found in grads.items():
+            assert same(found, expected[stage]) == {}
+
+
+class Saved:
+    """Stands in the graph for a tensor that autograd saved."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def graphs_alive(name: str) -> tuple[int, int]:
+    """The most graphs of (stage, micro-batch) that autograd keeps on this rank after any forward, and the bound."""
+    group = Group.world()
+    table = schedule(name, group.size, 2 * group.size)
+    graphs: list[weakref.WeakSet[Saved]] = []
+    most = 0
+
+    def watched(module: nn.Module, x: Any) -> Any:
+        nonlocal most
+        graphs.append(weakref.WeakSet())
+
+        def pack(tensor: Tensor) -> Saved:
+            saved = Saved(tensor.detach())  # one with a graph would keep its own node alive
+            graphs[-1].add(saved)
+            return saved
+
+        with saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            out = module(x)
+        most = max(most, sum(map(bool, graphs)))
+        return out
+
+    stages = {s: partial(watched, build(table.stages, s, "tensors")) for s in table.holds(group.rank)}
+    Pipeline(table, stages, group, loss).run(*batches("tensors", table.micro_batches))
+    assert not any(graphs), "all are gone when the step is over"
+    return most, table.alive[group.rank]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_more_is_alive_than_the_table_states(name: str) -> None:
+    for most, bound in run(graphs_alive, name):
+        assert most == bound
+
+
+def headers() -> tuple[list[int], list[int]]:
+    """Messages that told shapes, in each of two steps: agreed once, and every time."""
+    found = []
+    for dynamic in (False, True):
+        group = Group.world()
+        table = schedule("1f1b", 2, 3)
+        pipeline = Pipeline(table, {group.rank: build(2, group.rank, "tensors")}, group, loss, dynamic=dynamic)
+        counts = []
+        for _ in range(2):
+            group.ledger.reset()
+            pipeline.run(*batches("tensors", 3))
+            counts.append(group.ledger.calls("tag").get("pipeline headers", 0))
+        found.append(counts)
+    return found[0], found[1]
+
+
+def test_shapes_are_agreed_on_once_or_every_time() -> None:
+    for once, always in run(headers):
+        assert once == [2 + 2, 0], "size and header of one activation and one gradient"
+        assert always == [3 * 4, 3 * 4]
+
+
+def evaluated() -> tuple[list[float], list[float], bool, list[float]]:
+    """Losses in training, in evaluation, whether that left gradients alone, and outputs of other lengths."""
+    group = Group.world()
+    table = schedule("1f1b", 3, 4)
+    stage = build(3, group.rank, "nested")
+    pipeline = Pipeline(table, {group.rank: stage}, group, loss)
+    data = batches("nested", 4)
+    trained = pipeline.everywhere(pipeline.run(*data)).tolist()
+    before = {n: None if g is None else g.clone() for n, g in gradients(stage).items()}
+    again = pipeline.everywhere(pipeline.evaluate(*data)).tolist()
+    kept = same(gradients(stage), before) == {}
+    pipeline.reset_shapes()
+    outs = pipeline.evaluate(batches("nested", 4, (5,))[0])
+    return trained, again, kept, [float(out[0].sum()) for out in outs.values()]
+
+
+def test_evaluation_is_forward_alone() -> None:
+    results = run(evaluated, ranks=3)
+    for trained_, again, kept, _ in results:
+        assert trained_ == again
+        assert kept
+    assert [len(outs) for *_, outs in results] == [0, 0, 4]
+
+
+def wrong(what: str) -> None:
+    group = Group.world()
+    table = schedule("1f1b", 2, 4)
+    data = batches("tensors", 4, (3, 5) if what == "shapes" else (3,))
+    if what == "ranks":
+        Pipeline(schedule("1f1b", 4, 4), {0: nn.Identity()}, group, loss)
+    if what == "stages":
+        Pipeline(table, {7: nn.Identity()}, group, loss)
+    pipeline = Pipeline(table, {group.rank: build(2, group.rank, "tensors")}, group, loss)
+    pipeline.run(data[0][:3] if what == "number" else data[0], data[1])
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("ranks", "1f1b is for 4 ranks, the group has 2"),
+        ("stages", r"holds stages \[\d\] of the schedule 1f1b, and was given \[7\]"),
+        ("number", "4 micro-batches: got 3 inputs on rank 0, which holds stage 0"),
+        ("shapes", r"activations of stage 0: float32 \(2, 5, 6\) with a gradient is to be sent.*dynamic=True"),
+    ],
+)
+def test_what_is_wrong_is_said(what: str, says: str) -> None:
+    with pytest.raises(launch.RankError, match=rf"(?s){says}"):
+        run(wrong, what)
+
+
+class Falls(nn.Module):
+    """Dies in the micro-batch it is told."""
+
+    def __init__(self, inner: nn.Module, at: int) -> None:
+        super().__init__()
+        self.inner, self.left = inner, at
+
+    def forward(self, x: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.inner(x)
+
+
+def falling(rank: int) -> None:
+    group = Group.world()
+    table = schedule("zb-h1", 4, 8)
+    stage = build(4, group.rank, "tensors")
+    module = Falls(stage, 5) if group.rank == rank else stage
+    Pipeline(table, {group.rank: module}, group, loss).run(*batches("tensors", 8))
+
+
+def test_a_rank_that_dies_in_mid_pipeline_is_named() -> None:
+    with pytest.raises(launch.RankDied, match=r"^rank 2 was killed by SIGKILL"):
+        launch.run(falling, 2, ranks=4, timeout=60)
+
+
+class Unlucky(nn.Module):
+    """Raises in its third micro-batch."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        if self.calls == 3:
+            raise ArithmeticError("no third one")
+        return self.inner(x)
+
+
+def raising() -> None:
+    group = Group.world()
+    stage = build(3, group.rank, "tensors")
+    table = schedule("1f1b", 3, 6)
+    module = Unlucky(stage) if group.rank == 1 else stage
+    Pipeline(table, {group.rank: module}, group, loss).run(*batches("tensors", 6))
+
+
+def test_a_rank_that_raises_is_named() -> None:
+    with pytest.raises(launch.RankError, match=r"^rank 1 raised ArithmeticError: no third one"):
+        launch.run(raising, ranks=3, timeout=60)

@@ -1,0 +1,184 @@
+"""The planner beside what others have published and beside what is counted: sizes, bytes, traffic, time."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.plan.mesh import Machine, Mesh, judge, traffic
+from refimpl.plan.search import search
+from refimpl.plan.shape import Shape, of_config, of_gpt, of_size
+from refimpl.plan.transformer import activation_bytes, flops_per_token, tensor_parallel_sent
+
+# Narayanan et al. 2021, arXiv:2104.04473, table 1, from memory (the sizes follow from the shapes): billions of
+# parameters, heads, width, layers, tensor-parallel size, pipeline-parallel size, GPUs, batch, TFLOP/s a GPU that were
+# reached. Vocabulary 51,200, context 2,048, micro-batch 1.
+MEGATRON = [
+    (1.7, 24, 2304, 24, 1, 1, 32, 512, 137),
+    (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
+    (7.5, 32, 4096, 36, 4, 1, 128, 512, 142),
+    (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
+    (39.1, 64, 8192, 48, 8, 2, 512, 1536, 138),
+    (76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140),
+    (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148),
+    (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155),
+    (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163),
+    (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
+]
+
+# Rajbhandari et al. 2020, arXiv:1910.02054, table 1: GB of model state a device, for 7.5, 128 and 1,000 billion
+# parameters; DP degree -> (Pos, Pos+g, Pos+g+p) of each.
+ZERO = {
+    1: [(120, 120, 120), (2048, 2048, 2048), (16000, 16000, 16000)],
+    4: [(52.5, 41.3, 30), (896, 704, 512), (7000, 5500, 4000)],
+    16: [(35.6, 21.6, 7.5), (608, 368, 128), (4750, 2875, 1000)],
+    64: [(31.4, 16.6, 1.88), (536, 284, 32), (4187, 2218, 250)],
+    256: [(30.4, 15.4, 0.47), (518, 263, 8), (4046, 2054, 62.5)],
+    1024: [(30.1, 15.1, 0.12), (513, 257, 2), (4011, 2013, 15.6)],
+}
+
+
+@pytest.mark.parametrize("row", MEGATRON, ids=lambda row: f"{row[0]}B")
+def test_sizes_and_speed_of_megatrons_table(row: tuple[Any, ...]) -> None:
+    billions, heads, width, layers, tp, pp, gpus, batch, reached = row
+    shape = Shape(layers, width, heads, 51_200, 2048, hidden=4 * width, kv_heads=heads)
+    assert shape.parameters / 1e9 == pytest.approx(billions, rel=0.03)
+    verdict = judge(shape, Mesh(gpus // (tp * pp), pp, tp, batch, 1, "ddp"), Machine())
+    tflops = shape.flops(batch, recompute=True) / verdict.step / gpus / 1e12
+    # One efficiency for all: small products reach less of the peak than large ones.
+    assert tflops == pytest.approx(reached, rel=0.35 if billions < 7 else 0.18)
+
+
+@pytest.mark.parametrize("ranks", ZERO)
+def test_bytes_of_zeros_table(ranks: int) -> None:
+    from refimpl.plan import formulas
+
+    for billions, published in zip((7.5, 128, 1000), ZERO[ranks], strict=True):
+        for strategy, gb in zip(("zero1", "zero2", "zero3"), published, strict=True):
+            layout = formulas.Layout(int(billions * 1e9), padding=0, buckets=0)
+            ours = sum(formulas.memory_bytes(strategy, ranks, 2, layout).values()) / 1e9  # type: ignore[arg-type]
+            assert ours == pytest.approx(gb, rel=0.03), (strategy, billions)
+
+
+@pytest.mark.parametrize("config", [GPTConfig(), GPTConfig(vocab=100, context=64, width=128, layers=3, heads=2)])
+def test_a_gpts_parameters_flops_and_activations_are_the_formulas_and_the_models(config: GPTConfig) -> None:
+    with torch.device("meta"):
+        model = GPT(config)
+    shape = of_gpt(config)
+    assert shape.parameters == config.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.block() == sum(p.numel() for p in model.blocks[0].parameters())
+    assert shape.flops(1) == flops_per_token(config) * config.context
+    assert shape.flops(1, recompute=True) == flops_per_token(config, recompute=True) * config.context
+    mesh = Mesh(1, 1, 1, 4, 2, "ddp", recompute=False)
+    statistics = activation_bytes(config, 2) - 16 * 2 * config.context * config.width * 2
+    logits = 2 * config.context * config.vocab * 6
+    found = judge(shape, mesh, Machine()).bytes["activations"] - logits
+    assert found == config.layers * (activation_bytes(config, 2) - statistics)
+
+
+def test_tensor_parallel_traffic_is_that_of_a_block() -> None:
+    config = GPTConfig(vocab=512, context=64, width=128, layers=4, heads=8)
+    mesh = Mesh(2, 2, 4, 8, 1, "zero1", recompute=False)
+    sent = traffic(of_gpt(config), mesh)["tensor"]
+    assert sent == tensor_parallel_sent(config, 1, 4) * (4 // 2) * (8 // 2)
+    assert traffic(of_gpt(config), replace(mesh, recompute=True))["tensor"] == sent * 6 // 4
+
+
+PUBLIC: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", "n_layer": 3, "n_embd": 48, "n_head": 4, "vocab_size": 101, "n_positions": 32},
+    "llama": {
+        "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 4, "vocab_size": 101,
+        "num_key_value_heads": 2, "intermediate_size": 80, "max_position_embeddings": 32,
+    },
+}  # fmt: skip
+PUBLIC["mistral"] = PUBLIC["llama"] | {"model_type": "mistral"}
+PUBLIC["qwen2"] = PUBLIC["llama"] | {"model_type": "qwen2", "tie_word_embeddings": True}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers (the hf extra)")
+@pytest.mark.parametrize("family", PUBLIC)
+def test_a_public_configurations_parameters_are_transformers(family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = PUBLIC[family]
+    config = AutoConfig.for_model(**settings)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert of_config(config.to_dict()).parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_known_models_by_their_published_shapes() -> None:
+    llama_2_70b = {
+        "model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 32000, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    assert of_config(llama_2_70b).parameters == 68_976_648_192  # what its weights are
+    assert of_config({**PUBLIC["gpt2"], "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257,
+                      "n_positions": 1024}).parameters == 124_439_808  # fmt: skip
+
+
+def test_what_is_not_known_is_named() -> None:
+    with pytest.raises(ValueError, match="model_type 'mamba': known here are gpt2, llama"):
+        of_config({"model_type": "mamba"})
+    with pytest.raises(ValueError, match="a gpt2 configuration without 'n_embd'"):
+        of_config({"model_type": "gpt2"})
+    shape = of_gpt(GPTConfig(layers=6, heads=4))
+    for mesh, says in (
+        (Mesh(1, 4, 1, 8), "6 layers over pipeline stages: does not divide by 4"),
+        (Mesh(1, 1, 8, 8), "4 heads over tensor ranks: does not divide by 8"),
+        (Mesh(3, 1, 1, 8), "8 sequences over ranks and micro-batches: does not divide by 3"),
+        (Mesh(2, 2, 1, 8, zero="zero3"), "zero3 with 2 pipeline stages"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            judge(shape, mesh, Machine())
+
+
+@pytest.mark.parametrize("billions", [0.1, 1, 7, 13, 70, 175, 530, 1000])
+def test_a_size_becomes_a_shape_of_about_that_size(billions: float) -> None:
+    assert of_size(billions * 1e9).parameters == pytest.approx(billions * 1e9, rel=0.12)
+
+
+def test_the_search_finds_megatrons_way_for_a_trillion() -> None:
+    shape = Shape(128, 25600, 160, 51_200, 2048, hidden=4 * 25600, kv_heads=160)
+    found = search(shape, 3072, 3072, Machine())
+    best = found.fit[0].mesh
+    assert best.tp == 8, "a node wide"
+    assert best.pp > 1
+    assert [v.step for v in found.fit] == sorted(v.step for v in found.fit)
+    assert all(v.total > 0.9 * 80e9 for v in found.over)
+
+
+SHARDED = """
+import json, torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from refimpl.model.gpt import GPT, GPTConfig
+dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=1024)
+with torch.device("meta"):
+    model = GPT(GPTConfig(vocab=1024, context=1024, width=1024, layers=2, heads=8))
+mesh = init_device_mesh("cpu", (1024,))
+for block in model.blocks:
+    fully_shard(block, mesh=mesh)
+fully_shard(model, mesh=mesh)
+print(json.dumps(sum(p.to_local().numel() * p.element_size() for p in model.parameters())))
+"""
+
+
+def test_bytes_of_fsdp2_at_1024_ranks() -> None:
+    """Every first dimension divides by 1,024, so FSDP2 pads nothing."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SHARDED], capture_output=True, text=True, env=os.environ
+    )
+    assert run.returncode == 0, run.stderr
+    shape = of_gpt(GPTConfig(vocab=1024, context=1024, width=1024, layers=2, heads=8))
+    ours = judge(shape, Mesh(1024, 1, 1, 1024, zero="zero3", itemsize=4), Machine()).bytes["parameters"]
+    assert ours == json.loads(run.stdout)
