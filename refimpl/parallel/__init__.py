@@ -1,0 +1,1 @@
+"""Parallel axes beside data: tensor, sequence, pipeline, context."""
