@@ -83,11 +83,15 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] -> [..., outputs], in x's dtype."""
-        if self.weight.dtype == torch.float32 or native_low_precision(x.device, self.weight.dtype):
-            return F.linear(x, self.weight, self.bias)
+        return self.multiply(x, self.weight, self.bias)
+
+    @staticmethod
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., inputs], weight [outputs, inputs], bias [outputs] -> [..., outputs]."""
+        if weight.dtype == torch.float32 or native_low_precision(x.device, weight.dtype):
+            return F.linear(x, weight, bias)
         # The weights are stored and sent in 16 bits; only the product is made in fp32, as native kernels accumulate.
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
 class Embedding(nn.Embedding):
@@ -102,16 +106,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, residual_std: float) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_width = config.width // config.heads
         self.qkv = Linear(config.width, 3 * config.width)
         self.out = Linear(config.width, config.width, std=residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, C] -> [B, T, C]."""
-        B, T, C = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)  # 3 x [B, heads, T, d]
+        qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_width))  # [B, T, 3, heads, d]
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # 3 x [B, heads, T, d]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, heads, T, d]
-        mixed: Tensor = self.out(y.transpose(1, 2).reshape(B, T, C))
+        mixed: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return mixed
 
 
@@ -148,6 +152,14 @@ class Block(nn.Module):
         return x
 
 
+class Loss(nn.Module):
+    """Mean cross entropy in nats."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits [B, T, V], targets [B, T] int64 -> an fp32 scalar."""
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
 class GPT(nn.Module):
     """Token and position embeddings, `layers` blocks, a final norm, and a head that shares the token embedding."""
 
@@ -160,6 +172,7 @@ class GPT(nn.Module):
         self.ln = nn.LayerNorm(config.width)
         self.head = Linear(config.width, config.vocab, bias=False)
         self.head.weight = self.wte.weight
+        self.loss = Loss()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """tokens [B, T] int64 -> logits [B, T, V], in the weights' dtype.
@@ -175,4 +188,5 @@ class GPT(nn.Module):
         logits: Tensor = self.head(self.ln(x))  # [B, T, V]
         if targets is None:
             return logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        loss: Tensor = self.loss(logits, targets)
+        return loss

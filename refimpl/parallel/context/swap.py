@@ -38,11 +38,11 @@ class ContextAttention(nn.Module):
 
     def __init__(self, plain: PlainAttention, attend: Attend) -> None:
         super().__init__()
-        self.heads, self.qkv, self.out, self.attend = plain.heads, plain.qkv, plain.out, attend
+        self.head_width, self.qkv, self.out, self.attend = plain.head_width, plain.qkv, plain.out, attend
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T/N, C] -> [B, T/N, C]."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # 3 x [B, heads, T/N, D]
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4)  # 3 x [B, heads, T/N, D]
         mixed: Tensor = self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
         return mixed
 

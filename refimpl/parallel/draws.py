@@ -1,0 +1,72 @@
+"""Random numbers under tensor parallelism: the same on every rank where tensors are whole, others where they are split.
+
+Dropout on a whole tensor must drop the same elements on all ranks, or the ranks' copies of it drift apart and nothing
+says so. Dropout on a split tensor, between a column layer and its row layer, must not: with one seed the heads of all
+ranks would lose the same elements, one Nth of the randomness that was asked for. So a rank has two streams of random
+numbers. torch's own generator is the common one; inside a split region `Draws` puts this rank's own in its place.
+
+    enter    a column layer has computed: the common stream is put aside, this rank's own goes on
+    leave    a row layer begins: this rank's own is put aside, the common one goes on
+    apart    both, as a `with` block
+
+With sequence parallelism tokens are split outside those regions too: there every rank draws for itself, always.
+Memory: two states, 5,056 bytes each on a CPU. It can be handed to an activation checkpoint as a tracker, so that a
+second run draws the same. Megatron-LM: megatron/core/tensor_parallel/random.py, `CudaRNGStatesTracker`, whose offset
+2718 between the common seed and the first rank's own is kept. DeepSpeed copies that file.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+OFFSET = 2718
+
+
+class Draws:
+    """This rank's own stream of random numbers, on one device."""
+
+    def __init__(self, seed: int, rank: int, device: torch.device | None = None) -> None:
+        """`seed`: the same on all ranks, the common stream's; torch's own generator is left as it is."""
+        self.device = device or torch.device("cpu")
+        self.aside = torch.Generator(self.device).manual_seed(seed + OFFSET + rank).get_state()
+        self.inside = False
+
+    def _exchange(self) -> None:
+        """The generator goes on from the state that lay aside, and its own lies there now."""
+        if self.device.type == "cuda":
+            current = torch.cuda.get_rng_state(self.device)
+            torch.cuda.set_rng_state(self.aside, self.device)
+        else:
+            current = torch.get_rng_state()
+            torch.set_rng_state(self.aside)
+        self.aside = current
+
+    def enter(self) -> None:
+        """From here on numbers are this rank's own. Nothing if they are already."""
+        if not self.inside:
+            self._exchange()
+            self.inside = True
+
+    def leave(self) -> None:
+        """From here on they are the common ones. Nothing if they are already."""
+        if self.inside:
+            self._exchange()
+            self.inside = False
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """This rank's own for a `with` block."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def get_states(self) -> tuple[Tensor, bool]:
+        return self.aside.clone(), self.inside
+
+    def set_states(self, states: tuple[Tensor, bool]) -> None:
+        """The inverse; the generator itself is whoever calls's to put back."""
+        self.aside, self.inside = states[0].clone(), states[1]

@@ -1,0 +1,233 @@
+"""Layers of a plain model swapped from outside, by a plan: pattern of names -> what becomes of the layers it matches.
+
+    parallelize(GPT(config), gpt_plan(config.heads, config.vocab), group)
+
+    blocks.*.attention.qkv    Columns(blocks=3, units=heads)   heads are whole, and q, k, v of a head on one rank
+    blocks.*.attention.out    Rows(units=heads)
+    blocks.*.mlp.up, .down    Columns(), Rows()
+    wte, head, loss           Vocabulary(), Columns(), Loss(vocab)
+
+The model knows nothing of it. Names stay, so a part of the state dict has the names of the whole; `whole_state_dict`
+joins the parts. Parameters that two layers share are shared by what takes their place. `draws`: see `draws.py`.
+
+Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2) is the same plan with `sequence=True`:
+outside the split layers each rank then holds T/N tokens, and what works there, norms and dropout, is divided too. f
+becomes an all-gather of tokens (backward: reduce-scatter), g a reduce-scatter (backward: all-gather): each all-reduce
+in two halves, the same bytes. Activations between the split layers: 1/N. Parameters that see a rank's own tokens only
+(`Tokens`: norms; the bias of rows) get a part of their gradient, which a hook sums over the ranks, 2 n (N-1)/N bytes
+for n.
+
+Megatron-LM builds its model of such layers instead. torch: torch/distributed/tensor/parallel/api.py,
+`parallelize_module`. DeepSpeed: deepspeed/module_inject/autotp_config.py, `partition_config`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from refimpl.comm.group import Group
+from refimpl.parallel.conjugates import TAG, copy, gather_sum, reduce, scatter, sum_scatter
+from refimpl.parallel.draws import Draws
+from refimpl.parallel.tensor import ColumnParallelLinear, Parted, RowParallelLinear
+from refimpl.parallel.vocabulary import VocabParallelEmbedding, VocabParallelLoss
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a swap is told beside its layer."""
+
+    name: str
+    group: Group
+    sequence: bool
+    draws: Draws | None
+
+
+@dataclass(frozen=True)
+class Columns:
+    """-> ColumnParallelLinear."""
+
+    units: int | None = None
+    blocks: tuple[int, ...] | int = 1
+    gathered: bool = False
+
+    def __call__(self, plain: nn.Module, at: Where) -> nn.Module:
+        enter = gather_sum if at.sequence else copy
+        return ColumnParallelLinear(
+            plain,
+            at.group,
+            units=self.units,
+            blocks=self.blocks,
+            gathered=self.gathered,
+            enter=enter,
+            draws=at.draws,
+            name=at.name,
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """-> RowParallelLinear."""
+
+    units: int | None = None
+
+    def __call__(self, plain: nn.Module, at: Where) -> nn.Module:
+        leave = sum_scatter if at.sequence else reduce
+        layer = RowParallelLinear(plain, at.group, units=self.units, leave=leave, draws=at.draws, name=at.name)
+        if at.sequence and layer.bias is not None:
+            sum_gradient(layer.bias, at.group)
+        return layer
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """-> VocabParallelEmbedding."""
+
+    def __call__(self, plain: nn.Module, at: Where) -> nn.Module:
+        assert isinstance(plain, nn.Embedding), f"{at.name}: {type(plain).__name__} is no nn.Embedding"
+        return VocabParallelEmbedding(plain, at.group, leave=sum_scatter if at.sequence else reduce, name=at.name)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A module (logits, targets) -> loss becomes VocabParallelLoss."""
+
+    vocab: int
+
+    def __call__(self, plain: nn.Module, at: Where) -> nn.Module:
+        return VocabParallelLoss(self.vocab, at.group, name=at.name)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Stays; under sequence parallelism it works on this rank's tokens, and its gradients are summed over the ranks."""
+
+    def __call__(self, plain: nn.Module, at: Where) -> nn.Module:
+        if at.sequence:
+            for p in plain.parameters():
+                sum_gradient(p, at.group)
+        return plain
+
+
+@dataclass(frozen=True)
+class ToTokens:
+    """Stays; under sequence parallelism this rank's tokens of its output go on: position embeddings, [T, C]."""
+
+    dim: int = 0
+
+    def __call__(self, plain: nn.Module, at: Where) -> nn.Module:
+        if at.sequence:
+            plain.register_forward_hook(lambda module, args, out: scatter(out, at.group, self.dim))
+        return plain
+
+
+Plan = Mapping[str, Columns | Rows | Vocabulary | Loss | Tokens | ToTokens]
+
+
+def gpt_plan(heads: int, vocab: int) -> Plan:
+    """Of `refimpl.model.gpt.GPT`."""
+    return {
+        "wte": Vocabulary(),
+        "wpe": ToTokens(),
+        "blocks.*.ln[12]": Tokens(),
+        "blocks.*.attention.qkv": Columns(units=heads, blocks=3),
+        "blocks.*.attention.out": Rows(units=heads),
+        "blocks.*.mlp.up": Columns(),
+        "blocks.*.mlp.down": Rows(),
+        "ln": Tokens(),
+        "head": Columns(),
+        "loss": Loss(vocab),
+    }
+
+
+def parallelize(
+    model: nn.Module, plan: Plan, group: Group, *, sequence: bool = False, draws: Draws | None = None
+) -> nn.Module:
+    """Swap the layers of `model` in place, and return it. Every rank calls it; rank 0's weights are taken by all.
+
+    Sends, once: each parameter from rank 0. ValueError for a pattern that matches no layer, and for two that match one.
+    """
+    for p in model.parameters():
+        group.broadcast(p.data, tag=TAG)
+    found = match(plan, [name for name, _ in model.named_modules() if name])
+    kept: dict[nn.Parameter, nn.Parameter] = {}  # a plain parameter -> what takes its place
+    for name, style in found.items():
+        plain = model.get_submodule(name)
+        layer = style(plain, Where(name, group, sequence, draws))
+        if layer is plain:
+            continue
+        for key, p in plain.named_parameters(recurse=False):
+            if p in kept:
+                setattr(layer, key, same_part(name, kept[p], getattr(layer, key)))
+            else:
+                kept[p] = getattr(layer, key)
+        layer.train(plain.training)
+        model.set_submodule(name, layer)
+    for name, module in model.named_modules():
+        for key, q in module._parameters.items():
+            if q in kept and kept[q] is not q:
+                raise ValueError(
+                    f"{name}.{key} is shared with a layer that is split: give {name} a place in the plan too"
+                )
+    return model
+
+
+def match(plan: Plan, names: list[str]) -> dict[str, Any]:
+    """Each matched layer's name -> its style, in the model's order."""
+    found: dict[str, Any] = {}
+    for pattern, style in plan.items():
+        hits = [name for name in names if fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")]
+        if not hits:
+            raise ValueError(f"plan: no layer is called {pattern!r}; the model's are {', '.join(names[:12])}, ...")
+        for name in hits:
+            if name in found:
+                raise ValueError(f"plan: {name} is matched twice, by {pattern!r} too")
+            found[name] = style
+    return {name: found[name] for name in names if name in found}
+
+
+def same_part(name: str, first: nn.Parameter, second: nn.Parameter) -> nn.Parameter:
+    """The first, for both layers. ValueError if they are not the same part of the shared whole."""
+    if first.shape != second.shape or not torch.equal(first, second):
+        raise ValueError(f"{name}: its weight is shared with another layer's, which is split differently")
+    return first
+
+
+def sum_gradient(p: nn.Parameter, group: Group) -> None:
+    """Of a parameter that is whole on every rank, but sees a rank's own tokens or heads only."""
+    if p.requires_grad and group.size > 1:
+        p.register_hook(partial(_summed, group))  # type: ignore[no-untyped-call]
+
+
+def _summed(group: Group, grad: Tensor) -> Tensor:
+    grad = grad.clone(memory_format=torch.contiguous_format)
+    group.all_reduce(grad, tag="tensor, whole parameters")
+    return grad
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The unsplit model's state dict, on every rank; a collective. Sends (N - 1) parts of every split parameter."""
+    splits = {id(layer): layer for layer in model.modules() if isinstance(layer, Parted)}
+    whole: dict[str, Tensor] = {}
+    for name, x in model.state_dict().items():
+        prefix, _, key = name.rpartition(".")
+        layer = splits.get(id(model.get_submodule(prefix)))
+        if layer is not None and key in layer.splits:
+            split, dim = layer.splits[key]
+            x = split.gather(x, layer.group, dim, "state dict")
+        whole[name] = x
+    return whole
+
+
+def load_whole_state_dict(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
+    """The inverse: every rank takes its parts. No traffic. KeyError and RuntimeError as of `load_state_dict`."""
+    parts = dict(whole)
+    for prefix, layer in model.named_modules():
+        for key, (split, dim) in layer.splits.items() if isinstance(layer, Parted) else ():
+            name = f"{prefix}.{key}" if prefix else key
+            parts[name] = split.part(whole[name], layer.group.rank, dim)
+    model.load_state_dict(parts)

@@ -1,0 +1,184 @@
+"""A plain GPT swapped by its plan, against the same GPT unsplit: forward, loss, gradients, traffic, state dict."""
+
+import pytest
+import torch
+from torch import nn
+from worlds import run
+
+from refimpl.comm.group import Group
+from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.parallel.swap import Columns, Loss, Rows, gpt_plan, load_whole_state_dict, parallelize, whole_state_dict
+from refimpl.parallel.tensor import Parted
+from refimpl.plan.transformer import tensor_parallel_sent
+
+B = 2
+every_world = pytest.mark.parametrize("ranks", [2, 3, 4])
+
+
+def shape(ranks: int) -> GPTConfig:
+    """12 tokens; at 2 and 3 ranks heads, and at all the vocabulary, do not divide."""
+    heads = 4 if ranks == 4 else 5
+    return GPTConfig(vocab=37, context=12, width=8 * heads, layers=2, heads=heads)
+
+
+def twins(dtype: torch.dtype, sequence: bool) -> tuple[Group, GPT, nn.Module, torch.Tensor, torch.Tensor]:
+    group = Group.world()
+    config = shape(group.size)
+    torch.manual_seed(0)
+    whole = GPT(config).to(dtype)
+    for p in whole.parameters():  # so that no bias is zero
+        nn.init.normal_(p, std=0.1)
+    torch.manual_seed(group.rank)  # rank 0's weights are taken: another rank may have drawn others
+    split = GPT(config).to(dtype)
+    if group.rank == 0:
+        split.load_state_dict(whole.state_dict())
+    parallelize(split, gpt_plan(config.heads, config.vocab), group, sequence=sequence)
+    torch.manual_seed(1)
+    tokens, targets = torch.randint(config.vocab, (2, B, config.context))
+    return group, whole, split, tokens, targets
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def compare(dtype: torch.dtype, sequence: bool) -> None:
+    """The bound: 64 roundings, relative to the tensor's norm. A split dot product adds in another order, and only that:
+    in fp64 the same number of its own, 2^29 times smaller, roundings is enough, which no wrong formula would meet."""
+    group, whole, split, tokens, targets = twins(dtype, sequence)
+    bound = 64 * torch.finfo(dtype).eps
+    parts = split(tokens)
+    logits = split.head.split.gather(parts.detach(), group, 2, "test")
+    assert relative(logits, whole(tokens)) < bound
+    loss, expected = split(tokens, targets), whole(tokens, targets)
+    if dtype == torch.float64:  # the loss is computed in fp32, as the plain model's is
+        loss, expected = parts.square().sum(), whole(tokens).square().sum()
+        loss.backward()
+    else:
+        assert abs(loss.item() - expected.item()) < bound * expected.item()
+        loss.backward()
+    expected.backward()
+    layers = dict(split.named_modules())
+    for name, p in whole.named_parameters():
+        prefix, _, key = name.rpartition(".")
+        layer, grad = layers[prefix], split.get_parameter(name).grad
+        if isinstance(layer, Parted) and key in layer.splits:
+            where, dim = layer.splits[key]
+            grad = where.gather(grad, group, dim, "test")
+        # What is 0 but for rounding (of q k^T, a constant added to all keys changes no softmax) has no relative error.
+        scale = max(float(p.grad.norm()), 1e-2)
+        assert float((grad - p.grad).norm()) < bound * scale, (name, float((grad - p.grad).norm()) / scale)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@every_world
+def test_forward_loss_and_gradients_are_the_unsplit_models(ranks: int, sequence: bool) -> None:
+    run(compare, torch.float32, sequence, ranks=ranks)
+    run(compare, torch.float64, sequence, ranks=ranks)
+
+
+def traffic(sequence: bool) -> None:
+    group, _, split, tokens, _ = twins(torch.float32, sequence)
+    block = split.blocks[0]
+    length = tokens.shape[1] // group.size if sequence else tokens.shape[1]
+    x = torch.randn(B, length, split.config.width, requires_grad=True)
+    group.ledger.reset()
+    y = block(x)
+    forward = group.ledger.calls()
+    y.backward(torch.randn_like(y))
+    sent, calls = group.ledger.sent_bytes("tag"), group.ledger.calls("tag")
+    assert sent["tensor"] == tensor_parallel_sent(split.config, B, group.size, itemsize=4)
+    if sequence:
+        assert forward == {"all_gather": 2, "reduce_scatter": 2}
+        assert calls["tensor"] == 8
+        whole = [p for name, p in block.named_parameters() if name.startswith("ln") or name in ROW_BIASES]
+        assert calls["tensor, whole parameters"] == len(whole) == 6
+        assert sum(p.numel() for p in whole) == 6 * split.config.width
+    else:
+        assert forward == {"all_reduce": 2}
+        assert group.ledger.calls() == {"all_reduce": 4}
+
+
+ROW_BIASES = ["attention.out.bias", "mlp.down.bias"]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@every_world
+def test_a_layer_sends_four_all_reduces_or_eight_halves(ranks: int, sequence: bool) -> None:
+    run(traffic, sequence, ranks=ranks)
+
+
+def states() -> None:
+    _, whole, split, tokens, targets = twins(torch.float32, sequence=False)
+    gathered = whole_state_dict(split)
+    assert list(gathered) == list(whole.state_dict())
+    assert all(torch.equal(x, gathered[name]) for name, x in whole.state_dict().items())
+    assert split.head.weight is split.wte.weight
+    assert sum(p.numel() for p in split.parameters()) < sum(p.numel() for p in whole.parameters())
+    optimizer = torch.optim.SGD(split.parameters(), lr=0.1)
+    split(tokens, targets).backward()
+    optimizer.step()
+    other = GPT(split.config)
+    other.load_state_dict(whole_state_dict(split))
+    assert not torch.equal(other.wte.weight, whole.wte.weight)
+    load_whole_state_dict(split, whole.state_dict())
+    assert all(torch.equal(x, whole.state_dict()[name]) for name, x in whole_state_dict(split).items())
+
+
+@every_world
+def test_the_state_dict_is_gathered_and_taken_apart(ranks: int) -> None:
+    run(states, ranks=ranks)
+
+
+def refusals() -> None:
+    group = Group.world()
+
+    def model() -> GPT:
+        return GPT(GPTConfig(vocab=16, context=8, width=8, layers=1, heads=1))
+
+    with pytest.raises(ValueError, match=r"blocks.0.attention.qkv: 1 units of 8 cannot be dealt to 2 ranks"):
+        parallelize(model(), gpt_plan(1, 16), group)
+    with pytest.raises(ValueError, match=r"no layer is called 'blocks.\*.mlp.gate'; the model's are wte, wpe"):
+        parallelize(model(), {"blocks.*.mlp.gate": Columns()}, group)
+    with pytest.raises(ValueError, match=r"blocks.0.mlp.up is matched twice"):
+        parallelize(model(), {"blocks.*.mlp.up": Columns(), "blocks.0.mlp.u*": Rows()}, group)
+    with pytest.raises(ValueError, match=r"wte.weight is shared with a layer that is split: give wte a place"):
+        parallelize(model(), {"head": Columns(), "loss": Loss(16)}, group)
+    split = parallelize(GPT(GPTConfig(16, 8, 8, 1, 2)), gpt_plan(2, 16), group, sequence=True)
+    with pytest.raises(ValueError, match="dimension 1 has 7, which 2 ranks cannot share equally: pad it to 8"):
+        split(torch.zeros(1, 7, dtype=torch.int64))
+
+
+def test_what_a_plan_cannot_do_is_refused_by_name() -> None:
+    run(refusals, ranks=2)
+
+
+def against_dtensor(rank_seed: int) -> None:
+    """torch's own tensor parallelism of the same block, by `parallelize_module`, as the peer: outputs and gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    group = Group.world()
+    torch.manual_seed(rank_seed)
+    plain = nn.Sequential(nn.Linear(24, 64), nn.GELU(), nn.Linear(64, 24))
+    torch.manual_seed(rank_seed)
+    peer = nn.Sequential(nn.Linear(24, 64), nn.GELU(), nn.Linear(64, 24))
+    mesh = init_device_mesh("cpu", (group.size,))
+    parallelize_module(peer, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    ours = parallelize(plain, {"0": Columns(), "2": Rows()}, group)
+    x, y = (torch.randn(5, 24).requires_grad_() for _ in range(2))
+    y.data.copy_(x.data)
+    out, theirs = ours(x), peer(y)
+    torch.testing.assert_close(out, theirs, rtol=1e-6, atol=1e-6)
+    out.square().sum().backward()
+    theirs.square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-6)
+    for name, p in peer.named_parameters():
+        mine = ours.get_parameter(name)
+        local = p.to_local()
+        assert mine.shape == local.shape
+        torch.testing.assert_close(mine.grad, p.grad.to_local(), rtol=1e-5, atol=1e-5)
+
+
+def test_torchs_dtensor_computes_the_same_parts() -> None:
+    run(against_dtensor, 3, ranks=2)
