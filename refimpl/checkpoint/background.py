@@ -2,17 +2,22 @@
 
 A thread that dies alone tells nobody: a job would train for a day on checkpoints that are not written. So `check`
 (every step) and `wait` (every save and load) raise what the work raised, the same object, with the traceback of where
-it happened. The thread is no daemon: Python waits for it before it exits, so that a last save is not lost.
+it happened. The thread is no daemon: Python waits for it before it exits, so that a last save is not lost; what nobody
+asked for until then is printed.
 """
 
+import sys
 import threading
+import traceback
+import weakref
 from collections.abc import Callable
 
 
 class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._failures: list[BaseException] = []  # that nobody has heard of yet; one at most
+        weakref.finalize(self, tell, self._failures)
 
     def start(self, do: Callable[[], object], name: str) -> None:
         """do() in a thread. Waits for the one before."""
@@ -22,7 +27,7 @@ class Background:
             try:
                 do()
             except BaseException as error:
-                self._failure = error
+                self._failures.append(error)
 
         self._thread = threading.Thread(target=run, name=name)
         self._thread.start()
@@ -33,9 +38,8 @@ class Background:
 
     def check(self) -> None:
         """Raise what the work has raised, once."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        if self._failures:
+            raise self._failures.pop()
 
     def wait(self) -> None:
         """Return when nothing is under way; raise as `check` does."""
@@ -43,3 +47,10 @@ class Background:
             self._thread.join()
             self._thread = None
         self.check()
+
+
+def tell(failures: list[BaseException]) -> None:
+    """At the end: what was never raised."""
+    for failure in failures:
+        print("work in the background failed, and nobody has waited for it:", file=sys.stderr)
+        traceback.print_exception(failure)

@@ -66,7 +66,8 @@ def or_none(value: Any) -> Any:
 def unless_off(section: Any) -> Any:
     """Without a device the other keys are not read."""
     off = isinstance(section, Mapping) and section.get("device") in ("none", "auto", None)
-    return {} if off or section in (None, False) else section
+    late = {"delayed_update": True} if off and section.get("delayed_update") else {}  # is refused, not forgotten
+    return late if off or section in (None, False) else section
 
 
 def never(value: Any) -> Any:

@@ -46,8 +46,8 @@ class Aio:
 
     def __post_init__(self) -> None:
         for name in ("block_size", "queue_depth", "intra_op_parallelism"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"aio.{name} = {getattr(self, name)}: must be at least 1")
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"aio.{name} = {getattr(self, name)}: must be a whole number, at least 1")
 
 
 class Buffer:

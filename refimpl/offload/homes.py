@@ -11,6 +11,7 @@ ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840. ZeRO-Infinity: Rajbhandari et a
 DeepSpeed: deepspeed/runtime/zero/offload_config.py and deepspeed/runtime/swap_tensor/.
 """
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -78,12 +79,13 @@ class Disk(Host):
         self, folder: str | Path, buffer_count: int = 3, aio: Aio | None = None, buffer_size: int | None = None
     ) -> None:
         """OffloadError if no file can be made in `folder`. `buffer_size`: bytes that no buffer may exceed."""
-        if buffer_count < 1:
-            raise ValueError(f"buffer_count = {buffer_count}: must be at least 1")
+        if not isinstance(buffer_count, int) or buffer_count < 1:
+            raise ValueError(f"buffer_count = {buffer_count}: must be a whole number, at least 1")
         self.buffer_size = buffer_size
         self.file = BlockFile(Path(folder), aio)
         self.buffer_count = buffer_count
         self.buffers: list[Buffer] = []  # for `rounds`
+        self.turn = threading.RLock()  # whose they are: two stages may share a disk, and one be late
         self.ahead: list[Buffer] = []  # free, for what is read before it is needed: see `Shelf`
         self.spare = Buffer(0)  # for what nobody foresaw
         self.leaving: deque[tuple[Record | None, Buffer, Transfer]] = deque()  # what `send` writes, the oldest first
@@ -94,16 +96,18 @@ class Disk(Host):
 
     def admit(self, part: Kept) -> None:
         """Write the part for the first time. OffloadError if the disk has no room for the most it may ever take."""
-        part.record = self.file.record(part.most)
-        if not self.buffers or len(self.buffers[0].view) < part.room:
-            self.buffers = self._buffers(part.room)  # none is in use between two rounds
-        self._write(part, self.buffers[0]).wait()
+        with self.turn:
+            part.record = self.file.record(part.most)
+            if not self.buffers or len(self.buffers[0].view) < part.room:
+                self.buffers = self._buffers(part.room)  # none is in use between two rounds
+            self._write(part, self.buffers[0]).wait()
 
     def rounds(self, parts: Iterable[Part], back: bool = True) -> Iterator[Part]:
         """Each part in turn while it is in memory; written back beside the next one: see `pipelined`."""
-        for part, buffer in pipelined(list(parts), self.buffers, self._read, self._write if back else self._leave):
-            part.attach(buffer)
-            yield part
+        with self.turn:
+            for part, buffer in pipelined(list(parts), self.buffers, self._read, self._write if back else self._leave):
+                part.attach(buffer)
+                yield part
 
     def expect(self, nbytes: int) -> None:
         """A shelf of so many bytes will be read ahead: between two transfers of others."""

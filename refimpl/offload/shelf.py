@@ -75,7 +75,7 @@ class Shelf:
                 self.disk.send(record, values[first - start : end - start], self.dtype)
 
     def _ends(self) -> list[int]:
-        return [*(start for start, _ in self.runs[1:]), self.numel]
+        return [*(start for start, _ in self.runs[1:]), *([self.numel] if self.runs else [])]
 
     def _begin(self, buffer: Buffer) -> tuple[Buffer, list[Transfer]]:
         transfers, at = [], 0

@@ -57,7 +57,7 @@ class ByName:
                 put(bucket, flat, p, value)
         if bucket is None:
             DATA.__get__(p).copy_(value)
-        elif self.update.is_away() and bucket in self.update.owned:
+        elif bucket in self.update.masters and (self.update.is_away() or bucket.shelf is not None):
             self.update.put_state(
                 bucket, p, "", bucket.cut(value, p, bucket.part(self.update.owned[bucket], p).numel())
             )
@@ -79,8 +79,8 @@ class ByName:
         p = self.parameter(p)
         bucket = self.gradients.bucket_of.get(p)
         part = None if bucket is None else self.update.state_part(bucket, p, key)
-        mine = part if part is None or part.numel() == 1 != p.numel() else "cut"
-        # A rank that has nothing of p may have no state there, of another history.
+        mine = part if part is None or part.numel() == 1 != p.numel() else "cut" if part.numel() else None
+        # A rank that has nothing of p may have no state there, or a neighbour's, of another history.
         known = next((one for one in self.group.all_gather_object(mine) if one is not None), None)
         if bucket is None or known is None or isinstance(known, Tensor):
             return known

@@ -49,8 +49,9 @@ class ZeroConfig:
 
     def __post_init__(self) -> None:
         for name in ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"ZeroConfig.{name} = {getattr(self, name)}: must be at least 1 element")
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"ZeroConfig.{name} = {getattr(self, name)}: must be at least 1 element, whole")
+        self._check_homes()
         if self.parameter_home is not None and self.optimizer_home is None:
             raise ValueError("ZeroConfig.parameter_home needs an optimizer_home: what is updated must rest somewhere")
         if self.gradient_home is not None and self.optimizer_home is None:
@@ -63,6 +64,17 @@ class ZeroConfig:
             raise ValueError(f"ZeroConfig.gradient_clipping = {self.gradient_clipping}: must not be negative")
         if self.gradient_predivide_factor <= 0:
             raise ValueError(f"ZeroConfig.gradient_predivide_factor = {self.gradient_predivide_factor}: must be > 0")
+
+    def _check_homes(self) -> None:
+        for name, kind in {"optimizer_home": Host, "gradient_home": Host, "parameter_home": Disk}.items():
+            home = getattr(self, name)
+            if home is not None and not isinstance(home, kind):
+                wanted = "Host() or Disk(folder)" if kind is Host else "Disk(folder)"
+                raise ValueError(f"ZeroConfig.{name} = {home!r}: give {wanted}, or None")
+        if not 0 <= self.offload_ratio <= 1:
+            raise ValueError(f"ZeroConfig.offload_ratio = {self.offload_ratio}: must be between 0 and 1")
+        if self.max_in_host < 0:
+            raise ValueError(f"ZeroConfig.max_in_host = {self.max_in_host}: must not be negative")
 
     def _check_delayed(self) -> None:
         if self.optimizer_home is None or self.offload_ratio < 1:

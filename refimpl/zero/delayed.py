@@ -32,7 +32,7 @@ class DelayedUpdate(OffloadedUpdate):
         super().__init__(*args)
 
     def add(self, owned: dict[Bucket, Tensor]) -> None:
-        self._refuse_while_behind()
+        self.refuse_under_way()
         super().add(owned)
 
     @torch.no_grad()
@@ -50,12 +50,16 @@ class DelayedUpdate(OffloadedUpdate):
         self.behind.start(update, "delayed update")
 
     def catch_up(self) -> bool:
-        """Wait for the update under way and publish it on this rank; whether there was one."""
-        self.behind.wait()
-        was, self.used = bool(self.used), {}
-        for bucket, weights in self.fresh.items() if was else ():
-            self.owned[bucket].copy_(weights)
-        return was
+        """Wait for the update under way and publish it on this rank; whether there was one. Raises what it raised."""
+        try:
+            self.behind.wait()
+        finally:
+            used, self.used = self.used, {}
+        if self.torn:
+            return False
+        for bucket in used:
+            self.owned[bucket].copy_(self.fresh[bucket])
+        return bool(used)
 
     def round(self, part: Part) -> None:
         """Inside the update: to where it waits for the next step."""
@@ -73,15 +77,12 @@ class DelayedUpdate(OffloadedUpdate):
     def waiting(self) -> list[Tensor]:
         return [*(grad for grad, _, _ in self.used.values()), *self.fresh.values()]
 
-    def state_dict(self) -> dict[str, Any]:
-        self._refuse_while_behind()
-        return super().state_dict()
-
     def _parts(self, bucket: Bucket, start: float = 0, end: float = torch.inf) -> list[Part]:
-        self._refuse_while_behind()
+        self.refuse_under_way()
         return super()._parts(bucket, start, end)
 
-    def _refuse_while_behind(self) -> None:
+    def refuse_under_way(self) -> None:
+        """RuntimeError while an update is."""
         if self.used:
             raise RuntimeError(
                 "delayed_update: the last step's update is still under way: call stage.catch_up() on every rank before "

@@ -282,7 +282,7 @@ class Gradients:
             scratch.give(buffer, keep=not self.held(bucket))
         self._lent, self.total = {}, {}
         if self.resting is not None:
-            self.resting.clear()
+            self.resting.clear(self.held)
         self.used, self.dropped = set(), set()
         self.generation += 1
 

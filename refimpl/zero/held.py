@@ -37,6 +37,7 @@ class Held(ABC):
     def state_dict(self) -> dict[str, Any]:
         """What this rank owns (references, not copies): optimizer state, fp32 weights, loss scale."""
         self.catch_up()
+        self.update.refuse_torn()
         return {"stage": type(self).__name__, "ranks": self.group.size, **self.update.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -52,6 +53,7 @@ class Held(ABC):
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The model's weights by name on rank 0, None elsewhere: views of the model's own memory, not a copy."""
         self.catch_up()
+        self.update.refuse_torn()
         return self.model.state_dict() if self.group.rank == 0 else None
 
     def tensors(self) -> dict[str, list[Tensor]]:

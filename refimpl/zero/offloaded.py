@@ -45,35 +45,42 @@ class OffloadedUpdate(Update):
                 f"{self.slices.kind.__name__} is not known to be element-wise: it cannot be updated part by part; "
                 "leave optimizer_home (offload_optimizer) out"
             )
+        if any(bucket.dtype == torch.float64 for bucket in owned) and self.slices.optimizer is not None:
+            raise TypeError("fp64 parameters: offloaded masters are fp32; leave optimizer_home (offload_optimizer) out")
         self.owned |= owned
         most = round_up(self.config.sub_group_size, ALIGN)
         if self.config.gradient_home is not None and self.resting is None:
             self.resting = resting(self.config.gradient_home, self.gone, most)
         gone = self._offloaded(owned)
-        super().add({bucket: mine for bucket, mine in owned.items() if bucket not in gone})
-        for bucket, mine in gone.items():
-            master = self.home.place(master_of(bucket, bucket.now() if mine is bucket.mine else mine))
-            self.slices.add({bucket: master}, most)
-            widths = [torch.float32, *self.slices.widths(bucket.group_index)]
-            gradient = self.config.grad_accum_dtype or bucket.dtype
-            read_with_it = gradient if isinstance(self.config.gradient_home, Disk) else None
-            parts = []
-            for start in range(0, master.numel(), most):
-                weights = master[start : start + most]
-                most_bytes = size_of(widths, weights.numel())
-                parts.append(Part(self.slices, bucket, start, weights, most_bytes, read_with_it))
-                self.home.admit(parts[-1])
-            self.parts += parts
-            self.gone.add(bucket)
-            self.masters[bucket] = master if all(part.record is None for part in parts) else away(master)
+        for bucket, mine in owned.items():  # in order: a saved state goes by it, whatever rests where
+            if bucket in gone:
+                self._send_away(bucket, mine, most)
+            else:
+                super().add({bucket: mine})
 
-    def _offloaded(self, owned: dict[Bucket, Tensor]) -> dict[Bucket, Tensor]:
+    def _send_away(self, bucket: Bucket, mine: Tensor, most: int) -> None:
+        """The master of what is owned of a bucket, in parts of `most` elements, to its home."""
+        master = self.home.place(master_of(bucket, bucket.now() if mine is bucket.mine else mine))
+        self.slices.add({bucket: master}, most)
+        widths = [torch.float32, *self.slices.widths(bucket.group_index)]
+        gradient = self.config.grad_accum_dtype or bucket.dtype
+        read_with_it = gradient if isinstance(self.config.gradient_home, Disk) else None
+        parts = []
+        for start in range(0, master.numel(), most):
+            weights = master[start : start + most]
+            parts.append(Part(self.slices, bucket, start, weights, size_of(widths, weights.numel()), read_with_it))
+            self.home.admit(parts[-1])
+        self.parts += parts
+        self.gone.add(bucket)
+        self.masters[bucket] = master if all(part.record is None for part in parts) else away(master)
+
+    def _offloaded(self, owned: dict[Bucket, Tensor]) -> set[Bucket]:
         """The buckets to offload: from the first on, until `offload_ratio` of the elements are."""
         limit = self.config.offload_ratio * sum(mine.numel() for mine in owned.values())
-        gone, before = {}, 0
+        gone, before = set(), 0
         for bucket, mine in owned.items() if self.slices.optimizer else ():
             if before < limit or bucket.shelf is not None:
-                gone[bucket] = mine
+                gone.add(bucket)
             before += mine.numel()
         return gone
 
@@ -96,8 +103,15 @@ class OffloadedUpdate(Update):
         """Whether a step can be taken."""
         if closure is not None:
             raise RuntimeError("an optimizer that asks for the loss itself cannot rest elsewhere: no optimizer_home")
+        self.refuse_torn()
+
+    def refuse_torn(self) -> None:
+        """OffloadError if half of the parts have taken a step that the others have not."""
         if self.torn:
-            raise OffloadError("an earlier step was interrupted (in the middle of its update): go on from a checkpoint")
+            raise OffloadError(
+                "an earlier step was interrupted in the middle of its update: load a checkpoint with its optimizer "
+                "state"
+            )
 
     @torch.no_grad()
     def update_parts(self, handed: dict[Bucket, Handed], settings: list[dict[str, Any]]) -> None:
@@ -170,6 +184,8 @@ class OffloadedUpdate(Update):
                 if first < last and tensor is not None:
                     flat = DATA.__get__(tensor).view(-1)
                     yield flat[first - s.start : last - s.start], slice(first - start, last - start)
+            if back and key == WEIGHTS:
+                self.round(part)
 
     def _parts(self, bucket: Bucket, start: float = 0, end: float = math.inf) -> list[Part]:
         """A bucket's parts that have some of the elements start to end, by default all."""
@@ -191,16 +207,21 @@ class OffloadedUpdate(Update):
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """As in `Update`. Copies: this rank's whole shard is in memory while they are kept."""
-        whole = {b: torch.empty(m.shape) if b in self.gone else self.weights(b) for b, m in self.masters.items()}
+        self.refuse_under_way()
+        self.refuse_torn()
+        whole = {b: self.weights(b) for b in self.masters}
+        state = super().state_dict()
+        return state | {"optimizer": self.brought(state["optimizer"]), "masters": list(whole.values())}
+
+    @torch.no_grad()
+    def brought(self, state: dict[str, Any]) -> dict[str, Any]:
+        self.refuse_under_way()
+        self.refuse_torn()
         copies: dict[int, Tensor] = {}
-        for part in self.home.rounds(self.parts, back=False):
-            self.follow(part)
-            whole[part.bucket][part.start : part.end] = part.weights
+        for part in self.home.rounds(self.parts, back=False) if self.is_away() else ():
             state_of = [self.slices.tensors(s) for s in part.members()]
             copies |= {id(t): t.clone() for tensors in state_of for key, t in tensors.items() if key != WEIGHTS}
-        state = super().state_dict()
-        optimizer = tree_map_only(Tensor, lambda t: copies.get(id(t), t), state["optimizer"])
-        return state | {"optimizer": optimizer, "masters": list(whole.values())}
+        return tree_map_only(Tensor, lambda t: copies.get(id(t), t), state)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def restore(self, bucket: Bucket, saved: Tensor) -> None:

@@ -36,7 +36,7 @@ class Owned(optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, of this rank's slices, and whose they are: see `load_state_dict`."""
-        return {**super().state_dict(), "slices_of": self._whose()}
+        return {**self.stage.update.brought(super().state_dict()), "slices_of": self._whose()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of `state_dict`, on the same rank. ValueError for another's, or for one of whole parameters."""
@@ -51,7 +51,10 @@ class Owned(optim.Optimizer):
                 f"optimizer.load_state_dict: this state is {whose}; here is rank {here['rank']} of {here['ranks']}, "
                 f"{here['stage']}. Every rank saves and loads its own: optimizer.state_dict(), or stage.state_dict()"
             )
+        self.stage.update.refuse_under_way()
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "slices_of"})
+        for bucket in self.stage.update.masters:
+            self.stage.update.keep_state(bucket)
 
     def _whose(self) -> dict[str, Any]:
         shared = self.stage.update.replicated()  # every rank has the same

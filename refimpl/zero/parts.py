@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from refimpl.offload.blocks import BlockFile, Buffer, Record, pages
+from refimpl.offload.blocks import BlockFile, Buffer, OffloadError, Record, pages
 from refimpl.offload.homes import away
 from refimpl.zero.flat import Bucket, round_up
 from refimpl.zero.parameter import DATA
@@ -77,6 +77,11 @@ class Part:
         held = {key: t.dtype for s in members for key, t in self.slices.tensors(s).items()}
         known = [(key, dtype) for key, dtype in self.layout if key in held]
         self.layout = known + [(key, held[key]) for key in sorted(held.keys() - dict(known).keys())]
+        if self.nbytes > self.most:
+            raise OffloadError(
+                f"the optimizer has made state, {', '.join(sorted(held.keys() - {WEIGHTS}))}, for which no room was "
+                "taken on the disk: set the option that asks for it (momentum, amsgrad) before the stage is built"
+            )
         for key, flat in self._flats(buffer):
             for s in members:
                 tensor = self.slices.tensors(s).get(key)

@@ -56,8 +56,10 @@ class Resting:
         """Let `write` change the elements start to end."""
         write(self._kept[bucket][start:end])
 
-    def clear(self) -> None:
-        """They are used up."""
+    def clear(self, held: Callable[[Bucket], bool]) -> None:
+        """They are used up. What somebody holds a view of is his."""
+        for bucket in [bucket for bucket in self._full if held(bucket)]:
+            del self._kept[bucket]
         self._full = set()
 
     def memory(self) -> list[Tensor]:
@@ -96,7 +98,7 @@ class RestingOnDisk(Resting):
         self.disk.arrived(records[start])
         return self.disk.file, records[start]
 
-    def clear(self) -> None:
+    def clear(self, held: Callable[[Bucket], bool]) -> None:
         self.squares = {}
 
     def _put(self, bucket: Bucket, flat: Tensor) -> None:

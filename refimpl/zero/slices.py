@@ -298,6 +298,11 @@ class Slices:
         for bucket, cuts in zip(self.of, state["cuts"], strict=True):
             for at in cuts:
                 self.cut(bucket, at)
+            if len(self.of[bucket]) != 1 + len(cuts):
+                raise ValueError(
+                    "this optimizer state was saved from other slices: offload_ratio, sub_group_size or the home "
+                    "differ; a checkpoint of the engine goes from any to any"
+                )
         self.kind.load_state_dict(self.optimizer, {k: v for k, v in state.items() if k != "cuts"})
 
 

@@ -108,6 +108,9 @@ class Stage(Changing, ByName, Held, ABC):
             self.model.register_forward_pre_hook(untraced(self.before_forward)),
             self.model.register_forward_hook(untraced(self.after_forward)),
         ]
+        if self.config.delayed_update:  # or an update under way would be published over what is loaded
+            hook = self.model.register_load_state_dict_pre_hook
+            self.handles.append(hook(lambda *_: self.catch_up()))  # type: ignore[no-untyped-call]
 
     # What makes a stage.
 

@@ -185,11 +185,23 @@ class Update:
         part = bucket.part(self.weights(bucket), p) if not key else self.state_part(bucket, p, key)
         assert part is not None
         part.copy_(value)
+        if not key:
+            self.publish(bucket)  # or the next step would take the weight for one that was written over the master
 
     def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, "Tensor | Later"], dict[str, Any]]:
         """The state of elements low to high of what is owned: what has an element for each, flat, and the rest."""
         cut, rest = self.slices.state_at(bucket, low, high)
         return dict(cut), rest
+
+    def brought(self, state: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's `state_dict`, with copies of what rests elsewhere."""
+        return state
+
+    def refuse_torn(self) -> None:
+        """Nothing to refuse: see `OffloadedUpdate`."""
+
+    def refuse_under_way(self) -> None:
+        """Nothing to refuse: see `DelayedUpdate`."""
 
     def keep_state(self, bucket: Bucket) -> None:
         """The optimizer was given new state: let it rest where it belongs."""

@@ -102,6 +102,7 @@ class Zero3(Stage):
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The model's weights by name in rank 0's host memory, None elsewhere. A collective, unit by unit."""
         self.catch_up()
+        self.update.refuse_torn()
         copies: dict[Tensor, Tensor] = {}
         for unit in self.units:
             with whole(unit.params):

@@ -88,6 +88,7 @@ def test_a_run_that_is_one_step_late_goes_on(stage: int, device: str, tmp_path: 
 PARAM = {"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": 0}
 WRONG = {
     "offload_param.device = 'nvme': parameters are sharded in stage 3 only, not in stage 2": (2, CPU, PARAM),
+    "delayed_update needs device 'cpu' or 'nvme'": (2, {"device": "none", "delayed_update": True}, None),
     "offload_optimizer.device = 'nvme' needs a folder: set offload_optimizer.nvme_path": (2, {"device": "nvme"}, None),
     "offload_optimizer.nvme_path = '/proc/here': ": (2, {"device": "nvme", "nvme_path": "/proc/here"}, None),
     "and a buffer holds 4: raise buffer_size": (3, CPU, PARAM | {"buffer_size": 1}),
