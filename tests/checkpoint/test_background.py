@@ -78,9 +78,9 @@ def failing(folder: Path, rank: int, at: str) -> str:
     if engine.group.rank == rank:
         write.tensors.write = full
     engine.save_checkpoint(folder, "failed", asynchronous=True)
-    write.tensors.write = real
     while engine.saving.busy:
         time.sleep(0.001)  # so that the failure is there when the next call asks
+    write.tensors.write = real
     engine.group.barrier()
     said = "".join(traceback.format_exception(heard(engine, folder, at)))
     engine.group.barrier()

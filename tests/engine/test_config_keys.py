@@ -80,6 +80,7 @@ ASKED: dict[str, Any] = {
     f"{ZERO}.ignore_unused_parameters": False,
     f"{ZERO}.sub_group_size": 1e6,
     f"{ZERO}.offload_optimizer.device": "cpu",
+    f"{ZERO}.offload_optimizer.delayed_update": True,
     f"{ZERO}.offload_param.device": "nvme",
     f"{ZERO}.stage3_prefetch_bucket_size": 1e6,
     f"{ZERO}.stage3_param_persistence_threshold": 1e4,
@@ -143,7 +144,7 @@ ASKED: dict[str, Any] = {
 }
 # Keys that count only together with another one.
 ALONGSIDE = (
-    "offload_optimizer: buffer_count pipeline_read pipeline_write ratio delayed_update",
+    "offload_optimizer: buffer_count pipeline_read pipeline_write ratio",
     "offload_param: buffer_count buffer_size max_in_cpu",
 )
 
