@@ -387,8 +387,9 @@ plt.show()
 # write under way in the rows beside it. A bar begins when the transfer is asked for, and part of it is waiting for the
 # disk: so bars are longer below. How much shorter the whole becomes is up to the machine, and varies: much, where disk
 # and cores are both slow; little, where the disk is hardly faster at both than in turn (section 5), or two cores have to
-# copy and to update. The order does not vary. More buffers would only lengthen the disk's queue, and cost memory: each
-# is as large as the largest part, whatever the size of the model.
+# copy and to update. The order does not vary. `Disk` takes four by default, so that both of the disk's queues stay full
+# while a part is updated. More would only cost memory: each is as large as the largest part, whatever the size of the
+# model.
 #
 # **Your turn.** The first half of that pipeline is a reader that keeps one read ahead.
 
@@ -568,7 +569,7 @@ pd.DataFrame(columns, index=[*CLASSES, "equal bits"]).rename_axis("bytes a param
 # - **host**: on this machine the device *is* the host. `Host` then keeps fp32 masters apart from the weights, 4 bytes
 #   more. On a GPU the last 12 are in the host's memory, and pinned.
 # - **disk**: what remains of the optimizer are its counts of steps. The buffers look large because the model is small:
-#   three parts, and they do not grow with it.
+#   four parts, and they do not grow with it.
 # - **gradients too** (`gradient_home=disk`): each bucket's shard is written as soon as it is reduced, inside backward,
 #   and read again with the part that it updates. Two buffers more carry it there, and every part's buffer has room for
 #   it. What is left in memory no longer grows with the model, but for the weights. (A `Host` may be the home of
@@ -588,7 +589,7 @@ def moved_each_way(parts, gradients):
 
 def in_buffers(parts, gradients):
     part, gradient = pages(12 * max(parts)), gradients * pages(4 * max(parts))
-    return 3 * (part + gradient) + 2 * gradient + PAGE
+    return 4 * (part + gradient) + 2 * gradient + PAGE
 
 
 formula, counted = {}, {}
@@ -925,7 +926,7 @@ scratch.cleanup()
 # | DeepSpeed, `offload_optimizer` | host or NVMe | `DeepSpeedCPUAdam`, vectorised C++ | gradients leave in backward; NVMe: `pipeline_read`, `pipeline_write` |
 # | FSDP2, `CPUOffloadPolicy` | host, and parameters too | torch's AdamW at the host | pinned memory, copies beside backward |
 # | Megatron-LM, `--optimizer-cpu-offload` | host, a fraction (`--optimizer-offload-fraction`) | torch's AdamW at the host | `--overlap-cpu-optimizer-d2h-h2d` |
-# | refimpl, `optimizer_home` | host or disk, a `ratio` | the user's torch optimizer, part by part | `pipelined`, three buffers; `delayed_update` |
+# | refimpl, `optimizer_home` | host or disk, a `ratio` | the user's torch optimizer, part by part | `pipelined`, four buffers; `delayed_update` |
 #
 # refimpl's disk was timed on CPUs only; on a GPU its `Host` has not run yet.
 #

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from refimpl.offload.blocks import Aio, BlockFile, Buffer, Record
+from refimpl.offload.blocks import BlockFile, Buffer, Record
 from refimpl.offload.homes import Disk
 
 HEAT = ("folder", "MB")
@@ -97,7 +97,7 @@ def pipeline(disk: Disk, size: int) -> Callable[[], int]:
 def measure(folder: Path, size: int, turns: int) -> Iterator[list[Row]]:
     """One heat: every way that requests can be made, then `Disk`. `size` in bytes, rounded to whole parts."""
     size = max(3, size // PART) * PART
-    file, disk = BlockFile(folder), Disk(folder, 3, Aio())
+    file, disk = BlockFile(folder), Disk(folder)
     record, zeros = file.record(size), Buffer(1 << 20)
     for at in range(0, size, 1 << 20):
         file.write(Record(record.offset + at, 1 << 20), zeros).wait()  # a block never written is read from nowhere

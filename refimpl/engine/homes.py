@@ -48,7 +48,8 @@ def with_homes(zero: ZeroConfig, settings: DeepSpeedConfig, device: torch.device
             "offload_param"
         )
     if optimizer.device == "nvme":
-        buffers = min(optimizer.buffer_count, 1 + optimizer.pipeline_read + optimizer.pipeline_write)
+        ways = optimizer.pipeline_read + optimizer.pipeline_write
+        buffers = optimizer.buffer_count if ways == 2 else min(optimizer.buffer_count, 1 + ways)
         disk = Disk(folder("offload_optimizer", optimizer), buffers, aio)
         # As in DeepSpeed, gradients wait where they will be used.
         gradients = disk if section.stage >= 2 and not late else None

@@ -72,11 +72,12 @@ class Host:
 class Disk(Host):
     """In a file of this rank's in `folder`, brought into `buffer_count` buffers of host memory in turn.
 
-    `buffer_count` 3 lets a part be updated while the next is read and the one before written; 1 does it all in turn.
+    `buffer_count` 3 lets a part be updated while the next is read and the one before written, 4 keeps the disk busy
+    both ways meanwhile; 1 does it all in turn.
     """
 
     def __init__(
-        self, folder: str | Path, buffer_count: int = 3, aio: Aio | None = None, buffer_size: int | None = None
+        self, folder: str | Path, buffer_count: int = 4, aio: Aio | None = None, buffer_size: int | None = None
     ) -> None:
         """OffloadError if no file can be made in `folder`. `buffer_size`: bytes that no buffer may exceed."""
         if not isinstance(buffer_count, int) or buffer_count < 1:
