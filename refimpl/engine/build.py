@@ -72,8 +72,11 @@ def build(
     dataset: Dataset[Any] | None = None,
     scheduler: Any | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    split: bool = False,
 ) -> Parts:
     """Every part, in the order in which they depend on each other. A caller's optimizer wins, as in DeepSpeed.
+
+    split: `model` is this rank's part already.
 
     Without any optimizer the engine is for inference, and a schedule in the configuration has nothing to do.
     """
@@ -84,7 +87,8 @@ def build(
         logging.getLogger("refimpl").setLevel(settings.log_level)
     if settings.dump_state and rank == 0:
         print(settings.model_dump_json(indent=2))
-    model = cut(model, axes)
+    if not split:
+        model = cut(model, axes)
     place_model(model, settings, group.device)
     opt = None
     if optimizer is not None or settings.optimizer is not None:

@@ -12,9 +12,13 @@ from worlds import run
 
 from refimpl import launch
 from refimpl.comm.axes import NAMES
+from refimpl.comm.group import Group
+from refimpl.comm.mesh import Mesh
 from refimpl.engine.initialize import initialize
 from refimpl.engine.pipeline import PipelineEngine
+from refimpl.engine.report import mean_loss
 from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.parallel.conjugates import copy, reduce
 from refimpl.parallel.swap import whole_state_dict
 
 SHAPE = GPTConfig(vocab=19, context=8, width=64, layers=3, heads=4)  # no axis of 3 divides the heads
@@ -124,6 +128,94 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(axes: dict[str, int], whe
         assert not changed
         assert norm is not None
         assert not math.isfinite(norm)
+
+
+# --- models that somebody else has split, and says so by an mpu
+
+
+class Mpu:
+    """Megatron's questions, of neighbours that share the model."""
+
+    def __init__(self, size: int) -> None:
+        self.mesh = Mesh({"data": Group.world().size // size, "model": size})
+
+    def get_model_parallel_group(self) -> Any:
+        return self.mesh.group("model").handle
+
+    def get_data_parallel_group(self) -> Any:
+        return self.mesh.group("data").handle
+
+
+class Halves(nn.Module):
+    """x A1 A2 summed over the model's ranks, each of which has its columns of A1 and rows of A2; a norm is whole."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group, part = group, slice(group.rank * 64 // group.size, (group.rank + 1) * 64 // group.size)
+        torch.manual_seed(2)
+        first, second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        self.norm = nn.LayerNorm(64)
+        self.first = nn.Parameter(first.weight.detach()[part].clone())
+        self.second = nn.Parameter(second.weight.detach()[:, part].clone())
+        for p in (self.first, self.second):
+            p.model_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = copy(self.norm(x), self.group)
+        y: Tensor = reduce((x @ self.first.T).tanh() @ self.second.T, self.group)
+        return y.square().mean() * 100
+
+
+def by_mpu(size: int, stage: int) -> tuple[Tensor, list[float], int]:
+    """The norm's weight, the gradients' norms, ranks that read different data."""
+    mpu = Mpu(size)
+    model = Halves(Group(mpu.get_model_parallel_group()))
+    config = settings({}, gradient_accumulation_steps=2 // mpu.mesh.size("data"), zero_optimization={"stage": stage})
+    engine, *_ = initialize(model=model, mpu=mpu, config=config)
+    norms = []
+    for step in range(STEPS):
+        for micro in range(engine.axes.feed, 2, engine.axes.feeds):
+            torch.manual_seed(10 * step + micro)
+            engine.backward(engine(torch.randn(MICRO, 64)))
+        engine.step()
+        norms.append(engine.get_global_grad_norm() or 0.0)
+    return engine.stage.full_parameter("norm.weight"), norms, engine.dp_world_size
+
+
+@pytest.mark.parametrize(("size", "stage"), [(2, 1), (2, 3), (4, 2)])
+def test_a_model_that_its_author_has_split(size: int, stage: int) -> None:
+    ((weight, norms, _),) = run(by_mpu, 1, 0, ranks=1)
+    for found, found_norms, feeds in run(by_mpu, size, stage, ranks=4):
+        assert feeds == 4 // size
+        assert found_norms == pytest.approx(norms, rel=1e-5)
+        torch.testing.assert_close(found, weight, rtol=1e-4, atol=1e-6)
+    assert min(norms) > 0.3
+
+
+def sequences(how: str) -> tuple[float, float, int]:
+    """Mean loss, norm and batch size of a model for which tokens are rows, one on each rank."""
+    group, torch_seed = Group.world(), torch.manual_seed(3)
+    model = nn.Linear(64, 1)
+    config = settings({}, gradient_accumulation_steps=1)
+    if how == "mesh_param":
+        engine, *_ = initialize(model=model, config=config, mesh_param=(2, 2))
+    elif how == "file":
+        engine, *_ = initialize(model=model, config=config | {"sequence_parallel_size": 2, "data_parallel_size": 2})
+    else:
+        engine, *_ = initialize(model=model, config=config)
+    tokens = torch.randn(4, 64, generator=torch_seed)
+    rows = tokens if how == "alone" else tokens[group.rank : group.rank + 1]
+    total = engine(rows).square().sum() / (4 if how == "alone" else 1)
+    engine.backward(total)
+    engine.step()
+    return mean_loss(engine.group, [total]).item(), engine.get_global_grad_norm() or 0.0, engine.train_batch_size()
+
+
+@pytest.mark.parametrize("how", ["mesh_param", "file"])
+def test_sequence_ranks_are_averaged_over_and_read_the_same_batch(how: str) -> None:
+    ((loss, norm, size),) = run(sequences, "alone", ranks=1)
+    for found in run(sequences, how, ranks=4):
+        assert found == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-6), 2 * size)
 
 
 @pytest.mark.parametrize(
