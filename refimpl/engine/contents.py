@@ -38,8 +38,8 @@ def about_rank(engine: TrainingState, exclude_frozen: bool) -> dict[str, Any]:
     stage, module, saved = engine.stage, engine.module, engine.saved_name
     left_out = {saved(name) for name in frozen_names(module)} if exclude_frozen else set()
     elsewhere, split, kept = counted_elsewhere(engine), portions(engine), module.state_dict(keep_vars=True).keys()
-    alone = engine.axes.model.size == 1
-    ranks = () if alone else tuple(engine.axes.replicas.ranks)
+    alone, shards = engine.axes.model.size == 1, stage.group.ranks
+    ranks = () if len(shards) == engine.axes.world.size else tuple(shards)
     parameters: dict[str, Any] = {}
     for p, name in stage.names.items():
         if name in left_out or p in elsewhere:

@@ -25,7 +25,7 @@ from refimpl.zero.init import GatheredParameters
 def whole_weights(engine: TrainingState, exclude_frozen: bool) -> dict[str, Tensor] | None:
     """The whole model's weights by name on rank 0, None elsewhere. Collective."""
     weights = engine.stage.full_state_dict()
-    if weights is None:
+    if weights is None or engine.axes.across.rank > 0:
         return None
     left_out = frozen_names(engine.module) if exclude_frozen else set()
     weights = {name: w for name, w in weights.items() if name not in left_out}

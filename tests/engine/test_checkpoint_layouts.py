@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_axes import FEEDS, GAS, SHAPE, batch, settings
+from test_axes import FEEDS, GAS, SHAPE, batch, ranks_of, settings
 from torch import Tensor, nn
 from worlds import run
 
 from refimpl.checkpoint.export import export, weights
 from refimpl.checkpoint.find import given
 from refimpl.checkpoint.folder import Folder
-from refimpl.comm.axes import NAMES
 from refimpl.engine.initialize import initialize
 from refimpl.engine.pipeline import PipelineEngine
 from refimpl.model.gpt import GPT
@@ -25,7 +24,9 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
 
 
 def config(axes: dict[str, int], stage: int) -> dict[str, Any]:
-    return settings(axes, optimizer=ADAM, zero_optimization={"stage": stage, WHOLE: True})
+    return settings(
+        axes, optimizer=ADAM, zero_optimization={"stage": stage, WHOLE: True, "mics_shard_size": axes.get("shard", -1)}
+    )
 
 
 def train(engine: Any, axes: dict[str, int], steps: range) -> list[float]:
@@ -58,14 +59,14 @@ def resumed(axes: dict[str, int], stage: int, folder: Path) -> tuple[list[float]
     return train(engine, axes, range(2, 4)), engine.global_steps, weights
 
 
-def ranks_of(axes: dict[str, int]) -> int:
-    ranks = 1
-    for name in NAMES:
-        ranks *= axes.get(name, 1)
-    return ranks
-
-
-LAYOUTS = [({}, 0), ({"tp": 2, "dp": 2}, 1), ({"pp": 2, "tp": 2}, 1), ({"tp": 3}, 0), ({"cp": 2, "dp": 2}, 3)]
+LAYOUTS = [
+    ({}, 0),
+    ({"tp": 2, "dp": 2}, 1),
+    ({"pp": 2, "tp": 2}, 1),
+    ({"tp": 3}, 0),
+    ({"cp": 2, "dp": 2}, 3),
+    ({"dp": 4, "shard": 2}, 3),
+]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, l
     return made
 
 
-@pytest.mark.parametrize(("there", "here"), [(0, 2), (1, 2), (2, 0), (2, 3), (3, 1), (4, 2), (2, 2)])
+@pytest.mark.parametrize(("there", "here"), [(0, 2), (1, 2), (2, 0), (2, 3), (3, 1), (4, 2), (2, 2), (5, 4), (1, 5)])
 def test_it_goes_on_in_any_other_layout(there: int, here: int, folders: dict[int, tuple[Path, list[float]]]) -> None:
     folder, losses = folders[there]
     axes, stage = LAYOUTS[here]
