@@ -295,7 +295,7 @@ HINTS = {
         "At a B append the I, let its W wait, and if more than `late` wait, append the oldest. At the end all of them.",
     ],
     "play": [
-        "Keep for each rank what is left of its order, and when it is free. Go round over the ranks until all are done.",
+        "Keep of each rank what is left of its order, and when it is free. Go round over the ranks until all are done.",
         "A rank may go on while its next operation's needs are all among the spans. begin = max(free, their ends).",
         "A round in which no rank has moved is a deadlock: say for each rank with something left what it waits for.",
         "The backward of stage s needs (F, s, k), and if s is not the last, (B, s + 1, k) or (I, s + 1, k).",

@@ -89,8 +89,9 @@ def run(stage: Any, scene: Scene, table: Table, kept: Kept) -> None:
     for place, (kind, _, k) in enumerate(order):
         if place == ahead:
             under_way = scene.like.nbytes * (scene.rank < scene.last)
-            what = f"with {ahead} micro-batches between forward and backward the stage"
+            what = f"with {ahead} micro-batch{'es' * (ahead > 1)} between forward and backward the stage"
             advice = "keep the input and get_gradient_edge(out); the output itself is sent and let go of"
+            judge_under_way(stage.group)
             kept.judge(scene.alive_bytes(ahead) + under_way, what, advice)
         if kind == "F":
             judge_loss(forward(stage, scene, k), scene, k)
@@ -123,13 +124,12 @@ def judge_gradients(scene: Scene, micro: int) -> None:
         require(p.grad is not None, f"{what} is missing: backward did not reach it")
         rough = 2e-2 if truth.dtype == torch.bfloat16 else 1e-5
         parts = micro if micro != scene.last + 1 else 0
-        equal(
-            p.grad, truth, what, parts=parts, known={"scale was left out": truth * micro}, rtol=rough, atol=rough / 10
-        )
+        known = {"`scale` was left out: it multiplies the loss": truth * micro} if micro > 1 else {}
+        equal(p.grad, truth, what, parts=parts, known=known, rtol=rough, atol=rough / 10)
 
 
 def judge_sends(group: WatchedGroup, scene: Scene, micro: int) -> None:
-    """A message a micro-batch and neighbour, of the bytes of an activation; begun, and waited for before the next."""
+    """A message a micro-batch and neighbour, of the bytes of an activation."""
     sends = starts(group.ledger, "send")
     others = sorted(set(group.ledger.calls()) - {"send", "recv"})
     require(not others, f"{', '.join(others)} is used: a stage sends to its neighbours, and receives")
@@ -138,12 +138,17 @@ def judge_sends(group: WatchedGroup, scene: Scene, micro: int) -> None:
         mine, what = [e for e in sends if e.tag == f"to {to}"], "activations" if to > scene.rank else "gradients"
         require(len(mine) == micro, f"{len(mine)} {what} are sent to rank {to}, expected {micro}, one a micro-batch")
         for e in mine:
-            wide = e.sent_bytes == 2 * scene.like.nbytes and scene.like.element_size() == 2
+            nbytes = scene.like.nbytes
+            wide = e.sent_bytes == 2 * nbytes and scene.like.element_size() == 2
             require(not wide, f"{what} travel as fp32 where `like` is bf16: twice the bytes")
-            require(
-                e.sent_bytes == scene.like.nbytes, f"{e.sent_bytes:,} bytes of {what}, expected {scene.like.nbytes:,}"
-            )
-        most = most_under_way([e for e in group.ledger.events if e.op == "send" and e.tag == f"to {to}"])
-        advice = "at most one to each neighbour: wait for the one before"
-        require(most <= 1, f"{most} sends to rank {to} are under way at once, each with its buffer: {advice}")
+            require(e.sent_bytes == nbytes, f"{e.sent_bytes:,} bytes of {what} are sent, expected {nbytes:,}")
+    judge_under_way(group)
     all_done(group, "finish()")
+
+
+def judge_under_way(group: WatchedGroup) -> None:
+    sends = [e for e in group.ledger.events if e.op == "send"]
+    for tag in sorted({e.tag for e in sends}):
+        most = most_under_way([e for e in sends if e.tag == tag])
+        advice = "at most one to each neighbour: wait for the one before"
+        require(most <= 1, f"{most} sends {tag} are under way at once, each with its buffer: {advice}")

@@ -152,9 +152,8 @@ def judge_halves(
     early = " and ".join(name for name, p in params.items() if p.grad is not None)
     require(not early, f"backward has computed the gradient of {early} already: that is the weight half")
     why = "the gradient of x, which needs none, was computed" if first else "the product of the input half alone"
-    require(
-        products.count <= (not first), f"backward multiplies {products.count} matrices, not {int(not first)}: {why}"
-    )
+    allowed = int(not first)
+    require(products.count <= allowed, f"backward multiplies {products.count} matrices, expected {allowed}: {why}")
     if first:
         require(x.grad is None, "x needs no gradient, and got one")
     else:

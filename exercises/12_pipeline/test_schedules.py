@@ -19,7 +19,7 @@ Order = list[Op]
 
 @on_ranks(1)
 def test_one_f_one_b(answer: Answer, group: WatchedGroup) -> None:
-    for p, m in itertools.product(range(1, 6), (1, 2, 3, 5, 8)):
+    for p, m in itertools.product(range(1, 6), (8, 5, 3, 2, 1)):
         table, orders = schedule("1f1b", p, m), []
         for s in range(p):
             case(f"stage {s} of {p}, {m} micro-batches")
@@ -36,7 +36,7 @@ def test_one_f_one_b(answer: Answer, group: WatchedGroup) -> None:
 
 @on_ranks(1)
 def test_interleaved(answer: Answer, group: WatchedGroup) -> None:
-    for p, m, v in itertools.product((1, 2, 3, 4), (1, 2, 3, 4, 8), (1, 2, 3)):
+    for p, m, v in itertools.product((1, 2, 3, 4), (8, 4, 3, 2, 1), (1, 2, 3)):
         table, orders = schedule("interleaved", p, m, v), []
         for r in range(p):
             case(f"rank {r} of {p}, {m} micro-batches, {v} chunks")
@@ -115,11 +115,12 @@ def judge_complete(order: Order, stages: Sequence[int], m: int, kinds: str) -> N
         op = strange[0]
         there = op.micro in range(m)
         raise Wrong(f"{word(op)} is there, and " + (f"stage {op.stage} is not on this rank: it has {list(stages)}"
-                    if there else f"there are only {m} micro-batches, 0 to {m - 1}"))  # fmt: skip
+                    if there else f"{m} are asked: the last micro-batch is {m - 1}"))  # fmt: skip
     if twice := [op for op in wanted if found[op] > 1]:
         raise Wrong(f"{word(twice[0])} is there {found[twice[0]]} times: each once")
     if missing := [op for op in wanted if not found[op]]:
-        raise Wrong(f"{word(missing[0])} is missing, and {len(missing) - 1} more: each stage and micro-batch needs it")
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise Wrong(f"{word(missing[0])} is missing{more}: every stage and micro-batch has one")
 
 
 def judge_turns(order: Order, stages: Sequence[int]) -> None:
