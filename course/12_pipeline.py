@@ -185,7 +185,8 @@ predict(
 # Look at the picture again: rank 3 could begin the backward of micro-batch 0 right after its forward. Nothing else in
 # backward waits for the forwards that follow. **1F1B**, one forward and one backward by turns (PipeDream-Flush,
 # Narayanan et al. 2021), starts each backward as early as it can. A stage with $s$ stages behind it runs $s$ forwards
-# ahead, which is how long its first gradient takes to come back, and from then on holds no more than $s + 1$.
+# ahead (the *warm-up*), which is how long its first gradient takes to come back, and from then on (the *steady state*)
+# holds no more than $s + 1$. Backwards that are left drain the pipeline (the *cool-down*, or flush).
 #
 # **Your turn.** `%hint 12_pipeline one_f_one_b` helps.
 
@@ -357,7 +358,7 @@ if rank == 0:
 #
 # **Shorter pieces.** The bubble is $p-1$ forwards and backwards of *a stage*. Give each rank $v$ stages, a $v$-th as
 # long, that lie apart: rank 0 the first and the fifth of eight, and so on. That is **interleaved 1F1B** (Narayanan et
-# al. 2021): a micro-batch passes all ranks $v$ times, and the pipeline fills by pieces that are $v$ times shorter.
+# al. 2021; Megatron says *virtual* stages): a micro-batch passes all ranks $v$ times, and the pipeline fills by pieces that are $v$ times shorter.
 #
 # $$\text{bubble} = \frac{1}{v}\,(p-1)(f+b).$$
 
@@ -397,13 +398,12 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["bubble, ticks", "borders"
 
 # %%
 # %%task 12_pipeline split_linear
-def split_linear(
-    x: Tensor, weight: Tensor, bias: Tensor, later: list[Callable[[], None]]
-) -> Tensor:
+def split_linear(x: Tensor, weight: Tensor, bias: Tensor, later: list[Later]) -> Tensor:
     """x @ weight.T + bias, [..., i] -> [..., o], whose backward computes the gradient of x alone.
 
     Its weight half is put off: backward appends to `later` a function that adds the gradients to weight.grad [o, i]
-    and bias.grad [o], which may be None before. Each is called once, and lets go of all it has kept afterwards.
+    and bias.grad [o], which may be None before, and which have no graph, like those that autograd makes. Each function
+    is called once, in any order and at any time, and lets go of all it has kept afterwards.
     Write a torch.autograd.Function that is applied to x, weight and bias, so that autograd calls it also where x needs
     no gradient; then no gradient of x is computed. If weight and bias are frozen, nothing is put off.
     """

@@ -26,6 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from refimpl.comm.group import Group
 
 Op = tuple[str, int, int]
+Later = Callable[[], None]
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:
@@ -244,11 +245,12 @@ def tied_gradients(group: Group, ranks: Sequence[int], params: Sequence[nn.Param
         p.grad = grad.view_as(p).clone()
 
 
-def split_linear(x: Tensor, weight: Tensor, bias: Tensor, later: list[Callable[[], None]]) -> Tensor:
+def split_linear(x: Tensor, weight: Tensor, bias: Tensor, later: list[Later]) -> Tensor:
     """x @ weight.T + bias, [..., i] -> [..., o], whose backward computes the gradient of x alone.
 
     Its weight half is put off: backward appends to `later` a function that adds the gradients to weight.grad [o, i]
-    and bias.grad [o], which may be None before. Each is called once, and lets go of all it has kept afterwards.
+    and bias.grad [o], which may be None before, and which have no graph, like those that autograd makes. Each function
+    is called once, in any order and at any time, and lets go of all it has kept afterwards.
     Write a torch.autograd.Function that is applied to x, weight and bias, so that autograd calls it also where x needs
     no gradient; then no gradient of x is computed. If weight and bias are frozen, nothing is put off.
     """
@@ -262,7 +264,7 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor, later: list[Callable[[
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Any:
             (x,) = ctx.saved_tensors
-            held = [grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])]
+            held = [grad.reshape(-1, grad.shape[-1]), x.detach().reshape(-1, x.shape[-1])]
 
             def weight_half() -> None:
                 grad, x = held
@@ -322,6 +324,7 @@ HINTS = {
         "Define the Function inside, so that its backward sees `later`, `weight` and `bias`.",
         "With rows of x flattened to [n, i] and of the gradient to [n, o]: dx = g @ W, dW = g.T @ x, db = g.sum(0).",
         "backward returns (dx or None, None, None); autograd adds nothing to weight.grad then, your function does.",
-        "Hold x and the gradient in a list, and clear it when the function runs.",
+        "x as it was saved still requires a gradient: detach it. Hold both in a list, and clear that when the function "
+        "runs.",
     ],
 }

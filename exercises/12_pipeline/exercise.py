@@ -26,6 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from refimpl.comm.group import Group
 
 Op = tuple[str, int, int]
+Later = Callable[[], None]
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:
@@ -143,11 +144,12 @@ def tied_gradients(group: Group, ranks: Sequence[int], params: Sequence[nn.Param
     raise NotImplementedError("tied_gradients")
 
 
-def split_linear(x: Tensor, weight: Tensor, bias: Tensor, later: list[Callable[[], None]]) -> Tensor:
+def split_linear(x: Tensor, weight: Tensor, bias: Tensor, later: list[Later]) -> Tensor:
     """x @ weight.T + bias, [..., i] -> [..., o], whose backward computes the gradient of x alone.
 
     Its weight half is put off: backward appends to `later` a function that adds the gradients to weight.grad [o, i]
-    and bias.grad [o], which may be None before. Each is called once, and lets go of all it has kept afterwards.
+    and bias.grad [o], which may be None before, and which have no graph, like those that autograd makes. Each function
+    is called once, in any order and at any time, and lets go of all it has kept afterwards.
     Write a torch.autograd.Function that is applied to x, weight and bias, so that autograd calls it also where x needs
     no gradient; then no gradient of x is computed. If weight and bias are frozen, nothing is put off.
     """

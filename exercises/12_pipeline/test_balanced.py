@@ -31,6 +31,8 @@ def test_balanced(answer: Answer, group: WatchedGroup) -> None:
             case(f"weights {weights}, {stages} stages")
             cuts = ([0, *cut, len(weights)] for cut in itertools.combinations(range(1, len(weights)), stages - 1))
             judge_cut(answer, weights, stages, min(largest(weights, cut) for cut in cuts))
+    case("weights in a tuple")
+    require(answer.balanced((1, 2, 3), 2) == [0, 2, 3], "balanced((1, 2, 3), 2) must be [0, 2, 3]")
     case("200 layers, 16 stages")
     many = torch.rand(200).tolist()
     judge_cut(answer, many, 16, largest(many, balanced(many, 16)))

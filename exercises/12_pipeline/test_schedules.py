@@ -19,7 +19,7 @@ Order = list[Op]
 
 @on_ranks(1)
 def test_one_f_one_b(answer: Answer, group: WatchedGroup) -> None:
-    for p, m in itertools.product(range(1, 6), (8, 5, 3, 2, 1)):
+    for p, m in itertools.product((1, 2, 3, 4, 7), (12, 5, 3, 2, 1)):
         table, orders = schedule("1f1b", p, m), []
         for s in range(p):
             case(f"stage {s} of {p}, {m} micro-batches")
@@ -36,7 +36,7 @@ def test_one_f_one_b(answer: Answer, group: WatchedGroup) -> None:
 
 @on_ranks(1)
 def test_interleaved(answer: Answer, group: WatchedGroup) -> None:
-    for p, m, v in itertools.product((1, 2, 3, 4), (8, 4, 3, 2, 1), (1, 2, 3)):
+    for p, m, v in [*itertools.product((1, 2, 3, 4), (8, 4, 3, 2, 1), (1, 2, 3)), (6, 13, 4)]:
         table, orders = schedule("interleaved", p, m, v), []
         for r in range(p):
             case(f"rank {r} of {p}, {m} micro-batches, {v} chunks")
@@ -216,6 +216,7 @@ def judge_played(
     answer: Answer, orders: Sequence[Sequence[Op]], seconds: dict[str, float], expected: dict[Op, tuple[float, ...]]
 ) -> None:
     plain = [[tuple(op) for op in order] for order in orders]
+    seconds = {op.kind: seconds[op.kind] for op in expected}  # of the kinds that there are
     with untouched(orders=plain, seconds=seconds), untouched(**{f"order_{r}": order for r, order in enumerate(plain)}):
         found = answer.play(plain, seconds)
     require(isinstance(found, dict), f"the result is a {type(found).__name__}, expected a dict")

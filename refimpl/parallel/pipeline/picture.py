@@ -67,7 +67,7 @@ def fill(axis: "Axes", table: Table, cost: Cost = UNIT, inches: float = 4.8) -> 
         rank = table.rank_of(op.stage, op.micro)
         shade = SHADES[min(table.holds(rank).index(op.stage), len(SHADES) - 1)]
         axis.barh(rank, span.end - span.begin, 0.9, span.begin, color=COLOURS[op.kind], alpha=shade, edgecolor="white")
-        if inches * (span.end - span.begin) / end > 0.08 * len(str(op.micro)):
+        if inches * (span.end - span.begin) / end > 0.1 * len(str(op.micro)):
             middle = (span.begin + span.end) / 2
             axis.text(middle, rank, str(op.micro), ha="center", va="center", fontsize=POINTS)
     kinds = [kind for kind in COLOURS if any(op.kind == kind for op in spans)]

@@ -21,7 +21,8 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor, later: list[Callable[[
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Any:
             (x,) = ctx.saved_tensors
-            latest["grad"], latest["x"] = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+            latest["grad"] = grad.reshape(-1, grad.shape[-1])
+            latest["x"] = x.detach().reshape(-1, x.shape[-1])
 
             def weight_half() -> None:
                 grad, x = latest["grad"], latest["x"]
