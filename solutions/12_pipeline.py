@@ -304,7 +304,7 @@ HINTS = {
     ],
     "balanced": [
         "The best cut of the first n layers into k stages: where does its last stage begin? Try every place.",
-        "best[k][n] = min over b < n of max(best[k - 1][b], sum of layers b to n - 1). Prefix sums make each sum one "
+        "best(k, n) = min over b < n of max(best(k - 1, b), sum of layers b to n - 1). Prefix sums make each sum one "
         "subtraction. Remember the bounds beside the value.",
     ],
     "Stage": [
