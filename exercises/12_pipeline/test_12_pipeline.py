@@ -45,6 +45,8 @@ class Scene:
         self.inputs = [torch.randint(WORDS, (ROWS,)) for _ in range(micro)]
         self.targets = [torch.randn(ROWS, WIDTH, dtype=dtype) for _ in range(micro)]
         self.like, self.layers = torch.zeros(ROWS, WIDTH, dtype=dtype), Layers(group.rank, dtype)
+        self.layers.register_forward_pre_hook(lambda _, given: self.buffers.append(given[0].data_ptr()))
+        self.buffers: list[int] = []  # where the inputs of the micro-batches that are alive lie
         self.expected, self.losses = self.one_process(group.size, dtype)
 
     def one_process(self, stages: int, dtype: torch.dtype) -> tuple[dict[str, Tensor | None], list[Tensor]]:
@@ -95,8 +97,11 @@ def run(stage: Any, scene: Scene, table: Table, kept: Kept) -> None:
             kept.judge(scene.alive_bytes(ahead) + under_way, what, advice)
         if kind == "F":
             judge_loss(forward(stage, scene, k), scene, k)
+            own = len(set(scene.buffers)) == len(scene.buffers)
+            require(own, "two micro-batches share the memory of their input: the second overwrites the first")
         else:
             stage.backward(k, scene.scale)
+            scene.buffers = scene.buffers[1:]
     stage.finish()
 
 

@@ -112,6 +112,7 @@ def test_split_linear(answer: Answer, group: WatchedGroup) -> None:
         ((6, 5), torch.float32, (), False),
         ((2, 3, 5), torch.bfloat16, (), False),
         ((6, 5), torch.float32, ("weight",), False),
+        ((6, 5), torch.float32, ("bias",), False),
         ((6, 5), torch.float32, ("weight", "bias"), False),
         ((6, 5), torch.float32, (), True),
     ):
@@ -183,24 +184,26 @@ def judge_weights(
 
 
 def judge_accumulation(answer: Answer) -> None:
-    params, truth, last = (weights(torch.float32) for _ in range(3))
+    params, truth, one, other = (weights(torch.float32) for _ in range(4))
     later: list[Callable[[], None]] = []
-    for k in range(2):
+    for k, own in enumerate((one, other)):
         torch.manual_seed(k)
         x, scale = torch.randn(6, 5, requires_grad=True), torch.randn(6, 4)
         (answer.split_linear(x, params["weight"], params["bias"], later) * scale).sum().backward()
-        for twin in (truth, last) if k else (truth,):
+        for twin in (truth, own):
             (F.linear(x.detach(), twin["weight"], twin["bias"]) * scale).sum().backward()
     require(len(later) == 2, f"{len(later)} weight halves are put off after two backwards, expected 2, none lost")
     for half in reversed(later):
         half()
     for name, p in params.items():
-        only, total = last[name].grad, truth[name].grad
-        assert only is not None
+        first, last, total = (twin[name].grad for twin in (one, other, truth))
+        assert first is not None
+        assert last is not None
         assert total is not None
         known = {
-            "the last micro-batch's alone: add to what is there": only,
-            "the last micro-batch's twice: each weight half needs the x and the gradient of its own": 2 * only,
+            "that of the half called last alone: add to what is there": first,
+            "the last micro-batch's alone": last,
+            "the last micro-batch's twice: each weight half needs the x and the gradient of its own": 2 * last,
         }
         equal(p.grad, total, f"the gradient of {name} over two micro-batches", known=known)
 

@@ -15,6 +15,8 @@ from refimpl.parallel.pipeline.schedules.named import NAMES, schedule
 from refimpl.parallel.pipeline.schedules.table import Cost, Op, Table
 
 Order = list[Op]
+GROUPS = "a group of `ranks` micro-batches passes all chunks, then the next"
+MULTIPLE = "make the order of the next multiple of `ranks`, and then leave out micro-batches"
 
 
 @on_ranks(1)
@@ -52,7 +54,7 @@ def test_interleaved(answer: Answer, group: WatchedGroup) -> None:
         judge_clock(orders, table)
         for r, order in enumerate(orders):
             case(f"rank {r} of {p}, {m} micro-batches, {v} chunks")
-            judge_same(order, table.orders[r], "a group of `ranks` micro-batches passes all chunks, then the next")
+            judge_same(order, table.orders[r], GROUPS if m % p == 0 else MULTIPLE)
 
 
 @on_ranks(1)

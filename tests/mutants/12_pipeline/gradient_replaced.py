@@ -1,7 +1,7 @@
 """The weight half replaces what other micro-batches have left.
 
 task: split_linear
-says: the last micro-batch's alone
+says: alone: add to what is there
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """One buffer receives every micro-batch's input.
 
 task: Stage
-says: the gradient of
+says: the second overwrites the first
 """
 
 from collections.abc import Callable
