@@ -223,7 +223,8 @@ plt.show()
 # %% [markdown]
 # Counted, not drawn: on real ranks, saved-tensor hooks say of how many micro-batches autograd keeps anything. (A stage's
 # *output* is not kept: once it is sent, only its place in the graph is needed. Megatron calls letting go of it
-# `deallocate_output_tensor`.)
+# `deallocate_output_tensor`.) With activations computed again, as in chapter 07, each of these is one input a block
+# instead of sixteen: the count stays, what is counted shrinks.
 
 # %%
 # %%ranks
@@ -358,7 +359,8 @@ if rank == 0:
 #
 # **Shorter pieces.** The bubble is $p-1$ forwards and backwards of *a stage*. Give each rank $v$ stages, a $v$-th as
 # long, that lie apart: rank 0 the first and the fifth of eight, and so on. That is **interleaved 1F1B** (Narayanan et
-# al. 2021; Megatron says *virtual* stages): a micro-batch passes all ranks $v$ times, and the pipeline fills by pieces that are $v$ times shorter.
+# al. 2021; Megatron says *virtual* stages). A micro-batch passes all ranks $v$ times, and the pipeline fills by pieces
+# that are $v$ times shorter.
 #
 # $$\text{bubble} = \frac{1}{v}\,(p-1)(f+b).$$
 
@@ -417,7 +419,9 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor, later: list[Later]) ->
 # **No idle time at all?** Lay the stages down and up again, as a V: rank $r$ has stages $r$ and $2p-1-r$, so the last
 # stage is on the first rank and a backward begins where the micro-batch began (**ZB-V**). Or send micro-batches from
 # both ends through two copies of the model (**DualPipe**, made for DeepSeek-V3): a forward of one direction always meets
-# a backward of the other.
+# a backward of the other. The zero has a condition. Ranks begin a step one after the other, and must enter the next one
+# so: a global gradient norm, for which all wait, brings the bubble back. Its authors step first, check the norm
+# afterwards, and undo the rare step that it forbids.
 
 # %% tags=["nbval-ignore-output", "hide-input"]
 figure, axes = show.figure(5.6, rows=3)
@@ -639,7 +643,7 @@ predict(
 #
 # | | refimpl | DeepSpeed | Megatron-Core | torch.distributed.pipelining |
 # |---|---|---|---|---|
-# | schedules | GPipe, 1F1B, interleaved, ZB-H1, ZB-V, DualPipe | 1F1B | 1F1B, interleaved | GPipe, 1F1B, interleaved (and breadth first), zero bubble, ZB-V, DualPipeV |
+# | schedules | GPipe, 1F1B, interleaved, ZB-H1, ZB-V, DualPipe | 1F1B (`TrainSchedule`) | 1F1B, interleaved | GPipe, 1F1B, interleaved (and breadth first), zero bubble, ZB-V, DualPipeV |
 # | what it is | a table, checked before it runs | instructions a tick, by parity of stage and tick | loops in code | a table of actions (1F1B: loops) |
 # | messages | one list for all ranks | in pairs: one side sends, the other receives first | `batch_isend_irecv`, or even ranks send first | batched pairs, or added to the table |
 # | activations kept | as the table states | max(2, min(p - s, m)) buffers | as 1F1B | as the schedule |
