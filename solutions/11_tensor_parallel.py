@@ -152,7 +152,13 @@ def vocab_embedding(ids: Tensor, part: Tensor, first: int, group: Group) -> Tens
     return leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0), group)
 
 
-def vocab_cross_entropy(logits: Tensor, targets: Tensor, first: int, group: Group, ignore_index: int = -100) -> Tensor:
+def vocab_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    first: int,
+    group: Group,
+    ignore_index: int = -100,
+) -> Tensor:
     """F.cross_entropy(whole logits, targets, ignore_index=ignore_index), of which each rank has some columns.
 
     logits [n, v]: the tokens first to first + v - 1 of V, fp32 or bf16; targets [n] int64, equal on all ranks ->
@@ -266,7 +272,14 @@ def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor, group: Group) -> Te
     return Gathered.apply(x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def dropout_seed(seed: int, place: str, data: int, tensor: int, tensor_ranks: int, sequence: bool) -> int:
+def dropout_seed(
+    seed: int,
+    place: str,
+    data: int,
+    tensor: int,
+    tensor_ranks: int,
+    sequence: bool,
+) -> int:
     """The seed of the generator that dropout draws from at a place, on the rank (data, tensor) of a mesh.
 
     place "inside": between a column layer and its row layer, as on attention's scores. There each rank of a tensor
