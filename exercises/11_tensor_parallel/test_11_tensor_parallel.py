@@ -31,6 +31,7 @@ def test_enter(answer: Answer, group: WatchedGroup) -> None:
         with untouched(x=x):
             y = attached(answer.enter(x, fresh), "what enter returns")
         equal(y, x.detach(), "what enter returns", ranks=group.size)
+        require(y.data_ptr() == x.data_ptr(), "what enter returns is a copy: it is as large as x, and nobody needs it")
         silent(fresh, "forward", "every rank has x already")
         with untouched(the_gradient_that_arrives=mine):
             torch.autograd.backward([y, x * 1], [mine, other])  # x is used beside: the residual stream
@@ -74,6 +75,10 @@ def test_leave(answer: Answer, group: WatchedGroup) -> None:
             },
         )
         silent(fresh, "backward", "the gradient that arrives is equal on all ranks, and whole")
+    case("what stays alive between forward and backward")
+    x, kept = torch.ones(64, 64).requires_grad_(), Kept(group)
+    y = answer.leave(x * 1, group.fresh())
+    kept.judge(y.nbytes, "leave", "the sum alone may stay: backward needs nothing of x")
 
 
 def plain_linear(K: int, M: int, bias: bool, dtype: torch.dtype, frozen: bool) -> nn.Linear:
