@@ -616,7 +616,7 @@ layer_knobs()
 
 # %% tags=["hide-input"]
 predict(
-    "Norms' gradients are not summed over the tensor ranks. 20 steps of AdamW. What do you see in the loss?",
+    "Norms' gradients are not summed over the tensor ranks. 12 steps of AdamW. What do you see in the loss?",
     "it falls, almost as it should",
     options=["NaN", "it stays where it is", "it falls, almost as it should", "the ranks hang"],
     why="AdamW divides by the gradient's size, so a part of it still gives a plausible step. Only the copies drift apart.",
@@ -629,11 +629,11 @@ broken = {name: style for name, style in plan.items() if not isinstance(style, T
 
 
 def trained(plan):
-    """Losses of 20 steps; whether the ranks' copies of all whole weights are still equal."""
+    """Losses of 12 steps; whether the ranks' copies of all whole weights are still equal."""
     _, model = make(plan=plan, sequence=True)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
-    for step in range(20):
+    for step in range(12):
         loss = model(*batches.batch(step, 0))
         loss.backward()
         adamw.step()
