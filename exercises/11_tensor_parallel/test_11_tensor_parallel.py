@@ -122,7 +122,11 @@ def made(make: Callable[..., Any], how: tuple[int, int, bool, torch.dtype, bool]
     )
     for name, t in expected.items():
         own_memory(found[name], name)
-        equal(found[name].detach(), t, f"this rank's {name}")
+        whole = plain_linear(*how).get_parameter(name).detach()
+        along = dim if name == "weight" else 0
+        in_turn = whole.index_select(along, torch.arange(group.rank, whole.shape[along], group.size))
+        known = {"dealt out in turn, where a rank has a run of them": in_turn}
+        equal(found[name].detach(), t, f"this rank's {name}", known=known)
     require(found["weight"].requires_grad != frozen, "the weight's requires_grad is not as in the plain layer")
     kept.judge(room, "the layer", "its own parts alone may stay, not the plain layer or its weights")
     silent(group, "making the layer", "every rank has the plain layer already")
