@@ -122,11 +122,7 @@ def made(make: Callable[..., Any], how: tuple[int, int, bool, torch.dtype, bool]
     )
     for name, t in expected.items():
         own_memory(found[name], name)
-        whole = plain_linear(*how).get_parameter(name).detach()
-        along = dim if name == "weight" else 0
-        in_turn = whole.index_select(along, torch.arange(group.rank, whole.shape[along], group.size))
-        known = {"dealt out in turn, where a rank has a run of them": in_turn}
-        equal(found[name].detach(), t, f"this rank's {name}", known=known)
+        equal(found[name].detach(), t, f"this rank's {name}", known=in_turn(how, name, dim, group))
     require(found["weight"].requires_grad != frozen, "the weight's requires_grad is not as in the plain layer")
     kept.judge(room, "the layer", "its own parts alone may stay, not the plain layer or its weights")
     silent(group, "making the layer", "every rank has the plain layer already")
@@ -139,6 +135,15 @@ def made(make: Callable[..., Any], how: tuple[int, int, bool, torch.dtype, bool]
     else:
         raise Wrong(f"13 features on {group.size} ranks are accepted: expected a ValueError with both numbers")
     return layer
+
+
+def in_turn(
+    how: tuple[int, int, bool, torch.dtype, bool], name: str, dim: int, group: WatchedGroup
+) -> dict[str, Tensor]:
+    """Every N-th of a parameter, from the rank-th on."""
+    whole, along = plain_linear(*how).get_parameter(name).detach(), dim if name == "weight" else 0
+    every = torch.arange(group.rank, whole.shape[along], group.size)
+    return {"dealt out in turn, where a rank has a run of them": whole.index_select(along, every)}
 
 
 @on_ranks(2, 3, 4)
