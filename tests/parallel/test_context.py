@@ -73,17 +73,23 @@ def test_the_ring_is_plain_attention(how: str, causal: bool, zigzag: bool, ranks
     assert {sent for _, sent in found} == {part * (2 * (ranks - 1) * 2 + 2 * ranks) if ranks > 1 else 0}
 
 
-@pytest.mark.parametrize(("ranks", "heads", "shared"), [(2, 4, 4), (3, 6, 2), (4, 8, 2), (4, 4, 1)])
-def test_ulysses_is_plain_attention(ranks: int, heads: int, shared: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "heads", "shared", "each"),
+    [(2, 4, 4, 4), (3, 6, 2, 6), (4, 8, 2, 4), (4, 4, 1, 4), (2, 7, 7, 7), (4, 7, 7, 7), (2, 9, 3, 3), (3, 8, 2, 4)],
+)
+def test_ulysses_is_plain_attention(ranks: int, heads: int, shared: int, each: int) -> None:
+    """`each`: heads of keys and values that are dealt out. The last four do not divide by the ranks."""
     length = 5 * ranks
     tensors = given_tensors(heads, shared, length)
     found = run(attended, "ulysses", tensors, True, False, 1024, ranks=ranks)
     for ours, theirs in zip(joined(found, length, False), plain(tensors, True), strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
-    repeated = torch.tensor([shared, ranks]).tolist()
-    each = int(torch.lcm(*torch.tensor(repeated)))
-    part = 4 * B * (length // ranks) * D
-    assert {sent for _, sent in found} == {2 * part * (2 * heads + 2 * each) * (ranks - 1) // ranks}
+    part = 4 * B * (length // ranks) * D  # bytes of one head's tokens
+    for rank, (_, sent) in enumerate(found):
+        units = each // ranks + (rank < each % ranks)  # of this rank, whatever it does for whom
+        mine = 2 * units * heads // each + 2 * units  # heads of queries and outputs, of keys and values
+        there, back = 2 * heads + 2 * each - mine, mine * (ranks - 1)
+        assert sent == part * (there + back), "what goes to others' heads once, to others' tokens N - 1 times"
 
 
 def test_in_bf16_the_ring_keeps_its_sums_in_fp32() -> None:
@@ -97,14 +103,12 @@ def test_in_bf16_the_ring_keeps_its_sums_in_fp32() -> None:
 @pytest.mark.parametrize(
     ("how", "length", "heads", "shared", "says"),
     [
-        ("ulysses", 8, 3, 3, "3 heads of queries over 3 of keys and values cannot be dealt out to 2 ranks"),
-        ("ulysses", 8, 6, 3, "3 of keys and values cannot"),
+        ("ulysses", 8, 1, 1, "1 heads of queries over 1 of keys and values cannot be dealt out to 2 ranks"),
+        ("ulysses", 8, 6, 4, "6 heads of queries over 4 of keys and values cannot"),
         ("ring", 10, 4, 4, "a sequence of 10 tokens does not divide into 4 chunks for 2 ranks: pad it to 12"),
     ],
 )
 def test_what_does_not_divide_is_named(how: str, length: int, heads: int, shared: int, says: str) -> None:
-    if says.startswith("3 of keys"):
-        heads = 3 * 3
     with pytest.raises(Exception, match=says):
         run(attended, how, given_tensors(heads, shared, length), True, how == "ring", 1024, ranks=2)
 

@@ -69,8 +69,9 @@ class Ring(torch.autograd.Function):
             if block := layout.block(group.rank, (group.rank - number) % group.size, causal):
                 mine, theirs, diagonal = block
                 group.ledger.mark("attention")
-                keys, values = here[:, :, :, theirs]
+                keys, values = here[0, :, :, theirs], here[1, :, :, theirs]
                 running.see(queries[..., mine, :], keys, values, scale, mine, diagonal)
+                del keys, values  # or they would stay while the next ones come
             if coming:
                 here = coming.wait()
         out, lse = running.result(q.dtype)
@@ -91,8 +92,9 @@ class Ring(torch.autograd.Function):
             if block := layout.block(group.rank, (group.rank - number) % group.size, causal):
                 mine, theirs, diagonal = block
                 group.ledger.mark("attention, backward")
-                (keys, values), (dk, dv) = here[:, :, :, theirs], found[:, :, :, theirs]
+                keys, values, dk, dv = (x[i, :, :, theirs] for x in (here, found) for i in range(2))
                 back.see(queries[..., mine, :], keys, values, dk, dv, scale, mine, diagonal)
+                del keys, values, dk, dv
             if there:
                 found += there.wait()
             there = to_the_right(group, found, "gradients of keys and values")
