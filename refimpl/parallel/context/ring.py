@@ -12,7 +12,8 @@ block, the sum of the ranks before comes in.
     backward                 15.5 and 1: those, what came and what goes of the gradients, and the block's own
 
 A block is computed by torch's kernel where there is one (`fused.py`, of which the memory is told, for as many heads of
-keys as of queries), else tile by tile (`blocks.py`). Either way it is O(T/N), and nowhere O(T^2).
+keys as of queries, the transport's copy of a message not counted), else tile by tile (`blocks.py`). Either way it is
+O(T/N), and nowhere O(T^2).
 Any number of heads, also fewer than ranks, where `ulysses` ends. With a zigzag layout every rank has the same work.
 Ring attention: Liu et al. 2023, arXiv:2310.01889.
 """
@@ -118,9 +119,14 @@ class Coming(NamedTuple):
 
 
 def to_the_right(group: Group, x: Tensor, tag: str) -> Coming:
-    """x begins to go to the next rank, what the one before sends begins to come. x must stay as it is meanwhile."""
+    """x begins to go to the next rank, what the one before sends begins to come. x must stay as it is meanwhile.
+
+    All ranks do it at once, so it is an all-to-all, in which each rank has something for one other only: unlike a
+    message between two, it goes through shared memory where the ranks have it.
+    """
     if group.size == 1:
         return Coming(x, None)
-    out = torch.empty_like(x)
-    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    return Coming(out, group.send_recv(x, right, out, left, async_op=True, tag=tag))
+    out, to, source = torch.empty_like(x), [0] * group.size, [0] * group.size
+    to[(group.rank + 1) % group.size] = source[(group.rank - 1) % group.size] = x.numel()
+    work = group.all_to_all(out.view(-1), x.view(-1), in_splits=to, out_splits=source, async_op=True, tag=tag)
+    return Coming(out, work)
