@@ -1,4 +1,4 @@
-"""`refimpl bench zero`, `comm`, `checkpoint`, `disk`, `offload`, `overhead`: tables, and reports for `table`."""
+"""`refimpl bench zero`, `parallel`, `comm`, `checkpoint`, `disk`, `offload`, `overhead`: tables and reports."""
 
 import json
 import os
@@ -97,6 +97,49 @@ def zero(
     file = writable(file) if file else None
     workloads = [Workload(p, batch, context, Turns(turns, steps), dtype) for p in params for dtype in dtypes]
     publish("Median step of the slowest rank", HEAT, measure(ranks, workloads, stages, rounds), file)
+
+
+def axis(text: str) -> str:
+    """tensor, pipeline or context."""
+    if text not in ("tensor", "pipeline", "context"):
+        raise typer.BadParameter(f"{text!r}: choose from tensor, pipeline, context")
+    return text
+
+
+@app.command(cls=Lists)
+def parallel(
+    ranks: Ranks = [2, 4],  # noqa: B006
+    axes: Annotated[list[str], typer.Option("--axis", parser=axis, help="tensor, pipeline, context.")] = [  # noqa: B006
+        "tensor",
+        "pipeline",
+        "context",
+    ],
+    kinds: Annotated[list[str] | None, typer.Option("--kind", help="Only these: sequence, 1f1b, zb-h1, ...")] = None,
+    width: Annotated[int, typer.Option(min=4, help="Of the model.")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="A multiple of the stages: 2 a rank and more.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a (micro-)batch.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 64,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Of a pipeline.")] = 8,
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens of the one sequence of the context axis.")] = 1024,
+    turns: TurnsOption = 8,
+    steps: StepsOption = 4,
+    rounds: RoundsOption = 1,
+    file: JsonOption = None,
+) -> None:
+    """Step time of tensor, sequence, pipeline and context parallelism beside torch's own; a pipeline by its formula."""
+    from refimpl.bench.parallel import HEAT, KINDS, Workload, check, measure
+
+    known = {kind for axis in axes for kind in KINDS[axis]}
+    if unknown := sorted(set(kinds or []) - known):
+        raise typer.BadParameter(f"--kind {unknown[0]!r}: choose from {', '.join(sorted(known))}")
+    workload = Workload(width, layers, batch, context, micro_batches, sequence, Turns(turns, steps))
+    try:
+        check(ranks, axes, workload, kinds or ())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    file = writable(file) if file else None
+    heats = measure(ranks, axes, workload, kinds or (), rounds)
+    publish("Step of the slowest rank, beside torch's", HEAT, heats, file)
 
 
 @app.command(cls=Lists)
@@ -244,4 +287,6 @@ def publish(title: str, common: Sequence[str], heats: Iterable[Sequence[Any]], f
 
 
 def shown(value: object) -> str:
+    if value is None:
+        return "-"
     return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -103,7 +103,7 @@ def doctor() -> None:
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
-    """Measure side by side with peers: `refimpl bench zero`, `comm`, `checkpoint`, `overhead`; `table`: a report."""
+    """Measure side by side with peers: `refimpl bench zero`, `parallel`, `comm`, `checkpoint`; `table`: a report."""
     from refimpl.bench.cli import app as bench_app
 
     bench_app(context.args, prog_name="refimpl bench", standalone_mode=False)

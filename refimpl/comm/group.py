@@ -258,8 +258,8 @@ class Group:
         agreed = self._agreed(f"recv of {_words(x)} from {source}", tag, [((source, self.rank), _words(x))])
         return self._run("recv", 0, tag, async_op, agreed.message(self._direct.recv(x, source)), x)
 
-    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int, *, tag: str = "") -> None:
-        """Send x to rank `to` while `out` is filled with what rank `source` sends; return when both are done.
+    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
+        """Send x to rank `to` while `out` is filled with what rank `source` sends. One work, done when both are.
 
         Sends n bytes. All ranks may call it at once, in any ring or exchange, where a send and then a recv could wait
         for each other. ValueError if there is no such rank.
@@ -271,8 +271,7 @@ class Group:
         parts = [((self.rank, to), _words(x)), ((source, self.rank), _words(out))]
         steps = self._agreed(what, tag, parts).message(self._direct.send_recv(x, to, out, source))
         sending = self._run("send", x.numel() * x.element_size(), tag, True, steps, x, out)
-        self._run("recv", 0, tag, True, iter(())).wait()
-        sending.wait()
+        return self._run("recv", 0, tag, async_op, iter([lambda: [sending]]))
 
     def settle(self) -> None:
         """Before the host reads a number from a GPU: return, patiently (see `Patience`), when it is there."""

@@ -155,7 +155,8 @@ class Shared(Library):
         number = self._all.number()
         copied = yield from self._show(self._all, number, {m: x[m] for m in self._all.others})
         out[self.rank].copy_(x[self.rank])
-        yield from self._copy(self._all, number, {m: out[m] for m in self._all.others})
+        # Who has nothing for me is not waited for: a ring needs its left neighbour alone.
+        yield from self._copy(self._all, number, {m: out[m] for m in self._all.others if out[m].numel()})
         yield from self._end(self._all, number, copied)
 
     def _broadcast(self, x: Tensor, root: int) -> Iterator[Need]:

@@ -46,8 +46,8 @@ class WatchedGroup(Group):
     def recv(self, x: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
         return super().recv(x, source, async_op=async_op, tag=f"from {source}")
 
-    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int, *, tag: str = "") -> None:
-        super().send_recv(x, to, out, source, tag=f"to {to}")
+    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
+        return super().send_recv(x, to, out, source, async_op=async_op, tag=f"to {to}")
 
     def fresh(self, told: bool = True) -> "WatchedGroup":
         """The same ranks with an empty ledger, for what the answer does."""

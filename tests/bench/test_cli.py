@@ -67,6 +67,18 @@ def test_overhead_writes_a_table_and_a_report(tmp_path: Path) -> None:
     assert all(row["parameters"] == 30 for row in rows)
 
 
+def test_parallel_writes_a_table_and_a_report(tmp_path: Path) -> None:
+    file = tmp_path / "parallel.json"
+    options = "--axis tensor context --kind plain ring --width 32 --layers 4 --context 8 --sequence 16"
+    options += " --turns 1 --steps 1 --ranks 2 --json"
+    result = CliRunner().invoke(app, ["parallel", *options.split(), str(file)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert max(len(line) for line in result.output.splitlines()) <= 80
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["axis"], row["kind"]) for row in rows] == [("tensor", "plain")] * 4 + [("context", "ring")] * 4
+    assert {row["implementation"] for row in rows} == {"refimpl", "torch"}
+
+
 def test_comm_writes_a_table_and_a_report(tmp_path: Path) -> None:
     file = tmp_path / "comm.json"
     options = "--sizes 1K 4K --turns 1 --steps 1 --ranks 2 --json"
@@ -93,6 +105,9 @@ def test_comm_writes_a_table_and_a_report(tmp_path: Path) -> None:
         ("zero --stages 4", "--stages"),
         ("zero --dtype fp8", "fp8"),
         ("comm 3", "3"),
+        ("parallel --axis expert", "expert"),
+        ("parallel --axis tensor --kind 1f1b", "1f1b"),
+        ("parallel --axis pipeline --kind gpipe --layers 3 --ranks 2", "3 layers do not make 2 equal stages"),
         ("table pyproject.toml", "pyproject.toml"),
     ],
 )

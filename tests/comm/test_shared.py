@@ -307,6 +307,26 @@ def test_a_rank_far_ahead_does_not_use_a_place_that_it_still_needs(ranks: int) -
     assert run(work, ranks=ranks) == [True] * ranks
 
 
+def test_an_all_to_all_waits_for_those_alone_that_have_something_for_it() -> None:
+    """A ring 0 -> 1 -> 2 -> 0: rank 1 has what it needs before rank 2 has begun."""
+
+    def work() -> list[float]:
+        group = Group.world()
+        group.all_reduce(torch.zeros(1))  # they have met
+        rank, x, out = group.rank, torch.full((5,), float(group.rank)), torch.empty(5)
+        go_on = torch.zeros(1)
+        if rank == 2:
+            dist.recv(go_on, 1)
+        to, source = [0, 0, 0], [0, 0, 0]
+        to[(rank + 1) % 3] = source[(rank - 1) % 3] = 5
+        group.all_to_all(out, x, in_splits=to, out_splits=source)
+        if rank == 1:
+            dist.send(go_on, 2)
+        return out.tolist()
+
+    assert run(work, ranks=3) == [[float((rank - 1) % 3)] * 5 for rank in range(3)]
+
+
 def test_a_group_may_be_made_by_some_ranks_alone_and_two_may_talk_first() -> None:
     def work() -> float:
         rank = dist.get_rank()

@@ -202,6 +202,28 @@ def test_all_ranks_send_and_receive_at_once(ranks: int) -> None:
         assert sent == {"send": 4000 * (ranks - 1), "recv": 0}
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_exchange_goes_on_while_its_rank_does_something_else(ranks: int) -> None:
+    def check() -> tuple[list[float], list[tuple[str, str]]]:
+        group = Group.world()
+        right, left = (group.rank + 1) % ranks, (group.rank - 1) % ranks
+        outs = [torch.empty(1000) for _ in range(2)]
+        works = [
+            group.send_recv(torch.full((1000,), 10.0 * k + group.rank), right, out, left, async_op=True)
+            for k, out in enumerate(outs)
+        ]
+        group.ledger.mark("compute")
+        for work in works:
+            work.wait()
+        return [out.unique().item() for out in outs], [(e.phase, e.op) for e in group.ledger.events]
+
+    both = [("start", "send"), ("start", "recv")]
+    over = [("end", "send"), ("end", "recv")]
+    for rank, (found, events) in enumerate(run(check, ranks=ranks)):
+        assert found == [(rank - 1) % ranks, 10.0 + (rank - 1) % ranks]
+        assert events == both * 2 + [("mark", "compute")] + over * 2
+
+
 def test_send_recv_refuses_what_cannot_be() -> None:
     def check() -> None:
         group = Group.world()

@@ -89,6 +89,19 @@ class Layout:
                 elif k.start == q.start:
                     yield q, k, True
 
+    def block(self, queries: int, keys: int, causal: bool) -> tuple[slice, slice, bool] | None:
+        """The same as one block: (queries of the one rank, keys of the other, whether only on and below the diagonal).
+
+        Places in what a rank has, which is in order: its own tokens are a square with a diagonal, whatever the runs.
+        Of another's, zigzag, a rank sees the first run, with all its queries, or both with those of its second.
+        """
+        everything, half = slice(0, self.here), self.here // 2
+        if not causal or queries == keys:
+            return everything, everything, causal
+        if keys < queries:
+            return everything, slice(0, half) if self.zigzag else everything, False
+        return (slice(half, self.here), everything, False) if self.zigzag else None
+
     def work(self, rank: int, causal: bool = True) -> int:
         """Pairs of a query and a key for which a rank computes a score that counts."""
         count = 0

@@ -1,0 +1,252 @@
+"""Step time of each way to split a model beside torch's own: tensor, sequence, pipeline and context parallelism.
+
+One heat is (axis, kind, ranks): ours and torch's (see `parallel_peers.py`) train the same weights on the same batches
+with the same optimizer and take turns on the same ranks. Their losses must agree after every step, or there is no
+comparison. A ratio is the median over steps of ours divided by the peer's step of the same turn, so that what else the
+machine does falls out as far as it is slow; below 1 is faster.
+
+A pipeline is also held to its formula: a third contestant computes every operation of a rank's program, in its order,
+and neither sends nor waits. What a step should take is that, and the bubble that the table states for the durations
+of forward and of backward's halves measured there (by the simulated clock where no formula is known for them). With
+fewer cores than ranks there is no such ratio: a rank that computes in another's bubble then takes its core.
+On a machine that others use too, the fastest steps say more than the median.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import mean, median
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from refimpl.bench.parallel_peers import (
+    SCHEDULES,
+    Step,
+    context,
+    pipeline,
+    tensor,
+    torch_context,
+    torch_pipeline,
+    torch_tensor,
+)
+from refimpl.bench.peers import ALONE, adamw
+from refimpl.bench.race import Times, Turns, both_worlds, race, slowest
+from refimpl.bench.zero import Lap, check_same_work
+from refimpl.comm.group import Group
+from refimpl.model.gpt import GPT, Block, GPTConfig
+from refimpl.parallel.context.layout import Layout
+from refimpl.parallel.pipeline import clock
+from refimpl.parallel.pipeline.runner import Pipeline
+from refimpl.parallel.pipeline.runner import Step as Program
+from refimpl.parallel.pipeline.schedules.named import schedule
+from refimpl.parallel.pipeline.schedules.table import Cost, Op, Table
+
+KINDS = {"tensor": ("plain", "sequence"), "pipeline": tuple(SCHEDULES), "context": ("ring",)}
+AXES = tuple(KINDS)
+HEAT = ("axis", "kind", "ranks")  # what all rows of a heat have in common
+OURS, PEER = "refimpl", "torch"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained: a GPT over random bytes, or a chain of its blocks, the same number on each rank.
+
+    Tensor parallelism: B sequences of T tokens. Pipeline: m micro-batches of as many. Context: one sequence, a quarter
+    of the layers.
+    """
+
+    width: int = 256
+    layers: int = 8
+    batch: int = 1
+    context: int = 64
+    micro_batches: int = 8
+    sequence: int = 1024
+    turns: Turns = field(default_factory=Turns)
+
+    def gpt(self, context: int, layers: int) -> GPTConfig:
+        heads = max(4, self.width // 64)
+        return GPTConfig(vocab=256, context=context, width=self.width, layers=layers, heads=heads)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of the slowest rank. Ratios to the peer: the median over steps of the same turn and place; of the fastest steps.
+
+    `of_formula`: to compute and bubble of the same turn; of the fastest steps. None where that is no measure.
+    """
+
+    implementation: str
+    axis: str
+    kind: str
+    ranks: int
+    pages: str
+    step_ms: float  # median
+    ratio: float
+    fastest_ratio: float
+    of_formula: float | None = None
+    fastest_of_formula: float | None = None
+
+
+@dataclass(frozen=True)
+class Run(Lap):
+    """What one rank saw; `operations`: the median seconds of F, B, I and W, in a pipeline."""
+
+    operations: dict[str, float] = field(default_factory=dict)
+
+
+def heat(axis: str, kind: str, workload: Workload) -> Run:
+    """Runs on every rank: build the contestants, then race them."""
+    group = Group.world()
+    operations: dict[str, list[float]] = {}
+    if axis == "pipeline":
+        steps = pipeline_steps(group, workload, kind, operations)
+    else:
+        steps = gpt_steps(group, workload, axis, kind)
+    losses: dict[str, list[float]] = {name: [] for name in steps if name != ALONE}
+    times = race(group, {name: _recorded(step, losses.get(name, [])) for name, step in steps.items()}, workload.turns)
+    return Run(times, losses, {kind: median(seconds) for kind, seconds in operations.items()})
+
+
+def _recorded(step: Step, losses: list[float]) -> Callable[[], None]:
+    def call() -> None:
+        if (loss := step()) is not None:
+            losses.append(loss.item())
+
+    return call
+
+
+def gpt_steps(group: Group, workload: Workload, axis: str, kind: str) -> dict[str, Step]:
+    sequence = kind == "sequence"
+    builds: dict[str, Callable[..., Step]] = {OURS: context, PEER: torch_context}
+    config, batch = workload.gpt(workload.sequence, max(1, workload.layers // 4)), 1
+    if axis == "tensor":
+        builds = {OURS: partial(tensor, sequence=sequence), PEER: partial(torch_tensor, sequence=sequence)}
+        config, batch = workload.gpt(workload.context, workload.layers), workload.batch
+    text = torch.randint(256, (batch, config.context + 1), generator=torch.Generator().manual_seed(0)).to(group.device)
+    steps = {}
+    for name, build in builds.items():
+        torch.manual_seed(0)
+        steps[name] = build(GPT(config).to(group.device), group, text[:, :-1], text[:, 1:])
+    return steps
+
+
+def pipeline_steps(group: Group, workload: Workload, kind: str, operations: dict[str, list[float]]) -> dict[str, Step]:
+    """`operations`: F, B, I, W -> seconds of each, as the steps of compute alone are taken."""
+    table = schedule(kind, group.size, workload.micro_batches)
+    draw = torch.Generator().manual_seed(1)
+    shape = (workload.micro_batches * workload.batch, workload.context, workload.width)
+    inputs, targets = (torch.randn(shape, generator=draw).to(group.device) for _ in range(2))
+    steps = {}
+    for name, build in ((OURS, pipeline), (PEER, torch_pipeline)):
+        stages = chain(table, group, workload)
+        steps[name] = build(table, stages, group, F.mse_loss, inputs, targets)
+    steps[ALONE] = alone(Pipeline(table, chain(table, group, workload), group, F.mse_loss), inputs, targets, operations)
+    return steps
+
+
+def chain(table: Table, group: Group, workload: Workload) -> dict[int, nn.Module]:
+    """The stages of this rank: each an equal part of the blocks."""
+    each = workload.layers // table.stages
+    torch.manual_seed(0)
+    blocks = [Block(workload.gpt(workload.context, workload.layers)) for _ in range(workload.layers)]
+    held = table.holds(group.rank)
+    return {s: nn.Sequential(*blocks[s * each : (s + 1) * each]).to(group.device) for s in held}
+
+
+def alone(runner: Pipeline, inputs: Tensor, targets: Tensor, operations: dict[str, list[float]]) -> Step:
+    """This rank's operations in the order of the table; in place of what others would send there are the inputs."""
+    table, rank = runner.table, runner.group.rank
+    optimizer = adamw(p for stage in runner.stages.values() for p in stage.parameters())  # type: ignore[attr-defined]
+    parts, wanted = inputs.chunk(table.micro_batches), targets.chunk(table.micro_batches)
+    grad = [torch.full_like(parts[0], 1e-6)]
+
+    def step() -> None:
+        program = Program(runner, parts, wanted, 1 / table.micro_batches)
+        for op in (line for line in runner.program if isinstance(line, Op)):
+            for value in op.needs(table.stages):
+                if value.stage != op.stage and table.receiver(value) == rank:
+                    came = parts[op.micro].detach().requires_grad_() if value.way == "forward" else grad
+                    program.here[value] = came
+            begun = perf_counter()
+            program.do(op)
+            operations.setdefault(op.kind, []).append(perf_counter() - begun)
+            if op.gives and table.receiver(op.gives) is not None:
+                program.here.pop(op.gives)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def check(ranks: Sequence[int], axes: Sequence[str], workload: Workload, kinds: Sequence[str] = ()) -> None:
+    """ValueError for sizes that some heat cannot have, before the first begins."""
+    for axis, kind, size in heats(ranks, axes, kinds):
+        gpt = workload.gpt(workload.context, workload.layers)
+        if axis == "pipeline" and workload.layers % (stages := schedule(kind, size, workload.micro_batches).stages):
+            raise ValueError(f"{workload.layers} layers do not make {stages} equal stages ({kind}, {size} ranks)")
+        if axis == "tensor" and gpt.heads % size:
+            raise ValueError(f"{gpt.heads} heads cannot be dealt out equally to {size} ranks, as torch asks")
+        if kind == "sequence" and workload.context % size:
+            raise ValueError(f"{workload.context} tokens cannot be dealt out equally to {size} ranks")
+        if axis == "context":
+            Layout(workload.sequence, size, zigzag=True)
+
+
+def heats(ranks: Sequence[int], axes: Sequence[str], kinds: Sequence[str]) -> Iterator[tuple[str, str, int]]:
+    """(axis, kind, ranks) of every heat; `kinds`: these alone, if there are any."""
+    every = ((axis, kind) for axis in axes for kind in KINDS[axis] if kind in kinds or not kinds)
+    return ((axis, kind, size) for axis, kind in every for size in ranks)
+
+
+def measure(
+    ranks: Sequence[int], axes: Sequence[str], workload: Workload, kinds: Sequence[str] = (), rounds: int = 1
+) -> Iterator[list[Row]]:
+    """The rows of one heat at a time. Every heat starts `rounds` worlds of plain and of huge pages. See `check`."""
+    for axis, kind, size in heats(ranks, axes, kinds):
+        laps: dict[str, list[Times]] = {}
+        lost: list[float] = []
+        for pages, runs in both_worlds(heat, axis, kind, workload, ranks=size, rounds=rounds):
+            check_same_work(runs)
+            laps.setdefault(pages, []).append(slowest([run.times for run in runs]))
+            if axis == "pipeline":
+                lost.append(bubble(schedule(kind, size, workload.micro_batches), runs))
+        wait = mean(lost) if lost and size <= cores() else None
+        yield [row for pages, times in laps.items() for row in rank_rows(times, axis, kind, size, pages, wait)]
+
+
+def bubble(table: Table, runs: Sequence[Run]) -> float:
+    """The table's bubble in units of a rank's work; by the clock where no formula is known for these durations."""
+    took = {kind: mean(run.operations[kind] for run in runs) for kind in runs[0].operations}
+    whole = took.get("B", 0.0)
+    cost = Cost(took["F"], took.get("I", whole / 2), took.get("W", whole / 2))
+    stated = table.bubble(cost)
+    return (clock.bubble(table, cost) if stated is None else stated) / sum(map(cost.of, table.orders[0]))
+
+
+def rank_rows(
+    laps: Sequence[Times], axis: str, kind: str, ranks: int, pages: str, wait: float | None = None
+) -> list[Row]:
+    """One row a contestant. laps: of each round, the slowest rank's milliseconds; wait: what `bubble` says."""
+    times = {name: [ms for lap in laps for ms in lap[name]] for name in laps[0]}
+    rows = []
+    for name, steps in times.items():
+        row = Row(name, axis, kind, ranks, pages, median(steps), *compared(steps, times[PEER]))
+        if wait is not None:
+            formula = [compute * (1 + wait) for compute in times[ALONE]]
+            held, fastest = compared(steps, formula)
+            row = replace(row, of_formula=held, fastest_of_formula=fastest)
+        rows.append(row)
+    return rows
+
+
+def compared(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+    """The median ratio of two steps that were taken close to each other, and the ratio of the fastest."""
+    return median(a / b for a, b in zip(ours, theirs, strict=True)), min(ours) / min(theirs)
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,1 @@
+"""DeepSpeed's sequence parallelism by name. DeepSpeed: deepspeed/sequence."""

@@ -1,0 +1,93 @@
+"""Splitting beside torch's: all contestants of every heat compute the same losses; the rows are what they say."""
+
+from dataclasses import replace
+
+import pytest
+import worlds
+
+from refimpl.bench import parallel
+from refimpl.bench.parallel import KINDS, OURS, PEER, Run, Workload, bubble, heat, measure, rank_rows
+from refimpl.bench.peers import ALONE
+from refimpl.bench.race import Turns
+from refimpl.bench.zero import check_same_work
+from refimpl.parallel.pipeline.schedules.named import schedule
+
+TINY = Workload(
+    width=32, layers=4, batch=2, context=8, micro_batches=4, sequence=32, turns=Turns(turns=1, steps=2, warm_up=1)
+)
+HEATS = [(axis, kind, 2) for axis, kinds in KINDS.items() for kind in kinds]
+
+
+@pytest.mark.parametrize(("axis", "kind", "ranks"), [*HEATS, ("tensor", "sequence", 4), ("pipeline", "1f1b", 4)])
+def test_ours_and_torchs_reach_the_same_loss(axis: str, kind: str, ranks: int) -> None:
+    runs = worlds.run(heat, axis, kind, TINY, ranks=ranks)
+    check_same_work(runs)
+    told = [run for run in runs if run.losses[OURS]]
+    assert len(told) == (1 if axis == "pipeline" else ranks), "a pipeline's loss is known where its last stage is"
+    for run in told:
+        assert len(run.losses[OURS]) == len(run.losses[PEER]) == 4
+        assert run.losses[OURS][-1] < run.losses[OURS][0], "the weights are updated"
+    names = {OURS, PEER} | ({ALONE} if axis == "pipeline" else set())
+    assert all(run.times.keys() == names and {len(ms) for ms in run.times.values()} == {2} for run in runs)
+
+
+def test_compute_alone_does_every_operation_of_the_table() -> None:
+    for kind, kinds in (("1f1b", {"F", "B"}), ("zb-h1", {"F", "I", "W"})):
+        runs = worlds.run(heat, "pipeline", kind, TINY, ranks=2)
+        assert all(run.operations.keys() == kinds for run in runs)
+        assert all(seconds > 0 for run in runs for seconds in run.operations.values())
+
+
+@pytest.mark.parametrize(
+    ("axis", "change", "says"),
+    [
+        ("pipeline", {"layers": 6}, r"6 layers do not make 4 equal stages \(gpipe, 4 ranks\)"),
+        ("tensor", {"context": 9}, "9 tokens cannot be dealt out equally to 2 ranks"),
+        ("tensor", {"width": 384}, "6 heads cannot be dealt out equally to 4 ranks"),
+        ("context", {"sequence": 20}, "20 tokens does not divide into 8 chunks for 4 ranks"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_before_anything_runs(
+    axis: str, change: dict[str, int], says: str
+) -> None:
+    parallel.check([2, 4], [axis], replace(TINY, layers=8))
+    with pytest.raises(ValueError, match=says):
+        parallel.check([2, 4], [axis], replace(TINY, **change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "took", "expected"),
+    [
+        ("1f1b", {"F": 1.0, "B": 2.0}, 1 / 4),  # (p-1)(f+b) of m(f+b)
+        ("zb-h1", {"F": 1.0, "I": 1.0, "W": 1.0}, 1 / 12),  # a third of it
+        ("zb-h1", {"F": 1.0, "I": 1.0, "W": 1.5}, None),  # no formula: by the clock
+        ("interleaved", {"F": 1.0, "B": 2.0}, 1 / 8),  # of two chunks
+    ],
+)
+def test_the_bubble_is_the_tables(kind: str, took: dict[str, float], expected: float | None) -> None:
+    """The mean of the ranks' durations counts."""
+    runs = [Run({}, {}, {op: seconds * (1 + share) for op, seconds in took.items()}) for share in (-0.5, 0.5)]
+    found = bubble(schedule(kind, 2, 4), runs)
+    if expected is None:
+        assert 0 < found < 1 / 4
+    else:
+        assert found == pytest.approx(expected)
+
+
+def test_ratios_are_of_steps_taken_together_and_of_the_fastest() -> None:
+    first = {OURS: [10.0, 30.0], PEER: [20.0, 40.0], ALONE: [8.0, 16.0]}
+    second = {OURS: [50.0], PEER: [50.0], ALONE: [40.0]}
+    ours, peer, alone = rank_rows([first, second], "pipeline", "1f1b", 2, "plain", wait=0.25)
+    assert (ours.step_ms, ours.ratio, ours.fastest_ratio) == (30.0, 0.75, 0.5)
+    assert (ours.of_formula, ours.fastest_of_formula) == (1.0, 1.0)
+    assert (peer.implementation, peer.ratio, peer.of_formula) == (PEER, 1.0, 2.0)
+    assert (alone.implementation, alone.of_formula) == (ALONE, 0.8)
+    assert all(row.of_formula is None for row in rank_rows([first], "tensor", "plain", 2, "plain"))
+
+
+def test_with_fewer_cores_than_ranks_no_formula_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, held in ((1, False), (2, True)):
+        monkeypatch.setattr(parallel, "cores", lambda cores=cores: cores)
+        ((*rows,),) = measure([2], ["pipeline"], TINY, ["gpipe"])
+        assert [row.pages for row in rows] == ["plain"] * 3 + ["huge"] * 3
+        assert all((row.of_formula is not None) == held for row in rows)

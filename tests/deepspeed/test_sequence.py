@@ -1,0 +1,97 @@
+"""DeepSpeed's DistributedAttention: its shapes and arguments, against attention in one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from worlds import run
+
+from refimpl.deepspeed.sequence.layer import DistributedAttention, _SeqAllToAll
+
+B, T, D = 2, 12, 4
+
+
+class Attention(torch.nn.Module):
+    """q, k, v [T, B, h, D] or [B, T, h, D] -> the same shape, or the heads flattened."""
+
+    def __init__(self, batch: int, flat: bool) -> None:
+        super().__init__()
+        self.batch, self.flat = batch, flat
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        order = (0, 2, 1, 3) if self.batch == 0 else (1, 2, 0, 3)
+        back = (0, 2, 1, 3) if self.batch == 0 else (2, 0, 1, 3)
+        q, k, v = (x.permute(order) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).permute(back)
+        return out.flatten(2) if self.flat else out
+
+
+def given(batch: int, heads: int, shared: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    first = (B, T) if batch == 0 else (T, B)
+    return [torch.randn(*first, n, D, generator=generator) for n in (heads, shared, shared)]
+
+
+def attended(batch: int, flat: bool, heads: int, shared: int) -> list[Tensor]:
+    """Runs on every rank: output and gradients of its tokens."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    q, k, v = (x.chunk(ranks, 1 - batch)[rank].clone().requires_grad_() for x in given(batch, heads, shared))
+    attention = DistributedAttention(Attention(batch, flat), dist.group.WORLD, scatter_idx=2, gather_idx=0)
+    out = attention(q, k, v, batch, None, True)
+    out.square().sum().backward()
+    return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch", "flat", "heads", "shared"),
+    [(2, 1, False, 4, 4), (2, 0, True, 6, 2), (3, 1, True, 3, 3), (2, 0, False, 7, 7), (4, 1, True, 7, 7)],
+)
+def test_it_is_attention_over_all_tokens(ranks: int, batch: int, flat: bool, heads: int, shared: int) -> None:
+    parts = run(attended, batch, flat, heads, shared, ranks=ranks)
+    q, k, v = (x.requires_grad_() for x in given(batch, heads, shared))
+    out = Attention(batch, flat)(q, k, v, True)
+    out.square().sum().backward()
+    for found, expected in zip(zip(*parts, strict=True), [out.detach(), q.grad, k.grad, v.grad], strict=True):
+        torch.testing.assert_close(torch.cat(found, 1 - batch), expected, rtol=1e-5, atol=1e-5)
+
+
+def there_and_back(batch: int, heads: int) -> tuple[bool, list[int]]:
+    x = given(batch, heads, 1)[0] + dist.get_rank()
+    tokens = 1 - batch
+    all_tokens = _SeqAllToAll.apply(dist.group.WORLD, x, 2, tokens, batch)
+    back = _SeqAllToAll.apply(dist.group.WORLD, all_tokens, tokens, 2, batch)
+    return torch.equal(back, x), list(all_tokens.shape)
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_uneven_heads_there_and_back(batch: int) -> None:
+    found = run(there_and_back, batch, 7, ranks=4)
+    tokens = 4 * T
+    first = [B, tokens] if batch == 0 else [tokens, B]
+    assert found == [(True, [*first, heads, D]) for heads in (2, 2, 2, 1)]
+
+
+def rotary() -> tuple[Tensor, Tensor]:
+    """Of rank 0 of one: rotated inside, and rotated by hand with complex numbers."""
+    q, k, v = given(1, 2, 2)
+    angles = torch.arange(T)[:, None] * torch.tensor([1.0, 0.5])  # [T, D/2]
+    table = torch.cat([angles, angles], -1)[None, :, None]  # [1, T, 1, D]
+    out = DistributedAttention(Attention(1, False), None)(q, k, v, 1, (table.cos(), table.sin()), False)
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None, None]
+    by_hand = []
+    for x in (q, k):
+        y = torch.complex(*x.chunk(2, -1)) * turn
+        by_hand.append(torch.cat([y.real, y.imag], -1))
+    return out, Attention(1, False)(*by_hand, v, False)
+
+
+def test_rotary_positions_are_those_of_the_whole_sequence() -> None:
+    torch.testing.assert_close(*rotary())
+
+
+def test_what_it_cannot_do_is_said() -> None:
+    with pytest.raises(ValueError, match="scatter_idx is 1"):
+        DistributedAttention(Attention(1, False), None, scatter_idx=1)
+    with pytest.raises(ValueError, match="batch_dim_idx is 2"):
+        DistributedAttention(Attention(1, False), None)(*given(1, 2, 2), 2)
