@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from refimpl.activation.checkpoint import Checkpoint
+from refimpl.comm.axes import Axes
 from refimpl.comm.mesh import Mesh
 from refimpl.engine.initialize import connect
 from refimpl.engine.pipeline import PipelineEngine, PipelineError
@@ -29,6 +30,9 @@ __all__ = [
 ]
 
 
+AXES = {"pipe": "pp", "data": "dp", "model": "tp"}  # DeepSpeed's names, outermost first -> ours
+
+
 class PipelineModule(module.PipelineModule):
     """DeepSpeed's arguments and questions; the ranks are laid out by `topology`, 1F1B is the schedule."""
 
@@ -50,7 +54,8 @@ class PipelineModule(module.PipelineModule):
         """loss_fn None: the last layer returns the loss. seed_layers: layer i is built with the seed base_seed + i.
 
         activation_checkpoint_func: called as f(function, x). ValueError without num_stages and topology, or if the
-        ranks are no multiple of num_stages; NotImplementedError for a topology with a "model" axis, and for seed_fn.
+        ranks are no multiple of num_stages; NotImplementedError for other axes than these, and for seed_fn. Along a
+        "model" axis the layers must be split by who wrote them, or be those of refimpl.parallel.
         """
         if num_stages is None and topology is None:
             raise ValueError("PipelineModule needs num_stages or topology")
@@ -63,14 +68,18 @@ class PipelineModule(module.PipelineModule):
                 raise ValueError(f"num_stages {num_stages} does not divide the job's {ranks} ranks")
             topology = PipeDataParallelTopology(num_pp=num_stages, num_dp=ranks // num_stages)
         sizes = dict(zip(topology.axes, topology.dims, strict=True))
-        if other := [axis for axis, size in sizes.items() if axis not in ("pipe", "data") and size > 1]:
-            raise NotImplementedError(f"PipelineModule: the axis {other[0]!r} of the topology: not implemented yet")
-        mesh = Mesh({"pipe": 1, "data": 1, **sizes} if not {"pipe", "data"} <= sizes.keys() else sizes)
+        if other := [axis for axis, size in sizes.items() if axis not in AXES and size > 1]:
+            raise NotImplementedError(
+                f"PipelineModule: the axis {other[0]!r} of the topology: ranks are laid out on {', '.join(AXES)}"
+            )
+        if [axis for axis in sizes if axis in AXES] != [axis for axis in AXES if axis in sizes]:
+            raise NotImplementedError(f"PipelineModule: axes in the order {list(sizes)}: use {', '.join(AXES)}")
+        axes = Axes.of_mesh(Mesh({name: sizes.get(axis, 1) for axis, name in AXES.items()}))
         super().__init__(
             layers,
-            mesh.group("pipe"),
+            axes.pipeline,
             loss_fn or last_is_loss,
-            data=mesh.group("data"),
+            axes=axes,
             partition=partition_method,
             checkpoint_interval=activation_checkpoint_interval,
             how=activation_checkpoint_func or Checkpoint(),

@@ -31,11 +31,11 @@ class Asked(TrainingState):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples of an optimizer step by the number of micro-batches. ValueError if that is not whole."""
-        once = self.train_micro_batch_size_per_gpu() * self.group.size
+        once = self.train_micro_batch_size_per_gpu() * self.axes.feeds
         if train_batch_size < once or train_batch_size % once:
             raise ValueError(
                 f"set_train_batch_size({train_batch_size}): not a multiple of micro-batch "
-                f"{self.train_micro_batch_size_per_gpu()} x world size {self.group.size} = {once}"
+                f"{self.train_micro_batch_size_per_gpu()} x world size {self.axes.feeds} = {once}"
             )
         self._set_sizes(self.train_micro_batch_size_per_gpu(), train_batch_size // once)
 
@@ -47,7 +47,7 @@ class Asked(TrainingState):
 
     def _set_sizes(self, micro: int, steps: int) -> None:
         sizes = {
-            "train_batch_size": micro * steps * self.group.size,
+            "train_batch_size": micro * steps * self.axes.feeds,
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": steps,
         }
@@ -56,11 +56,15 @@ class Asked(TrainingState):
 
     @property
     def dp_world_size(self) -> int:
-        """Data-parallel ranks."""
-        return self.group.size
+        """Ranks that read different batches."""
+        return self.axes.feeds
 
     world_size = data_parallel_size = dp_world_size
-    mp_world_size = 1
+
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks that share every layer."""
+        return self.axes.tensor.size
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
@@ -70,7 +74,7 @@ class Asked(TrainingState):
     @property
     def global_rank(self) -> int:
         """This process's number."""
-        return self.group.rank
+        return self.axes.world.rank
 
     # Numbers.
 

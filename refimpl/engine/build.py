@@ -17,9 +17,11 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
 from refimpl.engine import arguments
 from refimpl.engine.config import DeepSpeedConfig, load_config
+from refimpl.engine.cut import counted_elsewhere, cut
 from refimpl.engine.dataloader import make_dataloader
 from refimpl.engine.homes import with_homes
 from refimpl.engine.keys import ConfigError
@@ -27,6 +29,7 @@ from refimpl.engine.monitor import Monitor
 from refimpl.engine.names import optimizer_named, schedule_named
 from refimpl.engine.sections import Optimizer as OptimizerSection
 from refimpl.engine.sections import Scheduler as SchedulerSection
+from refimpl.parallel.pipeline.module import PipelineModule
 from refimpl.zero.ddp import DDP
 from refimpl.zero.parameter import place
 from refimpl.zero.stage import Stage
@@ -47,18 +50,23 @@ class Parts:
     """What an engine is made of. `stage.optimizer` is the optimizer."""
 
     config: DeepSpeedConfig
-    group: Group
+    axes: Axes
     model: nn.Module
     stage: Stage
     scheduler: Any | None  # whatever has step(), state_dict() and load_state_dict()
     dataloader: DataLoader[Any] | None
     monitor: Monitor
 
+    @property
+    def group(self) -> Group:
+        """The ranks that the gradient is averaged over."""
+        return self.axes.replicas
+
 
 def build(
     model: nn.Module,
     config: Mapping[str, Any] | str | Path,
-    group: Group,
+    axes: Axes,
     optimizer: Optimizer | MakeOptimizer | None = None,
     parameters: Parameters | None = None,
     dataset: Dataset[Any] | None = None,
@@ -69,11 +77,14 @@ def build(
 
     Without any optimizer the engine is for inference, and a schedule in the configuration has nothing to do.
     """
-    settings = load_config(config, world_size=group.size, model=model, rank=group.rank)
+    group, rank = axes.replicas, axes.world.rank
+    settings = load_config(config, world_size=axes.feeds, model=model, rank=rank)
+    check_layout(settings, axes, isinstance(model, PipelineModule))
     if settings.log_level is not None:
         logging.getLogger("refimpl").setLevel(settings.log_level)
-    if settings.dump_state and group.rank == 0:
+    if settings.dump_state and rank == 0:
         print(settings.model_dump_json(indent=2))
+    model = cut(model, axes)
     place_model(model, settings, group.device)
     opt = None
     if optimizer is not None or settings.optimizer is not None:
@@ -83,12 +94,30 @@ def build(
     zero = replace(zero, leaf_modules=(*zero.leaf_modules, *flagged))
     zero = with_homes(zero, settings, group.device)
     stage = STAGES[settings.zero_optimization.stage](model, opt, group, zero, settings.loss_scaler())
+    if axes.model.size > 1:
+        stage.spans(axes.model, counted_elsewhere(model, axes))
     loader = None
     if dataset is not None:
         micro_batch, drop_last = settings.train_micro_batch_size_per_gpu, settings.dataloader_drop_last
-        loader = make_dataloader(dataset, micro_batch, group.rank, group.size, drop_last, collate_fn)
+        loader = make_dataloader(dataset, micro_batch, axes.feed, axes.feeds, drop_last, collate_fn)
     schedule_ = None if opt is None else make_scheduler(scheduler, settings.scheduler, opt)
-    return Parts(settings, group, model, stage, schedule_, loader, Monitor(settings, group.rank))
+    return Parts(settings, axes, model, stage, schedule_, loader, Monitor(settings, rank))
+
+
+def check_layout(config: DeepSpeedConfig, axes: Axes, own_stages: bool) -> None:
+    """ConfigError where the file asks for another layout than there is: a PipelineModule and an mpu have their own."""
+    asked = {
+        "pipeline.stages": (None if own_stages else config.pipeline.stages, axes.pipeline.size),
+        "tensor_parallel.autotp_size": (config.tensor_parallel.autotp_size, axes.tensor.size),
+        "sequence_parallel_size": (config.sequence_parallel_size, axes.context.size),
+    }
+    wrong = [(key, size, there) for key, (size, there) in asked.items() if (size or 1) > 1 and size != there]
+    if config.data_parallel_size not in (None, axes.feeds):
+        wrong.append(("data_parallel_size", config.data_parallel_size, axes.feeds))
+    if wrong:
+        raise ConfigError(
+            "\n".join(f"{key} = {size}, but the ranks are laid out with {there}" for key, size, there in wrong)
+        )
 
 
 def place_model(model: nn.Module, config: DeepSpeedConfig, device: torch.device) -> None:

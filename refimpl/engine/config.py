@@ -81,9 +81,14 @@ class DeepSpeedConfig(section.Section):
     activation_checkpointing: section.ActivationCheckpointing = Field(
         default_factory=section.ActivationCheckpointing, description="where inputs of activation checkpoints wait"
     )
-    pipeline: section.Pipeline = Field(
-        default_factory=section.Pipeline, description="what a PipelineModule takes from the file"
+    tensor_parallel: section.TensorParallel = Field(
+        default_factory=section.TensorParallel, description="ranks that share every layer"
     )
+    sequence_parallel_size: section.Positive = Field(default=1, description="ranks that share every sequence")
+    data_parallel_size: section.Positive | None = Field(
+        default=None, description="ranks that read other batches; checked: it follows from the number of ranks"
+    )
+    pipeline: section.Pipeline = Field(default_factory=section.Pipeline, description="ranks that share the layers")
     checkpoint: section.Checkpoint = Field(default_factory=section.Checkpoint, description="checks of checkpoints")
     comms_logger: section.CommsLogger = Field(default_factory=section.CommsLogger, description="report of the traffic")
     csv_monitor: section.CSVMonitor = Field(default_factory=section.CSVMonitor, description="metrics as CSV files")
@@ -160,11 +165,12 @@ def load_config(
 ) -> DeepSpeedConfig:
     """Read, answer, resolve and check a DeepSpeed configuration.
 
-    `config` is a dictionary or the path of a file; `world_size` the number of data-parallel ranks; `model` and `auto`
-    fill in "auto" values (see `refimpl.engine.auto`). Warnings (`ConfigWarning`) come from rank 0 only; errors
-    (`ConfigError`) come from every rank, name each wrong key with its full path, and list all that one step finds.
+    `config` is a dictionary or the path of a file; `world_size` the number of ranks that read different data; `model`
+    and `auto` fill in "auto" values (see `refimpl.engine.auto`). Warnings (`ConfigWarning`) come from rank 0 only;
+    errors (`ConfigError`) come from every rank, name each wrong key with its full path, and list all that one step
+    finds.
     """
-    raw = _raw(config)
+    raw = raw_config(config)
     values, notes = answer(raw, table(DeepSpeedConfig))
     if rank == 0:
         for note in notes:
@@ -180,7 +186,22 @@ def load_config(
     return settings
 
 
-def _raw(config: object) -> dict[str, Any]:
+def axes_asked(raw: Mapping[str, Any]) -> dict[str, int]:
+    """The ranks on each axis that a configuration names, 1 where it names none, see `Axes`.
+
+    What is no size is left for `load_config` to refuse.
+    """
+    sections = {name: raw.get(name) for name in ("pipeline", "tensor_parallel")}
+    inside = {name: section if isinstance(section, Mapping) else {} for name, section in sections.items()}
+    found = {
+        "pp": inside["pipeline"].get("stages"),
+        "cp": raw.get("sequence_parallel_size"),
+        "tp": inside["tensor_parallel"].get("autotp_size"),
+    }
+    return {axis: max(1, size) if isinstance(size, int) else 1 for axis, size in found.items()}
+
+
+def raw_config(config: object) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     if not isinstance(config, str | Path):

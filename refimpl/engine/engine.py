@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from refimpl.comm.group import Group
 from refimpl.engine import checkpoint, resume, weights
 from refimpl.engine.activations import checkpointer
 from refimpl.engine.asked import Asked
@@ -55,8 +54,10 @@ class Engine(ModuleState, Asked):
         self.report = Report(parts)
         self.device = self.group.device
         # For the model's own use: engine.activation_checkpoint(block, x).
-        self.activation_checkpoint = checkpointer(self.config.activation_checkpointing, Group(None), self.group.rank)
-        self.local_rank = int(os.environ.get("LOCAL_RANK", self.group.rank))
+        self.activation_checkpoint = checkpointer(
+            self.config.activation_checkpointing, self.axes.tensor, self.axes.world.rank
+        )
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.axes.world.rank))
         self._step_applied = False
         self._boundary: bool | None = None  # what the client said, if it did
         self._syncing = True  # False inside no_sync
@@ -132,7 +133,7 @@ class Engine(ModuleState, Asked):
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
-        self.global_samples += self._accumulated * self.train_micro_batch_size_per_gpu() * self.group.size
+        self.global_samples += self._accumulated * self.train_micro_batch_size_per_gpu() * self.axes.feeds
         self._accumulated = 0
         self.report.after_update(self.global_steps, self.global_samples, self.get_lr())
 

@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from refimpl import launch
+from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
 from refimpl.engine.build import MakeOptimizer, Parameters, build
+from refimpl.engine.config import axes_asked, raw_config
 from refimpl.engine.engine import Engine
 from refimpl.engine.pipeline import PipelineEngine
 from refimpl.parallel.pipeline.module import PipelineModule
@@ -38,8 +40,10 @@ def initialize(
     The configuration is `config` (a dictionary or a path), `config_params` (its old name) or `args.deepspeed_config`:
     exactly one of them. `optimizer` is a torch optimizer over the model's parameters, or a callable that makes one of
     them, and wins over the configuration's. `lr_scheduler` is an object with step(), or a callable that makes one of
-    the optimizer. A `PipelineModule` is trained by a `PipelineEngine`, over the replicas of its stages. ValueError, or
-    ConfigError, names what is wrong. On every rank, with the same arguments.
+    the optimizer. A `PipelineModule`, and a GPT with `pipeline.stages`, are trained by a `PipelineEngine`. `mpu` is an
+    object or module with get_data_parallel_group(), get_model_parallel_group() or their like: the model is split along
+    them already, and says of a parameter that it is a part by its attribute `model_parallel` or
+    `tensor_model_parallel`. ValueError, or ConfigError, names what is wrong. On every rank, with the same arguments.
     """
     given = {
         "config": config,
@@ -52,15 +56,21 @@ def initialize(
         raise ValueError(f"initialize needs one configuration, as one of {', '.join(given)}; found {found}")
     if model is None:
         raise ValueError("initialize needs a model")
-    if mpu is not None:
-        raise NotImplementedError("mpu: not implemented yet; all ranks are data-parallel")
     (source,) = sources.values()
-    group = connect(dist_init_required)
-    if isinstance(model, PipelineModule):
-        group = model.data
-    parts = build(model, source, group, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
-    engine = PipelineEngine(parts) if isinstance(model, PipelineModule) else Engine(parts)
+    raw = raw_config(source)
+    axes = laid_out(raw, model, mpu, connect(dist_init_required))
+    parts = build(model, raw, axes, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+    engine = PipelineEngine(parts) if isinstance(parts.model, PipelineModule) else Engine(parts)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def laid_out(raw: Mapping[str, Any], model: nn.Module, mpu: Any, world: Group) -> Axes:
+    """The axes as a PipelineModule, an mpu or the configuration has them."""
+    if not isinstance(model, PipelineModule):
+        return Axes.of_sizes(axes_asked(raw), world) if mpu is None else Axes.of_mpu(mpu, world)
+    if mpu is not None:
+        raise ValueError("mpu: a PipelineModule has its own layout of the ranks; leave mpu out")
+    return model.axes
 
 
 def connect(dist_init_required: bool | None = None) -> Group:

@@ -75,7 +75,6 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
         [True],
     ),
     "zero_optimization.override_module_apply": ("Module.apply is left as it is", [True]),
-    "pipeline.stages": ("PipelineModule's own argument counts, in DeepSpeed too", ["auto"]),
     "pipeline.partition": ("PipelineModule's own argument counts, in DeepSpeed too", ["best"]),
     "pipeline.seed_layers": ("PipelineModule's own argument counts, in DeepSpeed too", [False]),
     "pipeline.pipe_partitioned": ("activations travel whole; without tensor parallelism they do anyway", [True]),
@@ -101,7 +100,6 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
 REJECTED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "seq_parallel_communication_data_type": (f"{NOT_YET}: sequence parallelism", ["fp32"]),
     "seq_parallel_comm_data_type": (f"{NOT_YET}: sequence parallelism", ["fp32"]),
-    "sequence_parallel_size": (f"{NOT_YET}: sequence parallelism", [1]),
     "use_data_before_expert_parallelism": (f"{NOT_YET}: expert parallelism", [False]),
     "graph_harvesting": ("not part of this project: CUDA graphs", [False]),
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": (f"{NOT_YET}: parameters are all-gathered", [False]),
@@ -133,17 +131,23 @@ OFFLOAD: Mapping[str, tuple[str, Sequence[Any]]] = {
     "zero_optimization.offload_param.pin_memory": ("memory is pinned wherever there is a GPU", [False]),
 }
 
+# Read only with tensor_parallel.autotp_size.
+TENSOR: Mapping[str, tuple[Verdict, str, Sequence[Any]]] = {
+    "partition_config": ("rejected", f"{NOT_YET}: use refimpl.parallel.swap.parallelize with a plan", [None, {}]),
+    "preset_model": ("rejected", f"{NOT_YET}: the plan is found from the model", [None]),
+    "dtype": ("warned", "the model's dtype is bf16's or fp16's", ["fp32"]),
+    "tp_overlap_comm": ("warned", "a sum over tensor ranks is waited for where it is needed", [False]),
+    "tp": ("rejected", "write autotp_size, or give initialize an mpu", [{}]),
+    "tensor_parallel": ("rejected", "write autotp_size, or give initialize an mpu", [{}]),
+    "injection_policy_tuple": ("rejected", "not part of this project: kernels are not injected", [None]),
+    "keep_module_on_host": ("warned", "every rank cuts its part of the model that it was given", [False]),
+    "replace_with_kernel_inject": ("rejected", "not part of this project: kernels are not injected", [False]),
+}
+
 # A section with a switch: the switch decides, its other keys are read only when it is on.
 SWITCHED: Mapping[str, tuple[str, str, Sequence[Any], str]] = {
     # section: (what it would take, switch, values of the switch that mean off, other keys)
     "torch_autocast": (f"{NOT_YET}: use bf16", "enabled", [False], "dtype lower_precision_safe_modules"),
-    "tensor_parallel": (
-        f"{NOT_YET}: tensor parallelism",
-        "autotp_size",
-        [0, 1],
-        "partition_config preset_model dtype tp_overlap_comm tp tensor_parallel injection_policy_tuple "
-        "keep_module_on_host replace_with_kernel_inject",
-    ),
     "flops_profiler": (
         f"{NOT_YET}: the FLOPs profiler",
         "enabled",
@@ -233,6 +237,9 @@ def not_honoured() -> list[Key]:
     rows += [Key(path, "rejected", reason, tuple(silent)) for path, (reason, silent) in REJECTED.items()]
     for path, (reason, silent) in OFFLOAD.items():
         rows.append(Key(path, "warned", reason, tuple(silent), needs=f"{path.rpartition('.')[0]}.device"))
+    switch = "tensor_parallel.autotp_size"
+    for name, (verdict, reason, silent) in TENSOR.items():
+        rows.append(Key(f"tensor_parallel.{name}", verdict, reason, tuple(silent), needs=switch))
     rows += [Key(path, "rejected", reason, (None, False, {})) for path, reason in OPEN.items()]
     for path, (reason, switch, off, others) in SWITCHED.items():
         rows.append(Key(path, "rejected", reason, (None, False)))

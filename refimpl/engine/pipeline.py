@@ -40,13 +40,9 @@ class PipelineEngine(Engine):
         """NotImplementedError for ZeRO stages 2 and 3."""
         super().__init__(parts)
         refuse_stage(parts)
-        self.stage.spans(self.module.group, self.module.repeated)
         if interval := self.config.pipeline.activation_checkpoint_interval:
             self.module.checkpoint_interval = interval
         self.batch_fn: Callable[[Any], Any] | None = None
-        if self.module.group.rank != 0:  # the first stage's ranks tell what all have in common
-            parts.monitor.close()
-            self.report.every = None
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One optimizer step over gradient_accumulation_steps micro-batches a replica; their mean loss, on all ranks.
@@ -165,8 +161,8 @@ class PipelineEngine(Engine):
             raise ValueError(
                 f"a pipeline's data must be pairs (inputs, labels), not {type(item).__name__}: set_batch_fn"
             )
-        inputs, labels = tree_map_only(Tensor, lambda x: x.to(self.device), tuple(item))
-        return inputs, labels
+        pair: Batch = tree_map_only(Tensor, lambda x: x.to(self.device), tuple(item))
+        return pair if self.module.part is None else self.module.part(pair)
 
 
 def refuse_stage(parts: Parts) -> None:

@@ -22,6 +22,7 @@ class Report:
 
     def __init__(self, parts: Parts) -> None:
         self.config, self.group, self.stage, self.monitor = parts.config, parts.group, parts.stage, parts.monitor
+        self.prints = parts.axes.world.rank == 0
         self.clock = Clock(self.group.device)
         self.meter = MemoryMeter(self.stage.tensors)
         self._losses: list[Tensor] = []  # this rank's, detached, one a micro-batch
@@ -60,7 +61,7 @@ class Report:
 
     def _print(self, step: int, lr: list[float], every: int) -> None:
         times = self.clock.drain()
-        if self.group.rank != 0:
+        if not self.prints:
             return
         if self.config.steps_per_print is not None:
             print(f"step={step}, skipped={self.stage.skipped_steps}, lr={lr}")

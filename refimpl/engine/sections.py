@@ -260,8 +260,18 @@ class ActivationCheckpointing(Section):
     profile: bool = Field(default=False, description="rank 0 prints each run's milliseconds")
 
 
+class TensorParallel(Section):
+    """Layers split over ranks; `refimpl.engine.cut` does it."""
+
+    autotp_size: Count = Field(default=0, description="ranks that share every layer; 0 and 1: none")
+
+
 class Pipeline(Section):
-    """What a `PipelineModule` takes from the file."""
+    """Layers dealt out over ranks."""
+
+    stages: Positive | None = Field(
+        default=None, description="ranks that share a plain model's layers; of a PipelineModule its own argument counts"
+    )
 
     activation_checkpoint_interval: int = Field(
         default=0, ge=0, description="layers of a PipelineModule recomputed together; 0: as the module was told"

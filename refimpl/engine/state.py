@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from refimpl.checkpoint.background import Background
-from refimpl.comm.group import Group
 from refimpl.engine.build import Parts
 
 
@@ -22,7 +21,7 @@ class TrainingState(nn.Module):
     def __init__(self, parts: Parts) -> None:
         super().__init__()
         self.module, self.config, self.stage = parts.model, parts.config, parts.stage
-        self.group: Group = parts.group
+        self.axes, self.group = parts.axes, parts.group
         self.lr_scheduler: Any | None = parts.scheduler
         self.training_dataloader = parts.dataloader
         self.global_steps = self.micro_steps = self.global_samples = 0

@@ -172,7 +172,7 @@ class GPT(nn.Module):
         self.ln = nn.LayerNorm(config.width)
         self.head = Linear(config.width, config.vocab, bias=False)
         self.head.weight = self.wte.weight
-        self.loss = Loss()
+        self.loss: nn.Module = Loss()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """tokens [B, T] int64 -> logits [B, T, V], in the weights' dtype.

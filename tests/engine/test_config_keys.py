@@ -123,6 +123,8 @@ ASKED: dict[str, Any] = {
     "pipeline.grad_partitioned": False,
     "pipeline.use_reentrant": True,
     "tensor_parallel.autotp_size": 4,
+    "sequence_parallel_size": 2,
+    "data_parallel_size": 2,
     "checkpoint.tag_validation": "Fail",
     "checkpoint.load_universal": True,
     "flops_profiler.enabled": True,

@@ -232,7 +232,7 @@ def test_exactly_one_configuration() -> None:
         refimpl.initialize(args, Net(), config=config())
     with pytest.raises(ValueError, match="needs a model"):
         refimpl.initialize(config=config())
-    with pytest.raises(NotImplementedError, match="mpu"):
+    with pytest.raises(TypeError, match="mpu: object has no get_data_parallel_group"):
         refimpl.initialize(model=Net(), config=config(), mpu=object())
     with pytest.raises(RuntimeError, match="dist_init_required"):
         refimpl.initialize(model=Net(), config=config(), dist_init_required=False)

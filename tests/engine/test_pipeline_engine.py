@@ -10,7 +10,7 @@ from worlds import run
 
 import refimpl.deepspeed as deepspeed
 from refimpl import launch
-from refimpl.deepspeed.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule, PipeModelDataParallelTopology
+from refimpl.deepspeed.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule, ProcessTopology
 from refimpl.engine.initialize import initialize
 from refimpl.engine.pipeline import PipelineEngine, PipelineError
 
@@ -162,8 +162,8 @@ def test_a_batch_function_and_other_shapes() -> None:
 
 def refused(what: str) -> None:
     stages = 3 if what == "stages" else 2
-    if what == "model axis":
-        PipelineModule(layers(), topology=PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1))
+    if what == "axis":
+        PipelineModule(layers(), topology=ProcessTopology(["pipe", "slice"], [1, 2]))
     stage = 2 if what == "zero" else 0
     module = PipelineModule(layers(), stages, loss_fn=None if what == "loss" else loss)
     engine, *_ = initialize(model=module, config=config(zero_optimization={"stage": stage}))
@@ -180,7 +180,7 @@ def refused(what: str) -> None:
     ("what", "says"),
     [
         ("stages", "num_stages 3 does not divide the job's 2 ranks"),
-        ("model axis", "the axis 'model' of the topology: not implemented yet"),
+        ("axis", "the axis 'slice' of the topology: ranks are laid out on pipe, data, model"),
         ("zero", "ZeRO stage 2 with a pipeline: .* use stage 0 or 1"),
         ("forward", "trained by train_batch"),
         ("backward", "there is no backward"),

@@ -8,7 +8,7 @@ the mean over tokens, and so are the gradients. One all-reduce of one number a s
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from refimpl.comm.group import Group
 
@@ -29,3 +29,21 @@ def cross_entropy(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
     """
     total = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return token_mean(total, (targets != IGNORED).sum(), group)
+
+
+class TokenMean(nn.Module):
+    """A loss (logits, targets) that is a mean over a rank's tokens -> what to call backward on over all ranks'."""
+
+    def __init__(self, loss: nn.Module, group: Group) -> None:
+        super().__init__()
+        self.loss, self.group = loss, group
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits [B, T/N, V], targets [B, T/N] with IGNORED -> an fp32 scalar; 0 where no rank has a token."""
+        counts = targets != IGNORED
+        tokens = counts.sum()
+        # A mean over no tokens is 0/0: one of them then counts, and is multiplied by 0.
+        first = torch.zeros_like(counts).flatten()
+        first[0] = tokens == 0
+        mean: Tensor = self.loss(logits, targets.masked_fill(first.view_as(counts), 0))
+        return token_mean(mean * tokens, tokens, self.group)

@@ -39,6 +39,13 @@ def gpt_layers(model: GPT) -> list[nn.Module]:
     return [Embeddings(model), *model.blocks, Head(model)]
 
 
+def gpt_names(layers: list[nn.Module]) -> dict[str, str]:
+    """What `gpt_layers` are called in the GPT, by their names in a `PipelineModule`."""
+    last = len(layers) - 1
+    ends = {"0.wte": "wte", "0.wpe": "wpe", f"{last}.ln": "ln", f"{last}.head": "head"}
+    return ends | {f"{i}": f"blocks.{i - 1}" for i in range(1, last)}
+
+
 def gpt_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean cross entropy, as GPT.forward computes it."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -14,7 +14,7 @@ With `checkpoint_interval` n every n layers are computed again in backward (`ref
 DeepSpeed: deepspeed/runtime/pipe/module.py.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from refimpl.activation.checkpoint import Checkpoint
+from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
 from refimpl.parallel.pipeline import partition
 from refimpl.parallel.pipeline.layers import Layer, LayerSpec, TiedLayerSpec, type_name
@@ -42,7 +43,9 @@ class PipelineModule(nn.Module):
         group: Group,
         loss: Loss,
         *,
-        data: Group | None = None,
+        axes: Axes | None = None,
+        names: Mapping[str, str] | None = None,
+        part: Callable[[Any], Any] | None = None,
         schedule: str = "1f1b",
         chunks: int | None = None,
         partition: str | Sequence[float] = "parameters",
@@ -55,7 +58,9 @@ class PipelineModule(nn.Module):
     ) -> None:
         """layers: the same list on every rank, a stage each rank or `chunks` of them, see `named.schedule`.
 
-        data: the replicas of this rank's layers, for an engine that trains them; not used here.
+        axes: who else there is, for an engine that trains it; not used here. names: what the layers are called in the
+        model that they were cut out of, by their names here; see `name_in_whole`. part: of a batch what this rank works
+        on, where sequences are cut too; for that engine.
         partition: "uniform", "parameters" (trainable ones), "type:PATTERN" (as many layers of such a class in each
         stage), "time" (seconds of each layer, measured on rank 0 with `sample` as the first one's input), or a weight
         for each layer.
@@ -69,7 +74,7 @@ class PipelineModule(nn.Module):
         self.group, self.loss = group, loss
         self.specs: list[Layer] = list(layers)
         self.name, self.chunks, self.dynamic = schedule, chunks, dynamic
-        self.data = data or Group(None, device=group.device)
+        self.axes, self.names, self.part = axes or Axes.of_pipeline(group), dict(names or {}), part
         self.checkpoint_interval, self.checkpointable = checkpoint_interval, checkpointable
         self.how, self.base_seed = how or Checkpoint(), base_seed
         table = self._table(1)
@@ -141,6 +146,11 @@ class PipelineModule(nn.Module):
                 "evaluate on all ranks"
             )
         return chain([self._run[i] for i in sorted(self._run)], x)
+
+    def name_in_whole(self, name: str) -> str:
+        """What a parameter or module of this module is called in the model that it was cut out of."""
+        known = max((key for key in self.names if f"{name}.".startswith(f"{key}.")), key=len, default=None)
+        return name if known is None else self.names[known] + name.removeprefix(known)
 
     def _table(self, micro_batches: int) -> Table:
         return schedule(self.name, self.group.size, micro_batches, self.chunks)

@@ -1,0 +1,99 @@
+"""The axes of a job: which ranks hold which part of the model, which tokens, and who sums what with whom.
+
+    rank = ((pp * DP + dp) * CP + cp) * TP + tp           tensor ranks are neighbours, so they share a node
+
+    tensor      tp        other parts of the same matrices              4 all-reduces a layer and micro-batch
+    context     cp        other tokens of the same sequences            keys and values, in every layer
+    data        dp        other sequences                               gradients, once a step
+    pipeline    pp        other layers                                  activations between neighbours, the least
+    replicas    dp x cp   the same part of the model, other tokens: gradients are averaged, ZeRO divides state
+    model       pp x tp   the other parts of this replica: the gradient's norm, clipping and overflow are of all
+
+What sends most lies innermost: ranks with consecutive numbers share the fastest links. Narayanan et al. 2021,
+arXiv:2104.04473, section 3. Megatron-LM: megatron/core/parallel_state.py. DeepSpeed: deepspeed/utils/groups.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from refimpl.comm.group import Group
+from refimpl.comm.mesh import Mesh
+
+NAMES = ("pp", "dp", "cp", "tp")  # outermost first
+
+
+@dataclass(frozen=True)
+class Axes:
+    """This rank's group on each axis; a group of one where an axis is not used."""
+
+    world: Group
+    replicas: Group
+    context: Group
+    tensor: Group
+    pipeline: Group
+    model: Group
+
+    @property
+    def feeds(self) -> int:
+        """How many different batches a step reads: the context ranks of a sequence are given the same one."""
+        return self.replicas.size // self.context.size
+
+    @property
+    def feed(self) -> int:
+        """Which of them this rank is given."""
+        return self.replicas.rank // self.context.size
+
+    @classmethod
+    def of_data(cls, world: Group) -> "Axes":
+        """Data parallelism alone: every rank is a replica."""
+        return cls(world, world, *(Group(None, device=world.device) for _ in range(4)))
+
+    @classmethod
+    def of_pipeline(cls, group: Group) -> "Axes":
+        """One pipeline and nothing else."""
+        alone = Group(None, device=group.device)
+        return cls(group, alone, alone, alone, group, group)
+
+    @classmethod
+    def of_mesh(cls, mesh: Mesh) -> "Axes":
+        """Of a mesh whose axes are among NAMES, in that order. ValueError for another axis."""
+        if others := [axis for axis in mesh.axes if axis not in NAMES]:
+            raise ValueError(f"a mesh of {list(mesh.axes)}: {others[0]!r} is none of {', '.join(NAMES)}")
+
+        def group(*axes: str) -> Group:
+            return mesh.group(*(axis for axis in mesh.axes if axis in axes))
+
+        return cls(mesh.world, group("dp", "cp"), group("cp"), group("tp"), group("pp"), group("pp", "tp"))
+
+    @classmethod
+    def of_sizes(cls, sizes: Mapping[str, int], world: Group) -> "Axes":
+        """pp, cp and tp ranks on these axes, all others data-parallel. ValueError if they do not divide the world."""
+        taken = prod(sizes.get(name, 1) for name in ("pp", "cp", "tp"))
+        if taken == 1:
+            return cls.of_data(world)
+        if world.size % taken:
+            said = " x ".join(f"{name} {sizes[name]}" for name in NAMES if sizes.get(name, 1) > 1)
+            raise ValueError(f"{world.size} ranks are no multiple of {said} = {taken}: start a multiple of {taken}")
+        known = {**sizes, "dp": world.size // taken}
+        return cls.of_mesh(Mesh({name: known.get(name, 1) for name in NAMES}))
+
+    @classmethod
+    def of_mpu(cls, mpu: Any, world: Group) -> "Axes":
+        """Of Megatron's or DeepSpeed's object, or module: get_data_parallel_group(), get_model_parallel_group(), ...
+
+        An axis that it does not answer for has one rank. TypeError if it answers for none.
+        """
+
+        def group(*axes: str) -> Group | None:
+            asks = (getattr(mpu, f"get_{axis}_parallel_group", None) for axis in axes)
+            handle = next((ask() for ask in asks if ask is not None), None)
+            return None if handle is None else Group(handle, world.ledger, world.device)
+
+        alone = Group(None, device=world.device)
+        replicas, tensor = group("sequence_data", "data"), group("tensor_model", "model")
+        if replicas is None:
+            raise TypeError(f"mpu: {type(mpu).__name__} has no get_data_parallel_group that answers")
+        model, pipeline = group("model", "tensor_model"), group("pipeline_model", "pipe")
+        return cls(world, replicas, group("sequence") or alone, tensor or alone, pipeline or alone, model or alone)

@@ -1,0 +1,112 @@
+"""A model cut along the axes: what this rank keeps of it. Every rank comes with the whole model and leaves with a part.
+
+    tensor     matrices and vocabulary by a plan, `parallel/swap.py`
+    context    attention over the ranks' tokens, the loss a mean over tokens, `parallel/context`
+    pipeline   layers, `parallel/pipeline/module.py`
+
+In this order: layers are split before they are dealt out. A model of several axes is the same model: names, initial
+weights, inputs and loss are those of the whole one. Beside `GPT` a `PipelineModule` comes cut already, and with `mpu` a
+model may be cut by whoever wrote it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from refimpl.comm.axes import Axes
+from refimpl.engine.keys import ConfigError
+from refimpl.model.gpt import GPT
+from refimpl.parallel.context.layout import Layout
+from refimpl.parallel.context.loss import TokenMean
+from refimpl.parallel.context.swap import context_parallel
+from refimpl.parallel.pipeline.gpt import gpt_layers, gpt_names
+from refimpl.parallel.pipeline.module import PipelineModule
+from refimpl.parallel.swap import gpt_plan, parallelize
+from refimpl.parallel.tensor import Parted
+
+OTHERS_FLAGS = ("model_parallel", "tensor_model_parallel")  # of Megatron's and DeepSpeed's users
+
+
+def cut(model: nn.Module, axes: Axes) -> nn.Module:
+    """This rank's part of `model`, cut in place; a collective. ConfigError for a model that cannot be cut so."""
+    if isinstance(model, PipelineModule):
+        return model
+    if axes.tensor.size > 1:
+        by_tensor(model, axes)
+    part = by_context(model, axes) if axes.context.size > 1 and isinstance(model, GPT) else None
+    return by_layers(model, axes, part) if axes.pipeline.size > 1 else model
+
+
+def by_tensor(model: nn.Module, axes: Axes) -> None:
+    """Split the layers. Random numbers from now on are the same on all tensor ranks, where tensors are whole."""
+    if not isinstance(model, GPT):
+        raise ConfigError(f"tensor_parallel.autotp_size: no plan for a {type(model).__name__}")
+    same_random_state(axes)
+    parallelize(model, gpt_plan(model.config.heads, model.config.vocab), axes.tensor)
+
+
+def by_context(model: GPT, axes: Axes) -> Callable[[Any], Any]:
+    """Ring attention, zigzag; `model(tokens, targets)` takes whole sequences still. -> what cuts a batch."""
+    group = axes.context
+    layout = Layout(model.config.context, group.size, zigzag=True)
+    context_parallel(model, group, layout)
+    model.loss = TokenMean(model.loss, axes.replicas)
+    part = partial(part_of_tokens, layout=layout, rank=group.rank)
+    model.register_forward_pre_hook(lambda _, args: part(args))
+    return part
+
+
+def part_of_tokens(batch: Any, layout: Layout, rank: int) -> Any:
+    """This rank's columns of every tensor [B, T, ..] in a batch. ValueError for sequences of another length."""
+
+    def part(x: Tensor) -> Tensor:
+        if x.dim() < 2 or x.shape[1] != layout.length:
+            raise ValueError(
+                f"a tensor {tuple(x.shape)} in a batch: over {layout.ranks} context ranks sequences must have the "
+                f"model's {layout.length} tokens along dimension 1"
+            )
+        return layout.cut(x, rank)
+
+    return tree_map_only(Tensor, part, batch)
+
+
+def by_layers(model: nn.Module, axes: Axes, part: Callable[[Any], Any] | None) -> PipelineModule:
+    """A stage for each pipeline rank, under 1F1B."""
+    if not isinstance(model, GPT):
+        raise ConfigError(
+            f"pipeline.stages = {axes.pipeline.size}: a {type(model).__name__} is no chain of layers; give initialize "
+            "a PipelineModule(layers, num_stages=..., loss_fn=...)"
+        )
+    layers = gpt_layers(model)
+    sizes = torch.tensor([sum(p.numel() for p in layer.parameters()) for layer in layers], device=axes.world.device)
+    axes.tensor.all_reduce(sizes)  # parts may differ by a head: all tensor ranks must cut at the same layers
+    return PipelineModule(
+        layers, axes.pipeline, model.loss, axes=axes, names=gpt_names(layers), part=part, partition=sizes.tolist()
+    )
+
+
+def counted_elsewhere(model: nn.Module, axes: Axes) -> list[nn.Parameter]:
+    """Copies that another rank of this replica has and counts: where the norm, and what is saved, are of each once.
+
+    Of a layer that several stages use the first stage's counts; of what tensor ranks all have whole, rank 0's. A model
+    cut by others says which parameters are parts by their attribute `model_parallel` or `tensor_model_parallel`.
+    """
+    repeated = list(model.repeated) if isinstance(model, PipelineModule) else []
+    if axes.tensor.rank == 0:
+        return repeated
+    parts = {
+        layer.get_parameter(name) for layer in model.modules() if isinstance(layer, Parted) for name in layer.splits
+    }
+    parts |= {p for p in model.parameters() if any(getattr(p, flag, False) for flag in OTHERS_FLAGS)}
+    return repeated + [p for p in model.parameters() if p not in parts and p not in set(repeated)]
+
+
+def same_random_state(axes: Axes) -> None:
+    """The first tensor rank's random state for all of them: what is whole on each must be dropped alike."""
+    state = torch.get_rng_state()
+    axes.tensor.broadcast(state)
+    torch.set_rng_state(state)
