@@ -34,18 +34,20 @@ def ulysses_sent(tokens: int, heads: int, kv_heads: int, width: int, ranks: int,
     return 2 * tokens * (2 * heads + 2 * each) * width * itemsize * (ranks - 1) // ranks
 
 
-def on_axes(shape: Shape, axes: dict[str, int], batch: int, itemsize: int = 2) -> dict[str, int]:
+def on_axes(
+    shape: Shape, axes: dict[str, int], batch: int, itemsize: int = 2, recompute: bool = True
+) -> dict[str, int]:
     """Bytes that a rank of the first stage sends in a step on each of the axes dp, pp, cp and tp; ZeRO-1 over dp x cp.
 
-    Micro-batches of one sequence, blocks recomputed, a ring over cp. ValueError for a layout that cannot be.
+    Micro-batches of one sequence, a ring over cp. ValueError for a layout that cannot be.
     """
     dp, pp, cp, tp = (axes.get(name, 1) for name in ("dp", "pp", "cp", "tp"))
     if shape.context % (2 * cp) and cp > 1:
         raise ValueError(f"{shape.context} tokens over {cp} context ranks: does not divide by {2 * cp}")
     # To all but attention a rank's tokens are a short sequence, and the ranks of a long one are replicas.
-    mesh = Mesh(dp * cp, pp, tp, batch * cp, itemsize=itemsize)
+    mesh = Mesh(dp * cp, pp, tp, batch * cp, recompute=recompute, itemsize=itemsize)
     mesh.check(shape)
     parts = traffic(replace(shape, context=shape.context // cp), mesh)
     keys = shape.context // cp * shape.width * shape.kv_heads // shape.heads // tp
-    ring = ring_sent(keys, cp, itemsize, forwards=2) * (shape.layers // pp) * mesh.micro_batches
+    ring = ring_sent(keys, cp, itemsize, forwards=1 + recompute) * (shape.layers // pp) * mesh.micro_batches
     return {"dp": traffic(shape, mesh)["data"], "pp": parts["pipeline"], "cp": ring, "tp": parts["tensor"]}
