@@ -625,8 +625,9 @@ def whole_on_all(model):
 
 
 one = launch.run(train, {}, ranks=1)[0]
-cut = launch.run(train, {"pp": 2, "dp": 2, "tp": 2}, ranks=8)
-text = launch.run(train, {"pp": 2, "cp": 2, "tp": 2}, ranks=8)
+eight = launch.World(8)
+cut = eight.call(train, {"pp": 2, "dp": 2, "tp": 2})
+text = eight.call(train, {"pp": 2, "cp": 2, "tp": 2})
 rows = {"one process": [*(f"{x:.2f}" for x in one[0]), one[3]]}
 rows["pp 2 x dp 2 x tp 2"] = [*(f"{x:.2f}" for x in cut[0][0]), cut[0][3]]
 rows["pp 2 x cp 2 x tp 2"] = [*(f"{x:.2f}" for x in text[0][0]), text[0][3]]
@@ -653,7 +654,7 @@ for found in (cut, text):
 # Forget it, and training clips a bit harder than it says:
 
 # %%
-twice = launch.run(train, {"pp": 2, "dp": 2, "tp": 2}, False, ranks=8)
+twice = eight.call(train, {"pp": 2, "dp": 2, "tp": 2}, False)
 for name, found in {"once": cut, "by every holder": twice}.items():
     print(f"{name:16} norms {[f'{x:.2f}' for x in found[0][1]]}")
 off = max(abs(a - b) for a, b in zip(twice[0][0], one[0], strict=True))
@@ -730,7 +731,8 @@ def by_file(steps=2):
     return losses
 
 
-losses = launch.run(by_file, ranks=8)[0]
+losses = eight.call(by_file)[0]
+eight.stop()
 print("as by hand:", max(abs(a - b) for a, b in zip(losses, one[0], strict=False)) < 1e-5)
 
 # %% [markdown]
