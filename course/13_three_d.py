@@ -485,22 +485,20 @@ predict(
 )
 
 # %% [markdown]
-# Counted for a 70-billion-parameter model on 512 GPUs, sequences of 8,192 tokens, 256 of them a step, with recomputation.
-# A rank's GB on each axis, and the seconds they take on either link (the alpha-beta model of chapter 01, beta alone):
+# A 70-billion-parameter model on 512 GPUs as dp 8 x pp 4 x cp 2 x tp 8, sequences of 8,192 tokens, 256 of them a step, with
+# recomputation. A rank's GB on each axis, and the seconds they take on either link (the alpha-beta model of chapter 01, beta alone):
 
 # %%
-from refimpl.plan.context import on_axes
 from refimpl.plan.shape import of_size
+from refimpl.plan.traffic import busiest
 
-SEVENTY = of_size(70e9, context=8192)
-layout = {"dp": 8, "pp": 4, "cp": 2, "tp": 8}
+SEVENTY, layout = of_size(70e9, context=8192), Mesh(dp=8, pp=4, cp=2, tp=8, batch=256)
 rows = {}
-for axis, sent in on_axes(SEVENTY, layout, batch=256).items():
+for axis, sent in busiest(SEVENTY, layout).items():
     times = [sent / link for link in (machine.node, machine.network)]
-    rows[f"{axis} {layout[axis]}"] = [f"{sent / 1e9:,.1f}", *(f"{t:.1f}" for t in times)]
-print(
-    f"compute: {SEVENTY.flops(256, recompute=True) / 512 / machine.peak / machine.efficiency:.1f} s a step"
-)
+    rows[axis] = [f"{sent / 1e9:,.1f}", *(f"{t:.1f}" for t in times)]
+seconds = SEVENTY.flops(256, recompute=True) / layout.gpus / machine.peak / machine.efficiency
+print(f"compute: {seconds:.1f} s a step")
 columns = ["GB a step", "s inside a node", "s between nodes"]
 pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
@@ -784,7 +782,7 @@ print({tag: sent[tag] for tag in ("inside a node", "across nodes")}, "of", gradi
 
 # %% [markdown]
 # Across nodes a rank sends $2 \cdot \frac{n}{s} \cdot \frac{r-1}{r}$ for a shard of $n/s$, and nothing in forward. The price:
-# state is divided by the $s$ GPUs of a node, not by all.
+# state is divided by the $s$ GPUs of a node, not by all. In the engine's JSON: `mics_shard_size` in `zero_optimization`.
 
 # %% [markdown]
 # ## 8. Measure it: the planner beside what others have run
@@ -852,25 +850,20 @@ H100 = Machine(80e9, 989e12, 0.62, 8, 450e9, 50e9)
 rows = []
 for run in LLAMA:
     shape = replace(run.shape, layers=128)  # 126, and two stages with one block less
-    layout = {"dp": run.dp, "pp": run.pp, "cp": run.cp, "tp": run.tp}
-    sent = on_axes(shape, layout, run.batch, recompute=False)
-    predicted = ""
-    if run.cp == 1:
-        mesh = Mesh(run.dp, run.pp, run.tp, run.batch, 1, "zero1", recompute=False)
-        v = judge(shape, mesh, H100)
-        ours = shape.flops(run.batch) / v.step / run.gpus / 1e12
-        predicted = f"{ours:.0f} ({ours / run.tflops - 1:+.0%}), bubble {v.bubble:.0%}"
-    gb = " ".join(f"{axis} {n / 1e9:.0f}" for axis, n in sent.items())
-    rows.append(
-        [run.gpus, " ".join(f"{a} {n}" for a, n in layout.items()), gb, run.tflops, predicted]
-    )
-columns = ["GPUs", "layout", "GB sent a step, by axis", "TFLOP/s a GPU", "planned"]
+    layout = f"dp {run.dp} pp {run.pp} cp {run.cp} tp {run.tp}"
+    mesh = Mesh(run.dp, run.pp, run.tp, run.batch, recompute=False, cp=run.cp)
+    v = judge(shape, mesh, H100)
+    ours = shape.flops(run.batch) / v.step / run.gpus / 1e12
+    gb = [f"{v.sent[axis] / 1e9:.0f}" for axis in ("tensor", "context", "pipeline", "data")]
+    off = f"{ours / run.tflops - 1:+.0%}"
+    rows.append([layout, "/".join(gb), f"{v.bubble:.0%}", run.tflops, f"{ours:.0f}", off])
+columns = ["layout", "GB by tp/cp/pp/dp", "bubble", "TFLOP/s a GPU", "planned", "off"]
 pd.DataFrame(rows, columns=columns)
 
 # %% [markdown]
 # Too pessimistic, and the bubble says why: with 16 stages and 16 or 32 micro-batches plain 1F1B idles a third to a half of
-# the step. They interleave (chapter 12), which our planner does not know. The last row has 131,072 tokens: cp 16 divides
-# what tokens cost on the other axes, and adds its own.
+# the step. They interleave (chapter 12), which our planner does not know. The last row has sequences of 131,072 tokens. To
+# the other axes a context rank's part is one of 8,192, so they send what the row above sends; cp adds its own.
 #
 # **DeepSeek-V3** (671 billion parameters, 37 active; 2,048 H800 GPUs) is laid out otherwise: 16 stages with DualPipe, experts
 # over 64 GPUs (8 nodes), ZeRO-1, and *no* tensor parallelism (section 3.2 of its report): its activations were made small

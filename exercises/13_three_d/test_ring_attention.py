@@ -12,7 +12,7 @@ from refimpl.grading.compare import Wrong, equal, require
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import Kept, untouched
 from refimpl.grading.rank import Answer, case
-from refimpl.grading.traffic import WatchedGroup, same_traffic, starts
+from refimpl.grading.traffic import WatchedGroup, all_done, same_traffic, starts
 
 INF = math.inf
 
@@ -83,6 +83,7 @@ def test_ring_attention(answer: Answer, group: WatchedGroup) -> None:
         with untouched(q=mine[0], k=mine[1], v=mine[2], positions=positions), Largest() as largest:
             watched = weighing(group, mine, width)
             found = answer.ring_attention(watched, *mine, positions)
+        all_done(watched, "ring_attention")
         judge_hops(watched, 2 * mine[1].nbytes, group.size)
         judge_attended(found, q, k, v, positions, group.rank)
         oracle, out = group.oracle(), torch.empty_like(torch.stack(mine[1:]))

@@ -8,7 +8,7 @@ A weight is saved once, by one rank, in the widest precision there is (the fp32 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from refimpl.checkpoint import manifest
 from refimpl.checkpoint.errors import CheckpointError, naming
-from refimpl.checkpoint.place import Place
+from refimpl.checkpoint.place import Place, Portion
 from refimpl.checkpoint.tensors import PIECE, Reader
 from refimpl.checkpoint.tree import decode
 
@@ -42,6 +42,7 @@ class Folder:
         self._readers: dict[int, Reader] = {}
         self._notes: dict[int, dict[str, Any]] = {}
         self._closed_bytes = 0
+        self._last: tuple[Any, Tensor] = None, torch.empty(0)
 
     def reader(self, rank: int) -> Reader:
         """A rank's tensors. CheckpointError if the file is not there or not whole."""
@@ -82,26 +83,70 @@ class Folder:
         """The name under which a parameter is saved, of all that it is known by."""
         return str(self.about["tied"].get(name, name))
 
+    def first(self, name: str) -> int:
+        """The rank whose file has what is not cut."""
+        place = self.places[name].parts[0] if self.places[name].parts else self.places[name]
+        return self.files(place)[place.first(len(self.files(place)))]
+
+    def files(self, place: Place) -> Sequence[int]:
+        """The ranks whose files a place is in."""
+        return place.ranks or range(self.ranks)
+
     def entry(self, key: str, name: str) -> torch.dtype:
         """The dtype in which a parameter's "weight", or a state of it, is saved."""
         name = self.canonical(name)
-        rank = self.places[name].first(self.ranks)
+        rank = self.first(name)
         with naming(self.path / rank_file(rank)):
             return self.reader(rank).entry(f"{key}/{name}")[0]
 
-    def fill(self, key: str, name: str, begin: int, out: Tensor) -> None:
-        """Elements from `begin` on of a parameter's "weight", or of its state `key`, into out [n], in out's dtype."""
+    def fill(self, key: str, name: str, begin: int, out: Tensor, portion: Portion | None = None) -> None:
+        """Elements from `begin` on of a parameter's "weight", or of its state `key`, into out [n], in out's dtype.
+
+        portion: they are those of this part of it.
+        """
         name = self.canonical(name)
         place = self.places[name]
-        for rank, first, last in place.pieces(begin, begin + out.numel(), self.ranks):
-            held = place.held(rank, self.ranks)[0]
-            with naming(self.path / rank_file(rank)):
-                read_into(self.reader(rank), f"{key}/{name}", first - held, out[first - begin : last - begin])
+        if portion is not None:
+            found = next((part for part in place.parts if portion.is_of(part)), None)
+        else:
+            found = None if place.parts else place
+        if found is not None:
+            self._fill(key, name, found, begin, out)
+        else:
+            flat = self._joined(key, name, portion).view(-1)
+            out.copy_(flat[begin : begin + out.numel()])
+
+    def _fill(self, key: str, name: str, place: Place, begin: int, out: Tensor) -> None:
+        files = self.files(place)
+        for index, first, last in place.pieces(begin, begin + out.numel(), len(files)):
+            held = place.held(index, len(files))[0]
+            with naming(self.path / rank_file(files[index])):
+                read_into(self.reader(files[index]), f"{key}/{name}", first - held, out[first - begin : last - begin])
+
+    def _joined(self, key: str, name: str, portion: Portion | None) -> Tensor:
+        """A parameter put together from its parts, or another part of it: one at a time is kept."""
+        if self._last[0] != (key, name, portion):
+            whole = torch.empty(self.places[name].shape, dtype=self.entry(key, name))
+            for part in self.places[name].parts:
+                if part.dim is None:
+                    raise CheckpointError(
+                        f"{self.path}: {name} was split over ranks by the model itself: load it with as many of them"
+                    )
+                flat = torch.empty(part.numel, dtype=whole.dtype)
+                self._fill(key, name, part, 0, flat)
+                lengths = [end - start for start, end in part.spans]
+                pieces = flat.view(part.shape).split(lengths, part.dim)  # type: ignore[no-untyped-call]
+                for (start, end), piece in zip(part.spans, pieces, strict=True):
+                    whole.narrow(part.dim, start, end - start).copy_(piece)
+            if not self.places[name].parts:
+                self._fill(key, name, self.places[name], 0, whole.view(-1))
+            self._last = (key, name, portion), whole if portion is None else portion.of(whole)
+        return self._last[1]
 
     def state(self, name: str, cut: Callable[[torch.dtype], Any]) -> dict[str, Any]:
         """A parameter's optimizer state by key: `cut(dtype)` for what `fill` reads, or the value itself."""
         name = self.canonical(name)
-        rank = self.places[name].first(self.ranks)
+        rank = self.first(name)
         saved = self.notes(rank)["state"].get(name, {})
         tensor = self.reader(rank).tensor
         return {

@@ -6,6 +6,10 @@ A parameter begins at element `at` of a flat buffer of `of` elements, and of N r
 
 That is all a reader must know. Any number of ranks with any other buffers find their elements by the same line, so a
 checkpoint belongs to no world size: resharding N to M is reading (`pieces`). Padding is nobody's and is not saved.
+
+Where ranks share the layers too, the N are those that have the same ones (`ranks`). A parameter that tensor ranks have
+split has `parts`, each a place with its own N ranks and with the `spans` of the whole, along `dim`, that it is. Read
+whole and cut anew, it fits any number of tensor ranks.
 DeepSpeed writes whole parameters anew for this, by a command of its own (deepspeed/checkpoint/ds_to_universal.py;
 arXiv:2406.18820); torch's distributed checkpoint keeps a list of pieces a parameter.
 """
@@ -14,6 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,10 @@ class Place:
     of: int
     group: int | None  # of the optimizer; None for what it does not have
     trained: bool  # or frozen
+    ranks: tuple[int, ...] = ()  # whose files, in order; (): all ranks'
+    dim: int | None = None  # of a part: along which it was cut, and what of the whole it is; None if nobody knows
+    spans: tuple[tuple[int, int], ...] = ()
+    parts: tuple["Place", ...] = ()
 
     @property
     def numel(self) -> int:
@@ -51,8 +62,31 @@ class Place:
             begin = until
 
     def as_json(self) -> dict[str, Any]:
-        return vars(self) | {"shape": list(self.shape)}
+        said = {key: value for key, value in vars(self).items() if value != () and key not in ("dim", "parts")}
+        said |= {"shape": list(self.shape)}
+        if self.parts:
+            said["parts"] = [part.as_json() for part in self.parts]
+        return said | ({"dim": self.dim} if self.spans else {})
 
     @staticmethod
     def of_json(about: dict[str, Any]) -> "Place":
-        return Place(**(about | {"shape": tuple(about["shape"])}))
+        parts = tuple(Place.of_json(part) for part in about.get("parts", ()))
+        spans = tuple((begin, end) for begin, end in about.get("spans", ()))
+        lists = {"shape": tuple(about["shape"]), "ranks": tuple(about.get("ranks", ())), "spans": spans, "parts": parts}
+        return Place(**(about | lists))
+
+
+@dataclass(frozen=True)
+class Portion:
+    """The part of a parameter that a tensor rank has: these spans of the whole along `dim`."""
+
+    dim: int | None
+    spans: tuple[tuple[int, int], ...]
+
+    def is_of(self, place: Place) -> bool:
+        return (place.dim, place.spans) == (self.dim, self.spans)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """whole -> the part, a copy."""
+        assert self.dim is not None
+        return torch.cat([whole.narrow(self.dim, start, end - start) for start, end in self.spans], self.dim)

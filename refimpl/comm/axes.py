@@ -7,7 +7,13 @@
     data        dp        other sequences                               gradients, once a step
     pipeline    pp        other layers                                  activations between neighbours, the least
     replicas    dp x cp   the same part of the model, other tokens: gradients are averaged, ZeRO divides state
+    shards      a part of them, such as a node's, if ZeRO divides state over that alone (HSDP, MiCS)
+    across      the ranks of other shards that have the same
     model       pp x tp   the other parts of this replica: the gradient's norm, clipping and overflow are of all
+
+Gradients are averaged over context ranks too, so the loss of each has to be its tokens' share of the replicas' mean:
+`parallel/context/loss.py`, or the mean that DeepSpeed's users gather over the ranks of a sequence. DeepSpeed 0.19 adds
+the gradients up there, which makes those of its own recipe CP times as large.
 
 What sends most lies innermost: ranks with consecutive numbers share the fastest links. Narayanan et al. 2021,
 arXiv:2104.04473, section 3. Megatron-LM: megatron/core/parallel_state.py. DeepSpeed: deepspeed/utils/groups.py.
@@ -21,7 +27,7 @@ from typing import Any
 from refimpl.comm.group import Group
 from refimpl.comm.mesh import Mesh
 
-NAMES = ("pp", "dp", "cp", "tp")  # outermost first
+NAMES = ("pp", "dp", "shard", "cp", "tp")  # outermost first; with `shard`, dp counts the groups of shards
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,8 @@ class Axes:
     tensor: Group
     pipeline: Group
     model: Group
+    shards: Group
+    across: Group
 
     @property
     def feeds(self) -> int:
@@ -48,13 +56,14 @@ class Axes:
     @classmethod
     def of_data(cls, world: Group) -> "Axes":
         """Data parallelism alone: every rank is a replica."""
-        return cls(world, world, *(Group(None, device=world.device) for _ in range(4)))
+        alone = Group(None, device=world.device)
+        return cls(world, world, alone, alone, alone, alone, world, alone)
 
     @classmethod
     def of_pipeline(cls, group: Group) -> "Axes":
         """One pipeline and nothing else."""
         alone = Group(None, device=group.device)
-        return cls(group, alone, alone, alone, group, group)
+        return cls(group, alone, alone, alone, group, group, alone, alone)
 
     @classmethod
     def of_mesh(cls, mesh: Mesh) -> "Axes":
@@ -65,19 +74,23 @@ class Axes:
         def group(*axes: str) -> Group:
             return mesh.group(*(axis for axis in mesh.axes if axis in axes))
 
-        return cls(mesh.world, group("dp", "cp"), group("cp"), group("tp"), group("pp"), group("pp", "tp"))
+        replicas, in_shards = group("dp", "shard", "cp"), "shard" in mesh.axes
+        shards = group("shard", "cp") if in_shards else replicas
+        across = group("dp") if in_shards else group()
+        parts = group("tp"), group("pp"), group("pp", "tp")
+        return cls(mesh.world, replicas, group("cp"), *parts, shards, across)
 
     @classmethod
     def of_sizes(cls, sizes: Mapping[str, int], world: Group) -> "Axes":
-        """pp, cp and tp ranks on these axes, all others data-parallel. ValueError if they do not divide the world."""
-        taken = prod(sizes.get(name, 1) for name in ("pp", "cp", "tp"))
-        if taken == 1:
+        """pp, shard, cp and tp ranks on these axes, all others dp. ValueError if they do not divide the world."""
+        taken = prod(sizes.get(name, 1) for name in NAMES if name != "dp")
+        if taken == 1 and "shard" not in sizes:
             return cls.of_data(world)
         if world.size % taken:
             said = " x ".join(f"{name} {sizes[name]}" for name in NAMES if sizes.get(name, 1) > 1)
             raise ValueError(f"{world.size} ranks are no multiple of {said} = {taken}: start a multiple of {taken}")
         known = {**sizes, "dp": world.size // taken}
-        return cls.of_mesh(Mesh({name: known.get(name, 1) for name in NAMES}))
+        return cls.of_mesh(Mesh({name: known.get(name, 1) for name in NAMES if name != "shard" or name in known}))
 
     @classmethod
     def of_mpu(cls, mpu: Any, world: Group) -> "Axes":
@@ -96,4 +109,5 @@ class Axes:
         if replicas is None:
             raise TypeError(f"mpu: {type(mpu).__name__} has no get_data_parallel_group that answers")
         model, pipeline = group("model", "tensor_model"), group("pipeline_model", "pipe")
-        return cls(world, replicas, group("sequence") or alone, tensor or alone, pipeline or alone, model or alone)
+        parts = tensor or alone, pipeline or alone, model or alone
+        return cls(world, replicas, group("sequence") or alone, *parts, replicas, alone)

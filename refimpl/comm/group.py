@@ -43,7 +43,10 @@ from refimpl.ranks import environment
 
 
 class Group:
-    """`size` ranks, of which this process is number `rank`; `device` is where its tensors live."""
+    """`size` ranks, of which this process is number `rank`; `device` is where its tensors live.
+
+    `ranks`: the numbers that they have in the job.
+    """
 
     def __init__(
         self,
@@ -69,8 +72,11 @@ class Group:
         self.patience = Patience()
         self._half: Work | None = None  # an all-reduce whose second half is not begun
         directory = os.environ.get("REFIMPL_BOARD")
-        ranks = dist.get_process_group_ranks(handle) if handle else []
-        self._board = Board(Path(directory), handle.group_name, ranks, handle.rank()) if handle and directory else None
+        self.ranks = (
+            dist.get_process_group_ranks(handle) if handle else [dist.get_rank() if dist.is_initialized() else 0]
+        )
+        where = Path(directory or "")
+        self._board = Board(where, handle.group_name, self.ranks, handle.rank()) if handle and directory else None
         wish = os.environ.get("REFIMPL_TRANSPORT", "") if transport is None else transport
         # What is there without asking the other ranks: for messages between two, and where memory is not shared.
         self._direct = wish if isinstance(wish, Transport) else self._library(handle, wish, deterministic)

@@ -72,8 +72,11 @@ def build(
     dataset: Dataset[Any] | None = None,
     scheduler: Any | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    split: bool = False,
 ) -> Parts:
     """Every part, in the order in which they depend on each other. A caller's optimizer wins, as in DeepSpeed.
+
+    split: `model` is this rank's part already.
 
     Without any optimizer the engine is for inference, and a schedule in the configuration has nothing to do.
     """
@@ -84,7 +87,8 @@ def build(
         logging.getLogger("refimpl").setLevel(settings.log_level)
     if settings.dump_state and rank == 0:
         print(settings.model_dump_json(indent=2))
-    model = cut(model, axes)
+    if not split:
+        model = cut(model, axes)
     place_model(model, settings, group.device)
     opt = None
     if optimizer is not None or settings.optimizer is not None:
@@ -93,7 +97,9 @@ def build(
     flagged = tuple(path for path, module in model.named_modules() if getattr(module, LEAF_FLAG, False))
     zero = replace(zero, leaf_modules=(*zero.leaf_modules, *flagged))
     zero = with_homes(zero, settings, group.device)
-    stage = STAGES[settings.zero_optimization.stage](model, opt, group, zero, settings.loss_scaler())
+    stage = STAGES[settings.zero_optimization.stage](model, opt, axes.shards, zero, settings.loss_scaler())
+    if axes.across.size > 1:
+        stage.replicate(axes.across)
     if axes.model.size > 1:
         stage.spans(axes.model, counted_elsewhere(model, axes))
     loader = None
@@ -114,6 +120,8 @@ def check_layout(config: DeepSpeedConfig, axes: Axes, own_stages: bool) -> None:
     wrong = [(key, size, there) for key, (size, there) in asked.items() if (size or 1) > 1 and size != there]
     if config.data_parallel_size not in (None, axes.feeds):
         wrong.append(("data_parallel_size", config.data_parallel_size, axes.feeds))
+    if (shard := config.zero_optimization.mics_shard_size) > 0 and shard != axes.shards.size:
+        wrong.append(("zero_optimization.mics_shard_size", shard, axes.shards.size))
     if wrong:
         raise ConfigError(
             "\n".join(f"{key} = {size}, but the ranks are laid out with {there}" for key, size, there in wrong)

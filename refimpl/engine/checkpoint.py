@@ -56,7 +56,7 @@ def save(
     """
     if not save_dir:
         raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder")
-    group, save_dir = engine.group, Path(save_dir)
+    group, save_dir = engine.axes.world, Path(save_dir)
     together(group, engine.saving.wait)
     tag = agreed_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
     id_ = str(group.all_gather_object(atomic.new_id())[0])
@@ -127,12 +127,12 @@ def wait_for_ranks(new: Path, ranks: int) -> None:
 
 def agreed_tag(engine: TrainingState, tag: str) -> str:
     """Rank 0's tag. When another rank names another one: nothing, a warning or an error, as `tag_validation` says."""
-    tags = engine.group.all_gather_object(tag)
+    tags = engine.axes.world.all_gather_object(tag)
     check = engine.config.checkpoint.tag_validation
     if check != "IGNORE" and len(set(tags)) > 1:
         said = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(tags))
         if check == "FAIL":
             raise CheckpointError(f"the ranks name different checkpoint tags: {said}; name one on all ranks")
-        if engine.group.rank == 0:
+        if engine.axes.world.rank == 0:
             warnings.warn(f"the ranks name different checkpoint tags: {said}; rank 0's is taken", stacklevel=4)
     return checked_tag(str(tags[0]), "save_checkpoint")

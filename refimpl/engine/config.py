@@ -191,14 +191,18 @@ def axes_asked(raw: Mapping[str, Any]) -> dict[str, int]:
 
     What is no size is left for `load_config` to refuse.
     """
-    sections = {name: raw.get(name) for name in ("pipeline", "tensor_parallel")}
+    sections = {name: raw.get(name) for name in ("pipeline", "tensor_parallel", "zero_optimization")}
     inside = {name: section if isinstance(section, Mapping) else {} for name, section in sections.items()}
     found = {
         "pp": inside["pipeline"].get("stages"),
         "cp": raw.get("sequence_parallel_size"),
         "tp": inside["tensor_parallel"].get("autotp_size"),
     }
-    return {axis: max(1, size) if isinstance(size, int) else 1 for axis, size in found.items()}
+    known = {axis: max(1, size) if isinstance(size, int) else 1 for axis, size in found.items()}
+    shard = inside["zero_optimization"].get("mics_shard_size")
+    if isinstance(shard, int) and shard > 0 and shard % known["cp"] == 0:
+        known["shard"] = shard // known["cp"]  # context ranks share their replica's state too
+    return known
 
 
 def raw_config(config: object) -> dict[str, Any]:

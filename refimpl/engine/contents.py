@@ -9,6 +9,8 @@ so 12 Psi / N a rank, also in stage 0, where every rank has everything.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,34 +20,62 @@ from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.tensors import NAMES, Later
 from refimpl.checkpoint.tree import encode
 from refimpl.engine.state import TrainingState
+from refimpl.engine.whole import joined, portions
 from refimpl.zero.portable import parts, place_of
 
 COUNTERS = ("global_steps", "micro_steps", "global_samples")
 
 
 def about_engine(engine: TrainingState, exclude_frozen: bool) -> dict[str, Any]:
-    """What the manifest says of a run: the same on every rank."""
-    stage, module = engine.stage, engine.module
-    left_out = frozen_names(module) if exclude_frozen else set()
-    named = {name: p for p, name in stage.names.items()}
-    aliases = {name: p for name, p in module.named_parameters(remove_duplicate=False) if name not in named}
-    kept = module.state_dict(keep_vars=True).keys()
-    return identity(engine) | {
-        **{name: getattr(engine, name) for name in COUNTERS},
-        "scheduler": schedule(engine),
-        "parameters": {name: place_of(stage, p).as_json() for name, p in named.items() if name not in left_out},
-        "tied": {name: stage.names[p] for name, p in aliases.items() if stage.names[p] not in left_out},
-        "buffers": {name: {"shape": list(b.shape), "persistent": name in kept} for name, b in module.named_buffers()},
-        "order": list(kept),
-        "apart": sorted(stage.names[p] for p in stage.update.slices.apart),
-        "left_out": sorted(left_out),
+    """What the manifest says of a run: the same on every rank of a replica. A collective of them."""
+    counters = {name: getattr(engine, name) for name in COUNTERS}
+    parts = engine.axes.model.all_gather_object(about_rank(engine, exclude_frozen))
+    return identity(engine) | counters | {"scheduler": schedule(engine)} | joined(parts)
+
+
+def about_rank(engine: TrainingState, exclude_frozen: bool) -> dict[str, Any]:
+    """What this rank and its replicas have of the whole model."""
+    stage, module, saved = engine.stage, engine.module, engine.saved_name
+    left_out = {saved(name) for name in frozen_names(module)} if exclude_frozen else set()
+    elsewhere, split, kept = counted_elsewhere(engine), portions(engine), module.state_dict(keep_vars=True).keys()
+    alone, shards = engine.axes.model.size == 1, stage.group.ranks
+    ranks = () if len(shards) == engine.axes.world.size else tuple(shards)
+    parameters: dict[str, Any] = {}
+    for p, name in stage.names.items():
+        if name in left_out or p in elsewhere:
+            continue
+        place = replace(place_of(stage, p), ranks=ranks)
+        if p in split:
+            portion, shape = split[p]
+            part = replace(place, dim=portion.dim, spans=portion.spans)
+            place = replace(place, shape=shape, at=0, of=prod(shape), ranks=(), parts=(part,))
+        parameters[name] = place.as_json()
+    aliases = {saved(name): stage.names[p] for name, p in module.named_parameters(remove_duplicate=False)}
+    aliases |= {stage.names[p]: name for p, name in engine.copies().items()}
+    where = {} if alone else {"ranks": [engine.axes.world.rank]}
+    return {
+        "parameters": parameters,
+        "tied": {a: name for a, name in aliases.items() if a != name and name not in left_out},
+        "buffers": {
+            saved(name): {"shape": list(b.shape), "persistent": name in kept, **where}
+            for name, b in module.named_buffers()
+        },
+        "order": [saved(name) for name in kept],
+        "apart": [stage.names[p] for p in stage.update.slices.apart],
+        "left_out": list(left_out),
     }
+
+
+def counted_elsewhere(engine: TrainingState) -> frozenset[nn.Parameter]:
+    """What another rank of this replica saves."""
+    beyond = engine.stage.update.beyond
+    return frozenset() if beyond is None else beyond.counted_elsewhere
 
 
 def identity(engine: TrainingState) -> dict[str, Any]:
     """What a run is; `resume` says what of it must be the same in the run that goes on."""
     return {
-        "world_size": engine.group.size,
+        "world_size": engine.axes.world.size,
         "stage": engine.config.zero_optimization.stage,
         "dtype": str(engine.config.dtype).removeprefix("torch."),
         "optimizer": type(engine.optimizer).__name__,
@@ -59,7 +89,8 @@ def contents(
     """(tensors, notes) of this rank. CheckpointError names what of them cannot be kept."""
     tensors: dict[str, Tensor | Later] = {}
     noted: dict[str, Tensor] = {}  # inside what becomes JSON
-    left_out = frozen_names(engine.module) if exclude_frozen else set()
+    saved = engine.saved_name
+    left_out = {saved(name) for name in frozen_names(engine.module)} if exclude_frozen else set()
     states: dict[str, dict[str, Any]] = {}
     for part in parts(engine.stage):
         if part.name in left_out:
@@ -70,7 +101,7 @@ def contents(
         if begins := rest | dict.fromkeys(part.state, "cut"):
             states[part.name] = begins
     for name, buffer in engine.module.named_buffers():
-        tensors[f"buffer/{name}"] = buffer
+        tensors[f"buffer/{saved(name)}"] = buffer
     scheduler, scaler = engine.lr_scheduler, engine.stage.scaler
     plain = {
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in param_groups(engine)],
@@ -79,7 +110,7 @@ def contents(
         "lr_scheduler": None if scheduler is None else dict(scheduler.state_dict()),
         "random": random_state.get(engine.group.device),
         "data": engine.data_state(),
-        "extra_state": extra_states(engine.module),
+        "extra_state": {saved(name): state for name, state in extra_states(engine.module).items()},
         "client_state": dict(client_state),
     }
     notes = {"state": states} | {name: encode(value, name, noted) for name, value in plain.items()}

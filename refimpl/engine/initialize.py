@@ -34,6 +34,7 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
     config_params: Mapping[str, Any] | str | Path | None = None,
+    mesh_param: tuple[int, int] | None = None,
 ) -> tuple[Engine, Optimizer | None, DataLoader[Any] | None, Any | None]:
     """Make an engine from a model and a DeepSpeed configuration: (engine, optimizer, dataloader, scheduler).
 
@@ -43,7 +44,8 @@ def initialize(
     the optimizer. A `PipelineModule`, and a GPT with `pipeline.stages`, are trained by a `PipelineEngine`. `mpu` is an
     object or module with get_data_parallel_group(), get_model_parallel_group() or their like: the model is split along
     them already, and says of a parameter that it is a part by its attribute `model_parallel` or
-    `tensor_model_parallel`. ValueError, or ConfigError, names what is wrong. On every rank, with the same arguments.
+    `tensor_model_parallel`. `mesh_param`: (data_parallel_size, sequence_parallel_size), over the file's. ValueError, or
+    ConfigError, names what is wrong. On every rank, with the same arguments.
     """
     given = {
         "config": config,
@@ -58,8 +60,12 @@ def initialize(
         raise ValueError("initialize needs a model")
     (source,) = sources.values()
     raw = raw_config(source)
+    if mesh_param is not None:
+        raw |= dict(zip(("data_parallel_size", "sequence_parallel_size"), mesh_param, strict=True))
     axes = laid_out(raw, model, mpu, connect(dist_init_required))
-    parts = build(model, raw, axes, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+    parts = build(
+        model, raw, axes, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, mpu is not None
+    )
     engine = PipelineEngine(parts) if isinstance(parts.model, PipelineModule) else Engine(parts)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

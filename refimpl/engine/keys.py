@@ -110,7 +110,6 @@ REJECTED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "zero_optimization.zero_quantized_nontrainable_weights": (f"{NOT_YET}: ZeRO++ quantised gathers", [False]),
     "zero_optimization.zero_quantized_gradients": (f"{NOT_YET}: ZeRO++ quantised reduction", [False]),
     "zero_optimization.zeropp_loco_param": (f"{NOT_YET}: ZeRO++ error feedback", [None]),
-    "zero_optimization.mics_shard_size": (f"{NOT_YET}: MiCS", [-1]),
     "zero_optimization.mics_hierarchical_params_gather": (f"{NOT_YET}: MiCS", [False]),
     "zero_optimization.save_muon_momentum_buffer_in_memory": (f"{NOT_YET}: the Muon optimizer", [False]),
     "zero_optimization.offload_optimizer.super_offload": (f"{NOT_YET}: SuperOffload", [False]),

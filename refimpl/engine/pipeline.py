@@ -8,14 +8,14 @@ summed) -> the replicas' mean, at the end of the stage's backward pass -> `Engin
 `engine.group` are the replicas of this rank's layers: the batch triple, the data and ZeRO are of those. The gradient's
 norm, clipping and a skipped step are of all stages. ZeRO stages 0 and 1: from 2 on each micro-batch would be reduced.
 Data is read on ranks that hold the first or the last stage; the others may be given no iterator.
-DeepSpeed: deepspeed/runtime/pipe/engine.py. Not here yet: checkpoints.
+DeepSpeed: deepspeed/runtime/pipe/engine.py, whose checkpoints have a file a layer.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from refimpl.engine.build import Parts
@@ -40,6 +40,8 @@ class PipelineEngine(Engine):
         """NotImplementedError for ZeRO stages 2 and 3."""
         super().__init__(parts)
         refuse_stage(parts)
+        for p, name in self.stage.names.items():
+            self.stage.names[p] = self.saved_name(name)
         if interval := self.config.pipeline.activation_checkpoint_interval:
             self.module.checkpoint_interval = interval
         self.batch_fn: Callable[[Any], Any] | None = None
@@ -126,21 +128,13 @@ class PipelineEngine(Engine):
         """PipelineError."""
         raise PipelineError("a pipeline is trained by train_batch(), which steps too; there is no step()")
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        """NotImplementedError."""
-        raise NotImplementedError(
-            "save_checkpoint of a pipeline: not implemented yet; each rank has module_state_dict()"
-        )
+    def saved_name(self, name: str) -> str:
+        """As `PipelineModule.name_in_whole`."""
+        return self.module.name_in_whole(name)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
-        """NotImplementedError."""
-        raise NotImplementedError("load_checkpoint of a pipeline: not implemented yet; use load_module_state_dict")
-
-    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
-        """NotImplementedError."""
-        raise NotImplementedError(
-            "save_16bit_model of a pipeline: not implemented yet; each rank has module_state_dict()"
-        )
+    def copies(self) -> dict[nn.Parameter, str]:
+        """Shared weights that an earlier stage has: their names there."""
+        return {p: self.saved_name(name) for p, name in self.module.first_names.items()}
 
     def _micro_batches(self, data_iter: Iterator[Any] | None, number: int) -> tuple[list[Any], list[Any]]:
         """The inputs and the labels of this rank's next micro-batches; None for each where no stage reads them."""

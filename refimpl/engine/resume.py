@@ -15,7 +15,7 @@ converted first (ds_to_universal.py) and loaded with checkpoint.load_universal, 
 import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,13 @@ from refimpl.checkpoint import manifest, random_state
 from refimpl.checkpoint.errors import CheckpointError, naming, together
 from refimpl.checkpoint.find import find
 from refimpl.checkpoint.folder import Folder, notes_file, rank_file
+from refimpl.checkpoint.place import Portion
 from refimpl.engine import weights
 from refimpl.engine.contents import COUNTERS, identity, param_groups, schedule
 from refimpl.engine.state import TrainingState
-from refimpl.zero.portable import Cut, restore
+from refimpl.engine.whole import portions_by_name
+from refimpl.zero import portable
+from refimpl.zero.portable import restore
 
 SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # what a schedule writes into the optimizer's groups
 
@@ -55,12 +58,13 @@ class Saved:
     """A checkpoint for `zero.portable.restore`."""
 
     folder: Folder
+    portions: Mapping[str, Portion] = field(default_factory=dict)  # of what this rank has a part of
 
     def fill(self, key: str, name: str, begin: int, out: Tensor) -> None:
-        self.folder.fill(key, name, begin, out)
+        self.folder.fill(key, name, begin, out, self.portions.get(name))
 
     def state(self, name: str) -> Mapping[str, Any]:
-        return self.folder.state(name, Cut)
+        return self.folder.state(name, portable.Cut)
 
 
 def load(
@@ -73,9 +77,9 @@ def load(
     """
     if wanted.custom is not None and not wanted.weights_alone:
         raise ValueError("custom_load_fn: its weights do not fit the saved optimizer; add load_optimizer_states=False")
-    together(engine.group, engine.saving.wait)
-    found = together(engine.group, lambda: find(load_dir, None if tag is None else str(tag)))
-    seen = engine.group.all_gather_object(None if found is None else f"{found[0].name} of save {found[1]['id']}")
+    together(engine.axes.world, engine.saving.wait)
+    found = together(engine.axes.world, lambda: find(load_dir, None if tag is None else str(tag)))
+    seen = engine.axes.world.all_gather_object(None if found is None else f"{found[0].name} of save {found[1]['id']}")
     if len(set(seen)) > 1:
         said = ", ".join(f"rank {rank}: {name or 'none'}" for rank, name in enumerate(seen))
         raise CheckpointError(f"{load_dir}: the ranks see different checkpoints: {said}; use a folder that all share")
@@ -85,19 +89,26 @@ def load(
         warnings.warn(f"{load_dir} has no checkpoint: no file `latest`; nothing is loaded{hint}", stacklevel=3)
         return None, None
     with Folder(*found) as folder:
-        together(engine.group, lambda: check(engine, folder, wanted))
+        here = engine.axes.model.all_gather_object(
+            [engine.saved_name(n) for n in engine.module.state_dict(keep_vars=True)]
+        )
+        known = {name for names in here for name in names}
+        together(engine.axes.world, lambda: check(engine, folder, wanted, known))
         go_on(engine, folder, wanted)
         return str(folder.path), folder.value(own_rank(engine, folder), "client_state")
 
 
 def own_rank(engine: TrainingState, folder: Folder) -> int:
     """The rank whose buffers and client_state this one takes."""
-    return engine.group.rank if engine.group.rank < folder.ranks else 0
+    return engine.axes.world.rank if engine.axes.world.rank < folder.ranks else 0
 
 
-def check(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
-    """CheckpointError if something is damaged or does not fit. The ranks share the files, so that each is read once."""
-    about, rank = folder.about, engine.group.rank
+def check(engine: TrainingState, folder: Folder, wanted: Wanted, known: set[str]) -> None:
+    """CheckpointError if something is damaged or does not fit. The ranks share the files, so that each is read once.
+
+    known: the names of the whole model's weights.
+    """
+    about, rank = folder.about, engine.axes.world.rank
     if not wanted.weights_alone:
         here = identity(engine) | ({"optimizer": None} if about["optimizer"] is None else {})  # an import may not know
         differ = [
@@ -114,10 +125,12 @@ def check(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
             "one here with load_lr_scheduler_states=False"
         )
     own = own_rank(engine, folder)
-    mine = [rank_file(own), notes_file(own), *list(about["files"])[rank :: engine.group.size]]
+    mine = [rank_file(own), notes_file(own), *list(about["files"])[rank :: engine.axes.world.size]]
     folder.check(list(dict.fromkeys(mine)))
     folder.notes(own)
-    weights.check_fits(engine, folder, wanted.strict and wanted.custom is None)
+    weights.check_fits(engine, folder, wanted.strict and wanted.custom is None, known)
+    if wanted.custom is not None and engine.axes.model.size > 1:
+        raise CheckpointError("custom_load_fn: this rank has a part of the model; load without it")
 
 
 def go_on(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
@@ -130,7 +143,13 @@ def go_on(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
         weights.read_with(engine, folder, wanted.custom)
     else:
         names = weights.shared_names(engine, folder)
-        restore(engine.stage, Saved(folder), names, not wanted.weights_alone, folder.about["apart"])
+        restore(
+            engine.stage,
+            Saved(folder, portions_by_name(engine)),
+            names,
+            not wanted.weights_alone,
+            folder.about["apart"],
+        )
         weights.read_buffers(engine, folder, 0 if wanted.weights_alone else own)
     if not wanted.weights_alone:
         restore_training(engine, folder, wanted, groups)
@@ -150,11 +169,13 @@ def restore_training(engine: TrainingState, folder: Folder, wanted: Wanted, grou
     if engine.stage.scaler is not None and scale is not None:
         engine.stage.scaler.load_state_dict(scale)
     engine.stage.update.skipped_steps = folder.value(0, "skipped_steps")
-    rank = engine.group.rank
+    rank = engine.axes.world.rank
     if wanted.random and rank < folder.ranks and (state := folder.value(rank, "random")) is not None:
         random_state.put(state, engine.group.device)
-    data = folder.value(own_rank(engine, folder), "data")
-    if data is not None and engine.group.size != folder.ranks and "taken" not in data:
+    data = folder.value(0, "data")  # a rank in mid-pipeline reads none
+    if data is not None and "taken" not in data:
+        data = folder.value(own_rank(engine, folder), "data")
+    if data is not None and engine.axes.world.size != folder.ranks and "taken" not in data:
         warnings.warn(f"{folder.path}: a stream's position is each rank's own: it begins anew", stacklevel=6)
         data = None
     engine.go_on_with_data(data)
@@ -178,7 +199,7 @@ def restore_schedule(engine: TrainingState, path: Path, state: dict[str, Any]) -
             scheduler.load_state_dict(state)
 
     try:
-        together(engine.group, load_state)
+        together(engine.axes.world, load_state)
     except CheckpointError:
         scheduler.load_state_dict(before)
         raise

@@ -233,6 +233,9 @@ class ZeroOptimization(Section):
     offload_param: Annotated[OffloadParam, BeforeValidator(unless_off)] = Field(
         default_factory=OffloadParam, description="where stage 3's parameters rest"
     )
+    mics_shard_size: int = Field(
+        default=-1, description="ranks that state is divided over; the others hold the same; -1: over all"
+    )
     ignore_unused_parameters: bool = Field(default=True, description="unused parameters count as zero gradients")
     leaf_module: LeafModule = Field(default_factory=LeafModule, description="modules gathered as one unit")
 

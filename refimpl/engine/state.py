@@ -28,6 +28,14 @@ class TrainingState(nn.Module):
         self.saving = Background()
         self._batches: Iterator[Any] | None = None  # of the training data, in `train_batch`
 
+    def saved_name(self, name: str) -> str:
+        """What a parameter or module of `module` is called in the whole model, of which `module` may be a part."""
+        return name
+
+    def copies(self) -> dict[nn.Parameter, str]:
+        """The parameters that an earlier part of the model has too, and counts: their names there."""
+        return {}
+
     @property
     def optimizer(self) -> Optimizer | None:
         """The torch optimizer; its parameters are this rank's fp32 shards. None in an engine for inference."""

@@ -14,16 +14,41 @@ from torch import Tensor
 from refimpl.checkpoint import atomic, export, tensors
 from refimpl.checkpoint.errors import CheckpointError, naming, together
 from refimpl.checkpoint.folder import Folder
+from refimpl.comm.group import Group
 from refimpl.engine.contents import frozen_names
 from refimpl.engine.state import TrainingState
+from refimpl.engine.whole import portions
+from refimpl.parallel.swap import join_parts
 from refimpl.zero.init import GatheredParameters
 
 
 def whole_weights(engine: TrainingState, exclude_frozen: bool) -> dict[str, Tensor] | None:
-    """The weights by name on rank 0, None elsewhere. Collective."""
+    """The whole model's weights by name on rank 0, None elsewhere. Collective."""
     weights = engine.stage.full_state_dict()
+    if weights is None or engine.axes.across.rank > 0:
+        return None
     left_out = frozen_names(engine.module) if exclude_frozen else set()
-    return None if weights is None else {name: w for name, w in weights.items() if name not in left_out}
+    weights = {name: w for name, w in weights.items() if name not in left_out}
+    if engine.axes.model.size == 1:
+        return weights
+    if any(portion.dim is None for portion, _ in portions(engine).values()):
+        raise CheckpointError("the model itself has split its layers over ranks: only it can put them together")
+    whole = {engine.saved_name(name): w for name, w in join_parts(engine.module, weights).items()}
+    return from_all_stages(engine.axes.pipeline, whole) if engine.axes.tensor.rank == 0 else None
+
+
+def from_all_stages(group: Group, weights: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """Every stage's weights on rank 0 of `group`, None elsewhere. Sends each once."""
+    said = group.all_gather_object({name: (tuple(w.shape), w.dtype) for name, w in weights.items()})
+    for stage, names in enumerate(said[1:], 1):
+        for name, (shape, dtype) in names.items():
+            if group.rank == stage:
+                group.send(weights[name].to(group.device).contiguous(), 0, tag="whole weights")
+            elif group.rank == 0:
+                received = torch.empty(shape, dtype=dtype, device=group.device)
+                group.recv(received, stage, tag="whole weights")
+                weights.setdefault(name, received)
+    return weights if group.rank == 0 else None
 
 
 def write(path: Path, weights: dict[str, Tensor]) -> None:
@@ -43,12 +68,12 @@ def save_16bit_model(engine: TrainingState, save_dir: Path, filename: str, exclu
     """
     zero = engine.config.zero_optimization
     if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
-        if engine.group.rank == 0:
+        if engine.axes.world.rank == 0:
             key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
             warnings.warn(f"save_16bit_model wrote nothing: set {key} to true", stacklevel=3)
         return False
     weights = whole_weights(engine, exclude_frozen)
-    together(engine.group, lambda: None if weights is None else _write_16bit(engine, weights, save_dir / filename))
+    together(engine.axes.world, lambda: None if weights is None else _write_16bit(engine, weights, save_dir / filename))
     return True
 
 
@@ -60,8 +85,8 @@ def _write_16bit(engine: TrainingState, weights: dict[str, Tensor], path: Path) 
         atomic.write_file(path, lambda part: write(part, cast))
 
 
-def check_fits(engine: TrainingState, folder: Folder, strict: bool) -> None:
-    """CheckpointError if what was saved are not the weights of the model.
+def check_fits(engine: TrainingState, folder: Folder, strict: bool, known: set[str]) -> None:
+    """CheckpointError if what was saved are not the weights of the model, of which `known` are all names.
 
     strict: no weight may be missing but those that the save has left out, and none may be too many.
     """
@@ -70,12 +95,13 @@ def check_fits(engine: TrainingState, folder: Folder, strict: bool) -> None:
     there |= {alias: there[name] for alias, name in about["tied"].items()}
     there |= {name: buffer["shape"] for name, buffer in about["buffers"].items() if buffer["persistent"]}
     state = engine.module.state_dict(keep_vars=True)
-    here = {name: list(w.shape) for name, w in state.items() if isinstance(w, Tensor)}
+    shapes = {p: shape for p, (_, shape) in portions(engine).items()}
+    here = {engine.saved_name(n): list(shapes.get(w, w.shape)) for n, w in state.items() if isinstance(w, Tensor)}  # type: ignore[call-overload]
     both = [name for name in here if name in there]
     wrong = [f"{name} is {there[name]} there, {here[name]} here" for name in both if there[name] != here[name]]
     if strict:
         wrong += [f"{name} is not in the file" for name in here if name not in there and name not in about["left_out"]]
-        wrong += [f"{name} is not in the model" for name in there if name not in here]
+        wrong += [f"{name} is not in the model" for name in there if name not in known]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         remedy = "Build the model that was saved" + (", or set load_module_strict=False" if strict else "")
@@ -92,10 +118,12 @@ def shared_names(engine: TrainingState, folder: Folder) -> list[str]:
 @torch.no_grad()
 def read_buffers(engine: TrainingState, folder: Folder, rank: int) -> None:
     """The buffers that a rank saved, and what modules keep beside them."""
-    for name, buffer in engine.module.named_buffers():
+    for own, buffer in engine.module.named_buffers():
+        name = engine.saved_name(own)
         if name in folder.about["buffers"]:
-            buffer.copy_(folder.reader(rank).tensor(f"buffer/{name}"))
-    modules = dict(engine.module.named_modules())
+            ranks = folder.about["buffers"][name].get("ranks", [rank])
+            buffer.copy_(folder.reader(rank if rank in ranks else ranks[0]).tensor(f"buffer/{name}"))
+    modules = {engine.saved_name(name): module for name, module in engine.module.named_modules()}
     for name, state in folder.value(rank, "extra_state").items():
         if name in modules:
             modules[name].set_extra_state(state)
@@ -108,4 +136,4 @@ def read_with(engine: TrainingState, folder: Folder, load: Callable[..., object]
     parameters is kept.
     """
     with GatheredParameters(engine.module, modifier_rank=0), torch.no_grad():
-        together(engine.group, lambda: load(src=dict(export.weights(folder, None)), dst=engine.module))
+        together(engine.axes.world, lambda: load(src=dict(export.weights(folder, None)), dst=engine.module))

@@ -1,6 +1,6 @@
 """The knobs of chapter 13: a mesh on nodes, who is in whose group along each axis, and the bytes on it.
 
-The numbering is that of `refimpl.comm.mesh.Mesh`, the bytes those of `refimpl.plan.context`. Nothing is sent.
+The numbering is that of `refimpl.comm.mesh.Mesh`, the bytes those of `refimpl.plan.traffic`. Nothing is sent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from refimpl.notebook import show
 from refimpl.notebook.widgets import Knobs
 from refimpl.parallel.pipeline.topology import ProcessTopology
-from refimpl.plan.context import on_axes
+from refimpl.plan.mesh import Mesh
 from refimpl.plan.shape import Shape
+from refimpl.plan.traffic import busiest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,12 +34,15 @@ def axes_of(text: str) -> dict[str, int]:
 
 def rows(shape: Shape, axes: Axes, rank: int, node: int, batch: int) -> list[dict[str, Any]]:
     """Of each axis, innermost first: its size, the group of `rank`, the nodes that lie in it, bytes sent a step."""
-    grid, sent = ProcessTopology(list(axes), list(axes.values())), on_axes(shape, dict(axes), batch)
+    grid = ProcessTopology(list(axes), list(axes.values()))
+    mesh = Mesh(*(axes.get(name, 1) for name in ("dp", "pp", "tp")), batch, cp=axes.get("cp", 1))
+    mesh.check(shape)
+    sent = busiest(shape, mesh)
     found = []
     for name in reversed(list(axes)):
         (group,) = (ranks for ranks in grid.get_axis_comm_lists(name) if rank in ranks)
         found.append({"axis": name, "size": axes[name], "group": group, "nodes": len({r // node for r in group}),
-                      "sent": sent[name]})  # fmt: skip
+                      "sent": sent[NAMES[name]]})  # fmt: skip
     return found
 
 

@@ -211,9 +211,14 @@ def _summed(group: Group, grad: Tensor) -> Tensor:
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The unsplit model's state dict, on every rank; a collective. Sends (N - 1) parts of every split parameter."""
+    return join_parts(model, model.state_dict())
+
+
+def join_parts(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As `whole_state_dict`, of weights that are given by their names in `model`."""
     splits = {id(layer): layer for layer in model.modules() if isinstance(layer, Parted)}
     whole: dict[str, Tensor] = {}
-    for name, x in model.state_dict().items():
+    for name, x in state.items():
         prefix, _, key = name.rpartition(".")
         layer = splits.get(id(model.get_submodule(prefix)))
         if layer is not None and key in layer.splits:

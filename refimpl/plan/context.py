@@ -1,4 +1,4 @@
-"""Bytes that a rank sends for one sequence on several ranks: a ring, Ulysses, or all keys gathered.
+"""Bytes that a rank sends for attention over one sequence on several ranks: a ring, Ulysses, or all keys gathered.
 
 n: bytes of a rank's queries of one layer, B T/N H D b. m: of its keys, n K / H; of its values as many.
 
@@ -11,10 +11,6 @@ Ring attention: Liu et al. 2023, arXiv:2310.01889. Ulysses: Jacobs et al. 2023, 
 """
 
 import math
-from dataclasses import replace
-
-from refimpl.plan.mesh import Mesh, traffic
-from refimpl.plan.shape import Shape
 
 FP32 = 4
 
@@ -32,22 +28,3 @@ def ulysses_sent(tokens: int, heads: int, kv_heads: int, width: int, ranks: int,
     if heads % ranks or heads % each:
         raise ValueError(f"{heads} heads over {kv_heads} of keys cannot be dealt out to {ranks} ranks")
     return 2 * tokens * (2 * heads + 2 * each) * width * itemsize * (ranks - 1) // ranks
-
-
-def on_axes(
-    shape: Shape, axes: dict[str, int], batch: int, itemsize: int = 2, recompute: bool = True
-) -> dict[str, int]:
-    """Bytes that a rank of the first stage sends in a step on each of the axes dp, pp, cp and tp; ZeRO-1 over dp x cp.
-
-    Micro-batches of one sequence, a ring over cp. ValueError for a layout that cannot be.
-    """
-    dp, pp, cp, tp = (axes.get(name, 1) for name in ("dp", "pp", "cp", "tp"))
-    if shape.context % (2 * cp) and cp > 1:
-        raise ValueError(f"{shape.context} tokens over {cp} context ranks: does not divide by {2 * cp}")
-    # To all but attention a rank's tokens are a short sequence, and the ranks of a long one are replicas.
-    mesh = Mesh(dp * cp, pp, tp, batch * cp, recompute=recompute, itemsize=itemsize)
-    mesh.check(shape)
-    parts = traffic(replace(shape, context=shape.context // cp), mesh)
-    keys = shape.context // cp * shape.width * shape.kv_heads // shape.heads // tp
-    ring = ring_sent(keys, cp, itemsize, forwards=1 + recompute) * (shape.layers // pp) * mesh.micro_batches
-    return {"dp": traffic(shape, mesh)["data"], "pp": parts["pipeline"], "cp": ring, "tp": parts["tensor"]}

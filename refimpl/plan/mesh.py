@@ -2,7 +2,8 @@
 
     tensor (tp)     matrices and vocabulary / tp; activations too, by sequence parallelism
     pipeline (pp)   layers / pp; stage 0 has up to pp micro-batches alive (1F1B), the last one the head
-    data (dp)       sequences; ZeRO divides state over dp
+    data (dp)       sequences; ZeRO divides state over dp x cp
+    context (cp)    tokens of a sequence: activations / cp, attention in a ring
 
 Time, each term stated: compute at `efficiency` of the peak; the bubble (pp - 1) / m of it; the all-reduces of tensor
 parallelism, which nothing hides, over `node` bandwidth (over `network` where tp exceeds a node); messages between
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from refimpl.plan import formulas
 from refimpl.plan.shape import Shape
 from refimpl.plan.time import bubble
+from refimpl.plan.traffic import busiest, parameters_of
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,11 @@ class Mesh:
     zero: formulas.Strategy = "zero1"
     recompute: bool = True  # each block keeps its input alone
     itemsize: int = 2
+    cp: int = 1  # ranks that share a sequence
 
     @property
     def gpus(self) -> int:
-        return self.dp * self.pp * self.tp
+        return self.dp * self.pp * self.cp * self.tp
 
     @property
     def micro_batches(self) -> int:
@@ -59,6 +62,7 @@ class Mesh:
             ("heads of keys and values over tensor ranks", shape.kv_heads, self.tp),
             ("vocabulary over tensor ranks", shape.vocab, self.tp),
             ("sequences over ranks and micro-batches", self.batch, self.dp * self.micro),
+            ("tokens over context ranks, two runs each", shape.context, 2 * self.cp if self.cp > 1 else 1),
         ):
             if whole % parts:
                 raise ValueError(f"{whole} {what}: does not divide by {parts}")
@@ -95,18 +99,19 @@ def judge(shape: Shape, mesh: Mesh, machine: Machine) -> Verdict:
     """ValueError for a layout that cannot be."""
     mesh.check(shape)
     fullest = max((state(shape, mesh, stage) for stage in {0, mesh.pp - 1}), key=lambda found: sum(found.values()))
-    sent = traffic(shape, mesh)
+    sent = busiest(shape, mesh)
     done = shape.flops(mesh.batch, mesh.recompute) / mesh.gpus
     compute = done / (machine.peak * machine.efficiency)
     idle = bubble(mesh.pp, mesh.micro_batches)
     inside = mesh.tp <= machine.in_node
     last = compute / mesh.micro_batches * (3 if mesh.recompute else 2) / (4 if mesh.recompute else 3)
-    alone = mesh.dp * mesh.tp * mesh.pp <= machine.in_node
+    alone = mesh.gpus <= machine.in_node
     seconds = {
         "compute": compute,
         "bubble": compute * idle / (1 - idle),
         "tensor": sent["tensor"] / (machine.node if inside else machine.network),
         "pipeline": sent["pipeline"] / machine.network,
+        "context": sent["context"] / (machine.node if mesh.tp * mesh.cp <= machine.in_node else machine.network),
         "data": max(0.0, sent["data"] / (machine.node if alone else machine.network) - last),
     }
     step = sum(seconds.values())
@@ -114,45 +119,20 @@ def judge(shape: Shape, mesh: Mesh, machine: Machine) -> Verdict:
     return Verdict(mesh, fullest, sent, seconds, mfu, idle)
 
 
-def parameters_of(shape: Shape, mesh: Mesh, stage: int) -> int:
-    """On one rank of a stage, before ZeRO divides them. A tied head of another stage is a copy of its own."""
-    count = shape.layers // mesh.pp * shape.block(mesh.tp)
-    if stage == 0:
-        count += shape.embedding // mesh.tp + shape.positions * shape.context * shape.width
-    if stage == mesh.pp - 1:
-        count += shape.last_norm
-        if not shape.tied or mesh.pp > 1:
-            count += shape.embedding // mesh.tp
-    return count
-
-
 def state(shape: Shape, mesh: Mesh, stage: int) -> dict[str, int]:
     """Bytes by class."""
     layout = formulas.Layout(parameters_of(shape, mesh, stage), padding=0, buckets=0)
-    found = formulas.memory_bytes(mesh.zero, mesh.dp, mesh.itemsize, layout)
+    found = formulas.memory_bytes(mesh.zero, mesh.dp * mesh.cp, mesh.itemsize, layout)
     alive = min(mesh.pp - stage, mesh.micro_batches)
     return found | {"activations": activations(shape, mesh, alive, head=stage == mesh.pp - 1)}
 
 
 def activations(shape: Shape, mesh: Mesh, alive: int, head: bool) -> int:
     """Kept for backward by `alive` micro-batches of a stage, sequence parallelism included."""
-    tokens, w = mesh.micro * shape.context, shape.width
+    tokens, w = mesh.micro * shape.context // mesh.cp, shape.width
     inside = 6 * w + 2 * w * shape.kv_heads // shape.heads + (2 if shape.matrices == 2 else 4) * shape.hidden
     kept = inside * tokens * mesh.itemsize
     border, layers = w * tokens * mesh.itemsize, shape.layers // mesh.pp
     whole = alive * layers * border + kept if mesh.recompute else alive * layers * kept
     logits = tokens * shape.vocab * (mesh.itemsize + 4) if head else 0  # and their fp32 copy for the loss
     return (whole + logits) // mesh.tp
-
-
-def traffic(shape: Shape, mesh: Mesh) -> dict[str, int]:
-    """Bytes that a GPU sends in a step, by axis."""
-    tokens = mesh.micro * shape.context
-    border = tokens * shape.width * mesh.itemsize
-    passes = 6 if mesh.recompute else 4  # all-reduces of a block: two a pass, and forward runs twice
-    tensor = passes * 2 * border * (mesh.tp - 1) // mesh.tp * shape.layers // mesh.pp * mesh.micro_batches
-    between = 2 * border // mesh.tp * mesh.micro_batches if mesh.pp > 1 else 0
-    layout = formulas.Layout(parameters_of(shape, mesh, 0), padding=0, buckets=0)
-    rows = formulas.traffic(mesh.zero, mesh.dp, mesh.itemsize, layout, mesh.micro_batches)
-    data = sum(row.bytes for row in rows if row.tag in ("gradients", "parameters"))
-    return {"tensor": tensor, "pipeline": between, "data": data}

@@ -16,7 +16,7 @@ class Buffers:
     """`share()` before a training forward."""
 
     def __init__(self, model: nn.Module, group: Group, enabled: bool) -> None:
-        self.group = group
+        self.group, self.across = group, Group(None, device=group.device)
         saved = [
             (module, name)
             for module in model.modules()
@@ -34,7 +34,8 @@ class Buffers:
         for dtype in dict.fromkeys(b.dtype for b in buffers):
             same = [b for b in buffers if b.dtype == dtype]
             flat = torch.cat([b.flatten() for b in same])
+            self.across.broadcast(flat, tag="buffers")
             self.group.broadcast(flat, tag="buffers")
-            if self.group.rank != 0:
+            if self.group.rank != 0 or self.across.rank != 0:
                 for buffer, new in zip(same, flat.split([b.numel() for b in same]), strict=True):  # type: ignore[no-untyped-call]
                     buffer.copy_(new.view(buffer.shape))

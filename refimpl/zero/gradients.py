@@ -78,6 +78,7 @@ class Gradients:
         self.dropped: set[nn.Parameter] = set()  # whose reduced gradient was dropped, on every rank
         self.generation = 0  # counts the changes of `total`
         self.resting: Resting | None = None  # where the totals of some buckets wait, if not in memory
+        self.across: Group | None = None  # the ranks with the same shards and other data, see `Stage.replicate`
         self.held: Callable[[Bucket], bool] = lambda _: False  # whether somebody has kept a view of its total
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         self.first_finite: Tensor | None = None  # whether the last backward's first gradient was; None: it had none
@@ -86,6 +87,7 @@ class Gradients:
         self.flights: deque[Flight] = deque()  # reductions under way, the oldest first
         self.total: dict[Bucket, Tensor] = {}  # [P] or [S], mean over ranks of all that has travelled since the step
         self._missing: dict[Bucket, set[nn.Parameter]] | None = None  # still to arrive in this backward
+        self._arrived: dict[Bucket, Flight] = {}  # reduced here, still to meet what is `across`
         self._lent: dict[Bucket, Tensor] = {}  # the buffers that totals live in until the step
         # Kept between steps, for what fills, which the ranks exchange, and for the results.
         self._scratch, self._results = Scratch(group.streams, group.empty), Scratch(group.streams)
@@ -110,6 +112,8 @@ class Gradients:
 
     def begin(self) -> None:
         """A backward begins: every bucket with something to train awaits its gradients."""
+        self.flights += self._arrived.values()
+        self._arrived = {}
         while self.flights:  # of a backward that raised
             self._give_back(self.flights.popleft())
         with torch._C.DisableTorchFunctionSubclass():  # a freed parameter's way of being asked, which takes longer
@@ -218,8 +222,7 @@ class Gradients:
         late = [b for b in self.buckets if b in self.filling and b not in self._missing]
         for bucket in [*self._missing, *late]:
             self.launch(bucket)
-        while self.flights:
-            self.settle()
+        self.settle_all()
 
     def launch(self, bucket: Bucket) -> None:
         """Start the reduction of the bucket's local gradients; what was not written counts as zero."""
@@ -236,11 +239,14 @@ class Gradients:
         if not self.config.overlap_comm:
             self.settle()
 
-    def settle(self) -> None:
-        """Wait for the oldest reduction and add its result to the bucket's total."""
+    def settle(self, met: bool = False) -> None:
+        """Wait for the oldest reduction and add its result to the bucket's total; `met`: also those `across` have."""
         flight = self.flights.popleft()
         bucket, reduction = flight.bucket, flight.reduction
         reduction.work.wait()
+        if self.across is not None and not met:
+            self._arrived[bucket] = flight
+            return
         result = reduction.result.to(flight.local.dtype)
         if self._postscale != 1:
             result.mul_(self._postscale)
@@ -258,6 +264,17 @@ class Gradients:
             self.dropped.difference_update(bucket.params)
         self.generation += 1
 
+    def settle_all(self) -> None:
+        """Wait for all; meet the ranks `across` in one order: these may have used the layers in another."""
+        while self.flights:
+            self.settle()
+        for bucket in [bucket for bucket in self.buckets if bucket in self._arrived]:
+            assert self.across is not None
+            self.flights.append(self._arrived.pop(bucket))
+            op: Op = "sum" if self.config.gradient_allreduce_op == "sum" else "mean"
+            self.across.all_reduce(self.flights[0].reduction.result, op, tag="gradients across")
+            self.settle(met=True)
+
     def _give_back(self, flight: Flight) -> None:
         """The buffers of a reduction that is over or of no use, but for what its bucket's total lives in."""
         flight.reduction.work.wait()
@@ -271,8 +288,7 @@ class Gradients:
             for bucket in self.buckets:
                 if bucket in self.filling or any(p.requires_grad for p in bucket.params):
                     self.launch(bucket)
-            while self.flights:
-                self.settle()
+            self.settle_all()
         return self.total
 
     def clear(self) -> None:

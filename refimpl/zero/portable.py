@@ -63,8 +63,16 @@ def place_of(stage: Stage, p: nn.Parameter) -> Place:
 
 
 def parts(stage: Stage) -> Iterator[Part]:
-    """This rank's parts of all parameters: views where they are in memory, `Later` where they rest on a disk."""
+    """This rank's parts of all parameters: views where they are in memory, `Later` where they rest on a disk.
+
+    None of what a rank beyond it saves.
+    """
+    beyond, across = stage.update.beyond, stage.update.across
+    if across is not None and across.rank > 0:
+        return
     for p, name in stage.names.items():
+        if beyond is not None and p in beyond.counted_elsewhere:
+            continue
         bucket, place = stage.home(p), place_of(stage, p)
         begin, end = place.held(stage.group.rank, stage.group.size)
         if bucket is None:

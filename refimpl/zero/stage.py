@@ -38,7 +38,7 @@ from refimpl.zero.held import Held
 from refimpl.zero.offloaded import OffloadedUpdate
 from refimpl.zero.outputs import tensors_of
 from refimpl.zero.owned import take_over
-from refimpl.zero.parameter import Freed, Hook, Managed, stage_of, take_raw_grad, untraced
+from refimpl.zero.parameter import DATA, Freed, Hook, Managed, stage_of, take_raw_grad, untraced
 from refimpl.zero.start import refuse_foreign, refuse_replaced, refuse_shared_memory, share
 from refimpl.zero.update import Update
 
@@ -250,6 +250,25 @@ class Stage(Changing, ByName, Held, ABC):
         another part's rank counts. On all these ranks, before the first step.
         """
         self.update.beyond = Beyond(group, frozenset(counted_elsewhere))
+
+    @torch.no_grad()
+    def replicate(self, group: Group) -> None:
+        """The ranks of `group` have the same shards and read other data: their gradients are averaged too.
+
+        State is then divided over this stage's own group alone, and gathered in it: shard inside a node, replicate
+        across (HSDP; MiCS, Zhang et al. 2022, arXiv:2205.00119). Sends 2 n (R-1)/R more of n owned bytes a backward.
+        The first of these ranks' weights are taken by all. Before the first step, on all ranks. torch: FSDP2 over a
+        mesh of two dimensions.
+        """
+        self.gradients.across = self.update.across = self.buffers.across = group
+        for bucket in dict.fromkeys(self.home(p) for p in self.names):
+            if bucket is not None:
+                flat = self.weights(bucket)
+                group.broadcast(flat, tag="parameters")
+                self.put_weights(bucket, flat)
+        for p in [p for p in self.names if self.home(p) is None]:
+            group.broadcast(DATA.__get__(p), tag="parameters")
+        self.gather()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients since the last step to this global norm, now; returns the norm before. A collective.

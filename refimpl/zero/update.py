@@ -52,6 +52,7 @@ class Update:
         self.group, self.config, self.scaler, self.stage = group, config, scaler, stage
         self.home = config.optimizer_home
         self.beyond: Beyond | None = None  # the ranks with other parts of the model, if there are
+        self.across: Group | None = None  # the ranks that own the same and read other data, if there are
         self.gone: set[Bucket] = set()  # what rests elsewhere gets its gradients later, see `OffloadedUpdate`
         self.handed: dict[Bucket, tuple[Tensor, float, set[nn.Parameter]]] = {}
         self.owned: dict[Bucket, Tensor] = {}
@@ -159,9 +160,13 @@ class Update:
                 message[0] -= sum_of_squares(bucket.part(mine, p), exact)
         self.group.all_reduce(message, "sum", tag="norm")
         self.group.settle()
-        squares, *unused = message.tolist()
+        squares, ranks = float(message[0]), self.group.size
+        if self.across is not None:
+            self.across.all_reduce(message, "sum", tag="norm")
+            ranks *= self.across.size
+        unused = message[1:].tolist()
         squares = self.beyond.all_squares(squares) if self.beyond else squares
-        return squares, {p for p, ranks in zip(params, unused, strict=True) if ranks == self.group.size}
+        return squares, {p for p, missed in zip(params, unused, strict=True) if missed == ranks}
 
     def _warn(self, was_finite: bool) -> None:
         """Say that a step is skipped, at the 1st, 2nd, 4th, 8th, ... time. A dynamic loss scale skips by design."""

@@ -3,23 +3,29 @@
 import math
 import warnings
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from worlds import run
 
 from refimpl import launch
-from refimpl.comm.axes import NAMES
+from refimpl.comm.group import Group
+from refimpl.comm.mesh import Mesh
 from refimpl.engine.initialize import initialize
 from refimpl.engine.pipeline import PipelineEngine
+from refimpl.engine.report import mean_loss
 from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.parallel.conjugates import copy, reduce
 from refimpl.parallel.swap import whole_state_dict
 
 SHAPE = GPTConfig(vocab=19, context=8, width=64, layers=3, heads=4)  # no axis of 3 divides the heads
 STEPS, GAS, MICRO = 3, 2, 2  # SGD: AdamW's first steps would make one size of all gradients, rounding and all
-FEEDS = 2  # batches of a step, whatever the layout
+FEEDS = 4  # batches of a step, whatever the layout
 
 
 def batch(step: int, feed: int, micro: int) -> tuple[Tensor, Tensor]:
@@ -64,10 +70,15 @@ def whole(engine: Any) -> dict[str, Tensor]:
         return {rename(name): w for name, w in whole_state_dict(engine.module).items()}
 
 
+def ranks_of(axes: dict[str, int]) -> int:
+    return prod(size for axis, size in axes.items() if axis != "shard")  # of which dp counts all
+
+
 MESHES = [
     ({"tp": 2}, 0), ({"tp": 2, "dp": 2}, 1), ({"tp": 2, "dp": 2}, 2), ({"cp": 2, "dp": 2}, 3), ({"cp": 2}, 1),
     ({"pp": 3}, 0), ({"pp": 2, "dp": 2}, 1), ({"pp": 2, "tp": 2}, 1), ({"cp": 2, "tp": 2}, 0), ({"pp": 2, "cp": 2}, 1),
-    ({"tp": 3}, 0), ({"pp": 2, "dp": 2, "tp": 2}, 1), ({"tp": 2, "dp": 2}, 3),
+    ({"tp": 3}, 0), ({"pp": 2, "dp": 2, "tp": 2}, 1), ({"tp": 2, "dp": 2}, 3), ({"dp": 4, "shard": 2}, 3),
+    ({"dp": 2, "cp": 2, "shard": 2}, 2),
 ]  # fmt: skip
 
 
@@ -83,11 +94,8 @@ def named(value: dict[str, int] | int) -> str:
 @pytest.mark.parametrize(("axes", "stage"), MESHES, ids=named)
 def test_any_layout_trains_as_one_process(axes: dict[str, int], stage: int, alone: Any) -> None:
     expected, losses, norms, _ = alone
-    ranks = 1
-    for name in NAMES:
-        ranks *= axes.get(name, 1)
     seen = set()
-    for weights, found, found_norms, _ in run(trained_at, axes, stage, ranks=ranks):
+    for weights, found, found_norms, _ in run(trained_at, axes, stage, ranks=ranks_of(axes)):
         assert found == pytest.approx(losses, rel=1e-5), "dot products are summed in another order, fp32"
         assert found_norms == pytest.approx(norms, rel=1e-4)
         for name, w in weights.items():
@@ -98,7 +106,7 @@ def test_any_layout_trains_as_one_process(axes: dict[str, int], stage: int, alon
 
 
 def trained_at(axes: dict[str, int], stage: int) -> Any:
-    return trained(axes, zero_optimization={"stage": stage})
+    return trained(axes, zero_optimization={"stage": stage, "mics_shard_size": axes.get("shard", -1)})
 
 
 def poisoned(axes: dict[str, int], where: int) -> tuple[int, bool, float | None]:
@@ -124,6 +132,119 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(axes: dict[str, int], whe
         assert not changed
         assert norm is not None
         assert not math.isfinite(norm)
+
+
+# --- models that somebody else has split, and says so by an mpu
+
+
+class Mpu:
+    """Megatron's questions, of neighbours that share the model."""
+
+    def __init__(self, size: int) -> None:
+        self.mesh = Mesh({"data": Group.world().size // size, "model": size})
+
+    def get_model_parallel_group(self) -> Any:
+        return self.mesh.group("model").handle
+
+    def get_data_parallel_group(self) -> Any:
+        return self.mesh.group("data").handle
+
+
+class Halves(nn.Module):
+    """x A1 A2 summed over the model's ranks, each of which has its columns of A1 and rows of A2; a norm is whole."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group, part = group, slice(group.rank * 64 // group.size, (group.rank + 1) * 64 // group.size)
+        torch.manual_seed(2)
+        first, second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        self.norm = nn.LayerNorm(64)
+        self.first = nn.Parameter(first.weight.detach()[part].clone())
+        self.second = nn.Parameter(second.weight.detach()[:, part].clone())
+        for p in (self.first, self.second):
+            p.model_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = copy(self.norm(x), self.group)
+        y: Tensor = reduce((x @ self.first.T).tanh() @ self.second.T, self.group)
+        return y.square().mean() * 100
+
+
+def by_mpu(size: int, stage: int) -> tuple[Tensor, list[float], int]:
+    """The norm's weight, the gradients' norms, ranks that read different data."""
+    mpu = Mpu(size)
+    model = Halves(Group(mpu.get_model_parallel_group()))
+    config = settings({}, gradient_accumulation_steps=2 // mpu.mesh.size("data"), zero_optimization={"stage": stage})
+    engine, *_ = initialize(model=model, mpu=mpu, config=config)
+    norms = []
+    for step in range(STEPS):
+        for micro in range(engine.axes.feed, 2, engine.axes.feeds):
+            torch.manual_seed(10 * step + micro)
+            engine.backward(engine(torch.randn(MICRO, 64)))
+        engine.step()
+        norms.append(engine.get_global_grad_norm() or 0.0)
+    return engine.stage.full_parameter("norm.weight"), norms, engine.dp_world_size
+
+
+@pytest.mark.parametrize(("size", "stage"), [(2, 1), (2, 3), (4, 2)])
+def test_a_model_that_its_author_has_split(size: int, stage: int) -> None:
+    ((weight, norms, _),) = run(by_mpu, 1, 0, ranks=1)
+    for found, found_norms, feeds in run(by_mpu, size, stage, ranks=4):
+        assert feeds == 4 // size
+        assert found_norms == pytest.approx(norms, rel=1e-5)
+        torch.testing.assert_close(found, weight, rtol=1e-4, atol=1e-6)
+    assert min(norms) > 0.3
+
+
+def sequences(how: str) -> tuple[float, float, int]:
+    """Mean loss, norm and batch size of a model for which tokens are rows, one on each rank."""
+    group, torch_seed = Group.world(), torch.manual_seed(3)
+    model = nn.Linear(64, 1)
+    config = settings({}, gradient_accumulation_steps=1)
+    if how == "mesh_param":
+        engine, *_ = initialize(model=model, config=config, mesh_param=(2, 2))
+    elif how == "file":
+        engine, *_ = initialize(model=model, config=config | {"sequence_parallel_size": 2, "data_parallel_size": 2})
+    else:
+        engine, *_ = initialize(model=model, config=config)
+    tokens = torch.randn(4, 64, generator=torch_seed)
+    rows = tokens if how == "alone" else tokens[group.rank : group.rank + 1]
+    total = engine(rows).square().sum() / (4 if how == "alone" else 1)
+    engine.backward(total)
+    engine.step()
+    return mean_loss(engine.group, [total]).item(), engine.get_global_grad_norm() or 0.0, engine.train_batch_size()
+
+
+@pytest.mark.parametrize("how", ["mesh_param", "file"])
+def test_sequence_ranks_are_averaged_over_and_read_the_same_batch(how: str) -> None:
+    ((loss, norm, size),) = run(sequences, "alone", ranks=1)
+    for found in run(sequences, how, ranks=4):
+        assert found == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-6), 2 * size)
+
+
+def by_the_recipe(cp: int) -> tuple[Tensor, float]:
+    """The gradient of a sequence of 8 tokens of which 3 count, 1 on the first of 2 ranks; loss as DeepSpeed's
+    tutorial on Ulysses makes it: each rank's mean, gathered, weighted by its tokens."""
+    torch.manual_seed(3)
+    model, tokens = nn.Linear(64, 1), torch.randn(8, 64)
+    counts = torch.tensor([0, 0, 1.0, 0, 1, 0, 0, 1])
+    engine, *_ = initialize(model=model, config=settings({"cp": cp}, gradient_accumulation_steps=1))
+    rank, handle = engine.axes.context.rank, dist.group.WORLD
+    mine = slice(rank * 8 // cp, (rank + 1) * 8 // cp)
+    good = counts[mine].sum()
+    loss = (engine(tokens[mine]).squeeze(1).square() * counts[mine]).sum() / good
+    if cp > 1:
+        losses, goods = all_gather(loss, group=handle), all_gather(good, group=handle)
+        loss = sum(x * n for x, n in zip(losses, goods, strict=True)) / sum(goods)
+    engine.backward(loss)
+    return engine.stage.full_gradient("weight"), loss.item()
+
+
+def test_the_recipe_of_deepspeeds_users_has_the_whole_sequences_gradient() -> None:
+    ((gradient, loss),) = run(by_the_recipe, 1, ranks=1)
+    for found, found_loss in run(by_the_recipe, 2):
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+        torch.testing.assert_close(found, gradient)
 
 
 @pytest.mark.parametrize(

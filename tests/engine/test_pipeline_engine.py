@@ -170,7 +170,7 @@ def refused(what: str) -> None:
     data = iter([torch.ones(1)] * GAS if what == "pairs" else [(torch.ones(2, WIDTH),) * 2] * GAS)
     calls = {
         "forward": lambda: engine(torch.ones(2, WIDTH)), "backward": lambda: engine.backward(torch.ones(())),
-        "step": engine.step, "save": lambda: engine.save_checkpoint("x"), "load": lambda: engine.load_checkpoint("x"),
+        "step": engine.step,
         "no data": engine.train_batch, "logits": lambda: engine.eval_batch(data, return_logits=True),
     }  # fmt: skip
     calls.get(what, lambda: engine.train_batch(data))()
@@ -185,8 +185,6 @@ def refused(what: str) -> None:
         ("forward", "trained by train_batch"),
         ("backward", "there is no backward"),
         ("step", "there is no step"),
-        ("save", "save_checkpoint of a pipeline: not implemented yet"),
-        ("load", "load_checkpoint of a pipeline: not implemented yet"),
         ("no data", r"no data: pass data_iter=..., set_dataloader"),
         ("logits", "return_logits, and reduce_output other than"),
         ("pairs", r"must be pairs \(inputs, labels\), not Tensor: set_batch_fn"),

@@ -6,9 +6,10 @@ from worlds import run
 from refimpl.comm.group import Group
 from refimpl.comm.mesh import Mesh
 from refimpl.notebook.widgets import png
-from refimpl.notebook.widgets_mesh import axes_of, mesh_knobs, picture, rows, table
-from refimpl.plan.context import on_axes
+from refimpl.notebook.widgets_mesh import NAMES, axes_of, mesh_knobs, picture, rows, table
+from refimpl.plan import mesh as plan
 from refimpl.plan.shape import Shape
+from refimpl.plan.traffic import busiest
 
 SHAPE = Shape(4, 1024, 16, 1024, 4096, hidden=4096, kv_heads=8)
 LAYOUTS = ["dp2 pp2 cp2 tp2", "tp2 cp2 pp2 dp2", "dp2 tp8"]
@@ -29,7 +30,7 @@ def test_which_axis_is_inside_a_node_and_its_bytes() -> None:
     inner, outer = (rows(SHAPE, axes_of(layout), 5, 8, 16) for layout in LAYOUTS[:2])
     assert {row["axis"]: row["nodes"] for row in inner} == {"tp": 1, "cp": 1, "pp": 1, "dp": 2}
     assert {row["axis"]: row["nodes"] for row in outer} == {"tp": 2, "cp": 1, "pp": 1, "dp": 1}
-    assert {row["axis"]: row["sent"] for row in inner} == on_axes(SHAPE, axes_of(LAYOUTS[0]), 16)
+    assert {NAMES[row["axis"]]: row["sent"] for row in inner} == busiest(SHAPE, plan.Mesh(2, 2, 2, 16, cp=2))
 
 
 def test_text_and_picture_for_every_layout() -> None:

@@ -8,9 +8,10 @@ from refimpl.comm.group import Group
 from refimpl.parallel.context.layout import Layout
 from refimpl.parallel.context.ring import ring_attention
 from refimpl.parallel.context.ulysses import ulysses
-from refimpl.plan.context import on_axes, ring_sent, ulysses_sent
-from refimpl.plan.mesh import Mesh, traffic
+from refimpl.plan.context import ring_sent, ulysses_sent
+from refimpl.plan.mesh import Mesh
 from refimpl.plan.shape import of_size
+from refimpl.plan.traffic import traffic
 
 B, TOKENS, D = 2, 6, 8
 
@@ -39,20 +40,7 @@ def test_more_ranks_than_heads_are_refused() -> None:
         ulysses_sent(64, 8, 8, 16, 16, 2)
 
 
-def test_without_a_context_axis_it_is_the_planners_traffic() -> None:
-    shape = of_size(7e9, context=4096)
-    parts = traffic(shape, Mesh(2, 2, 4, 16))
-    found = on_axes(shape, {"dp": 2, "pp": 2, "tp": 4}, 16)
-    assert found == {"dp": parts["data"], "pp": parts["pipeline"], "cp": 0, "tp": parts["tensor"]}
-
-
-def test_a_context_axis_takes_a_share_of_what_tokens_cost_and_adds_to_the_replicas() -> None:
-    shape = of_size(7e9, context=4096)
-    one, cut = (on_axes(shape, {"dp": 2, "pp": 2, "cp": cp, "tp": 2}, 16) for cp in (1, 4))
-    assert cut["tp"] * 4 == one["tp"]
-    assert cut["pp"] * 4 == one["pp"]
-    assert cut["dp"] > one["dp"]
+def test_the_planners_context_axis_is_a_ring() -> None:
+    shape, mesh = of_size(7e9, context=4096), Mesh(2, 2, 2, 16, cp=4)
     keys = 4096 // 4 * shape.width // 2
-    assert cut["cp"] == ring_sent(keys, 4, 2, forwards=2) * (shape.layers // 2) * 8
-    with pytest.raises(ValueError, match="4096 tokens over 3 context ranks"):
-        on_axes(shape, {"cp": 3}, 16)
+    assert traffic(shape, mesh, 0)["context"] == ring_sent(keys, 4, 2, forwards=2) * (shape.layers // 2) * 8

@@ -10,12 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from worlds import run
 
+from refimpl.engine.initialize import initialize
+from refimpl.measure.memory import MemoryMeter
 from refimpl.model.gpt import GPT, GPTConfig
-from refimpl.plan.mesh import Machine, Mesh, judge, traffic
+from refimpl.plan import formulas
+from refimpl.plan.mesh import Machine, Mesh, judge
 from refimpl.plan.published import LLAMA, MEGATRON, Run
 from refimpl.plan.search import search
 from refimpl.plan.shape import Shape, of_config, of_gpt, of_size
+from refimpl.plan.traffic import parameters_of, traffic
 from refimpl.plan.transformer import activation_bytes, flops_per_token, tensor_parallel_sent
 
 # Rajbhandari et al. 2020, arXiv:1910.02054, table 1: GB of model state a device, for 7.5, 128 and 1,000 billion
@@ -49,8 +54,6 @@ def test_sizes_and_gpus_of_llamas_table(row: Run) -> None:
 
 @pytest.mark.parametrize("ranks", ZERO)
 def test_bytes_of_zeros_table(ranks: int) -> None:
-    from refimpl.plan import formulas
-
     for billions, published in zip((7.5, 128, 1000), ZERO[ranks], strict=True):
         for strategy, gb in zip(("zero1", "zero2", "zero3"), published, strict=True):
             layout = formulas.Layout(int(billions * 1e9), padding=0, buckets=0)
@@ -74,12 +77,66 @@ def test_a_gpts_parameters_flops_and_activations_are_the_formulas_and_the_models
     assert found == config.layers * (activation_bytes(config, 2) - statistics)
 
 
-def test_tensor_parallel_traffic_is_that_of_a_block() -> None:
+# --- what the planner says, counted where it runs
+
+
+COUNTED = GPTConfig(vocab=16, context=8, width=64, layers=4, heads=4)
+AXIS = {  # of the ledger's tags; what is left are control messages of some bytes
+    "tensor": "tensor", "pipeline activations": "pipeline", "pipeline gradients": "pipeline",
+    "pipeline shared gradients": "pipeline", "keys and values": "context", "gradients of keys and values": "context",
+    "gradients": "data", "parameters": "data",
+}  # fmt: skip
+
+
+def counted(mesh: Mesh, stage: int) -> tuple[dict[str, int], dict[str, int], int, int, int]:
+    """Bytes sent by axis and kept by class, elements of padding, buckets, and the pipeline stage of this rank."""
+    config = {
+        "train_micro_batch_size_per_gpu": mesh.micro, "gradient_accumulation_steps": mesh.micro_batches,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": stage},
+        "pipeline": {"stages": mesh.pp}, "tensor_parallel": {"autotp_size": mesh.tp}, "sequence_parallel_size": mesh.cp,
+    }  # fmt: skip
+    engine, *_ = initialize(model=GPT(COUNTED), config=config)
+    ids = torch.zeros(mesh.micro, COUNTED.context, dtype=torch.int64)
+    for _ in range(2):
+        engine.axes.world.ledger.reset()
+        engine.train_batch(iter([(ids, ids)] * mesh.micro_batches))
+    sent = dict.fromkeys(AXIS.values(), 0)
+    for tag, size in engine.axes.world.ledger.sent_bytes("tag").items():
+        if tag in AXIS:
+            sent[AXIS[tag]] += size
+    layout = formulas.layout_of(engine.stage)
+    kept = MemoryMeter(engine.stage.tensors).now()
+    return sent, kept, layout.padding, layout.buckets, engine.axes.pipeline.rank
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage"),
+    [
+        (Mesh(2, 2, 1, 8, zero="zero1"), 1), (Mesh(1, 2, 2, 4, zero="ddp"), 0), (Mesh(2, 1, 2, 4, zero="zero2"), 2),
+        (Mesh(1, 4, 1, 4, 2, zero="ddp"), 0), (Mesh(1, 1, 2, 2, zero="zero1", cp=2), 1),
+        (Mesh(2, 1, 1, 4, zero="zero1", cp=2), 1), (Mesh(1, 1, 4, 2, zero="ddp"), 0),
+        (Mesh(2, 2, 2, 4, zero="zero1"), 1),
+    ],
+    ids=lambda value: f"dp{value.dp}-pp{value.pp}-cp{value.cp}-tp{value.tp}" if isinstance(value, Mesh) else "",
+)  # fmt: skip
+def test_every_byte_on_every_axis_is_counted(mesh: Mesh, stage: int) -> None:
+    shape, mesh = of_gpt(COUNTED), replace(mesh, recompute=False, itemsize=4)
+    for sent, kept, padding, buckets, place in run(counted, mesh, stage, ranks=mesh.gpus):
+        expected = traffic(shape, mesh, place, padding)
+        flag = 4 if mesh.pp > 1 and place in (0, mesh.pp - 1) else 0  # whether the tied weight had a gradient
+        assert sent == expected | {"pipeline": expected["pipeline"] + flag}
+        layout = formulas.Layout(parameters_of(shape, mesh, place), padding, buckets)
+        state = formulas.memory_bytes(mesh.zero, mesh.dp * mesh.cp, 4, layout)
+        for name in ("parameters", "optimizer"):
+            assert kept[name] == state[name], name
+
+
+def test_recomputing_sends_forwards_all_reduces_again() -> None:
     config = GPTConfig(vocab=512, context=64, width=128, layers=4, heads=8)
-    mesh = Mesh(2, 2, 4, 8, 1, "zero1", recompute=False)
-    sent = traffic(of_gpt(config), mesh)["tensor"]
-    assert sent == tensor_parallel_sent(config, 1, 4) * (4 // 2) * (8 // 2)
-    assert traffic(of_gpt(config), replace(mesh, recompute=True))["tensor"] == sent * 6 // 4
+    mesh = Mesh(2, 4, 4, 8, 1, "zero1", recompute=False)
+    sent = traffic(of_gpt(config), mesh, 1)["tensor"]  # a stage of blocks alone
+    assert sent == tensor_parallel_sent(config, 1, 4) * (4 // 4) * (8 // 2)
+    assert traffic(of_gpt(config), replace(mesh, recompute=True), 1)["tensor"] == sent * 6 // 4
 
 
 PUBLIC: dict[str, dict[str, Any]] = {

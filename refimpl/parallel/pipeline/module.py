@@ -16,6 +16,7 @@ DeepSpeed: deepspeed/runtime/pipe/module.py.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class PipelineModule(nn.Module):
             copy_weights(group, ranks, params)
         # Copies that an earlier rank counts where the whole model's parameters or gradients are counted.
         self.repeated = [p for ranks, params in self.shared for p in params if ranks[0] != group.rank]
+        self.first_names = self._first_names()  # of these, on the rank that counts them
         # Modules that lie on other ranks were needed until here, and take memory: from now on their class stands there.
         here = self._run
         self.specs = [type(x) if isinstance(x, nn.Module) and i not in here else x for i, x in enumerate(self.specs)]
@@ -151,6 +153,16 @@ class PipelineModule(nn.Module):
         """What a parameter or module of this module is called in the model that it was cut out of."""
         known = max((key for key in self.names if f"{name}.".startswith(f"{key}.")), key=len, default=None)
         return name if known is None else self.names[known] + name.removeprefix(known)
+
+    def _first_names(self) -> dict[nn.Parameter, str]:
+        names = {p: name for name, p in self.named_parameters()}
+        mine = [(tuple(ranks), [names[p] for p in params]) for ranks, params in self.shared]
+        theirs = dict.fromkeys(self.repeated, "")
+        for rank, said in enumerate(self.group.all_gather_object(mine)):
+            for (ranks, known), (own, params) in product(said, self.shared):
+                if ranks == tuple(own) and ranks[0] == rank:
+                    theirs |= {p: name for p, name in zip(params, known, strict=True) if p in theirs}
+        return theirs
 
     def _table(self, micro_batches: int) -> Table:
         return schedule(self.name, self.group.size, micro_batches, self.chunks)
