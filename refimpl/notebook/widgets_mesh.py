@@ -35,7 +35,8 @@ def axes_of(text: str) -> dict[str, int]:
 def rows(shape: Shape, axes: Axes, rank: int, node: int, batch: int) -> list[dict[str, Any]]:
     """Of each axis, innermost first: its size, the group of `rank`, the nodes that lie in it, bytes sent a step."""
     grid = ProcessTopology(list(axes), list(axes.values()))
-    mesh = Mesh(*(axes.get(name, 1) for name in ("dp", "pp", "tp")), batch, cp=axes.get("cp", 1))
+    size = {name: axes.get(name, 1) for name in NAMES}
+    mesh = Mesh(size["dp"], size["pp"], size["tp"], batch, cp=size["cp"])
     mesh.check(shape)
     sent = busiest(shape, mesh)
     found = []
