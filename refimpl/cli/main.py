@@ -56,6 +56,9 @@ def demo(
     device: Annotated[str, typer.Option(help="auto (a GPU a rank if there are enough), cpu or cuda.")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("out/demo"),
     infinity: Annotated[bool, typer.Option("--infinity", help="Train what does not fit, from a disk.")] = False,
+    mesh: Annotated[
+        str | None, typer.Option(help="dp=2,pp=2,tp=2 (and cp): one model over all axes, beside one process.")
+    ] = None,
     folder: Annotated[Path, typer.Option(help="With --infinity: a folder on that disk.")] = Path("out/disk"),
 ) -> None:
     """Train one small GPT by every strategy: same weights, different bytes. Writes a report, a picture and a page."""
@@ -70,6 +73,14 @@ def demo(
                 "refimpl demo", f"--infinity needs Linux, whose limit on a process's memory holds, not {sys.platform}"
             )
         raise typer.Exit(run(ranks or 2, 3, folder, Path("out/infinity") if out == Path("out/demo") else out))
+    if mesh is not None:
+        from refimpl.cli import mesh as meshes
+
+        try:
+            shape, task, mesh_out = meshes.asked(mesh, ranks, steps, text, layers, width, context, seed, out)
+        except ValueError as reason:
+            refuse("refimpl demo", reason)
+        raise typer.Exit(meshes.run(shape, task, mesh_out))
     try:
         plan = options.plan(ranks, strategy, steps, text, layers, width, context, seed, device, out)
     except ValueError as reason:

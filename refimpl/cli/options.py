@@ -72,7 +72,7 @@ def plan(
     model = GPTConfig(context=context, width=width, layers=layers, heads=width // 64)
     task = Task(model, load_text(text, context) if text else corpus(), steps, seed)
     chosen = [s for s in STAGES if s in (strategies or STAGES)]
-    _check_memory(rank_bytes(task, len(chosen)), ranks)
+    check_memory(rank_bytes(task, len(chosen)), ranks)
     _check_writable(out)
     return Plan(task, chosen, ranks, device, out)
 
@@ -105,7 +105,7 @@ def rank_bytes(task: Task, strategies: int) -> int:
     return RANK_BYTES + strategies * TRAIN_BYTES * model.parameters + 4 * floats
 
 
-def _check_memory(each: int, ranks: int) -> None:
+def check_memory(each: int, ranks: int) -> None:
     local = _local(ranks)
     free = psutil.virtual_memory().available
     if local * each > free:

@@ -2,13 +2,14 @@
 
 tensor     an all-reduce sends 2 n (tp - 1)/tp. Four of n = tokens x width a block and micro-batch, six if forward
            runs twice; one for the embedding (forward), one for the head (backward), 12 bytes a token for the loss
-pipeline   n to the next stage, n back; a tied head's gradient once, over to the embedding
+pipeline   n to the next stage, n back; a tied head's gradient once, over to the embedding, and whether there is one
 context    keys and values in a ring: cp - 1 hops forward, cp - 1 in backward, and cp of their gradients in fp32
 data       `formulas.traffic` over dp x cp
 
 n: bytes of one micro-batch's activations between two blocks, on this rank
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from refimpl.plan import formulas
@@ -17,7 +18,12 @@ from refimpl.plan.shape import Shape
 if TYPE_CHECKING:
     from refimpl.plan.mesh import Mesh
 
-AXES = ("tensor", "pipeline", "context", "data")
+AXES = {  # -> the ledger's tags; what has another is a control message
+    "tensor": ("tensor",),
+    "pipeline": ("pipeline activations", "pipeline gradients", "pipeline shared gradients"),
+    "context": ("keys and values", "gradients of keys and values"),
+    "data": ("gradients", "parameters"),
+}
 
 
 def traffic(shape: Shape, mesh: "Mesh", stage: int, padding: int = 0) -> dict[str, int]:
@@ -42,10 +48,16 @@ def traffic(shape: Shape, mesh: "Mesh", stage: int, padding: int = 0) -> dict[st
     tied = shape.tied and first != last
     return {
         "tensor": mesh.micro_batches * tensor,
-        "pipeline": mesh.micro_batches * between + tied * (shape.embedding // mesh.tp * mesh.itemsize),
+        "pipeline": mesh.micro_batches * between + tied * (shape.embedding // mesh.tp + 1) * mesh.itemsize,
         "context": mesh.micro_batches * ring,
         "data": sum(row.bytes for row in rows if row.tag in ("gradients", "parameters")),
     }
+
+
+def by_axis(sent: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by the ledger's tags -> by axis, and those of "control" messages."""
+    found = {axis: sum(sent.get(tag, 0) for tag in tags) for axis, tags in AXES.items()}
+    return found | {"control": sum(sent.values()) - sum(found.values())}
 
 
 def busiest(shape: Shape, mesh: "Mesh") -> dict[str, int]:
