@@ -734,6 +734,9 @@ eight.stop()
 print("as by hand:", max(abs(a - b) for a, b in zip(losses, one[0], strict=False)) < 1e-5)
 
 # %% [markdown]
+# `refimpl demo --mesh dp=2,pp=2,tp=2` trains the demo's text so, beside one process, and tells for every rank what it
+# keeps and what it sends on each axis, with the formulas' numbers.
+#
 # **Why ZeRO-1 and not more.** A pipeline runs many micro-batches a step. ZeRO-2 reduces gradients after each, ZeRO-3
 # gathers weights twice for each:
 

@@ -14,6 +14,7 @@ MACHINES: list[tuple[int, int, dict[str, int]]] = [
     (8, 4, {"layers": 4, "heads": 4, "batch": 8, "tokens": 64}),
     (24, 8, {"layers": 6, "heads": 6, "batch": 12, "tokens": 48}),
     (16, 8, {"layers": 3, "heads": 12, "batch": 4, "tokens": 6}),
+    (18, 6, {"layers": 3, "heads": 12, "batch": 6, "tokens": 36}),
     (7, 8, {"layers": 7, "heads": 7, "batch": 3, "tokens": 10}),
 ]
 

@@ -64,7 +64,7 @@ def test_global_norm(answer: Answer, group: WatchedGroup) -> None:
         told = group.everyone(found)
         norm = norm_of(every, lambda rank, holders: rank == min(holders))
         if bad:
-            what = f"one element on one rank is {bad}, and not all ranks know: the norms are {told}"
+            what = f"one element on one rank is {bad}, and the norms are {told}: it must make them so, on all ranks"
             require(not any(math.isfinite(x) for x in told), what)
         else:
             judge_norm(found, norm, every, told)

@@ -70,7 +70,7 @@ def judge_groups(found: Any, expected: list[list[int]], known: dict[str, list[li
     if found == expected:
         return
     lists = isinstance(found, list) and all(isinstance(g, list) for g in found)
-    require(lists, f"the result is a {type(found).__name__}, expected a list of lists of ranks", *evidence)
+    require(lists, "the result is no list of lists of ranks", *evidence)
     as_sets = sorted(sorted(g) for g in found)
     if as_sets == sorted(expected):
         raise Wrong(

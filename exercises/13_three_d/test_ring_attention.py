@@ -155,7 +155,11 @@ def judge_attended(found: Any, q: Tensor, k: Tensor, v: Tensor, positions: list[
         "scores are not divided by sqrt(D)": of(real & (where <= here), q[rank] * q.shape[-1] ** 0.5),
     }
     expected = of(real & (where <= here))
-    if isinstance(found, Tensor) and bool(found.isnan().any()):
+    if isinstance(found, Tensor) and found.shape == expected.shape and bool(found.isnan().any()):
+        rows = found.isnan().any(-1).any(0)
+        sighted = (real & (where <= here)).view(size, ranks, size).any(-1).all(-1)
+        overflow = "the result has NaN where a query sees keys of every rank: exp of a large score overflows"
+        require(not bool((rows & sighted).any()), overflow)
         raise Wrong("the result has NaN: a query that sees none of the keys at hand, or none at all, has lse -inf")
     if q.dtype == torch.float32:
         equal(found, expected, "attention", known=known, rtol=1e-4, atol=1e-5)

@@ -1,7 +1,7 @@
 """What is not finite is left out.
 
 task: global_norm
-says: not all ranks know
+says: it must make them so, on all ranks
 """
 
 import torch
