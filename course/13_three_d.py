@@ -186,8 +186,8 @@ print(
 # sends them round again, and with them their gradients, which every rank adds to and which need one hop more to be home:
 # $2(c-1)M + 2cM$, the gradients in fp32.
 #
-# **What it costs in time.** While a rank attends to one set, the next one is on its way. A hop's compute grows with
-# $S^2$, its bytes with $S$: so with enough tokens a rank, the ring is free. How many? With 312 TFLOP/s of which half
+# **What it costs in time.** A ring can attend to one set while the next one is on its way. A hop's compute grows with
+# $S^2$, its bytes with $S$: so with enough tokens a rank the traffic is hidden. How many? With 312 TFLOP/s of which half
 # is reached, causal scores halved, and 2 bytes an element:
 
 # %%
@@ -369,7 +369,7 @@ show.source(Back.see, Ring.backward, docstrings=False)
 # %% [markdown]
 # ## 6. Break it: a mean of means
 #
-# Two bugs that are in many repositories. Both train, both look healthy.
+# Two common bugs. With either of them training goes on, and its loss falls.
 #
 # **The loss.** A sequence of 64 tokens over 2 ranks; the first 40 are a prompt, which is masked (-100). Each rank calls
 # `cross_entropy`, which takes the mean over *its* tokens, and gradients are averaged as in data parallelism.
@@ -486,7 +486,8 @@ predict(
 
 # %% [markdown]
 # A 70-billion-parameter model on 512 GPUs as dp 8 x pp 4 x cp 2 x tp 8, sequences of 8,192 tokens, 256 of them a step, with
-# recomputation. A rank's GB on each axis, and the seconds they take on either link (the alpha-beta model of chapter 01, beta alone):
+# recomputation. A rank's GB on each axis, and the seconds they take on either link (the alpha-beta model of chapter 01,
+# beta alone):
 
 # %%
 from refimpl.plan.shape import of_size
@@ -503,7 +504,7 @@ columns = ["GB a step", "s inside a node", "s between nodes"]
 pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 # %% [markdown]
-# With tensor parallelism across nodes a step would wait longer for it than it computes. Latency says the same. A block
+# With tensor parallelism across nodes a step would wait longer for it than it computes. And there is latency. A block
 # makes four all-reduces (six when it runs forward twice) of one message, and alpha is paid $2(t-1)$ times in each. Say 3
 # microseconds inside a node, 20 between nodes:
 
@@ -519,7 +520,7 @@ for name, link in {
         whole = ring_all_reduce_seconds(SHORT, ranks, link)
         waits = 2 * (ranks - 1) * link.alpha
         print(
-            f"{name}, {ranks} ranks: {1e6 * whole:5.0f} us, of which {waits / whole:3.0%} are alpha"
+            f"{name}, {ranks} ranks: {1e6 * whole:4.0f} us, of which alpha {1e6 * waits:4.0f}"
         )
 
 # %% [markdown]
@@ -874,9 +875,10 @@ pd.DataFrame(rows, columns=columns)
 #
 # A recipe, in the order in which those reports argue:
 #
-# 1. ZeRO-1 (or 3) over data, recomputation: until a sequence, or a layer, does not fit, or a rank has too few tokens.
-# 2. tp, up to the node. 3. pp, as many stages as memory needs, with 4 or more micro-batches a stage.
-# 4. cp, when the text is so long that one sequence's activations do not fit, or dp x sequences is all the batch there is.
+# 1. ZeRO-1 (or 3) over data, and recomputation: until a sequence or a layer does not fit, or a rank has too few tokens.
+# 2. tp, up to the node.
+# 3. pp, as many stages as memory needs, with 4 or more micro-batches a stage.
+# 4. cp, when one sequence's activations still do not fit, or when there are fewer sequences than replicas.
 # 5. What is left is dp.
 
 # %% [markdown]

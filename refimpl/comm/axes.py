@@ -42,6 +42,7 @@ class Axes:
     model: Group
     shards: Group
     across: Group
+    data: Group  # the ranks that this one's batches are not given to: one of each sequence's
 
     @property
     def feeds(self) -> int:
@@ -57,13 +58,13 @@ class Axes:
     def of_data(cls, world: Group) -> "Axes":
         """Data parallelism alone: every rank is a replica."""
         alone = Group(None, device=world.device)
-        return cls(world, world, alone, alone, alone, alone, world, alone)
+        return cls(world, world, alone, alone, alone, alone, world, alone, world)
 
     @classmethod
     def of_pipeline(cls, group: Group) -> "Axes":
         """One pipeline and nothing else."""
         alone = Group(None, device=group.device)
-        return cls(group, alone, alone, alone, group, group, alone, alone)
+        return cls(group, alone, alone, alone, group, group, alone, alone, alone)
 
     @classmethod
     def of_mesh(cls, mesh: Mesh) -> "Axes":
@@ -78,7 +79,8 @@ class Axes:
         shards = group("shard", "cp") if in_shards else replicas
         across = group("dp") if in_shards else group()
         parts = group("tp"), group("pp"), group("pp", "tp")
-        return cls(mesh.world, replicas, group("cp"), *parts, shards, across)
+        data = replicas if mesh.axes.get("cp", 1) == 1 else group("dp", "shard")
+        return cls(mesh.world, replicas, group("cp"), *parts, shards, across, data)
 
     @classmethod
     def of_sizes(cls, sizes: Mapping[str, int], world: Group) -> "Axes":
@@ -110,4 +112,4 @@ class Axes:
             raise TypeError(f"mpu: {type(mpu).__name__} has no get_data_parallel_group that answers")
         model, pipeline = group("model", "tensor_model"), group("pipeline_model", "pipe")
         parts = tensor or alone, pipeline or alone, model or alone
-        return cls(world, replicas, group("sequence") or alone, *parts, replicas, alone)
+        return cls(world, replicas, group("sequence") or alone, *parts, replicas, alone, group("data") or alone)

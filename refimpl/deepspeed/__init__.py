@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -36,6 +37,7 @@ from refimpl.deepspeed.runtime.engine import DeepSpeedEngine
 from refimpl.deepspeed.utils import OnDevice, log_dist, logger
 from refimpl.engine import initialize as _engine
 from refimpl.engine.build import MakeOptimizer, Parameters
+from refimpl.engine.cut import AUTOTP_SIZE
 
 __version__ = VERSION
 __version_major__, __version_minor__, __version_patch__ = map(int, VERSION.partition("+")[0].split("."))
@@ -69,7 +71,6 @@ __all__ = [
 ]
 
 init_inference = later("deepspeed.init_inference", "inference kernels; call the model itself")
-tp_model_init = later("deepspeed.tp_model_init", "tensor parallelism")
 
 
 def initialize(
@@ -89,16 +90,27 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Optimizer | None, DataLoader[Any] | None, Any | None]:
     """`refimpl.initialize` with DeepSpeed's arguments in DeepSpeed's order: (engine, optimizer, dataloader, scheduler).
 
-    `distributed_port` is the launcher's to choose. NotImplementedError for `mesh_param`.
+    `distributed_port` is the launcher's to choose.
     """
-    if mesh_param is not None:
-        raise NotImplementedError("initialize: mesh_param: not implemented yet; all ranks are data-parallel")
     made = _engine.initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler,
-        mpu, dist_init_required, collate_fn, config, config_params,
+        mpu, dist_init_required, collate_fn, config, config_params, mesh_param,
     )  # fmt: skip
+    utils.groups.adopt(made[0].axes)
     checkpointing.adopt(made[0].config.activation_checkpointing)
     return made
+
+
+def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **options: Any) -> nn.Module:
+    """The same model in `dtype`, to be cut over tp_size ranks by `initialize`, as if its configuration said so.
+
+    NotImplementedError for `config`, and for options such as tp_group: an mpu given to `initialize` has groups.
+    """
+    if config is not None or options:
+        what = ", ".join(["config"] * (config is not None) + list(options))
+        raise NotImplementedError(f"tp_model_init: {what}: write it in the configuration, or give initialize an mpu")
+    setattr(model, AUTOTP_SIZE, tp_size)
+    return model.to(dtype)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

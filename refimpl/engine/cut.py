@@ -28,6 +28,7 @@ from refimpl.parallel.pipeline.module import PipelineModule
 from refimpl.parallel.swap import gpt_plan, parallelize
 from refimpl.parallel.tensor import Parted
 
+AUTOTP_SIZE = "_autotp_size"  # of a model: asked for by deepspeed.tp_model_init
 OTHERS_FLAGS = ("model_parallel", "tensor_model_parallel")  # of Megatron's and DeepSpeed's users
 
 

@@ -17,6 +17,7 @@ from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
 from refimpl.engine.build import MakeOptimizer, Parameters, build
 from refimpl.engine.config import axes_asked, raw_config
+from refimpl.engine.cut import AUTOTP_SIZE
 from refimpl.engine.engine import Engine
 from refimpl.engine.pipeline import PipelineEngine
 from refimpl.parallel.pipeline.module import PipelineModule
@@ -62,6 +63,8 @@ def initialize(
     raw = raw_config(source)
     if mesh_param is not None:
         raw |= dict(zip(("data_parallel_size", "sequence_parallel_size"), mesh_param, strict=True))
+    if hasattr(model, AUTOTP_SIZE):
+        raw["tensor_parallel"] = {"autotp_size": getattr(model, AUTOTP_SIZE)} | dict(raw.get("tensor_parallel") or {})
     axes = laid_out(raw, model, mpu, connect(dist_init_required))
     parts = build(
         model, raw, axes, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, mpu is not None

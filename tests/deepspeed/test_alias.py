@@ -99,7 +99,6 @@ def test_what_is_not_there_yet_says_so_when_it_is_used() -> None:
         (lambda: deepspeed.moe.layer.MoE(hidden_size=4), "mixture of experts"),
         (lambda: deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer({}), "mixture of experts"),
         (lambda: deepspeed.init_inference(None), "inference"),
-        (lambda: deepspeed.initialize(mesh_param=(1, 1)), "mesh_param"),
         (lambda: deepspeed.zero.Init(remote_device="nvme"), "nvme"),
         (lambda: deepspeed.zero.Init(zero_quantized_weights=True), "zero_quantized_weights"),
     ):

@@ -12,10 +12,12 @@ from refimpl.parallel.pipeline.clock import play
 from refimpl.parallel.pipeline.schedules.table import UNIT, Cost, Op, Table
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = {"F": "#4c72b0", "B": "#55a868", "I": "#8fcfa0", "W": "#dd8452"}
 MEANING = {"F": "forward", "B": "backward", "I": "its input half", "W": "its weight half"}
+POINTS = 8.0  # of type: still readable where a phone shows the picture
 SHADES = (1.0, 0.62, 0.4)  # of a rank's first stage, second, and those after
 
 
@@ -49,22 +51,38 @@ def draw(table: Table, cost: Cost = UNIT, inches: float = 4.8) -> "Figure":
     Paler boxes are of a rank's later stages. `inches`: the width. Nothing is shown or saved.
     """
     from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(inches, 0.9 + 0.28 * table.ranks), dpi=120, layout="constrained")
+    fill(figure.subplots(), table, cost, inches)
+    return figure
+
+
+def fill(axis: "Axes", table: Table, cost: Cost = UNIT, inches: float = 4.8) -> None:
+    """Draw into axes that are there. Numbers stand in the boxes that are wide enough, the colours below the picture."""
     from matplotlib.patches import Patch
 
     spans = play(table, cost)
     end = max(span.end for span in spans.values())
-    figure = Figure(figsize=(inches, 0.9 + 0.28 * table.ranks), layout="constrained")
-    axis = figure.subplots()
     for op, span in spans.items():
         rank = table.rank_of(op.stage, op.micro)
         shade = SHADES[min(table.holds(rank).index(op.stage), len(SHADES) - 1)]
         axis.barh(rank, span.end - span.begin, 0.9, span.begin, color=COLOURS[op.kind], alpha=shade, edgecolor="white")
-        if inches / end > 0.06:  # wide enough for a number
-            axis.text((span.begin + span.end) / 2, rank, str(op.micro), ha="center", va="center", fontsize=6)
+        if inches * (span.end - span.begin) / end > 0.1 * len(str(op.micro)):
+            middle = (span.begin + span.end) / 2
+            axis.text(middle, rank, str(op.micro), ha="center", va="center", fontsize=POINTS)
     kinds = [kind for kind in COLOURS if any(op.kind == kind for op in spans)]
     handles = [Patch(color=COLOURS[kind], label=MEANING[kind]) for kind in kinds]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=7, frameon=False)
-    axis.set(xlim=(0, end), yticks=range(table.ranks), yticklabels=[f"rank {r}" for r in range(table.ranks)])
+    axis.legend(
+        handles=handles,
+        fontsize=POINTS,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0),
+        ncols=len(handles),
+        frameon=False,
+        handlelength=1,
+        columnspacing=1,
+    )
+    axis.set(xlim=(0, end), xticks=[], yticks=range(table.ranks), yticklabels=[f"rank {r}" for r in range(table.ranks)])
     axis.invert_yaxis()
-    axis.tick_params(labelsize=7)
-    return figure
+    axis.tick_params(labelsize=POINTS, length=0)
+    axis.spines[:].set_visible(False)

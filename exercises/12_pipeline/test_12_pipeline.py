@@ -1,0 +1,159 @@
+"""Grades chapter 12's stage on real ranks: what it computes, sends and keeps at each tick."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from refimpl.grading.compare import equal, require
+from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import Kept, untouched
+from refimpl.grading.rank import Answer, case
+from refimpl.grading.traffic import WatchedGroup, all_done, most_under_way, starts
+from refimpl.parallel.pipeline.schedules.named import schedule
+from refimpl.parallel.pipeline.schedules.table import Table
+
+ROWS, WIDTH, HIDDEN, WORDS = 32, 24, 8, 11
+
+
+class Layers(nn.Module):
+    """Of one stage; the first begins with an embedding. The output's memory is not contiguous."""
+
+    def __init__(self, stage: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.table = nn.Embedding(WORDS, WIDTH) if stage == 0 else None
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.up.bias.requires_grad_(False)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.table is None else self.table(x)
+        return self.down(torch.tanh(self.up(x))).t().contiguous().t()
+
+
+def loss(out: Tensor, target: Tensor) -> Tensor:
+    return (out - target).square().mean()
+
+
+class Scene:
+    """A model over the ranks, the data of one step, and its gradients in one process."""
+
+    def __init__(self, group: WatchedGroup, micro: int, dtype: torch.dtype) -> None:
+        self.rank, self.last, self.scale = group.rank, group.size - 1, 1 / micro
+        torch.manual_seed(50)
+        self.inputs = [torch.randint(WORDS, (ROWS,)) for _ in range(micro)]
+        self.targets = [torch.randn(ROWS, WIDTH, dtype=dtype) for _ in range(micro)]
+        self.like, self.layers = torch.zeros(ROWS, WIDTH, dtype=dtype), Layers(group.rank, dtype)
+        self.layers.register_forward_pre_hook(lambda _, given: self.buffers.append(given[0].data_ptr()))
+        self.buffers: list[int] = []  # where the inputs of the micro-batches that are alive lie
+        self.expected, self.losses = self.one_process(group.size, dtype)
+
+    def one_process(self, stages: int, dtype: torch.dtype) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+        """The gradients of this rank's layers, and the loss of every micro-batch."""
+        model, losses = [Layers(s, dtype) for s in range(stages)], []
+        for x, target in zip(self.inputs, self.targets, strict=True):
+            for layers in model:
+                x = layers(x).contiguous()
+            losses.append(loss(x, target))
+            (losses[-1] * self.scale).backward()
+        return {n: p.grad for n, p in model[self.rank].named_parameters()}, [x.detach() for x in losses]
+
+    def alive_bytes(self, alive: int) -> int:
+        """What so many micro-batches keep: the input, what tanh gives, and on the last stage the difference squared."""
+        row = WIDTH + HIDDEN + WIDTH * (self.rank == self.last)
+        return alive * ROWS * row * self.like.element_size()
+
+
+@on_ranks(1, 2, 3, 4)
+def test_Stage(answer: Answer, group: WatchedGroup) -> None:
+    for name, micro, dtype in (
+        ("1f1b", 5, torch.float32),
+        ("gpipe", 3, torch.bfloat16),
+        ("1f1b", 1, torch.float32),
+    ):
+        case(f"{name}, {micro} micro-batch{'es' * (micro > 1)}, {str(dtype).removeprefix('torch.')}")
+        scene, fresh = Scene(group, micro, dtype), group.fresh()
+        with untouched(inputs=scene.inputs, targets=scene.targets, like=scene.like):
+            kept = Kept(group)
+            stage = answer.Stage(scene.layers, fresh, loss, scene.like)
+            run(stage, scene, schedule(name, group.size, micro), kept)
+        judge_gradients(scene, micro)
+        judge_sends(fresh, scene, micro)
+        room = sum(p.grad.nbytes for p in scene.layers.parameters() if p.grad is not None)
+        kept.judge(room, "after finish() the stage", "the parameters' gradients alone may stay")
+
+
+def run(stage: Any, scene: Scene, table: Table, kept: Kept) -> None:
+    """One step by the table; memory is looked at before the first backward, when the most is alive."""
+    order = table.orders[scene.rank]
+    ahead = [op.kind for op in order].index("B")
+    for place, (kind, _, k) in enumerate(order):
+        if place == ahead:
+            under_way = scene.like.nbytes * (scene.rank < scene.last)
+            what = f"with {ahead} micro-batch{'es' * (ahead > 1)} between forward and backward the stage"
+            advice = "keep the input and get_gradient_edge(out); the output itself is sent and let go of"
+            judge_under_way(stage.group)
+            kept.judge(scene.alive_bytes(ahead) + under_way, what, advice)
+        if kind == "F":
+            judge_loss(forward(stage, scene, k), scene, k)
+            own = len(set(scene.buffers)) == len(scene.buffers)
+            require(own, "two micro-batches share the memory of their input: the second overwrites the first")
+        else:
+            stage.backward(k, scene.scale)
+            scene.buffers = scene.buffers[1:]
+    stage.finish()
+
+
+def forward(stage: Any, scene: Scene, k: int) -> Tensor | None:
+    """A forward, with what this rank is given; only the first stage has inputs, only the last targets."""
+    inputs = scene.inputs[k] if scene.rank == 0 else None
+    result: Tensor | None = stage.forward(k, inputs, scene.targets[k] if scene.rank == scene.last else None)
+    return result
+
+
+def judge_loss(found: Any, scene: Scene, k: int) -> None:
+    if scene.rank < scene.last:
+        require(found is None, f"forward returns a {type(found).__name__} on a stage that is not the last: None there")
+        return
+    equal(found, scene.losses[k], f"the loss of micro-batch {k}", parts=len(scene.losses))
+    require(not found.requires_grad, "the loss that forward returns still holds its graph: return out.detach()")
+
+
+def judge_gradients(scene: Scene, micro: int) -> None:
+    for name, p in scene.layers.named_parameters():
+        truth, what = scene.expected[name], f"the gradient of {name} after the step"
+        if truth is None:
+            require(p.grad is None, f"{what}: it is frozen, and must get none")
+            continue
+        require(p.grad is not None, f"{what} is missing: backward did not reach it")
+        rough = 2e-2 if truth.dtype == torch.bfloat16 else 1e-5
+        parts = micro if micro != scene.last + 1 else 0
+        known = {"`scale` was left out: it multiplies the loss": truth * micro} if micro > 1 else {}
+        equal(p.grad, truth, what, parts=parts, known=known, rtol=rough, atol=rough / 10)
+
+
+def judge_sends(group: WatchedGroup, scene: Scene, micro: int) -> None:
+    """A message a micro-batch and neighbour, of the bytes of an activation."""
+    sends = starts(group.ledger, "send")
+    others = sorted(set(group.ledger.calls()) - {"send", "recv"})
+    require(not others, f"{', '.join(others)} is used: a stage sends to its neighbours, and receives")
+    neighbours = [r for r in (scene.rank - 1, scene.rank + 1) if 0 <= r <= scene.last]
+    for to in neighbours:
+        mine, what = [e for e in sends if e.tag == f"to {to}"], "activations" if to > scene.rank else "gradients"
+        require(len(mine) == micro, f"{len(mine)} {what} are sent to rank {to}, expected {micro}, one a micro-batch")
+        for e in mine:
+            nbytes = scene.like.nbytes
+            wide = e.sent_bytes == 2 * nbytes and scene.like.element_size() == 2
+            require(not wide, f"{what} travel as fp32 where `like` is bf16: twice the bytes")
+            require(e.sent_bytes == nbytes, f"{e.sent_bytes:,} bytes of {what} are sent, expected {nbytes:,}")
+    judge_under_way(group)
+    all_done(group, "finish()")
+
+
+def judge_under_way(group: WatchedGroup) -> None:
+    sends = [e for e in group.ledger.events if e.op == "send"]
+    for tag in sorted({e.tag for e in sends}):
+        most = most_under_way([e for e in sends if e.tag == tag])
+        advice = "at most one to each neighbour: wait for the one before"
+        require(most <= 1, f"{most} sends {tag} are under way at once, each with its buffer: {advice}")

@@ -1,0 +1,54 @@
+"""deepspeed.utils.groups answers for the axes of the engine, and tp_model_init asks for some."""
+
+import torch
+import torch.distributed as dist
+from worlds import run
+
+import refimpl.deepspeed as deepspeed
+from refimpl.deepspeed.utils import groups
+from refimpl.model.gpt import GPT, GPTConfig
+
+SHAPE = GPTConfig(vocab=19, context=8, width=64, layers=2, heads=4)
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
+
+
+def answers(how: str) -> tuple[dict[str, int], list[int], list[list[int]]]:
+    """Sizes, ranks and groups, after an engine with two tensor ranks, or two that share sequences."""
+    deepspeed.init_distributed()
+    model = GPT(SHAPE)
+    if how == "tensor":
+        model = deepspeed.tp_model_init(model, tp_size=2, dtype=torch.bfloat16)
+        assert next(model.parameters()).dtype == torch.bfloat16
+        engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "bf16": {"enabled": True}})
+    else:
+        engine, *_ = deepspeed.initialize(model=model, config=CONFIG, mesh_param=(2, 2))
+    engine.train_batch(iter([(torch.zeros(1, 8, dtype=torch.int64),) * 2]))
+    sizes = {
+        "data": groups._get_data_parallel_world_size(),
+        "averaged": groups._get_sequence_data_parallel_world_size(),
+        "sequence": groups._get_sequence_parallel_world_size(),
+        "tensor": groups.get_tensor_model_parallel_world_size(),
+    }
+    places = [
+        groups._get_data_parallel_rank(), groups._get_sequence_parallel_rank(), groups.get_tensor_model_parallel_rank(),
+    ]  # fmt: skip
+    handles = (
+        groups._get_data_parallel_group(), groups._get_sequence_data_parallel_group(),
+        groups._get_sequence_parallel_group(), groups.get_tensor_model_parallel_group(),
+    )  # fmt: skip
+    return sizes, places, [dist.get_process_group_ranks(h) if h else [] for h in handles]
+
+
+def test_tensor_ranks() -> None:
+    for rank, (sizes, places, ranks) in enumerate(run(answers, "tensor", ranks=4)):
+        assert sizes == {"data": 2, "averaged": 2, "sequence": 1, "tensor": 2}
+        assert places == [rank // 2, 0, rank % 2]
+        replicas = [rank % 2, rank % 2 + 2]
+        assert ranks == [replicas, replicas, [rank], [rank // 2 * 2, rank // 2 * 2 + 1]]
+
+
+def test_sequence_ranks() -> None:
+    for rank, (sizes, places, ranks) in enumerate(run(answers, "sequence", ranks=4)):
+        assert sizes == {"data": 2, "averaged": 4, "sequence": 2, "tensor": 1}
+        assert places == [rank // 2, rank % 2, 0]
+        assert ranks == [[rank % 2, rank % 2 + 2], [0, 1, 2, 3], [rank // 2 * 2, rank // 2 * 2 + 1], [rank]]

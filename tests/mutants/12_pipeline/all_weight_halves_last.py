@@ -1,0 +1,21 @@
+"""All weight halves at the end.
+
+task: zb_h1
+says: expected W of stage
+"""
+
+from collections.abc import Sequence
+
+Op = tuple[str, int, int]
+
+
+def zb_h1(order: Sequence[Op], late: int) -> list[Op]:
+    result: list[Op] = []
+    waiting: list[Op] = []
+    for kind, stage, k in order:
+        if kind != "B":
+            result.append((kind, stage, k))
+            continue
+        result.append(("I", stage, k))
+        waiting.append(("W", stage, k))
+    return result + waiting

@@ -1,0 +1,19 @@
+"""Backward visits the chunks in forward's order.
+
+task: interleaved
+says: wait for each other for ever
+"""
+
+Op = tuple[str, int, int]
+
+
+def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> list[Op]:
+    groups = range(0, micro_batches, ranks)
+    passes = [(c, k) for g in groups for c in range(chunks) for k in range(g, g + ranks)]
+    forwards = [("F", c * ranks + rank, k) for c, k in passes]
+    backwards = [("B", c * ranks + rank, k) for c, k in passes]
+    ahead = (chunks - 1) * ranks + 2 * (ranks - 1 - rank)
+    order = forwards[:ahead]
+    for i, backward in enumerate(backwards):
+        order += [*forwards[ahead + i : ahead + i + 1], backward]
+    return [op for op in order if op[2] < micro_batches]

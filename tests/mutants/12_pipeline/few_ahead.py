@@ -1,0 +1,19 @@
+"""As far ahead as plain 1F1B.
+
+task: interleaved
+says: stands before its own forward
+"""
+
+Op = tuple[str, int, int]
+
+
+def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> list[Op]:
+    groups = range(0, micro_batches, ranks)
+    passes = [(c, k) for g in groups for c in range(chunks) for k in range(g, g + ranks)]
+    forwards = [("F", c * ranks + rank, k) for c, k in passes]
+    backwards = [("B", (chunks - 1 - c) * ranks + rank, k) for c, k in passes]
+    ahead = ranks - 1 - rank
+    order = forwards[:ahead]
+    for i, backward in enumerate(backwards):
+        order += [*forwards[ahead + i : ahead + i + 1], backward]
+    return [op for op in order if op[2] < micro_batches]

@@ -1,0 +1,27 @@
+"""A parameter without a gradient is left out of the message.
+
+task: tied_gradients
+says: tied_gradients
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from refimpl.comm.group import Group
+
+
+def tied_gradients(group: Group, ranks: Sequence[int], params: Sequence[nn.Parameter]) -> None:
+    if group.rank not in ranks:
+        return
+    mine = torch.cat([p.grad.flatten() for p in params if p.grad is not None])
+    total = torch.zeros_like(mine)
+    for rank in ranks:
+        theirs = mine
+        if rank != group.rank:
+            theirs = torch.empty_like(mine)
+            group.send_recv(mine, rank, theirs, rank)
+        total += theirs
+    for p, grad in zip(params, total.split([p.numel() for p in params]), strict=True):
+        p.grad = grad.view_as(p).clone()

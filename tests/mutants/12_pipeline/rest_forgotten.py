@@ -1,0 +1,23 @@
+"""The halves that still wait at the end are never run.
+
+task: zb_h1
+says: is missing
+"""
+
+from collections.abc import Sequence
+
+Op = tuple[str, int, int]
+
+
+def zb_h1(order: Sequence[Op], late: int) -> list[Op]:
+    result: list[Op] = []
+    waiting: list[Op] = []
+    for kind, stage, k in order:
+        if kind != "B":
+            result.append((kind, stage, k))
+            continue
+        result.append(("I", stage, k))
+        waiting.append(("W", stage, k))
+        if len(waiting) > late:
+            result.append(waiting.pop(0))
+    return result
