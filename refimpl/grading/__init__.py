@@ -43,6 +43,7 @@ A mutant is a file with one wrong task, and two lines in its docstring, `task: N
     cheats.py      ways round an exercise, by name, as the text tells
     calls.py       the same, as an answer calls them while it runs
     traffic.py     WatchedGroup, transcripts
+    exchange.py    numbers that add exactly, what forward and backward sent
     drive.py       a disk that takes whole pages and does everything as late as it may
     live.py        one task at once, on warm ranks: for `%%task` and `refimpl exercise watch`
     verdict.py     pass, fail or todo, and why

@@ -10,13 +10,34 @@ n: bytes of one micro-batch's activations between two blocks, on this rank
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from refimpl.plan import formulas
 from refimpl.plan.shape import Shape
 
-if TYPE_CHECKING:
-    from refimpl.plan.mesh import Mesh
+
+class Mesh(Protocol):
+    """A layout, as far as bytes depend on it: see `mesh.py`."""
+
+    @property
+    def dp(self) -> int: ...
+    @property
+    def pp(self) -> int: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def cp(self) -> int: ...
+    @property
+    def micro(self) -> int: ...
+    @property
+    def micro_batches(self) -> int: ...
+    @property
+    def recompute(self) -> bool: ...
+    @property
+    def itemsize(self) -> int: ...
+    @property
+    def zero(self) -> formulas.Strategy: ...
+
 
 AXES = {  # -> the ledger's tags; what has another is a control message
     "tensor": ("tensor",),
@@ -26,7 +47,7 @@ AXES = {  # -> the ledger's tags; what has another is a control message
 }
 
 
-def traffic(shape: Shape, mesh: "Mesh", stage: int, padding: int = 0) -> dict[str, int]:
+def traffic(shape: Shape, mesh: Mesh, stage: int, padding: int = 0) -> dict[str, int]:
     """By axis, for a rank of a stage. `padding`: elements that the buckets of its data-parallel stage add."""
     tokens = mesh.micro * shape.context // mesh.cp
     n = tokens * shape.width * mesh.itemsize
@@ -60,13 +81,13 @@ def by_axis(sent: Mapping[str, int]) -> dict[str, int]:
     return found | {"control": sum(sent.values()) - sum(found.values())}
 
 
-def busiest(shape: Shape, mesh: "Mesh") -> dict[str, int]:
+def busiest(shape: Shape, mesh: Mesh) -> dict[str, int]:
     """By axis, of the stage that sends most there: the first, the last, or one between."""
     stages = [traffic(shape, mesh, stage) for stage in sorted({0, min(1, mesh.pp - 1), mesh.pp - 1})]
     return {axis: max(sent[axis] for sent in stages) for axis in AXES}
 
 
-def parameters_of(shape: Shape, mesh: "Mesh", stage: int) -> int:
+def parameters_of(shape: Shape, mesh: Mesh, stage: int) -> int:
     """On one rank of a stage, before ZeRO divides them. A tied head of another stage is a copy of its own."""
     count = shape.layers // mesh.pp * shape.block(mesh.tp)
     if stage == 0:

@@ -10,9 +10,18 @@ from worlds import run
 
 import refimpl.deepspeed as deepspeed
 from refimpl import launch
-from refimpl.deepspeed.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule, ProcessTopology
+from refimpl.comm.group import Group
+from refimpl.comm.mesh import Mesh
+from refimpl.deepspeed.pipe import (
+    LayerSpec,
+    PipeDataParallelTopology,
+    PipelineModule,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 from refimpl.engine.initialize import initialize
 from refimpl.engine.pipeline import PipelineEngine, PipelineError
+from refimpl.parallel.conjugates import copy, reduce
 
 WIDTH, STEPS, GAS = 64, 3, 3
 
@@ -155,6 +164,58 @@ def test_a_batch_function_and_other_shapes() -> None:
     first, second = run(batch_fn_and_shapes)
     assert first == second
     assert len(first) == 2
+
+
+# --- a topology with a model axis, whose layers their author has split
+
+
+class Halves(nn.Module):
+    """x + tanh(norm(x) A) B, the columns of A and the rows of B dealt out over a group; alone it is all of it."""
+
+    def __init__(self, seed: int, group: Group) -> None:
+        super().__init__()
+        self.group, part = group, WIDTH // group.size
+        generator = torch.Generator().manual_seed(seed)
+        into, out = torch.randn(2, WIDTH, WIDTH, generator=generator) / 8
+        mine = slice(group.rank * part, (group.rank + 1) * part)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.into, self.out = nn.Parameter(into[:, mine].clone()), nn.Parameter(out[mine].clone())
+        for p in (self.into, self.out):
+            p.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + reduce((copy(self.norm(x), self.group) @ self.into).tanh() @ self.out, self.group)
+        return y
+
+
+def over_a_topology(pp: int, mp: int, dp: int) -> tuple[list[float], float, Tensor]:
+    """Losses, the last norm, and the last layer's norm's weight, where it is."""
+    group = Mesh({"pipe": pp, "data": dp, "model": mp}).group("model")
+    topology = PipeModelDataParallelTopology(num_pp=pp, num_mp=mp, num_dp=dp)
+    specs = [LayerSpec(Halves, seed, group) for seed in range(4)]
+    module = PipelineModule(specs, topology=topology, loss_fn=loss, partition_method="uniform")
+    settings = config(gradient_accumulation_steps=4 // dp, zero_optimization={"stage": 1})
+    engine, *_ = initialize(model=module, config=settings)
+    losses = []
+    for step in range(STEPS):
+        pairs = []
+        for micro in range(engine.axes.feed, 4, dp):
+            generator = torch.Generator().manual_seed(10 * step + micro)
+            pairs.append(tuple(torch.randn(2, 2, WIDTH, generator=generator)))
+        losses.append(engine.train_batch(iter(pairs)).item())
+    weights = engine.module_state_dict()
+    return losses, engine.get_global_grad_norm() or 0.0, weights.get("3.norm.weight", torch.zeros(0))
+
+
+@pytest.mark.parametrize("layout", [(2, 2, 1), (1, 2, 2)])
+def test_a_model_axis_whose_layers_are_split_by_their_author(layout: tuple[int, int, int]) -> None:
+    ((losses, norm, weight),) = run(over_a_topology, 1, 1, 1, ranks=1)
+    for found, found_norm, found_weight in run(over_a_topology, *layout, ranks=4):
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert found_norm == pytest.approx(norm, rel=1e-5)
+        if len(found_weight):
+            torch.testing.assert_close(found_weight, weight, rtol=1e-4, atol=1e-5)
+    assert norm > 1, "it is clipped, by the norm of all parts"
 
 
 # --- what is refused

