@@ -524,7 +524,8 @@ for name, link in {
         )
 
 # %% [markdown]
-# Turn the knobs: a layout written outermost first, and a rank. Coloured are the ranks of its group on each axis.
+# Turn the knobs: a layout written outermost first, and a rank. Coloured are the ranks of its group on each axis. Gradients
+# travel over dp and cp together; their bytes stand at dp.
 
 # %% tags=["hide-input"]
 from refimpl.notebook.widgets_mesh import mesh_knobs
