@@ -17,7 +17,7 @@ from refimpl.optim.loss_scale import DynamicLossScaler
 from refimpl.parallel.pipeline.clock import alive, share
 from refimpl.parallel.pipeline.partition import balanced
 from refimpl.parallel.pipeline.schedules.named import schedule
-from refimpl.plan import formulas, time, transformer
+from refimpl.plan import context, formulas, time, transformer
 from refimpl.zero.flat import ALIGN, round_up
 from refimpl.zero.gradients import IN_FLIGHT
 
@@ -111,7 +111,8 @@ OURS = (
     round_up, GPTConfig, formulas.Layout, transformer.flops_per_token, transformer.activation_bytes,
     transformer.checkpointed_bytes, transformer.tensor_parallel_sent, time.Link, time.ring_all_reduce_seconds,
     time.ring_half_seconds, time.tree_all_reduce_seconds, time.crossover_bytes, time.bubble, time.exposed_seconds,
-    time.adam_seconds, time.checkpoint_interval, schedule, share, alive, balanced,
+    time.adam_seconds, time.checkpoint_interval, schedule, share, alive, balanced, context.ring_sent,
+    context.ulysses_sent,
 )  # fmt: skip
 PYTHON = (abs, float, int, len, list, max, min, range, round, sum)
 CONSTANTS = {

@@ -17,26 +17,11 @@ from refimpl.measure.memory import MemoryMeter
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.plan import formulas
 from refimpl.plan.mesh import Machine, Mesh, judge
+from refimpl.plan.published import LLAMA, MEGATRON, Run
 from refimpl.plan.search import search
 from refimpl.plan.shape import Shape, of_config, of_gpt, of_size
 from refimpl.plan.traffic import by_axis, parameters_of, traffic
 from refimpl.plan.transformer import activation_bytes, flops_per_token, tensor_parallel_sent
-
-# Narayanan et al. 2021, arXiv:2104.04473, table 1, from memory (the sizes follow from the shapes): billions of
-# parameters, heads, width, layers, tensor-parallel size, pipeline-parallel size, GPUs, batch, TFLOP/s a GPU that were
-# reached. Vocabulary 51,200, context 2,048, micro-batch 1.
-MEGATRON = [
-    (1.7, 24, 2304, 24, 1, 1, 32, 512, 137),
-    (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
-    (7.5, 32, 4096, 36, 4, 1, 128, 512, 142),
-    (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
-    (39.1, 64, 8192, 48, 8, 2, 512, 1536, 138),
-    (76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140),
-    (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148),
-    (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155),
-    (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163),
-    (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
-]
 
 # Rajbhandari et al. 2020, arXiv:1910.02054, table 1: GB of model state a device, for 7.5, 128 and 1,000 billion
 # parameters; DP degree -> (Pos, Pos+g, Pos+g+p) of each.
@@ -50,15 +35,21 @@ ZERO = {
 }
 
 
-@pytest.mark.parametrize("row", MEGATRON, ids=lambda row: f"{row[0]}B")
-def test_sizes_and_speed_of_megatrons_table(row: tuple[Any, ...]) -> None:
-    billions, heads, width, layers, tp, pp, gpus, batch, reached = row
-    shape = Shape(layers, width, heads, 51_200, 2048, hidden=4 * width, kv_heads=heads)
-    assert shape.parameters / 1e9 == pytest.approx(billions, rel=0.03)
-    verdict = judge(shape, Mesh(gpus // (tp * pp), pp, tp, batch, 1, "ddp"), Machine())
-    tflops = shape.flops(batch, recompute=True) / verdict.step / gpus / 1e12
+@pytest.mark.parametrize("row", MEGATRON, ids=lambda row: f"{row.billions}B")
+def test_sizes_and_speed_of_megatrons_table(row: Run) -> None:
+    shape = row.shape
+    assert shape.parameters / 1e9 == pytest.approx(row.billions, rel=0.03)
+    verdict = judge(shape, Mesh(row.dp, row.pp, row.tp, row.batch, 1, "ddp"), Machine())
+    tflops = shape.flops(row.batch, recompute=True) / verdict.step / row.gpus / 1e12
     # One efficiency for all: small products reach less of the peak than large ones.
-    assert tflops == pytest.approx(reached, rel=0.35 if billions < 7 else 0.18)
+    assert tflops == pytest.approx(row.tflops, rel=0.35 if row.billions < 7 else 0.18)
+
+
+@pytest.mark.parametrize("row", LLAMA, ids=lambda row: f"{row.gpus} GPUs, cp {row.cp}")
+def test_sizes_and_gpus_of_llamas_table(row: Run) -> None:
+    assert row.shape.parameters / 1e9 == pytest.approx(row.billions, rel=0.01)
+    assert row.dp * row.pp * row.cp * row.tp == row.gpus
+    assert row.batch % row.dp == 0
 
 
 @pytest.mark.parametrize("ranks", ZERO)

@@ -1,0 +1,35 @@
+"""The keys are sent home.
+
+task: ring_attention
+says: nobody needs them
+"""
+
+import math
+
+import torch
+
+
+def merge(one, other):
+    lse = torch.logaddexp(one[1], other[1])
+    out = torch.zeros_like(one[0])
+    for part, log_sum in (one, other):
+        share = (log_sum - lse).exp().masked_fill(log_sum.isneginf(), 0)
+        out += share.unsqueeze(-1) * part
+    return (out, lse)
+
+
+def ring_attention(group, q, k, v, positions):
+    out = (torch.zeros(q.shape, dtype=torch.float32), torch.full(q.shape[:-1], -math.inf))
+    here = torch.stack([k, v])
+    for hop in range(group.size):
+        theirs = positions[(group.rank - hop) % group.size]
+        seen = (theirs >= 0) & (theirs <= positions[group.rank][:, None])
+        scores = q.float() @ here[0].float().mT * q.shape[-1] ** (-0.5)
+        lse = scores.masked_fill_(~seen, -math.inf).logsumexp(-1)
+        weights = (scores - lse.unsqueeze(-1)).exp().masked_fill(~seen, 0)
+        out = merge(out, (weights @ here[1].float(), lse))
+        if True:
+            arrived = torch.empty_like(here)
+            group.send_recv(here, (group.rank + 1) % group.size, arrived, (group.rank - 1) % group.size)
+            here = arrived
+    return out[0].to(q.dtype)
