@@ -9,17 +9,22 @@ numbers. torch's own generator is the common one; inside a split region `Draws` 
     leave    a row layer begins: this rank's own is put aside, the common one goes on
     apart    both, as a `with` block
 
+An exception between the two would leave the rank's own stream in torch's generator, and the ranks' whole tensors would
+drift apart from then on. `guard` hooks a model so that the common stream is back when its call ends, however it ends;
+and when it begins, after what no hook sees (an interrupt).
+
 With sequence parallelism tokens are split outside those regions too: there every rank draws for itself, always.
 Memory: two states, 5,056 bytes each on a CPU. It can be handed to an activation checkpoint as a tracker, so that a
 second run draws the same. Megatron-LM: megatron/core/tensor_parallel/random.py, `CudaRNGStatesTracker`, whose offset
 2718 between the common seed and the first rank's own is kept. DeepSpeed copies that file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 OFFSET = 2718
 
@@ -62,6 +67,20 @@ class Draws:
         try:
             yield
         finally:
+            self.leave()
+
+    def guard(self, model: nn.Module, parts: Iterable[nn.Module] = ()) -> None:
+        """A call of `model` begins and ends with the common stream; so does one of its `parts` that raises."""
+        model.register_forward_pre_hook(self._leave)
+        model.register_forward_hook(self._leave, always_call=True)
+        for part in parts:
+            part.register_forward_hook(self._leave_after_an_error, always_call=True)
+
+    def _leave(self, *_: Any) -> None:
+        self.leave()
+
+    def _leave_after_an_error(self, module: nn.Module, args: Any, result: Any) -> None:
+        if result is None:  # which is what a hook is given of a call that raised
             self.leave()
 
     def get_states(self) -> tuple[Tensor, bool]:

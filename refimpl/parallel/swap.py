@@ -8,7 +8,8 @@
     wte, head, loss           Vocabulary(), Columns(), Loss(vocab)
 
 The model knows nothing of it. Names stay, so a part of the state dict has the names of the whole; `whole_state_dict`
-joins the parts. Parameters that two layers share are shared by what takes their place. `draws`: see `draws.py`.
+joins the parts. Parameters that two layers share are shared by what takes their place. Columns that stand side by side
+in one module share their f: see `door.py`. `draws`: see `draws.py`.
 
 Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2) is the same plan with `sequence=True`:
 outside the split layers each rank then holds T/N tokens, and what works there, norms and dropout, is divided too. f
@@ -21,19 +22,20 @@ Megatron-LM builds its model of such layers instead. torch: torch/distributed/te
 `parallelize_module`. DeepSpeed: deepspeed/module_inject/autotp_config.py, `partition_config`.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from refimpl.comm.group import Group
 from refimpl.parallel.conjugates import TAG, copy, gather_sum, reduce, scatter, sum_scatter
+from refimpl.parallel.door import Door
 from refimpl.parallel.draws import Draws
-from refimpl.parallel.tensor import ColumnParallelLinear, Parted, RowParallelLinear
+from refimpl.parallel.summed import sum_gradients
+from refimpl.parallel.tensor import ColumnParallelLinear, Exchange, Parted, RowParallelLinear
 from refimpl.parallel.vocabulary import VocabParallelEmbedding, VocabParallelLoss
 
 
@@ -45,6 +47,7 @@ class Where:
     group: Group
     sequence: bool
     draws: Draws | None
+    enter: Exchange  # what brings the input of columns in
 
 
 @dataclass(frozen=True)
@@ -56,14 +59,13 @@ class Columns:
     gathered: bool = False
 
     def __call__(self, plain: nn.Module, at: Where) -> nn.Module:
-        enter = gather_sum if at.sequence else copy
         return ColumnParallelLinear(
             plain,
             at.group,
             units=self.units,
             blocks=self.blocks,
             gathered=self.gathered,
-            enter=enter,
+            enter=at.enter,
             draws=at.draws,
             name=at.name,
         )
@@ -79,7 +81,7 @@ class Rows:
         leave = sum_scatter if at.sequence else reduce
         layer = RowParallelLinear(plain, at.group, units=self.units, leave=leave, draws=at.draws, name=at.name)
         if at.sequence and layer.bias is not None:
-            sum_gradient(layer.bias, at.group)
+            sum_gradients(layer, ["bias"], at.group)
         return layer
 
 
@@ -108,8 +110,8 @@ class Tokens:
 
     def __call__(self, plain: nn.Module, at: Where) -> nn.Module:
         if at.sequence:
-            for p in plain.parameters():
-                sum_gradient(p, at.group)
+            for module in plain.modules():
+                sum_gradients(module, list(module._parameters), at.group)
         return plain
 
 
@@ -125,7 +127,8 @@ class ToTokens:
         return plain
 
 
-Plan = Mapping[str, Columns | Rows | Vocabulary | Loss | Tokens | ToTokens]
+Style = Columns | Rows | Vocabulary | Loss | Tokens | ToTokens
+Plan = Mapping[str, Style]
 
 
 def gpt_plan(heads: int, vocab: int) -> Plan:
@@ -153,11 +156,29 @@ def parallelize(
     """
     for p in model.parameters():
         group.broadcast(p.data, tag=TAG)
-    found = match(plan, [name for name, _ in model.named_modules() if name])
+    swap(model, match(plan, [name for name, _ in model.named_modules() if name]), group, sequence, draws)
+    return model
+
+
+def swap(
+    model: nn.Module, styles: Mapping[str, Style], group: Group, sequence: bool = False, draws: Draws | None = None
+) -> list[tuple[nn.Module, str, nn.Module]]:
+    """The same with weights that are equal on all ranks, and full names. Sends nothing.
+
+    Returns what it replaced, (module around, name in it, plain layer): a module that is registered under several names
+    is replaced under all.
+    """
+    doors = {around: door(model.get_submodule(around), sequence) for around in side_by_side(styles)}
     kept: dict[nn.Parameter, nn.Parameter] = {}  # a plain parameter -> what takes its place
-    for name, style in found.items():
-        plain = model.get_submodule(name)
-        layer = style(plain, Where(name, group, sequence, draws))
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for key, child in module._modules.items():
+            if child is not None:
+                places.setdefault(child, []).append((module, key))
+    replaced = []
+    for name, style in styles.items():
+        plain, enter = model.get_submodule(name), doors.get(name.rpartition(".")[0], bring_in(sequence))
+        layer = style(plain, Where(name, group, sequence, draws, enter))
         if layer is plain:
             continue
         for key, p in plain.named_parameters(recurse=False):
@@ -166,19 +187,43 @@ def parallelize(
             else:
                 kept[p] = getattr(layer, key)
         layer.train(plain.training)
-        model.set_submodule(name, layer)
+        for around, key in places[plain]:
+            setattr(around, key, layer)
+            replaced.append((around, key, plain))
     for name, module in model.named_modules():
         for key, q in module._parameters.items():
             if q in kept and kept[q] is not q:
                 raise ValueError(
                     f"{name}.{key} is shared with a layer that is split: give {name} a place in the plan too"
                 )
-    return model
+    if draws is not None:
+        draws.guard(model, [model.get_submodule(name) for name in around_columns(styles)])
+    return replaced
 
 
-def match(plan: Plan, names: list[str]) -> dict[str, Any]:
+def bring_in(sequence: bool) -> Exchange:
+    return gather_sum if sequence else copy
+
+
+def door(around: nn.Module, sequence: bool) -> Exchange:
+    return Door(bring_in(sequence), around)
+
+
+def side_by_side(styles: Mapping[str, Style]) -> list[str]:
+    """The modules in which two layers or more are cut by columns."""
+    around = Counter(name.rpartition(".")[0] for name, style in styles.items() if isinstance(style, Columns))
+    return [name for name, columns in around.items() if columns > 1]
+
+
+def around_columns(styles: Mapping[str, Style]) -> list[str]:
+    """Every module below the model in which, at any depth, a layer is cut by columns."""
+    columns = [name.split(".") for name, style in styles.items() if isinstance(style, Columns)]
+    return sorted({".".join(parts[:depth]) for parts in columns for depth in range(1, len(parts))})
+
+
+def match(plan: Plan, names: list[str]) -> dict[str, Style]:
     """Each matched layer's name -> its style, in the model's order."""
-    found: dict[str, Any] = {}
+    found: dict[str, Style] = {}
     for pattern, style in plan.items():
         hits = [name for name in names if fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")]
         if not hits:
@@ -195,18 +240,6 @@ def same_part(name: str, first: nn.Parameter, second: nn.Parameter) -> nn.Parame
     if first.shape != second.shape or not torch.equal(first, second):
         raise ValueError(f"{name}: its weight is shared with another layer's, which is split differently")
     return first
-
-
-def sum_gradient(p: nn.Parameter, group: Group) -> None:
-    """Of a parameter that is whole on every rank, but sees a rank's own tokens or heads only."""
-    if p.requires_grad and group.size > 1:
-        p.register_hook(partial(_summed, group))  # type: ignore[no-untyped-call]
-
-
-def _summed(group: Group, grad: Tensor) -> Tensor:
-    grad = grad.clone(memory_format=torch.contiguous_format)
-    group.all_reduce(grad, tag="tensor, whole parameters")
-    return grad
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
