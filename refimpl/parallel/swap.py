@@ -35,7 +35,7 @@ from refimpl.parallel.conjugates import TAG, copy, gather_sum, reduce, scatter, 
 from refimpl.parallel.door import Door
 from refimpl.parallel.draws import Draws
 from refimpl.parallel.summed import sum_gradients
-from refimpl.parallel.tensor import ColumnParallelLinear, Exchange, Parted, RowParallelLinear
+from refimpl.parallel.tensor import ColumnParallelEmbedding, ColumnParallelLinear, RowParallelLinear, cuts
 from refimpl.parallel.vocabulary import VocabParallelEmbedding, VocabParallelLoss
 
 
@@ -47,7 +47,6 @@ class Where:
     group: Group
     sequence: bool
     draws: Draws | None
-    enter: Exchange  # what brings the input of columns in
 
 
 @dataclass(frozen=True)
@@ -59,16 +58,28 @@ class Columns:
     gathered: bool = False
 
     def __call__(self, plain: nn.Module, at: Where) -> nn.Module:
+        enter = gather_sum if at.sequence else copy
         return ColumnParallelLinear(
             plain,
             at.group,
             units=self.units,
             blocks=self.blocks,
             gathered=self.gathered,
-            enter=at.enter,
+            enter=enter,
             draws=at.draws,
             name=at.name,
         )
+
+
+@dataclass(frozen=True)
+class EmbeddingColumns:
+    """-> ColumnParallelEmbedding."""
+
+    units: int | None = None
+
+    def __call__(self, plain: nn.Module, at: Where) -> nn.Module:
+        assert isinstance(plain, nn.Embedding), f"{at.name}: {type(plain).__name__} is no nn.Embedding"
+        return ColumnParallelEmbedding(plain, at.group, units=self.units, name=at.name)
 
 
 @dataclass(frozen=True)
@@ -127,7 +138,7 @@ class ToTokens:
         return plain
 
 
-Style = Columns | Rows | Vocabulary | Loss | Tokens | ToTokens
+Style = Columns | EmbeddingColumns | Rows | Vocabulary | Loss | Tokens | ToTokens
 Plan = Mapping[str, Style]
 
 
@@ -168,45 +179,41 @@ def swap(
     Returns what it replaced, (module around, name in it, plain layer): a module that is registered under several names
     is replaced under all.
     """
-    doors = {around: door(model.get_submodule(around), sequence) for around in side_by_side(styles)}
+    layers: dict[str, nn.Module] = {}
     kept: dict[nn.Parameter, nn.Parameter] = {}  # a plain parameter -> what takes its place
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for key, child in module._modules.items():
-            if child is not None:
-                places.setdefault(child, []).append((module, key))
-    replaced = []
     for name, style in styles.items():
-        plain, enter = model.get_submodule(name), doors.get(name.rpartition(".")[0], bring_in(sequence))
-        layer = style(plain, Where(name, group, sequence, draws, enter))
-        if layer is plain:
-            continue
-        for key, p in plain.named_parameters(recurse=False):
+        plain = model.get_submodule(name)
+        layer = layers[name] = style(plain, Where(name, group, sequence, draws))
+        for key, p in plain.named_parameters(recurse=False) if layer is not plain else ():
             if p in kept:
                 setattr(layer, key, same_part(name, kept[p], getattr(layer, key)))
             else:
                 kept[p] = getattr(layer, key)
         layer.train(plain.training)
-        for around, key in places[plain]:
-            setattr(around, key, layer)
-            replaced.append((around, key, plain))
     for name, module in model.named_modules():
-        for key, q in module._parameters.items():
+        for key, q in module._parameters.items() if name not in layers else ():
             if q in kept and kept[q] is not q:
                 raise ValueError(
                     f"{name}.{key} is shared with a layer that is split: give {name} a place in the plan too"
                 )
+    replaced = put(model, {model.get_submodule(name): layer for name, layer in layers.items()})
+    for around in side_by_side(styles):
+        door = Door(gather_sum if sequence else copy, model.get_submodule(around))
+        for layer in model.get_submodule(around).children():
+            if isinstance(layer, ColumnParallelLinear):
+                layer.enter = door
     if draws is not None:
         draws.guard(model, [model.get_submodule(name) for name in around_columns(styles)])
     return replaced
 
 
-def bring_in(sequence: bool) -> Exchange:
-    return gather_sum if sequence else copy
-
-
-def door(around: nn.Module, sequence: bool) -> Exchange:
-    return Door(bring_in(sequence), around)
+def put(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> list[tuple[nn.Module, str, nn.Module]]:
+    """In place of each plain layer the other, wherever the model has it. Returns where what was."""
+    places = [(module, key, child) for module in model.modules() for key, child in module.named_children()]
+    replaced = [(module, key, child) for module, key, child in places if layers.get(child, child) is not child]
+    for module, key, child in replaced:
+        setattr(module, key, layers[child])
+    return replaced
 
 
 def side_by_side(styles: Mapping[str, Style]) -> list[str]:
@@ -244,23 +251,20 @@ def same_part(name: str, first: nn.Parameter, second: nn.Parameter) -> nn.Parame
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The unsplit model's state dict, on every rank; a collective. Sends (N - 1) parts of every split parameter."""
-    splits = {id(layer): layer for layer in model.modules() if isinstance(layer, Parted)}
-    whole: dict[str, Tensor] = {}
-    for name, x in model.state_dict().items():
-        prefix, _, key = name.rpartition(".")
-        layer = splits.get(id(model.get_submodule(prefix)))
-        if layer is not None and key in layer.splits:
-            split, dim = layer.splits[key]
-            x = split.gather(x, layer.group, dim, "state dict")
-        whole[name] = x
+    parts = cuts(model)
+    whole: dict[str, Tensor] = dict(model.state_dict())
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if p in parts:
+            split, dim, group = parts[p]
+            whole[name] = split.gather(whole[name], group, dim, "state dict")
     return whole
 
 
 def load_whole_state_dict(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
     """The inverse: every rank takes its parts. No traffic. KeyError and RuntimeError as of `load_state_dict`."""
-    parts = dict(whole)
-    for prefix, layer in model.named_modules():
-        for key, (split, dim) in layer.splits.items() if isinstance(layer, Parted) else ():
-            name = f"{prefix}.{key}" if prefix else key
-            parts[name] = split.part(whole[name], layer.group.rank, dim)
-    model.load_state_dict(parts)
+    parts, mine = cuts(model), dict(whole)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if p in parts:
+            split, dim, group = parts[p]
+            mine[name] = split.part(whole[name], group.rank, dim)
+    model.load_state_dict(mine)

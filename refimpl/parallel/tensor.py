@@ -27,6 +27,7 @@ deepspeed/module_inject/layers.py, `LinearLayer` (columns) and `LinearAllreduce`
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any, Self
 
 import torch.nn.functional as F
@@ -79,6 +80,16 @@ class Parted(nn.Module):
         return layer
 
 
+def cuts(model: nn.Module) -> dict[nn.Parameter, tuple[Split, int, Group]]:
+    """Every parameter of which this rank has a part -> (split, dimension, group), under whatever names it goes."""
+    return {
+        getattr(layer, key): (split, dim, layer.group)
+        for layer in model.modules()
+        if isinstance(layer, Parted)
+        for key, (split, dim) in layer.splits.items()
+    }
+
+
 class ColumnParallelLinear(Parted):
     """Y_i = X A_i: each rank has some of the outputs."""
 
@@ -111,6 +122,7 @@ class ColumnParallelLinear(Parted):
             raise ValueError(f"{name}: {outputs} outputs are not blocks of {blocks}")
         self.split = Split(sizes, sizes[0] if units is None else units, group.size, name)
         self.gathered, self.enter, self.draws = gathered, enter, draws
+        self.leave: Exchange = partial(gather, split=self.split) if gathered else local
         self.keep("weight", plain.weight, self.split, self.outputs_dim)
         self.keep("bias", plain.bias, self.split)
 
@@ -119,7 +131,7 @@ class ColumnParallelLinear(Parted):
         y = self.multiply(self.enter(x, self.group), self.weight, self.bias)
         if self.draws is not None and not self.gathered:
             self.draws.enter()
-        return gather(y, self.group, split=self.split) if self.gathered else y
+        return self.leave(y, self.group)
 
 
 class RowParallelLinear(Parted):
