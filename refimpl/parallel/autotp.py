@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from refimpl.comm.group import Group
@@ -51,8 +52,9 @@ def autotp(
     `example`: what the model is called with: a tensor, a tuple of arguments or a dictionary of keyword arguments; the
     same on all ranks, small, of two tokens or more. Default: the model's own `dummy_inputs`, if it has them, as
     transformers' models do. `plan`: as of `parallelize`, to choose the layers oneself; units and numbers to divide are
-    found all the same, and it is rehearsed. `draws`: see `draws.py`. Rank 0's weights are taken. The loss needs no
-    change: logits are gathered.
+    found all the same, and it is rehearsed. Rank 0's weights are taken, and its random numbers for dropout on whole
+    tensors; `draws`: this rank's own for parts (default: made of rank 0's seed), see `draws.py`. The loss needs no
+    change: logits are gathered. Call it before the optimizer is made.
 
     ValueError without an example, if nothing can be cut, and if a plan cannot be kept, with the reasons. RuntimeError
     if cuts that were each right are not together. The model's layers are then what they were.
@@ -84,11 +86,24 @@ def autotp(
         raise RuntimeError(f"cuts that are right one by one are not together: {together}; give it a plan")
     cut.summed = together
     report = describe(cut, why)
-    cut.apply(model, group, draws)
+    cut.apply(model, group, draws or common_numbers(model, group))
     for name in cut.summed:
         prefix, _, key = name.rpartition(".")
         sum_gradients(model.get_submodule(prefix), [key], group)
     return report
+
+
+def common_numbers(model: nn.Module, group: Group) -> Draws:
+    """From here on all ranks draw what rank 0 would have drawn, but where tensors are parts their own."""
+    device = next(model.parameters()).device
+    cuda = device.type == "cuda"
+    state = torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
+    seed, state = group.all_gather_object((torch.initial_seed(), state))[0]
+    if cuda:
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+    return Draws(seed, group.rank, device)
 
 
 def caller(model: nn.Module, example: Any) -> Call:
@@ -119,7 +134,7 @@ def to_twin(x: Any) -> Any:
 
 def proposed(twin: nn.Module, call: Call) -> tuple[list[Region], dict[str, str]]:
     """Regions that may be cut, the vocabulary last; and of every layer why it stays whole if it is in none."""
-    with rehearsal.seeded():
+    with rehearsal.seeded(None):
         found = trace(twin, call)
     residual = found.residual()
     regions, why = find_regions(found, residual)

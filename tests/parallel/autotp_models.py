@@ -225,6 +225,14 @@ class Leaky(Look):
         return super().forward(x) * self.ask(x).square().mean((-1), keepdim=True).sqrt()
 
 
+class Crossed(Think):
+    """Drops out of a whole tensor between its matrices: the ranks would drop different elements of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, x = self.one(x), F.dropout(x, 0.3, self.training)
+        return x + self.two(hidden.tanh())
+
+
 class ByHand(nn.Module):
     """Uses its table as a matrix, and a layer's weights without calling it."""
 
@@ -288,6 +296,10 @@ def leaky() -> nn.Module:
 
 def stack() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 8), nn.GELU(), nn.Linear(8, 5))
+
+
+def crossed() -> nn.Module:
+    return Stranger(lambda: Crossed(24))
 
 
 def by_hand() -> nn.Module:

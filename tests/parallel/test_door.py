@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from worlds import run
 
+from refimpl.activation.checkpoint import Checkpoint
 from refimpl.comm.group import Group
 from refimpl.parallel.draws import Draws
 from refimpl.parallel.swap import Columns, Rows, parallelize
@@ -156,3 +158,32 @@ def test_after_an_exception_all_ranks_draw_the_common_numbers() -> None:
     torch.manual_seed(5)  # what calls that failed drew of the common stream is what a plain model draws: nothing
     for drawn in first[0][:3]:
         assert torch.equal(drawn, torch.rand(3))
+
+
+def recomputed() -> None:
+    """Activations computed again in backward: dropout between columns and rows must drop what forward dropped."""
+    group, grads = Group.world(), []
+    for how in ("kept", "tracked", "torch's", "torch's, in evaluation"):
+        torch.manual_seed(6)
+        block, draws = Block(), Draws(6, group.rank)
+        x = torch.randn(B, T, C, requires_grad=True)
+        parallelize(block, PLAN, group, draws=draws).train(how != "torch's, in evaluation")
+        if how == "kept":
+            y = block(x)
+        elif how == "tracked":
+            y = Checkpoint(trackers=(draws,))(block, x)
+        else:
+            y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        if how == "torch's":
+            with pytest.raises(RuntimeError, match=r"dropout on parts again with other numbers .*trackers=\(draws,\)"):
+                y.square().sum().backward()
+            assert not draws.inside
+        else:
+            y.square().sum().backward()
+            grads.append(x.grad)
+    assert torch.equal(grads[0], grads[1])
+    assert not torch.equal(grads[1], grads[2])
+
+
+def test_dropout_that_is_computed_again_is_the_same_or_refused() -> None:
+    run(recomputed, ranks=2)

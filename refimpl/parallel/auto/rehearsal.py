@@ -6,10 +6,11 @@
     after it      summands of all ranks must add up to those sums; outputs, logits and gradients of parts must be parts
                   of the whole's. By induction over the layers the cut model then computes what the whole one does
 
-It is played on a twin of the model with random weights in fp64: a bias that is 0 would show nothing. Twice, with its
-gradients in the model's own mode and without them in evaluation, for which some modules have another way; without
-dropout. Parameters that are whole on every rank must have either the whole gradient, or parts of it that add up: then
-they work inside a cut region, like a norm over the features of a head, and their gradients must be summed.
+It is played on a twin of the model with random weights in fp64: a bias that is 0 would show nothing. Twice, in training
+with gradients, and without them in evaluation, for which some modules have another way; dropout drops nothing, but must
+stand in the right places. Parameters that are whole on every rank must have either the whole gradient, or parts of it
+that add up: then they work inside a cut region, like a norm over the features of a head, and their gradients must be
+summed.
 
 BOUND: rounding differs in the last bits, of fp32 where a model computes a softmax or norm in it whatever it is given,
 some 1e-7. What a wrong cut leaves out is a rank's share of a sum.
@@ -26,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from refimpl.comm.group import Group
-from refimpl.parallel.auto.trace import Call, NoDropout, plain_layers, tensors
+from refimpl.parallel.auto.dropout import Inside, NoDropout, drawn_wrong
+from refimpl.parallel.auto.trace import Call, plain_layers, tensors
 from refimpl.parallel.tensor import ColumnParallelLinear, Parted, RowParallelLinear, cuts, local
 from refimpl.parallel.vocabulary import VocabParallelEmbedding
 
@@ -44,6 +46,7 @@ class Notes:
     sums: dict[Key, Tensor] = field(default_factory=dict)  # of a part: what the summands must add up to
     grads: dict[Key, Tensor] = field(default_factory=dict)  # what its input's gradient is
     outputs: list[Tensor] = field(default_factory=list)
+    dropout: NoDropout = field(default_factory=NoDropout)
     params: dict[str, Tensor] = field(default_factory=dict)  # gradients
     shares: dict[Key, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of outputs that are gathered: found, right
 
@@ -90,37 +93,30 @@ def make_twin(model: nn.Module) -> nn.Module:
     for module in twin.modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             module.gradient_checkpointing = False  # type: ignore[assignment]  # the marks are gone when it runs again
-    return twin
+    return twin.eval()
 
 
 @contextmanager
-def seeded(learning: bool = True) -> Iterator[None]:
-    """The same random numbers in every run, none taken from the caller's, and no dropout.
+def seeded(dropout: NoDropout | None) -> Iterator[None]:
+    """The same random numbers in every run, none taken from the caller's.
 
-    In evaluation dropout is off by itself; and torch's own layers look whether anybody intercepts their calls, and then
-    do not take the way that is tried there.
+    `dropout`: None in evaluation, where it is off by itself; torch's own layers look there whether anybody intercepts
+    their calls, and then do not take the way that is to be tried.
     """
-    with torch.random.fork_rng(devices=[]), NoDropout() if learning else nullcontext():
+    with torch.random.fork_rng(devices=[]), dropout if dropout is not None else nullcontext():
         torch.manual_seed(0)
         yield
 
 
 def play(model: nn.Module, call: Call, notes: Notes, learning: bool) -> None:
-    """One run. `learning`: with gradients, of a random sum of all outputs."""
-    was = {module: module.training for module in model.modules()}
-    try:
-        with seeded(learning), torch.set_grad_enabled(learning):
-            if not learning:
-                model.eval()
-            model.zero_grad()
-            outputs = tensors(call(model))
-            draw = torch.Generator().manual_seed(1)
-            weights = [torch.randn(y.shape, generator=draw, dtype=torch.float64) for y in outputs]
-            if learning:
-                torch.autograd.backward(outputs, weights)
-    finally:
-        for module, training in was.items():
-            module.training = training
+    """One run. `learning`: in training, with gradients of a random sum of all outputs; else evaluation."""
+    model.train(learning)
+    model.zero_grad()
+    with seeded(notes.dropout if learning else None), torch.set_grad_enabled(learning):
+        outputs = tensors(call(model))
+        if learning:
+            draw, ys = torch.Generator().manual_seed(1), [y for y in outputs if y.requires_grad]
+            torch.autograd.backward(ys, [torch.randn(y.shape, generator=draw, dtype=y.dtype) for y in ys])
     notes.outputs = [y.detach() for y in outputs]
     notes.params = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -178,7 +174,11 @@ class Stand:
 
 def stand_in(model: nn.Module, whole: Notes, part: Notes) -> None:
     """In every cut layer, a rehearsal's exchanges in place of the group's."""
+    place: Any = Inside()
+    part.dropout = NoDropout(place)
     for name, layer in model.named_modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            layer.draws = place
         if isinstance(layer, Parted):
             stand = Stand(name, layer, whole, part)
             if isinstance(layer, ColumnParallelLinear):
@@ -202,6 +202,7 @@ def differences(model: nn.Module, whole: Notes, part: Notes, group: Group) -> tu
     shapes = [[list(y.shape) for y in notes.outputs] for notes in (part, whole)]
     if not all(map(close, part.outputs, whole.outputs)) or shapes[0] != shapes[1]:
         wrong.append(f"the model's output is not the whole's: {shapes[0]} for {shapes[1]}")
+    wrong += [words] if (words := drawn_wrong(part.dropout, whole.dropout)) else []
     wrong += [f"{name} gives other outputs" for (name, _), pair in part.shares.items() if not close(*pair)]
     parts, largest = cuts(model), largest_norm(whole.params)
     for name, p in model.named_parameters():

@@ -18,9 +18,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 Node = Any  # of autograd's graph
 Call = Callable[[nn.Module], Any]
@@ -167,16 +165,3 @@ def tensors(out: Any) -> list[Tensor]:
     if isinstance(out, tuple | list):
         return [x for value in out for x in tensors(value)]
     return []
-
-
-class NoDropout(TorchFunctionMode):
-    """Dropout, also that of attention, drops nothing: ranks whose tensors are parts could not draw alike."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout):
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            args = (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:])
-            kwargs.update({"dropout_p": 0.0} if len(args) < 5 else {})
-        return func(*args, **kwargs)
