@@ -65,7 +65,7 @@ def autotp(
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_contiguous():
             group.broadcast(tensor.data, tag=TAG)
-    stage = Stage(rehearsal.make_twin(model), call, group)
+    stage = set_up(model, call, group)
     regions, why = proposed(stage.twin, call)
     if plan is not None:
         regions = planned(stage.twin, plan, regions)
@@ -106,8 +106,18 @@ def common_numbers(model: nn.Module, group: Group) -> Draws:
     return Draws(seed, group.rank, device)
 
 
+def set_up(model: nn.Module, call: Call, group: Group) -> Stage:
+    """A twin in fp64, or in fp32 if it has operations that know no fp64."""
+    try:
+        return Stage(rehearsal.make_twin(model), call, group)
+    except RuntimeError as error:
+        if "Double" not in str(error):
+            raise
+    return Stage(rehearsal.make_twin(model, torch.float32), call, group)
+
+
 def caller(model: nn.Module, example: Any) -> Call:
-    """What calls a twin of the model with the example, floating-point tensors in fp64."""
+    """What calls a twin of the model with the example, floating-point tensors in the twin's dtype."""
     if example is None:
         example = getattr(model, "dummy_inputs", None)
     if example is None:
@@ -115,7 +125,7 @@ def caller(model: nn.Module, example: Any) -> Call:
         raise ValueError(f"{name} has no dummy_inputs: give autotp an example of what it is called with")
 
     def call(twin: nn.Module) -> Any:
-        given = to_twin(example)
+        given = to_twin(example, next(twin.parameters()).dtype)
         if isinstance(given, Mapping):
             return twin(**given)
         return twin(*given) if isinstance(given, tuple | list) else twin(given)
@@ -123,13 +133,13 @@ def caller(model: nn.Module, example: Any) -> Call:
     return call
 
 
-def to_twin(x: Any) -> Any:
+def to_twin(x: Any, dtype: torch.dtype) -> Any:
     if isinstance(x, Tensor):
         x = x.detach().cpu()
-        return x.double().requires_grad_() if x.is_floating_point() else x
+        return x.to(dtype, copy=True).requires_grad_() if x.is_floating_point() else x
     if isinstance(x, Mapping):
-        return {key: to_twin(value) for key, value in x.items()}
-    return type(x)(map(to_twin, x)) if type(x) in (tuple, list) else x
+        return {key: to_twin(value, dtype) for key, value in x.items()}
+    return type(x)(to_twin(value, dtype) for value in x) if type(x) in (tuple, list) else x
 
 
 def proposed(twin: nn.Module, call: Call) -> tuple[list[Region], dict[str, str]]:

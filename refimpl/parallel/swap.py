@@ -34,8 +34,9 @@ from refimpl.comm.group import Group
 from refimpl.parallel.conjugates import TAG, copy, gather_sum, reduce, scatter, sum_scatter
 from refimpl.parallel.door import Door
 from refimpl.parallel.draws import Draws
+from refimpl.parallel.overlap import coming
 from refimpl.parallel.summed import sum_gradients
-from refimpl.parallel.tensor import ColumnParallelEmbedding, ColumnParallelLinear, RowParallelLinear, cuts
+from refimpl.parallel.tensor import ColumnParallelEmbedding, ColumnParallelLinear, Exchange, RowParallelLinear, cuts
 from refimpl.parallel.vocabulary import VocabParallelEmbedding, VocabParallelLoss
 
 
@@ -47,6 +48,7 @@ class Where:
     group: Group
     sequence: bool
     draws: Draws | None
+    enter: Exchange  # what brings the input of columns in
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,13 @@ class Columns:
     gathered: bool = False
 
     def __call__(self, plain: nn.Module, at: Where) -> nn.Module:
-        enter = gather_sum if at.sequence else copy
         return ColumnParallelLinear(
             plain,
             at.group,
             units=self.units,
             blocks=self.blocks,
             gathered=self.gathered,
-            enter=enter,
+            enter=at.enter,
             draws=at.draws,
             name=at.name,
         )
@@ -159,31 +160,46 @@ def gpt_plan(heads: int, vocab: int) -> Plan:
 
 
 def parallelize(
-    model: nn.Module, plan: Plan, group: Group, *, sequence: bool = False, draws: Draws | None = None
+    model: nn.Module,
+    plan: Plan,
+    group: Group,
+    *,
+    sequence: bool = False,
+    draws: Draws | None = None,
+    overlap: bool = False,
 ) -> nn.Module:
     """Swap the layers of `model` in place, and return it. Every rank calls it; rank 0's weights are taken by all.
 
-    Sends, once: each parameter from rank 0. ValueError for a pattern that matches no layer, and for two that match one.
+    `overlap`: with `sequence`, column layers multiply their own tokens while the others' come, see `overlap.py`. Sends,
+    once: each parameter from rank 0. ValueError for a pattern that matches no layer, and for two that match one.
     """
+    if overlap and not sequence:
+        raise ValueError("overlap=True: only with sequence=True is there an all-gather before the column layers")
     for p in model.parameters():
         group.broadcast(p.data, tag=TAG)
-    swap(model, match(plan, [name for name, _ in model.named_modules() if name]), group, sequence, draws)
+    swap(model, match(plan, [name for name, _ in model.named_modules() if name]), group, sequence, draws, overlap)
     return model
 
 
 def swap(
-    model: nn.Module, styles: Mapping[str, Style], group: Group, sequence: bool = False, draws: Draws | None = None
+    model: nn.Module,
+    styles: Mapping[str, Style],
+    group: Group,
+    sequence: bool = False,
+    draws: Draws | None = None,
+    overlap: bool = False,
 ) -> list[tuple[nn.Module, str, nn.Module]]:
     """The same with weights that are equal on all ranks, and full names. Sends nothing.
 
     Returns what it replaced, (module around, name in it, plain layer): a module that is registered under several names
     is replaced under all.
     """
+    enter: Exchange = (coming if overlap else gather_sum) if sequence else copy
     layers: dict[str, nn.Module] = {}
     kept: dict[nn.Parameter, nn.Parameter] = {}  # a plain parameter -> what takes its place
     for name, style in styles.items():
         plain = model.get_submodule(name)
-        layer = layers[name] = style(plain, Where(name, group, sequence, draws))
+        layer = layers[name] = style(plain, Where(name, group, sequence, draws, enter))
         for key, p in plain.named_parameters(recurse=False) if layer is not plain else ():
             if p in kept:
                 setattr(layer, key, same_part(name, kept[p], getattr(layer, key)))
@@ -198,7 +214,7 @@ def swap(
                 )
     replaced = put(model, {model.get_submodule(name): layer for name, layer in layers.items()})
     for around in side_by_side(styles):
-        door = Door(gather_sum if sequence else copy, model.get_submodule(around))
+        door = Door(enter, model.get_submodule(around))
         for layer in model.get_submodule(around).children():
             if isinstance(layer, ColumnParallelLinear):
                 layer.enter = door

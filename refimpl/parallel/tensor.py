@@ -36,9 +36,10 @@ from torch import Tensor, nn
 from refimpl.comm.group import Group
 from refimpl.parallel.conjugates import copy, gather, reduce, scatter
 from refimpl.parallel.draws import Draws
+from refimpl.parallel.overlap import Coming
 from refimpl.parallel.split import Split
 
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x [.., K], weight, bias [M]) -> [.., M]
+Multiply = Callable[..., Tensor]  # (x [.., K], weight, bias [M]) -> [.., M]
 Exchange = Callable[[Tensor, Group], Tensor]  # one of the conjugates
 
 
@@ -128,7 +129,9 @@ class ColumnParallelLinear(Parted):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [.., K] -> [.., M/N], or [.., M] if gathered."""
-        y = self.multiply(self.enter(x, self.group), self.weight, self.bias)
+        whole = self.enter(x, self.group)
+        multiply = partial(self.multiply, weight=self.weight, bias=self.bias)
+        y: Tensor = whole.through(multiply) if isinstance(whole, Coming) else multiply(whole)
         if self.draws is not None and not self.gathered:
             self.draws.enter()
         return self.leave(y, self.group)

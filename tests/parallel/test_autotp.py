@@ -219,7 +219,7 @@ def by_config() -> None:
     same_numbers(model, made("stranger", rank=0)[0], example, group)
     model, _ = made("stranger")
     for wrong, says in (
-        ([*specs[:3]], "plan: stack.0.a.ask, stack.0.a.tell cannot be cut so: its forward does not fit a part: "),
+        ([*specs[:3]], "plan: stack.0.a.ask, stack.0.a.tell cannot be cut so: its forward does not fit a part, "),
         ([specs[3] | column], "plan: .*sum_up.* cannot be cut so"),
         (
             [{"patterns": [r".*\.q_proj"], **column}],

@@ -1,4 +1,4 @@
-"""Layers that are given the same tensor share one f; an exception leaves every rank with the common random numbers."""
+"""Layers that are given the same tensor share one f, also begun early; all ranks draw alike after an exception too."""
 
 import copy
 
@@ -12,6 +12,7 @@ from worlds import run
 from refimpl.activation.checkpoint import Checkpoint
 from refimpl.comm.group import Group
 from refimpl.parallel.draws import Draws
+from refimpl.parallel.overlap import MARK
 from refimpl.parallel.swap import Columns, Rows, parallelize
 
 B, T, HEADS, D = 2, 12, 12, 4  # 12 tokens and 12 heads go into 2, 3 and 4 ranks
@@ -158,6 +159,42 @@ def test_after_an_exception_all_ranks_draw_the_common_numbers() -> None:
     torch.manual_seed(5)  # what calls that failed drew of the common stream is what a plain model draws: nothing
     for drawn in first[0][:3]:
         assert torch.equal(drawn, torch.rand(3))
+
+
+def overlapped() -> None:
+    """Own tokens are multiplied between the begin and the end of the all-gather; bytes and numbers stay.
+
+    The bound: a weight's gradient is a sum over B T tokens, added up in another order.
+    """
+    group = Group.world()
+    torch.manual_seed(7)
+    whole = Block().eval()
+    x = torch.randn(B, T, C)
+    mine, runs = slice(T // group.size * group.rank, T // group.size * (group.rank + 1)), []
+    for overlap in (False, True):
+        model = parallelize(copy.deepcopy(whole), PLAN, group, sequence=True, overlap=overlap)
+        part = x[:, mine].clone().requires_grad_()
+        group.ledger.reset()
+        y = model(part)
+        events = [(event.phase, event.op) for event in group.ledger.events if event.op in ("all_gather", MARK)]
+        y.square().sum().backward()
+        sent = group.ledger.sent_bytes()
+        grads = [model.mlp.gate.weight.grad, model.q.weight.grad, model.mlp.up.bias.grad, model.norm.weight.grad]
+        runs.append((sent, [y.detach(), part.grad, *grads]))
+    began, ended = ("start", "all_gather"), ("end", "all_gather")
+    marked = ("mark", MARK)  # q, k and v, then gate and up, share an all-gather: the first of them waits for it
+    assert events == [began, marked, ended, marked, marked, began, marked, ended, marked]
+    assert runs[0][0] == runs[1][0]
+    eps = torch.finfo(torch.float32).eps
+    for plain, found in zip(runs[0][1], runs[1][1], strict=True):
+        assert float((found - plain).norm()) <= 2 * B * T * eps * float(plain.norm())
+    with pytest.raises(ValueError, match="overlap=True: only with sequence=True is there an all-gather"):
+        parallelize(copy.deepcopy(whole), PLAN, group, overlap=True)
+
+
+@every_world
+def test_a_column_layer_multiplies_its_own_tokens_while_the_others_come(ranks: int) -> None:
+    run(overlapped, ranks=ranks)
 
 
 def recomputed() -> None:

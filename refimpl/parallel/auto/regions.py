@@ -106,7 +106,8 @@ def words(model: nn.Module, found: Trace, residual: set[str], regions: list[Regi
     tables = {name: layer for name, layer in free.items() if isinstance(layer, nn.Embedding)}
     rows = {layer.num_embeddings for name, layer in tables.items() if name in found.layers}
     last = {name: layer for name, layer in free.items() if name in ends - residual}
-    logits = {name: layer for name, layer in last.items() if getattr(layer, "out_features", 0) in rows}
+    many = {number for number in rows if number > max(rows) // 4}  # not two classes, which are two kinds of token too
+    logits = {name: layer for name, layer in last.items() if getattr(layer, "out_features", 0) in many}
     sizes: set[Any] = {layer.out_features for layer in logits.values()} or {max(rows, default=0)}
     chosen = {name: layer for name, layer in tables.items() if layer.num_embeddings in sizes} | logits
     weights = {layer.weight for layer in chosen.values()}

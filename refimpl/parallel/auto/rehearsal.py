@@ -78,9 +78,9 @@ class Substitute(torch.autograd.Function):
         return grads[0] if ctx.part is None else ctx.part(grads[0]), None, None
 
 
-def make_twin(model: nn.Module) -> nn.Module:
-    """A copy on the CPU in fp64 with other weights, equal on all ranks: spread as in a model that trains well."""
-    twin = deepcopy(model).to("cpu", torch.float64)
+def make_twin(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A copy on the CPU with other weights, equal on all ranks: spread as in a model that trains well."""
+    twin = deepcopy(model).to("cpu", dtype)
     draw = torch.Generator().manual_seed(0)
     for p in twin.parameters():
         if p.is_floating_point():
@@ -134,7 +134,7 @@ def whole_run(twin: nn.Module, call: Call, learning: bool) -> Notes:
             return (Note.apply(args[0], notes.grads, (name, calls[name]), None), *args[1:])  # type: ignore[no-untyped-call]
 
         def leave(module: Any, args: Any, out: Tensor, name: str = name) -> None:
-            notes.outs[name, calls[name]] = out.detach()
+            notes.outs[name, calls[name]] = out.detach().clone()  # the model may write to it
 
         hooks += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
     try:

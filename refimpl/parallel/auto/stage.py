@@ -90,7 +90,7 @@ class Stage:
             rehearsal.play(self.twin, self.call, part, learning)
             return rehearsal.differences(self.twin, self.whole[learning], part, self.group)
         except Exception as error:  # whatever a model does with a part of what it expects
-            return [f"its forward does not fit a part: {last_line(error)}"], []
+            return [f"its forward does not fit a part, write -1 for what is cut: {last_line(error)}"], []
         finally:
             undo()
 
