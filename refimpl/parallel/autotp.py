@@ -69,22 +69,10 @@ def autotp(
     regions, why = proposed(stage.twin, call)
     if plan is not None:
         regions = planned(stage.twin, plan, regions)
-    cut = Cut()
-    for alike in alike_regions(regions):
-        tried = stage.best(alike)
-        if isinstance(tried, Cut):
-            cut.join(tried)
-            continue
-        why |= {name: tried for region in alike for name in region.styles}
-        if plan is not None:
-            raise ValueError(f"plan: {', '.join(alike[0].styles)} cannot be cut so: {tried}")
+    cut = rehearsed(stage, regions, why, strict=plan is not None)
     if not cut.styles:
         told = "; ".join(f"{name}: {reason}" for name, reason in why.items())
         raise ValueError(f"{type(model).__name__} cannot be cut for {group.size} ranks: {told}")
-    together = stage.rehearse(cut)
-    if isinstance(together, str):
-        raise RuntimeError(f"cuts that are right one by one are not together: {together}; give it a plan")
-    cut.summed = together
     report = describe(cut, why)
     cut.apply(model, group, draws or common_numbers(model, group))
     for name in cut.summed:
@@ -104,6 +92,24 @@ def common_numbers(model: nn.Module, group: Group) -> Draws:
     else:
         torch.set_rng_state(state)
     return Draws(seed, group.rank, device)
+
+
+def rehearsed(stage: Stage, regions: list[Region], why: dict[str, str], strict: bool) -> Cut:
+    """All regions whose cut passes, together; `why` is told of the others, or with `strict` ValueError raised."""
+    cut = Cut()
+    for alike in alike_regions(regions):
+        tried = stage.best(alike)
+        if isinstance(tried, Cut):
+            cut.join(tried)
+            continue
+        why |= {name: tried for region in alike for name in region.styles}
+        if strict:
+            raise ValueError(f"plan: {', '.join(alike[0].styles)} cannot be cut so: {tried}")
+    together = stage.rehearse(cut)
+    if isinstance(together, str):
+        raise RuntimeError(f"cuts that are right one by one are not together: {together}; give it a plan")
+    cut.summed = together
+    return cut
 
 
 def set_up(model: nn.Module, call: Call, group: Group) -> Stage:

@@ -48,9 +48,8 @@ def find_units(found: Trace, rows: Sequence[str], columns: Sequence[str]) -> Uni
         return None
     number, known = together
     blocks = {name: packing(code.tolist(), number) for name, code in known.items()}
-    if any(packed is None for packed in blocks.values()) or any(
-        (code < 0).float().mean() > 0.5 for code in known.values()
-    ):
+    silent = any((code < 0).float().mean() > 0.5 for code in known.values())  # as with a single token
+    if silent or any(packed is None for packed in blocks.values()):
         return None
     return Units(number, {name: packed for name, packed in blocks.items() if packed is not None}, heads)
 
