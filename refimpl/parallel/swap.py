@@ -8,7 +8,8 @@
     wte, head, loss           Vocabulary(), Columns(), Loss(vocab)
 
 The model knows nothing of it. Names stay, so a part of the state dict has the names of the whole; `whole_state_dict`
-joins the parts. Parameters that two layers share are shared by what takes their place. `draws`: see `draws.py`.
+joins the parts. Parameters that two layers share are shared by what takes their place. Columns that stand side by side
+in one module share their f: see `door.py`. `draws`: see `draws.py`.
 
 Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2) is the same plan with `sequence=True`:
 outside the split layers each rank then holds T/N tokens, and what works there, norms and dropout, is divided too. f
@@ -21,19 +22,21 @@ Megatron-LM builds its model of such layers instead. torch: torch/distributed/te
 `parallelize_module`. DeepSpeed: deepspeed/module_inject/autotp_config.py, `partition_config`.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from refimpl.comm.group import Group
 from refimpl.parallel.conjugates import TAG, copy, gather_sum, reduce, scatter, sum_scatter
+from refimpl.parallel.door import Door
 from refimpl.parallel.draws import Draws
-from refimpl.parallel.tensor import ColumnParallelLinear, Parted, RowParallelLinear
+from refimpl.parallel.overlap import coming
+from refimpl.parallel.summed import sum_gradients
+from refimpl.parallel.tensor import ColumnParallelEmbedding, ColumnParallelLinear, Exchange, RowParallelLinear, cuts
 from refimpl.parallel.vocabulary import VocabParallelEmbedding, VocabParallelLoss
 
 
@@ -45,6 +48,7 @@ class Where:
     group: Group
     sequence: bool
     draws: Draws | None
+    enter: Exchange  # what brings the input of columns in
 
 
 @dataclass(frozen=True)
@@ -56,17 +60,27 @@ class Columns:
     gathered: bool = False
 
     def __call__(self, plain: nn.Module, at: Where) -> nn.Module:
-        enter = gather_sum if at.sequence else copy
         return ColumnParallelLinear(
             plain,
             at.group,
             units=self.units,
             blocks=self.blocks,
             gathered=self.gathered,
-            enter=enter,
+            enter=at.enter,
             draws=at.draws,
             name=at.name,
         )
+
+
+@dataclass(frozen=True)
+class EmbeddingColumns:
+    """-> ColumnParallelEmbedding."""
+
+    units: int | None = None
+
+    def __call__(self, plain: nn.Module, at: Where) -> nn.Module:
+        assert isinstance(plain, nn.Embedding), f"{at.name}: {type(plain).__name__} is no nn.Embedding"
+        return ColumnParallelEmbedding(plain, at.group, units=self.units, name=at.name)
 
 
 @dataclass(frozen=True)
@@ -79,7 +93,7 @@ class Rows:
         leave = sum_scatter if at.sequence else reduce
         layer = RowParallelLinear(plain, at.group, units=self.units, leave=leave, draws=at.draws, name=at.name)
         if at.sequence and layer.bias is not None:
-            sum_gradient(layer.bias, at.group)
+            sum_gradients(layer, ["bias"], at.group)
         return layer
 
 
@@ -108,8 +122,8 @@ class Tokens:
 
     def __call__(self, plain: nn.Module, at: Where) -> nn.Module:
         if at.sequence:
-            for p in plain.parameters():
-                sum_gradient(p, at.group)
+            for module in plain.modules():
+                sum_gradients(module, list(module._parameters), at.group)
         return plain
 
 
@@ -125,7 +139,8 @@ class ToTokens:
         return plain
 
 
-Plan = Mapping[str, Columns | Rows | Vocabulary | Loss | Tokens | ToTokens]
+Style = Columns | EmbeddingColumns | Rows | Vocabulary | Loss | Tokens | ToTokens
+Plan = Mapping[str, Style]
 
 
 def gpt_plan(heads: int, vocab: int) -> Plan:
@@ -145,40 +160,93 @@ def gpt_plan(heads: int, vocab: int) -> Plan:
 
 
 def parallelize(
-    model: nn.Module, plan: Plan, group: Group, *, sequence: bool = False, draws: Draws | None = None
+    model: nn.Module,
+    plan: Plan,
+    group: Group,
+    *,
+    sequence: bool = False,
+    draws: Draws | None = None,
+    overlap: bool = False,
 ) -> nn.Module:
     """Swap the layers of `model` in place, and return it. Every rank calls it; rank 0's weights are taken by all.
 
-    Sends, once: each parameter from rank 0. ValueError for a pattern that matches no layer, and for two that match one.
+    `overlap`: with `sequence`, column layers multiply their own tokens while the others' come, see `overlap.py`. Sends,
+    once: each parameter from rank 0. ValueError for a pattern that matches no layer, and for two that match one.
     """
+    if overlap and not sequence:
+        raise ValueError("overlap=True: only with sequence=True is there an all-gather before the column layers")
     for p in model.parameters():
         group.broadcast(p.data, tag=TAG)
-    found = match(plan, [name for name, _ in model.named_modules() if name])
+    swap(model, match(plan, [name for name, _ in model.named_modules() if name]), group, sequence, draws, overlap)
+    return model
+
+
+def swap(
+    model: nn.Module,
+    styles: Mapping[str, Style],
+    group: Group,
+    sequence: bool = False,
+    draws: Draws | None = None,
+    overlap: bool = False,
+) -> list[tuple[nn.Module, str, nn.Module]]:
+    """The same with weights that are equal on all ranks, and full names. Sends nothing.
+
+    Returns what it replaced, (module around, name in it, plain layer): a module that is registered under several names
+    is replaced under all.
+    """
+    enter: Exchange = (coming if overlap else gather_sum) if sequence else copy
+    layers: dict[str, nn.Module] = {}
     kept: dict[nn.Parameter, nn.Parameter] = {}  # a plain parameter -> what takes its place
-    for name, style in found.items():
+    for name, style in styles.items():
         plain = model.get_submodule(name)
-        layer = style(plain, Where(name, group, sequence, draws))
-        if layer is plain:
-            continue
-        for key, p in plain.named_parameters(recurse=False):
+        layer = layers[name] = style(plain, Where(name, group, sequence, draws, enter))
+        for key, p in plain.named_parameters(recurse=False) if layer is not plain else ():
             if p in kept:
                 setattr(layer, key, same_part(name, kept[p], getattr(layer, key)))
             else:
                 kept[p] = getattr(layer, key)
         layer.train(plain.training)
-        model.set_submodule(name, layer)
     for name, module in model.named_modules():
-        for key, q in module._parameters.items():
+        for key, q in module._parameters.items() if name not in layers else ():
             if q in kept and kept[q] is not q:
                 raise ValueError(
                     f"{name}.{key} is shared with a layer that is split: give {name} a place in the plan too"
                 )
-    return model
+    replaced = put(model, {model.get_submodule(name): layer for name, layer in layers.items()})
+    for around in side_by_side(styles):
+        door = Door(enter, model.get_submodule(around))
+        for layer in model.get_submodule(around).children():
+            if isinstance(layer, ColumnParallelLinear):
+                layer.enter = door
+    if draws is not None:
+        draws.guard(model, [model.get_submodule(name) for name in around_columns(styles)])
+    return replaced
 
 
-def match(plan: Plan, names: list[str]) -> dict[str, Any]:
+def put(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> list[tuple[nn.Module, str, nn.Module]]:
+    """In place of each plain layer the other, wherever the model has it. Returns where what was."""
+    places = [(module, key, child) for module in model.modules() for key, child in module.named_children()]
+    replaced = [(module, key, child) for module, key, child in places if layers.get(child, child) is not child]
+    for module, key, child in replaced:
+        setattr(module, key, layers[child])
+    return replaced
+
+
+def side_by_side(styles: Mapping[str, Style]) -> list[str]:
+    """The modules in which two layers or more are cut by columns."""
+    around = Counter(name.rpartition(".")[0] for name, style in styles.items() if isinstance(style, Columns))
+    return [name for name, columns in around.items() if columns > 1]
+
+
+def around_columns(styles: Mapping[str, Style]) -> list[str]:
+    """Every module below the model in which, at any depth, a layer is cut by columns."""
+    columns = [name.split(".") for name, style in styles.items() if isinstance(style, Columns)]
+    return sorted({".".join(parts[:depth]) for parts in columns for depth in range(1, len(parts))})
+
+
+def match(plan: Plan, names: list[str]) -> dict[str, Style]:
     """Each matched layer's name -> its style, in the model's order."""
-    found: dict[str, Any] = {}
+    found: dict[str, Style] = {}
     for pattern, style in plan.items():
         hits = [name for name in names if fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")]
         if not hits:
@@ -197,18 +265,6 @@ def same_part(name: str, first: nn.Parameter, second: nn.Parameter) -> nn.Parame
     return first
 
 
-def sum_gradient(p: nn.Parameter, group: Group) -> None:
-    """Of a parameter that is whole on every rank, but sees a rank's own tokens or heads only."""
-    if p.requires_grad and group.size > 1:
-        p.register_hook(partial(_summed, group))  # type: ignore[no-untyped-call]
-
-
-def _summed(group: Group, grad: Tensor) -> Tensor:
-    grad = grad.clone(memory_format=torch.contiguous_format)
-    group.all_reduce(grad, tag="tensor, whole parameters")
-    return grad
-
-
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The unsplit model's state dict, on every rank; a collective. Sends (N - 1) parts of every split parameter."""
     return join_parts(model, model.state_dict())
@@ -216,23 +272,19 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def join_parts(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """As `whole_state_dict`, of weights that are given by their names in `model`."""
-    splits = {id(layer): layer for layer in model.modules() if isinstance(layer, Parted)}
-    whole: dict[str, Tensor] = {}
-    for name, x in state.items():
-        prefix, _, key = name.rpartition(".")
-        layer = splits.get(id(model.get_submodule(prefix)))
-        if layer is not None and key in layer.splits:
-            split, dim = layer.splits[key]
-            x = split.gather(x, layer.group, dim, "state dict")
-        whole[name] = x
+    parts, whole = cuts(model), dict(state)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if p in parts and name in whole:
+            split, dim, group = parts[p]
+            whole[name] = split.gather(whole[name], group, dim, "state dict")
     return whole
 
 
 def load_whole_state_dict(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
     """The inverse: every rank takes its parts. No traffic. KeyError and RuntimeError as of `load_state_dict`."""
-    parts = dict(whole)
-    for prefix, layer in model.named_modules():
-        for key, (split, dim) in layer.splits.items() if isinstance(layer, Parted) else ():
-            name = f"{prefix}.{key}" if prefix else key
-            parts[name] = split.part(whole[name], layer.group.rank, dim)
-    model.load_state_dict(parts)
+    parts, mine = cuts(model), dict(whole)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if p in parts:
+            split, dim, group = parts[p]
+            mine[name] = split.part(whole[name], group.rank, dim)
+    model.load_state_dict(mine)

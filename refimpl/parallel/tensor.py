@@ -27,6 +27,7 @@ deepspeed/module_inject/layers.py, `LinearLayer` (columns) and `LinearAllreduce`
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any, Self
 
 import torch.nn.functional as F
@@ -35,9 +36,10 @@ from torch import Tensor, nn
 from refimpl.comm.group import Group
 from refimpl.parallel.conjugates import copy, gather, reduce, scatter
 from refimpl.parallel.draws import Draws
+from refimpl.parallel.overlap import Coming
 from refimpl.parallel.split import Split
 
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x [.., K], weight, bias [M]) -> [.., M]
+Multiply = Callable[..., Tensor]  # (x [.., K], weight, bias [M]) -> [.., M]
 Exchange = Callable[[Tensor, Group], Tensor]  # one of the conjugates
 
 
@@ -79,6 +81,16 @@ class Parted(nn.Module):
         return layer
 
 
+def cuts(model: nn.Module) -> dict[nn.Parameter, tuple[Split, int, Group]]:
+    """Every parameter of which this rank has a part -> (split, dimension, group), under whatever names it goes."""
+    return {
+        getattr(layer, key): (split, dim, layer.group)
+        for layer in model.modules()
+        if isinstance(layer, Parted)
+        for key, (split, dim) in layer.splits.items()
+    }
+
+
 class ColumnParallelLinear(Parted):
     """Y_i = X A_i: each rank has some of the outputs."""
 
@@ -111,15 +123,18 @@ class ColumnParallelLinear(Parted):
             raise ValueError(f"{name}: {outputs} outputs are not blocks of {blocks}")
         self.split = Split(sizes, sizes[0] if units is None else units, group.size, name)
         self.gathered, self.enter, self.draws = gathered, enter, draws
+        self.leave: Exchange = partial(gather, split=self.split) if gathered else local
         self.keep("weight", plain.weight, self.split, self.outputs_dim)
         self.keep("bias", plain.bias, self.split)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [.., K] -> [.., M/N], or [.., M] if gathered."""
-        y = self.multiply(self.enter(x, self.group), self.weight, self.bias)
+        whole = self.enter(x, self.group)
+        multiply = partial(self.multiply, weight=self.weight, bias=self.bias)
+        y: Tensor = whole.through(multiply) if isinstance(whole, Coming) else multiply(whole)
         if self.draws is not None and not self.gathered:
             self.draws.enter()
-        return gather(y, self.group, split=self.split) if self.gathered else y
+        return self.leave(y, self.group)
 
 
 class RowParallelLinear(Parted):

@@ -1,0 +1,69 @@
+"""A cut: layers and how each is cut, numbers that become a rank's part, parameters whose gradients are summed."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from refimpl.comm.group import Group
+from refimpl.parallel.auto.sizes import divided
+from refimpl.parallel.draws import Draws
+from refimpl.parallel.swap import Style, swap
+
+
+@dataclass
+class Cut:
+    """Layers and how they are cut; attributes that become this rank's part, in units; parameters left whole whose
+    gradients are parts."""
+
+    styles: dict[str, Style] = field(default_factory=dict)
+    sizes: dict[tuple[str, str], int] = field(default_factory=dict)  # (module, attribute) -> units
+    summed: list[str] = field(default_factory=list)
+
+    def join(self, other: "Cut") -> None:
+        self.styles |= other.styles
+        self.sizes |= other.sizes
+        self.summed = sorted({*self.summed, *other.summed})
+
+    def apply(self, model: nn.Module, group: Group, draws: Draws | None = None) -> Callable[[], None]:
+        """Cut the model in place. Returns what makes it whole again. ValueError for what cannot be dealt out."""
+        shared = aliases(model, self.styles)
+        for module, key, _ in shared:
+            del module._parameters[key]
+        plain = {name: model.get_submodule(name) for name in self.styles}
+        replaced: list[tuple[nn.Module, str, nn.Module]] = []
+        kept: dict[tuple[str, str], Any] = {}
+
+        def undo() -> None:
+            for module, key, layer in replaced:
+                setattr(module, key, layer)
+            for module, key, p in shared:
+                module._parameters[key] = p
+            for (name, attribute), value in kept.items():
+                setattr(model.get_submodule(name), attribute, value)
+
+        try:
+            replaced += swap(model, self.styles, group, draws=draws)
+            for module, key, p in shared:
+                module._parameters[key] = next(
+                    getattr(model.get_submodule(name), own)
+                    for name, layer in plain.items()
+                    for own, q in layer.named_parameters(recurse=False)
+                    if q is p
+                )
+            for (name, attribute), units in self.sizes.items():
+                module = model.get_submodule(name)
+                kept[name, attribute] = value = getattr(module, attribute)
+                setattr(module, attribute, divided(value, units, group.size, group.rank))
+        except Exception:
+            undo()
+            raise
+        return undo
+
+
+def aliases(model: nn.Module, styles: Mapping[str, Style]) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Where modules that hold other modules have a cut layer's parameter under a name of their own, as BERT's head."""
+    cut = {p for name in styles for p in model.get_submodule(name).parameters(recurse=False)}
+    holders = [(name, module) for name, module in model.named_modules() if name not in styles and module._modules]
+    return [(m, key, p) for _, m in holders for key, p in m._parameters.items() if p is not None and p in cut]

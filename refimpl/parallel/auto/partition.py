@@ -1,0 +1,88 @@
+r"""DeepSpeed's `tensor_parallel.partition_config`: patterns of parameter names -> how their layers are cut.
+
+    {"layer_specs": [{"patterns": [".*\\.o_proj\\.weight$"], "partition_type": "row"},
+                     {"patterns": [".*\\.[qkv]_proj\\.weight$"], "partition_type": "column"},
+                     {"patterns": [".*\\.gate_up_proj\\.weight$"], "partition_type": "column", "shape": [2, -1]},
+                     {"patterns": [".*\\.router\\.weight$"], "partition_type": "skip"}]}
+
+    autotp(model, group, example, plan=partition_plan(model, partition_config))
+
+As in DeepSpeed a regular expression must match from the beginning of "NAME.weight", the first one that matches counts,
+and layers that none matches stay whole, or are refused with "strict_mode". Unlike DeepSpeed `autotp` rehearses
+it: heads are not cut in the middle, `num_heads` and its like are divided where it is needed, and a plan that computes
+something else is an error. `grad_allreduce` is found out, so it is read and not needed. An embedding is cut by tokens
+(DeepSpeed: by features). DeepSpeed: deepspeed/module_inject/autotp_config.py.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from refimpl.parallel.auto.trace import plain_layers
+from refimpl.parallel.swap import Columns, Rows, Style, Vocabulary
+
+SPEC = {"patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output", "grad_allreduce"}
+CONFIG = {"layer_specs", "strict_mode", "use_default_specs", "tp_size", "embedding_partition_dim", "lm_head_patterns"}
+
+
+def partition_plan(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Style]:
+    """A plan by full names. ValueError, with the specification, for what is not understood or matches nothing."""
+    refuse_unknown("partition_config", config, CONFIG)
+    specs = [Spec(number, spec, model) for number, spec in enumerate(config.get("layer_specs", []))]
+    plan, layers = dict[str, Style](), plain_layers(model)
+    for name, layer in layers.items():
+        spec = next((spec for spec in specs if spec.matches(f"{name}.weight")), None)
+        if spec is None and config.get("strict_mode", False) and not isinstance(layer, nn.Embedding):
+            raise ValueError(f"partition_config: strict_mode, and no layer_specs match {name}.weight")
+        style = spec.style(layer) if spec else None
+        if style is not None:
+            plan[name] = style
+    for spec in specs:
+        if spec.concerns and not spec.used and spec.kind != "skip":
+            raise ValueError(f"partition_config: no layer matches {spec.where}; layers are {', '.join(layers)}")
+    return plan
+
+
+class Spec:
+    """One of `layer_specs`."""
+
+    def __init__(self, number: int, spec: Mapping[str, Any], model: nn.Module) -> None:
+        self.where = f"layer_specs[{number}] {spec.get('patterns', [])}"
+        refuse_unknown(self.where, spec, SPEC)
+        self.kind = str(spec.get("partition_type", "column")).lower()
+        if self.kind not in ("column", "row", "skip"):
+            raise ValueError(f"{self.where}: partition_type is {self.kind!r}: it must be column, row or skip")
+        types = [str(kind).lower() for kind in spec.get("model_types") or []]
+        model_type = str(getattr(getattr(model, "config", None), "model_type", None)).lower()
+        self.concerns = not types or model_type in types
+        self.patterns: Sequence[str] = spec.get("patterns", [])
+        self.gathered, self.blocks, self.used = bool(spec.get("gather_output", False)), self.packed(spec), False
+
+    def packed(self, spec: Mapping[str, Any]) -> tuple[int, ...] | int:
+        """`shape`: [3, -1] is three equal blocks, [[q, k, v], -1] three of these sizes."""
+        shape, dim = spec.get("shape"), spec.get("partition_dim")
+        usual = 0 if self.kind == "column" else 1
+        if dim not in (None, usual) or (shape is not None and (self.kind != "column" or len(shape) != 2)):
+            raise ValueError(f"{self.where}: shape {shape}, partition_dim {dim}: only a column's outputs have blocks")
+        if shape is None:
+            return 1
+        return tuple(shape[0]) if isinstance(shape[0], list | tuple) else int(shape[0])
+
+    def matches(self, parameter: str) -> bool:
+        found = self.concerns and any(re.match(pattern, parameter) for pattern in self.patterns)
+        self.used |= found
+        return found
+
+    def style(self, layer: nn.Module) -> Style | None:
+        if self.kind == "skip":
+            return None
+        if isinstance(layer, nn.Embedding):
+            return Vocabulary()
+        return Rows() if self.kind == "row" else Columns(blocks=self.blocks, gathered=self.gathered)
+
+
+def refuse_unknown(where: str, given: Mapping[str, Any], known: set[str]) -> None:
+    if unknown := sorted(set(given) - known):
+        raise ValueError(f"{where}: {', '.join(unknown)} is no key of it; its keys are {', '.join(sorted(known))}")

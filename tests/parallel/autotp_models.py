@@ -1,0 +1,312 @@
+"""Models that `autotp` has never seen: transformers' families with tiny random weights, and strangers' own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCAB = 29
+COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+COMMON |= {"num_attention_heads": 4, "max_position_embeddings": 64}
+
+
+def llama(**more: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**COMMON, **more))
+
+
+def llama_grouped() -> nn.Module:
+    return llama(num_key_value_heads=2)
+
+
+def llama_biased() -> nn.Module:
+    return llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+
+
+def mistral() -> nn.Module:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**COMMON, num_key_value_heads=4, head_dim=12, sliding_window=4))
+
+
+def qwen2() -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**COMMON, num_key_value_heads=4, tie_word_embeddings=True))
+
+
+def qwen3() -> nn.Module:
+    """A norm over the features of each head: its weights are whole, their gradients parts."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**COMMON, num_key_value_heads=4, head_dim=8))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(**COMMON))
+
+
+def t5(**more: Any) -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCAB, d_model=32, d_kv=6, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, **more
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def t5_gated() -> nn.Module:
+    return t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+
+
+def neox() -> nn.Module:
+    """q, k and v of a head side by side; attention and MLP added to the same input."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**COMMON))
+
+
+FAMILIES = [llama, llama_grouped, llama_biased, mistral, qwen2, qwen3, gpt2, bert, t5, t5_gated, neox]
+
+
+def tokens() -> dict[str, Tensor]:
+    return {"ids": torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(9))}
+
+
+class Look(nn.Module):
+    """Attention by hand: numbers of its own, names that say nothing, one matrix for keys and values."""
+
+    def __init__(self, wide: int, n: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.n, self.each, self.total, self.drop = n, wide // n, wide, drop
+        self.ask, self.tell, self.sum_up = nn.Linear(wide, wide), nn.Linear(wide, 2 * wide), nn.Linear(wide, wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t = x.shape[:2]
+        q = self.ask(x).view(b, t, self.n, self.each).permute(0, 2, 1, 3)
+        k, v = (y.view(b, t, self.n, self.each).permute(0, 2, 1, 3) for y in self.tell(x).split(self.total, 2))
+        scores = (q @ k.mT / self.each**0.5).softmax(-1)
+        mixed = F.dropout(scores, self.drop, self.training) @ v
+        return self.sum_up(mixed.permute(0, 2, 1, 3).reshape(b, t, self.total))
+
+
+class Think(nn.Module):
+    """Squeezed after, not before: x + norm(...); dropout between its matrices."""
+
+    def __init__(self, wide: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.one, self.two, self.lost = nn.Linear(wide, 40), nn.Linear(40, wide, bias=False), nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.two(self.lost(F.relu(self.one(x)).square()))
+        y += 1  # in place
+        return y
+
+
+class Stranger(nn.Module):
+    """A transformer in which nothing is called as elsewhere; two of its four blocks are the same object."""
+
+    def __init__(self, look: Callable[[], nn.Module] = lambda: Look(24, 4), drop: float = 0.0) -> None:
+        super().__init__()
+        self.sight, self.place = nn.Embedding(VOCAB, 24), nn.Parameter(torch.randn(16, 24))
+        blocks = [nn.ModuleDict({"a": look(), "b": Think(24, drop), "n": nn.LayerNorm(24)}) for _ in range(3)]
+        self.stack = nn.ModuleList([*blocks, blocks[0]])
+        self.speak = nn.Linear(24, VOCAB)
+        self.speak.weight = self.sight.weight
+
+    def forward(self, ids: Tensor) -> dict[str, Any]:
+        x = self.sight(ids) * 24**0.5 + self.place[: ids.shape[1]]
+        for block in self.stack:
+            x = x + block["a"](block["n"](x))
+            x = block["n"](x + block["b"](x))
+        return {"said": [self.speak(x)], "length": ids.shape[1]}
+
+
+class Nano(Look):
+    """The shape of nanoGPT's: the forward takes the width from its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()
+        q = self.ask(x).view(B, T, self.n, C // self.n).transpose(1, 2)
+        k, v = (y.view(B, T, self.n, C // self.n).transpose(1, 2) for y in self.tell(x).split(C, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.sum_up(y.transpose(1, 2).contiguous().view(B, T, C))
+
+
+class Normed(Look):
+    """Norms over all heads' features at once, as OLMo 2 has them: no two heads are independent."""
+
+    def __init__(self) -> None:
+        super().__init__(24, 4)
+        self.norm = nn.LayerNorm(24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t = x.shape[:2]
+        q = self.norm(self.ask(x)).view(b, t, self.n, self.each).transpose(1, 2)
+        k, v = (y.view(b, t, self.n, self.each).transpose(1, 2) for y in self.tell(x).split(self.total, 2))
+        return self.sum_up(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Alibi(Look):
+    """A slope a head, a buffer that no attribute can divide; and a temperature a head, a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(24, 4)
+        self.register_buffer("slope", 2.0 ** -torch.arange(4.0))
+        self.heat = nn.Parameter(torch.rand(1) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = x.shape[1]
+        q = self.ask(x).unflatten(-1, (-1, self.each)).transpose(1, 2)
+        k, v = (y.unflatten(-1, (-1, self.each)).transpose(1, 2) for y in self.tell(x).chunk(2, -1))
+        far = torch.arange(t).view(1, 1, 1, t) * self.slope.view(1, -1, 1, 1)[:, : q.shape[1]]
+        return self.sum_up(((q @ k.mT * self.heat + far).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Transposed(Look):
+    """Features of all heads side by side: a head's are every fourth."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.ask(x).unflatten(-1, (self.each, -1)).permute(0, 3, 1, 2)
+        k, v = (y.unflatten(-1, (self.each, -1)).permute(0, 3, 1, 2) for y in self.tell(x).chunk(2, -1))
+        return self.sum_up(F.scaled_dot_product_attention(q, k, v).permute(0, 2, 3, 1).flatten(2))
+
+
+class Lora(nn.Module):
+    """A matrix with another of low rank beside it, as an adapter has it."""
+
+    def __init__(self, ins: int, outs: int) -> None:
+        super().__init__()
+        self.base, self.down, self.up = (
+            nn.Linear(ins, outs),
+            nn.Linear(ins, 2, bias=False),
+            nn.Linear(2, outs, bias=False),
+        )
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Adapted(Look):
+    def __init__(self) -> None:
+        super().__init__(24, 4)
+        self.ask, self.sum_up = Lora(24, 24), Lora(24, 24)
+
+
+class Experts(nn.Module):
+    """Each token goes through one of three MLPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(24, 3), nn.ModuleList(Think(24) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            y[chosen == number] = expert(x[chosen == number]) * weight[chosen == number, None]
+        return y
+
+
+class Leaky(Look):
+    """Hands on what lies between its layers: the size of its queries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.ask(x).square().mean((-1), keepdim=True).sqrt()
+
+
+class Crossed(Think):
+    """Drops out of a whole tensor between its matrices: the ranks would drop different elements of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, x = self.one(x), F.dropout(x, 0.3, self.training)
+        return x + self.two(hidden.tanh())
+
+
+class ByHand(nn.Module):
+    """Uses its table as a matrix, and a layer's weights without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.block, self.loose = nn.Embedding(VOCAB, 24), Think(24), nn.Linear(24, 24)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        x = x + F.linear(x.tanh(), self.loose.weight)
+        return (x + self.block(x)) @ self.words.weight.T
+
+
+class Torchs(nn.Module):
+    """torch's own encoder layer, which in evaluation takes its weights to a kernel of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCAB, 24)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(24, 4, 40, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(24, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def stranger() -> nn.Module:
+    return Stranger()
+
+
+def nano() -> nn.Module:
+    return Stranger(lambda: Nano(24, 4))
+
+
+def normed() -> nn.Module:
+    return Stranger(Normed)
+
+
+def alibi() -> nn.Module:
+    return Stranger(Alibi)
+
+
+def transposed() -> nn.Module:
+    return Stranger(lambda: Transposed(24, 4))
+
+
+def adapted() -> nn.Module:
+    return Stranger(Adapted)
+
+
+def experts() -> nn.Module:
+    return Stranger(Experts)
+
+
+def leaky() -> nn.Module:
+    return Stranger(lambda: Leaky(24, 4))
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 8), nn.GELU(), nn.Linear(8, 5))
+
+
+def crossed() -> nn.Module:
+    return Stranger(lambda: Crossed(24))
+
+
+def by_hand() -> nn.Module:
+    return ByHand()
+
+
+def torchs() -> nn.Module:
+    return Torchs()

@@ -1,0 +1,264 @@
+"""Models cut by `autotp` against themselves unsplit: outputs, gradients, state dicts, traffic; and what is not cut."""
+
+import copy
+import importlib.util
+from typing import Any
+
+import autotp_models as models
+import pytest
+import torch
+from torch import Tensor, nn
+from worlds import run
+
+from refimpl.comm.group import Group
+from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.parallel.auto.partition import partition_plan
+from refimpl.parallel.auto.regions import pattern
+from refimpl.parallel.auto.report import Report
+from refimpl.parallel.auto.trace import tensors
+from refimpl.parallel.autotp import autotp
+from refimpl.parallel.swap import whole_state_dict
+from refimpl.parallel.tensor import ColumnParallelLinear, cuts
+
+BOUND = 64 * torch.finfo(torch.float32).eps  # see `compare`
+hf = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers (the hf extra)")
+
+
+def made(name: str, rank: int | None = None) -> tuple[nn.Module, dict[str, Any]]:
+    """A model with no bias that is 0, different on each rank, and what it is called with. Rank 0's is taken by all."""
+    torch.manual_seed(Group.world().rank if rank is None else rank)
+    model: nn.Module = getattr(models, name)()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    if hasattr(model, "config"):
+        model.config.use_cache = False
+    return model.eval(), dict(getattr(model, "dummy_inputs", None) or models.tokens())
+
+
+def compare(names: list[str]) -> dict[str, Report]:
+    """Cuts each model, and compares it with the whole; returns what its layers became.
+
+    The bound: 64 roundings, relative to the tensor's norm: a split dot product adds in another order, and only that.
+    What is 0 but for rounding (the gradient of a bias that is added to all keys) is measured by the largest gradient.
+    """
+    group, found = Group.world(), {}
+    for name in names:
+        model, example = made(name)
+        states = group.all_gather_object(torch.random.get_rng_state())
+        found[name] = autotp(model, group, example)
+        assert torch.equal(states[0], torch.random.get_rng_state())  # of rank 0 nothing is drawn; the others follow it
+        same_numbers(model, made(name, rank=0)[0], example, group)
+    return found
+
+
+def kinds(report: Report) -> dict[str, str]:
+    """Names without their numbers."""
+    return {pattern(layer): kind for layer, kind in report.kinds.items()}
+
+
+def same_numbers(model: nn.Module, whole: nn.Module, example: dict[str, Any], group: Group) -> None:
+    outs, expected = tensors(model(**example)), tensors(whole(**example))
+    assert len(outs) == len(expected)
+    torch.manual_seed(1)
+    weights = [torch.randn_like(y) for y in expected]
+    for ys in (outs, expected):
+        torch.autograd.backward([sum((y * w).sum() for y, w in zip(ys, weights, strict=True))])
+    for y, right in zip(outs, expected, strict=True):
+        assert float((y - right).detach().norm()) < BOUND * float(right.detach().norm())
+    parts, plain = cuts(model), dict(whole.named_parameters(remove_duplicate=False))
+    largest = max(float(p.grad.norm()) for p in plain.values() if p.grad is not None)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        right, grad = plain[name].grad, p.grad
+        if right is None:
+            assert grad is None or not grad.any(), name
+            continue
+        if p in parts:
+            split, dim, _ = parts[p]
+            right = split.part(right, group.rank, dim)
+        assert float((grad - right).norm()) < BOUND * max(float(right.norm()), 1e-2 * largest), name
+
+
+ATTENTION = {"q_proj": "columns", "k_proj": "columns", "v_proj": "columns", "o_proj": "rows"}
+MLP = {"gate_proj": "columns", "up_proj": "columns", "down_proj": "rows"}
+LLAMA = {"model.embed_tokens": "vocabulary", "lm_head": "columns"}
+LLAMA |= {f"model.layers.*.self_attn.{name}": kind for name, kind in ATTENTION.items()}
+LLAMA |= {f"model.layers.*.mlp.{name}": kind for name, kind in MLP.items()}
+GPT2 = {"transformer.wte": "vocabulary", "transformer.wpe": "whole", "lm_head": "columns"}
+GPT2 |= {f"transformer.h.*.{name}": "columns" for name in ("attn.c_attn", "mlp.c_fc")}
+GPT2 |= {f"transformer.h.*.{name}.c_proj": "rows" for name in ("attn", "mlp")}
+BERT = {f"bert.embeddings.{name}_embeddings": "whole" for name in ("position", "token_type")}
+BERT |= {"bert.embeddings.word_embeddings": "vocabulary", "cls.predictions.decoder": "columns"}
+BERT |= {"cls.predictions.transform.dense": "whole"}
+BERT |= {f"bert.encoder.layer.*.attention.self.{name}": "columns" for name in ("query", "key", "value")}
+BERT |= {f"bert.encoder.layer.*.{name}.dense": "rows" for name in ("attention.output", "output")}
+BERT |= {"bert.encoder.layer.*.intermediate.dense": "columns"}
+
+
+@hf
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_transformers_families_compute_what_they_compute_whole(ranks: int) -> None:
+    """At 4 ranks what 2 ranks do not show: one head a rank, and fewer heads of keys than ranks."""
+    names = [family.__name__ for family in models.FAMILIES] if ranks == 2 else ["llama_grouped", "gpt2", "bert", "t5"]
+    results = run(compare, names, ranks=ranks, timeout=300)
+    assert all(reports == results[0] for reports in results)
+    found = {name: kinds(report) for name, report in results[0].items()}
+    for name in {"llama", "llama_grouped", "llama_biased", "mistral", "qwen2", "qwen3"} & set(names):
+        few = ranks == 4 and name == "llama_grouped"  # 2 groups are not dealt to 4 ranks
+        assert found[name] == {layer: "whole" if few and "attn" in layer else kind for layer, kind in LLAMA.items()}
+        if few:
+            why = "model.layers.0.self_attn.o_proj: 2 units of 16 cannot be dealt to 4 ranks, each of which needs one: "
+            assert results[0][name].details["model.layers.0.self_attn.k_proj"] == why + "use at most 2 ranks"
+    assert found["gpt2"] == GPT2
+    assert found["bert"] == BERT
+    for name in {"t5", "t5_gated", "neox"} & set(names):
+        assert "whole" not in found[name].values()
+
+
+STRANGERS = {  # which of its layers stay whole
+    "stranger": {"place"},
+    "normed": {"place", "stack.*.a.ask", "stack.*.a.tell", "stack.*.a.sum_up"},
+    "alibi": {"place", "stack.*.a.ask", "stack.*.a.tell", "stack.*.a.sum_up"},
+    "transposed": {"place", "stack.*.a.ask", "stack.*.a.tell", "stack.*.a.sum_up"},
+    "leaky": {"place", "stack.*.a.ask", "stack.*.a.tell", "stack.*.a.sum_up"},
+    "adapted": {"place", "stack.*.a.ask.down", "stack.*.a.sum_up.up"},
+    "experts": {"place", "stack.*.a.gate"},
+    "crossed": {"place", "stack.*.a.one", "stack.*.a.two"},
+    "by_hand": {"words", "loose"},
+    "torchs": {f"layers.*.{n}" for n in ("self_attn.in_proj_weight", "self_attn.out_proj", "linear1", "linear2")},
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_models_by_strangers_compute_what_they_compute_whole(ranks: int) -> None:
+    """At 3 ranks their 4 heads are dealt out unevenly."""
+    names = list(STRANGERS) if ranks == 2 else ["stranger", "alibi", "adapted"]
+    reports, *others = run(compare, names, ranks=ranks)
+    assert all(reports == other for other in others)
+    for name, whole in ((name, STRANGERS[name]) for name in names):
+        assert {layer for layer, kind in kinds(reports[name]).items() if kind == "whole"} == whole, name
+    if ranks == 2:
+        says(reports)
+
+
+def says(reports: dict[str, Report]) -> None:
+    """What was done, and why not."""
+    table = str(reports["stranger"])
+    assert "stack.*.a.tell      3 x  columns     4 units in each of (24, 24)" in table
+    assert "stack.*.a.total          divided" in table
+    assert reports["stranger"].cut.sizes.keys() == {
+        (f"stack.{block}.a", name) for block in range(3) for name in ("n", "total")
+    }
+    why = {name: report.details for name, report in reports.items()}
+    assert why["stranger"]["place"] == "of a Stranger, which is no plain linear layer or embedding"
+    assert why["alibi"]["stack.0.a.ask"] == "the gradient of stack.0.a.ask.weight is no part of the whole's"
+    assert why["leaky"]["stack.0.a.sum_up"].startswith("what feeds it feeds other layers too: ")
+    assert "does not fall into equal runs of features" in why["transposed"]["stack.0.a.ask"]
+    drops = "its dropout of [2, 6, 24], whole [2, 6, 24], stands between a column and a row layer: "
+    assert why["crossed"]["stack.0.a.one"] == drops + "ranks would draw wrong numbers"
+    assert why["by_hand"]["words"].startswith("the model's output is not the whole's: [[2, 6, 15]] for [[2, 6, 29]]")
+    assert why["by_hand"]["loose"] == "the example does not call it"
+    assert why["torchs"]["layers.0.self_attn.in_proj_weight"].startswith("of a MultiheadAttention")
+
+
+def own(dropout: float) -> list[Tensor]:
+    """This project's GPT, and a model with dropout in training: all ranks must agree on what is whole."""
+    group, config = Group.world(), GPTConfig(vocab=37, context=12, width=40, layers=2, heads=5)
+    torch.manual_seed(0)
+    model = GPT(config)
+    whole = copy.deepcopy(model)
+    example = torch.arange(24).view(2, 12)
+    report = autotp(model, group, example)
+    assert [name for name, kind in report.kinds.items() if kind == "whole"] == ["wpe"]
+    same_numbers(model, whole, {"tokens": example}, group)
+    model.zero_grad()
+    gathered = whole_state_dict(model)
+    assert all(torch.equal(x, gathered[name]) for name, x in whole.state_dict().items())
+    group.ledger.reset()
+    model(example, example).backward()
+    layer = 4 * config.layers  # and one sum of the embedding, one of the head's input; the logits are gathered
+    assert group.ledger.calls() == {"all_reduce": layer + 2, "all_gather": 1}
+    torch.manual_seed(5 + group.rank)
+    noisy = models.Stranger(lambda: models.Look(24, 4, dropout), dropout)
+    autotp(noisy, group, models.tokens())
+    said = noisy(**models.tokens())["said"][0]
+    said.square().sum().backward()
+    return [said.detach(), torch.rand(2), *(p.grad for p in noisy.parameters() if p not in cuts(noisy))]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_gpt_and_a_model_with_dropout_in_training(ranks: int) -> None:
+    first, *others = run(own, 0.3, ranks=ranks)
+    assert len(first) > 10
+    assert all(map(torch.equal, first, others[0]))
+    assert not torch.equal(first[0], run(own, 0.0, ranks=ranks)[0][0])
+
+
+def by_config() -> None:
+    """DeepSpeed's partition_config: patterns are the user's, units and numbers are found, a wrong plan is an error."""
+    group = Group.world()
+    column, row = {"partition_type": "column"}, {"partition_type": "row"}
+    specs = [
+        {"patterns": [r".*\.2\.a\."], "partition_type": "skip"},
+        {"patterns": [r"stack\.\d\.a\.ask\.weight$"], **column},
+        {"patterns": [r".*\.tell\.weight$"], **column, "shape": [2, -1]},
+        {"patterns": [r".*\.sum_up\.weight$", r".*two"], **row},
+        {"patterns": [r".*one"], **column, "model_types": ["other"]},
+        {"patterns": [r".*one\.weight"], **column},
+        {"patterns": ["speak"], **column, "gather_output": True},
+    ]
+    model, example = made("stranger")
+    plan = partition_plan(model, {"layer_specs": specs, "use_default_specs": False})
+    assert set(plan) == {f"stack.{i}.{n}" for i in range(2) for n in ("a.ask", "a.tell", "a.sum_up")} | {
+        *(f"stack.{i}.b.{n}" for i in range(3) for n in ("one", "two")), "speak",
+    }  # fmt: skip
+    report = autotp(model, group, example, plan=plan)
+    assert {report.kinds[f"stack.2.a.{name}"] for name in ("ask", "tell", "sum_up")} == {"whole"}
+    assert report.kinds["sight"] == "vocabulary"  # tied to the head
+    assert ("stack.1.a", "n") in report.cut.sizes
+    same_numbers(model, made("stranger", rank=0)[0], example, group)
+    model, _ = made("stranger")
+    for wrong, says in (
+        ([*specs[:3]], "plan: stack.0.a.ask, stack.0.a.tell cannot be cut so: its forward does not fit a part, "),
+        ([specs[3] | column], "plan: .*sum_up.* cannot be cut so"),
+        (
+            [{"patterns": [r".*\.q_proj"], **column}],
+            "no layer matches layer_specs.0. .*q_proj.*layers are sight, ",
+        ),
+        (
+            [{"patterns": ["a"], "partition_kind": "row"}],
+            "partition_kind is no key of it; its keys are .*_type",
+        ),
+        ([{"patterns": ["a"], "partition_type": "both"}], "partition_type is 'both': it must be column, row or skip"),
+        ([{"patterns": ["a"], **row, "shape": [2, -1]}], "only a column's outputs have blocks"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            autotp(model, group, example, plan=partition_plan(model, {"layer_specs": wrong}))
+    with pytest.raises(ValueError, match=r"strict_mode, and no layer_specs match stack.0.b.one.weight"):
+        partition_plan(model, {"layer_specs": specs[:4], "strict_mode": True})
+    assert all(type(module) is not ColumnParallelLinear for module in model.modules())
+
+
+def test_deepspeeds_partition_config() -> None:
+    run(by_config, ranks=2)
+
+
+def refused() -> None:
+    group = Group.world()
+    model, example = made("stranger", rank=0)
+    with pytest.raises(ValueError, match="Stranger has no dummy_inputs: give autotp an example of what it is called"):
+        autotp(model, group)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    plain = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"Sequential cannot be cut for 2 ranks: .*0: what 0 give 2 does not"):
+        autotp(plain, group, torch.randn(3, 6))
+    report = autotp(model, group, {"ids": example["ids"][:, :1]})  # one token: a softmax over one score has no slope
+    assert report.kinds["stack.0.a.ask"] == "whole"
+    assert report.kinds["stack.0.b.two"] == "rows"
+    assert {name for name, p in model.named_parameters() if p.shape == before[name].shape} >= {"stack.0.a.ask.weight"}
+    wide = models.Stranger(lambda: models.Look(24, 1))
+    assert "does not fall into" in autotp(wide, group, example).details["stack.0.a.ask"]  # a single head
+
+
+def test_what_autotp_cannot_do_is_refused_or_left_whole() -> None:
+    run(refused, ranks=2)
