@@ -47,7 +47,8 @@ UNPREFIXED = (
 ALIASES = {f"zero_optimization.{name}": f"stage3_{name}" for name in UNPREFIXED.split()}
 COMMENTS = ("_", "//", "#")  # how people begin a key that is a comment, JSON having none; DeepSpeed reads no such key
 VALUES = (str, Number, list, tuple, set, Mapping, NoneType, torch.dtype)
-FREE = ("optimizer.params", "scheduler.params")  # arguments of a class: `refimpl.engine.arguments` reads them
+# Arguments of a class, which `refimpl.engine.arguments` reads, and a plan that `parallel.auto.partition` reads.
+FREE = ("optimizer.params", "scheduler.params", "tensor_parallel.partition_config")
 
 
 def table(model: type[BaseModel]) -> dict[str, Key]:

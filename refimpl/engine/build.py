@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
@@ -88,7 +88,8 @@ def build(
     if settings.dump_state and rank == 0:
         print(settings.model_dump_json(indent=2))
     if not split:
-        model = cut(model, axes)
+        example = first_batch(dataset, collate_fn) if dataset is not None and axes.tensor.size > 1 else None
+        model = cut(model, axes, settings.tensor_parallel.partition_config, example)
     place_model(model, settings, group.device)
     opt = None
     if optimizer is not None or settings.optimizer is not None:
@@ -108,6 +109,14 @@ def build(
         loader = make_dataloader(dataset, micro_batch, axes.feed, axes.feeds, drop_last, collate_fn)
     schedule_ = None if opt is None else make_scheduler(scheduler, settings.scheduler, opt)
     return Parts(settings, axes, model, stage, schedule_, loader, Monitor(settings, rank))
+
+
+def first_batch(dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any] | None) -> Any:
+    """Two samples as a micro-batch, to see what the model does with it; None of a stream."""
+    if isinstance(dataset, IterableDataset):
+        return None
+    samples = [dataset[0], dataset[len(dataset) - 1]]  # type: ignore[arg-type]
+    return (collate_fn or default_collate)(samples)
 
 
 def check_layout(config: DeepSpeedConfig, axes: Axes, own_stages: bool) -> None:

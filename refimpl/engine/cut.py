@@ -1,15 +1,16 @@
 """A model cut along the axes: what this rank keeps of it. Every rank comes with the whole model and leaves with a part.
 
-    tensor     matrices and vocabulary by a plan, `parallel/swap.py`
+    tensor     matrices and vocabulary by a plan, `parallel/swap.py`, or by one that is found, `parallel/autotp.py`
     context    attention over the ranks' tokens, the loss a mean over tokens, `parallel/context`
     pipeline   layers, `parallel/pipeline/module.py`
 
 In this order: layers are split before they are dealt out. A model of several axes is the same model: names, initial
-weights, inputs and loss are those of the whole one. Beside `GPT` a `PipelineModule` comes cut already, and with `mpu` a
-model may be cut by whoever wrote it.
+weights, inputs and loss are those of the whole one. Tensor ranks take any model, the other two the GPT; a
+`PipelineModule` comes cut already, and with `mpu` a model may be cut by whoever wrote it.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,34 +21,51 @@ from torch.utils._pytree import tree_map_only
 from refimpl.comm.axes import Axes
 from refimpl.engine.keys import ConfigError
 from refimpl.model.gpt import GPT
+from refimpl.parallel.auto.partition import partition_plan
+from refimpl.parallel.autotp import autotp, common_numbers
 from refimpl.parallel.context.layout import Layout
 from refimpl.parallel.context.loss import TokenMean
 from refimpl.parallel.context.swap import context_parallel
 from refimpl.parallel.pipeline.gpt import gpt_layers, gpt_names
 from refimpl.parallel.pipeline.module import PipelineModule
 from refimpl.parallel.swap import gpt_plan, parallelize
-from refimpl.parallel.tensor import Parted
+from refimpl.parallel.tensor import cuts
 
 AUTOTP_SIZE = "_autotp_size"  # of a model: asked for by deepspeed.tp_model_init
 OTHERS_FLAGS = ("model_parallel", "tensor_model_parallel")  # of Megatron's and DeepSpeed's users
 
 
-def cut(model: nn.Module, axes: Axes) -> nn.Module:
-    """This rank's part of `model`, cut in place; a collective. ConfigError for a model that cannot be cut so."""
+def cut(model: nn.Module, axes: Axes, partition: Mapping[str, Any] | None = None, example: Any = None) -> nn.Module:
+    """This rank's part of `model`, cut in place; a collective. ConfigError for a model that cannot be cut so.
+
+    partition, example: for `autotp`, see there.
+    """
     if isinstance(model, PipelineModule):
         return model
     if axes.tensor.size > 1:
-        by_tensor(model, axes)
+        by_tensor(model, axes, partition, example)
     part = by_context(model, axes) if axes.context.size > 1 and isinstance(model, GPT) else None
     return by_layers(model, axes, part) if axes.pipeline.size > 1 else model
 
 
-def by_tensor(model: nn.Module, axes: Axes) -> None:
-    """Split the layers. Random numbers from now on are the same on all tensor ranks, where tensors are whole."""
-    if not isinstance(model, GPT):
-        raise ConfigError(f"tensor_parallel.autotp_size: no plan for a {type(model).__name__}")
-    same_random_state(axes)
-    parallelize(model, gpt_plan(model.config.heads, model.config.vocab), axes.tensor)
+def by_tensor(model: nn.Module, axes: Axes, partition: Mapping[str, Any] | None, example: Any) -> None:
+    """Split the layers: the GPT's by its plan, another model's by what one run of it shows.
+
+    Random numbers from now on are the same on all tensor ranks, where tensors are whole.
+    """
+    model.to(axes.world.device)
+    if isinstance(model, GPT) and partition is None:
+        common_numbers(model, axes.tensor)
+        parallelize(model, gpt_plan(model.config.heads, model.config.vocab), axes.tensor)
+        return
+    try:
+        plan = None if partition is None else partition_plan(model, partition)
+        report = autotp(model, axes.tensor, example, plan=plan)
+    except ValueError as error:
+        key = "autotp_size" if partition is None else "partition_config"
+        raise ConfigError(f"tensor_parallel.{key}: {error}") from error
+    if axes.world.rank == 0:
+        logging.getLogger("refimpl").info("tensor parallelism:\n%s", report)
 
 
 def by_context(model: GPT, axes: Axes) -> Callable[[Any], Any]:
@@ -99,15 +117,6 @@ def counted_elsewhere(model: nn.Module, axes: Axes) -> list[nn.Parameter]:
     repeated = list(model.repeated) if isinstance(model, PipelineModule) else []
     if axes.tensor.rank == 0:
         return repeated
-    parts = {
-        layer.get_parameter(name) for layer in model.modules() if isinstance(layer, Parted) for name in layer.splits
-    }
+    parts = set(cuts(model))
     parts |= {p for p in model.parameters() if any(getattr(p, flag, False) for flag in OTHERS_FLAGS)}
     return repeated + [p for p in model.parameters() if p not in parts and p not in set(repeated)]
-
-
-def same_random_state(axes: Axes) -> None:
-    """The first tensor rank's random state for all of them: what is whole on each must be dropped alike."""
-    state = torch.get_rng_state()
-    axes.tensor.broadcast(state)
-    torch.set_rng_state(state)

@@ -132,8 +132,7 @@ OFFLOAD: Mapping[str, tuple[str, Sequence[Any]]] = {
 
 # Read only with tensor_parallel.autotp_size.
 TENSOR: Mapping[str, tuple[Verdict, str, Sequence[Any]]] = {
-    "partition_config": ("rejected", f"{NOT_YET}: use refimpl.parallel.swap.parallelize with a plan", [None, {}]),
-    "preset_model": ("rejected", f"{NOT_YET}: the plan is found from the model", [None]),
+    "preset_model": ("warned", "which layers are cut is found out from the model", [None]),
     "dtype": ("warned", "the model's dtype is bf16's or fp16's", ["fp32"]),
     "tp_overlap_comm": ("warned", "a sum over tensor ranks is waited for where it is needed", [False]),
     "tp": ("rejected", "write autotp_size, or give initialize an mpu", [{}]),

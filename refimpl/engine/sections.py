@@ -267,6 +267,9 @@ class TensorParallel(Section):
     """Layers split over ranks; `refimpl.engine.cut` does it."""
 
     autotp_size: Count = Field(default=0, description="ranks that share every layer; 0 and 1: none")
+    partition_config: dict[str, Any] | None = Field(
+        default=None, description="which layers are cut by columns or rows, by patterns; unset: found out"
+    )
 
 
 class Pipeline(Section):

@@ -11,7 +11,7 @@ from torch import nn
 from refimpl.checkpoint.place import Portion
 from refimpl.engine.cut import OTHERS_FLAGS
 from refimpl.engine.state import TrainingState
-from refimpl.parallel.tensor import Parted
+from refimpl.parallel.tensor import cuts
 
 
 def portions(engine: TrainingState) -> dict[nn.Parameter, tuple[Portion, tuple[int, ...]]]:
@@ -21,11 +21,9 @@ def portions(engine: TrainingState) -> dict[nn.Parameter, tuple[Portion, tuple[i
     for p in engine.stage.names if engine.axes.tensor.size > 1 else ():
         if any(getattr(p, flag, False) for flag in OTHERS_FLAGS):
             found[p] = Portion(None, ((rank, rank + 1),)), tuple(p.shape)
-    for layer in [layer for layer in engine.module.modules() if isinstance(layer, Parted)]:
-        for key, (split, dim) in layer.splits.items():
-            p = layer.get_parameter(key)
-            spans = tuple((span.start, span.stop) for span in split.spans(rank))
-            found[p] = Portion(dim, spans), (*p.shape[:dim], split.whole, *p.shape[dim + 1 :])
+    for p, (split, dim, _) in cuts(engine.module).items():
+        spans = tuple((span.start, span.stop) for span in split.spans(rank))
+        found[p] = Portion(dim, spans), (*p.shape[:dim], split.whole, *p.shape[dim + 1 :])
     return found
 
 

@@ -1,0 +1,122 @@
+"""tensor_parallel.autotp_size on models that the engine has never seen, against one process."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import autotp_models as models
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset
+from worlds import run
+
+from refimpl import launch
+from refimpl.engine.initialize import initialize
+from refimpl.parallel.swap import whole_state_dict
+
+hf = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers (the hf extra)")
+STEPS = 3
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """16 sequences of 8 tokens, as keyword arguments."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {self.name: torch.randint(models.VOCAB, (8,), generator=torch.Generator().manual_seed(i))}
+
+
+Found = tuple[dict[str, Tensor], list[float], list[float]]
+
+
+def trained(name: str, tp: int, folder: Path | None = None) -> Found:
+    """The whole weights, losses and norms. The loss is the mean square of what the model says, whatever that is."""
+    torch.manual_seed(0)
+    model: nn.Module = getattr(models, name)()
+    known = next(iter(getattr(model, "dummy_inputs", None) or models.tokens()))
+    config = {
+        "train_batch_size": 4, "gradient_clipping": 0.5, "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "tensor_parallel": {"autotp_size": tp},
+    }  # fmt: skip
+    engine, _, loader, _ = initialize(model=model, training_data=Texts(known), config=config)
+    losses, norms = [], []
+    for _, batch in zip(range(STEPS), loader, strict=False):
+        loss = next(x for x in tree_leaves(engine(**batch)) if isinstance(x, Tensor)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm() or 0.0)
+    if folder is not None:
+        engine.save_16bit_model(folder, "whole.safetensors")
+    return {k: w.clone() for k, w in whole_state_dict(engine.module).items()}, losses, norms
+
+
+def same_as_alone(name: str, tp: int, folder: Path | None = None) -> dict[str, Tensor]:
+    ((expected, losses, norms),) = run(trained, name, 1, ranks=1)
+    for weights, found, found_norms in run(trained, name, tp, folder, ranks=tp):
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert found_norms == pytest.approx(norms, rel=1e-4)
+        for key, w in expected.items():
+            torch.testing.assert_close(weights[key], w, rtol=1e-4, atol=1e-5, msg=key)
+    return expected
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_a_strangers_model_is_cut_by_what_its_data_shows(tp: int, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    expected = same_as_alone("stranger", tp, tmp_path)
+    together = load_file(tmp_path / "whole.safetensors")
+    assert together.keys() == expected.keys()
+    for key, w in expected.items():
+        torch.testing.assert_close(together[key], w, rtol=1e-4, atol=1e-5)
+
+
+@hf
+@pytest.mark.parametrize("name", ["llama_grouped", "qwen2"])
+def test_transformers_models(name: str) -> None:
+    same_as_alone(name, 2)
+
+
+def columns(model: nn.Module) -> list[str]:
+    return [name for name, layer in model.named_modules() if type(layer).__name__ == "ColumnParallelLinear"]
+
+
+def by_config(patterns: list[dict[str, Any]]) -> list[str]:
+    """Which layers are cut by columns, or what initialize says."""
+    torch.manual_seed(0)
+    config = {
+        "train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": patterns}},
+    }  # fmt: skip
+    model = models.stranger()
+    initialize(model=model, training_data=Texts(next(iter(models.tokens()))), config=config)
+    return columns(model)
+
+
+def test_deepspeeds_partition_config_chooses_the_layers() -> None:
+    specs = [
+        {"patterns": [r"stack\.\d\.b\.one\.weight$"], "partition_type": "column"},
+        {"patterns": [r"stack\.\d\.b\.two\.weight$"], "partition_type": "row"},
+    ]
+    for found in run(by_config, specs):
+        assert found == [f"stack.{i}.b.one" for i in range(3)]
+    with pytest.raises(launch.RankError, match=r"tensor_parallel.partition_config: .*no layer matches"):
+        run(by_config, [{"patterns": ["nowhere"], "partition_type": "row"}])
+
+
+def unknown() -> None:
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD"}, "tensor_parallel": {"autotp_size": 2}}
+    initialize(model=models.stranger(), config=config)
+
+
+def test_a_model_of_which_nothing_is_known_is_refused() -> None:
+    with pytest.raises(launch.RankError, match=r"autotp_size: Stranger has no dummy_inputs: give autotp an example"):
+        run(unknown)
