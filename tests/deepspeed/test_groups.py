@@ -5,6 +5,8 @@ import torch.distributed as dist
 from worlds import run
 
 import refimpl.deepspeed as deepspeed
+from refimpl.deepspeed.pipe import PipeModelDataParallelTopology
+from refimpl.deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from refimpl.deepspeed.utils import groups
 from refimpl.model.gpt import GPT, GPTConfig
 
@@ -52,3 +54,21 @@ def test_sequence_ranks() -> None:
         assert sizes == {"data": 2, "averaged": 4, "sequence": 2, "tensor": 1}
         assert places == [rank // 2, rank % 2, 0]
         assert ranks == [[rank % 2, rank % 2 + 2], [0, 1, 2, 3], [rank // 2 * 2, rank // 2 * 2 + 1], [rank]]
+
+
+def gridded() -> tuple[list[int], list[int], list[int], int, int]:
+    """A rank's groups and places on a grid of 2 stages, 1 replica, 2 slices, and the rank of the other stage."""
+    deepspeed.init_distributed()
+    grid = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))
+    total = torch.tensor([grid.get_global_rank()])
+    dist.all_reduce(total, group=grid.get_slice_parallel_group())
+    assert total.item() == sum(grid.slice_group)
+    places = [grid.get_stage_id(), grid.get_data_parallel_rank(), grid.get_slice_parallel_rank()]
+    whole = [grid.get_model_parallel_rank(), grid.get_model_parallel_world_size()]
+    return places, whole, grid.pp_group, grid.stage_to_global(1 - grid.stage_id), len(grid.dp_group)
+
+
+def test_a_grid_of_a_topology() -> None:
+    for rank, found in enumerate(run(gridded, ranks=4)):
+        places = [rank // 2, 0, rank % 2]
+        assert found == (places, [rank, 4], [rank % 2, rank % 2 + 2], (rank + 2) % 4, 1)
