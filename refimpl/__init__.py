@@ -1,6 +1,8 @@
 """ZeRO from scratch: a small, complete, readable DeepSpeed. Names are imported when they are first used."""
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -71,3 +73,18 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """`refimpl.checkpoint` is the function, whatever was imported: `refimpl/checkpoint/` is reached by `from` alone."""
+
+    @property
+    def checkpoint(self) -> Any:
+        return __getattr__("checkpoint")
+
+    @checkpoint.setter
+    def checkpoint(self, package: ModuleType) -> None:
+        """Called by Python when it has imported that package."""
+
+
+sys.modules[__name__].__class__ = _Package

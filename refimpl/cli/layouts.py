@@ -14,14 +14,14 @@ COUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 def count_of(text: str) -> float:
     """ "7B", "1.3T", "125M" or a number. ValueError for anything else."""
+    unit = COUNTS.get(text[-1:].upper(), 1)
     try:
-        return float(text[:-1]) * COUNTS[text[-1].upper()]
-    except (KeyError, ValueError, IndexError):
-        pass
-    try:
-        return float(text)
+        count = float(text[:-1] if unit > 1 else text) * unit
     except ValueError:
-        raise ValueError(f"--params {text}: a number of parameters, such as 125M, 7B or 1T") from None
+        count = 0
+    if not 1 <= count < float("inf"):
+        raise ValueError(f"--params {text}: a number of parameters, such as 125M, 7B or 1T")
+    return count
 
 
 def shape_of(params: str | None, model: Path | None, context: int | None) -> "Shape":
@@ -47,6 +47,7 @@ def show(shape: "Shape", found: "Found", machine: "Machine", gpus: int, top: int
     from rich.table import Table
 
     console = Console()
+    console.width = max(console.width, 150)  # the table's: lines that a terminal folds can be read, cut ones cannot
     console.print(
         f"{shape.parameters / 1e9:,.1f} billion parameters: {shape.layers} layers, width {shape.width}, {shape.heads} "
         f"heads, sequences of {shape.context}; {gpus} GPUs of {machine.memory / 1e9:.0f} GB, "

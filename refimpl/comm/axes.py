@@ -107,9 +107,17 @@ class Axes:
             return None if handle is None else Group(handle, world.ledger, world.device)
 
         alone = Group(None, device=world.device)
-        replicas, tensor = group("sequence_data", "data"), group("tensor_model", "model")
+        context, tensor = group("sequence", "context"), group("tensor_model", "model")
+        replicas = group("sequence_data") or (group("data") if context is None or context.size == 1 else None)
+        if replicas is None and hasattr(mpu, "get_context_parallel_group"):  # Megatron-Core's
+            replicas = Group(mpu.get_data_parallel_group(with_context_parallel=True), world.ledger, world.device)
+        if replicas is None and context is not None:
+            raise TypeError(
+                f"mpu: {type(mpu).__name__} shares sequences and has no get_sequence_data_parallel_group: gradients "
+                "are averaged over those who read other sequences and those who share one"
+            )
         if replicas is None:
             raise TypeError(f"mpu: {type(mpu).__name__} has no get_data_parallel_group that answers")
         model, pipeline = group("model", "tensor_model"), group("pipeline_model", "pipe")
         parts = tensor or alone, pipeline or alone, model or alone
-        return cls(world, replicas, group("sequence") or alone, *parts, replicas, alone, group("data") or alone)
+        return cls(world, replicas, context or alone, *parts, replicas, alone, group("data") or alone)

@@ -42,6 +42,7 @@ STAGES: tuple[Callable[..., Stage], ...] = (DDP, Zero1, Zero2, Zero3)
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 MakeOptimizer = Callable[[list[Any]], Optimizer]
 T = TypeVar("T")
+ALIKE = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization"}
 LEAF_FLAG = "_z3_leaf"  # on a module that ZeRO-3 gathers whole; set by deepspeed.utils.set_z3_leaf_modules
 
 
@@ -83,17 +84,22 @@ def build(
     group, rank = axes.replicas, axes.world.rank
     settings = load_config(config, world_size=axes.feeds, model=model, rank=rank)
     check_layout(settings, axes, isinstance(model, PipelineModule))
+    check_agreed(settings, axes)
     if settings.log_level is not None:
         logging.getLogger("refimpl").setLevel(settings.log_level)
     if settings.dump_state and rank == 0:
         print(settings.model_dump_json(indent=2))
+    named = None
+    if not split and axes.model.size > 1 and not isinstance(model, PipelineModule):
+        named = names_of(model, parameters, optimizer)
     if not split:
         example = first_batch(dataset, collate_fn) if dataset is not None and axes.tensor.size > 1 else None
         model = cut(model, axes, settings.tensor_parallel.partition_config, example)
     place_model(model, settings, group.device)
     opt = None
     if optimizer is not None or settings.optimizer is not None:
-        opt = make_optimizer(optimizer, settings.optimizer, trainable(model, parameters))
+        given = parameters if named is None else found_again(model, named)
+        opt = make_optimizer(optimizer, settings.optimizer, trainable(model, given, axes.pipeline.size > 1))
     zero = settings.zero_config()
     flagged = tuple(path for path, module in model.named_modules() if getattr(module, LEAF_FLAG, False))
     zero = replace(zero, leaf_modules=(*zero.leaf_modules, *flagged))
@@ -109,6 +115,16 @@ def build(
         loader = make_dataloader(dataset, micro_batch, axes.feed, axes.feeds, drop_last, collate_fn)
     schedule_ = None if opt is None else make_scheduler(scheduler, settings.scheduler, opt)
     return Parts(settings, axes, model, stage, schedule_, loader, Monitor(settings, rank))
+
+
+def check_agreed(config: DeepSpeedConfig, axes: Axes) -> None:
+    """ConfigError on all ranks where they were given other configurations: they would wait for each other for ever."""
+    said = axes.world.all_gather_object(config.model_dump(include=ALIKE, mode="json"))
+    for key in ALIKE:
+        values = [one[key] for one in said]
+        if any(value != values[0] for value in values):
+            each = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise ConfigError(f"{key} differs between ranks: {each}; give all of them the same configuration")
 
 
 def first_batch(dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any] | None) -> Any:
@@ -165,8 +181,29 @@ def place_model(model: nn.Module, config: DeepSpeedConfig, device: torch.device)
                 buffer.data = buffer.data.to(dtype)
 
 
-def trainable(model: nn.Module, parameters: Parameters | None) -> list[Any]:
+def names_of(model: nn.Module, parameters: Parameters | None, optimizer: Any) -> list[dict[str, Any]]:
+    """What is to be optimized, in groups, by its names in the model before it is cut."""
+    if isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            "optimizer: its tensors are the whole model's, of which each rank keeps a part: give a callable that makes "
+            "one of the parameters it is called with, or `optimizer` in the configuration"
+        )
+    names = {p: name for name, p in model.named_parameters()}
+    return [{**group, "params": [names[p] for p in group["params"]]} for group in trainable(model, parameters)]
+
+
+def found_again(model: nn.Module, named: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same groups of what this rank has of them."""
+    whole = model.name_in_whole if isinstance(model, PipelineModule) else str
+    here = {whole(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    here |= {model.first_of(p): p for p in model.repeated} if isinstance(model, PipelineModule) else {}
+    return [{**group, "params": [here[name] for name in group["params"] if name in here]} for group in named]
+
+
+def trainable(model: nn.Module, parameters: Parameters | None, is_stage: bool = False) -> list[Any]:
     """The tensors or parameter groups to optimize; all of the model's by default. Frozen ones wait to be unfrozen.
+
+    is_stage: others may have all that is trained.
 
     ValueError when one of them is not a parameter of `model`: its gradient would never be reduced.
     """
@@ -181,7 +218,7 @@ def trainable(model: nn.Module, parameters: Parameters | None) -> list[Any]:
                 shape = tuple(tensor.shape)
                 raise ValueError(f"model_parameters: group {number} has a tensor {shape} that `model` does not have")
         group["params"] = tensors
-    if not any(tensor.requires_grad for group in groups for tensor in group["params"]):
+    if not is_stage and not any(tensor.requires_grad for group in groups for tensor in group["params"]):
         raise ValueError("model_parameters: nothing to train; every parameter has requires_grad=False")
     return groups
 

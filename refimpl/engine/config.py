@@ -198,11 +198,19 @@ def axes_asked(raw: Mapping[str, Any]) -> dict[str, int]:
         "cp": raw.get("sequence_parallel_size"),
         "tp": inside["tensor_parallel"].get("autotp_size"),
     }
-    known = {axis: max(1, size) if isinstance(size, int) else 1 for axis, size in found.items()}
+    known = {axis: whole_number(size) for axis, size in found.items()}
     shard = inside["zero_optimization"].get("mics_shard_size")
     if isinstance(shard, int) and shard > 0 and shard % known["cp"] == 0:
         known["shard"] = shard // known["cp"]  # context ranks share their replica's state too
     return known
+
+
+def whole_number(size: Any) -> int:
+    """2, 2.0 and "2" are 2; what is none, or less than 1, is 1 here."""
+    try:
+        return max(1, int(size)) if not isinstance(size, bool) and float(size) == int(float(size)) else 1
+    except (TypeError, ValueError, OverflowError):
+        return 1
 
 
 def raw_config(config: object) -> dict[str, Any]:

@@ -23,13 +23,16 @@ from refimpl.engine.keys import ConfigError
 from refimpl.model.gpt import GPT
 from refimpl.parallel.auto.partition import partition_plan
 from refimpl.parallel.autotp import autotp, common_numbers
+from refimpl.parallel.conjugates import gather
 from refimpl.parallel.context.layout import Layout
 from refimpl.parallel.context.loss import TokenMean
 from refimpl.parallel.context.swap import context_parallel
 from refimpl.parallel.pipeline.gpt import gpt_layers, gpt_names
 from refimpl.parallel.pipeline.module import PipelineModule
+from refimpl.parallel.split import Split
 from refimpl.parallel.swap import gpt_plan, parallelize
 from refimpl.parallel.tensor import cuts
+from refimpl.zero.unit import unit_of
 
 AUTOTP_SIZE = "_autotp_size"  # of a model: asked for by deepspeed.tp_model_init
 OTHERS_FLAGS = ("model_parallel", "tensor_model_parallel")  # of Megatron's and DeepSpeed's users
@@ -42,10 +45,57 @@ def cut(model: nn.Module, axes: Axes, partition: Mapping[str, Any] | None = None
     """
     if isinstance(model, PipelineModule):
         return model
+    refuse(model, axes)
     if axes.tensor.size > 1:
         by_tensor(model, axes, partition, example)
     part = by_context(model, axes) if axes.context.size > 1 and isinstance(model, GPT) else None
-    return by_layers(model, axes, part) if axes.pipeline.size > 1 else model
+    if axes.pipeline.size > 1:
+        assert isinstance(model, GPT)
+        return by_layers(model, axes, part)
+    if isinstance(model, GPT) and max(axes.tensor.size, axes.context.size) > 1:
+        model.register_forward_pre_hook(partial(of_this_rank, part), with_kwargs=True)
+        model.register_forward_hook(partial(whole_logits, axes))
+    return model
+
+
+def refuse(model: nn.Module, axes: Axes) -> None:
+    """ConfigError for what a cut would lose, or cannot reach."""
+    kind = type(model).__name__
+    hooks = model._forward_hooks or model._forward_pre_hooks
+    if axes.pipeline.size > 1 and (type(model) is not GPT or hooks):
+        what = "has hooks, which its stages would not call" if type(model) is GPT else "is no chain of layers"
+        raise ConfigError(
+            f"pipeline.stages = {axes.pipeline.size}: a {kind} that {what}; give initialize a PipelineModule(layers, "
+            "num_stages=..., loss_fn=...)"
+        )
+    if axes.model.size > 1 and any(unit_of(p) is not None for p in model.parameters()):
+        raise ConfigError(
+            f"{kind} was built in zero.Init, in shards, and layers are split and dealt out whole: build it without"
+        )
+    if axes.tensor.size > 1 and cuts(model):
+        raise ConfigError(f"tensor_parallel.autotp_size: this {kind} is cut already; build it anew")
+
+
+def of_this_rank(part: Callable[[Any], Any] | None, model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What the model is called with, of which a context rank takes its tokens."""
+    return (args, kwargs) if part is None else part((args, kwargs))
+
+
+def whole_logits(axes: Axes, model: GPT, args: Any, out: Tensor) -> Tensor:
+    """A loss as it is; logits with all of the vocabulary. ValueError for their gradient over context ranks."""
+    if out.dim() == 0:
+        return out
+    if axes.tensor.size > 1:
+        vocab = model.config.vocab
+        out = gather(out, axes.tensor, split=Split((vocab,), vocab, axes.tensor.size, "vocabulary"))
+    if axes.context.size > 1:
+        if out.requires_grad:
+            raise ValueError("logits over context ranks have no gradient: call the model with targets, or in no_grad")
+        layout = Layout(model.config.context, axes.context.size, zigzag=True)
+        parts = out.new_empty(axes.context.size, *out.shape)
+        axes.context.all_gather(parts, out.contiguous(), tag="logits")
+        out = layout.join(list(parts))
+    return out
 
 
 def by_tensor(model: nn.Module, axes: Axes, partition: Mapping[str, Any] | None, example: Any) -> None:
@@ -74,9 +124,7 @@ def by_context(model: GPT, axes: Axes) -> Callable[[Any], Any]:
     layout = Layout(model.config.context, group.size, zigzag=True)
     context_parallel(model, group, layout)
     model.loss = TokenMean(model.loss, axes.replicas)
-    part = partial(part_of_tokens, layout=layout, rank=group.rank)
-    model.register_forward_pre_hook(lambda _, args: part(args))
-    return part
+    return partial(part_of_tokens, layout=layout, rank=group.rank)
 
 
 def part_of_tokens(batch: Any, layout: Layout, rank: int) -> Any:
@@ -93,13 +141,8 @@ def part_of_tokens(batch: Any, layout: Layout, rank: int) -> Any:
     return tree_map_only(Tensor, part, batch)
 
 
-def by_layers(model: nn.Module, axes: Axes, part: Callable[[Any], Any] | None) -> PipelineModule:
+def by_layers(model: GPT, axes: Axes, part: Callable[[Any], Any] | None) -> PipelineModule:
     """A stage for each pipeline rank, under 1F1B."""
-    if not isinstance(model, GPT):
-        raise ConfigError(
-            f"pipeline.stages = {axes.pipeline.size}: a {type(model).__name__} is no chain of layers; give initialize "
-            "a PipelineModule(layers, num_stages=..., loss_fn=...)"
-        )
     layers = gpt_layers(model)
     sizes = torch.tensor([sum(p.numel() for p in layer.parameters()) for layer in layers], device=axes.world.device)
     axes.tensor.all_reduce(sizes)  # parts may differ by a head: all tensor ranks must cut at the same layers

@@ -19,6 +19,7 @@ from refimpl.engine.build import MakeOptimizer, Parameters, build
 from refimpl.engine.config import axes_asked, raw_config
 from refimpl.engine.cut import AUTOTP_SIZE
 from refimpl.engine.engine import Engine
+from refimpl.engine.keys import ConfigError
 from refimpl.engine.pipeline import PipelineEngine
 from refimpl.parallel.pipeline.module import PipelineModule
 
@@ -62,6 +63,8 @@ def initialize(
     (source,) = sources.values()
     raw = raw_config(source)
     if mesh_param is not None:
+        if len(mesh_param) != 2:
+            raise ValueError(f"mesh_param = {mesh_param}: must be (data_parallel_size, sequence_parallel_size)")
         raw |= dict(zip(("data_parallel_size", "sequence_parallel_size"), mesh_param, strict=True))
     if hasattr(model, AUTOTP_SIZE):
         raw["tensor_parallel"] = {"autotp_size": getattr(model, AUTOTP_SIZE)} | dict(raw.get("tensor_parallel") or {})
@@ -75,8 +78,12 @@ def initialize(
 
 def laid_out(raw: Mapping[str, Any], model: nn.Module, mpu: Any, world: Group) -> Axes:
     """The axes as a PipelineModule, an mpu or the configuration has them."""
+    asked = axes_asked(raw)
+    said = world.all_gather_object(asked)
+    if any(other != said[0] for other in said):
+        raise ConfigError(f"the ranks ask for different axes: {said}; give all of them the same configuration")
     if not isinstance(model, PipelineModule):
-        return Axes.of_sizes(axes_asked(raw), world) if mpu is None else Axes.of_mpu(mpu, world)
+        return Axes.of_sizes(asked, world) if mpu is None else Axes.of_mpu(mpu, world)
     if mpu is not None:
         raise ValueError("mpu: a PipelineModule has its own layout of the ranks; leave mpu out")
     return model.axes

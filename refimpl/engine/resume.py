@@ -30,6 +30,7 @@ from refimpl.engine import weights
 from refimpl.engine.contents import COUNTERS, identity, param_groups, schedule
 from refimpl.engine.state import TrainingState
 from refimpl.engine.whole import portions_by_name
+from refimpl.parallel.autotp import common_numbers
 from refimpl.zero import portable
 from refimpl.zero.portable import restore
 
@@ -161,7 +162,8 @@ def go_on(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
 def restore_training(engine: TrainingState, folder: Folder, wanted: Wanted, groups: list[dict[str, Any]]) -> None:
     """What only a run that goes on takes: the groups' settings, loss scale, random numbers, position in the data."""
     keep = SCHEDULED if engine.lr_scheduler is not None and not wanted.scheduler else ()
-    for group, saved in zip(groups, folder.value(0, "groups"), strict=True):
+    own = folder.value(own_rank(engine, folder), "groups")  # a pipeline's stages have their own
+    for group, saved in zip(groups, own if len(own) == len(groups) else folder.value(0, "groups"), strict=True):
         for key, value in saved.items():
             if key not in keep:
                 set_option(group, key, value)
@@ -172,6 +174,8 @@ def restore_training(engine: TrainingState, folder: Folder, wanted: Wanted, grou
     rank = engine.axes.world.rank
     if wanted.random and rank < folder.ranks and (state := folder.value(rank, "random")) is not None:
         random_state.put(state, engine.group.device)
+    if engine.axes.tensor.size > 1:
+        common_numbers(engine.module, engine.axes.tensor)
     data = folder.value(0, "data")  # a rank in mid-pipeline reads none
     if data is not None and "taken" not in data:
         data = folder.value(own_rank(engine, folder), "data")

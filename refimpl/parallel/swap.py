@@ -200,6 +200,8 @@ def swap(
     for name, style in styles.items():
         plain = model.get_submodule(name)
         layer = layers[name] = style(plain, Where(name, group, sequence, draws, enter))
+        if layer is not plain and (plain._forward_hooks or plain._forward_pre_hooks or plain._backward_hooks):
+            raise ValueError(f"{name} has hooks, which would see parts of its tensors: register them after the cut")
         for key, p in plain.named_parameters(recurse=False) if layer is not plain else ():
             if p in kept:
                 setattr(layer, key, same_part(name, kept[p], getattr(layer, key)))

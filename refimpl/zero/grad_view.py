@@ -29,12 +29,20 @@ ELEMENTWISE = {
 }  # fmt: skip
 
 
+PARTED = (
+    "the norm of this gradient would be of this rank's part of the model: set gradient_clipping in the configuration, "
+    "or ZeroConfig.gradient_clipping; engine.get_global_grad_norm() is of all parts"
+)
+NORMS = (torch.linalg.vector_norm, torch.norm, torch._foreach_norm, Tensor.norm)
+
+
 class GradientView:
     """Reads and writes single gradients in `gradients`."""
 
     def __init__(self, gradients: Gradients, settle: Callable[[], object]) -> None:
         """`settle` closes a backward pass that is over: see `BackwardPass`."""
         self.gradients, self.settle = gradients, settle
+        self.parted = False  # whether other ranks have other parts of the model, see `Stage.spans`
         self._norms: dict[float, dict[nn.Parameter, Tensor]] = {}
         self._of: list[int] = []  # what the norms are of: generation and version of each total
         self._shown: dict[Bucket, WeakValueDictionary[int, Tensor]] = {}  # views by id, as long as somebody keeps them
@@ -69,6 +77,7 @@ class GradientView:
             if whole
             else GradientShard(p, self.mine(p), partial(self.change, p), lambda order: self.norm(p, order), name)
         )
+        shown = shown.as_subclass(OfAPart) if self.parted and whole else shown
         self._shown.setdefault(bucket, WeakValueDictionary())[id(shown)] = shown
         return shown
 
@@ -111,6 +120,8 @@ class GradientView:
 
     def norm(self, p: nn.Parameter, order: float) -> Tensor:
         """The norm of p's whole gradient, fp32. A collective: all parameters' norms are found at once."""
+        if self.parted:
+            raise RuntimeError(PARTED)
         state = [self.gradients.generation, *(total._version for total in self.gradients.total.values())]
         if state != self._of:
             self._of, self._norms = state, {}
@@ -154,6 +165,19 @@ class GradientView:
         self.gradients.group.all_reduce(powers, "max" if most else "sum", tag="norm")
         norms = (powers if most else powers.pow(1 / order)).float()
         return dict(zip(params, norms.unbind(), strict=True))
+
+
+class OfAPart(Tensor):
+    """A gradient of a model of which other ranks have other parts: an ordinary tensor but for its norm."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in NORMS:
+            raise RuntimeError(PARTED)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 class GradientShard(Tensor):

@@ -249,7 +249,7 @@ class Stage(Changing, ByName, Held, ABC):
         Clipping is by `ZeroConfig.gradient_clipping` then. counted_elsewhere: this rank's copies of parameters that
         another part's rank counts. On all these ranks, before the first step.
         """
-        self.update.beyond = Beyond(group, frozenset(counted_elsewhere))
+        self.update.beyond, self.view.parted = Beyond(group, frozenset(counted_elsewhere)), True
 
     @torch.no_grad()
     def replicate(self, group: Group) -> None:

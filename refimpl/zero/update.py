@@ -156,8 +156,9 @@ class Update:
         for bucket, gradient in gradients.items():
             mine = bucket.shard(gradient) if gradient.numel() == bucket.padded else gradient  # of what every rank has
             message[0] += known[bucket] if bucket in known else sum_of_squares(mine, exact)
-            for p in self.beyond.counted_elsewhere & set(bucket.params) if self.beyond else ():
-                message[0] -= sum_of_squares(bucket.part(mine, p), exact)
+            if self.beyond and (copies := self.beyond.counted_elsewhere & set(bucket.params)):
+                seen = self.resting.whole(bucket) if self.resting and bucket in known else mine
+                message[0] -= sum(sum_of_squares(bucket.part(seen, p), exact) for p in copies)
         self.group.all_reduce(message, "sum", tag="norm")
         self.group.settle()
         squares, ranks = float(message[0]), self.group.size

@@ -154,6 +154,10 @@ class PipelineModule(nn.Module):
         known = max((key for key in self.names if f"{name}.".startswith(f"{key}.")), key=len, default=None)
         return name if known is None else self.names[known] + name.removeprefix(known)
 
+    def first_of(self, p: nn.Parameter) -> str:
+        """What a parameter of `repeated` is called in the whole model."""
+        return self.name_in_whole(self.first_names[p])
+
     def _first_names(self) -> dict[nn.Parameter, str]:
         names = {p: name for name, p in self.named_parameters()}
         mine = [(tuple(ranks), [names[p] for p in params]) for ranks, params in self.shared]
