@@ -161,11 +161,12 @@ class Update:
                 message[0] -= sum(sum_of_squares(bucket.part(seen, p), exact) for p in copies)
         self.group.all_reduce(message, "sum", tag="norm")
         self.group.settle()
-        squares, ranks = float(message[0]), self.group.size
-        if self.across is not None:
-            self.across.all_reduce(message, "sum", tag="norm")
+        ranks = self.group.size
+        if self.across is not None:  # which has the same gradients, and may have used other parameters
+            self.across.all_reduce(message[1:], "sum", tag="norm")
+            self.across.settle()
             ranks *= self.across.size
-        unused = message[1:].tolist()
+        squares, *unused = message.tolist()
         squares = self.beyond.all_squares(squares) if self.beyond else squares
         return squares, {p for p, missed in zip(params, unused, strict=True) if missed == ranks}
 
