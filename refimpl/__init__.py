@@ -86,5 +86,9 @@ class _Package(ModuleType):
     def checkpoint(self, package: ModuleType) -> None:
         """Called by Python when it has imported that package."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A function of a script that names the package travels to the ranks."""
+        return import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package
