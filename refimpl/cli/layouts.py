@@ -41,6 +41,40 @@ def shape_of(params: str | None, model: Path | None, context: int | None) -> "Sh
     return replace(found, context=context) if context else found
 
 
+def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine") -> "Found":
+    """The layout of a DeepSpeed JSON, with and without recomputation, of which it says nothing.
+
+    ValueError names what is wrong.
+    """
+    from refimpl.engine.config import axes_asked, load_config, raw_config
+    from refimpl.plan.formulas import STRATEGIES
+    from refimpl.plan.mesh import Mesh, judge
+    from refimpl.plan.search import RESERVE, Found
+
+    try:
+        raw = raw_config(config)
+    except OSError as error:
+        raise ValueError(f"--config {config}: {error.strerror}") from None
+    axes = axes_asked(raw)
+    together = axes["pp"] * axes["cp"] * axes["tp"]
+    if gpus % together:
+        raise ValueError(
+            f"--config {config}: pp {axes['pp']} x cp {axes['cp']} x tp {axes['tp']} do not divide {gpus} GPUs"
+        )
+    dp = gpus // together
+    settings = load_config(raw, world_size=dp, rank=1)  # its warnings are rank 0's
+    meshes = [
+        Mesh(
+            dp, axes["pp"], axes["tp"], settings.train_batch_size, settings.train_micro_batch_size_per_gpu,
+            STRATEGIES[settings.zero_optimization.stage], recompute, settings.dtype.itemsize, axes["cp"],
+        )
+        for recompute in (False, True)
+    ]  # fmt: skip
+    verdicts = [judge(shape, mesh, machine) for mesh in meshes]
+    fit = [v for v in verdicts if v.total <= (1 - RESERVE) * machine.memory]
+    return Found(fit, [v for v in verdicts if v not in fit])
+
+
 def show(shape: "Shape", found: "Found", machine: "Machine", gpus: int, top: int) -> None:
     """Two tables: the fastest layouts that fit, and the least too large ones."""
     from rich.console import Console

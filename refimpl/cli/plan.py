@@ -20,6 +20,9 @@ def plan(
     context: typer.Context,
     params: str | None = typer.Option(None, help="Size of the model: 7B, 1T."),
     model: Annotated[Path | None, typer.Option(help="A transformers config.json instead.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A DeepSpeed JSON: the layout that it asks for, and no other.")
+    ] = None,
     gpus: int = typer.Option(8, min=1, help="GPUs."),
     gpu_memory: str = typer.Option("80GB", help="Memory of one."),
     batch: int | None = typer.Option(None, min=1, help="Sequences of a step. Default: one a GPU, or more."),
@@ -34,7 +37,7 @@ def plan(
     """Decide before a run: `refimpl plan --params 1T --gpus 3072`: which layouts fit, how fast, limited by what."""
     if context.invoked_subcommand is not None:
         return
-    from refimpl.cli.layouts import shape_of, show
+    from refimpl.cli.layouts import asked, shape_of, show
     from refimpl.plan.mesh import Machine
     from refimpl.plan.search import search
 
@@ -44,7 +47,7 @@ def plan(
             (gpu_memory, "--gpu-memory"), (node_bandwidth, "--node-bandwidth"), (network, "--network"),
         )]  # fmt: skip
         machine = Machine(sizes[0], peak, efficiency, node, sizes[1], sizes[2])
-        found = search(shape, gpus, batch or gpus, machine)
+        found = asked(config, shape, gpus, machine) if config else search(shape, gpus, batch or gpus, machine)
     except ValueError as reason:
         refuse("refimpl plan", reason)
     show(shape, found, machine, gpus, top)

@@ -1,6 +1,8 @@
 """`refimpl plan activations`: what it prints, and how it refuses."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 from test_main import refimpl_command
@@ -48,6 +50,25 @@ def test_layouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert len(re.findall(r"^│ +\d+ │", printed, re.MULTILINE)) == 3
     assert refimpl_command(monkeypatch, "plan", "--params", "1T", "--gpus", "8") == 0
     assert "nothing fits" in capsys.readouterr().out
+
+
+def test_the_layout_of_a_deepspeed_configuration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 16, "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": 8}, "pipeline": {"stages": 4}, "bf16": {"enabled": True},
+    }  # fmt: skip
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(asked))
+    command = ("plan", "--params", "70B", "--config", str(file))
+    assert refimpl_command(monkeypatch, *command, "--gpus", "512") == 0
+    rows = re.findall(r"^│ +(\d+) │ +(\d+) │ +(\d+) │ +(\d+) │ +(\d+) │", capsys.readouterr().out, re.MULTILINE)
+    assert (
+        rows == [("16", "4", "8", "2", "16")] * 2
+    )  # dp, pp, tp, micro-batch, micro-batches: with and without recompute
+    assert refimpl_command(monkeypatch, *command, "--gpus", "48") == 2
+    assert "pp 4 x cp 1 x tp 8 do not divide 48 GPUs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

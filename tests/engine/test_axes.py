@@ -255,7 +255,7 @@ def test_the_recipe_of_deepspeeds_users_has_the_whole_sequences_gradient() -> No
         ({"dp": 4, "data_parallel_size": 2}, r"data_parallel_size = 2, but the ranks are laid out with 4"),
         ({"pp": 2, "stage": 3}, r"ZeRO stage 3 with a pipeline: .* use stage 0 or 1"),
         ({"cp": 4, "context": 12}, r"a sequence of 12 tokens does not divide into 8 chunks for 4 ranks: pad it to 16"),
-        ({"pp": 2, "model": "BatchNorm1d"}, r"pipeline.stages = 2: a BatchNorm1d is no chain of layers"),
+        ({"pp": 2, "model": "BatchNorm1d"}, r"pipeline.stages = 2: a BatchNorm1d that is no chain of layers; give"),
     ],
 )
 def test_what_cannot_be_laid_out(axes: dict[str, Any], says: str) -> None:
