@@ -57,6 +57,17 @@ class Counts:
         """The same if `programs` neighbours run at once and share what they load, then the next. Needs the trace."""
         return _distinct(self._loads(), programs)
 
+    def sectors(self, size: int = 32) -> Counter[str]:
+        """Argument -> bytes of the sectors of memory that its loads and stores touch, each by itself. Needs the trace.
+
+        A sector is what memory moves at least: 32 bytes on NVIDIA's. Lanes of one access that fall into the same sector
+        share it; this is coalescing, of whole blocks.
+        """
+        found: Counter[str] = Counter()
+        for a in self.accesses:
+            found[a.argument] += len(np.unique((a.base + a.offsets) // size)) * size
+        return found
+
     def races(self) -> Counter[str]:
         """Argument -> places to which one program stores while another stores or loads there. Needs the trace.
 
