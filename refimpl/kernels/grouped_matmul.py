@@ -160,13 +160,14 @@ def multiply(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     rows, columns, deep, warps, stages = (64, 64, 32, 4, 2) if x.dtype == torch.float32 else (128, 256, 64, 8, 3)
     tile_ends = torch.diff(ends, prepend=ends.new_zeros(1)).add(rows - 1).div(rows, rounding_mode="floor")
     tile_ends = tile_ends.cumsum(0, dtype=torch.int32)
+    even = depth % deep == 0 == width % columns
     row_tiles = (total + (groups + 1) * (rows - 1)) // rows  # of any counts, the rows after the last group among them
     y = x.new_empty(total, width)
     grouped_kernel[(row_tiles * triton.cdiv(width, columns),)](
         x, w, y, ends, tile_ends, total, depth, width, groups, row_tiles,
         x.stride(0), x.stride(1), w.stride(0), w.stride(1), w.stride(2),
-        BLOCK_G=triton.next_power_of_2(groups), BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=deep,
-        EVEN=depth % deep == 0 == width % columns, num_warps=warps, num_stages=stages, **how(x.dtype),
+        BLOCK_G=triton.next_power_of_2(groups), BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=deep, EVEN=even,
+        num_warps=warps, num_stages=stages, **how(x.dtype),
     )  # fmt: skip
     return y
 
@@ -178,7 +179,8 @@ def multiply_weights(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     dw = x.new_empty(groups, depth, width)
     grouped_weights_kernel[(groups * triton.cdiv(depth, deep) * triton.cdiv(width, columns),)](
         x, g, dw, ends, depth, width, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
-        BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=deep, EVEN=depth % deep == 0 == width % columns, num_warps=warps, num_stages=stages, **how(x.dtype),
+        BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=deep,
+        EVEN=depth % deep == 0 == width % columns, num_warps=warps, num_stages=stages, **how(x.dtype),
     )  # fmt: skip
     return dw
 
