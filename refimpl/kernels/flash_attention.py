@@ -6,10 +6,10 @@ Naive attention writes T^2 scores a head and reads them back for the softmax and
     B   batch     H   heads of q     G   heads of q that share a head of k and v
     T   queries   S   keys           D   head width, at most 256     P   pairs (query, key) that see each other
 
-Bytes, for elements of e bytes (`forward_bytes`, `backward_bytes` count tile by tile):
+Bytes, for elements of e bytes:
     forward     q once, out once, lse 4 B H T; k and v once for each block of queries: 2 B H D e x (keys that it sees)
-    backward    keys' kernel: k, v, dk, dv once, q and g once for each block of keys and head;
-                queries' kernel: q, g, dq once, k and v once for each block of queries; delta: g and out once more
+    backward    delta: g and out once. Keys' kernel: k, v, dk, dv once, q and g once for each block of keys and head;
+                queries' kernel: q, g, dq once, k and v once for each block of queries
 From the second block on, k and v come out of the L2 cache: 16k tokens of one head at D = 128 are 8 MiB in bf16.
 FLOPs: forward 4 B H P D, backward 10 B H P D asked for, 14 done (see flash_backward). Causal: P = T (T + 1) / 2.
 The limit is the matrix unit: at BLOCK_M = 128 a tile does 64 FLOPs for each element of k and v that it loads. Then come

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from refimpl.kernels.checks import floating, one_device
-from refimpl.kernels.language import INTERPRETED, tl, triton
+from refimpl.kernels.dots import dots
+from refimpl.kernels.language import INTERPRETED, triton
 from refimpl.kernels.tiles import next_power_of_2
 
 WIDEST = 256  # of a head: its tiles still fit on the chip
-DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,13 @@ class Shapes:
 
     def constants(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
         """The kernels' compile-time arguments, without the tiles."""
-        exact = q.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
         return {
             "LEFT": self.left >= 0,
             "RIGHT": self.right >= 0,
             "RAGGED": self.starts_q is not None,
             "D": self.width,
             "BLOCK_D": self.padded,
-            "DOT": tl.float32 if INTERPRETED else DTYPES[q.dtype],
-            "PRECISION": "ieee" if exact else "tf32",
+            **dots(q.dtype),
             "TMA": copy_engine(q, k, v),
         }
 

@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case
 from refimpl.kernels.checks import floating, integer, one_device
-from refimpl.kernels.language import INTERPRETED, on, takes, tl, triton
+from refimpl.kernels.dots import dots
+from refimpl.kernels.language import on, takes, tl, triton
 
 WIDEST = 4096  # groups
 
@@ -147,13 +148,6 @@ def grouped_weights_kernel(
     tl.store(dw + place, sums.to(dw.dtype.element_ty), mask=mask)
 
 
-def how(dtype: torch.dtype) -> dict[str, Any]:
-    """In which type tiles are multiplied, and how exactly."""
-    native = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-    exact = dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
-    return {"DOT": tl.float32 if INTERPRETED else native[dtype], "PRECISION": "ieee" if exact else "tf32"}
-
-
 def multiply(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """x [M, K], w [G, K, N], ends int32 [G] -> [M, N]."""
     (total, depth), (groups, _, width) = x.shape, w.shape
@@ -167,7 +161,7 @@ def multiply(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         x, w, y, ends, tile_ends, total, depth, width, groups, row_tiles,
         x.stride(0), x.stride(1), w.stride(0), w.stride(1), w.stride(2),
         BLOCK_G=triton.next_power_of_2(groups), BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=deep, EVEN=even,
-        num_warps=warps, num_stages=stages, **how(x.dtype),
+        num_warps=warps, num_stages=stages, **dots(x.dtype),
     )  # fmt: skip
     return y
 
@@ -180,7 +174,7 @@ def multiply_weights(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     grouped_weights_kernel[(groups * triton.cdiv(depth, deep) * triton.cdiv(width, columns),)](
         x, g, dw, ends, depth, width, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
         BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=deep,
-        EVEN=depth % deep == 0 == width % columns, num_warps=warps, num_stages=stages, **how(x.dtype),
+        EVEN=depth % deep == 0 == width % columns, num_warps=warps, num_stages=stages, **dots(x.dtype),
     )  # fmt: skip
     return dw
 

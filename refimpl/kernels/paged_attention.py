@@ -22,8 +22,8 @@ from torch import Tensor
 from refimpl.kernels.attention_tiles import store_rows
 from refimpl.kernels.case import Case
 from refimpl.kernels.checks import floating, integer, one_device
+from refimpl.kernels.dots import dots
 from refimpl.kernels.flash_shapes import WIDEST, check_scale
-from refimpl.kernels.grouped_matmul import how
 from refimpl.kernels.language import on, processors, takes, tl, triton
 
 SPAN = 256  # tokens of a program at least
@@ -178,7 +178,7 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tens
         q.stride(0), q.stride(1), *keys.stride()[:3], *values.stride()[:3], table.stride(0),
         heads, heads // shared, keys.shape[1], spans, span, scale * LOG2_E,
         D=width, BLOCK_D=block_d, BLOCK_G=max(16, triton.next_power_of_2(heads // shared)),
-        BLOCK_N=64 if block_d <= 128 else 32, num_warps=4, num_stages=3, **how(q.dtype),
+        BLOCK_N=64 if block_d <= 128 else 32, num_warps=4, num_stages=3, **dots(q.dtype),
     )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     combine_kernel[(batch * heads,)](
