@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from agreement import assert_agrees
+from agreement import BOUND, assert_agrees
 from torch import Tensor
 
 from refimpl.kernels.block_lists import BlockLists
@@ -22,7 +22,8 @@ def assert_equals_dense(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, block: 
     def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return reference(q, k, v, layout, block, causal=causal, scale=0.3)
 
-    assert_agrees(ours, theirs, (q, k, v))
+    # The interpreter cuts bf16 off where a GPU rounds, and dq is made of out.
+    assert_agrees(ours, theirs, (q, k, v), BOUND[q.dtype] * (2 if q.dtype == torch.bfloat16 else 1))
 
 
 @pytest.mark.parametrize(
