@@ -250,6 +250,8 @@ class Gradients:
         result = reduction.result.to(flight.local.dtype)
         if self._postscale != 1:
             result.mul_(self._postscale)
+        elif self.op == "mean" and bucket.group.size < self.group.size:  # an expert's tokens are all ranks'
+            result.div_(self.group.size / bucket.group.size)
         if self.resting is not None and bucket in self.resting.buckets:
             self.total[bucket] = self.resting.add(bucket, result)
             self.group.ledger.mark(f"home {bucket.name}")

@@ -39,11 +39,12 @@ class Zero3(Stage):
         for unit in {u for p in large if (u := unit_of(p)) is not None and u.state_dicts is not None}:
             unit.state_dicts.remove()  # from now on the stage's own
         whole_modules = leaves(self.model, self.config, on_gpu=self.group.device.type == "cuda")
-        units_of = make_units(large, owners(self.model, whole_modules), trained, self.group, self.config)
+        units_of = make_units(large, owners(self.model, whole_modules), trained, self.group, self.config, self.experts)
         self.kept = lay_out(
-            [p for p in params if p in small], trained, self.group, self.config.reduce_bucket_size, dtype
-        )
-        share(self.model, {*large, *(p for b in self.kept for p in b.params)}, self.group, dtype)
+            [p for p in params if p in small], trained, self.group, self.config.reduce_bucket_size, dtype,
+            self.experts,
+        )  # fmt: skip
+        share(self.model, {*large, *(p for b in self.kept for p in b.params)}, self.group, dtype, self.experts)
         self.units = [u for units in units_of.values() for u in units]
         self.path = Path(self.group, self.config.check_order)
         self.fetch = Fetch(self.model, units_of, self.config, self.path, self.passes.sign)
