@@ -68,6 +68,7 @@ class Group:
         self.backend = backend_of(handle, self.device)
         self.streams = streams or streams_of(self.device)
         self.ledger = ledger or Ledger()
+        self.deterministic = deterministic
         self._line = ControlLine(handle, self.backend) if handle else None
         self.patience = Patience()
         self._half: Work | None = None  # an all-reduce whose second half is not begun
