@@ -31,6 +31,7 @@ def round_up(n: int, multiple: int) -> int:
 class Bucket:
     """Parameters of one optimizer group and dtype; their data become views of one buffer [P], with rank 0's values."""
 
+    awaited = 0  # uses by modules that are gathered whole, of which backward is not through yet: see `Fetch.hold`
     shelf: Shelf | None = None  # where this rank's shard rests, if not in memory: see `Unit`
 
     def __init__(

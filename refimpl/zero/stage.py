@@ -121,9 +121,8 @@ class Stage(Changing, ByName, Held, ABC):
 
     def lay_out(self, params: list[nn.Parameter]) -> list[Bucket]:
         """The buckets of what is trained, with rank 0's weights; the rest of the model gets them too."""
-        buckets = lay_out(
-            params, self.group_of, self.group, self.config.reduce_bucket_size, self.config.dtype, self.experts
-        )
+        size, dtype = self.config.reduce_bucket_size, self.config.dtype
+        buckets = lay_out(params, self.group_of, self.group, size, dtype, self.experts)
         share(self.model, set(params), self.group, dtype, self.experts)
         return buckets
 

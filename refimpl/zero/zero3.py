@@ -47,7 +47,7 @@ class Zero3(Stage):
         share(self.model, {*large, *(p for b in self.kept for p in b.params)}, self.group, dtype, self.experts)
         self.units = [u for units in units_of.values() for u in units]
         self.path = Path(self.group, self.config.check_order)
-        self.fetch = Fetch(self.model, units_of, self.config, self.path, self.passes.sign)
+        self.fetch = Fetch(self.model, units_of, self.config, self.path, self.passes.sign, self.complete)
         self.state_dicts = StateDicts(self.model.modules())
         self.handles += [self.path, self.fetch, self.state_dicts]
         return [*self.kept, *(u for u in self.units if u.group_index >= 0)]
@@ -59,11 +59,14 @@ class Zero3(Stage):
     def reduce(self, bucket: Bucket, local: Tensor) -> Reduction:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; frees the parameters."""
         self.path.visit(bucket, "reduction")
-        mine = self.gradients.take(bucket.padded // self.group.size, local)  # [S]
+        mine = self.gradients.take(bucket.padded // bucket.group.size, local)  # [S]
         work = bucket.group.reduce_scatter(mine, local, self.gradients.op, async_op=True, tag="gradients")
         if not self.fetch.keeps:
             bucket.free()
         return Reduction(work, mine, memory=mine)
+
+    def complete(self, unit: Unit) -> None:
+        self.gradients.complete(unit)
 
     def end_backward(self, asked: bool) -> None:
         super().end_backward(asked)
