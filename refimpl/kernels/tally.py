@@ -72,7 +72,7 @@ class Counts:
         """Argument -> places to which one program stores while another stores or loads there. Needs the trace.
 
         Programs of one launch run in any order, so what is in such a place is chance. Atomic operations race with plain
-        ones, not with each other.
+        ones, not with each other. What a lock of the kernel's own puts in order is reported too.
         """
         users: dict[tuple[int, int], set[tuple[int, str]]] = {}
         owner: dict[tuple[int, int], str] = {}

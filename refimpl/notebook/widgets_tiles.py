@@ -4,8 +4,9 @@ A program makes a tile of BM x BN, BK of K at a time. All of a [M, K] is loaded 
 
     operations a byte = 2 M N K / (itemsize (M N K / BN + M N K / BM)) = 2 / itemsize x BM BN / (BM + BN)
 
-whatever M, N and K. That is without a cache; the L2 cache, which programs share, loads less from memory. The price of a
-large tile: fp32 sums in registers, 4 BM BN bytes a program, and stages x BK (BM + BN) x itemsize bytes of shared memory.
+whatever M, N and K. That is without a cache; with the L2 cache, which programs share, less comes from memory. The price
+of a large tile: fp32 sums in registers, 4 BM BN bytes a program, and stages x BK (BM + BN) x itemsize bytes of shared
+memory.
 """
 
 from collections.abc import Sequence
