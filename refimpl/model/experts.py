@@ -90,6 +90,8 @@ class StackedExperts(nn.Module):
         part.gated, part.act, part.std, part.first = self.gated, self.act, self.std, self.first + start
         for name, weight in self.named_parameters():
             part.register_parameter(name, nn.Parameter(weight.detach()[start:stop].clone(), weight.requires_grad))
+            # Under this name other ranks have other experts.
+            part._parameters[name].experts = (part.first, part.first + stop - start)  # type: ignore[union-attr]
         return part
 
 
