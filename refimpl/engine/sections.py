@@ -278,10 +278,6 @@ class ExpertParallel(Section):
     enabled: bool = Field(default=False, description="deal out the experts of every mixture in the model")
     autoep_size: Positive = Field(default=1, description="data-parallel ranks that share the experts of a layer")
 
-    @property
-    def size(self) -> int:
-        return self.autoep_size if self.enabled else 1
-
 
 class Pipeline(Section):
     """Layers dealt out over ranks."""
