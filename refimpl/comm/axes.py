@@ -10,6 +10,8 @@
     shards      a part of them, such as a node's, if ZeRO divides state over that alone (HSDP, MiCS)
     across      the ranks of other shards that have the same
     model       pp x tp   the other parts of this replica: the gradient's norm, clipping and overflow are of all
+    expert      ep        consecutive replicas that hold other experts of the same layers: tokens, there and back
+    expert_data           the replicas that hold the same experts: those experts' gradients, once a step
 
 Gradients are averaged over context ranks too, so the loss of each has to be its tokens' share of the replicas' mean:
 `parallel/context/loss.py`, or the mean that DeepSpeed's users gather over the ranks of a sequence. DeepSpeed 0.19 adds
@@ -20,9 +22,11 @@ arXiv:2104.04473, section 3. Megatron-LM: megatron/core/parallel_state.py. DeepS
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
+
+import torch.distributed as dist
 
 from refimpl.comm.group import Group
 from refimpl.comm.mesh import Mesh
@@ -43,6 +47,8 @@ class Axes:
     shards: Group
     across: Group
     data: Group  # the ranks that this one's batches are not given to: one of each sequence's
+    expert: Group
+    expert_data: Group
 
     @property
     def feeds(self) -> int:
@@ -58,13 +64,13 @@ class Axes:
     def of_data(cls, world: Group) -> "Axes":
         """Data parallelism alone: every rank is a replica."""
         alone = Group(None, device=world.device)
-        return cls(world, world, alone, alone, alone, alone, world, alone, world)
+        return cls(world, world, alone, alone, alone, alone, world, alone, world, alone, world)
 
     @classmethod
     def of_pipeline(cls, group: Group) -> "Axes":
         """One pipeline and nothing else."""
         alone = Group(None, device=group.device)
-        return cls(group, alone, alone, alone, group, group, alone, alone, alone)
+        return cls(group, alone, alone, alone, group, group, alone, alone, alone, alone, alone)
 
     @classmethod
     def of_mesh(cls, mesh: Mesh) -> "Axes":
@@ -80,7 +86,7 @@ class Axes:
         across = group("dp") if in_shards else group()
         parts = group("tp"), group("pp"), group("pp", "tp")
         data = replicas if mesh.axes.get("cp", 1) == 1 else group("dp", "shard")
-        return cls(mesh.world, replicas, group("cp"), *parts, shards, across, data)
+        return cls(mesh.world, replicas, group("cp"), *parts, shards, across, data, group(), replicas)
 
     @classmethod
     def of_sizes(cls, sizes: Mapping[str, int], world: Group) -> "Axes":
@@ -120,4 +126,41 @@ class Axes:
             raise TypeError(f"mpu: {type(mpu).__name__} has no get_data_parallel_group that answers")
         model, pipeline = group("model", "tensor_model"), group("pipeline_model", "pipe")
         parts = tensor or alone, pipeline or alone, model or alone
-        return cls(world, replicas, context or alone, *parts, replicas, alone, group("data") or alone)
+        return cls(world, replicas, context or alone, *parts, replicas, alone, group("data") or alone, alone, replicas)
+
+    def with_experts(self, ep: int) -> "Axes":
+        """The same with the experts dealt out to `ep` replicas. A collective. ValueError as `expert_groups`."""
+        expert, expert_data = expert_groups(self.replicas, ep)
+        return replace(self, expert=expert, expert_data=expert_data)
+
+
+def expert_groups(data: Group, ep: int) -> tuple[Group, Group]:
+    """(the `ep` consecutive ranks of `data` that share out the experts, those that have the same ones as this rank).
+
+    ep 2 of 6 ranks: (0 1) (2 3) (4 5) and (0 2 4) (1 3 5), DeepSpeed's order. A collective. ValueError if ep does not
+    divide the ranks.
+    """
+    if ep < 1 or data.size % ep:
+        fit = ", ".join(str(n) for n in range(1, data.size + 1) if data.size % n == 0)
+        raise ValueError(
+            f"ep_size {ep}: experts are dealt out to the {data.size} data-parallel ranks, so it must be one of {fit}"
+        )
+    return neighbours(data, ep)
+
+
+def neighbours(group: Group, size: int) -> tuple[Group, Group]:
+    """(this rank's block of `size` consecutive ranks, the ranks with its place in every block). A collective.
+
+    `size` divides the group's.
+    """
+    if size in (1, group.size):
+        alone = Group(None, group.ledger, group.device)
+        return (alone, group) if size == 1 else (group, alone)
+    first = group.rank - group.rank % size
+    rows = group.ranks[first : first + size], group.ranks[group.rank % size :: size]
+    # Every rank is in one block and in one line across: each asks for its own two, in this order.
+    block, line = (dist.new_group(row, use_local_synchronization=True) for row in rows)
+    return (
+        Group(block, group.ledger, group.device, group.deterministic),
+        Group(line, group.ledger, group.device, group.deterministic),
+    )

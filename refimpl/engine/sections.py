@@ -297,6 +297,13 @@ class SparseAttention(Section):
     num_sliding_window_blocks: Positive = Field(default=3, description="bigbird, bslongformer, local: the window")
 
 
+class ExpertParallel(Section):
+    """Experts dealt out over ranks; `refimpl.engine.experts` does it."""
+
+    enabled: bool = Field(default=False, description="deal out the experts of every mixture in the model")
+    autoep_size: Positive = Field(default=1, description="data-parallel ranks that share the experts of a layer")
+
+
 class Pipeline(Section):
     """Layers dealt out over ranks."""
 

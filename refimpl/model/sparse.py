@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from refimpl.kernels import block_sparse_attention as kernel
+from refimpl.kernels.language import takes
 from refimpl.model.patterns.base import SparsityConfig
 from refimpl.model.tiles import BlockSparse, Plan, Problem
 
@@ -34,13 +36,14 @@ def block_sparse_attention(
 
     q [B, H, T_q, D], k and v [B, K, T_k, D], K dividing H (queries of H/K heads share a head of keys). layout: of
     T_q / block x T_k / block blocks, alone, by head, or by sequence and head; or a `Plan` of it, which is made once and
-    kept. causal: token i sees keys up to i. scale: 1 / sqrt(D). key_bias [B, T_k] and each of biases [T_q, T_k],
+    kept. causal: a token sees none after it, the last query and the last key being one token
+    (of a `Plan`, as it says itself). scale: 1 / sqrt(D). key_bias [B, T_k] and each of biases [T_q, T_k],
     [1 or H, T_q, T_k] or [1 or B, 1 or H, T_q, T_k] are added to scores; -inf forbids. q, k, v and biases get
     gradients. A row that may read nothing gives zeros.
 
     ValueError where shapes do not fit, or `block` does not divide the length.
     """
-    plan = layout if isinstance(layout, Plan) else Plan(layout, causal)
+    plan = layout if isinstance(layout, Plan) else Plan(layout, causal, (k.shape[2] - q.shape[2]) // max(1, block))
     fits(q, k, v, plan, block)
     wide = [spread(bias, q, k) for bias in biases]
     if key_bias is not None and key_bias.shape != (q.shape[0], k.shape[2]):
@@ -50,6 +53,8 @@ def block_sparse_attention(
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=plan.causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
+    if not wide and key_bias is None and by_kernel(q, k, v, plan, block):
+        return kernel.block_sparse_attention(q, k, v, plan.for_kernel(q.device), block, causal=plan.causal, scale=scale)
     if key_bias is not None:
         key_bias = key_bias.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     problem = Problem(q, k, plan, block, scale, key_bias)
@@ -57,6 +62,12 @@ def block_sparse_attention(
         problem, q, k, v, *wide
     )
     return mixed
+
+
+def by_kernel(q: Tensor, k: Tensor, v: Tensor, plan: Plan, block: int) -> bool:
+    """Whether Triton's kernel takes this call: on a GPU, in blocks that it knows, one layout for all sequences."""
+    aligned = not plan.causal or plan.first == plan.shape[1] - plan.shape[0]
+    return q.is_cuda and takes(q, k, v) and block in kernel.BLOCKS and plan.by_sequence is None and aligned
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, plan: Plan, block: int) -> None:

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from refimpl.kernels.block_lists import BlockLists
+
 CHUNK = 2**17  # scores alive at a time, in elements: 0.5 MB in fp32, and backward has two such; a core's cache
 TALL = 128  # tokens of queries in a tile, at most: more of them re-use the gathered keys, and fill the cache
 
@@ -72,7 +74,14 @@ class Plan:
         self.density = self.blocks / max(1, everywhere)
         self.full = self.blocks == everywhere
         self.read = read
+        self.lists: dict[torch.device, BlockLists] = {}  # the same for the kernel
         self.chunks: dict[tuple[Any, ...], list[Chunk]] = {}  # of those calls that came
+
+    def for_kernel(self, device: torch.device) -> BlockLists:
+        """What the Triton kernel walks along."""
+        if device not in self.lists:
+            self.lists[device] = BlockLists.of(self.read.to(device), self.causal)
+        return self.lists[device]
 
     def tiles(self, most: int) -> list[Tiles]:
         """All tiles, of `most` rows and less, those of a size together."""

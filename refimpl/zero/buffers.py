@@ -6,6 +6,8 @@ floating-point buffers that are saved with the model travel, all of one dtype in
 SyncBatchNorm makes them equal by itself, on GPUs (it refuses a CPU).
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -15,13 +17,13 @@ from refimpl.comm.group import Group
 class Buffers:
     """`share()` before a training forward."""
 
-    def __init__(self, model: nn.Module, group: Group, enabled: bool) -> None:
+    def __init__(self, model: nn.Module, group: Group, enabled: bool, left_out: Collection[nn.Module] = ()) -> None:
         self.group, self.across = group, Group(None, device=group.device)
         saved = [
             (module, name)
             for module in model.modules()
             for name, buffer in module.named_buffers(recurse=False)
-            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set
+            if module not in left_out and buffer.is_floating_point() and name not in module._non_persistent_buffers_set
         ]
         self.shared = saved if enabled and group.size > 1 else []
 

@@ -5,6 +5,7 @@ those that are there: nothing moves, and no state is lost.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn, optim
@@ -28,6 +29,7 @@ class Changing(ABC):
     model: nn.Module
     names: dict[nn.Parameter, str]
     group: "Group"
+    experts: Mapping[nn.Parameter, "Group"]
     config: "ZeroConfig"
     group_of: dict[nn.Parameter, int]
     buckets: list[Bucket]
@@ -93,7 +95,7 @@ class Changing(ABC):
     def lay_out_more(self, params: list[nn.Parameter]) -> list[Bucket]:
         """Buckets of parameters that were not trained until now."""
         ordered = [p for p in self.names if p in set(params)]
-        buckets = lay_out(ordered, self.group_of, self.group, self.config.reduce_bucket_size)
+        buckets = lay_out(ordered, self.group_of, self.group, self.config.reduce_bucket_size, None, self.experts)
         for p in params:
             p.stage = self  # type: ignore[attr-defined]
         return buckets

@@ -48,9 +48,11 @@ class Fetch:
         config: ZeroConfig,
         path: Path,
         sign: Callable[[], None],
+        complete: Callable[[Unit], None],
     ) -> None:
-        """`sign` is called when backward first needs a module: see `BackwardPass`."""
+        """`sign` is called when backward first needs a module: see `BackwardPass`; `complete` when it is through."""
         self.model, self.config, self.path, self.sign = model, config, path, sign
+        self.complete = complete
         self.names = {m: name or "the model" for name, m in model.named_modules()}
         self.units_of = {m: list(units_of.get(name, [])) for name, m in model.named_modules()}
         self.units = [u for units in units_of.values() for u in units]
@@ -62,6 +64,7 @@ class Fetch:
         self.handles: list[Any] = []
         for unit in self.units:
             unit.on_use, unit.among = self.used, self.gathered
+        self.several = {m: us for m, us in self.units_of.items() if of_several(m, us)}
         for module in self.units_of:
             before, after = untraced(self.before_forward), untraced(self.after_forward)
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
@@ -80,6 +83,25 @@ class Fetch:
             for tensor in tensors_of((args, kwargs)):
                 if tensor.requires_grad:
                     tensor.register_hook(Hook(lambda _: self.after_backward(frozen)))  # type: ignore[no-untyped-call]
+        if module in self.several and torch.is_grad_enabled():
+            self.hold(self.several[module], [t for t in tensors_of((args, kwargs)) if t.requires_grad])
+
+    def hold(self, units: list[Unit], inputs: list[Tensor]) -> None:
+        """Reduce these units of a leaf module when backward has the gradients of its inputs, and so is through with it.
+
+        That is at one place on every rank, whichever of the modules inside a rank has used, such as an expert.
+        """
+        if inputs:
+            for unit in units:
+                unit.awaited += 1
+            through = untraced(lambda _: self.through(units))
+            torch.autograd.graph.register_multi_grad_hook(inputs, through, mode="all")
+
+    def through(self, units: list[Unit]) -> None:
+        for unit in units:
+            unit.awaited -= 1
+            if unit.awaited <= 0:
+                self.complete(unit)
 
     def _iteration(self, module: nn.Module) -> str:
         """The kind of iteration that begins with a forward of `module`: each has a trace of its own."""
@@ -215,6 +237,12 @@ class Watch:
         if unit is not None:
             self.fetch.unpack(unit)
         return tensor
+
+
+def of_several(module: nn.Module, units: list[Unit]) -> bool:
+    """Whether these units of `module` have parameters of modules inside it too."""
+    own = set(module.parameters(recurse=False))
+    return any(p not in own for unit in units for p in unit.params)
 
 
 def same(tensor: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ group instead (deepspeed/runtime/zero/stage_1_and_2.py), so that a bucket may be
 Each parameter begins on a multiple of 8 elements. The padding is zero, gets zero gradients and is never saved.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +31,7 @@ def round_up(n: int, multiple: int) -> int:
 class Bucket:
     """Parameters of one optimizer group and dtype; their data become views of one buffer [P], with rank 0's values."""
 
+    awaited = 0  # uses by modules that are gathered whole, of which backward is not through yet: see `Fetch.hold`
     shelf: Shelf | None = None  # where this rank's shard rests, if not in memory: see `Unit`
 
     def __init__(
@@ -157,25 +160,35 @@ def lay_out(
     group: Group,
     size: int,
     dtype: torch.dtype | None = None,
+    experts: Mapping[nn.Parameter, Group] | None = None,
 ) -> list[Bucket]:
     """Buckets of at most `size` elements (or one larger parameter), in the order in which backward will fill them.
+
+    `experts`: the parameters that only a part of the ranks have, and which; see `Experts`.
 
     `params` in order of registration. Backward reaches them roughly in reverse, so that is the order inside a bucket,
     and buckets are ordered by their last parameter: the one that completes them.
     """
-    chosen = cut_into_buckets(params, group_of, size)
-    return [Bucket(params, group, group_of[params[0]], f"bucket {i}", dtype) for i, params in enumerate(chosen)]
+    over = experts or {}
+    chosen = cut_into_buckets(params, group_of, size, over)
+    return [
+        Bucket(params, over.get(params[0], group), group_of[params[0]], f"bucket {i}", dtype)
+        for i, params in enumerate(chosen)
+    ]
 
 
 def cut_into_buckets(
-    params: list[nn.Parameter], group_of: dict[nn.Parameter, int], size: int
+    params: list[nn.Parameter],
+    group_of: dict[nn.Parameter, int],
+    size: int,
+    experts: Mapping[nn.Parameter, Group] | None = None,
 ) -> list[list[nn.Parameter]]:
     """Which parameters share a bucket: see `lay_out`."""
     turn = {p: i for i, p in enumerate(reversed(params))}
-    open_: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
+    open_: dict[tuple[int, torch.dtype, Group | None], list[nn.Parameter]] = {}
     full: list[list[nn.Parameter]] = []
     for p in turn:
-        key = (group_of[p], p.dtype)
+        key = (group_of[p], p.dtype, (experts or {}).get(p))
         if key in open_ and sum(q.numel() for q in open_[key]) + p.numel() > size:
             full.append(open_.pop(key))
         open_.setdefault(key, []).append(p)

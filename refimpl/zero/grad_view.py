@@ -39,10 +39,10 @@ NORMS = (torch.linalg.vector_norm, torch.norm, torch._foreach_norm, Tensor.norm)
 class GradientView:
     """Reads and writes single gradients in `gradients`."""
 
-    def __init__(self, gradients: Gradients, settle: Callable[[], object]) -> None:
+    def __init__(self, gradients: Gradients, settle: Callable[[], object], parted: bool = False) -> None:
         """`settle` closes a backward pass that is over: see `BackwardPass`."""
         self.gradients, self.settle = gradients, settle
-        self.parted = False  # whether other ranks have other parts of the model, see `Stage.spans`
+        self.parted = parted  # whether other ranks have other parts of the model: see `Stage.spans`, or other experts
         self._norms: dict[float, dict[nn.Parameter, Tensor]] = {}
         self._of: list[int] = []  # what the norms are of: generation and version of each total
         self._shown: dict[Bucket, WeakValueDictionary[int, Tensor]] = {}  # views by id, as long as somebody keeps them

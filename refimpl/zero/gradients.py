@@ -205,8 +205,14 @@ class Gradients:
         if not (self.sync and self.config.overlap_comm):
             return
         for bucket in list(self._missing) if self.in_order else [touched]:
-            if self._missing[bucket]:
+            if self._missing[bucket] or bucket.awaited > 0:
                 return
+            self.launch(bucket)
+
+    def complete(self, bucket: Bucket) -> None:
+        """Backward is through with all that uses the bucket: launch it, also if some of it was not used."""
+        due = self._missing is not None and bucket in self._missing and self.sync and self.config.overlap_comm
+        if due and (self.config.ignore_unused_parameters or not self._missing[bucket]):  # type: ignore[index]
             self.launch(bucket)
 
     def launch_rest(self) -> None:
@@ -228,6 +234,7 @@ class Gradients:
         """Start the reduction of the bucket's local gradients; what was not written counts as zero."""
         if self._missing is not None:
             self._missing.pop(bucket, None)
+        bucket.awaited = 0
         local = self._open(bucket).complete()
         del self.filling[bucket]
         while len(self.flights) >= IN_FLIGHT:
@@ -250,6 +257,8 @@ class Gradients:
         result = reduction.result.to(flight.local.dtype)
         if self._postscale != 1:
             result.mul_(self._postscale)
+        elif self.op == "mean" and bucket.group.size < self.group.size:  # an expert's tokens are all ranks'
+            result.div_(self.group.size / bucket.group.size)
         if self.resting is not None and bucket in self.resting.buckets:
             self.total[bucket] = self.resting.add(bucket, result)
             self.group.ledger.mark(f"home {bucket.name}")

@@ -57,8 +57,8 @@ class Part:
 
 def place_of(stage: Stage, p: nn.Parameter) -> Place:
     """Where p lies; a parameter that is in no flat buffer has one of its own."""
-    bucket = stage.home(p)
-    at, of = (0, round_up(max(1, p.numel()), stage.group.size)) if bucket is None else (bucket.offset[p], bucket.padded)
+    bucket, ranks = stage.home(p), stage.experts.get(p, stage.group).size
+    at, of = (0, round_up(max(1, p.numel()), ranks)) if bucket is None else (bucket.offset[p], bucket.padded)
     return Place(tuple(p.shape), str(p.dtype).removeprefix("torch."), at, of, stage.group_of.get(p), p.requires_grad)
 
 
@@ -74,12 +74,13 @@ def parts(stage: Stage) -> Iterator[Part]:
         if beyond is not None and p in beyond.counted_elsewhere:
             continue
         bucket, place = stage.home(p), place_of(stage, p)
-        begin, end = place.held(stage.group.rank, stage.group.size)
+        ranks = stage.experts.get(p, stage.group)
+        begin, end = place.held(ranks.rank, ranks.size)
         if bucket is None:
             yield Part(name, place, DATA.__get__(p).reshape(-1)[begin:end], {}, {})
             continue
         flat = seen(stage, bucket)
-        here = place.at - offset_here(stage, flat, bucket)
+        here = place.at - offset_here(flat, bucket)
         low, high = here + begin, here + end
         state, rest = stage.update.state_at(bucket, low, high) if begin < end else ({}, {})
         weight = state.pop("") if "" in state else piece(bucket, flat, low, high)
@@ -98,9 +99,9 @@ def piece(bucket: Bucket, flat: Tensor, low: int, high: int) -> Tensor | Later:
     return flat[low:high] if is_here(flat) else Later(flat.dtype, (high - low,), lambda: bucket.now()[low:high])
 
 
-def offset_here(stage: Stage, flat: Tensor, bucket: Bucket) -> int:
+def offset_here(flat: Tensor, bucket: Bucket) -> int:
     """Which element of the whole buffer flat begins with: [P] with the first, [S] with this rank's."""
-    return 0 if flat.numel() == bucket.padded else stage.group.rank * (bucket.padded // stage.group.size)
+    return 0 if flat.numel() == bucket.padded else bucket.group.rank * (bucket.padded // bucket.group.size)
 
 
 @torch.no_grad()
@@ -124,7 +125,7 @@ def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool,
     for bucket, those in members.items():
         flat = stage.weights(bucket)  # of a disk: a copy, one at a time
         for p in [p for p in those if stage.names[p] in wanted]:
-            here = place_of(stage, p).at - offset_here(stage, flat, bucket)
+            here = place_of(stage, p).at - offset_here(flat, bucket)
             low, high = max(here, 0), min(here + p.numel(), flat.numel())
             if low < high:
                 source.fill("weight", stage.names[p], low - here, flat[low:high])
@@ -151,7 +152,7 @@ def restore_states(stage: Stage, bucket: Bucket, source: Source, wanted: set[str
     for before, p in pairwise(spans) if slices.elementwise else ():
         if not same(history[before], history[p]):
             slices.cut(bucket, spans[p][0])
-    first = 0 if slices.length[bucket] == bucket.padded else stage.group.rank * slices.length[bucket]
+    first = 0 if slices.length[bucket] == bucket.padded else bucket.group.rank * slices.length[bucket]
     for s in slices.of[bucket]:
         members = [p for p, (start, end) in spans.items() if start < s.end and s.start < end]
         like = members[0] if members else bucket.params[-1]  # a slice of nothing but padding has a state too

@@ -15,7 +15,7 @@ full bucket is reduced (`reduce`); what a rank does not own is gathered after th
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ from refimpl.zero.buffers import Buffers
 from refimpl.zero.changing import Changing
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.delayed import DelayedUpdate
+from refimpl.zero.experts import apart
 from refimpl.zero.flat import Bucket, gather_all, groups_of, lay_out
 from refimpl.zero.grad_view import GradientView
 from refimpl.zero.gradients import Gradients, Reduction
@@ -57,11 +58,13 @@ class Stage(Changing, ByName, Held, ABC):
         group: Group | None = None,
         config: ZeroConfig | None = None,
         scaler: LossScaler | None = None,
+        experts: Mapping[nn.Parameter, Group] | None = None,
     ) -> None:
         """`model` is a module, or bare parameters (not in ZeRO-3). Rank 0's weights and buffers are taken by all.
 
         Without `optimizer` nothing is updated: for inference, or until `attach` hands one over. Parameters in none of
         its groups are left alone. `group`: default all ranks. `scaler`: the loss scale of fp16.
+        `experts`: the parameters that only some ranks of `group` have, and which ones: see experts.py.
         """
         self.model = model if isinstance(model, nn.Module) else nn.ParameterList(model)
         self.group, self.config, self.given_scaler = group or Group.world(), config or ZeroConfig(), scaler
@@ -71,6 +74,7 @@ class Stage(Changing, ByName, Held, ABC):
                 "ZeRO-2 on"
             )
         self.names = {p: name for name, p in self.model.named_parameters()}
+        self.experts = {p: ranks for p, ranks in (experts or {}).items() if ranks.size < self.group.size}
         refuse_shared_memory(self.names)
         self.handles: list[Any] = []
         self.build(optimizer)
@@ -86,13 +90,14 @@ class Stage(Changing, ByName, Held, ABC):
         self._unscaled = False  # whether fp16's gradients arrived that are of no scaled loss
         self.passes = BackwardPass(self.begin_backward, self.end_backward, self.drop_backward)
         self.buckets = self.lay_out([p for p in self.names if p in self.group_of and p.requires_grad])
+        left_out = {module for module, _ in apart(self.model, self.experts)}
         self.group.transport.trim()  # of the copies that brought rank 0's values
-        self.buffers = Buffers(self.model, self.group, self.config.broadcast_buffers)
+        self.buffers = Buffers(self.model, self.group, self.config.broadcast_buffers, left_out)
         self.thawed: dict[nn.Parameter, None] = {}  # to be trained from the next pass on; an ordered set
         self.gradients = Gradients(
             self.buckets, self.reduce, self.group, self.config, self.names, self.passes.sign, self.in_order
         )
-        self.view = GradientView(self.gradients, self.passes.settle)
+        self.view = GradientView(self.gradients, self.passes.settle, parted=bool(self.experts))
         owned = {b: self.owned(b) for b in self.buckets}
         offloaded = DelayedUpdate if self.config.delayed_update else OffloadedUpdate
         kind = offloaded if self.config.optimizer_home else Update
@@ -116,8 +121,9 @@ class Stage(Changing, ByName, Held, ABC):
 
     def lay_out(self, params: list[nn.Parameter]) -> list[Bucket]:
         """The buckets of what is trained, with rank 0's weights; the rest of the model gets them too."""
-        buckets = lay_out(params, self.group_of, self.group, self.config.reduce_bucket_size, self.config.dtype)
-        share(self.model, set(params), self.group, self.config.dtype)
+        size, dtype = self.config.reduce_bucket_size, self.config.dtype
+        buckets = lay_out(params, self.group_of, self.group, size, dtype, self.experts)
+        share(self.model, set(params), self.group, dtype, self.experts)
         return buckets
 
     @abstractmethod
@@ -275,7 +281,7 @@ class Stage(Changing, ByName, Held, ABC):
 
         RuntimeError where the model's other parts are on other ranks: see `spans`.
         """
-        if self.update.beyond:
+        if self.view.parted:
             raise RuntimeError("clip_grad_norm_ sees this rank's part of the model: set ZeroConfig.gradient_clipping")
         self.passes.settle()
         self.gradients.finish()  # reduces what a backward has kept

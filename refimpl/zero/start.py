@@ -1,20 +1,32 @@
 """How a stage begins, and what it refuses: all ranks take rank 0's model, and every parameter is an ordinary one."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
 from refimpl.comm.group import Group
+from refimpl.zero.experts import apart
 from refimpl.zero.gradients import Gradients
 from refimpl.zero.parameter import DATA, Freed, Managed, stage_of
 
 
 @torch.no_grad()
-def share(model: nn.Module, done: set[nn.Parameter], group: Group, dtype: torch.dtype | None) -> None:
+def share(
+    model: nn.Module,
+    done: set[nn.Parameter],
+    group: Group,
+    dtype: torch.dtype | None,
+    experts: Mapping[nn.Parameter, Group],
+) -> None:
     """Rank 0's values of all other parameters and of buffers. These parameters are cast too; buffers never are."""
     loose = [p for p in model.parameters() if p not in done]
-    for tensor in [*(DATA.__get__(p) for p in loose), *model.buffers()]:
+    ranks = {DATA.__get__(p): experts.get(p, group) for p in loose}
+    ranks |= dict.fromkeys(model.buffers(), group)
+    ranks |= {buffer: those for module, those in apart(model, experts) for buffer in module.buffers()}
+    for tensor, those in ranks.items():
         whole = tensor.contiguous()
-        group.broadcast(whole, tag="start")
+        those.broadcast(whole, tag="start")
         if whole is not tensor:
             tensor.copy_(whole)
     for p in loose:

@@ -15,7 +15,7 @@ FSDP1 frees the same way (torch/distributed/utils.py, `_free_storage`); DeepSpee
 tensor (deepspeed/runtime/zero/partition_parameters.py), which views kept by autograd do not see.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -190,16 +190,17 @@ def make_units(
     group_of: dict[nn.Parameter, int],
     group: Group,
     config: ZeroConfig,
+    experts: Mapping[nn.Parameter, Group],
 ) -> dict[str, list[Unit]]:
-    """Units by path of the module that needs them: one a module, optimizer group and dtype; frozen ones apart."""
-    together: dict[tuple[str, int, torch.dtype], list[nn.Parameter]] = {}
+    """Units by path of the module that needs them: one a module, optimizer group, dtype, ranks; frozen ones apart."""
+    together: dict[tuple[str, int, torch.dtype, Group], list[nn.Parameter]] = {}
     for p in params:
-        together.setdefault((owner[p], group_of.get(p, -1), p.dtype), []).append(p)
+        together.setdefault((owner[p], group_of.get(p, -1), p.dtype, experts.get(p, group)), []).append(p)
     units: dict[str, list[Unit]] = {}
     kept = 0  # elements
-    for (path, index, _), members in together.items():
+    for (path, index, _, ranks), members in together.items():
         with whole(members):
-            unit = Unit(members, group, index, path or "the model", config.dtype)
+            unit = Unit(members, ranks, index, path or "the model", config.dtype)
         kept += unit.mine.numel()
         if config.parameter_home is not None and kept > config.max_in_host:
             unit.shelve(config.parameter_home, round_up(config.sub_group_size, ALIGN))

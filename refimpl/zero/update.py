@@ -150,7 +150,10 @@ class Update:
         `exact`: squared in fp64, three times the time. Then nothing overflows, and the norm rounds to the same fp32
         number however the parameters are cut: clipping keeps the stages equal bit for bit.
         """
-        params = [p for bucket in self.owned for p in bucket.params]
+        members: dict[Group, list[nn.Parameter]] = {self.group: []}
+        for bucket in self.owned:
+            members.setdefault(bucket.group, []).extend(bucket.params)
+        params = members.pop(self.group)
         message = torch.tensor([0.0, *(p not in used for p in params)], dtype=torch.float64, device=self.group.device)
         known = self.resting.squares if self.resting else {}
         for bucket, gradient in gradients.items():
@@ -168,7 +171,10 @@ class Update:
             ranks *= self.across.size
         squares, *unused = message.tolist()
         squares = self.beyond.all_squares(squares) if self.beyond else squares
-        return squares, {p for p, missed in zip(params, unused, strict=True) if missed == ranks}
+        left_alone = {p for p, missed in zip(params, unused, strict=True) if missed == ranks}
+        for group, experts in members.items():
+            left_alone |= unused_by_all(group, experts, used)
+        return squares, left_alone
 
     def _warn(self, was_finite: bool) -> None:
         """Say that a step is skipped, at the 1st, 2nd, 4th, 8th, ... time. A dynamic loss scale skips by design."""
@@ -246,6 +252,14 @@ class Update:
         """Take over masters that were saved."""
         self.masters[bucket].copy_(saved)
         self.publish(bucket)
+
+
+def unused_by_all(group: Group, params: list[nn.Parameter], used: set[nn.Parameter]) -> set[nn.Parameter]:
+    """Those of `params` that no rank of `group` has used. A collective."""
+    missed = torch.tensor([p not in used for p in params], dtype=torch.float32, device=group.device)
+    group.all_reduce(missed, "sum", tag="norm")
+    group.settle()
+    return {p for p, ranks in zip(params, missed.tolist(), strict=True) if ranks == group.size}
 
 
 def sum_of_squares(x: Tensor, exact: bool) -> Tensor:

@@ -39,14 +39,15 @@ class Zero3(Stage):
         for unit in {u for p in large if (u := unit_of(p)) is not None and u.state_dicts is not None}:
             unit.state_dicts.remove()  # from now on the stage's own
         whole_modules = leaves(self.model, self.config, on_gpu=self.group.device.type == "cuda")
-        units_of = make_units(large, owners(self.model, whole_modules), trained, self.group, self.config)
+        units_of = make_units(large, owners(self.model, whole_modules), trained, self.group, self.config, self.experts)
         self.kept = lay_out(
-            [p for p in params if p in small], trained, self.group, self.config.reduce_bucket_size, dtype
-        )
-        share(self.model, {*large, *(p for b in self.kept for p in b.params)}, self.group, dtype)
+            [p for p in params if p in small], trained, self.group, self.config.reduce_bucket_size, dtype,
+            self.experts,
+        )  # fmt: skip
+        share(self.model, {*large, *(p for b in self.kept for p in b.params)}, self.group, dtype, self.experts)
         self.units = [u for units in units_of.values() for u in units]
         self.path = Path(self.group, self.config.check_order)
-        self.fetch = Fetch(self.model, units_of, self.config, self.path, self.passes.sign)
+        self.fetch = Fetch(self.model, units_of, self.config, self.path, self.passes.sign, self.complete)
         self.state_dicts = StateDicts(self.model.modules())
         self.handles += [self.path, self.fetch, self.state_dicts]
         return [*self.kept, *(u for u in self.units if u.group_index >= 0)]
@@ -58,11 +59,14 @@ class Zero3(Stage):
     def reduce(self, bucket: Bucket, local: Tensor) -> Reduction:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; frees the parameters."""
         self.path.visit(bucket, "reduction")
-        mine = self.gradients.take(bucket.padded // self.group.size, local)  # [S]
+        mine = self.gradients.take(bucket.padded // bucket.group.size, local)  # [S]
         work = bucket.group.reduce_scatter(mine, local, self.gradients.op, async_op=True, tag="gradients")
         if not self.fetch.keeps:
             bucket.free()
         return Reduction(work, mine, memory=mine)
+
+    def complete(self, unit: Unit) -> None:
+        self.gradients.complete(unit)
 
     def end_backward(self, asked: bool) -> None:
         super().end_backward(asked)
@@ -106,9 +110,9 @@ class Zero3(Stage):
         copies: dict[Tensor, Tensor] = {}
         for unit in self.units:
             with whole(unit.params):
-                if self.group.rank == 0:
+                if self.speaks():
                     copies |= {p: p.detach().to("cpu", copy=True) for p in unit.params}
-        if self.group.rank != 0:
+        if not self.speaks():
             return None
         self.state_dicts.paused = True  # nothing may be gathered by this rank alone
         state = self.model.state_dict(keep_vars=True)

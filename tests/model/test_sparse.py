@@ -205,3 +205,16 @@ def test_a_model_may_have_any_length_and_keys_from_before(causal: bool, t_q: int
     torch.testing.assert_close(attend(q[:, :, -t_q:], k, v), masked(q, k, v, mask[None])[:, :, -t_q:])
     with pytest.raises(ValueError, match="at most 64 tokens"):
         attend(*qkv(1, 4, 4, 65, 8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_on_a_gpu_the_kernel_says_what_the_blocked_path_says(causal: bool) -> None:
+    torch.manual_seed(0)
+    made = [x.detach().cuda().requires_grad_() for x in qkv(2, 4, 2, 256, 64, torch.float32)]
+    plan = Plan(BigBirdSparsityConfig(4, 32, seed=1).make_layout(256), causal)
+    kernel = block_sparse_attention(*made, plan, 32)
+    blocked = block_sparse_attention(*made, plan, 32, biases=[torch.zeros(256, 256, device="cuda")])
+    torch.testing.assert_close(kernel, blocked, rtol=2e-2, atol=2e-2)
+    for mine, theirs in zip(*(torch.autograd.grad(out.sum(), made) for out in (kernel, blocked)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
