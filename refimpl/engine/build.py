@@ -23,6 +23,7 @@ from refimpl.engine import arguments
 from refimpl.engine.config import DeepSpeedConfig, load_config
 from refimpl.engine.cut import counted_elsewhere, cut
 from refimpl.engine.dataloader import make_dataloader
+from refimpl.engine.experts import ExpertRanks, leaves_of_experts, same_experts
 from refimpl.engine.homes import with_homes
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.monitor import Monitor
@@ -104,7 +105,14 @@ def build(
     flagged = tuple(path for path, module in model.named_modules() if getattr(module, LEAF_FLAG, False))
     zero = replace(zero, leaf_modules=(*zero.leaf_modules, *flagged))
     zero = with_homes(zero, settings, group.device)
-    stage = STAGES[settings.zero_optimization.stage](model, opt, axes.shards, zero, settings.loss_scaler())
+    ranks = ExpertRanks(axes)
+    experts = same_experts(model, ranks)
+    if ranks.made and axes.across.size > 1:
+        raise ConfigError("zero_optimization.mics_shard_size: experts are not replicated over nodes; leave it out")
+    axes = ranks.widest
+    zero = replace(zero, leaf_modules=(*zero.leaf_modules, *leaves_of_experts(model, experts)))
+    scaler = settings.loss_scaler()
+    stage = STAGES[settings.zero_optimization.stage](model, opt, axes.shards, zero, scaler, experts)
     if axes.across.size > 1:
         stage.replicate(axes.across)
     if axes.model.size > 1:

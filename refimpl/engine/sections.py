@@ -272,6 +272,17 @@ class TensorParallel(Section):
     )
 
 
+class ExpertParallel(Section):
+    """Experts dealt out over ranks; `refimpl.engine.experts` does it."""
+
+    enabled: bool = Field(default=False, description="deal out the experts of every mixture in the model")
+    autoep_size: Positive = Field(default=1, description="data-parallel ranks that share the experts of a layer")
+
+    @property
+    def size(self) -> int:
+        return self.autoep_size if self.enabled else 1
+
+
 class Pipeline(Section):
     """Layers dealt out over ranks."""
 

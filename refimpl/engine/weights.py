@@ -30,24 +30,28 @@ def whole_weights(engine: TrainingState, exclude_frozen: bool) -> dict[str, Tens
     left_out = frozen_names(engine.module) if exclude_frozen else set()
     weights = {name: w for name, w in weights.items() if name not in left_out}
     if engine.axes.model.size == 1:
-        return weights
+        return from_all(engine.axes.expert, weights)
     if any(portion.dim is None for portion, _ in portions(engine).values()):
         raise CheckpointError("the model itself has split its layers over ranks: only it can put them together")
     whole = {engine.saved_name(name): w for name, w in join_parts(engine.module, weights).items()}
-    return from_all_stages(engine.axes.pipeline, whole) if engine.axes.tensor.rank == 0 else None
+    of_stages = from_all(engine.axes.pipeline, whole) if engine.axes.tensor.rank == 0 else None
+    return None if of_stages is None else from_all(engine.axes.expert, of_stages)
 
 
-def from_all_stages(group: Group, weights: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """Every stage's weights on rank 0 of `group`, None elsewhere. Sends each once."""
+def from_all(group: Group, weights: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """Every rank's weights on rank 0 of `group`, None elsewhere. Sends each once."""
     said = group.all_gather_object({name: (tuple(w.shape), w.dtype) for name, w in weights.items()})
-    for stage, names in enumerate(said[1:], 1):
-        for name, (shape, dtype) in names.items():
-            if group.rank == stage:
+    here = set(said[0])
+    for rank, names in enumerate(said[1:], 1):
+        for name in [name for name in names if name not in here]:
+            shape, dtype = names[name]
+            here.add(name)
+            if group.rank == rank:
                 group.send(weights[name].to(group.device).contiguous(), 0, tag="whole weights")
             elif group.rank == 0:
                 received = torch.empty(shape, dtype=dtype, device=group.device)
-                group.recv(received, stage, tag="whole weights")
-                weights.setdefault(name, received)
+                group.recv(received, rank, tag="whole weights")
+                weights[name] = received
     return weights if group.rank == 0 else None
 
 

@@ -41,11 +41,11 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
         for name, place in part["parameters"].items():
             known = whole["parameters"].setdefault(name, place)
             if known is not place:
-                known["parts"] += place["parts"]
+                known.setdefault("parts", []).extend(p for p in place.get("parts", []) if p not in known["parts"])
         for name, buffer in part["buffers"].items():
             known = whole["buffers"].setdefault(name, buffer)
             if known is not buffer:
-                known["ranks"] += buffer["ranks"]
+                known["ranks"] = sorted({*known["ranks"], *buffer["ranks"]})
         whole["tied"] |= part["tied"]
         for key in ("order", "apart", "left_out"):
             whole[key] = list(dict.fromkeys([*whole[key], *part[key]]))
