@@ -68,7 +68,8 @@ def passed(
         is_expert = name.startswith("experts.")
         assert is_expert == (getattr(p, "allreduce", True) is False)
         assert not is_expert or p.group_name == f"ep_size_{ep}"
-        (axes.expert_data if is_expert else axes.replicas).all_reduce(p.grad, "mean")
+        (axes.expert_data if is_expert else axes.replicas).all_reduce(p.grad)
+        p.grad /= axes.replicas.size
         local[name] = p.grad
     for (name, p), grad in zip(layer.named_parameters(), local.values(), strict=True):
         p.data = grad
@@ -240,8 +241,8 @@ def trained(ep: int, steps: int) -> tuple[list[float], dict[str, Tensor]]:
         for p in model.parameters():
             assert p.grad is not None
             group = axes.replicas if getattr(p, "allreduce", True) else axes.expert_data
-            group.all_reduce(p.grad, "mean")
-            p.data -= 0.1 * p.grad
+            group.all_reduce(p.grad)
+            p.data -= 0.1 * p.grad / axes.replicas.size
         rebalance(model, axes.replicas, 0.01)
         losses.append(loss.item())
     whole = {name: p.clone() for name, p in whole_state_dict(model, axes.expert).items()}
