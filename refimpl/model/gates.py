@@ -200,7 +200,7 @@ def choose(logits: Tensor, scores: Tensor, routing: Routing, training: bool, bia
     if bias is not None:
         by = by + bias
     if routing.groups > 1:
-        grouped = by.view(len(by), routing.groups, -1)
+        grouped = by.view(len(by), routing.groups, by.shape[1] // routing.groups)
         best = highest(grouped.topk(2)[0].sum(2), routing.top_groups)
         out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=by.device).scatter(1, best, False)
         by = grouped.masked_fill(out[:, :, None], -torch.inf).flatten(1)

@@ -34,7 +34,7 @@ from refimpl.model.routes import Routes, Rows
 class Many(Protocol):
     """Several experts: rows [R, M] that are sorted by (source, expert), `sizes[source][expert]` of them -> [R, M]."""
 
-    def __call__(self, x: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor: ...
+    def __call__(self, x: Tensor, sizes: Sequence[Sequence[int]], /) -> Tensor: ...
 
 
 Mix = Callable[[Many, Tensor, Routes], Tensor]  # experts, tokens [T, M], routes -> [T, M]
@@ -69,7 +69,7 @@ class Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
         ctx.rows = rows
-        return x.index_select(0, rows.route // max(rows.place.shape[1], 1))
+        return (one_more(x) if rows.padded else x).index_select(0, rows.tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -86,17 +86,24 @@ class Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (y, weights), rows, grad = ctx.saved_tensors, ctx.rows, grads[0]
-        mine = grad.index_select(0, rows.route // max(rows.place.shape[1], 1))  # [R, M]
-        by_row = weights.flatten().index_select(0, rows.route)
         weight_grad = (of_tokens(y, rows).to(weights.dtype) * grad[:, None]).sum(2)  # [T, k]
-        return (mine * by_row[:, None]).to(y.dtype), weight_grad, None
+        by_route = weights.reshape(-1, 1)
+        if rows.padded:
+            grad, by_route = one_more(grad), one_more(by_route)
+        mine = grad.index_select(0, rows.tokens) * by_route.index_select(0, rows.route)  # [R, M]
+        return mine.to(y.dtype), weight_grad, None
 
 
 def of_tokens(y: Tensor, rows: Rows) -> Tensor:
     """y [R, M] -> [T, k, M]: the row of each route, 0 where it was dropped."""
-    if len(rows.route) < rows.place.numel():
-        y = torch.cat([y, y.new_zeros(1, y.shape[1])])
+    if rows.padded or len(rows.route) < rows.place.numel():
+        y = one_more(y)
     return y.index_select(0, rows.place.flatten()).view(*rows.place.shape, y.shape[1])
+
+
+def one_more(x: Tensor) -> Tensor:
+    """x [n, M] -> [n + 1, M], the last row 0."""
+    return torch.cat([x, x.new_zeros(1, x.shape[1])])
 
 
 class MoE(nn.Module):

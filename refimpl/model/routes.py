@@ -65,6 +65,14 @@ class Routes:
         route.scatter_(0, place.flatten(), torch.arange(place.numel(), device=place.device))
         return Rows(place, route[:-1], each)
 
+    def padded(self, capacity: int) -> "Rows":
+        """The same with a row for every slot of every expert, full or not."""
+        slots = self.experts * capacity
+        place = torch.where(self.kept, self.indices.clamp(max=self.experts - 1) * capacity + self.slots, slots)
+        route = torch.full((slots + 1,), place.numel(), device=place.device)
+        route.scatter_(0, place.flatten(), torch.arange(place.numel(), device=place.device))
+        return Rows(place, route[:-1], [capacity] * self.experts, padded=True)
+
     def combine(self) -> Tensor:
         """-> [T, E, C] fp32: GShard's combine tensor, with a gradient."""
         return self._dense(self.weights)
@@ -91,8 +99,14 @@ class Rows:
     """Routes that are kept, sorted by expert."""
 
     place: Tensor  # [T, k] int64: the row of each route, R where dropped
-    route: Tensor  # [R] int64: the route of each row, t k + j
+    route: Tensor  # [R] int64: the route of each row, t k + j; T k where padded
     sizes: list[int]  # rows of each expert
+    padded: bool = False
+
+    @property
+    def tokens(self) -> Tensor:
+        """[R]: the token of each row; T where padded."""
+        return self.route // max(self.place.shape[1], 1)
 
 
 def capacity_of(tokens: int, experts: int, factor: float, least: int) -> int:

@@ -1,0 +1,1 @@
+"""Experts dealt out to ranks: tokens travel to them and their answers back."""

@@ -1,0 +1,154 @@
+"""A model's mixtures made expert-parallel from outside: each rank keeps its part of the experts, and tokens travel.
+
+    axes = Axes.of_data(Group.world()).with_experts(ep)
+    expert_parallel(model, axes)
+
+Rank r of the expert group has experts r E/ep to (r+1) E/ep, under the names they have in the whole model. Their
+parameters are marked as DeepSpeed's are, `allreduce = False` and `group_name = "ep_size_4"`: their gradients are
+averaged over `axes.expert_data`, all others over `axes.replicas`.
+
+An expert has the tokens of ep ranks, and the loss of each rank is a mean over its own: the mean over all ranks' losses
+takes a sum of N = ep x edp parts divided by N. `expert_data` averages edp sums, so a hook divides each by ep before.
+(DeepSpeed divides by N and sums over edp.)
+
+What is equal, whatever ep is: outputs, gradients of tokens and gates to the bit, as each block of rows is multiplied
+as it is on one rank. Expert gradients to the bit where one rank has an expert (ep = N) or all have it (ep = 1): both
+add ((g0 + g1) + g2) + g3. In between two ranks first add their own, (g0 + g1) + (g2 + g3), which in fp32 is another
+number: at most 2^-23 (N - 1) sum |g_i| apart. `exact=True` has the ranks of `expert_data` add one after the other
+instead (see `exact.py`).
+
+DeepSpeed: deepspeed/moe/layer.py, moe/experts.py; utils/groups.py.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from refimpl.comm.axes import Axes
+from refimpl.comm.group import Group
+from refimpl.model.experts import Experts, StackedExperts
+from refimpl.model.moe import MoE, layers
+from refimpl.parallel.expert.dispatch import Dispatch
+from refimpl.parallel.expert.exact import InOrder
+from refimpl.parallel.expert.exchange import Flat, Hierarchical, Way
+from refimpl.parallel.summed import sum_gradients
+
+
+def expert_parallel(
+    model: nn.Module,
+    axes: Axes,
+    *,
+    node: int | None = None,
+    padded: bool = False,
+    cut_experts: bool = False,
+    sequence: bool = False,
+    exact: bool = False,
+) -> nn.Module:
+    """Every mixture in `model`, in place. Every rank calls it; the replicas' first rank's weights are taken by all.
+
+    node: ranks a node, for a hierarchical all-to-all. padded: see `dispatch.py`. cut_experts: each expert is a module
+    that is itself cut over `axes.tensor`. sequence: tensor ranks have other tokens, not the same ones. exact: see
+    above. ValueError for a model without mixtures, and for experts that ep does not divide.
+    """
+    found = layers(model)
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no mixture of experts: see refimpl.model.moe.mixtures")
+    ep = axes.expert.size
+    for layer in found:
+        experts = layer.experts
+        if not isinstance(experts, Experts | StackedExperts):
+            raise TypeError(f"experts are a {type(experts).__name__}: Experts or StackedExperts can be dealt out")
+        if len(experts) % ep:
+            raise ValueError(
+                f"{len(experts)} experts cannot be dealt out to ep_size {ep} ranks equally: choose a divisor"
+            )
+    for p in model.parameters():
+        axes.replicas.broadcast(p.data, tag="experts")
+    way: Way = Flat(axes.expert) if node is None else Hierarchical(axes.expert, node)
+    alone = Group(None, axes.world.ledger, axes.world.device)
+    for layer in found:
+        each = len(layer.experts) // ep  # type: ignore[arg-type]
+        start = axes.expert.rank * each
+        layer.experts = layer.experts.part(start, start + each)  # type: ignore[operator]
+        mark(layer.experts, ep)
+        layer.mix = Dispatch(axes.expert, way, alone if sequence else axes.tensor, padded, cut_experts)
+        if exact:
+            layer.mix = InOrder(layer.mix, axes.expert_data)
+        share(layer, axes, cut_experts, sequence)
+    return model
+
+
+def mark(experts: nn.Module, ep: int) -> None:
+    """DeepSpeed's marks, by which parameters of experts are known."""
+    for p in experts.parameters():
+        p.allreduce = False  # type: ignore[attr-defined]
+        p.group_name = f"ep_size_{ep}"  # type: ignore[attr-defined]
+
+
+def share(layer: MoE, axes: Axes, cut_experts: bool, sequence: bool) -> None:
+    """What is done with gradients of the layer before they are averaged."""
+    apart = Group(None) if cut_experts else axes.tensor
+    layer.register_forward_pre_hook(partial(_settle, axes.expert.size, apart))
+    if sequence:
+        sum_gradients(layer.gate, list(layer.gate._parameters), axes.tensor)
+
+
+def _settle(ep: int, tensor: Group, layer: nn.Module, args: Any) -> None:
+    # At a call, because a copy of a module has the module's hooks, but not those of its parameters.
+    experts = layer.experts
+    assert isinstance(experts, nn.Module)
+    for p in experts.parameters():
+        if p.requires_grad and not hasattr(p, "settled"):
+            p.settled = p.register_hook(partial(_settled, ep, tensor))  # type: ignore[attr-defined, no-untyped-call]
+
+
+def _settled(ep: int, tensor: Group, grad: Tensor) -> Tensor:
+    if tensor.size > 1:  # each tensor rank has multiplied its part of the tokens
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        tensor.all_reduce(grad, tag="experts, tensor")
+    return grad / ep if ep > 1 else grad
+
+
+def whole_state_dict(model: nn.Module, group: Group) -> dict[str, Tensor]:
+    """The whole model's state dict, on every rank of the expert group; a collective. Sends (ep - 1) parts."""
+    whole: dict[str, Tensor] = {}
+    names = {f"{name}.experts.".lstrip("."): m for name, m in model.named_modules() if isinstance(m, MoE)}
+    for name, tensor in model.state_dict().items():
+        prefix = next((prefix for prefix in names if name.startswith(prefix)), None)
+        if prefix is None:
+            whole[name] = tensor
+            continue
+        out = [torch.empty_like(tensor) for _ in range(group.size)]
+        group.all_gather(out, tensor.contiguous(), tag="state dict")
+        experts = names[prefix].experts
+        if isinstance(experts, StackedExperts):
+            whole[name] = torch.cat(out)
+            continue
+        number, _, rest = name.removeprefix(prefix).partition(".")
+        for rank, part in enumerate(out):
+            other = int(number) + (rank - group.rank) * len(experts)  # type: ignore[arg-type]
+            whole[f"{prefix}{other}.{rest}"] = part
+    return whole
+
+
+def load_whole_state_dict(model: nn.Module, whole: dict[str, Tensor]) -> None:
+    """The inverse: every rank takes its parts. No traffic. KeyError and RuntimeError as of `load_state_dict`."""
+    mine = {name: whole[name] for name in model.state_dict()}
+    for prefix, layer in model.named_modules():
+        if isinstance(layer, MoE) and isinstance(layer.experts, StackedExperts):
+            first, count = layer.experts.first, len(layer.experts)
+            for name, _ in layer.experts.named_parameters():
+                key = f"{prefix}.experts.{name}".lstrip(".")
+                mine[key] = whole[key][first : first + count]
+    model.load_state_dict(mine)
+
+
+def rebalance(model: nn.Module, group: Group, rate: float = 1e-3) -> None:
+    """Once a step, every rank of `group`, the replicas: all gates' biases, by all ranks' tokens."""
+    for layer in layers(model):
+        load = getattr(layer.gate, "load", None)
+        if load is not None:
+            group.all_reduce(load, tag="tokens per expert")
+            layer.gate.rebalance(rate)  # type: ignore[operator]
