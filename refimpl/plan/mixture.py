@@ -2,8 +2,8 @@
 
     total  = rest + layers E expert        active = rest + layers k expert        expert: its 2 or 3 matrices M h
 
-k of E experts work for a token, so E / k times an MLP's weights cost no FLOP more. They cost memory, and two
-all-to-alls: a layer sends its tokens' k rows of M elements to the experts and back, and in backward twice more.
+k of E experts work for a token, so E / k times an MLP's weights cost no FLOP more. They cost memory, wherever a token
+may go, and the way there and back: `refimpl/plan/expert.py`.
 
 `PUBLISHED` are models whose papers or files give both sizes: what the formula says stands beside them.
 Switch: Fedus et al. 2021, arXiv:2101.03961, table 9. GShard: Lepikhin et al. 2020, arXiv:2006.16668, table 1.
@@ -38,14 +38,6 @@ class Mixture:
     def active(self) -> int:
         """Parameters that one token meets."""
         return self.rest + self.layers * self.k * self.expert
-
-
-def expert_sent(tokens: int, k: int, width: int, ranks: int, itemsize: int) -> int:
-    """Bytes that a rank sends for one layer, forward and backward, if its tokens' routes spread evenly over the ranks.
-
-    Four all-to-alls of k rows a token; counts are left out.
-    """
-    return 4 * tokens * k * width * itemsize * (ranks - 1) // ranks
 
 
 def attention(width: int, heads: int, head: int, kv_heads: int = 0) -> int:

@@ -1,7 +1,7 @@
 """Added in the dtype of the answers.
 
 task: combine
-says: add in fp32
+says: weigh and add in fp32
 """
 
 

@@ -1,7 +1,7 @@
 """A rank without rows has nothing to send, and returns.
 
 task: dispatch
-says: hangs
+says: the others wait for its part of the exchange
 """
 
 import torch

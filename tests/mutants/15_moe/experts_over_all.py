@@ -1,7 +1,7 @@
 """Experts are reduced as everything else, over all ranks.
 
 task: average_gradients
-says: other ranks have other experts
+says: are the experts reduced over all ranks?
 """
 
 import torch

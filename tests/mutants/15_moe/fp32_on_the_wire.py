@@ -1,7 +1,7 @@
 """Rows travel in fp32 whatever they are.
 
 task: dispatch
-says: dispatch
+says: dispatch sends
 """
 
 import torch

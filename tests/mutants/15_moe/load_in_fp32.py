@@ -1,7 +1,7 @@
 """The counts are made fp32 to have a mean.
 
 task: rebalance
-says: rebalance
+says: rebalance sends
 """
 
 

@@ -1,7 +1,7 @@
 """x is cut for the inner group as it lies.
 
 task: two_level_all_to_all
-says: two_level_all_to_all
+says: what arrives
 """
 
 import torch
