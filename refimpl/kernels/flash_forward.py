@@ -72,7 +72,7 @@ def flash_forward_kernel(
 
 
 def forward_tiles(width: int, dtype: torch.dtype) -> Tiles:
-    """By the padded head width: the largest that spill no register on sm_90.
+    """By the padded head width: as large as registers allow on sm_90.
 
     On an H100 torch's FlexAttention takes (128, 128, 4, 3) at 64, (128, 64, 8, 3) at 128 and (64, 32, 4, 3) at 256, in
     16 bits (torch/_inductor/template_heuristics/triton.py).

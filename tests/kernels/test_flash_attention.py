@@ -13,11 +13,6 @@ from refimpl.kernels.flash_shapes import reach
 from refimpl.kernels.language import INTERPRETED
 
 
-@pytest.fixture(autouse=True)
-def same_numbers() -> None:
-    torch.manual_seed(0)
-
-
 def bound(dtype: torch.dtype) -> float:
     """Twice the usual in bf16: the interpreter cuts results off where a GPU rounds, and dq is made of out."""
     return BOUND[dtype] * (2 if dtype == torch.bfloat16 else 1)

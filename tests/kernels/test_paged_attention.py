@@ -10,11 +10,6 @@ from refimpl.kernels.language import INTERPRETED
 from refimpl.kernels.paged_attention import paged_attention, reference
 
 
-@pytest.fixture(autouse=True)
-def same_numbers() -> None:
-    torch.manual_seed(0)
-
-
 def cache(
     device: torch.device, dtype: torch.dtype, lengths: list[int], heads: int, shared: int, width: int, page: int
 ) -> tuple[Tensor, ...]:
