@@ -168,7 +168,7 @@ def flash_queries_kernel(
 
 
 def backward_tiles(width: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
-    """For the keys' kernel and the queries'; up to width 128 none spills a register on sm_90 (FlexAttention's would)."""
+    """For the keys' kernel and the queries'; up to width 128 none spills a register (FlexAttention's would)."""
     if dtype == torch.float32:
         if width <= 64:
             return Tiles(32, 32, 8, 1), Tiles(64, 32, 8, 1)
