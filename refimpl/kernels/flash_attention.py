@@ -12,8 +12,8 @@ Bytes, for elements of e bytes:
                 queries' kernel: q, g, dq once, k and v once for each block of queries
 From the second block on, k and v come out of the L2 cache: 16k tokens of one head at D = 128 are 8 MiB in bf16.
 FLOPs: forward 4 B H P D, backward 10 B H P D asked for, 14 done (see flash_backward). Causal: P = T (T + 1) / 2.
-The limit is the matrix unit: at BLOCK_M = 128 a tile does 256 FLOPs for each element of k and v that it loads. Then come
-the exponentials, 1 for each 4 D FLOPs: an H100 does 16 a clock and SM, and 4096 FLOPs, so at D = 128 they take half as
+The limit is the matrix unit: at BLOCK_M = 128 a tile does 256 FLOPs for each element of k and v that it loads. Then the
+exponentials come, 1 for each 4 D FLOPs: an H100 does 16 a clock and SM, and 4096 FLOPs, so at D = 128 they take half as
 long as the products and have to hide behind them.
 
 Sequences of T queries and S keys end together: query i stands beside key i + S - T, as in FlashAttention from 2.1 on (a
