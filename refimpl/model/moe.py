@@ -55,14 +55,26 @@ def mix_dense(experts: Many, x: Tensor, routes: Routes) -> Tensor:
 
 def permute(x: Tensor, rows: Rows) -> Tensor:
     """x [T, M] -> [R, M]: the token of each row."""
+    if x.is_cuda and rows.all_kept:
+        return by_kernels(x, rows)
     result: Tensor = Permute.apply(x, rows)  # type: ignore[no-untyped-call]
     return result
 
 
 def combine(y: Tensor, rows: Rows, weights: Tensor) -> Tensor:
     """y [R, M], weights [T, k] fp32 -> [T, M] in y's dtype."""
+    if y.is_cuda and rows.all_kept:
+        return by_kernels(y, rows, weights)
     result: Tensor = Combine.apply(y, weights, rows)  # type: ignore[no-untyped-call]
     return result
+
+
+def by_kernels(x: Tensor, rows: Rows, weights: Tensor | None = None) -> Tensor:
+    """`permute`, or `combine` if there are weights, in one launch; of routes that are all kept."""
+    from refimpl.kernels import permute as kernels  # which a CPU has no use for
+
+    order = kernels.Order(rows.place.int(), torch.tensor(rows.sizes, dtype=torch.int32, device=x.device))
+    return kernels.permute(x, order) if weights is None else kernels.unpermute(x, order, weights)
 
 
 class Permute(torch.autograd.Function):
@@ -96,7 +108,7 @@ class Combine(torch.autograd.Function):
 
 def of_tokens(y: Tensor, rows: Rows) -> Tensor:
     """y [R, M] -> [T, k, M]: the row of each route, 0 where it was dropped."""
-    if rows.padded or len(rows.route) < rows.place.numel():
+    if not rows.all_kept:
         y = one_more(y)
     return y.index_select(0, rows.place.flatten()).view(*rows.place.shape, y.shape[1])
 
