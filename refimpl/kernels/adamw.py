@@ -160,3 +160,4 @@ def _in_any_dtype(w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, *opt
 
 
 CASES = (_case(1 << 27),)
+SMALL = (_case(1 << 22),)

@@ -238,7 +238,7 @@ def block_sparse_backward(
     sizes = (shapes.queries, shapes.keys, shapes.tokens)
     strides = (*shapes.strides(q), *shapes.strides(k), *shapes.strides(v))
     rest = (shapes.heads, shapes.group, found.shape[0], shapes.log2_scale, shapes.scale)
-    common = constants(shapes, found, block, q, k, v)
+    common = constants(shapes, found, block, q, k, v, g)
     lists = found.by_keys
     stays, moves = (tile(block, shapes.padded, q.dtype, moving, keys=True) for moving in (False, True))
     sparse_keys_kernel[(shapes.tokens_k // stays * (shapes.heads // shapes.group),)](

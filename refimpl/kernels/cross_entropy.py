@@ -217,3 +217,4 @@ def _case(name: str, dtype: torch.dtype, m: int, v: int) -> Case:
 
 
 CASES = (_case("bf16", torch.bfloat16, 8192, 32000), _case("bf16", torch.bfloat16, 4096, 128256))
+SMALL = (_case("fp32", torch.float32, 256, 32000),)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from refimpl.kernels.case import Case
+from refimpl.kernels.case import Case, short
 from refimpl.kernels.checks import floating
 from refimpl.kernels.language import on, takes, tl, triton
 
@@ -125,11 +125,13 @@ class Dropout(torch.autograd.Function):
         return drop(grad, ctx.p, ctx.seed), None, None
 
 
-def _case(size: int) -> Case:
+def _case(size: int, dtype: torch.dtype = torch.bfloat16) -> Case:
     def inputs(device: torch.device) -> tuple[Any, ...]:
-        return torch.randn(size, device=device, dtype=torch.bfloat16).requires_grad_(), 0.1, 1 << 40
+        return torch.randn(size, device=device, dtype=dtype).requires_grad_(), 0.1, 1 << 40
 
-    return Case(f"dropout bf16 {size}", dropout, reference, inputs, 4 * size, 4 * size)
+    moved = 2 * dtype.itemsize * size
+    return Case(f"dropout {short(dtype)} {size}", dropout, reference, inputs, moved, moved)
 
 
 CASES = (_case(1 << 26),)
+SMALL = (_case(1 << 20, torch.float32),)

@@ -196,13 +196,13 @@ def flash_backward(
     blocks = triton.cdiv(shapes.keys, by_keys.columns)
     flash_keys_kernel[(blocks * shapes.batch * (shapes.heads // shapes.group),)](
         q, k, v, g, dk, dv, lse, delta, *lengths, *strides, shapes.heads, shapes.group, blocks, *window,
-        **shapes.constants(q, k, v), BLOCK_M=by_keys.rows, BLOCK_N=by_keys.columns,
+        **shapes.constants(q, k, v, g), BLOCK_M=by_keys.rows, BLOCK_N=by_keys.columns,
         num_warps=by_keys.warps, num_stages=by_keys.stages,
     )  # fmt: skip
     blocks = triton.cdiv(shapes.queries, by_queries.rows)
     flash_queries_kernel[(blocks * shapes.batch * shapes.heads,)](
         q, k, v, g, dq, lse, delta, *lengths, *strides, shapes.heads, shapes.group, blocks, *window,
-        **shapes.constants(q, k, v), BLOCK_M=by_queries.rows, BLOCK_N=by_queries.columns,
+        **shapes.constants(q, k, v, g), BLOCK_M=by_queries.rows, BLOCK_N=by_queries.columns,
         num_warps=by_queries.warps, num_stages=by_queries.stages,
     )  # fmt: skip
     return dq, dk, dv

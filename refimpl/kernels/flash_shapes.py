@@ -65,16 +65,16 @@ class Shapes:
             return x.stride(0), x.stride(1), x.stride(2)
         return 0, x.stride(1), x.stride(0)
 
-    def constants(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
-        """The kernels' compile-time arguments, without the tiles."""
+    def constants(self, *tensors: Tensor) -> dict[str, Any]:
+        """The kernels' compile-time arguments, without the tiles, for q and what else they read."""
         return {
             "LEFT": self.left >= 0,
             "RIGHT": self.right >= 0,
             "RAGGED": self.starts_q is not None,
             "D": self.width,
             "BLOCK_D": self.padded,
-            **dots(q.dtype),
-            "TMA": copy_engine(q, k, v),
+            **dots(tensors[0].dtype),
+            "TMA": copy_engine(*tensors),
         }
 
 
@@ -92,7 +92,7 @@ def copy_engine(*tensors: Tensor) -> bool:
         return False
     if any(x.data_ptr() % 16 for x in tensors if not x.is_meta):
         return False
-    if any(stride % 8 for x in tensors for stride in (*x.stride()[:-1], x.shape[-1])):
+    if any(stride % 8 or stride == 0 for x in tensors for stride in (*x.stride()[:-1], x.shape[-1])):
         return False
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, device=first.device, dtype=torch.int8))
     return True

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from refimpl.kernels.case import Case
+from refimpl.kernels.case import Case, short
 from refimpl.kernels.checks import floating, one_device, rows, same_shape
 from refimpl.kernels.language import INTERPRETED, on, takes, tl, triton
 from refimpl.kernels.tiles import next_power_of_2
@@ -129,16 +129,17 @@ class GLU(torch.autograd.Function):
         return dgate, dup, None
 
 
-def _case(name: str, m: int, n: int) -> Case:
+def _case(name: str, m: int, n: int, dtype: torch.dtype = torch.bfloat16) -> Case:
     def inputs(device: torch.device) -> tuple[Any, ...]:
-        return tuple(torch.randn(m, n, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+        return tuple(torch.randn(m, n, device=device, dtype=dtype).requires_grad_() for _ in range(2))
 
     def exact(gate: Tensor, up: Tensor) -> Tensor:
         return reference(gate, up, "silu" if name == "swiglu" else "tanh")
 
-    moved = m * n * 2
+    moved = m * n * dtype.itemsize
     call = swiglu if name == "swiglu" else geglu
-    return Case(f"{name} bf16 {m}x{n}", call, exact, inputs, 3 * moved, 5 * moved)
+    return Case(f"{name} {short(dtype)} {m}x{n}", call, exact, inputs, 3 * moved, 5 * moved)
 
 
 CASES = (_case("swiglu", 16384, 11008), _case("geglu", 8192, 14336))
+SMALL = (_case("swiglu", 1024, 2816, torch.float32), _case("geglu", 1024, 2816, torch.float32))

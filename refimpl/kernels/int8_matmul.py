@@ -129,3 +129,4 @@ def _case(m: int, n: int, k: int) -> Case:
 
 
 CASES = (_case(8192, 8192, 8192), _case(16, 8192, 8192))
+SMALL = (_case(512, 512, 512),)

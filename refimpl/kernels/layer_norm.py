@@ -224,3 +224,4 @@ CASES = (
     _case("bf16", torch.bfloat16, 65536, 768),
     _case("fp32", torch.float32, 2048, 20480),
 )
+SMALL = (_case("fp32", torch.float32, 4096, 768),)

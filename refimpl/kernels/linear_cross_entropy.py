@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from refimpl.kernels.case import Case
+from refimpl.kernels.case import Case, short
 from refimpl.kernels.checks import floating, one_device, rows
 from refimpl.kernels.cross_entropy import check, check_range, loss_and_gradient
 from refimpl.kernels.cross_entropy import reference as of_logits
@@ -125,14 +125,15 @@ class LinearCrossEntropy(torch.autograd.Function):
         return dx, dweight, None, dbias, None, None, None, None
 
 
-def _case(n: int, d: int, v: int) -> Case:
+def _case(n: int, d: int, v: int, dtype: torch.dtype = torch.bfloat16) -> Case:
     def inputs(device: torch.device) -> tuple[Any, ...]:
-        x = torch.randn(n, d, device=device, dtype=torch.bfloat16).requires_grad_()
-        weight = (torch.randn(v, d, device=device, dtype=torch.bfloat16) * 0.02).requires_grad_()
+        x = torch.randn(n, d, device=device, dtype=dtype).requires_grad_()
+        weight = (torch.randn(v, d, device=device, dtype=dtype) * 0.02).requires_grad_()
         return x, weight, torch.randint(v, (n,), device=device)
 
-    name, moved = f"linear_cross_entropy bf16 {n}x{d}x{v}", 4 * (n * d + v * d)
+    name, moved = f"linear_cross_entropy {short(dtype)} {n}x{d}x{v}", 2 * dtype.itemsize * (n * d + v * d)
     return Case(name, linear_cross_entropy, reference, inputs, moved, flops=6 * n * d * v, bound=4e-2)
 
 
 CASES = (_case(8192, 4096, 128256),)
+SMALL = (_case(512, 256, 32000, torch.float32),)

@@ -111,11 +111,9 @@ def partial(tensors: list[Tensor], order: float) -> Tensor:
     return parts
 
 
-def _case() -> Case:
-    layer = [4096 * 4096] * 4 + [4096 * 11008] * 3 + [4096] * 2
-
+def _case(sizes: list[int], name: str, dtype: torch.dtype) -> Case:
     def inputs(device: torch.device) -> tuple[Any, ...]:
-        return tuple(torch.randn(size, device=device, dtype=torch.bfloat16) for size in layer * 2)
+        return tuple(torch.randn(size, device=device, dtype=dtype) for size in sizes)
 
     def call(*tensors: Tensor) -> Tensor:
         return multi_norm(tensors)
@@ -123,7 +121,9 @@ def _case() -> Case:
     def exact(*tensors: Tensor) -> Tensor:
         return reference(tensors)
 
-    return Case("multi_norm bf16 two layers of 7B", call, exact, inputs, 4 * sum(layer), bound=1e-5)
+    return Case(f"multi_norm {name}", call, exact, inputs, dtype.itemsize * sum(sizes), bound=1e-5)
 
 
-CASES = (_case(),)
+LAYER = [4096 * 4096] * 4 + [4096 * 11008] * 3 + [4096] * 2
+CASES = (_case(LAYER * 2, "bf16, two layers of 7B", torch.bfloat16),)
+SMALL = (_case([512 * 512] * 4 + [512] * 40, "fp32, 44 tensors", torch.float32),)

@@ -155,8 +155,6 @@ def _case(name: str, dtype: torch.dtype, size: int, back: bool) -> Case:
     return Case(f"quantize {name} and back {size}", ours, theirs, inputs, moved + 5 * size + size // 64, bound=1e-6)
 
 
-CASES = tuple(
-    _case(name, dtype, 1 << 26, back)
-    for name, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn))
-    for back in (False, True)
-)
+LETTERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+CASES = tuple(_case(name, dtype, 1 << 26, back) for name, dtype in LETTERS.items() for back in (False, True))
+SMALL = tuple(_case(name, dtype, 1 << 20, False) for name, dtype in LETTERS.items())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from refimpl.kernels.case import Case
+from refimpl.kernels.case import Case, short
 from refimpl.kernels.checks import floating, one_device
 from refimpl.kernels.language import on, takes, tl, triton
 from refimpl.kernels.tiles import next_power_of_2
@@ -128,15 +128,16 @@ class Rotary(torch.autograd.Function):
         return turn(grad, cos, sin, ctx.interleaved, -1), None, None, None
 
 
-def _case(b: int, h: int, t: int, d: int, interleaved: bool) -> Case:
+def _case(b: int, h: int, t: int, d: int, interleaved: bool, dtype: torch.dtype = torch.bfloat16) -> Case:
     def inputs(device: torch.device) -> tuple[Any, ...]:
-        x = torch.randn(b, t, h, d, device=device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        x = torch.randn(b, t, h, d, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
         angles = torch.arange(t, device=device)[:, None] * 10000 ** (-torch.arange(0, d, 2, device=device) / d)
         return x, angles.cos(), angles.sin(), interleaved
 
-    moved = 2 * b * h * t * d * 2 + 2 * b * t * d // 2 * 4
+    moved = 2 * b * h * t * d * dtype.itemsize + 2 * b * t * d // 2 * 4
     kind = " interleaved" if interleaved else ""
-    return Case(f"rotary bf16 {b}x{h}x{t}x{d}{kind}", rotary, reference, inputs, moved, moved)
+    return Case(f"rotary {short(dtype)} {b}x{h}x{t}x{d}{kind}", rotary, reference, inputs, moved, moved)
 
 
 CASES = (_case(4, 32, 4096, 128, False), _case(4, 32, 4096, 128, True))
+SMALL = (_case(2, 8, 1024, 64, False, torch.float32),)

@@ -147,3 +147,4 @@ def _case(name: str, dtype: torch.dtype, m: int, n: int) -> Case:
 
 
 CASES = (_case("bf16", torch.bfloat16, 32768, 2048), _case("bf16", torch.bfloat16, 2048, 50257))
+SMALL = (_case("fp32", torch.float32, 4096, 1024),)

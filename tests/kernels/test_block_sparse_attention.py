@@ -22,32 +22,33 @@ def assert_equals_dense(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, block: 
     def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return reference(q, k, v, layout, block, causal=causal, scale=0.3)
 
-    assert_agrees(ours, theirs, (q, k, v))
+    # The interpreter cuts bf16 off where a GPU rounds, and dq is made of out.
+    assert_agrees(ours, theirs, (q, k, v), BOUND[q.dtype] * (2 if q.dtype == torch.bfloat16 else 1))
 
 
-@pytest.mark.parametrize("dtype", list(BOUND), ids=str)
 @pytest.mark.parametrize(
-    ("queries", "keys", "width", "block", "causal", "own"),
+    ("dtype", "queries", "keys", "width", "block", "causal", "own"),
     [
-        (128, 128, 40, 32, True, True),
-        (128, 256, 64, 128, True, False),  # blocks in parts; the last queries of a longer sequence
-        (64, 64, 17, 16, False, True),
-        (128, 64, 33, 64, True, False),  # the first block of queries sees nothing
+        (torch.float32, 96, 96, 40, 32, True, True),
+        (torch.bfloat16, 128, 256, 64, 128, True, False),  # blocks in parts; the last queries of a longer sequence
+        (torch.float16, 64, 64, 17, 16, False, True),
+        (torch.bfloat16, 128, 64, 33, 64, True, False),  # the first block of queries sees nothing
     ],
+    ids=str,
 )
 def test_equals_float64(
     device: torch.device, dtype: torch.dtype, queries: int, keys: int, width: int, block: int, causal: bool, own: bool
 ) -> None:
-    q = torch.randn(2, 2, queries, width, device=device).to(dtype).requires_grad_()
-    k, v = (torch.randn(2, keys, 1, width, device=device).to(dtype).transpose(1, 2).requires_grad_() for _ in "kv")
+    q = torch.randn(1, 2, queries, width, device=device).to(dtype).requires_grad_()
+    k, v = (torch.randn(1, keys, 1, width, device=device).to(dtype).transpose(1, 2).requires_grad_() for _ in "kv")
     layout = drawn(2 if own else 1, queries // block, keys // block, 0.6)
     assert_equals_dense(q, k, v, layout.to(device), block, causal)
 
 
 @pytest.mark.parametrize("density", [0.0, 1.0])
 def test_no_block_and_all_blocks(device: torch.device, density: float) -> None:
-    q, k, v = (torch.randn(1, 2, 64, 16, device=device, requires_grad=True) for _ in "qkv")
-    assert_equals_dense(q, k, v, drawn(2, 4, 4, density).to(device), 16, causal=True)
+    q, k, v = (torch.randn(2, 1, 64, 16, device=device, requires_grad=True) for _ in "qkv")
+    assert_equals_dense(q, k, v, drawn(1, 4, 4, density).to(device), 16, causal=True)
 
 
 def test_lists_are_the_layout() -> None:
@@ -63,7 +64,7 @@ def test_lists_are_the_layout() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="counted under the interpreter")
 def test_absent_blocks_are_not_read(device: torch.device) -> None:
     """Bytes and FLOPs are those of the blocks present; nan in keys that no block names reaches nobody."""
-    heads, block, width = 2, 32, 16
+    heads, block, width = 1, 32, 16
     layout = drawn(heads, 6, 6, 0.3)
     layout[:, :, 2] = False
     q, k, v = (torch.randn(1, heads, 6 * block, width, device=device) for _ in "qkv")

@@ -47,6 +47,35 @@ def test_five_steps_equal_adams(
     assert_near(second.cpu(), state["exp_avg_sq"])
 
 
+@pytest.mark.parametrize("overflow", [None, 0.0, 1.0])
+def test_adam_hands_its_parameters_to_the_kernel(device: torch.device, overflow: float | None) -> None:
+    """As on a GPU; what the kernel cannot take stays for torch's."""
+    twins = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        params = [torch.nn.Parameter(torch.randn(9, 7, device=device)) for _ in range(3)]
+        params[1].data = params[1].data.double()
+        adam = Adam(params, lr=0.1, weight_decay=0.1)
+        for p in params:
+            p.grad = torch.randn_like(p)
+        if overflow is not None:
+            adam.grad_scale, adam.found_inf = torch.tensor(4.0, device=device), torch.tensor(overflow, device=device)
+        twins.append((adam, params))
+    (ours, taken), (theirs, expected) = twins
+    lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
+    torch.optim.Adam._init_group(ours, ours.param_groups[0], *lists)
+    with torch.no_grad():
+        ours.update(ours.param_groups[0], *lists)
+    assert [p is taken[1] for p in lists[0]] == [True]
+    assert all(len(column) == 1 for column in (lists[1], lists[2], lists[3], lists[5]))
+    if device.type == "cuda":
+        return  # there Adam itself takes the kernel
+    theirs.step()
+    for a, b in ((taken[0], expected[0]), (taken[2], expected[2])):
+        assert_near(a.detach(), b.detach())
+        assert torch.equal(ours.state[a]["step"], theirs.state[b]["step"])
+
+
 def shard(device: torch.device, size: int = 70) -> list[torch.Tensor]:
     return [torch.randn(size, device=device).abs() for _ in range(4)]
 
