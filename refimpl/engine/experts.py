@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from refimpl.comm.axes import Axes, expert_groups
 from refimpl.comm.group import Group
 from refimpl.engine.keys import ConfigError
+from refimpl.parallel.expert.swap import expert_parallel
 from refimpl.zero.unit import unit_of
 
 
@@ -45,6 +46,15 @@ class ExpertRanks:
 def is_expert(p: Tensor) -> bool:
     """Whether p belongs to an expert that not all ranks have."""
     return getattr(p, "allreduce", True) is False
+
+
+def deal_out(model: nn.Module, ranks: ExpertRanks, size: int) -> None:
+    """Every mixture's experts to `size` ranks, in place. A collective. ConfigError where that cannot be."""
+    ranks(size)
+    try:
+        expert_parallel(model, ranks.widest)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"expert_parallel.autoep_size = {size}: {error}") from None
 
 
 def same_experts(model: nn.Module, ranks: ExpertRanks) -> dict[nn.Parameter, Group]:

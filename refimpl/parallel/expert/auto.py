@@ -2,9 +2,9 @@
 
     autoep(model, Axes.of_data(Group.world()).with_experts(ep))
 
-In transformers 5 nearly every mixture ends in one call, experts(x [T, M], indices [T, k], weights [T, k]) -> [T, M], and
-what is before it, and what is made of router logits, is the model's own affair. So only that call is replaced: rows go
-to the ranks of their experts (`dispatch.py`), the module's own forward answers each with weight 1, and the answers are
+In transformers 5 nearly every mixture ends in one call, experts(x [T, M], indices [T, k], weights [T, k]) -> [T, M].
+What is before it, and what is made of router logits, is the model's own affair. Only that call is replaced: rows go to
+the ranks of their experts (`dispatch.py`), the module's own forward answers each with weight 1, and the answers are
 weighted and added where the token is. Which modules have such a call is not read from a list of names, but tried out:
 
     experts     one tensor a matrix, each cut in equal parts along dimension 0; or as many submodules of equal shapes
@@ -13,8 +13,8 @@ weighted and added where the token is. Which modules have such a call is not rea
     parts       this rank's experts alone answer as they did in the whole
 
 on a few random rows, within 64 roundings of the weights' dtype. Outputs then differ from the whole model's by the order
-of k additions a token, and by what a matrix product with other rows beside it rounds otherwise. A module that looks like
-experts and does not pass is refused by name, before anything is changed.
+of k additions a token, and by what a matrix product with other rows beside it rounds otherwise. A module that looks
+like experts and does not pass is refused by name, before anything is changed.
 
 Every rank has to call the model as often as the others: `generate(..., synced_gpus=True)` where texts end apart.
 DeepSpeed: AutoEP, deepspeed/module_inject/auto_ep.py, with a preset a model family.
@@ -105,8 +105,8 @@ def understood(name: str, module: nn.Module) -> Found:
     if len(arguments) != 3 or type(module).forward is nn.Module.forward:
         said = ", ".join(p.name for p in arguments)
         raise ValueError(
-            f"{where}: experts whose forward takes ({said}), and not tokens, indices and weights, cannot be dealt out by "
-            "themselves: leave expert_parallel off, or write the mixture with refimpl.model.moe.MoE"
+            f"{where}: its forward takes ({said}), and not tokens, indices and weights: such experts cannot be dealt "
+            "out; leave expert_parallel off, or write the mixture with refimpl.model.moe.MoE"
         )
     reasons = [f"{where}: no number of experts fits its tensors"]
     for experts in ways(module):
