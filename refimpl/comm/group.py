@@ -90,11 +90,19 @@ class Group:
             )
         self._must_share = wish == "shared"
         self._met = None if may_share and wish in ("", "shared") else self._direct
+        self._messages: Transport = self._direct
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
         """torch's group; None in a group of one without it."""
         return self._direct.handle if isinstance(self._direct, Library) else None
+
+    def share_messages(self) -> None:
+        """Messages between two ranks go the way of the collectives from now on: through memory, where that is shared.
+
+        A collective, with no message under way.
+        """
+        self._messages = self.transport
 
     @property
     def transport(self) -> Transport:
@@ -250,14 +258,14 @@ class Group:
         checks.tensors("send", x=x)
         sent = x.numel() * x.element_size()
         agreed = self._agreed(f"send of {_words(x)} to {to}", tag, [((self.rank, to), _words(x))])
-        return self._run("send", sent, tag, async_op, agreed.message(self._direct.send(x, to)), x)
+        return self._run("send", sent, tag, async_op, agreed.message(self._messages.send(x, to)), x)
 
     def recv(self, x: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
         """Fill x with what rank `source` of this group sends. Sends nothing itself. ValueError if there is no such."""
         checks.other("recv", "source", source, self.size, self.rank)
         checks.tensors("recv", x=x)
         agreed = self._agreed(f"recv of {_words(x)} from {source}", tag, [((source, self.rank), _words(x))])
-        return self._run("recv", 0, tag, async_op, agreed.message(self._direct.recv(x, source)), x)
+        return self._run("recv", 0, tag, async_op, agreed.message(self._messages.recv(x, source)), x)
 
     def send_recv(self, x: Tensor, to: int, out: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
         """Send x to rank `to` while `out` is filled with what rank `source` sends. One work, done when both are.
@@ -270,7 +278,7 @@ class Group:
         checks.tensors("send_recv", x=x, out=out)
         what = f"send_recv of {_words(x)} to {to} and {_words(out)} from {source}"
         parts = [((self.rank, to), _words(x)), ((source, self.rank), _words(out))]
-        steps = self._agreed(what, tag, parts).message(self._direct.send_recv(x, to, out, source))
+        steps = self._agreed(what, tag, parts).message(self._messages.send_recv(x, to, out, source))
         sending = self._run("send", x.numel() * x.element_size(), tag, True, steps, x, out)
         return self._run("recv", 0, tag, async_op, iter([lambda: [sending]]))
 

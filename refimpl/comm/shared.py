@@ -4,8 +4,7 @@
     reduce_scatter   add my chunk of everyone's buffer
     all_gather       copy everyone's
     all_to_all, broadcast   copy what is meant for me
-
-Messages between two ranks go by the library: shared memory is agreed on by all ranks of a group together.
+    send, recv       the same between two: a send is over when its copy is made, or was read where it lies
 
 A tensor that lies in this rank's mapped memory (`Transport.empty`) is read there by its peers; any other is copied
 there first. Either way the caller may write to it when the work is done: peers have read it, or read the copy.
@@ -33,7 +32,7 @@ from refimpl.comm import collectives
 from refimpl.comm.board import CollectiveMismatch
 from refimpl.comm.collectives import Op, Scratch
 from refimpl.comm.mapped import Mapped, Own, Place, host, of_peer
-from refimpl.comm.signals import Channel, Need, Watch, channel_words, unsupported
+from refimpl.comm.signals import Channel, Need, Watch, all_words, message_words, unsupported
 from refimpl.comm.streams import Streams
 from refimpl.comm.transport import Library
 from refimpl.comm.work import Steps
@@ -88,6 +87,16 @@ class Shared(Library):
         self._scratch = Scratch(empty=lambda numel, dtype, device: own.empty(numel, dtype))
         self._lent: list[tuple[list[Need], Tensor]] = []  # copies, until these needs are met: then all have read them
         self._all = Channel(self.rank, files, dict.fromkeys(range(self.size), 0))
+        peers = [m for m in range(self.size) if m != self.rank]
+        self._to = {m: self._between(self.rank, m) for m in peers}
+        self._from = {m: self._between(m, self.rank) for m in peers}
+
+    def _between(self, sender: int, receiver: int) -> Channel:
+        begins = {
+            sender: message_words(self.size, receiver, outward=True),
+            receiver: message_words(self.size, sender, outward=False),
+        }
+        return Channel(self.rank, self.files, begins)
 
     def advance(self) -> None:
         self._progress()
@@ -120,6 +129,15 @@ class Shared(Library):
 
     def broadcast(self, x: Tensor, root: int) -> Steps:
         yield lambda: self._begin(self._broadcast(x.view(-1), root))
+
+    def send(self, x: Tensor, to: int) -> Steps:
+        yield lambda: self._begin(self._give(self._to[to], {to: x.detach().view(-1)}))
+
+    def recv(self, x: Tensor, source: int) -> Steps:
+        yield lambda: self._begin(self._take(self._from[source], {source: x.detach().view(-1)}))
+
+    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
+        yield lambda: [task for steps in (self.send(x, to), self.recv(out, source)) for task in next(steps)()]
 
     def _all_reduce(self, x: Tensor, op: Op) -> Iterator[Need]:
         first, second = self._all.number(), self._all.number()
@@ -257,7 +275,7 @@ class Shared(Library):
 def meet(handle: dist.ProcessGroup) -> Shared | str:
     """The transport of this group, or why it cannot be had: the same answer on every rank. A collective."""
     reason, own = unsupported(), None
-    words = channel_words(handle.size())
+    words = all_words(handle.size())
     if not reason:
         own = Own(words)
     me = (host(), os.getpid(), own.descriptor) if own else reason

@@ -146,6 +146,16 @@ def channel_words(ranks: int) -> int:
     return SLOTS * slot_words(ranks)
 
 
+def all_words(ranks: int) -> int:
+    """Of a rank's file: the channel of all, and two with each peer, see `message_words`."""
+    return channel_words(ranks) * (1 + 2 * ranks)
+
+
+def message_words(ranks: int, peer: int, outward: bool) -> int:
+    """Where in a rank's file its slots of the messages to a peer begin, or of those from it."""
+    return channel_words(ranks) * (1 + 2 * peer + (not outward))
+
+
 def unsupported() -> str:
     """What this system lacks for ranks to signal through memory; "" if it has all."""
     missing = [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]

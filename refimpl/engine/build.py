@@ -23,12 +23,16 @@ from refimpl.engine import arguments
 from refimpl.engine.config import DeepSpeedConfig, load_config
 from refimpl.engine.cut import counted_elsewhere, cut
 from refimpl.engine.dataloader import make_dataloader
+from refimpl.engine.experts import ExpertRanks, deal_out, leaves_of_experts, same_experts
 from refimpl.engine.homes import with_homes
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.monitor import Monitor
 from refimpl.engine.names import optimizer_named, schedule_named
 from refimpl.engine.sections import Optimizer as OptimizerSection
 from refimpl.engine.sections import Scheduler as SchedulerSection
+from refimpl.engine.sections import SparseAttention as SparseSection
+from refimpl.model.patterns.named import pattern_named
+from refimpl.model.sparse_swap import make_sparse
 from refimpl.parallel.pipeline.module import PipelineModule
 from refimpl.zero.ddp import DDP
 from refimpl.zero.parameter import place
@@ -89,12 +93,17 @@ def build(
         logging.getLogger("refimpl").setLevel(settings.log_level)
     if settings.dump_state and rank == 0:
         print(settings.model_dump_json(indent=2))
+    if settings.sparse_attention is not None:
+        sparse(model, settings.sparse_attention, axes)
+    ranks, shared = ExpertRanks(axes), settings.expert_parallel.autoep_size if settings.expert_parallel.enabled else 1
     named = None
-    if not split and axes.model.size > 1 and not isinstance(model, PipelineModule):
+    if not split and max(axes.model.size, shared) > 1 and not isinstance(model, PipelineModule):
         named = names_of(model, parameters, optimizer)
     if not split:
         example = first_batch(dataset, collate_fn) if dataset is not None and axes.tensor.size > 1 else None
         model = cut(model, axes, settings.tensor_parallel.partition_config, example)
+    if shared > 1:
+        deal_out(model, ranks, shared)
     place_model(model, settings, group.device)
     opt = None
     if optimizer is not None or settings.optimizer is not None:
@@ -104,7 +113,13 @@ def build(
     flagged = tuple(path for path, module in model.named_modules() if getattr(module, LEAF_FLAG, False))
     zero = replace(zero, leaf_modules=(*zero.leaf_modules, *flagged))
     zero = with_homes(zero, settings, group.device)
-    stage = STAGES[settings.zero_optimization.stage](model, opt, axes.shards, zero, settings.loss_scaler())
+    experts = same_experts(model, ranks)
+    if ranks.made and axes.across.size > 1:
+        raise ConfigError("zero_optimization.mics_shard_size: experts are not replicated over nodes; leave it out")
+    axes = ranks.widest
+    zero = replace(zero, leaf_modules=(*zero.leaf_modules, *leaves_of_experts(model, experts)))
+    scaler = settings.loss_scaler()
+    stage = STAGES[settings.zero_optimization.stage](model, opt, axes.shards, zero, scaler, experts)
     if axes.across.size > 1:
         stage.replicate(axes.across)
     if axes.model.size > 1:
@@ -115,6 +130,21 @@ def build(
         loader = make_dataloader(dataset, micro_batch, axes.feed, axes.feeds, drop_last, collate_fn)
     schedule_ = None if opt is None else make_scheduler(scheduler, settings.scheduler, opt)
     return Parts(settings, axes, model, stage, schedule_, loader, Monitor(settings, rank))
+
+
+def sparse(model: nn.Module, section: SparseSection, axes: Axes) -> None:
+    """Exchange the model's attention for the section's pattern. ConfigError where that cannot be."""
+    if axes.context.size > 1:
+        raise ConfigError("sparse_attention: with sequence_parallel_size > 1 no rank has the sequence's other blocks")
+    if axes.tensor.size > 1 and section.different_layout_per_head:
+        raise ConfigError(
+            "sparse_attention.different_layout_per_head: tensor ranks have some heads each; set it to false"
+        )
+    options = {**section.model_dump(exclude={"mode"}), "seed": 0}  # the same draws on all ranks
+    try:
+        make_sparse(model, lambda heads: pattern_named(section.mode, heads, options))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_agreed(config: DeepSpeedConfig, axes: Axes) -> None:

@@ -84,9 +84,15 @@ class DeepSpeedConfig(section.Section):
     tensor_parallel: section.TensorParallel = Field(
         default_factory=section.TensorParallel, description="ranks that share every layer"
     )
+    expert_parallel: section.ExpertParallel = Field(
+        default_factory=section.ExpertParallel, description="data-parallel ranks that share the experts of a layer"
+    )
     sequence_parallel_size: section.Positive = Field(default=1, description="ranks that share every sequence")
     data_parallel_size: section.Positive | None = Field(
         default=None, description="ranks that read other batches; checked: it follows from the number of ranks"
+    )
+    sparse_attention: section.SparseAttention | None = Field(
+        default=None, description="which blocks of keys the model's attention reads"
     )
     pipeline: section.Pipeline = Field(default_factory=section.Pipeline, description="ranks that share the layers")
     checkpoint: section.Checkpoint = Field(default_factory=section.Checkpoint, description="checks of checkpoints")

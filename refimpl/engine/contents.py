@@ -29,7 +29,8 @@ COUNTERS = ("global_steps", "micro_steps", "global_samples")
 def about_engine(engine: TrainingState, exclude_frozen: bool) -> dict[str, Any]:
     """What the manifest says of a run: the same on every rank of a replica. A collective of them."""
     counters = {name: getattr(engine, name) for name in COUNTERS}
-    parts = engine.axes.model.all_gather_object(about_rank(engine, exclude_frozen))
+    mine = joined(engine.axes.model.all_gather_object(about_rank(engine, exclude_frozen)))
+    parts = engine.axes.expert.all_gather_object(mine)
     return identity(engine) | counters | {"scheduler": schedule(engine)} | joined(parts)
 
 
@@ -38,12 +39,13 @@ def about_rank(engine: TrainingState, exclude_frozen: bool) -> dict[str, Any]:
     stage, module, saved = engine.stage, engine.module, engine.saved_name
     left_out = {saved(name) for name in frozen_names(module)} if exclude_frozen else set()
     elsewhere, split, kept = counted_elsewhere(engine), portions(engine), module.state_dict(keep_vars=True).keys()
-    alone, shards = engine.axes.model.size == 1, stage.group.ranks
-    ranks = () if len(shards) == engine.axes.world.size else tuple(shards)
+    alone = engine.axes.model.size == engine.axes.expert.size == 1
     parameters: dict[str, Any] = {}
     for p, name in stage.names.items():
         if name in left_out or p in elsewhere:
             continue
+        shards = stage.experts.get(p, stage.group).ranks
+        ranks = () if len(shards) == engine.axes.world.size else tuple(shards)
         place = replace(place_of(stage, p), ranks=ranks)
         if p in split:
             portion, shape = split[p]

@@ -100,7 +100,7 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
 REJECTED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "seq_parallel_communication_data_type": (f"{NOT_YET}: sequence parallelism", ["fp32"]),
     "seq_parallel_comm_data_type": (f"{NOT_YET}: sequence parallelism", ["fp32"]),
-    "use_data_before_expert_parallelism": (f"{NOT_YET}: expert parallelism", [False]),
+    "use_data_before_expert_parallelism": ("ranks that share experts are neighbours", [False]),
     "graph_harvesting": ("not part of this project: CUDA graphs", [False]),
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": (f"{NOT_YET}: parameters are all-gathered", [False]),
     "zero_optimization.stage3_allgather_sequential": (f"{NOT_YET}: parameters are gathered by module", [False]),
@@ -140,6 +140,24 @@ TENSOR: Mapping[str, tuple[Verdict, str, Sequence[Any]]] = {
     "injection_policy_tuple": ("rejected", "not part of this project: kernels are not injected", [None]),
     "keep_module_on_host": ("warned", "every rank cuts its part of the model that it was given", [False]),
     "replace_with_kernel_inject": ("rejected", "not part of this project: kernels are not injected", [False]),
+}
+
+FOUND_OUT = "found out from the model"
+BY_HAND = """preset_model moe_layer_pattern expert_pattern router_pattern num_experts_attr top_k_attr expert_w1
+expert_w2
+expert_w3 has_shared_experts shared_experts_pattern shared_experts_gate_pattern route_norm num_expert_groups
+num_limited_groups"""
+# Read only with expert_parallel.enabled.
+EXPERTS: Mapping[str, tuple[Verdict, str, Sequence[Any]]] = {
+    **dict.fromkeys(BY_HAND.split(), ("warned", FOUND_OUT, [None])),
+    **dict.fromkeys(("score_apply", "score_func", "top_k", "routed_scaling_factor"), ("warned", FOUND_OUT, ["auto"])),
+    "route_scale": ("warned", FOUND_OUT, [1.0]),
+    "use_grouped_mm": ("warned", "experts multiply their rows one after the other on a CPU", [True]),
+    "disable_triton_grouped_mm": ("warned", "a grouped multiplication is not chosen by a key", [False]),
+    "combine_impl": ("warned", "answers are added in fp32, in the order of a token's experts", ["auto"]),
+    "validate_folding_routing": ("warned", "tensor ranks are checked to route alike by tests", [False]),
+    "load_balance_coeff": ("rejected", "the model adds its own loss; DeepSpeed refuses it too", [None]),
+    "expert_tensor_parallel_size": ("rejected", "experts are dealt out whole", [1]),
 }
 
 # A section with a switch: the switch decides, its other keys are read only when it is on.
@@ -203,20 +221,6 @@ SWITCHED: Mapping[str, tuple[str, str, Sequence[Any], str]] = {
     ),
 }
 
-SPARSE_ATTENTION = (
-    "mode block different_layout_per_head num_local_blocks num_global_blocks attention horizontal_global_attention "
-    "num_different_global_patterns num_random_blocks local_window_blocks global_block_indices "
-    "global_block_end_indices num_sliding_window_blocks"
-)
-
-# A section without a switch: each key for itself, DeepSpeed's default passes.
-SECTIONS: Mapping[str, tuple[str, Mapping[str, Sequence[Any]]]] = {
-    "sparse_attention": (
-        f"{NOT_YET}: block-sparse attention",
-        dict.fromkeys(SPARSE_ATTENTION.split(), ()),
-    ),
-}
-
 # Sections whose keys are somebody else's, or nested deeply; rejected whole unless they say `"enabled": false`.
 OPEN: Mapping[str, str] = {
     "amp": "not part of this project: apex is retired; use bf16 or fp16",
@@ -225,7 +229,6 @@ OPEN: Mapping[str, str] = {
     "weight_quantization": f"{NOT_YET}: quantised weights",
     "compression_training": f"{NOT_YET}: compression",
     "data_efficiency": f"{NOT_YET}: data efficiency",
-    "expert_parallel": f"{NOT_YET}: expert parallelism",
 }
 
 
@@ -238,12 +241,11 @@ def not_honoured() -> list[Key]:
     switch = "tensor_parallel.autotp_size"
     for name, (verdict, reason, silent) in TENSOR.items():
         rows.append(Key(f"tensor_parallel.{name}", verdict, reason, tuple(silent), needs=switch))
+    for name, (verdict, reason, silent) in EXPERTS.items():
+        rows.append(Key(f"expert_parallel.{name}", verdict, reason, tuple(silent), needs="expert_parallel.enabled"))
     rows += [Key(path, "rejected", reason, (None, False, {})) for path, reason in OPEN.items()]
     for path, (reason, switch, off, others) in SWITCHED.items():
         rows.append(Key(path, "rejected", reason, (None, False)))
         rows.append(Key(f"{path}.{switch}", "rejected", reason, tuple(off)))
         rows += [Key(f"{path}.{name}", "rejected", reason, needs=f"{path}.{switch}") for name in others.split()]
-    for path, (reason, keys) in SECTIONS.items():
-        rows.append(Key(path, "rejected", reason, (None, False)))
-        rows += [Key(f"{path}.{name}", "rejected", reason, tuple(silent)) for name, silent in keys.items()]
     return rows

@@ -93,7 +93,7 @@ def load(
         here = engine.axes.model.all_gather_object(
             [engine.saved_name(n) for n in engine.module.state_dict(keep_vars=True)]
         )
-        known = {name for names in here for name in names}
+        known = {name for part in engine.axes.expert.all_gather_object(here) for names in part for name in names}
         together(engine.axes.world, lambda: check(engine, folder, wanted, known))
         go_on(engine, folder, wanted)
         return str(folder.path), folder.value(own_rank(engine, folder), "client_state")

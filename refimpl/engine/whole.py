@@ -24,6 +24,9 @@ def portions(engine: TrainingState) -> dict[nn.Parameter, tuple[Portion, tuple[i
     for p, (split, dim, _) in cuts(engine.module).items():
         spans = tuple((span.start, span.stop) for span in split.spans(rank))
         found[p] = Portion(dim, spans), (*p.shape[:dim], split.whole, *p.shape[dim + 1 :])
+    for p in engine.stage.names:
+        if stack := getattr(p, "experts", None):  # of StackedExperts: (first, one past the last, of how many)
+            found[p] = Portion(0, (stack[:2],)), (stack[2], *p.shape[1:])
     return found
 
 
@@ -41,11 +44,11 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
         for name, place in part["parameters"].items():
             known = whole["parameters"].setdefault(name, place)
             if known is not place:
-                known["parts"] += place["parts"]
+                known.setdefault("parts", []).extend(p for p in place.get("parts", []) if p not in known["parts"])
         for name, buffer in part["buffers"].items():
             known = whole["buffers"].setdefault(name, buffer)
             if known is not buffer:
-                known["ranks"] += buffer["ranks"]
+                known["ranks"] = sorted({*known["ranks"], *buffer["ranks"]})
         whole["tied"] |= part["tied"]
         for key in ("order", "apart", "left_out"):
             whole[key] = list(dict.fromkeys([*whole[key], *part[key]]))

@@ -42,6 +42,8 @@ A mutant is a file with one wrong task, and two lines in its docstring, `task: N
     process.py     what an answer sets for its process, put back before the next
     cheats.py      ways round an exercise, by name, as the text tells
     calls.py       the same, as an answer calls them while it runs
+    kernels.py     Triton kernels in the interpreter: bytes, products, lanes that leave their tensor, races
+    probes.py      kernels of the graders' own
     traffic.py     WatchedGroup, transcripts
     exchange.py    numbers that add exactly, what forward and backward sent
     drive.py       a disk that takes whole pages and does everything as late as it may

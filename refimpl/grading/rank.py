@@ -3,6 +3,7 @@
 import gc
 import linecache
 import os
+import re
 import resource
 import sys
 import traceback
@@ -19,6 +20,7 @@ from refimpl.comm.group import Group
 from refimpl.grading.calls import Calls
 from refimpl.grading.chapters import import_file
 from refimpl.grading.compare import Todo, Wrong, WrongFile
+from refimpl.grading.kernels import interpret
 from refimpl.grading.process import Process
 from refimpl.grading.traffic import WatchedGroup
 from refimpl.ranks.world import World
@@ -28,6 +30,10 @@ Check = Callable[[Any, WatchedGroup], None]
 MEMORY = 4 << 30  # bytes that a rank may hold beyond what it starts with
 LONGEST = 160  # characters of an exception's own text
 FREED = "out of bounds for storage of size 0"  # torch's words for a view of memory that was resized to 0
+NO_TRITON = (
+    "Its wheels are for Linux: pip install 'triton>=3.6,<3.8'. No GPU is needed.",
+    "On macOS or Windows run the course in a Linux container, in WSL, or on a hosted notebook.",
+)
 NO_MEMORY = "a parameter is used while it has no memory: gather its unit before each forward and each backward"
 FRAMES = 3  # of the learner's own lines shown for an exception
 
@@ -40,6 +46,8 @@ def case(text: str) -> None:
 def grade_here(check: Check, path: Path, task: str) -> None:
     """Raise Wrong, or Todo, if the answer in the file does not do what `check` asks of `task`."""
     limit_memory()
+    if re.search(r"^(import|from) triton", path.read_text(), re.MULTILINE):
+        interpret()
     # What `torch.empty` makes is NaN, not by chance the zeros that a padding must be.
     torch.use_deterministic_algorithms(True, warn_only=True)
     World.__init__ = refuse_ranks  # type: ignore[method-assign]
@@ -81,7 +89,8 @@ def explained(error: BaseException, path: Path, task: str, left: Sequence[str] =
     if isinstance(error, SystemExit):
         return Wrong(f"{task} leaves the process (sys.exit): return instead, the grader needs the rank alive", *lines)
     if isinstance(error, ImportError) and not _inside(own):
-        return WrongFile(f"{path.name} cannot be imported: {text}", *lines)
+        missing = NO_TRITON if error.name == "triton" else ()
+        return WrongFile(f"{path.name} cannot be imported: {text}", *lines, *missing)
     if FREED in text:
         return Wrong(NO_MEMORY, *lines, "It was freed after forward, and nothing gathered it for what comes next.")
     if not own and left:

@@ -1,6 +1,7 @@
 """What a stage holds, for whoever counts it, saves it or looks at the last step."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ class Held(ABC):
     model: nn.Module
     names: dict[nn.Parameter, str]
     group: "Group"
+    experts: Mapping[nn.Parameter, "Group"]
     config: "ZeroConfig"
     gradients: "Gradients"
     update: "Update"
@@ -54,7 +56,11 @@ class Held(ABC):
         """The model's weights by name on rank 0, None elsewhere: views of the model's own memory, not a copy."""
         self.catch_up()
         self.update.refuse_torn()
-        return self.model.state_dict() if self.group.rank == 0 else None
+        return self.model.state_dict() if self.speaks() else None
+
+    def speaks(self) -> bool:
+        """Whether this rank gives the model's weights: rank 0, and the first that has an expert."""
+        return self.group.rank == 0 or any(ranks.rank == 0 for ranks in self.experts.values())
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Every tensor this stage keeps alive now, by class, for a `MemoryMeter` (views: count their storages)."""

@@ -110,9 +110,9 @@ class Zero3(Stage):
         copies: dict[Tensor, Tensor] = {}
         for unit in self.units:
             with whole(unit.params):
-                if self.group.rank == 0:
+                if self.speaks():
                     copies |= {p: p.detach().to("cpu", copy=True) for p in unit.params}
-        if self.group.rank != 0:
+        if not self.speaks():
             return None
         self.state_dicts.paused = True  # nothing may be gathered by this rank alone
         state = self.model.state_dict(keep_vars=True)

@@ -340,3 +340,49 @@ def test_a_group_may_be_made_by_some_ranks_alone_and_two_may_talk_first() -> Non
         return x.item()
 
     assert run(work, ranks=3) == [4.0] * 3
+
+
+def messages() -> None:
+    """Runs on every rank: more messages than slots, of several sizes and dtypes, to each other rank and from it."""
+    group = Group.world()
+    group.share_messages()
+    sizes = [1, 0, 5000, 3] * 6  # 24 messages, 16 slots
+    dtypes = [torch.float32, torch.bfloat16, torch.int64] * 8
+    works, got = [], {}
+    for number, size in enumerate(sizes):
+        for peer in (m for m in range(group.size) if m != group.rank):
+            got[peer, number] = torch.empty(size, dtype=dtypes[number])
+            works.append(group.recv(got[peer, number], peer, async_op=True))
+    for number, size in enumerate(sizes):
+        for peer in (m for m in range(group.size) if m != group.rank):
+            x = torch.full(
+                (size,), 100 * group.rank + number, dtype=(torch.float32, torch.bfloat16, torch.int64)[number % 3]
+            )
+            group.send(x, peer)  # is over when it is copied
+            x.zero_()
+        group.all_reduce(torch.ones(3))  # collectives in between
+    for work in works:
+        work.wait()
+    for (peer, number), x in got.items():
+        assert torch.equal(x, torch.full_like(x, 100 * peer + number))
+    mine = group.empty(4, torch.float32).fill_(group.rank)  # read where it lies
+    theirs = torch.empty(4)
+    group.send_recv(mine, (group.rank + 1) % group.size, theirs, (group.rank - 1) % group.size)
+    assert theirs.eq((group.rank - 1) % group.size).all()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_messages_between_two_go_through_memory_too(ranks: int) -> None:
+    run(messages, ranks=ranks)
+
+
+def wrong_size() -> None:
+    group = Group.world()
+    group.share_messages()
+    x = torch.ones(3 + group.rank)
+    group.send(x, 1) if group.rank == 0 else group.recv(x, 0)
+
+
+def test_a_message_of_another_size_is_an_error() -> None:
+    with pytest.raises(launch.RankError, match=r"what one rank sends is not what the other waits for|shows 12 bytes"):
+        run(wrong_size, ranks=2)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from refimpl.grading.chapters import definitions, find_chapter
+from refimpl.grading.live import segment
 from refimpl.grading.stubs import stub
 from refimpl.notebook import execute
 
@@ -39,4 +40,4 @@ def test_a_chapter_has_a_task_that_is_its_exercises_stub(path: Path) -> None:
         source = stub(find_chapter(name, ROOT).solution.read_text())
         expected = next(d for d in definitions(ast.parse(source)) if d.name == task)
         assert name == path.stem
-        assert cell.strip() == ast.get_source_segment(source, expected)
+        assert cell.strip() == segment(source, expected)  # its decorators too

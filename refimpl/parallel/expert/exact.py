@@ -3,10 +3,10 @@
 Of four ranks with ep = 2, the first pair adds g0 + g1 and the second g2 + g3; what one process would add is
 ((g0 + g1) + g2) + g3, and fp32 tells them apart. So the sum is passed on: the second pair begins with what the first
 has. Backward takes the newest node first, so a node made after the experts' hands autograd that sum as the first part
-of the gradient, and the blocks' own are added to it in order. The last has it all, the others keep zeros, so that an
-average over `expert_data` stays what it is.
+of the gradient, and the blocks' own are added to it in order. The last has it all, the others keep zeros, so that a sum
+over `expert_data` stays what it is.
 
-    sent a rank     n bytes, once a backward pass (the average's own 2n (edp-1)/edp come on top)
+    sent a rank     n bytes, once a backward pass (the sum's own 2n (edp-1)/edp come on top)
     in return       each pair waits for the one before it, a layer behind: for comparisons, not for speed
 """
 

@@ -4,12 +4,11 @@
     expert_parallel(model, axes)
 
 Rank r of the expert group has experts r E/ep to (r+1) E/ep, under the names they have in the whole model. Their
-parameters are marked as DeepSpeed's are, `allreduce = False` and `group_name = "ep_size_4"`: their gradients are
-averaged over `axes.expert_data`, all others over `axes.replicas`.
+parameters are marked as DeepSpeed's are, `allreduce = False` and `group_name = "ep_size_4"`; a stage or an engine that
+is given the model afterwards does the rest. By hand:
 
-An expert has the tokens of ep ranks, and the loss of each rank is a mean over its own: the mean over all ranks' losses
-takes a sum of N = ep x edp parts divided by N. `expert_data` averages edp sums, so a hook divides each by ep before.
-(DeepSpeed divides by N and sums over edp.)
+    dense parameters     summed over `axes.replicas`,       divided by N, all replicas
+    experts'             summed over `axes.expert_data`,    divided by N too: the tokens of ep ranks came to each
 
 What is equal, whatever ep is: outputs, gradients of tokens and gates to the bit, as each block of rows is multiplied
 as it is on one rank. Expert gradients to the bit where one rank has an expert (ep = N) or all have it (ep = 1): both
@@ -55,60 +54,71 @@ def expert_parallel(
     found = layers(model)
     if not found:
         raise ValueError(f"{type(model).__name__} has no mixture of experts: see refimpl.model.moe.mixtures")
-    ep = axes.expert.size
-    for layer in found:
-        experts = layer.experts
-        if not isinstance(experts, Experts | StackedExperts):
-            raise TypeError(f"experts are a {type(experts).__name__}: Experts or StackedExperts can be dealt out")
-        if len(experts) % ep:
-            raise ValueError(
-                f"{len(experts)} experts cannot be dealt out to ep_size {ep} ranks equally: choose a divisor"
-            )
+    parts = [part_of(layer.experts, axes.expert) for layer in found]
     for p in model.parameters():
         axes.replicas.broadcast(p.data, tag="experts")
     way: Way = Flat(axes.expert) if node is None else Hierarchical(axes.expert, node)
-    alone = Group(None, axes.world.ledger, axes.world.device)
-    for layer in found:
-        each = len(layer.experts) // ep  # type: ignore[arg-type]
-        start = axes.expert.rank * each
-        layer.experts = layer.experts.part(start, start + each)  # type: ignore[operator]
-        mark(layer.experts, ep)
-        layer.mix = Dispatch(axes.expert, way, alone if sequence else axes.tensor, padded, cut_experts)
-        if exact:
-            layer.mix = InOrder(layer.mix, axes.expert_data)
-        share(layer, axes, cut_experts, sequence)
+    for layer, (start, stop) in zip(found, parts, strict=True):
+        layer.experts = layer.experts.part(start, stop)  # type: ignore[operator]
+        connect(layer, axes, way, padded=padded, cut_experts=cut_experts, sequence=sequence, exact=exact)
     return model
 
 
-def mark(experts: nn.Module, ep: int) -> None:
-    """DeepSpeed's marks, by which parameters of experts are known."""
-    for p in experts.parameters():
+def part_of(experts: nn.Module, group: Group) -> tuple[int, int]:
+    """(first, one past the last) of this rank's experts. TypeError, ValueError if they cannot be dealt out."""
+    if not isinstance(experts, Experts | StackedExperts):
+        raise TypeError(f"experts are a {type(experts).__name__}: Experts or StackedExperts can be dealt out")
+    each, rest = divmod(len(experts), group.size)
+    if rest:
+        raise ValueError(
+            f"{len(experts)} experts cannot be dealt out to ep_size {group.size} ranks equally: choose a divisor"
+        )
+    return group.rank * each, (group.rank + 1) * each
+
+
+def connect(
+    layer: MoE,
+    axes: Axes,
+    way: Way | None = None,
+    *,
+    padded: bool = False,
+    cut_experts: bool = False,
+    sequence: bool = False,
+    exact: bool = False,
+) -> None:
+    """A mixture that has this rank's experts alone, and no others, is given its ranks. Sends nothing."""
+    tensor = Group(None, axes.world.ledger, axes.world.device) if sequence else axes.tensor
+    layer.mix = Dispatch(axes.expert, way or Flat(axes.expert), tensor, padded, cut_experts)
+    if exact:
+        layer.mix = InOrder(layer.mix, axes.expert_data)
+    for p in layer.experts.parameters():
         p.allreduce = False  # type: ignore[attr-defined]
-        p.group_name = f"ep_size_{ep}"  # type: ignore[attr-defined]
+        p.group_name = f"ep_size_{axes.expert.size}"  # type: ignore[attr-defined]
+    share(layer, axes, cut_experts, sequence)
 
 
 def share(layer: MoE, axes: Axes, cut_experts: bool, sequence: bool) -> None:
-    """What is done with gradients of the layer before they are averaged."""
-    apart = Group(None) if cut_experts else axes.tensor
-    layer.register_forward_pre_hook(partial(_settle, axes.expert.size, apart))
+    """What is done with the layer's gradients on tensor ranks before they are averaged."""
+    if axes.tensor.size > 1 and not cut_experts:
+        layer.register_forward_pre_hook(partial(_sum_experts, axes.tensor))
     if sequence:
         sum_gradients(layer.gate, list(layer.gate._parameters), axes.tensor)
 
 
-def _settle(ep: int, tensor: Group, layer: nn.Module, args: Any) -> None:
+def _sum_experts(tensor: Group, layer: nn.Module, args: Any) -> None:
     # At a call, because a copy of a module has the module's hooks, but not those of its parameters.
     experts = layer.experts
     assert isinstance(experts, nn.Module)
     for p in experts.parameters():
-        if p.requires_grad and not hasattr(p, "settled"):
-            p.settled = p.register_hook(partial(_settled, ep, tensor))  # type: ignore[attr-defined, no-untyped-call]
+        if p.requires_grad and not hasattr(p, "summed"):
+            p.summed = p.register_hook(partial(_summed, tensor))  # type: ignore[attr-defined, no-untyped-call]
 
 
-def _settled(ep: int, tensor: Group, grad: Tensor) -> Tensor:
-    if tensor.size > 1:  # each tensor rank has multiplied its part of the tokens
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        tensor.all_reduce(grad, tag="experts, tensor")
-    return grad / ep if ep > 1 else grad
+def _summed(tensor: Group, grad: Tensor) -> Tensor:
+    # Each tensor rank has multiplied its part of the tokens.
+    grad = grad.clone(memory_format=torch.contiguous_format)
+    tensor.all_reduce(grad, tag="experts, tensor")
+    return grad
 
 
 def whole_state_dict(model: nn.Module, group: Group) -> dict[str, Tensor]:

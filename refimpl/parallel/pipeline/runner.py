@@ -77,6 +77,7 @@ class Pipeline:
         ValueError for another number of micro-batches; RankLost when another rank is gone.
         """
         self._check(inputs, targets)
+        self.group.share_messages()
         step = Step(self, inputs, targets, 1 / self.table.micro_batches if scale is None else scale)
         for line in self.program:
             step.do(line)
@@ -86,6 +87,7 @@ class Pipeline:
     def evaluate(self, inputs: Sequence[Any], targets: Sequence[Any] | None = None) -> dict[int, Any]:
         """Forward alone. The losses, or the last stage's outputs if there are no targets, by micro-batch."""
         self._check(inputs, targets if targets is not None else inputs)
+        self.group.share_messages()
         step = Step(self, inputs, targets, 0.0)
         for line in self.program:
             if (line.kind == "F") if isinstance(line, Op) else line.value.way == "forward":

@@ -1,0 +1,271 @@
+"""Grades chapter 14's kernels over elements and rows: against float64, and by the bytes that their programs move."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from refimpl.grading.compare import equal, require
+from refimpl.grading.grade import on_ranks
+from refimpl.grading.kernels import bytes_of, launch, moved, no_larger, random_numbers, sectors, times, within
+from refimpl.grading.memory import untouched
+from refimpl.grading.rank import Answer, case
+from refimpl.grading.traffic import WatchedGroup
+
+INF = float("inf")
+SHAPES = [  # rows, cols, BLOCK, elements between rows beyond cols, dtype
+    (3, 70, 32, 0, torch.float32),
+    (2, 64, 64, 5, torch.float32),
+    (4, 9, 16, 3, torch.float16),
+    (1, 1, 16, 0, torch.float32),
+]
+HALF_BOUND = {"rtol": 2e-3, "atol": 1e-6}
+
+
+def bound(dtype: torch.dtype) -> dict[str, float]:
+    """One rounding to the dtype, and a few in fp32."""
+    return HALF_BOUND if dtype == torch.float16 else {"rtol": 1e-5, "atol": 1e-6}
+
+
+def shapes(whole_row: bool = False) -> Iterator[tuple[int, int, int, int, torch.dtype]]:
+    """SHAPES, each named in the report; `whole_row`: with blocks that hold a row."""
+    for rows, cols, block, more, dtype in SHAPES:
+        block = max(block, 1 << (cols - 1).bit_length()) if whole_row else block
+        case(f"{rows} x {cols} {str(dtype)[6:]}, rows {cols + more} elements apart, BLOCK = {block}")
+        torch.manual_seed(rows)
+        yield rows, cols, block, cols + more, dtype
+
+
+def blank(like: Tensor, stride: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    return within(torch.full(like.shape, float("nan"), dtype=dtype or like.dtype), stride)
+
+
+@on_ranks(1)
+def test_swiglu_kernel(answer: Answer, group: WatchedGroup) -> None:
+    for rows, cols, block, stride, dtype in shapes():
+        both = torch.randn(rows, 2 * cols).to(dtype) * 3
+        both[0, 0] = -12.5  # exp(12.5) is infinite in fp16
+        both = within(both, 2 * stride)
+        gate, up = both[:, :cols], both[:, cols:]
+        out = blank(gate, stride)
+        with untouched(gate_ptr=gate, up_ptr=up):
+            c = launch(
+                answer.swiglu_kernel,
+                (rows, -(-cols // block)),
+                gate,
+                up,
+                out,
+                cols,
+                2 * stride,
+                2 * stride,
+                stride,
+                BLOCK=block,
+            )
+        g, u = gate.double(), up.double()
+        known = {
+            "gate and up have changed places": (g * torch.nn.functional.silu(u)).to(dtype),
+            "silu is missing: this is gate * up": (g * u).to(dtype),
+            "this is sigmoid(gate) * up, silu is x * sigmoid(x)": (g.sigmoid() * u).to(dtype),
+        }
+        wanted = (torch.nn.functional.silu(g) * u).to(dtype)
+        equal(out, wanted, "out", known=known, **bound(dtype))
+        moved(c, bytes_of(gate=gate, up=up), bytes_of(out=out))
+
+
+@on_ranks(1)
+def test_transpose_kernel(answer: Answer, group: WatchedGroup) -> None:
+    for rows, cols, more in ((32, 48, 0), (19, 33, 7), (1, 5, 0)):
+        case(f"{rows} x {cols}, rows {cols + more} and {rows + more} elements apart, BLOCK = 16")
+        x = within(torch.randn(rows, cols), cols + more)
+        out = blank(x.t(), rows + more)
+        grid = (-(-rows // 16), -(-cols // 16))
+        with untouched(x_ptr=x):
+            c = launch(answer.transpose_kernel, grid, x, out, rows, cols, cols + more, rows + more, BLOCK=16)
+        equal(out, x.t().contiguous(), "out")
+        moved(c, bytes_of(x=x), bytes_of(out=out))
+        if not more and rows > 1:
+            advice = "neighbours in one access, a tile at once; by columns each element costs a sector of 32 bytes"
+            for name in ("x_ptr", "out_ptr"):
+                sectors(c, name, x.numel() * 4, advice)
+
+
+@on_ranks(1)
+def test_softmax_kernel(answer: Answer, group: WatchedGroup) -> None:
+    for rows, cols, block, stride, dtype in shapes(whole_row=True):
+        x = torch.randn(rows, cols) * 4
+        x[0, 0] = 1000.0  # exp of it overflows
+        if cols > 2:
+            x[-1, 1] = -INF
+            x[rows // 2] -= 500.0  # a row far below 0: lanes beyond it must not be its maximum
+        x = within(x.to(dtype), stride)
+        out = blank(x, stride)
+        with untouched(x_ptr=x):
+            c = launch(answer.softmax_kernel, (rows,), x, out, cols, stride, stride, BLOCK=block)
+        z = x.double()
+        big = z.float().exp()
+        padded = torch.cat([z, z.new_zeros(rows, block - cols)], 1)
+        known = {
+            "lanes beyond the row count as 0 in the maximum or the sum: give them -inf": (
+                padded.softmax(1)[:, :cols].to(dtype)
+            ),
+            "an exponential overflows: subtract the row's maximum first": (big / big.sum(1, True)).to(dtype),
+        }
+        equal(out, z.softmax(1).to(dtype), "out", known=known, **bound(dtype))
+        advice = "keep the row in the program after the first load"
+        moved(c, bytes_of(x=x), bytes_of(out=out), advice=advice)
+
+
+@on_ranks(1)
+def test_logsumexp_kernel(answer: Answer, group: WatchedGroup) -> None:
+    for rows, cols, block, stride, dtype in shapes():
+        x = torch.randn(rows, cols) * 3
+        x[0] = x[0].sort().values * 40  # the maximum grows from block to block, far above what exp can take
+        if cols > block:
+            x[-1, :block] = -INF
+        x = within(x.to(dtype), stride)
+        out = blank(x[:, 0], dtype=torch.float32)
+        with untouched(x_ptr=x):
+            c = launch(answer.logsumexp_kernel, (rows,), x, out, cols, stride, BLOCK=block)
+        known = {
+            "the sum so far is not rescaled when the maximum grows": unscaled(x, block),
+            "this is the maximum: the sum is missing": x.float().amax(1),
+        }
+        require(
+            not (out.isnan().any() and cols > block),
+            "out has NaN where a row's first block is all -inf: -inf less -inf",
+        )
+        equal(out, x.double().logsumexp(1).float(), "out", known=known, rtol=1e-5, atol=1e-5)
+        advice = "one pass: maximum and sum go together"
+        moved(c, bytes_of(x=x), bytes_of(out=out), advice=advice)
+        no_larger(c, block, "a row may be any length, so go through it BLOCK elements at a time")
+
+
+def unscaled(x: Tensor, block: int) -> Tensor:
+    """logsumexp by blocks, where each block is relative to the maximum so far, and stays so."""
+    tops = x.double().cummax(1).values
+    total = x.new_zeros(len(x), dtype=torch.float64)
+    for start in range(0, x.shape[1], block):
+        part = x[:, start : start + block].double()
+        total += (part - tops[:, [min(start + block, x.shape[1]) - 1]]).exp().nansum(1)
+    return (tops[:, -1] + total.log()).float()
+
+
+@on_ranks(1)
+def test_rms_norm_kernel(answer: Answer, group: WatchedGroup) -> None:
+    for rows, cols, block, _, dtype in shapes(whole_row=True):
+        # One element of 0.25 and eps = 0.5: where eps stands makes a difference. Else squares that overflow in 16 bits.
+        values = torch.randn(2, rows, cols) * 200 if cols > 1 else torch.full((2, rows, cols), 0.25)
+        eps = 1e-5 if cols > 1 else 0.5
+        x, residual = (within(t.to(dtype)) for t in values)
+        weight, out, before = within((1 + torch.rand(cols)).to(dtype)), blank(x), residual.clone()
+        s = x.double() + before.double()
+        with untouched(x_ptr=x, weight_ptr=weight):
+            c = launch(answer.rms_norm_kernel, (rows,), x, residual, weight, out, cols, eps, BLOCK=block)
+        mean = s.square().mean(1, True)
+
+        def normed(scale: Tensor, s: Tensor = s, weight: Tensor = weight, dtype: torch.dtype = dtype) -> Tensor:
+            return (s * scale * weight.double()).to(dtype)
+
+        known = {
+            "the mean is over BLOCK lanes, not over cols": normed((mean * cols / block + eps).rsqrt()),
+            "eps belongs under the root, added to the mean": normed(1 / (mean.sqrt() + eps)),
+            "the residual is not added": normed((x.double().square().mean(1, True) + eps).rsqrt(), x.double()),
+            "squares overflow in 16 bits: make the sum fp32 first": torch.zeros_like(out),
+        }
+        equal(out, normed((mean + eps).rsqrt()), "out", known=known, rtol=3e-3 if dtype == torch.float16 else 1e-5)
+        same = {"residual keeps its old values: s must be stored over it": before}
+        equal(residual, s.to(dtype), "residual", known=same, **bound(dtype))
+        every = bytes_of(x=x, residual=residual, weight=weight)
+        moved(c, times(every, weight=rows), bytes_of(residual=residual, out=out), advice="the program still has it")
+
+
+@on_ranks(1)
+def test_cross_entropy_kernel(answer: Answer, group: WatchedGroup) -> None:
+    ignore = -100
+    for rows, cols, block, stride, dtype in shapes():
+        logits = torch.randn(rows, cols) * 5
+        logits[0] += 300 if dtype == torch.float32 else 30
+        target = within(torch.randint(cols, (rows,)))
+        if rows > 1:
+            target[1] = ignore
+            logits[1] = float("nan")
+        logits = within(logits.to(dtype), stride)
+        z, counts, loss = logits.double(), target != ignore, blank(target, dtype=torch.float32)
+        with untouched(target_ptr=target):
+            c = launch(
+                answer.cross_entropy_kernel, (rows,), logits, target, loss, cols, stride, ignore, 0.125, BLOCK=block
+            )
+        lse = z.logsumexp(1)
+        place = target.clamp(min=0).unsqueeze(1)
+        wanted = torch.where(counts, lse - z.gather(1, place).squeeze(1), 0.0)
+        hot = torch.zeros_like(z).scatter_(1, place, 1.0)
+        gradient = torch.where(counts.unsqueeze(1), 0.125 * (z.softmax(1) - hot), 0.0)
+        require(
+            not logits[~counts].isnan().any() and not loss.isnan().any(),
+            "a row whose target is ignore_index must become 0, in loss and gradient, whatever its logits are",
+        )
+        ignored = {"a row whose target is ignore_index has a loss: it counts nothing": lse.float()}
+        equal(loss, wanted.float(), "loss", known=ignored, rtol=1e-5, atol=3e-5)
+        plain = torch.where(counts.unsqueeze(1), 0.125 * z.softmax(1), 0.0)
+        known = {
+            "this is the softmax: 1 at the target is not subtracted": plain.to(dtype),
+            "scale is missing": (8 * gradient).to(dtype),
+        }
+        equal(logits, gradient.to(dtype), "the gradient, in logits", known=known, rtol=2e-3, atol=1e-5)
+        size, used = logits.element_size(), int(counts.sum())
+        moved(
+            c,
+            {"logits_ptr": 2 * used * cols * size, **bytes_of(target=target)},
+            {"logits_ptr": rows * cols * size, **bytes_of(loss=loss)},
+            optional={"logits_ptr": used * size, "target_ptr": rows * 8},
+            advice="two loads: maximum and sum in one pass, the gradient in the other; none of an ignored row",
+        )
+        no_larger(c, block, "a row may be any length, so go through it BLOCK elements at a time")
+
+
+@on_ranks(1)
+def test_column_sum_kernel(answer: Answer, group: WatchedGroup) -> None:
+    for rows, cols, programs, block, dtype in (
+        (11, 20, 3, 16, torch.float32),
+        (6, 16, 2, 16, torch.float16),
+        (2, 5, 4, 16, torch.float32),
+        (0, 5, 2, 16, torch.float32),
+    ):
+        case(f"{rows} x {cols} {str(dtype)[6:]}, {programs} programs a column, BLOCK = {block}")
+        x = within((torch.arange(rows * cols).view(rows, cols) % 7 + 2000.0).to(dtype))
+        partial = within(torch.full((programs, cols), float("nan")))
+        with untouched(x_ptr=x):
+            c = launch(answer.column_sum_kernel, (programs, -(-cols // block)), x, partial, rows, cols, BLOCK=block)
+        wanted = torch.stack([x[p::programs].double().sum(0) for p in range(programs)]).float()
+        equal(partial, wanted, "partial", rtol=1e-6)
+        moved(c, bytes_of(x=x), bytes_of(partial=partial), advice="add up in the program, and store once")
+
+
+@on_ranks(1)
+def test_dropout_kernel(answer: Answer, group: WatchedGroup) -> None:
+    for n, p, seed, block, dtype in (
+        (200, 0.25, 7, 64, torch.float32),
+        (200, 0.25, 7, 32, torch.float32),
+        (200, 0.25, 8, 64, torch.float16),
+        (33, 0.0, 1, 16, torch.float32),
+        (1, 0.9, 5, 16, torch.float32),
+    ):
+        case(f"{n} elements {str(dtype)[6:]}, p = {p}, seed {seed}, BLOCK = {block}")
+        x = within((torch.rand(n) + 1).to(dtype))
+        out, numbers = blank(x), random_numbers(seed, n)
+        with untouched(x_ptr=x):
+            c = launch(answer.dropout_kernel, (-(-n // block),), x, out, n, p, seed, BLOCK=block)
+        keep, z = numbers >= p, x.double()
+        local = random_numbers(seed, block).repeat(-(-n // block))[:n] >= p
+
+        def dropped(keep: Tensor, p: float = p, z: Tensor = z, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.where(keep, z / (1 - p), 0).to(dtype)
+
+        known = {
+            "p is the share that is kept here, and must be the share that is dropped": dropped(~keep),
+            "what is kept must be divided by 1 - p": dropped(keep, 0.0),
+            "every program drops the same lanes: the offset of tl.rand must be the element's number": dropped(local),
+            "the seed is not used": dropped(random_numbers(0, n) >= p),
+        }
+        equal(out, dropped(keep), "out", known=known, **bound(dtype))
+        moved(c, bytes_of(x=x), bytes_of(out=out))

@@ -1,0 +1,64 @@
+"""Triton, or a stand-in whose use says what is missing, and where a kernel can run. No other file imports triton."""
+
+import importlib.util
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PROCESSORS = 132  # streaming multiprocessors of an H100 or H200: what a rehearsal without a GPU assumes
+__all__ = ["INSTALLED", "INTERPRETED", "REHEARSING", "Missing", "on", "processors", "takes", "tl", "triton"]
+
+REHEARSING: ContextVar[bool] = ContextVar("REHEARSING", default=False)  # within compiled.rehearse: nothing is launched
+
+
+class Missing:
+    """Stands for triton where it is not installed: kernels can be defined and read; launching one is an error."""
+
+    def __getattr__(self, name: str) -> "Missing":
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "Missing":
+        return self
+
+    def __getitem__(self, grid: Any) -> Any:
+        raise ImportError("this kernel needs triton, which is not installed; on Linux: pip install 'triton>=3.6,<3.8'")
+
+
+INSTALLED = importlib.util.find_spec("triton") is not None
+if INSTALLED:
+    import triton
+    import triton.language as tl
+
+    INTERPRETED = bool(triton.knobs.runtime.interpret)  # decided once: @triton.jit reads it when a kernel is defined
+else:
+    triton = tl = Missing()
+    INTERPRETED = False
+
+
+def takes(*tensors: Tensor | None) -> bool:
+    """Whether a Triton kernel takes this call, not torch's operator.
+
+    All on one CUDA device, or on a CPU under TRITON_INTERPRET=1. float64 is torch's: kernels compute in fp32. Tensors
+    on "meta" have no data; only `compiled.rehearse` hands them to a kernel.
+    """
+    given = [tensor for tensor in tensors if tensor is not None]
+    devices = {tensor.device for tensor in given}
+    if not INSTALLED or len(devices) > 1 or any(t.dtype == torch.float64 or t.is_complex() for t in given):
+        return False
+    kind = devices.pop().type
+    return kind == "cuda" or (kind == "cpu" and INTERPRETED) or (kind == "meta" and REHEARSING.get())
+
+
+def on(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, so make it the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def processors(device: torch.device) -> int:
+    """How many streaming multiprocessors share the work; under the interpreter 3, each a slow one."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 3 if INTERPRETED else PROCESSORS

@@ -1,0 +1,58 @@
+"""Which of the two a call takes, and what is said where triton is missing."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from refimpl.kernels import language
+from refimpl.kernels.language import Missing, takes
+
+
+def test_float64_and_other_devices_are_torchs(device: torch.device) -> None:
+    x = torch.ones(3, device=device)
+    assert takes(x, None)
+    assert not takes(x.double())
+    assert not takes(x, torch.ones(3, device="meta"))
+    assert not takes(torch.ones(3, device="meta"))
+
+
+def test_a_cpu_is_torchs_unless_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language, "INTERPRETED", False)
+    assert not takes(torch.ones(3))
+
+
+def test_without_triton_kernels_can_be_defined_but_not_launched() -> None:
+    triton = Missing()
+
+    @triton.jit
+    def kernel(x: int) -> None: ...
+
+    with pytest.raises(ImportError, match="needs triton, which is not installed"):
+        kernel[(1,)](1)
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_training_on_a_cpu_imports_no_kernel() -> None:
+    names = "refimpl.model.gpt, refimpl.optim.adam, refimpl.engine.engine"
+    assert run(f"import sys, {names}; print('triton' in sys.modules, 'refimpl.kernels.language' in sys.modules)") == (
+        "False False\n"
+    )
+
+
+def test_the_room_opens_without_triton() -> None:
+    code = """
+import importlib.util, sys, torch
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
+from refimpl.kernels.case import cases
+from refimpl.kernels.rms_norm import rms_norm
+print(len(list(cases())) > 0, "triton" in sys.modules, rms_norm(torch.ones(2, 4)).sum().item())
+"""
+    assert run(code).startswith("True False 7.9")
