@@ -209,9 +209,7 @@ def three_passes_kernel(x_ptr, out_ptr, cols, BLOCK: tl.constexpr):
     for start in range(0, cols, BLOCK):
         i = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + i, mask=i < cols)
-        tl.store(
-            out_ptr + tl.program_id(0) * cols + i, tl.exp(x - top) / total, mask=i < cols
-        )
+        tl.store(out_ptr + tl.program_id(0) * cols + i, tl.exp(x - top) / total, mask=i < cols)
 
 
 x = torch.randn(8, 200)
@@ -245,6 +243,7 @@ def logsumexp_kernel(x_ptr, out_ptr, cols, x_stride, BLOCK: tl.constexpr):
     be -inf, a whole block of them too; but not a whole row.
     """
     raise NotImplementedError("logsumexp_kernel")
+
 
 # %% [markdown]
 # What tells a right one from others: a row that ascends (the maximum grows at every block), a block of $-\infty$ (then
@@ -345,6 +344,7 @@ def matmul_kernel(
     """
     raise NotImplementedError("matmul_kernel")
 
+
 # %% [markdown]
 # **Which tile when.** Programs start in the order of their numbers, as many at once as fit, and those share the L2 cache.
 # Take 9 x 9 tiles of a product whose $a$ and $b$ are 9 tiles wide, and 9 programs at once. Tile by tile along a row, they
@@ -426,6 +426,7 @@ def flash_kernel(
     4 BM BN D operations. No block is larger than BM or BN by BM, BN or D. Sums are fp32; input_precision="ieee".
     """
     raise NotImplementedError("flash_kernel")
+
 
 # %% [markdown]
 # ## 4. Read it: what the compiler makes of it
@@ -602,7 +603,10 @@ axis.loglog(line, [min(P, i * B) / 1e12 for i in line], color="k")
 for (name, row), marker in zip(frame.iterrows(), "os^DvPX", strict=True):
     axis.loglog(*row, marker, label=name, ms=7)
 axis.set(
-    xlabel="operations a byte", ylabel="TFLOP/s", title="H100 SXM, by its data sheet", ylim=(0.1, 3000)
+    xlabel="operations a byte",
+    ylabel="TFLOP/s",
+    title="H100 SXM, by its data sheet",
+    ylim=(0.1, 3000),
 )
 axis.legend(frameon=False, fontsize=9)
 plt.show()
