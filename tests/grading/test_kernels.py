@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from refimpl.grading.compare import Wrong
+from refimpl.grading.rank import explained
 from refimpl.launch import run
 
 KERNELS = """
@@ -91,3 +92,10 @@ def test_a_second_load_is_said_with_a_table(found: dict[str, list[str]]) -> None
 def test_an_exception_is_the_learners_own_and_no_circle(found: dict[str, list[str]]) -> None:
     """Its context is the interpreter's wrapper, whose cause it was: whoever followed that would never end."""
     assert found["raising"] == ["ValueError", "None"]
+
+
+def test_without_triton_the_report_says_what_to_do() -> None:
+    error = ModuleNotFoundError("No module named 'triton'", name="triton")
+    wrong = explained(error, Path("exercise.py"), "softmax_kernel")
+    assert wrong.headline == "exercise.py cannot be imported: No module named 'triton'"
+    assert any("macOS" in line and "Linux container" in line for line in wrong.details)
