@@ -1,6 +1,6 @@
 """Turns what the repository already has (notebooks, solutions, cards, docstrings, README) into pages of the site.
 
-MkDocs calls `on_files` at each build and `on_page_markdown` for each page; `pages/` does the work.
+MkDocs calls `on_files` at each build, `on_page_markdown` and `on_page_content` for each page; `pages/` does the work.
 """
 
 import json
@@ -63,6 +63,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put the part of README.md that begins with WORDS in the place of `<!-- README: WORDS -->`."""
     return README_PART.sub(lambda match: readme(match[1]), markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put the code of a source file below its head; its lines are places that links may lead to."""
+    code = Sources(ROOT, "", "").below(page.file.src_uri)
+    if page.present_anchor_ids is not None:
+        page.present_anchor_ids |= set(re.findall(r'id="(L\d+)"', code))
+    return html + code
 
 
 def course(sources: Sources) -> Made:

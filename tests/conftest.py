@@ -1,5 +1,6 @@
 """Shared by all tests: helpers beside a test file can be imported from it, also in the ranks it starts."""
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -29,6 +30,12 @@ def _ranks_that_stay() -> Iterator[None]:
     yield
     if "worlds" in sys.modules:
         sys.modules["worlds"].worlds().stop()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected is nobody's garbage: else each `gc.collect()` of a test looks at all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -7,6 +7,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,15 @@ from refimpl.grading.chapters import Chapter, chapters
 from refimpl.grading.grade import Exercise, Grader
 from refimpl.grading.live import exercises_of
 
-pytestmark = pytest.mark.xdist_group("mutants")  # one process keeps the ranks warm
-
 ROOT = Path(__file__).parents[1]
 CHAPTERS = chapters(ROOT)
 MUTANTS = [(chapter, path) for chapter in CHAPTERS for path in chapter.mutants]
 HANG = 4.0  # seconds, so that mutants that hang do not hold everything up
+
+
+def param(chapter: Chapter, value: object, name: str) -> Any:
+    """With `-n`, one process grades a whole chapter, and keeps the ranks warm."""
+    return pytest.param(chapter, value, id=f"{chapter.name}-{name}", marks=pytest.mark.xdist_group(chapter.name))
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +44,13 @@ def wanted(mutant: Path) -> tuple[str, list[str]]:
     return task, re.findall(r"^says: (.+)$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("chapter", "task"), [pytest.param(c, t, id=f"{c.name}-{t}") for c in CHAPTERS for t in c.tasks]
-)
+@pytest.mark.parametrize(("chapter", "task"), [param(c, t, t) for c in CHAPTERS for t in c.tasks])
 def test_every_solution_passes(chapter: Chapter, task: str, grader: Grader) -> None:
     verdict = grader.grade(exercise(chapter, task), chapter.solution)
     assert verdict.outcome == "pass", verdict.text
 
 
-@pytest.mark.parametrize(("chapter", "mutant"), [pytest.param(c, m, id=f"{c.name}-{m.stem}") for c, m in MUTANTS])
+@pytest.mark.parametrize(("chapter", "mutant"), [param(c, m, m.stem) for c, m in MUTANTS])
 def test_every_mutant_is_killed_for_the_right_reason(chapter: Chapter, mutant: Path, grader: Grader) -> None:
     task, words = wanted(mutant)
     verdict = grader.grade(exercise(chapter, task), mutant, timeout=HANG)

@@ -25,13 +25,13 @@ def test_zero3_bytes(answer: Answer, group: WatchedGroup) -> None:
             model.to(dtype)
             config = ZeroConfig(prefetch_bucket_size=budget)
             stage = Zero3(model, optim.AdamW(model.parameters()), group.oracle(), config)
-            meter = MemoryMeter(stage.tensors)
-            for _ in range(2):  # the first iteration only records the trace
-                meter.reset_peak()
-                with meter:
-                    stage.backward(model(torch.ones(2, widths[0], dtype=dtype)).sum())
-                kept = meter.now()
-                stage.step()
+            meter, x = MemoryMeter(stage.tensors), torch.ones(2, widths[0], dtype=dtype)
+            stage.backward(model(x).sum())  # only records the trace
+            stage.step()
+            with meter:
+                stage.backward(model(x).sum())
+            kept = meter.now()
+            stage.step()
             classes = MemoryMeter(stage.tensors).now() | {k: kept[k] for k in ("parameters", "gradients")}
             classes["optimizer"] -= 4 * len(stage.buckets)  # AdamW's step counts
             total = sum(classes[k] for k in ("parameters", "gradients", "optimizer", "master weights"))

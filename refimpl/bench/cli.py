@@ -1,4 +1,4 @@
-"""`refimpl bench zero`, `parallel`, `comm`, `checkpoint`, `disk`, `offload`, `overhead`: tables and reports."""
+"""`refimpl bench zero`, `parallel`, `comm`, `checkpoint`, `disk`, `offload`, `overhead`, `kernels`."""
 
 import json
 import os
@@ -233,6 +233,22 @@ def offload(
 
 
 @app.command()
+def kernels(
+    only: Annotated[str, typer.Option(help="Cases whose name holds this word: softmax, bf16, ...")] = "",
+    seconds: Annotated[float, typer.Option(min=1, help="After so long only ours and eager torch.")] = 420,
+    file: JsonOption = None,
+) -> None:
+    """Kernels beside eager torch, torch.compile and Liger-Kernel, as shares of this machine's copy and product."""
+    from refimpl.bench.kernels import HEAT, measure
+
+    file = writable(file) if file else None
+    try:
+        publish("Kernels", HEAT, measure(only, seconds), file)
+    except ValueError as error:
+        raise typer.BadParameter(f"--only: {error}") from None
+
+
+@app.command()
 def table(report: Annotated[Path, typer.Argument(help="What `refimpl bench zero --json` wrote.")]) -> None:
     """The README's table of a report, in Markdown."""
     from refimpl.bench.table import markdown
@@ -289,4 +305,6 @@ def publish(title: str, common: Sequence[str], heats: Iterable[Sequence[Any]], f
 def shown(value: object) -> str:
     if value is None:
         return "-"
+    if isinstance(value, float) and 0 < abs(value) < 0.1:
+        return f"{value:.1g}"
     return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -104,11 +104,15 @@ def _precision(name: str, dtype: torch.dtype) -> Finding:
 
 
 def _triton() -> Finding:
+    """Which kernels norms, loss and AdamW are computed by: see refimpl/kernels/language.py, `takes`."""
     if importlib.util.find_spec("triton") is None:
-        return Finding("triton", "missing", "kernels fall back to torch; on Linux: pip install -e '.[kernels]'")
+        return Finding("triton", "missing: torch's operators do all", "on Linux: pip install -e '.[kernels]'")
     if torch.cuda.is_available():
-        return Finding("triton", "compiled")
-    return Finding("triton", "interpreted", "right but slow, for reading and testing kernels; a GPU compiles them")
+        return Finding("triton", "kernels compiled for the GPU; tensors on the CPU take torch's operators")
+    advice = (
+        "nothing to do; with TRITON_INTERPRET=1 refimpl.kernels interprets its kernels, slowly, to read and test them"
+    )
+    return Finding("triton", "torch's operators do all: no GPU to compile kernels for", advice)
 
 
 def _disk() -> Finding:

@@ -81,7 +81,7 @@ def show(shape: "Shape", found: "Found", machine: "Machine", gpus: int, top: int
     from rich.table import Table
 
     console = Console()
-    console.width = max(console.width, 150)  # the table's: lines that a terminal folds can be read, cut ones cannot
+    console.width = max(console.width, 165)  # the table's: lines that a terminal folds can be read, cut ones cannot
     console.print(
         f"{shape.parameters / 1e9:,.1f} billion parameters: {shape.layers} layers, width {shape.width}, {shape.heads} "
         f"heads, sequences of {shape.context}; {gpus} GPUs of {machine.memory / 1e9:.0f} GB, "
@@ -96,8 +96,21 @@ def show(shape: "Shape", found: "Found", machine: "Machine", gpus: int, top: int
         if not verdicts:
             continue
         table = Table(title=title)
-        columns = ("dp", "pp", "tp", "micro", "m", "ZeRO", "recompute", "state GB", "activations GB", "GB", "bubble")
-        for column in (*columns, "tp GB sent", "dp GB sent", "step s", "MFU", by):
+        columns = (
+            "dp",
+            "pp",
+            "cp",
+            "tp",
+            "micro",
+            "m",
+            "ZeRO",
+            "recompute",
+            "state GB",
+            "activations GB",
+            "GB",
+            "bubble",
+        )
+        for column in (*columns, "tp GB sent", "cp GB sent", "dp GB sent", "step s", "MFU", by):
             table.add_column(column, justify="right")
         for verdict in verdicts[:top]:
             table.add_row(*cells(verdict, fits=verdicts is found.fit))
@@ -110,12 +123,12 @@ def cells(verdict: "Verdict", fits: bool) -> list[str]:
     mesh, activations = verdict.mesh, verdict.bytes["activations"]
     largest = max(verdict.bytes, key=lambda name: verdict.bytes[name])
     return [
-        *(str(n) for n in (mesh.dp, mesh.pp, mesh.tp, mesh.micro, mesh.micro_batches)),
+        *(str(n) for n in (mesh.dp, mesh.pp, mesh.cp, mesh.tp, mesh.micro, mesh.micro_batches)),
         mesh.zero.removeprefix("zero"),
         "yes" if mesh.recompute else "no",
         *(f"{size / 1e9:.1f}" for size in (verdict.total - activations, activations, verdict.total)),
         f"{verdict.bubble:.0%}",
-        *(f"{verdict.sent[axis] / 1e9:.1f}" for axis in ("tensor", "data")),
+        *(f"{verdict.sent[axis] / 1e9:.1f}" for axis in ("tensor", "context", "data")),
         f"{verdict.step:.1f}",
         f"{verdict.mfu:.0%}",
         verdict.limit if fits else largest,

@@ -30,6 +30,9 @@ from refimpl.engine.monitor import Monitor
 from refimpl.engine.names import optimizer_named, schedule_named
 from refimpl.engine.sections import Optimizer as OptimizerSection
 from refimpl.engine.sections import Scheduler as SchedulerSection
+from refimpl.engine.sections import SparseAttention as SparseSection
+from refimpl.model.patterns.named import pattern_named
+from refimpl.model.sparse_swap import make_sparse
 from refimpl.parallel.pipeline.module import PipelineModule
 from refimpl.zero.ddp import DDP
 from refimpl.zero.parameter import place
@@ -90,6 +93,8 @@ def build(
         logging.getLogger("refimpl").setLevel(settings.log_level)
     if settings.dump_state and rank == 0:
         print(settings.model_dump_json(indent=2))
+    if settings.sparse_attention is not None:
+        sparse(model, settings.sparse_attention, axes)
     ranks, shared = ExpertRanks(axes), settings.expert_parallel.autoep_size if settings.expert_parallel.enabled else 1
     named = None
     if not split and max(axes.model.size, shared) > 1 and not isinstance(model, PipelineModule):
@@ -125,6 +130,21 @@ def build(
         loader = make_dataloader(dataset, micro_batch, axes.feed, axes.feeds, drop_last, collate_fn)
     schedule_ = None if opt is None else make_scheduler(scheduler, settings.scheduler, opt)
     return Parts(settings, axes, model, stage, schedule_, loader, Monitor(settings, rank))
+
+
+def sparse(model: nn.Module, section: SparseSection, axes: Axes) -> None:
+    """Exchange the model's attention for the section's pattern. ConfigError where that cannot be."""
+    if axes.context.size > 1:
+        raise ConfigError("sparse_attention: with sequence_parallel_size > 1 no rank has the sequence's other blocks")
+    if axes.tensor.size > 1 and section.different_layout_per_head:
+        raise ConfigError(
+            "sparse_attention.different_layout_per_head: tensor ranks have some heads each; set it to false"
+        )
+    options = {**section.model_dump(exclude={"mode"}), "seed": 0}  # the same draws on all ranks
+    try:
+        make_sparse(model, lambda heads: pattern_named(section.mode, heads, options))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_agreed(config: DeepSpeedConfig, axes: Axes) -> None:

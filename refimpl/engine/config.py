@@ -91,6 +91,9 @@ class DeepSpeedConfig(section.Section):
     data_parallel_size: section.Positive | None = Field(
         default=None, description="ranks that read other batches; checked: it follows from the number of ranks"
     )
+    sparse_attention: section.SparseAttention | None = Field(
+        default=None, description="which blocks of keys the model's attention reads"
+    )
     pipeline: section.Pipeline = Field(default_factory=section.Pipeline, description="ranks that share the layers")
     checkpoint: section.Checkpoint = Field(default_factory=section.Checkpoint, description="checks of checkpoints")
     comms_logger: section.CommsLogger = Field(default_factory=section.CommsLogger, description="report of the traffic")

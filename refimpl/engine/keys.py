@@ -221,20 +221,6 @@ SWITCHED: Mapping[str, tuple[str, str, Sequence[Any], str]] = {
     ),
 }
 
-SPARSE_ATTENTION = (
-    "mode block different_layout_per_head num_local_blocks num_global_blocks attention horizontal_global_attention "
-    "num_different_global_patterns num_random_blocks local_window_blocks global_block_indices "
-    "global_block_end_indices num_sliding_window_blocks"
-)
-
-# A section without a switch: each key for itself, DeepSpeed's default passes.
-SECTIONS: Mapping[str, tuple[str, Mapping[str, Sequence[Any]]]] = {
-    "sparse_attention": (
-        f"{NOT_YET}: block-sparse attention",
-        dict.fromkeys(SPARSE_ATTENTION.split(), ()),
-    ),
-}
-
 # Sections whose keys are somebody else's, or nested deeply; rejected whole unless they say `"enabled": false`.
 OPEN: Mapping[str, str] = {
     "amp": "not part of this project: apex is retired; use bf16 or fp16",
@@ -262,7 +248,4 @@ def not_honoured() -> list[Key]:
         rows.append(Key(path, "rejected", reason, (None, False)))
         rows.append(Key(f"{path}.{switch}", "rejected", reason, tuple(off)))
         rows += [Key(f"{path}.{name}", "rejected", reason, needs=f"{path}.{switch}") for name in others.split()]
-    for path, (reason, keys) in SECTIONS.items():
-        rows.append(Key(path, "rejected", reason, (None, False)))
-        rows += [Key(f"{path}.{name}", "rejected", reason, tuple(silent)) for name, silent in keys.items()]
     return rows

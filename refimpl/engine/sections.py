@@ -272,6 +272,31 @@ class TensorParallel(Section):
     )
 
 
+class SparseAttention(Section):
+    """The model's self-attention reads a pattern's blocks only; a mode reads the keys that are its own.
+
+    A causal model stays causal, whatever `attention` says. The same blocks are drawn on every rank.
+    """
+
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = Field(
+        default="fixed", description="the pattern"
+    )
+    block: Positive = Field(default=16, description="tokens in a block's side")
+    different_layout_per_head: bool = Field(default=False, description="each head has its own blocks")
+    num_local_blocks: Positive = Field(default=4, description="fixed: blocks in a stretch that reads itself")
+    num_global_blocks: Count = Field(default=1, description="fixed: blocks of a stretch that all read; bigbird: first")
+    attention: Literal["unidirectional", "bidirectional"] = Field(
+        default="bidirectional", description="unidirectional: no block of keys after the block of queries"
+    )
+    horizontal_global_attention: bool = Field(default=False, description="global blocks read all, too")
+    num_different_global_patterns: Positive = Field(default=1, description="fixed: heads differ in what is global")
+    num_random_blocks: Count = Field(default=0, description="variable, bigbird: drawn for each row")
+    local_window_blocks: list[Positive] = Field(default=[4], description="variable: lengths of the stretches")
+    global_block_indices: list[Count] = Field(default=[0], description="variable, bslongformer: blocks that all read")
+    global_block_end_indices: list[Count] | None = Field(default=None, description="the (exclusive) ends, of ranges")
+    num_sliding_window_blocks: Positive = Field(default=3, description="bigbird, bslongformer, local: the window")
+
+
 class ExpertParallel(Section):
     """Experts dealt out over ranks; `refimpl.engine.experts` does it."""
 

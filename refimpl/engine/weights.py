@@ -30,12 +30,29 @@ def whole_weights(engine: TrainingState, exclude_frozen: bool) -> dict[str, Tens
     left_out = frozen_names(engine.module) if exclude_frozen else set()
     weights = {name: w for name, w in weights.items() if name not in left_out}
     if engine.axes.model.size == 1:
-        return from_all(engine.axes.expert, weights)
+        return stacked(from_all(engine.axes.expert, unstacked(engine, weights)))
     if any(portion.dim is None for portion, _ in portions(engine).values()):
         raise CheckpointError("the model itself has split its layers over ranks: only it can put them together")
     whole = {engine.saved_name(name): w for name, w in join_parts(engine.module, weights).items()}
     of_stages = from_all(engine.axes.pipeline, whole) if engine.axes.tensor.rank == 0 else None
     return None if of_stages is None else from_all(engine.axes.expert, of_stages)
+
+
+def unstacked(engine: TrainingState, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts' weights that are one tensor for several get a name for each rank's: the name and the first's number."""
+    first = {engine.stage.names[p]: span.spans[0][0] for p, (span, _) in portions(engine).items() if span.dim == 0}
+    return {f"{name}\0{first[name]:09}" if name in first else name: w for name, w in weights.items()}
+
+
+def stacked(weights: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+    """The inverse, of all ranks' weights."""
+    if weights is None:
+        return None
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, w in weights.items():
+        plain, _, number = name.partition("\0")
+        parts.setdefault(plain, {})[number] = w
+    return {name: torch.cat([p[n] for n in sorted(p)]) if "" not in p else p[""] for name, p in parts.items()}
 
 
 def from_all(group: Group, weights: dict[str, Tensor]) -> dict[str, Tensor] | None:

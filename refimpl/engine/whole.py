@@ -24,6 +24,9 @@ def portions(engine: TrainingState) -> dict[nn.Parameter, tuple[Portion, tuple[i
     for p, (split, dim, _) in cuts(engine.module).items():
         spans = tuple((span.start, span.stop) for span in split.spans(rank))
         found[p] = Portion(dim, spans), (*p.shape[:dim], split.whole, *p.shape[dim + 1 :])
+    for p in engine.stage.names:
+        if stack := getattr(p, "experts", None):  # of StackedExperts: (first, one past the last, of how many)
+            found[p] = Portion(0, (stack[:2],)), (stack[2], *p.shape[1:])
     return found
 
 

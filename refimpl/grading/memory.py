@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from refimpl.comm.group import Group
 from refimpl.grading.compare import Wrong, require
@@ -53,6 +55,17 @@ class Kept:
                 return
             time.sleep(0.01)  # a thread of gloo's lets go of the buffer that it has sent a little late
         raise Wrong(f"{what} keeps {more:,} bytes alive, expected {room:,}: {advice}")
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any result of an operation inside had: what is made and let go again is seen too."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(result) if isinstance(t, Tensor))])
+        return result
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -8,6 +8,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -77,6 +78,8 @@ def _places() -> list[Any]:
 
 
 def _put_back(place: Any, names: dict[str, Any]) -> None:
+    if len(names) == len(vars(place)) and all(map(is_, names.values(), vars(place).values())):
+        return  # most places, and there are 1700
     now = dict(vars(place))
     for name, old in names.items():
         # Only what is called: a number or an object may be a count that the library itself goes on with.

@@ -1,7 +1,7 @@
 """A call of a kernel at a size that occurs, and all such calls: what is compiled, compared and timed.
 
-Each kernel's file declares `CASES`. The compile test rehearses them on "meta" tensors, the GPU test compares them with
-the reference in float64, `refimpl bench kernels` times them.
+Each kernel's file declares `CASES`, and `SMALL` for the bench on a CPU. The compile test rehearses them on "meta"
+tensors, the GPU test compares them with the reference in float64, `refimpl bench kernels` times them.
 """
 
 import importlib
@@ -35,10 +35,14 @@ class Case:
         return self.name.partition(" ")[0]
 
 
-def cases() -> Iterator[Case]:
-    """Those of every file in this folder, by file name."""
+def short(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+
+
+def cases(small: bool = False) -> Iterator[Case]:
+    """Those of every file in this folder, by file name; `small`: those for a CPU, which a file calls SMALL."""
     for module in sorted(pkgutil.iter_modules([str(Path(__file__).parent)]), key=lambda found: found.name):
-        yield from getattr(importlib.import_module(f"{__package__}.{module.name}"), "CASES", ())
+        yield from getattr(importlib.import_module(f"{__package__}.{module.name}"), "SMALL" if small else "CASES", ())
 
 
 def outputs(result: Any) -> list[Tensor]:

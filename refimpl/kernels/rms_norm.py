@@ -197,3 +197,4 @@ CASES = (
     _case("fp32", torch.float32, 16384, 8192),
     _case("bf16", torch.bfloat16, 2048, 32768),
 )
+SMALL = (_case("fp32", torch.float32, 4096, 768),)

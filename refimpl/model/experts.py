@@ -56,7 +56,7 @@ class StackedExperts(nn.Module):
     ) -> None:
         """gated: `up` has the gate's rows first, then the others: [E, 2 hidden, width]."""
         super().__init__()
-        self.gated, self.act, self.std, self.first = gated, act, std, 0
+        self.gated, self.act, self.std, self.first, self.of = gated, act, std, 0, experts
         self.up = nn.Parameter(torch.empty(experts, hidden * (1 + gated), width))
         self.down = nn.Parameter(torch.empty(experts, width, hidden))
         self.reset_parameters()
@@ -88,8 +88,11 @@ class StackedExperts(nn.Module):
         part = StackedExperts.__new__(StackedExperts)
         nn.Module.__init__(part)
         part.gated, part.act, part.std, part.first = self.gated, self.act, self.std, self.first + start
+        part.of = self.of
         for name, weight in self.named_parameters():
             part.register_parameter(name, nn.Parameter(weight.detach()[start:stop].clone(), weight.requires_grad))
+            # Under this name other ranks have other experts: which of how many these are.
+            part._parameters[name].experts = (part.first, part.first + stop - start, self.of)  # type: ignore[union-attr]
         return part
 
 

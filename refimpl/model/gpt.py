@@ -101,6 +101,18 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=INIT_STD)
 
 
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm; on a GPU by a kernel of ours, which is imported there alone, as triton is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> [..., C], in x's dtype."""
+        if not x.is_cuda:
+            return super().forward(x)
+        from refimpl.kernels.layer_norm import layer_norm
+
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
 class Attention(nn.Module):
     """Causal self-attention: a token sees itself and what came before."""
 
@@ -140,9 +152,9 @@ class Block(nn.Module):
         super().__init__()
         # 2L residual branches add up; this keeps the sum's variance that of one.
         residual_std = INIT_STD / math.sqrt(2 * config.layers)
-        self.ln1 = nn.LayerNorm(config.width)
+        self.ln1 = LayerNorm(config.width)
         self.attention = Attention(config, residual_std)
-        self.ln2 = nn.LayerNorm(config.width)
+        self.ln2 = LayerNorm(config.width)
         self.mlp = MLP(config, residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,10 +165,14 @@ class Block(nn.Module):
 
 
 class Loss(nn.Module):
-    """Mean cross entropy in nats."""
+    """Mean cross entropy in nats; on a GPU by a kernel of ours, which makes the gradient too."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """logits [B, T, V], targets [B, T] int64 -> an fp32 scalar."""
+        if logits.is_cuda:
+            from refimpl.kernels.cross_entropy import cross_entropy
+
+            return cross_entropy(logits, targets)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
@@ -169,7 +185,7 @@ class GPT(nn.Module):
         self.wte = Embedding(config.vocab, config.width)
         self.wpe = Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.ln = nn.LayerNorm(config.width)
+        self.ln = LayerNorm(config.width)
         self.head = Linear(config.width, config.vocab, bias=False)
         self.head.weight = self.wte.weight
         self.loss: nn.Module = Loss()

@@ -39,16 +39,16 @@ def padded_sent(experts: int, capacity: int, width: int, ep: int, itemsize: int,
 
 
 def hierarchical_sent(
-    loads: Sequence[Sequence[int]], rank: int, node: int, width: int, itemsize: int
+    loads: Sequence[Sequence[int]], rank: int, node: int, width: int, itemsize: int, forwards: int = 1
 ) -> tuple[int, int]:
-    """(inside the node, over the network): bytes of one all-to-all of tokens from `rank` of the group, forward."""
+    """(inside the node, between nodes of `node` ranks): bytes of one rank's tokens, forward and backward."""
     ep, each = len(loads), len(loads[0]) // len(loads)
-
-    def rows(source: int, to: int) -> int:
-        return sum(loads[source][to * each : (to + 1) * each])
-
+    rows = [[sum(load[to * each : (to + 1) * each]) for to in range(ep)] for load in loads]
+    back = [list(column) for column in zip(*rows, strict=True)]
     here, place = divmod(rank, node)
-    inside = sum(rows(rank, to) for to in range(ep) if to % node != place)
-    neighbours = range(here * node, (here + 1) * node)
-    across = sum(rows(s, to) for s in neighbours for to in range(ep) if to % node == place and to // node != here)
-    return inside * width * itemsize, across * width * itemsize
+    ranks = range(here * node, (here + 1) * node)
+    inside, across = 0, 0
+    for table in (rows, back):
+        inside += sum(n for to, n in enumerate(table[rank]) if to % node != place)
+        across += sum(table[s][to] for s in ranks for to in range(place, ep, node) if to // node != here)
+    return (1 + forwards) * inside * width * itemsize, (1 + forwards) * across * width * itemsize

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from refimpl.plan.formulas import STRATEGIES
 from refimpl.plan.mesh import Machine, Mesh, Verdict, judge
 from refimpl.plan.shape import Shape
 
+POWERS = (1, 2, 4, 8, 16)
+TOKENS = 4096  # of a sequence that a rank keeps at least, where ranks share sequences: below, blocks are too small
 RESERVE = 0.1  # of a GPU's memory, for what no formula counts: kernels' workspaces, NCCL's buffers, fragments
 
 
@@ -34,18 +37,19 @@ def search(shape: Shape, gpus: int, batch: int, machine: Machine) -> Found:
 
 def meshes(shape: Shape, gpus: int, batch: int, machine: Machine) -> Iterator[Mesh]:
     """Those that can be, tensor parallelism no wider than a node."""
-    for tp in (n for n in (1, 2, 4, 8, 16) if n <= machine.in_node):
-        for pp in range(1, shape.layers + 1):
-            if gpus % (tp * pp):
+    tensor = [n for n in POWERS if n <= machine.in_node]
+    context = [n for n in POWERS if n == 1 or shape.context // n >= TOKENS]
+    stages = range(1, shape.layers + 1)
+    for tp, cp, pp in product(tensor, context, stages):
+        if gpus % (tp * cp * pp):
+            continue
+        dp = gpus // (tp * cp * pp)
+        for micro, zero, recompute in product((1, 2, 4, 8), STRATEGIES[1:], (False, True)):
+            mesh = Mesh(dp, pp, tp, batch, micro, zero, recompute, cp=cp)
+            if dp * cp == 1 and zero != "zero1":
+                continue  # nothing to divide
+            try:
+                mesh.check(shape)
+            except ValueError:
                 continue
-            for micro in (1, 2, 4, 8):
-                for zero in STRATEGIES[1:]:
-                    for recompute in (False, True):
-                        mesh = Mesh(gpus // (tp * pp), pp, tp, batch, micro, zero, recompute)
-                        if mesh.dp == 1 and zero != "zero1":
-                            continue  # nothing to divide
-                        try:
-                            mesh.check(shape)
-                        except ValueError:
-                            continue
-                        yield mesh
+            yield mesh

@@ -7,6 +7,7 @@ classes of modules that no import would find do too, such as a test file's under
 import io
 import sys
 import types
+from functools import lru_cache
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -32,20 +33,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, types.FunctionType | type | types.ModuleType):
             name = obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__
             module = sys.modules.get(name)
-            if module is not None and name not in self.seen and not _importable(module):
+            file = getattr(module, "__file__", None)  # without: built in, or a namespace
+            if module and file and name not in self.seen and not _importable(module.__name__, file, tuple(sys.path)):
                 cloudpickle.register_pickle_by_value(module)
                 self.by_value.append(module)
             self.seen.add(name)
         return super().reducer_override(obj)
 
 
-def _importable(module: types.ModuleType) -> bool:
+@lru_cache(1024)  # a rank's every report asks for the same few
+def _importable(module: str, file: str, sys_path: tuple[str, ...]) -> bool:
     """Whether another process with this sys.path would import the same file under the same name."""
-    file = getattr(module, "__file__", None)
-    if file is None:
-        return True  # built in, or a namespace
     path, origin, name = None, None, ""
-    for part in module.__name__.split("."):
+    for part in module.split("."):
         name = f"{name}.{part}".lstrip(".")
         specs = (finder.find_spec(name, path) for finder in sys.meta_path)
         spec = next((spec for spec in specs if spec is not None), None)

@@ -3,9 +3,10 @@
 import multiprocessing.forkserver
 
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "refimpl.launch"]  # every optimizer imports torch._dynamo
+FROZEN = "refimpl.ranks.frozen"  # after all others
 
 
 def start_server() -> None:
     """Start it now, in the background. Called before this process imports torch, the two imports overlap."""
-    multiprocessing.forkserver.set_forkserver_preload(PRELOAD)
+    multiprocessing.forkserver.set_forkserver_preload([*PRELOAD, FROZEN])
     multiprocessing.forkserver.ensure_running()

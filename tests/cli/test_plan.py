@@ -63,10 +63,12 @@ def test_the_layout_of_a_deepspeed_configuration(
     file.write_text(json.dumps(asked))
     command = ("plan", "--params", "70B", "--config", str(file))
     assert refimpl_command(monkeypatch, *command, "--gpus", "512") == 0
-    rows = re.findall(r"^│ +(\d+) │ +(\d+) │ +(\d+) │ +(\d+) │ +(\d+) │", capsys.readouterr().out, re.MULTILINE)
+    rows = re.findall(
+        r"^│ +(\d+) │ +(\d+) │ +(\d+) │ +(\d+) │ +(\d+) │ +(\d+) │", capsys.readouterr().out, re.MULTILINE
+    )
     assert (
-        rows == [("16", "4", "8", "2", "16")] * 2
-    )  # dp, pp, tp, micro-batch, micro-batches: with and without recompute
+        rows == [("16", "4", "1", "8", "2", "16")] * 2
+    )  # dp, pp, cp, tp, micro-batch, micro-batches: with and without recompute
     assert refimpl_command(monkeypatch, *command, "--gpus", "48") == 2
     assert "pp 4 x cp 1 x tp 8 do not divide 48 GPUs" in capsys.readouterr().err
 

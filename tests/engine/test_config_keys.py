@@ -13,6 +13,7 @@ import refimpl.engine
 from refimpl.engine.answer import ALIASES, markdown, table
 from refimpl.engine.config import DeepSpeedConfig, load_config
 from refimpl.engine.keys import ConfigError, ConfigWarning
+from refimpl.model.patterns.named import PATTERNS
 
 KEYS = table(DeepSpeedConfig)
 ZERO = "zero_optimization"
@@ -135,8 +136,19 @@ ASKED: dict[str, Any] = {
     "tensorboard.enabled": True,
     "wandb.enabled": True,
     "comet.enabled": True,
-    "sparse_attention.mode": "fixed",
-    "sparse_attention.num_local_blocks": 4,
+    "sparse_attention.mode": "bigbird",
+    "sparse_attention.block": 32,
+    "sparse_attention.different_layout_per_head": True,
+    "sparse_attention.num_local_blocks": 8,
+    "sparse_attention.num_global_blocks": 2,
+    "sparse_attention.attention": "unidirectional",
+    "sparse_attention.horizontal_global_attention": True,
+    "sparse_attention.num_different_global_patterns": 2,
+    "sparse_attention.num_random_blocks": 1,
+    "sparse_attention.local_window_blocks": [2, 4],
+    "sparse_attention.global_block_indices": [0, 5],
+    "sparse_attention.global_block_end_indices": [1, 7],
+    "sparse_attention.num_sliding_window_blocks": 5,
     "elasticity.enabled": True,
     "autotuning.enabled": True,
     "compression_training": {"weight_quantization": {}},
@@ -276,6 +288,7 @@ def test_every_honoured_key_is_read_by_somebody() -> None:
     folder = Path(next(iter(refimpl.engine.__path__)))
     code = "\n".join(file.read_text() for file in folder.glob("*.py") if file.name not in declared)
     honoured = [p for p, key in KEYS.items() if key.verdict == "honoured" and ": " not in p and p not in ALIASES]
+    code += "".join(f".{name}\n" for _, names in PATTERNS.values() for name in names.split())  # read by name
     assert [p for p in honoured if not re.search(rf"\.{p.rsplit('.', 1)[-1]}\b", code)] == []
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from refimpl.kernels.case import forward_and_backward
 
-# Of the greatest entry: rounding of the result, and of a few operands before it; fp32 sums over some thousand terms.
-BOUND = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+# Of the greatest entry. The interpreter cuts off what a GPU rounds: 2**-7 in bf16, of a result and an operand of it.
+BOUND = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 1.5e-3}
 
 
 def in_float64(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -24,8 +24,9 @@ def assert_agrees(
     call: Callable[..., Any], reference: Callable[..., Any], inputs: tuple[Any, ...], bound: float | None = None
 ) -> None:
     """Results and gradients of `call` have the dtypes torch gives and lie within `bound` of float64's."""
+    wide = in_float64(inputs)  # before the call, which may change its inputs
     found, grads = forward_and_backward(call, inputs)
-    exact, exact_grads = forward_and_backward(reference, in_float64(inputs))
+    exact, exact_grads = forward_and_backward(reference, wide)
     leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     assert [g.dtype for g in grads] == [x.dtype for x in leaves]
     assert len(found) == len(exact)

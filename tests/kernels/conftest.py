@@ -33,6 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _the_same_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _what_the_first_interpreted_launch_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads the variable once more."""
     if INTERPRETED:

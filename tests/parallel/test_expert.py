@@ -18,6 +18,7 @@ from refimpl.parallel.swap import Columns, Rows, match, swap
 from refimpl.plan.expert import even_sent, hierarchical_sent, padded_sent, sent
 
 WIDTH, EXPERTS = 16, 12
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # half the rows in a matrix product: some roundings
 Found = dict[str, Any]
 
 
@@ -166,7 +167,7 @@ def test_even_loads_send_what_the_short_formula_says() -> None:
     loads = [[tokens * k // EXPERTS] * EXPERTS] * ep
     assert sent(loads, 1, WIDTH, 2)["tokens"] == even_sent(tokens, k, WIDTH, ep, 2)
     inside, across = hierarchical_sent(loads, 1, 2, WIDTH, 2)
-    assert (inside, across) == (tokens * k * WIDTH * 2 // 2, tokens * k * WIDTH * 2 // 2)
+    assert inside == across == 4 * tokens * k * WIDTH * 2 // 2
 
 
 def test_through_the_nodes_come_the_same_rows_in_fewer_messages() -> None:
@@ -175,8 +176,10 @@ def test_through_the_nodes_come_the_same_rows_in_fewer_messages() -> None:
     for node in (1, 2, 4):
         for ours, theirs in zip(run(passed, {}, 4, tokens, DROPLESS, {"node": node}, ranks=4), one, strict=True):
             assert equal(ours, theirs)
-            if node == 2:
-                assert ours["calls"] == {"all_gather": 1, "all_to_all": 8}
+            inside, across = hierarchical_sent(ours["table"], ours["rank"], node, WIDTH, 4)
+            assert ours["traffic"].get("tokens in the node", 0) == inside
+            assert ours["traffic"].get("tokens between nodes", 0) == across
+            assert ours["calls"] == {"all_gather": 1, "all_to_all": 8 if node == 2 else 4}
     with pytest.raises(Exception, match="3 ranks a node: a hierarchical all-to-all of 4 ranks has whole nodes"):
         run(passed, {}, 4, tokens, DROPLESS, {"node": 3}, ranks=4)
 
@@ -277,3 +280,60 @@ def test_what_cannot_be_dealt_out_is_named(experts: int, ep: int, says: str) -> 
 def test_a_model_without_mixtures_is_refused() -> None:
     with pytest.raises(ValueError, match="GPT has no mixture of experts"):
         expert_parallel(GPT(SHAPE), Axes.of_data(Group.world()))
+
+
+def sequence_shared() -> Found:
+    """Runs on every rank: tensor ranks that have other tokens of the same sequences; gradients summed over them."""
+    axes = Axes.of_sizes({"tp": 2}, Group.world()).with_experts(2)
+    layer = build(DROPLESS)
+    expert_parallel(layer, axes, sequence=True)
+    x, out_grad = batch(axes.feed, 12)
+    mine = slice(6 * axes.tensor.rank, 6 * axes.tensor.rank + 6)
+    y = layer(x[mine])
+    (y * out_grad[mine]).sum().backward()
+    return {"y": y.detach(), "gate": layer.gate.weight.grad} | {
+        name: p.grad for name, p in layer.experts.named_parameters()
+    }
+
+
+def test_under_sequence_parallelism_each_tensor_rank_sends_its_own_tokens() -> None:
+    found = run(sequence_shared, ranks=4)
+    layers = [build(DROPLESS) for _ in range(2)]
+    for feed, layer in enumerate(layers):
+        x, out_grad = batch(feed, 12)
+        y = layer(x)
+        (y * out_grad).sum().backward()
+        torch.testing.assert_close(torch.cat([ours["y"] for ours in found[2 * feed : 2 * feed + 2]]), y, **CLOSE)
+        for ours in found[2 * feed : 2 * feed + 2]:
+            torch.testing.assert_close(ours["gate"], layer.gate.weight.grad, **CLOSE)
+    for ours in found:
+        for name, p in layers[0].experts.named_parameters():
+            if name in ours:
+                both = p.grad + layers[1].experts.get_parameter(name).grad
+                torch.testing.assert_close(ours[name], both, **CLOSE)
+
+
+def in_bf16() -> tuple[Tensor, dict[str, Tensor]]:
+    """Runs on every rank: output, and this rank's experts' gradients."""
+    axes = Axes.of_data(Group.world()).with_experts(Group.world().size)
+    layer = build(DROPLESS).bfloat16()
+    expert_parallel(layer, axes)
+    x, out_grad = batch(axes.feed, 20)
+    y = layer(x.bfloat16())
+    (y * out_grad.bfloat16()).sum().backward()
+    return y.detach().float(), {name: p.grad.float() for name, p in layer.experts.named_parameters()}
+
+
+def test_in_bf16_an_expert_multiplies_the_rows_of_all_ranks_at_once() -> None:
+    layer = build(DROPLESS).bfloat16().float()
+    outs = []
+    for feed in range(3):
+        x, out_grad = batch(feed, 20)
+        y = layer(x.bfloat16().float())
+        (y * out_grad.bfloat16().float()).sum().backward()
+        outs.append(y.detach())
+    for (y, grads), expected in zip(run(in_bf16, ranks=3), outs, strict=True):
+        torch.testing.assert_close(y, expected, rtol=0.03, atol=0.03)  # bf16 rounds by 0.004, several times
+        for name, grad in grads.items():
+            exact = layer.experts.get_parameter(name).grad
+            assert (grad - exact).norm() <= 0.02 * exact.norm() + 1e-3

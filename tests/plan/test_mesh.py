@@ -193,6 +193,14 @@ def test_the_search_finds_megatrons_way_for_a_trillion() -> None:
     assert best.pp > 1
     assert [v.step for v in found.fit] == sorted(v.step for v in found.fit)
     assert all(v.total > 0.9 * 80e9 for v in found.over)
+    assert {v.mesh.cp for v in (*found.fit, *found.over)} == {1}, "nobody shares sequences of 2,048 tokens"
+
+
+def test_long_sequences_are_shared() -> None:
+    """A rank's part of the activations of 1 million tokens is what decides."""
+    found = search(of_size(7e9, context=2**20), 64, 4, Machine())
+    assert found.fit
+    assert all(v.mesh.cp > 1 for v in found.fit)
 
 
 SHARDED = """

@@ -55,18 +55,28 @@ def resize(browser: Any, width: int, scheme: str = "light") -> None:
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
 
 
-def test_home_leads_to_the_chapters_and_every_formula_and_diagram_is_drawn(browser: Any, address: str) -> None:
+def drawn(browser: Any) -> None:
+    """Every formula and diagram of this page is."""
+    until(browser, "!document.querySelector('pre.diagram, .arithmatex:not([data-done])')")
+    until(browser, "[...document.querySelectorAll('div.diagram')].every(d => d.querySelector('svg'))")
+    assert browser.execute_script("return document.querySelectorAll('.katex-error').length") == 0, browser.current_url
+
+
+def chapters(site: Path) -> list[str]:
+    return [f"course/{page.parent.name}/" for page in sorted((site / "course").glob("*/index.html"))]
+
+
+def test_home_leads_to_the_chapters(browser: Any, address: str, site: Path) -> None:
     browser.get(address)
     find(browser, "article a[href='course/']").click()
     until(browser, "document.title.startsWith('Course')")
-    chapters = browser.execute_script(
+    links = browser.execute_script(
         "return [...document.querySelectorAll('article li a')].map(a => a.href).filter(a => a.includes('/course/'))"
     )
-    for place in [browser.current_url, *chapters]:
-        browser.get(place)
-        until(browser, "!document.querySelector('pre.diagram, .arithmatex:not([data-done])')")
-        until(browser, "[...document.querySelectorAll('div.diagram')].every(d => d.querySelector('svg'))")
-        assert browser.execute_script("return document.querySelectorAll('.katex-error').length") == 0, place
+    assert links == [address + page for page in chapters(site)]
+    drawn(browser)
+    browser.get(links[0])
+    drawn(browser)
 
 
 def test_the_code_of_a_folded_cell_opens_with_a_click(browser: Any, address: str) -> None:
@@ -152,14 +162,24 @@ def test_damaged_progress_is_set_aside(browser: Any, address: str) -> None:
     assert browser.execute_script("return localStorage.getItem(arguments[0])", f"{KEY}-damaged") == "{damaged"
 
 
-@pytest.mark.parametrize(("scheme", "name"), [("light", "default"), ("dark", "slate")])
-def test_pages_fit_a_phone_in_its_colours(browser: Any, address: str, site: Path, scheme: str, name: str) -> None:
-    resize(browser, 390, scheme)
-    chapters = [f"course/{page.parent.name}/" for page in sorted((site / "course").glob("*/index.html"))]
+def fits_a_phone(browser: Any, page: str) -> None:
+    browser.get(page)
+    until(browser, "document.readyState === 'complete'")
+    assert browser.execute_script("return document.documentElement.scrollWidth") == 390, page
+
+
+def test_pages_fit_a_phone_and_every_formula_and_diagram_is_drawn(browser: Any, address: str, site: Path) -> None:
+    resize(browser, 390)
     tasks = [f"exercises/{page.parent.name}/" for page in sorted((site / "exercises").glob("*/index.html"))]
     others = ("", "cards/", "quiz/", "course/", "exercises/", "reference/refimpl.zero/", "reference/configuration/")
-    for page in (*others, *chapters, *tasks) if scheme == "light" else others:  # colours have no width
-        browser.get(address + page)
-        until(browser, "document.readyState === 'complete'")
-        assert browser.execute_script("return document.documentElement.scrollWidth") == 390, page
-        assert browser.execute_script("return document.body.dataset.mdColorScheme") == name
+    for page in (*others, *chapters(site), *tasks):
+        fits_a_phone(browser, address + page)
+        assert browser.execute_script("return document.body.dataset.mdColorScheme") == "default"
+        drawn(browser)
+
+
+def test_pages_are_dark_where_the_reader_likes_it_dark(browser: Any, address: str) -> None:
+    resize(browser, 390, "dark")
+    for page in ("", "course/", "quiz/"):  # all pages have the theme's one script
+        fits_a_phone(browser, address + page)
+        assert browser.execute_script("return document.body.dataset.mdColorScheme") == "slate"

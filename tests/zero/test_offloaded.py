@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairs import pairwise
 from torch import Tensor, nn
 from training import STAGES, Job, Net, differing, oracle, train
 from worlds import run
@@ -23,9 +24,7 @@ def in_home(job: Job, home: str, folder: Path, sub_group_size: int = 128) -> Job
     return replace(job, config=job.config | {"optimizer_home": HOMES[home](folder), "sub_group_size": sub_group_size})
 
 
-@every_home
-@every_stage
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("stage", "home", "ranks"), pairwise([*STAGES], [*HOMES], [2, 3, 4]))
 def test_fp32_equals_one_process_bit_for_bit(stage: str, home: str, ranks: int, tmp_path: Path) -> None:
     job = Job(clip=0.05)
     assert differing(run(train, stage, in_home(job, home, tmp_path), ranks=ranks)[0].weights, oracle(ranks, job)) == []
@@ -49,9 +48,7 @@ def with_gradients(job: Job, folder: Path, home: str = "disk") -> Job:
 shards = pytest.mark.parametrize("stage", ["zero2", "zero3"])
 
 
-@shards
-@every_home
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("stage", "home", "ranks"), pairwise(["zero2", "zero3"], [*HOMES], [2, 3, 4]))
 def test_gradients_at_rest_give_the_same_bits(stage: str, home: str, ranks: int, tmp_path: Path) -> None:
     job = Job(clip=0.05)
     out = run(train, stage, with_gradients(job, tmp_path, home), ranks=ranks)[0]
@@ -87,9 +84,7 @@ def test_gradients_at_rest_with_a_scaler_in_bf16(stage: str, home: str, tmp_path
     assert differing(out.weights, plain.weights) == []
 
 
-@every_home
-@every_stage
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("stage", "home", "ranks"), pairwise([*STAGES], [*HOMES], [2, 3]))
 def test_one_step_late_is_one_process_one_step_late(stage: str, home: str, ranks: int, tmp_path: Path) -> None:
     job = in_home(Job(clip=0.05), home, tmp_path)
     job = replace(job, config=job.config | {"delayed_update": True})

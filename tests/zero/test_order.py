@@ -178,7 +178,9 @@ def test_every_rank_is_told_what_each_does(
     """With equal and different sizes, with prefetch and without, recomputed or not; no board looks on."""
     monkeypatch.setenv("REFIMPL_TRANSPORT", transport)
     turn, usual, wrong = WRONG_TURNS[name]
-    ways = list(product([True, False], repeat=3)) if ranks == 2 else [(False, True, False), (True, False, True)]
+    ways = [(False, True, False), (True, False, True)]
+    if ranks == 2:  # half of all ways each, in which any two choices meet
+        ways = [way for way in product([True, False], repeat=3) if sum(way) % 2 == (transport == "gloo")]
     with World(ranks, compare=False) as world:
         told = world.call(part_in_all_ways, turn, ways)
         world.kill()  # what was begun in vain would keep the ranks from leaving by themselves

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from pairs import pairwise
 from torch import nn
 from training import STAGES, Job, Net, differing, oracle, train
 from worlds import run
@@ -102,10 +103,9 @@ def test_gpt_with_fused_adamw(stage: str, ranks: int) -> None:
     assert differing(out.weights, oracle(ranks, GPT_JOB)) == []
 
 
-@every_size
-@every_stage
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("stage", "ranks", "micro_batches", "dtype"), pairwise([*STAGES], RANKS, [1, 3], [torch.float32, torch.bfloat16])
+)
 def test_counted_bytes_equal_the_formulas(stage: str, ranks: int, micro_batches: int, dtype: torch.dtype) -> None:
     job = replace(GPT_JOB, dtype=dtype, micro_batches=micro_batches, steps=2)
     out = run(train, stage, job, ranks=ranks)[0]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -129,21 +130,37 @@ def oracle(ranks: int, job: Job, ranks_first: bool = False) -> dict[str, Tensor]
 
     With accumulation the order of the sum is the stage's: each rank's own micro-batches first (DDP, ZeRO-1), or each
     micro-batch over ranks first (ZeRO-2, ZeRO-3). With `delayed_update` a step's gradients are applied one step late.
+    Of the config nothing else matters: tests of many configs share one run.
     """
+    late = bool(job.config.get("delayed_update"))
+    return _oracle(ranks, job.steps, job.micro_batches, job.clip, job.make, job.optimizer, late, ranks_first)
+
+
+@cache
+def _oracle(
+    ranks: int,
+    steps: int,
+    micro_batches: int,
+    clip: float,
+    make: Callable[[], nn.Module],
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    delayed: bool,
+    ranks_first: bool,
+) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    model = job.make()
-    optimizer = job.optimizer(model)
+    model = make()
+    optimizer = make_optimizer(model)
     params = [p for p in model.parameters() if p.requires_grad]
     late: list[Tensor | None] | None = None
-    for step in range(job.steps):
-        rows = range(job.micro_batches)
+    for step in range(steps):
+        rows = range(micro_batches)
         order = [[a * ranks + r for r in range(ranks)] for a in rows]
         if not ranks_first:
             order = [[a * ranks + r for a in rows] for r in range(ranks)]
         sums: list[list[Tensor | None]] = []
         for inner in order:
             for micro in inner:
-                (model(tokens(step, micro)) / job.micro_batches).backward()
+                (model(tokens(step, micro)) / micro_batches).backward()
             # The mean over ranks is taken of each sum over ranks, so once a micro-batch when ranks come first.
             sums.append([p.grad if p.grad is None or not ranks_first else p.grad / ranks for p in params])
             optimizer.zero_grad()
@@ -153,9 +170,9 @@ def oracle(ranks: int, job: Job, ranks_first: bool = False) -> dict[str, Tensor]
         if not ranks_first:
             total = [t if t is None else t / ranks for t in total]
         norm = torch.cat([t.flatten() for t in total if t is not None]).double().norm().item()
-        factor = min(1.0, job.clip / (norm + 1e-6)) if job.clip else 1.0
+        factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
         now = [t * factor if t is not None and factor != 1 else t for t in total]
-        if job.config.get("delayed_update"):
+        if delayed:
             late, now = now, late or [None] * len(params)
         apply(optimizer, params, now)
     if late is not None:

@@ -1,5 +1,5 @@
-"""DeepSpeed's mixture-of-experts names: questions are answered, the layer is not implemented yet."""
+"""DeepSpeed's mixture of experts: `layer.MoE`, its gates, and what tells an expert's parameters from others."""
 
-from refimpl.deepspeed.moe import layer, utils
+from refimpl.deepspeed.moe import experts, layer, mappings, sharded_moe, utils
 
-__all__ = ["layer", "utils"]
+__all__ = ["experts", "layer", "mappings", "sharded_moe", "utils"]

@@ -1,16 +1,17 @@
 """Who belongs together on each axis, as the last engine was laid out. DeepSpeed: deepspeed/utils/groups.py.
 
 Before `initialize` all ranks are data-parallel. `_get_sequence_data_parallel_*` are the ranks that a gradient is
-averaged over, `_get_data_parallel_*` those that read different batches. Experts' groups come with the mixture of
-experts.
+averaged over, `_get_data_parallel_*` those that read different batches. Experts' groups, of which there may be several,
+are asked for by name: "ep_size_4" is that of layers whose experts four ranks share.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from refimpl.comm.axes import Axes
+from refimpl.comm.axes import Axes, expert_groups, neighbours
 from refimpl.comm.group import Group
 from refimpl.deepspeed import comm
 
@@ -20,6 +21,11 @@ class _LaidOut:
     """What `initialize` has found: DeepSpeed's functions take no object that could hold it."""
 
     axes: Axes | None = None
+    experts: dict[str, tuple[Group, Group]] = field(
+        default_factory=dict
+    )  # those that share experts, that have the same
+    cut_experts: int = 1  # tensor ranks that share an expert
+    alone: ProcessGroup | None = None  # this rank's
 
     def now(self) -> Axes:
         if self.axes is None or self.axes.world.size != comm.get_world_size():
@@ -33,6 +39,39 @@ _laid_out = _LaidOut()
 def adopt(axes: Axes) -> None:
     """From now on the functions here answer for these."""
     _laid_out.axes = axes
+
+
+def laid_out() -> Axes:
+    """The axes that the functions here answer for."""
+    return _laid_out.now()
+
+
+def adopt_experts(expert: Group, expert_data: Group, cut_experts: int) -> None:
+    """A layer's groups: the ranks that share its experts, those that have the same. cut_experts: tensor ranks an expert."""
+    _laid_out.experts[f"ep_size_{expert.size}"] = expert, expert_data
+    _laid_out.cut_experts = cut_experts
+
+
+def expert_ranks(ep: int, data_before_expert: bool = False) -> tuple[Group, Group]:
+    """The groups of `ep_size_N`, made among the data-parallel ranks where they are not there yet: then a collective.
+
+    data_before_expert: neighbours have the same experts. ValueError if ep does not divide the ranks.
+    """
+    if f"ep_size_{ep}" not in _laid_out.experts:
+        data = laid_out().replicas
+        groups = expert_groups(data, ep)
+        if data_before_expert:
+            same, shared = neighbours(data, data.size // ep)
+            groups = shared, same
+        _laid_out.experts[f"ep_size_{ep}"] = groups
+    return _laid_out.experts[f"ep_size_{ep}"]
+
+
+def _create_expert_and_data_parallel(
+    expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """Make the groups of `ep_size_N`. A collective."""
+    expert_ranks(expert_parallel_size_, use_data_before_expert_parallel_)
 
 
 def _get_data_parallel_group() -> ProcessGroup | None:
@@ -109,7 +148,90 @@ def _get_broadcast_src_rank() -> int:
 
 
 def _get_expert_model_parallel_world_size() -> int:
-    return 1
+    """Tensor ranks that share an expert."""
+    return _laid_out.cut_experts
+
+
+def _experts(group_name: str) -> tuple[Group, Group]:
+    found = _laid_out.experts.get(group_name)
+    if found is None:
+        raise AssertionError(f"expert parallel group {group_name!r} is not initialized: there is no layer of that size")
+    return found
+
+
+def _handle(group: Group) -> ProcessGroup | None:
+    """torch's group, made where this rank is alone in it; None without torch.distributed."""
+    if group.handle is None and dist.is_initialized():
+        _laid_out.alone = _laid_out.alone or dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return _laid_out.alone
+    return group.handle
+
+
+def _get_expert_parallel_group(group_name: str) -> ProcessGroup | None:
+    """The ranks that share the experts of a layer."""
+    return _handle(_experts(group_name)[0])
+
+
+def _get_expert_data_parallel_group(group_name: str) -> ProcessGroup | None:
+    """The ranks that have the same experts."""
+    return _handle(_experts(group_name)[1])
+
+
+def _get_expert_parallel_group_dict() -> Mapping[str, ProcessGroup | None]:
+    return {name: _handle(expert) for name, (expert, _) in _laid_out.experts.items()}
+
+
+def _get_expert_data_parallel_group_dict() -> Mapping[str, ProcessGroup | None]:
+    return {name: _handle(same) for name, (_, same) in _laid_out.experts.items()}
+
+
+def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
+    return _experts(group_name)[0].ranks
+
+
+def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
+    return _experts(group_name)[1].ranks
+
+
+def _get_expert_parallel_world_size(group_name: str) -> int:
+    return _experts(group_name)[0].size
+
+
+def _get_expert_data_parallel_world_size(group_name: str) -> int:
+    return _experts(group_name)[1].size
+
+
+def _get_expert_parallel_rank(group_name: str) -> int:
+    return _experts(group_name)[0].rank
+
+
+def _get_expert_data_parallel_rank(group_name: str) -> int:
+    return _experts(group_name)[1].rank
+
+
+def _get_expert_parallel_src_rank(group_name: str) -> int:
+    """The job's number of the first rank that shares this one's experts."""
+    return _experts(group_name)[0].ranks[0]
+
+
+def _get_expert_broadcast_src_rank(group_name: str) -> int:
+    """The job's number of the first rank that has the same experts."""
+    return _experts(group_name)[1].ranks[0]
+
+
+def _get_max_expert_size() -> int:
+    """The most ranks that share a layer's experts. AssertionError without any."""
+    if not _laid_out.experts:
+        raise AssertionError("expert parallel group is not initialized: there is no layer of experts")
+    return max(expert.size for expert, _ in _laid_out.experts.values())
+
+
+def _get_max_expert_size_name() -> str:
+    return f"ep_size_{_get_max_expert_size()}"
+
+
+def _get_max_expert_parallel_group() -> ProcessGroup | None:
+    return _get_expert_parallel_group(_get_max_expert_size_name())
 
 
 get_data_parallel_group = _get_data_parallel_group

@@ -32,7 +32,7 @@ from refimpl.comm.group import Group
 from refimpl.model.moe import Many, combine, permute
 from refimpl.model.routes import Routes, Rows, fill
 from refimpl.parallel.conjugates import conjugate
-from refimpl.parallel.expert.exchange import Way, exchange, loads, turned
+from refimpl.parallel.expert.exchange import Way, by, exchange, loads, turned
 
 
 @dataclass
@@ -73,9 +73,9 @@ class Dispatch:
         sizes = [load[self.group.rank * each : (self.group.rank + 1) * each] for load in loads]
         here = exchange(rows, self.way, to)
         if not self.cut_experts or self.tensor.size == 1:
-            return exchange(experts(here, sizes), self.way, turned(to))
+            return exchange(answered(experts, here, sizes), self.way, turned(to))
         share, sizes = self.of_all_tensor_ranks(sizes)
-        return exchange(share.part(experts(share.whole(here), sizes)), self.way, turned(to))
+        return exchange(share.part(answered(experts, share.whole(here), sizes)), self.way, turned(to))
 
     def of_all_tensor_ranks(self, sizes: list[list[int]]) -> tuple["Share", list[list[int]]]:
         """Their rows one after the other, each rank's sources apart."""
@@ -83,6 +83,20 @@ class Dispatch:
         each = len(sizes[0])
         by_source = [flat[i : i + each] for flat in all_sizes for i in range(0, len(flat), each)]
         return Share(self.tensor, [sum(flat) for flat in all_sizes]), by_source
+
+
+def answered(experts: Many, x: Tensor, sizes: list[list[int]]) -> Tensor:
+    """x [R, M], rows by (source, expert) -> [R, M].
+
+    In fp32 each source's rows apart, for the bits. In 16 bits there are no such bits to keep, and each source's part of
+    a weight's gradient would be rounded: there an expert multiplies all its rows at once.
+    """
+    sources, each = len(sizes), len(sizes[0])
+    if sources == 1 or x.element_size() >= 4:
+        return experts(x, sizes)
+    together = by(x, [n for row in sizes for n in row], sources, each)
+    answers = experts(together, [[sum(column) for column in zip(*sizes, strict=True)]])
+    return by(answers, [n for column in zip(*sizes, strict=True) for n in column], each, sources)
 
 
 class Share:

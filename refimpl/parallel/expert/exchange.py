@@ -23,7 +23,7 @@ from torch import Tensor
 from refimpl.comm.axes import neighbours
 from refimpl.comm.group import Group
 
-TAG = "tokens"
+TAG, INSIDE, ACROSS = "tokens", "tokens in the node", "tokens between nodes"
 Table = Sequence[Sequence[int]]
 
 
@@ -60,11 +60,11 @@ class Hierarchical:
         sent = by(x, here[place], nodes, local)  # [place of the destination][its node]
         theirs = [[row[n * local + place] for n in range(nodes)] for row in here]  # what of it is for my place
         mine = [sum(here[place][n * local + p] for n in range(nodes)) for p in range(local)]
-        inside = all_to_all(sent, self.inside, mine, [sum(row) for row in theirs])  # [source here][node]
+        inside = all_to_all(sent, self.inside, mine, [sum(row) for row in theirs], INSIDE)  # [source here][node]
         sent = by(inside, [n for row in theirs for n in row], local, nodes)  # [node][source here]
         goes = [sum(row[n] for row in theirs) for n in range(nodes)]
         comes = [sum(row[self.rank] for row in rows[n * local : (n + 1) * local]) for n in range(nodes)]
-        return all_to_all(sent, self.across, goes, comes)  # [node][source there]
+        return all_to_all(sent, self.across, goes, comes, ACROSS)  # [node][source there]
 
 
 def by(x: Tensor, sizes: Sequence[int], outer: int, inner: int) -> Tensor:
@@ -75,12 +75,12 @@ def by(x: Tensor, sizes: Sequence[int], outer: int, inner: int) -> Tensor:
     return torch.cat([blocks[o * inner + i] for i in range(inner) for o in range(outer)])
 
 
-def all_to_all(x: Tensor, group: Group, goes: Sequence[int], comes: Sequence[int]) -> Tensor:
+def all_to_all(x: Tensor, group: Group, goes: Sequence[int], comes: Sequence[int], tag: str = TAG) -> Tensor:
     """x [R, M], goes[r] rows to rank r -> comes[r] rows of rank r. A group of one sends nothing."""
     if group.size == 1:
         return x
     out = x.new_empty(sum(comes), *x.shape[1:])
-    group.all_to_all(out, x.contiguous(), in_splits=list(goes), out_splits=list(comes), tag=TAG)
+    group.all_to_all(out, x.contiguous(), in_splits=list(goes), out_splits=list(comes), tag=tag)
     return out
 
 

@@ -54,36 +54,47 @@ def expert_parallel(
     found = layers(model)
     if not found:
         raise ValueError(f"{type(model).__name__} has no mixture of experts: see refimpl.model.moe.mixtures")
-    ep = axes.expert.size
-    for layer in found:
-        experts = layer.experts
-        if not isinstance(experts, Experts | StackedExperts):
-            raise TypeError(f"experts are a {type(experts).__name__}: Experts or StackedExperts can be dealt out")
-        if len(experts) % ep:
-            raise ValueError(
-                f"{len(experts)} experts cannot be dealt out to ep_size {ep} ranks equally: choose a divisor"
-            )
+    parts = [part_of(layer.experts, axes.expert) for layer in found]
     for p in model.parameters():
         axes.replicas.broadcast(p.data, tag="experts")
     way: Way = Flat(axes.expert) if node is None else Hierarchical(axes.expert, node)
-    alone = Group(None, axes.world.ledger, axes.world.device)
-    for layer in found:
-        each = len(layer.experts) // ep  # type: ignore[arg-type]
-        start = axes.expert.rank * each
-        layer.experts = layer.experts.part(start, start + each)  # type: ignore[operator]
-        mark(layer.experts, ep)
-        layer.mix = Dispatch(axes.expert, way, alone if sequence else axes.tensor, padded, cut_experts)
-        if exact:
-            layer.mix = InOrder(layer.mix, axes.expert_data)
-        share(layer, axes, cut_experts, sequence)
+    for layer, (start, stop) in zip(found, parts, strict=True):
+        layer.experts = layer.experts.part(start, stop)  # type: ignore[operator]
+        connect(layer, axes, way, padded=padded, cut_experts=cut_experts, sequence=sequence, exact=exact)
     return model
 
 
-def mark(experts: nn.Module, ep: int) -> None:
-    """DeepSpeed's marks, by which parameters of experts are known."""
-    for p in experts.parameters():
+def part_of(experts: nn.Module, group: Group) -> tuple[int, int]:
+    """(first, one past the last) of this rank's experts. TypeError, ValueError if they cannot be dealt out."""
+    if not isinstance(experts, Experts | StackedExperts):
+        raise TypeError(f"experts are a {type(experts).__name__}: Experts or StackedExperts can be dealt out")
+    each, rest = divmod(len(experts), group.size)
+    if rest:
+        raise ValueError(
+            f"{len(experts)} experts cannot be dealt out to ep_size {group.size} ranks equally: choose a divisor"
+        )
+    return group.rank * each, (group.rank + 1) * each
+
+
+def connect(
+    layer: MoE,
+    axes: Axes,
+    way: Way | None = None,
+    *,
+    padded: bool = False,
+    cut_experts: bool = False,
+    sequence: bool = False,
+    exact: bool = False,
+) -> None:
+    """A mixture that has this rank's experts alone, and no others, is given its ranks. Sends nothing."""
+    tensor = Group(None, axes.world.ledger, axes.world.device) if sequence else axes.tensor
+    layer.mix = Dispatch(axes.expert, way or Flat(axes.expert), tensor, padded, cut_experts)
+    if exact:
+        layer.mix = InOrder(layer.mix, axes.expert_data)
+    for p in layer.experts.parameters():
         p.allreduce = False  # type: ignore[attr-defined]
-        p.group_name = f"ep_size_{ep}"  # type: ignore[attr-defined]
+        p.group_name = f"ep_size_{axes.expert.size}"  # type: ignore[attr-defined]
+    share(layer, axes, cut_experts, sequence)
 
 
 def share(layer: MoE, axes: Axes, cut_experts: bool, sequence: bool) -> None:

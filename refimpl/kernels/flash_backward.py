@@ -1,0 +1,208 @@
+"""FlashAttention backward: probabilities are made again from the log-sum-exp, once for the keys, once for the queries.
+
+    ds = p (g v^T - delta), delta = sum(g out) of a row;  dv = p^T g,  dk = scale ds^T q,  dq = scale ds k
+
+One program a block of keys adds up dk and dv over all queries that see it, of all heads of its group; one a block of
+queries adds up dq. That is 7 products of tiles where 5 would do if dq were added up in memory by atomics; but nothing
+is added in an order that varies, so the same inputs give the same bits. FlashAttention-2 (arXiv:2307.08691), 3.1.
+"""
+
+import torch
+from torch import Tensor
+
+from refimpl.kernels.attention_tiles import (
+    edge,
+    give_keys,
+    give_queries,
+    heads_of,
+    load_rows,
+    read_rows,
+    store_rows,
+    walk,
+)
+from refimpl.kernels.flash_shapes import Shapes, Tiles
+from refimpl.kernels.language import tl, triton
+
+
+@triton.jit
+def flash_delta_kernel(
+    out, g, delta, rows, heads,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """delta [heads, tokens] = sum over D of out * g, both [tokens, heads, D]; `rows` = tokens * heads."""
+    start = tl.program_id(0) * BLOCK_M
+    a = load_rows(out, start, rows, D, BLOCK_M, D, BLOCK_D, True).to(tl.float32)
+    b = load_rows(g, start, rows, D, BLOCK_M, D, BLOCK_D, True).to(tl.float32)
+    row = start + tl.arange(0, BLOCK_M)
+    place = (row % heads).to(tl.int64) * (rows // heads) + row // heads
+    tl.store(delta + place, tl.sum(a * b, 1), mask=row < rows)
+
+
+@triton.jit
+def flash_keys_kernel(
+    q, k, v, g, dk, dv, lse, delta, starts_q, starts_k, queries, keys, total_queries,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    heads, group, blocks, left, right, scale, gradient_scale,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, RAGGED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """dk, dv [tokens, heads // group, D]; g [tokens, heads, D]; q, k, v by their strides."""
+    program = tl.program_id(0)
+    first = program % blocks * BLOCK_N
+    batch = (program // blocks // (heads // group)).to(tl.int64)
+    head_k = program // blocks % (heads // group)
+    k_base = k + batch * k_batch
+    v_base = v + batch * v_batch
+    token_q = batch * queries
+    token_k = batch * keys
+    q_base = q + batch * q_batch
+    if RAGGED:
+        token_q = tl.load(starts_q + batch).to(tl.int64)
+        token_k = tl.load(starts_k + batch).to(tl.int64)
+        queries = (tl.load(starts_q + batch + 1) - token_q).to(tl.int32)
+        keys = (tl.load(starts_k + batch + 1) - token_k).to(tl.int32)
+        q_base += token_q * q_row
+        k_base += token_k * k_row
+        v_base += token_k * v_row
+        if first >= keys:
+            return
+    shift = keys - queries
+    key = first + tl.arange(0, BLOCK_N)
+    k_heads = heads_of(k_base, heads // group, keys, k_head, k_row, BLOCK_N, D, BLOCK_D, TMA)
+    v_heads = heads_of(v_base, heads // group, keys, v_head, v_row, BLOCK_N, D, BLOCK_D, TMA)
+    k_tile = read_rows(k_heads, head_k, first, keys, k_head, k_row, BLOCK_N, D, BLOCK_D, True, TMA).to(DOT)
+    v_tile = read_rows(v_heads, head_k, first, keys, v_head, v_row, BLOCK_N, D, BLOCK_D, True, TMA).to(DOT)
+    dk_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    last = tl.minimum(first + BLOCK_N, keys) - 1
+    # Seen from a key, the window is mirrored: the query at most `left` after it, at most `right` before it.
+    whole, end, edges, low, before, after = walk(first, last, queries, -shift, right, left, RIGHT, LEFT, BLOCK_M)
+    q_heads = heads_of(q_base, heads, queries, q_head, q_row, BLOCK_M, D, BLOCK_D, TMA)
+    g_heads = heads_of(g + token_q * heads * D, heads, queries, D, heads * D, BLOCK_M, D, BLOCK_D, TMA)
+    head = head_k * group
+    index = 0
+    for _ in range(edges * group):  # one loop over heads and blocks: a nest of loops needs more registers
+        row = head.to(tl.int64) * total_queries + token_q
+        dk_tile, dv_tile = give_keys(
+            dk_tile, dv_tile, k_tile, v_tile, q_heads, g_heads, head, q_head, D, lse + row, delta + row,
+            q_row, heads * D, edge(index, low, before, after, BLOCK_M), queries, key, keys, shift, left, right,
+            scale, LEFT, RIGHT, True, BLOCK_M, D, BLOCK_D, DOT, PRECISION, TMA,
+        )  # fmt: skip
+        index += 1
+        head += index == edges
+        index = tl.where(index == edges, 0, index)
+    head = head_k * group
+    start = whole
+    for _ in range(tl.maximum(end - whole, 0) // BLOCK_M * group):
+        row = head.to(tl.int64) * total_queries + token_q
+        dk_tile, dv_tile = give_keys(
+            dk_tile, dv_tile, k_tile, v_tile, q_heads, g_heads, head, q_head, D, lse + row, delta + row,
+            q_row, heads * D, start, queries, key, keys, shift, left, right,
+            scale, LEFT, RIGHT, False, BLOCK_M, D, BLOCK_D, DOT, PRECISION, TMA,
+        )  # fmt: skip
+        start += BLOCK_M
+        head += start == end
+        start = tl.where(start == end, whole, start)
+    place = (token_k * (heads // group) + head_k) * D
+    store_rows(dk + place, first, keys, heads // group * D, dk_tile * gradient_scale, BLOCK_N, D, BLOCK_D)
+    store_rows(dv + place, first, keys, heads // group * D, dv_tile, BLOCK_N, D, BLOCK_D)
+
+
+@triton.jit
+def flash_queries_kernel(
+    q, k, v, g, dq, lse, delta, starts_q, starts_k, queries, keys, total_queries,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    heads, group, blocks, left, right, scale, gradient_scale,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, RAGGED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """dq, g [tokens, heads, D]; q, k, v by their strides. The walk is the forward pass's."""
+    program = tl.program_id(0)
+    first = (blocks - 1 - program % blocks) * BLOCK_M
+    batch = (program // blocks // heads).to(tl.int64)
+    head = program // blocks % heads
+    q_base = q + batch * q_batch
+    k_base = k + batch * k_batch
+    v_base = v + batch * v_batch
+    token = batch * queries
+    if RAGGED:
+        token = tl.load(starts_q + batch).to(tl.int64)
+        queries = tl.load(starts_q + batch + 1) - tl.load(starts_q + batch)
+        start_k = tl.load(starts_k + batch)
+        keys = tl.load(starts_k + batch + 1) - start_k
+        q_base += token * q_row
+        k_base += start_k.to(tl.int64) * k_row
+        v_base += start_k.to(tl.int64) * v_row
+        if first >= queries:
+            return
+    shift = keys - queries
+    query = first + tl.arange(0, BLOCK_M)
+    place = (token * heads + head) * D
+    q_heads = heads_of(q_base, heads, queries, q_head, q_row, BLOCK_M, D, BLOCK_D, TMA)
+    g_heads = heads_of(g + token * heads * D, heads, queries, D, heads * D, BLOCK_M, D, BLOCK_D, TMA)
+    q_tile = read_rows(q_heads, head, first, queries, q_head, q_row, BLOCK_M, D, BLOCK_D, True, TMA).to(DOT)
+    g_tile = read_rows(g_heads, head, first, queries, D, heads * D, BLOCK_M, D, BLOCK_D, True, TMA).to(DOT)
+    row = head.to(tl.int64) * total_queries + token + query
+    lse_row = tl.load(lse + row, mask=query < queries, other=float("inf"))
+    delta_row = tl.load(delta + row, mask=query < queries, other=0.0)
+    head_k = head // group
+    k_heads = heads_of(k_base, heads // group, keys, k_head, k_row, BLOCK_N, D, BLOCK_D, TMA)
+    v_heads = heads_of(v_base, heads // group, keys, v_head, v_row, BLOCK_N, D, BLOCK_D, TMA)
+    dq_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    last = tl.minimum(first + BLOCK_M, queries) - 1
+    whole, end, edges, low, before, after = walk(first, last, keys, shift, left, right, LEFT, RIGHT, BLOCK_N)
+    for index in range(edges):
+        start = edge(index, low, before, after, BLOCK_N)
+        dq_tile = give_queries(
+            dq_tile, q_tile, g_tile, lse_row, delta_row, k_heads, v_heads, head_k, k_head, v_head, k_row, v_row,
+            query, start, keys, shift, left, right, scale, LEFT, RIGHT, True, BLOCK_N, D, BLOCK_D, DOT, PRECISION, TMA,
+        )  # fmt: skip
+    for start in range(whole, end, BLOCK_N):
+        dq_tile = give_queries(
+            dq_tile, q_tile, g_tile, lse_row, delta_row, k_heads, v_heads, head_k, k_head, v_head, k_row, v_row,
+            query, start, keys, shift, left, right, scale, LEFT, RIGHT, False, BLOCK_N, D, BLOCK_D, DOT, PRECISION, TMA,
+        )  # fmt: skip
+    store_rows(dq + place, first, queries, heads * D, dq_tile * gradient_scale, BLOCK_M, D, BLOCK_D)
+
+
+def backward_tiles(width: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
+    """For the keys' kernel and for the queries': as FlexAttention's on an H100, but spilling no register on sm_90."""
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)
+    if width < 64:
+        return Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3)
+    if width <= 128:
+        return Tiles(64 if width == 64 else 32, 128, 8, 3), Tiles(128, 64, 8, 2)
+    return Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)
+
+
+def flash_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shapes: Shapes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """g, out [tokens, heads, D] -> dq like out, dk and dv [tokens_k, heads // group, D]."""
+    by_keys, by_queries = backward_tiles(shapes.padded, q.dtype)
+    delta = torch.empty_like(lse)
+    rows = shapes.tokens * shapes.heads
+    flash_delta_kernel[(triton.cdiv(rows, 64),)](
+        out, g, delta, rows, shapes.heads, D=shapes.width, BLOCK_D=shapes.padded, BLOCK_M=64, num_warps=4
+    )
+    dq = torch.empty_like(out)
+    dk, dv = (q.new_empty(shapes.tokens_k, shapes.heads // shapes.group, shapes.width) for _ in "kv")
+    lengths = (shapes.starts_q, shapes.starts_k, shapes.queries, shapes.keys, shapes.tokens)
+    strides = (*shapes.strides(q), *shapes.strides(k), *shapes.strides(v))
+    window = (shapes.left, shapes.right, shapes.log2_scale, shapes.scale)
+    blocks = triton.cdiv(shapes.keys, by_keys.columns)
+    flash_keys_kernel[(blocks * shapes.batch * (shapes.heads // shapes.group),)](
+        q, k, v, g, dk, dv, lse, delta, *lengths, *strides, shapes.heads, shapes.group, blocks, *window,
+        **shapes.constants(q, k, v, g), BLOCK_M=by_keys.rows, BLOCK_N=by_keys.columns,
+        num_warps=by_keys.warps, num_stages=by_keys.stages,
+    )  # fmt: skip
+    blocks = triton.cdiv(shapes.queries, by_queries.rows)
+    flash_queries_kernel[(blocks * shapes.batch * shapes.heads,)](
+        q, k, v, g, dq, lse, delta, *lengths, *strides, shapes.heads, shapes.group, blocks, *window,
+        **shapes.constants(q, k, v, g), BLOCK_M=by_queries.rows, BLOCK_N=by_queries.columns,
+        num_warps=by_queries.warps, num_stages=by_queries.stages,
+    )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,102 @@
+"""A model's attention exchanged for a pattern's, from outside: our GPT's, and transformers' models'.
+
+transformers' attentions are called through a register, by the name in their configuration (`AttentionInterface`); one
+function is entered there, and finds the pattern on the module that calls it. Weights and names of parameters stay.
+DeepSpeed left this to the model's author: the JSON was read, the layers had to be exchanged by hand.
+"""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from refimpl.model.gpt import GPT, Attention, Block
+from refimpl.model.patterns.base import SparsityConfig
+from refimpl.model.sparse import SparseAttention
+
+MakePattern = Callable[[int], SparsityConfig]  # from a number of heads
+NAME = "refimpl_block_sparse"  # in transformers' register
+DROPOUTS = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout")
+OTHERS = ("sliding_window", "softcap", "s_aux", "position_bias")  # of attentions that a pattern alone would not equal
+
+
+class SparseGPTAttention(nn.Module):
+    """The GPT's causal attention with the same two layers, over a pattern's blocks."""
+
+    def __init__(self, plain: Attention, attend: SparseAttention) -> None:
+        super().__init__()
+        self.head_width, self.qkv, self.out, self.attend = plain.head_width, plain.qkv, plain.out, attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, C] -> [B, T, C]."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4)  # 3 x [B, heads, T, d]
+        mixed: Tensor = self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return mixed
+
+
+def make_sparse(model: nn.Module, make_pattern: MakePattern) -> int:
+    """Exchange every self-attention of `model`, in place: -> how many.
+
+    A causal attention stays causal, whatever the pattern says. Sequences need not be multiples of the block: they are
+    padded inside. ValueError for a model that is neither made of the GPT's blocks nor one of transformers', or that has
+    attentions of another kind; a UserWarning if it would drop probabilities, which block-sparse attention does not.
+    """
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    if blocks and all(isinstance(block.attention, Attention) for block in blocks):
+        return swap_blocks(model, blocks, make_pattern)
+    if not blocks and (pretrained := sys.modules.get("transformers.modeling_utils")) is not None:
+        for module in model.modules():  # a wrapper may stand around it
+            if isinstance(module, pretrained.PreTrainedModel):
+                return swap_registered(module, make_pattern)
+    raise ValueError(
+        f"sparse_attention: {type(model).__name__} is neither made of refimpl's GPT blocks nor a model of "
+        "transformers; build its layers of deepspeed.ops.sparse_attention.SparseSelfAttention"
+    )
+
+
+def swap_blocks(model: nn.Module, blocks: list[Block], make_pattern: MakePattern) -> int:
+    context = next((m.config.context for m in model.modules() if isinstance(m, GPT)), None)
+    for block in blocks:
+        plain: Attention = block.attention
+        heads = plain.qkv.out_features // 3 // plain.head_width
+        block.attention = SparseGPTAttention(plain, SparseAttention(make_pattern(heads), context, causal=True))  # type: ignore[assignment]
+    return len(blocks)
+
+
+def swap_registered(model: Any, make_pattern: MakePattern) -> int:
+    """A PreTrainedModel. Its configuration says how many heads and tokens there are."""
+    config, kind = model.config, type(model).__name__
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise ValueError(f"sparse_attention: {kind} attends to another sequence; only self-attention can be sparse")
+    attentions = [module for module in model.modules() if hasattr(module, "is_causal")]
+    if not attentions:
+        raise ValueError(f"sparse_attention: no attention of {kind} is called through transformers' AttentionInterface")
+    if any(getattr(config, name, 0) for name in DROPOUTS):
+        warnings.warn(
+            f"sparse_attention drops no probabilities: {kind}'s dropout of attention has no effect", stacklevel=2
+        )
+    masks = importlib.import_module("transformers.masking_utils")
+    importlib.import_module("transformers").AttentionInterface.register(NAME, attention_function)
+    masks.AttentionMaskInterface.register(NAME, masks.flash_attention_mask)  # which keys are padding: [B, T], or None
+    longest = getattr(config, "max_position_embeddings", None)
+    for module in attentions:
+        module.block_sparse = SparseAttention(make_pattern(config.num_attention_heads), longest, bool(module.is_causal))
+    model.set_attn_implementation(NAME)
+    return len(attentions)
+
+
+def attention_function(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """What transformers calls: query [B, H, T_q, D], key and value [B, K, T_k, D] -> ([B, T_q, H, D], None)."""
+    if other := [name for name in OTHERS if options.get(name) is not None]:
+        raise ValueError(
+            f"sparse_attention: {type(module).__name__} asks for {other[0]}, which a pattern does not have"
+        )
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(f"attention_mask {tuple(attention_mask.shape)}: sparse attention takes [batch, tokens]")
+    out = module.block_sparse(query, key, value, attention_mask, options.get("scaling"))
+    return out.transpose(1, 2), None

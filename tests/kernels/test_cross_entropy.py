@@ -1,0 +1,151 @@
+"""Cross-entropy beside float64, of logits and of a linear layer that never makes them all."""
+
+from typing import Any
+
+import pytest
+import torch
+from agreement import assert_agrees
+from torch import Tensor
+
+from refimpl.kernels import cross_entropy as room
+from refimpl.kernels import linear_cross_entropy as linear
+from refimpl.kernels.cross_entropy import cross_entropy, reference
+from refimpl.kernels.linear_cross_entropy import linear_cross_entropy
+
+OPTIONS = [
+    {},
+    {"reduction": "sum"},
+    {"reduction": "none", "ignore_index": 2},
+    {"ignore_index": 2, "label_smoothing": 0.1},
+    {"z_loss": 0.01, "label_smoothing": 1.0},
+]
+
+
+def bound_to(function: Any, options: dict[str, Any]) -> Any:
+    return lambda *inputs: function(*inputs, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_equals_float64(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    logits = torch.randn(2, 9, 37, device=device).mul(4).to(dtype).requires_grad_()
+    targets = torch.randint(37, (2, 9), device=device)
+    targets[0, :3] = 2
+    assert_agrees(bound_to(cross_entropy, options), bound_to(reference, options), (logits, targets))
+
+
+def test_a_row_of_several_blocks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "BLOCK", 32)
+    logits = torch.randn(5, 101, device=device).mul(10)
+    logits[0, :64] = float("-inf")
+    logits[1, 32:] = -1e30
+    targets = torch.tensor([70, 0, 31, 32, 100], device=device)
+    assert_agrees(cross_entropy, reference, (logits.requires_grad_(), targets), bound=1e-5)
+
+
+def test_any_strides(device: torch.device) -> None:
+    base = torch.randn(11, 8, 6, device=device)
+    for logits in (base.permute(1, 2, 0), base[::2, :, :5], base[:, 0]):
+        targets = torch.randint(logits.shape[-1], logits.shape[:-1], device=device)
+        assert_agrees(cross_entropy, reference, (logits.detach().requires_grad_(), targets))
+    assert_agrees(cross_entropy, reference, (base.requires_grad_(), torch.ones(8, 11, device=device).long().t()))
+
+
+def test_targets_in_32_bits_and_one_row(device: torch.device) -> None:
+    logits = torch.randn(7, device=device, requires_grad=True)
+    assert_agrees(cross_entropy, reference, (logits, torch.tensor(3, device=device, dtype=torch.int32)))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_mean_of_no_row_is_nan_and_a_sum_is_0(device: torch.device) -> None:
+    targets = torch.full((4,), -100, device=device)
+    for logits in (torch.randn(4, 5, device=device, requires_grad=True), torch.zeros(4, 5, device=device)[:0]):
+        aims = targets[: len(logits)]
+        assert cross_entropy(logits, aims).isnan()
+        assert cross_entropy(logits, aims, reduction="sum") == 0
+
+
+def test_what_cannot_be_is_refused(device: torch.device) -> None:
+    logits, targets = torch.randn(3, 5, device=device), torch.tensor([0, 1, 4], device=device)
+    with pytest.raises(ValueError, match=r"logits \[3, 5\] take targets \[3\], not \[2\]"):
+        cross_entropy(logits, targets[:2])
+    with pytest.raises(TypeError, match=r"targets is torch.float32"):
+        cross_entropy(logits, targets.float())
+    with pytest.raises(ValueError, match="reduction is 'average'"):
+        cross_entropy(logits, targets, reduction="average")
+    with pytest.raises(ValueError, match=r"label_smoothing is 1.5"):
+        cross_entropy(logits, targets, label_smoothing=1.5)
+    with pytest.raises(ValueError, match=r"would need each row's gradient apart"):
+        linear_cross_entropy(logits, torch.randn(9, 5, device=device), targets, reduction="none")
+    with pytest.raises(ValueError, match=r"x \[3, 5\] does not fit weight \[V, D\] \[9, 4\]"):
+        linear_cross_entropy(logits, torch.randn(9, 4, device=device), targets)
+
+
+def test_a_target_that_is_no_class(device: torch.device) -> None:
+    logits, targets = torch.randn(3, 5, device=device), torch.tensor([0, 5, -1], device=device)
+    if device.type == "cpu":
+        with pytest.raises(IndexError, match="target 5 is none of the 5 classes"):
+            cross_entropy(logits, targets)
+    else:
+        losses = cross_entropy(logits, targets, reduction="none")
+        assert losses.isnan().tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("options", [o for o in OPTIONS if o.get("reduction") != "none"], ids=str)
+def test_linear_equals_all_logits_in_float64(
+    device: torch.device, with_bias: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "LEAST", 4)
+    x = torch.randn(3, 5, 8, device=device, requires_grad=True)
+    weight = torch.randn(37, 8, device=device, requires_grad=True)
+    bias = torch.randn(37, device=device, requires_grad=True) if with_bias else None
+    targets = torch.randint(37, (3, 5), device=device)
+    targets[0, :3] = 2
+    arguments = (x, weight, targets, bias)
+    assert_agrees(bound_to(linear_cross_entropy, options), bound_to(linear.reference, options), arguments, bound=1e-5)
+
+
+def test_linear_in_bf16_and_with_frozen_weight(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "LEAST", 3)
+    x = torch.randn(8, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(40, 16, device=device, dtype=torch.bfloat16)
+    assert_agrees(
+        linear_cross_entropy, linear.reference, (x, weight, torch.arange(8, device=device)), bound=4e-2
+    )  # logits are bf16 too
+
+
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_linear_never_makes_all_logits(
+    device: torch.device, interpreted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a kernel or, on a CPU, by torch: the largest tensor made is a chunk's, or a weight's gradient."""
+    if not interpreted:
+        monkeypatch.setattr("refimpl.kernels.linear_cross_entropy.takes", lambda *tensors: False)
+    monkeypatch.setattr(linear, "LEAST", 2)
+    sizes = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **kwargs or {})
+            sizes.extend(
+                t.numel() for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)
+            )
+            return result
+
+    x = torch.randn(64, 4, device=device, requires_grad=True)
+    weight = torch.randn(32, 4, device=device, requires_grad=True)
+    with Watch():
+        linear_cross_entropy(x, weight, torch.zeros(64, device=device, dtype=torch.long))
+    assert 0 < max(sizes) <= 64 * 4 < 64 * 32
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8)], ids=str)
+def test_linear_of_nothing(device: torch.device, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, device=device, requires_grad=True)
+    weight = torch.randn(5, 8, device=device, requires_grad=True)
+    loss = linear_cross_entropy(x, weight, torch.zeros(shape[:-1], device=device).long(), reduction="sum")
+    loss.backward()
+    assert loss == 0
+    assert weight.grad is not None
+    assert weight.grad.count_nonzero() == 0
