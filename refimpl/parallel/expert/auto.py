@@ -32,8 +32,7 @@ from torch import Tensor, nn
 
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
-from refimpl.model.experts import StackedExperts
-from refimpl.model.moe import MoE, layers
+from refimpl.model.moe import layers
 from refimpl.model.routes import Routes
 from refimpl.parallel.expert.dispatch import Dispatch
 from refimpl.parallel.expert.exchange import Flat
@@ -281,7 +280,7 @@ def expert_portions(model: nn.Module) -> dict[nn.Parameter, tuple[int, int, int,
         if isinstance(experts, Found):
             portions = list(experts.portions.values())
             found.update(zip(module.parameters(), portions, strict=False))
-        if isinstance(module, MoE) and isinstance(module.experts, StackedExperts):
-            each, total = len(module.experts), getattr(module.gate, "experts", len(module.experts))
-            found.update(dict.fromkeys(module.experts.parameters(), (0, module.experts.first, each, total)))
+        for p in module.parameters(recurse=False):
+            if (stack := getattr(p, "experts", None)) is not None:  # of StackedExperts
+                found[p] = (0, stack[0], stack[1] - stack[0], stack[2])
     return found
