@@ -10,7 +10,8 @@ An expert without rows is called all the same: what is gathered for it (ZeRO-3) 
 its gradient is zeros and not None.
 
     Experts          any modules [n, M] -> [n, M]
-    StackedExperts   gated or plain MLPs whose weights are one tensor a matrix, as in transformers' Mixtral
+    StackedExperts   gated or plain MLPs whose weights are one tensor a matrix, as in transformers' Mixtral; on a GPU
+                     one launch multiplies all experts' rows, `refimpl/kernels/grouped_matmul.py`
 
 FLOPs: 2 a weight and row, 4 more backward. DeepSpeed: deepspeed/moe/experts.py, moe/ep_experts.py.
 """

@@ -9,6 +9,7 @@ With E experts it has about E times the parameters of the MLP for k times its FL
 
 and backward is the other one each. Nothing is computed for a slot that is empty. Each of them adds in the order of a
 token's routes and never in that of the rows, so results do not depend on where, or in which order, rows were computed.
+On a GPU, where nothing is dropped, they are `refimpl/kernels/permute.py`.
 
 PR-MoE (Rajbhandari et al. 2022, arXiv:2201.05596, section 4.1): a residual MLP beside the experts, mixed by a learned
 coefficient; and more experts in later layers (`mixtures` with a number a block). Shared experts: DeepSeekMoE, Dai et
