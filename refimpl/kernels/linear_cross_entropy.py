@@ -37,13 +37,18 @@ def linear_cross_entropy(
 ) -> Tensor:
     """x [..., D], weight [V, D], targets [...] int64, bias [V] -> the mean or sum of the losses, an fp32 scalar.
 
-    What `cross_entropy(F.linear(x, weight, bias), targets, ...)` gives, on a CPU too without all logits at once.
+    What `cross_entropy(F.linear(x, weight, bias), targets, ...)` gives, under autocast too, and on a CPU too without
+    all logits at once.
     Raises TypeError and ValueError for what does not fit, IndexError as cross_entropy does.
     """
     floating("linear_cross_entropy", x=x, weight=weight, bias=bias)
     one_device("linear_cross_entropy", x=x, weight=weight, targets=targets, bias=bias)
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear_cross_entropy: x {list(x.shape)} does not fit weight [V, D] {list(weight.shape)}")
+    kind = x.device.type
+    if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if x.dtype != weight.dtype or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError("linear_cross_entropy: x and weight must have one dtype, and bias one entry a class")
     if reduction == "none":
@@ -52,7 +57,7 @@ def linear_cross_entropy(
         )
     check("linear_cross_entropy", x, targets, reduction, label_smoothing)
     arguments = x, weight, targets, bias, ignore_index, reduction, label_smoothing, z_loss
-    with on(x):
+    with on(x), torch.autocast("cuda" if kind == "cuda" else "cpu", enabled=False):
         loss: Tensor = LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
         return loss
 

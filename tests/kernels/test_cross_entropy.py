@@ -115,6 +115,20 @@ def test_linear_in_bf16_and_with_frozen_weight(device: torch.device, monkeypatch
     )  # logits are bf16 too
 
 
+def test_linear_under_autocast(device: torch.device) -> None:
+    x = torch.randn(6, 8, device=device, requires_grad=True)
+    weight = torch.randn(11, 8, device=device, requires_grad=True)
+    bias = torch.randn(11, device=device, requires_grad=True)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert_agrees(linear_cross_entropy, linear.reference, (x, weight, torch.arange(6, device=device), bias), 4e-2)
+        half = x.detach().bfloat16().requires_grad_()  # as a layer before it would give
+        linear_cross_entropy(half, weight, torch.arange(6, device=device)).backward()
+    assert half.grad is not None
+    assert half.grad.dtype == torch.bfloat16
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+
+
 @pytest.mark.parametrize("interpreted", [True, False])
 def test_linear_never_makes_all_logits(
     device: torch.device, interpreted: bool, monkeypatch: pytest.MonkeyPatch
