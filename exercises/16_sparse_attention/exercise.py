@@ -96,8 +96,8 @@ def select_blocks(q: Tensor, k: Tensor, block: int, count: int) -> Tensor:
     """Native sparse attention's choice: which blocks each block of queries reads: bool [n, n]; causal.
 
     q, k [T, D], one head. A block of keys is represented by its mean. Each token attends to the means of the blocks
-    that ended before it: softmax(q mean^T / sqrt(D)); a token that has none gives nothing. A row's wish for a block is
-    the sum of these probabilities over its own tokens. The row reads the `count` blocks before it that it wishes for most
+    that ended before it: softmax(q mean^T / sqrt(D)); a token that has none gives nothing. A row wishes for a block
+    by the sum of these probabilities over its own tokens. It reads the `count` blocks before it that it wishes for most
     (all, if there are fewer), and its own. Cost: 2 T n D FLOPs, no tensor larger than T x n and T x D.
     """
     raise NotImplementedError("select_blocks")
