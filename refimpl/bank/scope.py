@@ -118,7 +118,8 @@ PYTHON = (abs, float, int, len, list, max, min, range, round, sum)
 CONSTANTS = {
     "million": 10**6, "billion": 10**9, "trillion": 10**12, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "us": 1e-6, "ms": 1e-3, "hour": 3600, "day": 86400, "fp32": 4, "bf16": 2, "fp16": 2,
-    "MIXTRAL": mixture.MIXTRAL, "DEEPSEEK_V3": mixture.DEEPSEEK_V3, "SWITCH_C": mixture.SWITCH_C, "ALIGN": ALIGN, "IN_FLIGHT": IN_FLIGHT,
+    "MIXTRAL": mixture.MIXTRAL, "DEEPSEEK_V3": mixture.DEEPSEEK_V3,
+    "ALIGN": ALIGN, "IN_FLIGHT": IN_FLIGHT,
 }  # fmt: skip
 NAMES: dict[str, Any] = {**CONSTANTS, "math": math, **{f.__name__: f for f in (*OURS, *PYTHON)}}
 
