@@ -7,7 +7,7 @@ from torch import Tensor
 
 from refimpl.grading.compare import equal, require
 from refimpl.grading.grade import on_ranks
-from refimpl.grading.kernels import bytes_of, launch, moved, no_larger, random_numbers, sectors, times, within
+from refimpl.grading.kernels import bytes_of, launch, moved, no_larger, sectors, times, within
 from refimpl.grading.memory import untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
@@ -181,8 +181,8 @@ def test_rms_norm_kernel(answer: Answer, group: WatchedGroup) -> None:
 
 @on_ranks(1)
 def test_cross_entropy_kernel(answer: Answer, group: WatchedGroup) -> None:
-    ignore = -100
     for rows, cols, block, stride, dtype in shapes():
+        ignore = {2: 1, 4: -1}.get(rows, -100)
         logits = torch.randn(rows, cols) * 5
         logits[0] += 300 if dtype == torch.float32 else 30
         target = within(torch.randint(cols, (rows,)))
@@ -221,51 +221,3 @@ def test_cross_entropy_kernel(answer: Answer, group: WatchedGroup) -> None:
             advice="two loads: maximum and sum in one pass, the gradient in the other; none of an ignored row",
         )
         no_larger(c, block, "a row may be any length, so go through it BLOCK elements at a time")
-
-
-@on_ranks(1)
-def test_column_sum_kernel(answer: Answer, group: WatchedGroup) -> None:
-    for rows, cols, programs, block, dtype in (
-        (11, 20, 3, 16, torch.float32),
-        (6, 16, 2, 16, torch.float16),
-        (2, 5, 4, 16, torch.float32),
-        (0, 5, 2, 16, torch.float32),
-    ):
-        case(f"{rows} x {cols} {str(dtype)[6:]}, {programs} programs a column, BLOCK = {block}")
-        x = within((torch.arange(rows * cols).view(rows, cols) % 7 + 2000.0).to(dtype))
-        partial = within(torch.full((programs, cols), float("nan")))
-        with untouched(x_ptr=x):
-            c = launch(answer.column_sum_kernel, (programs, -(-cols // block)), x, partial, rows, cols, BLOCK=block)
-        wanted = torch.stack([x[p::programs].double().sum(0) for p in range(programs)]).float()
-        equal(partial, wanted, "partial", rtol=1e-6)
-        moved(c, bytes_of(x=x), bytes_of(partial=partial), advice="add up in the program, and store once")
-
-
-@on_ranks(1)
-def test_dropout_kernel(answer: Answer, group: WatchedGroup) -> None:
-    for n, p, seed, block, dtype in (
-        (200, 0.25, 7, 64, torch.float32),
-        (200, 0.25, 7, 32, torch.float32),
-        (200, 0.25, 8, 64, torch.float16),
-        (33, 0.0, 1, 16, torch.float32),
-        (1, 0.9, 5, 16, torch.float32),
-    ):
-        case(f"{n} elements {str(dtype)[6:]}, p = {p}, seed {seed}, BLOCK = {block}")
-        x = within((torch.rand(n) + 1).to(dtype))
-        out, numbers = blank(x), random_numbers(seed, n)
-        with untouched(x_ptr=x):
-            c = launch(answer.dropout_kernel, (-(-n // block),), x, out, n, p, seed, BLOCK=block)
-        keep, z = numbers >= p, x.double()
-        local = random_numbers(seed, block).repeat(-(-n // block))[:n] >= p
-
-        def dropped(keep: Tensor, p: float = p, z: Tensor = z, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.where(keep, z / (1 - p), 0).to(dtype)
-
-        known = {
-            "p is the share that is kept here, and must be the share that is dropped": dropped(~keep),
-            "what is kept must be divided by 1 - p": dropped(keep, 0.0),
-            "every program drops the same lanes: the offset of tl.rand must be the element's number": dropped(local),
-            "the seed is not used": dropped(random_numbers(0, n) >= p),
-        }
-        equal(out, dropped(keep), "out", known=known, **bound(dtype))
-        moved(c, bytes_of(x=x), bytes_of(out=out))

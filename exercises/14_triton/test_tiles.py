@@ -56,10 +56,11 @@ def test_matmul_kernel(answer: Answer, group: WatchedGroup) -> None:
         a, b = a.to(dtype), b.to(dtype)
         a = within(a.t()).t() if turned == "a" else within(a)
         b = within(b.t()).t() if turned == "b" else within(b)
-        c = within(torch.full((M, N), float("nan")))
+        width = N + 3 * (K == 40)  # from a row of c to the next
+        c = within(torch.full((M, N), float("nan")), width)
         grid = (-(-M // tiles["BM"]), -(-N // tiles["BN"]))
         with untouched(a_ptr=a, b_ptr=b):
-            found = launch(answer.matmul_kernel, grid, a, b, c, M, N, K, *a.stride(), *b.stride(), N, **tiles)
+            found = launch(answer.matmul_kernel, grid, a, b, c, M, N, K, *a.stride(), *b.stride(), width, **tiles)
         wanted = a.double() @ b.double()
         half = (
             dtype == torch.float16
@@ -98,6 +99,8 @@ def test_flash_kernel(answer: Answer, group: WatchedGroup) -> None:
         q, k, v = (torch.randn(h, T, D).to(dtype) for h in (heads, heads // share, heads // share))
         k = k + (torch.arange(T) > 20).to(dtype)[:, None] * 8  # later keys have larger scores: the maximum grows
         q[0, :, 0] *= 30  # exp of its scores overflows
+        if dtype == torch.float16:  # all keys alike: before it is divided, the result exceeds 65,504
+            q[1], v[0] = 0, v[0] + 2500
         q, k, v = (_laid(t, beside) for t in (q, k, v))
         out, lse = (
             within(torch.full((heads, T, D), float("nan"), dtype=dtype)),
@@ -109,7 +112,7 @@ def test_flash_kernel(answer: Answer, group: WatchedGroup) -> None:
                 answer.flash_kernel, grid, q, k, v, out, lse, T, share, scale,
                 q.stride(0), q.stride(1), k.stride(0), k.stride(1), D=D, BM=BM, BN=BN,
             )  # fmt: skip
-        _compare(q, k, v, out, lse, share, scale)
+        _compare(q, k, v, out, lse, share, scale, BN)
         _costs(c, q, k, out, lse, T, heads, D, BM, BN)
 
 
@@ -118,7 +121,7 @@ def _laid(t: torch.Tensor, beside: bool) -> torch.Tensor:
     return within(t.transpose(0, 1).contiguous()).transpose(0, 1) if beside else within(t)
 
 
-def _compare(q: Any, k: Any, v: Any, out: Any, lse: Any, share: int, scale: float) -> None:
+def _compare(q: Any, k: Any, v: Any, out: Any, lse: Any, share: int, scale: float, BN: int) -> None:
     def attention(causal: bool = True, scale: float = scale, interleaved: bool = False) -> tuple[Any, Any]:
         keys = [t.double() for t in (k, v)]
         heads = [torch.cat([t] * share) if interleaved else t.repeat_interleave(share, 0) for t in keys]
@@ -131,13 +134,32 @@ def _compare(q: Any, k: Any, v: Any, out: Any, lse: Any, share: int, scale: floa
     bound = {"rtol": 1e-2, "atol": 4e-3} if out.dtype == torch.float16 else {"rtol": 1e-4, "atol": 2e-5}
     wanted, sums = attention()
     known = {
+        "the result so far is not rescaled when the maximum grows": _unscaled(q, k, v, share, scale, BN).to(out.dtype),
         "not causal: a query sees keys that come after it": attention(causal=False)[0],
         "scale is not applied to the scores": attention(scale=1.0)[0],
         "query head h must read key head h // group, not h % (number of key heads)": attention(interleaved=True)[0],
     }
+    require(
+        out.isfinite().all() or not wanted.isfinite().all() or out.dtype != torch.float16,
+        "out is infinite or NaN: is the running result, not yet divided by the sum, kept in fp16?",
+    )
     equal(out, wanted, "out", known=known, **bound)
     lse_known = {"lse is the logarithm to base 2, natural is expected": sums / math.log(2)}
     equal(lse, sums, "lse", known=lse_known, rtol=1e-3 if out.dtype == torch.float16 else 1e-5, atol=1e-4)
+
+
+def _unscaled(q: Any, k: Any, v: Any, share: int, scale: float, BN: int) -> torch.Tensor:
+    """Attention whose sum is right, and whose result keeps each block's weights relative to the maximum until then."""
+    T = q.shape[1]
+    keys, values = (t.double().repeat_interleave(share, 0) for t in (k, v))
+    later = torch.ones(T, T, dtype=torch.bool).triu(1)
+    scores = (q.double() @ keys.transpose(1, 2) * scale).masked_fill(later, -math.inf)
+    tops, result = scores.cummax(-1).values, 0
+    for start in range(0, T, BN):
+        part = slice(start, start + BN)
+        weights = (scores[..., part] - tops[..., part][..., -1:]).exp()
+        result = result + weights @ values[:, part]
+    return result / (scores - tops[..., -1:]).exp().sum(-1, True)
 
 
 def _costs(c: Any, q: Any, k: Any, out: Any, lse: Any, T: int, heads: int, D: int, BM: int, BN: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from refimpl.comm.axes import Axes, expert_groups
 from refimpl.comm.group import Group
 from refimpl.engine.keys import ConfigError
-from refimpl.parallel.expert.swap import expert_parallel
+from refimpl.parallel.expert.auto import autoep
 from refimpl.zero.unit import unit_of
 
 
@@ -52,7 +52,7 @@ def deal_out(model: nn.Module, ranks: ExpertRanks, size: int) -> None:
     """Every mixture's experts to `size` ranks, in place. A collective. ConfigError where that cannot be."""
     ranks(size)
     try:
-        expert_parallel(model, ranks.widest)
+        autoep(model, ranks.widest)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"expert_parallel.autoep_size = {size}: {error}") from None
 

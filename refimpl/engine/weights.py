@@ -18,6 +18,7 @@ from refimpl.comm.group import Group
 from refimpl.engine.contents import frozen_names
 from refimpl.engine.state import TrainingState
 from refimpl.engine.whole import portions
+from refimpl.parallel.expert.auto import expert_portions
 from refimpl.parallel.swap import join_parts
 from refimpl.zero.init import GatheredParameters
 
@@ -35,12 +36,13 @@ def whole_weights(engine: TrainingState, exclude_frozen: bool) -> dict[str, Tens
         raise CheckpointError("the model itself has split its layers over ranks: only it can put them together")
     whole = {engine.saved_name(name): w for name, w in join_parts(engine.module, weights).items()}
     of_stages = from_all(engine.axes.pipeline, whole) if engine.axes.tensor.rank == 0 else None
-    return None if of_stages is None else from_all(engine.axes.expert, of_stages)
+    return None if of_stages is None else stacked(from_all(engine.axes.expert, unstacked(engine, of_stages)))
 
 
 def unstacked(engine: TrainingState, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts' weights that are one tensor for several get a name for each rank's: the name and the first's number."""
-    first = {engine.stage.names[p]: span.spans[0][0] for p, (span, _) in portions(engine).items() if span.dim == 0}
+    stacks = expert_portions(engine.module).items()
+    first = {engine.saved_name(engine.stage.names[p]): start for p, (dim, start, _, _) in stacks if dim == 0}
     return {f"{name}\0{first[name]:09}" if name in first else name: w for name, w in weights.items()}
 
 

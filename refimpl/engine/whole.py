@@ -11,6 +11,7 @@ from torch import nn
 from refimpl.checkpoint.place import Portion
 from refimpl.engine.cut import OTHERS_FLAGS
 from refimpl.engine.state import TrainingState
+from refimpl.parallel.expert.auto import expert_portions
 from refimpl.parallel.tensor import cuts
 
 
@@ -24,9 +25,8 @@ def portions(engine: TrainingState) -> dict[nn.Parameter, tuple[Portion, tuple[i
     for p, (split, dim, _) in cuts(engine.module).items():
         spans = tuple((span.start, span.stop) for span in split.spans(rank))
         found[p] = Portion(dim, spans), (*p.shape[:dim], split.whole, *p.shape[dim + 1 :])
-    for p in engine.stage.names:
-        if stack := getattr(p, "experts", None):  # of StackedExperts: (first, one past the last, of how many)
-            found[p] = Portion(0, (stack[:2],)), (stack[2], *p.shape[1:])
+    for p, (dim, first, count, total) in expert_portions(engine.module).items():
+        found[p] = Portion(dim, ((first, first + count),)), (*p.shape[:dim], total, *p.shape[dim + 1 :])
     return found
 
 

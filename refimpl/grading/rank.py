@@ -56,6 +56,7 @@ def grade_here(check: Check, path: Path, task: str) -> None:
     process, calls = Process(), Calls(path)
     try:
         answer = import_file(path, path.stem)
+        case("")  # a sign of life: importing triton takes a while
         process.reset_switches()  # set while the file was read, e.g. by set_grad_enabled(False): not for the grader
         if not hasattr(answer, task):
             raise Wrong(f"{path.name} has no `{task}`", "Its name and arguments must stay as they were given.")

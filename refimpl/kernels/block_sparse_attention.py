@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.block_lists import BlockLists
 from refimpl.kernels.block_sparse_kernels import block_sparse_backward, block_sparse_forward
-from refimpl.kernels.case import Case
+from refimpl.kernels.case import Case, short
 from refimpl.kernels.flash_shapes import Shapes, check_heads, check_scale, readable
 from refimpl.kernels.language import on, takes
 
@@ -112,7 +112,7 @@ class BlockSparse(torch.autograd.Function):
         return *(x.view(len(q), -1, *x.shape[1:]).transpose(1, 2) for x in grads), None, None, None
 
 
-def _case(name: str, dtype: torch.dtype, heads: int, tokens: int, width: int, block: int, window: int) -> Case:
+def _case(dtype: torch.dtype, heads: int, tokens: int, width: int, block: int, window: int) -> Case:
     """A causal local window of `window` blocks."""
     rows, e = tokens // block, dtype.itemsize
     layout = torch.ones(heads, rows, rows, dtype=torch.bool).tril().triu(1 - window)
@@ -132,12 +132,13 @@ def _case(name: str, dtype: torch.dtype, heads: int, tokens: int, width: int, bl
 
     moved = 4 * size + 4 * tokens * heads
     return Case(
-        f"block_sparse_attention {name} {heads}x{tokens}x{width} block {block}", call, oracle, inputs, moved,
+        f"block_sparse_attention {short(dtype)} {heads}x{tokens}x{width} block {block}", call, oracle, inputs, moved,
         moved_backward=8 * size + 4 * tokens * heads, flops=flops, flops_backward=flops * 5 // 2,
     )  # fmt: skip
 
 
 CASES = (
-    _case("bf16", torch.bfloat16, 8, 8192, 64, 64, 8),
-    _case("bf16", torch.bfloat16, 8, 8192, 128, 128, 4),
+    _case(torch.bfloat16, 8, 8192, 64, 64, 8),
+    _case(torch.bfloat16, 8, 8192, 128, 128, 4),
 )
+SMALL = (_case(torch.float32, 2, 512, 64, 64, 2),)

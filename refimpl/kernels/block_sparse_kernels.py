@@ -186,15 +186,17 @@ def sparse_queries_kernel(
 def tile(block: int, width: int, dtype: torch.dtype, moving: bool, keys: bool = False) -> int:
     """Rows of a tile that stays, or (`moving`) passes by: parts of a block, for which there are registers on sm_90."""
     if dtype == torch.float32:
-        return min(block, 32)
+        return 16 if moving and (width > 128 or (keys and width > 64)) else min(block, 32)
     if moving:
         return min(block, 32 if width > 128 or (keys and width > 64) else 64)
     return min(block, 64 if width > 128 else 128)
 
 
-def warps(rows: int, dtype: torch.dtype) -> int:
-    """A warpgroup of 4 multiplies 64 rows."""
-    return 8 if rows >= 128 and dtype != torch.float32 else 4
+def threads(rows: int, width: int, dtype: torch.dtype, stages: int) -> dict[str, int]:
+    """A warpgroup of 4 warps multiplies 64 rows. Exact fp32 is not for matrix units; its operands fill registers."""
+    if dtype == torch.float32:
+        return {"num_warps": 8, "num_stages": 1}
+    return {"num_warps": 8 if rows >= 128 or width > 128 else 4, "num_stages": stages}
 
 
 def block_sparse_forward(
@@ -210,7 +212,7 @@ def block_sparse_forward(
         *shapes.strides(q), *shapes.strides(k), *shapes.strides(v),
         shapes.heads, shapes.group, found.shape[0], shapes.log2_scale,
         **constants(shapes, found, block, q, k, v), BLOCK_M=rows, BLOCK_N=columns,
-        num_warps=warps(rows, q.dtype), num_stages=3,
+        **threads(rows, shapes.padded, q.dtype, 3),
     )  # fmt: skip
     return out, lse
 
@@ -243,12 +245,12 @@ def block_sparse_backward(
     stays, moves = (tile(block, shapes.padded, q.dtype, moving, keys=True) for moving in (False, True))
     sparse_keys_kernel[(shapes.tokens_k // stays * (shapes.heads // shapes.group),)](
         q, k, v, g, dk, dv, lse, delta, lists.starts, lists.blocks, lists.order, *sizes, *strides, *rest,
-        **common, BLOCK_M=moves, BLOCK_N=stays, num_warps=warps(stays, q.dtype), num_stages=3,
+        **common, BLOCK_M=moves, BLOCK_N=stays, **threads(stays, shapes.padded, q.dtype, 3),
     )  # fmt: skip
     lists = found.by_queries
     stays, moves = (tile(block, shapes.padded, q.dtype, moving) for moving in (False, True))
     sparse_queries_kernel[(shapes.tokens // stays * shapes.heads,)](
         q, k, v, g, dq, lse, delta, lists.starts, lists.blocks, lists.order, *sizes, *strides, *rest,
-        **common, BLOCK_M=stays, BLOCK_N=moves, num_warps=warps(stays, q.dtype), num_stages=2,
+        **common, BLOCK_M=stays, BLOCK_N=moves, **threads(stays, shapes.padded, q.dtype, 2),
     )  # fmt: skip
     return dq, dk, dv

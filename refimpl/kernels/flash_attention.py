@@ -29,9 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from refimpl.kernels.case import Case
+from refimpl.kernels.case import Case, short
 from refimpl.kernels.flash_backward import flash_backward
 from refimpl.kernels.flash_forward import flash_forward
 from refimpl.kernels.flash_shapes import Shapes, check_heads, check_scale, reach, readable
@@ -164,7 +165,14 @@ def exact(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float) 
     return torch.cat([checkpoint(reference, *head, left, right, scale, use_reentrant=False) for head in heads], 1)
 
 
-def _case(name: str, dtype: torch.dtype, batch: int, heads: int, shared: int, tokens: int, width: int) -> Case:
+def by_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's causal attention, by cuDNN or else by FlashAttention; `reference` lets torch choose."""
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(order, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _case(dtype: torch.dtype, batch: int, heads: int, shared: int, tokens: int, width: int) -> Case:
     """Causal; `shared` heads of k and v."""
     e, pairs = dtype.itemsize, tokens * (tokens + 1) // 2
     rows, rows_k = batch * tokens * heads * width * e, batch * tokens * shared * width * e
@@ -182,12 +190,13 @@ def _case(name: str, dtype: torch.dtype, batch: int, heads: int, shared: int, to
 
     moved = 2 * rows + 2 * rows_k + 4 * batch * tokens * heads
     return Case(
-        f"flash_attention {name} {batch}x{heads}/{shared}x{tokens}x{width}", call, oracle, inputs, moved,
+        f"flash_attention {short(dtype)} {batch}x{heads}/{shared}x{tokens}x{width}", call, oracle, inputs, moved,
         moved_backward=4 * rows + 4 * rows_k + 4 * batch * tokens * heads, flops=flops, flops_backward=flops * 5 // 2,
+        peers={"SDPA by cuDNN": by_cudnn},
     )  # fmt: skip
 
 
-def _packed_case(name: str, dtype: torch.dtype, lengths: tuple[int, ...], heads: int, width: int, left: int) -> Case:
+def _packed_case(dtype: torch.dtype, lengths: tuple[int, ...], heads: int, width: int, left: int) -> Case:
     """Sequences of these lengths, causal, in a window of `left` tokens before a token's own."""
     tokens, e = sum(lengths), dtype.itemsize
     pairs = sum(n * (n + 1) // 2 - max(n - left - 1, 0) * max(n - left, 0) // 2 for n in lengths)
@@ -209,13 +218,15 @@ def _packed_case(name: str, dtype: torch.dtype, lengths: tuple[int, ...], heads:
     rows = tokens * heads * width * e
     moved = 4 * rows + 4 * tokens * heads
     return Case(
-        f"flash_attention_varlen {name} {len(lengths)}x{heads}x{max(lengths)}x{width}", call, oracle, inputs, moved,
-        moved_backward=8 * rows + 4 * tokens * heads, flops=flops, flops_backward=flops * 5 // 2,
+        f"flash_attention_varlen {short(dtype)} {len(lengths)}x{heads}x{max(lengths)}x{width}",
+        call, oracle, inputs, moved, moved_backward=8 * rows + 4 * tokens * heads,
+        flops=flops, flops_backward=flops * 5 // 2,
     )  # fmt: skip
 
 
 CASES = (
-    _case("bf16", torch.bfloat16, 1, 16, 16, 16384, 128),
-    _case("bf16", torch.bfloat16, 4, 32, 8, 4096, 64),
-    _packed_case("bf16", torch.bfloat16, (4096, 1000, 17, 3000), 16, 128, 1023),
+    _case(torch.bfloat16, 1, 16, 16, 16384, 128),
+    _case(torch.bfloat16, 4, 32, 8, 4096, 64),
+    _packed_case(torch.bfloat16, (4096, 1000, 17, 3000), 16, 128, 1023),
 )
+SMALL = (_case(torch.float32, 1, 4, 4, 512, 64),)

@@ -170,12 +170,14 @@ def flash_queries_kernel(
 def backward_tiles(width: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
     """For the keys' kernel and for the queries': as FlexAttention's on an H100, but spilling no register on sm_90."""
     if dtype == torch.float32:
-        return Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)
+        if width <= 64:
+            return Tiles(32, 32, 8, 1), Tiles(64, 32, 8, 1)
+        return Tiles(16, 32, 8, 1), Tiles(32, 32 if width <= 128 else 16, 8, 1)
     if width < 64:
         return Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3)
     if width <= 128:
         return Tiles(64 if width == 64 else 32, 128, 8, 3), Tiles(128, 64, 8, 2)
-    return Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)
+    return Tiles(32, 64, 8, 2), Tiles(64, 32, 8, 2)
 
 
 def flash_backward(

@@ -74,11 +74,11 @@ def flash_forward_kernel(
 def forward_tiles(width: int, dtype: torch.dtype) -> Tiles:
     """By the padded head width: the largest that spill no register on sm_90.
 
-    On an H100 torch's FlexAttention takes (128, 128, 4, 3) at 64 and (128, 64, 8, 3) at 128, and these at other widths
-    (torch/_inductor/template_heuristics/triton.py).
+    On an H100 torch's FlexAttention takes (128, 128, 4, 3) at 64, (128, 64, 8, 3) at 128 and (64, 32, 4, 3) at 256, in
+    16 bits (torch/_inductor/template_heuristics/triton.py).
     """
     if dtype == torch.float32:
-        return Tiles(128, 32, 4, 3) if width <= 64 else Tiles(32, 64 if width <= 128 else 32, 4, 3)
+        return Tiles(64, 32, 8, 2) if width <= 64 else Tiles(32, 32, 8, 1)
     if width <= 64:
         return Tiles(128, 128, 8, 3)
     return Tiles(128, 128, 8, 2) if width <= 128 else Tiles(64, 32, 4, 3)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from refimpl.kernels.case import Case
+from refimpl.kernels.case import Case, short
 from refimpl.kernels.checks import floating, integer, one_device
 from refimpl.kernels.dots import dots
 from refimpl.kernels.language import on, takes, tl, triton
@@ -211,7 +211,7 @@ def _case(dtype: torch.dtype, counts: tuple[int, ...], depth: int, width: int) -
     moved = (total * (depth + width) + groups * depth * width) * e
     flops = 2 * total * depth * width
     return Case(
-        f"grouped_matmul bf16 {total}x{depth}x{width} in {groups}", grouped_matmul, reference, inputs, moved,
+        f"grouped_matmul {short(dtype)} {total}x{depth}x{width} in {groups}", grouped_matmul, reference, inputs, moved,
         moved_backward=2 * moved, flops=flops, flops_backward=2 * flops, peers={"F.grouped_mm": grouped_mm},
     )  # fmt: skip
 
@@ -220,3 +220,4 @@ CASES = (
     _case(torch.bfloat16, (4000, 96, 0, 8100, 2000, 3000, 8, 15564), 4096, 2048),
     _case(torch.bfloat16, (16384, 0, 0, 0), 2048, 4096),
 )
+SMALL = (_case(torch.float32, (300, 0, 200, 12), 256, 384),)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from refimpl.kernels.attention_tiles import store_rows
-from refimpl.kernels.case import Case
+from refimpl.kernels.case import Case, short
 from refimpl.kernels.checks import floating, integer, one_device
 from refimpl.kernels.dots import dots
 from refimpl.kernels.flash_shapes import WIDEST, check_scale
@@ -203,8 +203,8 @@ def _case(dtype: torch.dtype, batch: int, heads: int, shared: int, length: int, 
 
     moved = (2 * batch * length * shared + 2 * batch * heads) * width * dtype.itemsize
     return Case(
-        f"paged_attention bf16 {batch}x{heads}/{shared}x{length}x{width} pages of {page}", paged_attention, oracle,
-        inputs, moved,
+        f"paged_attention {short(dtype)} {batch}x{heads}/{shared}x{length}x{width} pages of {page}",
+        paged_attention, oracle, inputs, moved,
     )  # fmt: skip
 
 

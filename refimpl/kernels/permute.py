@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from refimpl.kernels.case import Case
+from refimpl.kernels.case import Case, short
 from refimpl.kernels.checks import floating, integer, one_device
 from refimpl.kernels.language import on, processors, takes, tl, triton
 from refimpl.kernels.tiles import tile
@@ -101,7 +101,7 @@ def permute_reference(x: Tensor, order: Order) -> Tensor:
     kept = order.place.flatten() >= 0
     token = torch.arange(len(x), device=x.device).repeat_interleave(order.place.shape[1])
     rows = x.new_zeros(order.place.numel(), x.shape[1])
-    return rows.index_copy(0, order.place.flatten()[kept].long(), x[token[kept]])
+    return torch.index_copy(rows, 0, order.place.flatten()[kept].long(), x[token[kept]])
 
 
 def unpermute_reference(rows: Tensor, order: Order, weights: Tensor | None = None) -> Tensor:
@@ -250,7 +250,12 @@ def _case(operation: str, dtype: torch.dtype, tokens: int, size: int, k: int, ex
     moved = (tokens + copies) * size * e + 4 * copies
     backward = moved + (copies * size * e + 8 * copies if weighted else 0)
     return Case(
-        f"{operation} bf16 {tokens}x{size} k={k} of {experts}", call, reference, inputs, moved, moved_backward=backward
+        f"{operation} {short(dtype)} {tokens}x{size} k={k} of {experts}",
+        call,
+        reference,
+        inputs,
+        moved,
+        moved_backward=backward,
     )
 
 
@@ -259,3 +264,4 @@ CASES = (
     _case("unpermute", torch.bfloat16, 16384, 4096, 2, 8),
     _case("unpermute", torch.bfloat16, 16384, 2048, 8, 128),
 )
+SMALL = tuple(_case(operation, torch.float32, 1024, 512, 2, 8) for operation in ("permute", "unpermute"))

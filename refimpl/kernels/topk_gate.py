@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from refimpl.kernels.case import Case
+from refimpl.kernels.case import Case, short
 from refimpl.kernels.checks import floating
 from refimpl.kernels.language import INTERPRETED, on, takes, tl, triton
 from refimpl.kernels.tiles import next_power_of_2
@@ -174,9 +174,8 @@ def _case(dtype: torch.dtype, tokens: int, number: int, k: int, normalise: bool)
 
     e = dtype.itemsize
     moved = tokens * number * e + 12 * tokens * k
-    name = str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
     return Case(
-        f"topk_gate {name} {tokens}x{number} k={k}", call, oracle, inputs, moved,
+        f"topk_gate {short(dtype)} {tokens}x{number} k={k}", call, oracle, inputs, moved,
         moved_backward=(1 if normalise else 2) * tokens * number * e + 20 * tokens * k,
     )  # fmt: skip
 
@@ -185,3 +184,4 @@ CASES = (
     _case(torch.float32, 65536, 8, 2, True),
     _case(torch.float32, 65536, 128, 8, False),
 )
+SMALL = (_case(torch.float32, 8192, 64, 4, True),)

@@ -10,7 +10,8 @@ An expert without rows is called all the same: what is gathered for it (ZeRO-3) 
 its gradient is zeros and not None.
 
     Experts          any modules [n, M] -> [n, M]
-    StackedExperts   gated or plain MLPs whose weights are one tensor a matrix, as in transformers' Mixtral
+    StackedExperts   gated or plain MLPs whose weights are one tensor a matrix, as in transformers' Mixtral; on a GPU
+                     one launch multiplies all experts' rows, `refimpl/kernels/grouped_matmul.py`
 
 FLOPs: 2 a weight and row, 4 more backward. DeepSpeed: deepspeed/moe/experts.py, moe/ep_experts.py.
 """
@@ -70,18 +71,30 @@ class StackedExperts(nn.Module):
 
     def forward(self, x: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
         """As `Experts`."""
+        if x.is_cuda and x.dtype == self.up.dtype:
+            blocks = x.split([sum(row) for row in sizes])  # type: ignore[no-untyped-call]
+            last_first = [self.grouped(*call) for call in zip(blocks[::-1], sizes[::-1], strict=True)]
+            return torch.cat(last_first[::-1])
         up, down = self.up.unbind(), self.down.unbind()  # whose gradients come back as one stack
 
         def expert(rows: Tensor, number: int) -> Tensor:
-            hidden = Linear.multiply(rows, up[number], None)
-            if self.gated:
-                gate, hidden = hidden.chunk(2, -1)
-                hidden = self.act(gate) * hidden
-            else:
-                hidden = self.act(hidden)
-            return Linear.multiply(hidden, down[number], None)
+            return Linear.multiply(self.between(Linear.multiply(rows, up[number], None)), down[number], None)
 
         return in_sources(x, sizes, expert)
+
+    def grouped(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """One source's rows [R, M], by expert: one launch a matrix, for all experts."""
+        from refimpl.kernels.grouped_matmul import grouped_matmul  # which a CPU has no use for
+
+        counts = torch.tensor(sizes, device=x.device)
+        return grouped_matmul(self.between(grouped_matmul(x, self.up.mT, counts)), self.down.mT, counts)
+
+    def between(self, hidden: Tensor) -> Tensor:
+        """What `up` made -> what `down` takes."""
+        if not self.gated:
+            return self.act(hidden)
+        gate, hidden = hidden.chunk(2, -1)
+        return self.act(gate) * hidden
 
     def part(self, start: int, stop: int) -> "StackedExperts":
         """Experts start to stop alone, their weights copied."""

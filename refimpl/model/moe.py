@@ -9,6 +9,7 @@ With E experts it has about E times the parameters of the MLP for k times its FL
 
 and backward is the other one each. Nothing is computed for a slot that is empty. Each of them adds in the order of a
 token's routes and never in that of the rows, so results do not depend on where, or in which order, rows were computed.
+On a GPU, where nothing is dropped, they are `refimpl/kernels/permute.py`.
 
 PR-MoE (Rajbhandari et al. 2022, arXiv:2201.05596, section 4.1): a residual MLP beside the experts, mixed by a learned
 coefficient; and more experts in later layers (`mixtures` with a number a block). Shared experts: DeepSeekMoE, Dai et
@@ -55,14 +56,26 @@ def mix_dense(experts: Many, x: Tensor, routes: Routes) -> Tensor:
 
 def permute(x: Tensor, rows: Rows) -> Tensor:
     """x [T, M] -> [R, M]: the token of each row."""
+    if x.is_cuda and rows.all_kept:
+        return by_kernels(x, rows)
     result: Tensor = Permute.apply(x, rows)  # type: ignore[no-untyped-call]
     return result
 
 
 def combine(y: Tensor, rows: Rows, weights: Tensor) -> Tensor:
     """y [R, M], weights [T, k] fp32 -> [T, M] in y's dtype."""
+    if y.is_cuda and rows.all_kept:
+        return by_kernels(y, rows, weights)
     result: Tensor = Combine.apply(y, weights, rows)  # type: ignore[no-untyped-call]
     return result
+
+
+def by_kernels(x: Tensor, rows: Rows, weights: Tensor | None = None) -> Tensor:
+    """`permute`, or `combine` if there are weights, in one launch; of routes that are all kept."""
+    from refimpl.kernels import permute as kernels  # which a CPU has no use for
+
+    order = kernels.Order(rows.place.int(), torch.tensor(rows.sizes, dtype=torch.int32, device=x.device))
+    return kernels.permute(x, order) if weights is None else kernels.unpermute(x, order, weights)
 
 
 class Permute(torch.autograd.Function):
@@ -96,7 +109,7 @@ class Combine(torch.autograd.Function):
 
 def of_tokens(y: Tensor, rows: Rows) -> Tensor:
     """y [R, M] -> [T, k, M]: the row of each route, 0 where it was dropped."""
-    if rows.padded or len(rows.route) < rows.place.numel():
+    if not rows.all_kept:
         y = one_more(y)
     return y.index_select(0, rows.place.flatten()).view(*rows.place.shape, y.shape[1])
 

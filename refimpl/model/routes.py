@@ -104,6 +104,11 @@ class Rows:
     padded: bool = False
 
     @property
+    def all_kept(self) -> bool:
+        """Whether every route has a row, and every row a route."""
+        return not self.padded and len(self.route) == self.place.numel()
+
+    @property
     def tokens(self) -> Tensor:
         """[R]: the token of each row; T where padded."""
         return self.route // max(self.place.shape[1], 1)

@@ -124,7 +124,11 @@ def built(group_name: str | None, config: dict[str, Any]) -> None:
         (None, {}, r"expert.weight has allreduce = False.*group_name = None: it must be 'ep_size_N'"),
         ("ep_size_3", {}, r"ep_size 3: experts are dealt out to the 4 data-parallel ranks, so it must be one of 1, 2"),
         ("ep_size_2", {"zero_optimization": {"stage": 1, "mics_shard_size": 2}}, r"mics_shard_size"),
-        ("ep_size_2", {"expert_parallel": ON | {"autoep_size": 2}}, r"autoep_size = 2: Marked has no mixture"),
+        (
+            "ep_size_2",
+            {"expert_parallel": ON | {"autoep_size": 2}},
+            r"autoep_size = 2: expert .Linear.: its forward takes",
+        ),
         ("ep_size_2", {"expert_parallel": ON | {"expert_tensor_parallel_size": 2}}, r"experts are dealt out whole"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from refimpl.model.gates import Gate, Routing, gumbel, route
+from refimpl.model.gates import FEW, Gate, Routing, gumbel, highest, route
 from refimpl.model.routes import Routes, balance_loss, capacity_of
 
 
@@ -202,6 +202,15 @@ def test_ties_go_to_the_first() -> None:
     routes = route(torch.zeros(300, 64), Routing(k=4, capacity_factor=1.0, min_capacity=0, drop="probs"))
     assert torch.equal(routes.indices, torch.arange(4).expand(300, 4))
     assert torch.equal(routes.kept[:, 0].nonzero().flatten(), torch.arange(19))
+
+
+def test_the_highest_are_found_alike_one_by_one_and_by_a_sort() -> None:
+    x = torch.randint(4, (50, 20), generator=torch.Generator().manual_seed(0)).float()  # many ties
+    x[0], x[1, :18], x[2, 3] = -torch.inf, -torch.inf, torch.nan
+    by_sort = highest(x, FEW + 1)
+    for k in range(1, FEW + 1):
+        assert torch.equal(highest(x, k), by_sort[:, :k])
+    assert x[0].isinf().all()
 
 
 def test_a_sigmoid_with_groups_and_a_bias_is_deepseeks() -> None:

@@ -3,7 +3,7 @@
 DeepSpeed counts them from 0 on every rank while it trains, and among all experts in the files that it writes. Here they
 are counted among all from the moment that the rank's place is known (`place`): one name then means one expert on every
 rank, in checkpoints of any number of ranks. Loaded are all three: the rank's own names, DeepSpeed's, counted from 0,
-and a whole layer's, of which each rank takes its part. Positions (`deepspeed_experts[0]`) count from 0 as they do there.
+and a whole layer's, of which each rank takes its part. Positions (`deepspeed_experts[0]`) count from 0.
 
 DeepSpeed: deepspeed/moe/experts.py; `_save_moe_checkpoint` in deepspeed/runtime/engine.py.
 """
@@ -38,12 +38,12 @@ class Experts(nn.Module):
         super().__init__()
         self.deepspeed_experts = Numbered(copy.deepcopy(expert) for _ in range(num_local_experts))
         self.num_local_experts = num_local_experts
-        self.placed = self._ranks(expert_group_name) == 1
         self.ranks = self._ranks(expert_group_name)
+        self.placed = self.ranks == 1
         for p in self.deepspeed_experts.parameters():
             p.allreduce = False  # type: ignore[attr-defined]
             p.group_name = expert_group_name  # type: ignore[attr-defined]
-        self.register_load_state_dict_pre_hook(_own_names)
+        self.register_load_state_dict_pre_hook(_own_names)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _ranks(group_name: str | None) -> int:
@@ -64,7 +64,7 @@ class Experts(nn.Module):
         return self(inputs.flatten(0, 2), [[capacity] * count] * sources).view_as(inputs)  # type: ignore[no-any-return]
 
 
-def _own_names(experts: Experts, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _own_names(experts: Experts, state: dict[str, Any], prefix: str, *others: Any) -> None:
     """Before loading: entries of this rank's experts get its names, others are left out."""
     under = f"{prefix}deepspeed_experts."
     found: dict[int, dict[str, Any]] = {}
@@ -85,7 +85,7 @@ def _own_names(experts: Experts, state: dict[str, Any], prefix: str, *_: Any) ->
         chosen = dict(zip(mine, local, strict=True))
     else:
         return  # strict loading says what is missing
-    for key in [key for key in state if key.startswith(under)]:
-        del state[key]
+    for given in [key for key in state if key.startswith(under)]:
+        del state[given]
     for name, source in chosen.items():
         state.update({f"{under}{name}.{rest}": value for rest, value in found[source].items()})

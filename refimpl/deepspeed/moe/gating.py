@@ -1,7 +1,7 @@
 """DeepSpeed's gates as functions of logits [T, E], by ours: who goes where is `refimpl.model.gates.route`'s to say.
 
     dense     (l_aux, combine weights [T, E, C] fp32, dispatch mask [T, E, C] bool, tokens that came [E])
-    sparse    (l_aux, C, E, experts [k, T] int32, -1 where dropped, slots [k, T] int32, weights [k, T], tokens that came)
+    sparse    (l_aux, C, E, experts [k, T] int32, -1 where dropped, slots [k, T] int32, weights [k, T], as before)
 
 Where nothing is dropped C is what the fullest expert of all ranks has: one all-reduce of 8 bytes.
 DeepSpeed: deepspeed/moe/sharded_moe.py.
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 
 from refimpl.deepspeed import comm as dist
 from refimpl.deepspeed.utils import groups
@@ -94,7 +94,7 @@ def capacity(routes: Routes, ep_group: ProcessGroup | None, most: int | None) ->
         return torch.tensor(routes.limit, device=routes.counts.device)
     slots = routes.counts.max()
     if ep_group is not None and dist.get_world_size(group=ep_group) > 1:
-        dist.all_reduce(slots, op=dist.ReduceOp.MAX, group=ep_group)
+        dist.all_reduce(slots, op=ReduceOp.MAX, group=ep_group)
     if groups._get_expert_model_parallel_world_size() == 1:  # each tensor rank is to get as many
         ranks = groups.laid_out().tensor.size
         slots = -(-slots // ranks) * ranks
@@ -103,4 +103,4 @@ def capacity(routes: Routes, ep_group: ProcessGroup | None, most: int | None) ->
 
 def _capacity(gates: Tensor, capacity_factor: Tensor, min_capacity: Tensor) -> Tensor:
     """gates [T, E] -> max(ceil(T / E x factor), least), [] int64."""
-    return torch.tensor(capacity_of(*gates.shape, float(capacity_factor), int(min_capacity)))
+    return torch.tensor(capacity_of(gates.shape[0], gates.shape[1], float(capacity_factor), int(min_capacity)))

@@ -2,8 +2,8 @@
 
     output, l_aux, exp_counts = moe(x)        l_aux: the load-balance loss, for the script to add to its own
 
-With ep_size 1 it works by itself. With more, `initialize` hands it its ranks (`use_expert_ranks`), or, without an engine,
-`set_deepspeed_parallelism`. Each rank then has num_experts / ep_size of the experts.
+With ep_size 1 it works by itself. With more it has to be told its ranks: `initialize` does it (`use_expert_ranks`), or,
+without an engine, `set_deepspeed_parallelism`. Each rank then has num_experts / ep_size of the experts.
 
 What is other than in DeepSpeed: ranks may have different numbers of tokens; without `drop_tokens` only tokens travel,
 and not empty slots; `used_token` is heeded for every k, there for k = 1; ZeRO-3 trains it; and experts' names in a
@@ -54,7 +54,8 @@ class MoE(nn.Module):
         a gate cannot do.
         """
         super().__init__()
-        assert ep_size > 0 and num_experts % ep_size == 0, (
+        assert ep_size > 0, f"ep_size is {ep_size}: at least 1"
+        assert num_experts % ep_size == 0, (
             f"Number of experts ({num_experts}) should be divisible by expert parallel size ({ep_size})"
         )
         assert noisy_gate_policy in (None, "None", "Jitter", "RSample"), (
@@ -78,7 +79,7 @@ class MoE(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Without an engine: the ranks of the job. A collective. `use_data_before_..`: neighbours have the same experts."""
+        """Without an engine: those of the job. A collective. `use_data_before_..`: neighbours have the same experts."""
         self.use_expert_ranks(lambda ep: groups.expert_ranks(ep, use_data_before_expert_parallel_))
 
     def use_expert_ranks(self, ranks: Ranks) -> None:
@@ -99,4 +100,7 @@ class MoE(nn.Module):
             beside = beside[0] if isinstance(beside, tuple) else beside  # Megatron's layers give a bias with it
             share = self.coefficient(hidden_states).softmax(-1)  # [.., 2]
             output = output * share[..., :1] + beside * share[..., 1:]
-        return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+        l_aux, counts = self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+        assert l_aux is not None
+        assert counts is not None
+        return output, l_aux, counts

@@ -7,7 +7,7 @@ DeepSpeed: deepspeed/moe/sharded_moe.py.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,19 @@ def multiplicative_jitter(x: Tensor, device: torch.device | None = None, epsilon
     return x * torch.empty_like(x).uniform_(1 - epsilon, 1 + epsilon) if epsilon else x
 
 
+@dataclass
+class Held:
+    """Who a layer talks to. A copied layer talks to the same."""
+
+    ep_group: ProcessGroup | None = None
+    ranks: Group | None = None
+    tensor: Group = field(default_factory=lambda: Group(None))
+    cut_experts: bool = False
+
+    def __deepcopy__(self, memo: object) -> "Held":
+        return self
+
+
 class TopKGate(nn.Module):
     """Which k of `num_experts` a token goes to. Its attributes may be changed at any time."""
 
@@ -56,6 +69,7 @@ class TopKGate(nn.Module):
     ) -> None:
         """See `MoE`. ValueError for more experts a token than there are, and for capacities that make no sense."""
         super().__init__()
+        self.held = Held()
         if not 1 <= k <= num_experts:
             raise ValueError(f"k={k}: a token takes at least one and at most all {num_experts} experts")
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
@@ -73,6 +87,15 @@ class TopKGate(nn.Module):
             self.k, self.capacity_factor, self.eval_capacity_factor, self.min_capacity, self.noisy_gate_policy,
             self.drop_tokens, self.use_rts, self.top2_2nd_expert_sampling,
         )  # fmt: skip
+
+    @property
+    def ep_group(self) -> ProcessGroup | None:
+        """The ranks whose fullest expert counts where nothing is dropped."""
+        return self.held.ep_group
+
+    @ep_group.setter
+    def ep_group(self, ep_group: ProcessGroup | None) -> None:
+        self.held.ep_group = ep_group
 
     def _set_ep_group(self, ep_group: ProcessGroup | None) -> None:
         self.ep_group = ep_group
@@ -111,9 +134,7 @@ class MOELayer(nn.Module):
         super().__init__()
         self.gate, self.experts = gate, experts
         self.ep_group_name, self.ep_size, self.num_local_experts = ep_group_name, ep_size, num_local_experts
-        self.ep_group: ProcessGroup | None = None
-        self.ranks = Group(None) if ep_size == 1 else None
-        self.tensor, self.cut_experts = Group(None), False
+        self.held = Held(ranks=Group(None) if ep_size == 1 else None)
         self.l_aux: Tensor | None = None
         self.exp_counts: Tensor | None = None
         self.use_tutel = False
@@ -127,52 +148,44 @@ class MOELayer(nn.Module):
         """
         if expert.size != self.ep_size:
             raise ValueError(f"a layer of ep_size {self.ep_size} was given {expert.size} ranks to share its experts")
-        self.ranks, self.tensor, self.cut_experts = expert, tensor, cut_experts
-        self._set_ep_group(expert.handle)
+        self.held = Held(expert.handle, expert, tensor, cut_experts)
+        if isinstance(self.gate, TopKGate):
+            self.gate._set_ep_group(expert.handle)
         if isinstance(self.experts, Experts):
             self.experts.place(expert.rank)
 
+    @property
+    def ep_group(self) -> ProcessGroup | None:
+        return self.held.ep_group
+
     def _set_ep_group(self, ep_group: ProcessGroup | None) -> None:
-        self.ep_group = ep_group
-        if isinstance(self.gate, TopKGate):
-            self.gate._set_ep_group(ep_group)
-        if ep_group is not None and self.ranks is None:
-            self.use_ranks(Group(ep_group), self.tensor, self.cut_experts)
+        self.use_ranks(Group(ep_group), self.held.tensor, self.held.cut_experts)
 
     def forward(self, x: Tensor, used_token: Tensor | None = None) -> Tensor:
         """x [.., M] -> [.., M]; used_token: [..] or [T]. A collective of all that share the experts.
 
         RuntimeError where the ranks were not said.
         """
-        if self.ranks is None:
+        if self.held.ranks is None:
             raise RuntimeError(
-                f"{self.ep_group_name}: these experts are shared by {self.ep_size} ranks, which were not said yet: call "
-                "deepspeed.initialize, or set_deepspeed_parallelism of the MoE layer"
+                f"{self.ep_group_name}: these experts are shared by {self.ep_size} ranks, which were not said yet: "
+                "call deepspeed.initialize, or set_deepspeed_parallelism of the MoE layer"
             )
         flat = x.reshape(-1, x.shape[-1])  # [T, M]
         used = None if used_token is None else used_token.flatten()
         routes: Routes = self.gate(flat, used, as_routes=True)
         self.l_aux, self.exp_counts = routes.balance, routes.counts
         ours = isinstance(self.experts, Experts)
-        if self.ranks.size == self.tensor.size == 1 and ours:
+        ranks, tensor = self.held.ranks, self.held.tensor
+        if ranks.size == tensor.size == 1 and ours:
             return mix(self.experts, flat, routes).view_as(x)
         padded = routes.limit is not None or not ours
-        dispatch = Slots(self.ranks, Flat(self.ranks), self.tensor, padded, self.cut_experts)
+        dispatch = Slots(ranks, Flat(ranks), tensor, padded, self.held.cut_experts)
         return dispatch(self.experts if ours else partial(in_slots, self.experts), flat, routes).view_as(x)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which take no tensor that has a graph."""
         return {**self.__dict__, "l_aux": None, "exp_counts": None}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "MOELayer":
-        kept = {id(group): group for group in (self.ranks, self.tensor, self.ep_group) if group is not None}
-        memo.update(kept)  # a copied layer talks over the same groups
-        import copy
-
-        other = MOELayer.__new__(MOELayer)
-        memo[id(self)] = other
-        other.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()})
-        return other
 
 
 def in_slots(experts: nn.Module, rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:

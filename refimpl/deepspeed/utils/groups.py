@@ -47,7 +47,7 @@ def laid_out() -> Axes:
 
 
 def adopt_experts(expert: Group, expert_data: Group, cut_experts: int) -> None:
-    """A layer's groups: the ranks that share its experts, those that have the same. cut_experts: tensor ranks an expert."""
+    """A layer's: the ranks that share its experts, those that have the same; cut_experts: tensor ranks an expert."""
     _laid_out.experts[f"ep_size_{expert.size}"] = expert, expert_data
     _laid_out.cut_experts = cut_experts
 

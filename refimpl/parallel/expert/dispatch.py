@@ -32,7 +32,7 @@ from refimpl.comm.group import Group
 from refimpl.model.moe import Many, combine, permute
 from refimpl.model.routes import Routes, Rows, fill
 from refimpl.parallel.conjugates import conjugate
-from refimpl.parallel.expert.exchange import Way, by, exchange, loads, turned
+from refimpl.parallel.expert.exchange import Table, Way, by, exchange, loads, turned
 
 
 @dataclass
@@ -71,11 +71,15 @@ class Dispatch:
         each = len(loads[0]) // self.group.size
         to = [[sum(load[d * each : (d + 1) * each]) for d in range(self.group.size)] for load in loads]
         sizes = [load[self.group.rank * each : (self.group.rank + 1) * each] for load in loads]
-        here = exchange(rows, self.way, to)
+        here = self.move(rows, to)
         if not self.cut_experts or self.tensor.size == 1:
-            return exchange(answered(experts, here, sizes), self.way, turned(to))
+            return self.move(answered(experts, here, sizes), turned(to))
         share, sizes = self.of_all_tensor_ranks(sizes)
-        return exchange(share.part(answered(experts, share.whole(here), sizes)), self.way, turned(to))
+        return self.move(share.part(answered(experts, share.whole(here), sizes)), turned(to))
+
+    def move(self, x: Tensor, rows: Table) -> Tensor:
+        """This rank's rows by the rank they go to -> by the rank they come from; and so is backward."""
+        return exchange(x, self.way, rows)
 
     def of_all_tensor_ranks(self, sizes: list[list[int]]) -> tuple["Share", list[list[int]]]:
         """Their rows one after the other, each rank's sources apart."""

@@ -91,10 +91,15 @@ def connect(
     layer.mix = Dispatch(axes.expert, way or Flat(axes.expert), tensor, padded, cut_experts)
     if exact:
         layer.mix = InOrder(layer.mix, axes.expert_data)
-    for p in layer.experts.parameters():
-        p.allreduce = False  # type: ignore[attr-defined]
-        p.group_name = f"ep_size_{axes.expert.size}"  # type: ignore[attr-defined]
+    mark(layer.experts, axes.expert.size)
     share(layer, axes, cut_experts, sequence)
+
+
+def mark(experts: nn.Module, ep: int) -> None:
+    """DeepSpeed's marks, by which parameters of experts are known."""
+    for p in experts.parameters():
+        p.allreduce = False  # type: ignore[attr-defined]
+        p.group_name = f"ep_size_{ep}"  # type: ignore[attr-defined]
 
 
 def share(layer: MoE, axes: Axes, cut_experts: bool, sequence: bool) -> None:

@@ -1,7 +1,7 @@
 """Each program takes rows that lie together, and the last ones are left out.
 
 task: column_sum_kernel
-says: partial is wrong
+says: program p adds rows that lie together
 """
 
 import triton

@@ -1,7 +1,7 @@
 """The sum is rescaled, the result is not.
 
 task: flash_kernel
-says: out is wrong
+says: not rescaled when the maximum grows
 """
 
 import triton

@@ -1,7 +1,7 @@
 """The running sum has the dtype of x.
 
 task: column_sum_kernel
-says: first difference
+says: the sum is kept in 16 bits
 """
 
 import triton

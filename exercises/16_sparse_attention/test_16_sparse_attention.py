@@ -1,0 +1,159 @@
+"""Grades chapter 16's layouts, lists and reach: against refimpl's patterns, paths walked one by one, and their cost."""
+
+import random
+
+import torch
+from torch import Tensor
+
+from refimpl.grading.compare import equal, require
+from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import untouched
+from refimpl.grading.rank import Answer, case
+from refimpl.grading.traffic import WatchedGroup
+from refimpl.grading.work import Work
+from refimpl.model.patterns import parts
+from refimpl.model.patterns.fixed import FixedSparsityConfig
+from refimpl.model.patterns.sliding import BigBirdSparsityConfig
+
+
+def picture(layout: Tensor) -> list[str]:
+    return ["".join(".#"[int(read)] for read in row) for row in layout.tolist()]
+
+
+def same_layout(found: Tensor, expected: Tensor, known: dict[str, Tensor]) -> None:
+    """`equal`, with both drawn when they differ."""
+    try:
+        equal(found, expected, "the layout", known=known)
+    except Exception as error:
+        if isinstance(found, Tensor) and found.shape == expected.shape and len(expected) <= 16:
+            rows = [f"{a}    {b}" for a, b in zip(picture(expected), picture(found), strict=True)]
+            error.details = (*error.details, "expected, and found:", *rows)  # type: ignore[attr-defined]
+        raise
+
+
+@on_ranks(1)
+def test_fixed_layout(answer: Answer, group: WatchedGroup) -> None:
+    for n, local, causal in ((8, 4, False), (8, 4, True), (11, 4, True), (11, 4, False), (3, 5, False), (7, 1, True)):
+        case(f"n = {n}, local = {local}, causal = {causal}")
+        word = "unidirectional" if causal else "bidirectional"
+        right = FixedSparsityConfig(1, 1, num_local_blocks=local, attention=word).make_layout(n)[0].bool()
+        stretch = parts.stretches(n, [local])
+        firsts = stretch | (torch.arange(n) % local == 0)
+        whole = stretch | (torch.arange(n) % local == local - 1)
+        known = {
+            "the representative is a stretch's last block, not its first": firsts.tril() if causal else firsts,
+            "only the own stretch is read: where are the other stretches' representatives?": (
+                stretch.tril() if causal else stretch
+            ),
+            "a last stretch that is cut short has a representative too: block n - 1": whole.tril() if causal else whole,
+        }
+        found = answer.fixed_layout(n, local, causal)
+        if causal and isinstance(found, Tensor) and found.shape == (n, n):
+            require(not bool(found.bool().triu(1).any()), "with causal = True a row reads blocks that come after it")
+        same_layout(found, right, known)
+
+
+@on_ranks(1)
+def test_bigbird_layout(answer: Answer, group: WatchedGroup) -> None:
+    for n, width, first, each in ((12, 3, 1, 1), (12, 5, 2, 0), (9, 1, 0, 3), (4, 3, 1, 4), (13, 7, 3, 2)):
+        case(f"n = {n}, width = {width}, first = {first}, each = {each}")
+        right = BigBirdSparsityConfig(1, 1, False, each, width, first, seed=n).make_layout(n)[0].bool()
+        near = parts.window(n, width)
+        ends = [(0, first)]
+        once = parts.none(n)
+        once[:, random.Random(n).sample(range(n), each)] = True
+        chance = parts.drawn(n, each, random.Random(n))
+        known = {
+            "global blocks must also read everything: their rows are missing": near | parts.columns(n, ends) | chance,
+            "global blocks must also be read by every row: their columns are missing": near
+            | parts.rows(n, ends)
+            | chance,
+            "the window is wider than `width` in all: width // 2 on each side": right | parts.window(n, 2 * width + 1),
+            "random blocks are missing, or not drawn by rng.sample(range(n), each) row after row": (
+                near | parts.columns(n, ends) | parts.rows(n, ends)
+            ),
+            "the same random blocks for all rows: draw row after row": (
+                near | parts.columns(n, ends) | parts.rows(n, ends) | once
+            ),
+        }
+        same_layout(answer.bigbird_layout(n, width, first, each, random.Random(n)), right, known)
+
+
+def walked(layout: Tensor) -> Tensor:
+    """Breadth first, a block at a time."""
+    n = len(layout)
+    reads = [row.nonzero().flatten().tolist() for row in layout]
+    layers = torch.full((n, n), -1)
+    for start in range(n):
+        layers[start, start], now = 0, [start]
+        while now:
+            found = [c for r in now for c in reads[r]]
+            depth = int(layers[start, now[0]]) + 1
+            now = []
+            for c in found:
+                if layers[start, c] < 0:
+                    layers[start, c] = depth
+                    now.append(c)
+    return layers
+
+
+@on_ranks(1)
+def test_layers_to_see(answer: Answer, group: WatchedGroup) -> None:
+    torch.manual_seed(0)
+    layouts = {
+        "a window of 3": parts.window(9, 3),
+        "a causal window": parts.window(9, 5, ahead=False),
+        "two separate stretches": parts.stretches(6, [3]),
+        "rows that do not read themselves": parts.strided(7, 3) & ~torch.eye(7, dtype=torch.bool),
+        "nothing": parts.none(3),
+        "15 blocks at random": torch.rand(15, 15) < 0.12,
+        "one block": torch.ones(1, 1, dtype=torch.bool),
+        "a line of 40": torch.eye(40, dtype=torch.bool).roll(1, 1).triu(1),
+    }
+    for name, layout in layouts.items():
+        case(name)
+        right = walked(layout)
+        known = {
+            "[r, c] and [c, r] are exchanged: row r takes from the blocks that row r reads": walked(layout.T),
+            "a block knows itself after 0 layers, before any layer": torch.where(right == 0, 1, right),
+            "what is never seen is -1": torch.where(right < 0, 0, right),
+            "only one layer is counted: what a block reads has heard of others before": torch.where(
+                right > 1, -1, right
+            ),
+        }
+        with untouched(layout=layout):
+            found = answer.layers_to_see(layout)
+        equal(found, right, f"layers ({name})", known=known)
+
+
+@on_ranks(1)
+def test_block_lists(answer: Answer, group: WatchedGroup) -> None:
+    torch.manual_seed(1)
+    for heads, n, share in ((1, 4, 0.5), (3, 7, 0.3), (2, 5, 0.0), (2, 6, 1.0), (4, 150, 0.1)):
+        case(f"{heads} heads of {n} x {n} blocks, {share:.0%} of them read")
+        layout = torch.rand(heads, n, n) < share
+        starts = [0]
+        blocks: list[int] = []
+        for row in layout.flatten(0, 1):
+            blocks += row.nonzero().flatten().tolist()
+            starts.append(len(blocks))
+        with untouched(layout=layout), Work() as work:
+            found = answer.block_lists(layout)
+        require(isinstance(found, tuple) and len(found) == 2, "return (starts, blocks)")
+        by_keys = layout.transpose(1, 2)
+        known = {
+            "these are lists of the columns: which rows read each of them": by_keys.nonzero()[:, -1],
+            "blocks are numbered over rows or heads: they must be column numbers, 0 .. n - 1": (
+                layout.flatten(0, 1).flatten().nonzero().flatten()
+            ),
+        }
+        require(
+            isinstance(found[0], Tensor) and len(found[0]) == heads * n + 1,
+            "starts must have an entry for each row of each head, and one more: the number of blocks",
+        )
+        equal(found[0], torch.tensor(starts), "starts")
+        equal(found[1], torch.tensor(blocks, dtype=torch.int64), "blocks", known=known)
+        require(
+            work.calls < 60,
+            f"{work.calls:,} operations for {heads * n} rows: a loop over rows; sum, cumsum and nonzero need none",
+        )

@@ -1,0 +1,172 @@
+"""Grades chapter 16's attention: masked dense attention's numbers, and the blocks of the layout alone."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from refimpl.grading.compare import equal, require
+from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import untouched
+from refimpl.grading.rank import Answer, case
+from refimpl.grading.traffic import WatchedGroup
+from refimpl.grading.work import Work, poisoned
+from refimpl.model.native_sparse import coarse, selected
+from refimpl.model.patterns import parts
+
+BOUND = {"rtol": 1e-4, "atol": 2e-5}
+ADVICE = "take only the blocks that a row reads, a row of blocks at a time"
+
+
+def problem(n: int, block: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v [T, D] and a layout with a row that reads nothing and a column that nobody reads."""
+    torch.manual_seed(seed)
+    q, k, v = (2 * torch.randn(n * block, width) for _ in range(3))
+    layout = parts.window(n, 3) | (torch.rand(n, n) < 0.2)
+    if n > 1:
+        layout[n // 2] = False
+        layout[:, 1] = False
+    return q, k, v, layout
+
+
+def mask_of(layout: Tensor, block: int, causal: bool) -> Tensor:
+    mask = layout.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    return mask.tril() if causal else mask
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """In float64: (out, lse)."""
+    q, k, v = q.double(), k.double(), v.double()
+    scores = (q @ k.T * (1 / math.sqrt(q.shape[1]) if scale is None else scale)).masked_fill(~mask, -torch.inf)
+    lse = scores.logsumexp(-1)
+    return (scores - lse.masked_fill(lse == -torch.inf, 0)[:, None]).exp() @ v, lse
+
+
+CASES = [(12, 8, 4, False), (12, 8, 4, True), (9, 16, 3, True), (1, 4, 2, True), (20, 4, 6, False)]
+
+
+@on_ranks(1)
+def test_sparse_forward(answer: Answer, group: WatchedGroup) -> None:
+    for n, block, width, causal in CASES:
+        case(f"{n} blocks of {block} tokens, width {width}, causal = {causal}")
+        q, k, v, layout = problem(n, block, width, n)
+        mask = mask_of(layout, block, causal)
+        right, lse = dense(q, k, v, mask)
+        read = layout.tril() if causal else layout
+        with untouched(q=q, k=k, v=v, layout=layout), Work() as work:
+            found = answer.sparse_forward(q, k, v, layout, causal)
+        require(isinstance(found, tuple) and len(found) == 2, "return (out, lse)")
+        out, sums = found
+        require(isinstance(out, Tensor) and out.shape == q.shape, "out must be [T, D]")
+        nothing = mask.sum(1) == 0
+        require(
+            not bool(out[nothing].isnan().any()),
+            "a row of tokens that sees nothing is NaN: softmax of nothing. It must be zeros, with an lse of -inf",
+        )
+        later = dense(q, k, v, mask_of(layout, block, False))[0].float()
+        known = {
+            "tokens of the diagonal block see tokens after them: mask it by token": dense(
+                q, k, v, mask_of(layout.tril(), block, False)
+            )[0].float(),
+            "causal = True is ignored": later,
+            "scores are not divided by sqrt(D)": dense(q, k, v, mask, 1.0)[0].float(),
+            "scores are divided by D, not by its root": dense(q, k, v, mask, 1 / width)[0].float(),
+        }
+        equal(out, right.float(), "out", known=known, **BOUND)
+        by_two = {"lse has another base: natural logarithms are asked": (lse / math.log(2)).float()}
+        equal(sums, lse.float(), "lse", known=by_two, **BOUND)
+        for col in range(n):
+            absent = torch.arange(n) == col
+            mixed = answer.sparse_forward(q, poisoned(k, block, absent), poisoned(v, block, absent), layout, causal)[0]
+            touched = mixed.view(n, -1).isnan().any(1)
+            for row in (touched & ~read[:, col]).nonzero().flatten().tolist():
+                reason = "in the future" if layout[row, col] else "not in the layout"
+                require(False, f"row {row} reads block {col} of keys or values, which is {reason}: {ADVICE}")
+        work.judge(4 * int(read.sum()) * block**2 * width, 4 * max(block, width) * n * block * 2, ADVICE)
+
+
+@on_ranks(1)
+def test_sparse_backward(answer: Answer, group: WatchedGroup) -> None:
+    for n, block, width, causal in CASES:
+        case(f"{n} blocks of {block} tokens, width {width}, causal = {causal}")
+        q, k, v, layout = problem(n, block, width, n + 1)
+        mask = mask_of(layout, block, causal)
+        leaves = [x.double().requires_grad_() for x in (q, k, v)]
+        out, lse = dense(*leaves, mask)
+        g = torch.randn(n * block, width)
+        right = [x.float() for x in torch.autograd.grad(out, leaves, g.double())]
+        out, lse = out.detach().float(), lse.detach().float()
+        read = layout.tril() if causal else layout
+        with untouched(q=q, k=k, v=v, out=out, lse=lse, out_grad=g), Work() as work:
+            found = answer.sparse_backward(q, k, v, out, lse, g, layout, causal)
+        require(isinstance(found, tuple) and len(found) == 3, "return (dq, dk, dv)")
+        p = torch.where(mask, (q @ k.T / width**0.5 - lse[:, None]).exp(), 0)
+        ds = p * (g @ v.T) / width**0.5
+        knowns = [
+            {
+                "dq: the row sums sum(out_grad * out) are not subtracted": ds @ k,
+                "dq lacks 1 / sqrt(D)": right[0] * width**0.5,
+            },
+            {
+                "dk: the row sums sum(out_grad * out) are not subtracted": ds.T @ q,
+                "dk lacks 1 / sqrt(D)": right[1] * width**0.5,
+                "dk: the last row that reads a block overwrites the others: add them": last_row(
+                    p * (g @ v.T - (g * out).sum(1, True)) / width**0.5, q, read, block
+                ),
+            },
+            {"dv: the last row that reads a block overwrites the others: add them": last_row(p, g, read, block)},
+        ]
+        for name, x, expected, known in zip(("dq", "dk", "dv"), found, right, knowns, strict=True):
+            require(
+                isinstance(x, Tensor) and not bool(x.isnan().any()),
+                f"{name} has NaN: rows that see nothing have lse -inf; leave them out",
+            )
+            equal(x, expected, name, known=known, rtol=1e-3, atol=1e-4)
+        nobody = ~read.any(0)
+        k_, v_ = poisoned(k, block, nobody), poisoned(v, block, nobody)
+        again = answer.sparse_backward(q, k_, v_, out, lse, g, layout, causal)
+        require(not any(bool(x.isnan().any()) for x in again), f"a block that no row reads is read: {ADVICE}")
+        work.judge(10 * int(read.sum()) * block**2 * width, 4 * max(block, width) * n * block * 2, ADVICE)
+
+
+def last_row(weights: Tensor, x: Tensor, read: Tensor, block: int) -> Tensor:
+    """weights^T x, of which each block of keys has the part of the last row that reads it."""
+    out = torch.zeros_like(x)
+    for row, col in read.nonzero().tolist():
+        here, there = slice(row * block, row * block + block), slice(col * block, col * block + block)
+        out[there] = weights[here, there].T @ x[here]
+    return out
+
+
+@on_ranks(1)
+def test_select_blocks(answer: Answer, group: WatchedGroup) -> None:
+    for n, block, width, count in ((10, 8, 4, 2), (7, 4, 3, 1), (6, 16, 8, 9), (1, 4, 2, 1), (16, 8, 4, 0)):
+        case(f"{n} blocks of {block} tokens, width {width}, count = {count}")
+        torch.manual_seed(n)
+        q, k = 2 * torch.randn(n * block, width), 2 * torch.randn(n * block, width)
+        p = coarse(q[None, None], k[None, None], block)
+        right = selected(p, block, count)[0, 0]
+        own = torch.eye(n, dtype=torch.bool)
+        scores = q.view(n, block, width).mean(1) @ k.view(n, block, width).mean(1).T
+        past = torch.ones_like(own).tril(-1)
+
+        def chosen(wish: Tensor) -> Tensor:
+            best = wish.masked_fill(~past, -torch.inf).topk(min(count, n), 1).indices  # noqa: B023
+            return torch.zeros_like(own).scatter(1, best, True) & past | own  # noqa: B023
+
+        with untouched(q=q, k=k), Work() as work:
+            found = answer.select_blocks(q, k, block, count)
+        if isinstance(found, Tensor) and found.shape == (n, n):
+            require(not bool(found.bool().triu(1).any()), "a row reads a block that comes after it")
+            require(bool(found.bool().diagonal().all()), "every row reads its own block, besides the `count` before it")
+        known = {
+            "wishes are sums of probabilities over a row's tokens, not the scores of their mean": chosen(scores),
+            "the row's own block is one of the `count`: it comes besides them": chosen_with_own(p, block, count),
+        }
+        equal(found, right, "the layout", known=known)
+        advice = "score the means of blocks, not the keys"
+        work.judge(2 * n * block * n * width, 4 * n * block * max(n, width), advice)
+
+
+def chosen_with_own(p: Tensor, block: int, count: int) -> Tensor:
+    return selected(p, block, max(0, count - 1))[0, 0]
