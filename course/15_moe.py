@@ -254,8 +254,8 @@ def dispatch(rows: Tensor, counts: Tensor, group: Group) -> tuple[Tensor, Tensor
 
 
 # %% [markdown]
-# What arrives lies by (source, expert). refimpl multiplies these blocks one by one; a grouped matmul would first bring
-# each expert's blocks together.
+# What arrives lies by (source, expert). A grouped matmul first brings each expert's blocks together, and so does refimpl
+# in 16 bits. In fp32 it multiplies the blocks one by one: then results have the same bits wherever an expert lives.
 #
 # ## 4. Read it
 #
@@ -382,7 +382,7 @@ pd.concat(tables[:2], keys=["rank 0", "rank 1"])
 # | Switch 2021 | top-1 | the same | dropped, factor 1 to 1.25 | loss, 0.01 | - |
 # | DeepSpeed `MoE` | top-1, top-2, top-k; `RSample`, `Jitter`, RTS | the same, padded to $C$; two-level | dropped, or $C$ = the fullest of all ranks | `l_aux`, the caller adds it | PR-MoE's residual MLP |
 # | MegaBlocks, Megatron-Core | top-k | sort, uneven all-to-all, grouped matmul (or DeepEP's kernels) | nothing ("dropless") unless asked | loss by sequence, batch or *global* batch; bias | shared experts |
-# | Mixtral 2023 | top-2 of 8, softmax over the two | sort, or a loop over experts (HF) | nothing | loss, 0.02 in HF's config | - |
+# | Mixtral 2023 | top-2 of 8, softmax over the two | sort, or a loop over experts (HF) | nothing | loss, 0.001 in HF's default | - |
 # | DeepSeek-V3 2024 | 8 of 256, sigmoid; at most 4 of 8 groups | own kernels, fp8 there, bf16 back | nothing | bias of 0.001 a step, a tiny sequence loss | 1 shared expert |
 # | expert choice 2022 | experts choose | by index | by construction | none needed | - |
 #
@@ -658,7 +658,8 @@ def trained(strangers):
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             over = axes.expert_data if p in known and not strangers else group
-            over.all_reduce(p.grad, "mean")
+            over.all_reduce(p.grad)
+            p.grad /= group.size
         adamw.step()
         adamw.zero_grad()
         losses.append(sum(group.all_gather_object(loss.item())) / 4)
@@ -696,8 +697,8 @@ group.all_to_all(out, slots)
 # [issue 6809](https://github.com/deepspeedai/DeepSpeed/issues/6809) is this, found after capacities of 3 and 4 were
 # printed; Tutel's [issue 173](https://github.com/microsoft/Tutel/issues/173) too. The cure is one number, the largest of
 # all ranks (`agreed_capacity`), or uneven parts. The same hang has a third form: a rank without tokens that leaves early,
-# or an expert without tokens that ZeRO-3 waits to gather
-# ([issue 5066](https://github.com/deepspeedai/DeepSpeed/issues/5066)).
+# or an expert without tokens, whose hooks ZeRO-3 never sees
+# ([issue 4808](https://github.com/deepspeedai/DeepSpeed/issues/4808)).
 #
 # **A gate in bf16.** `model.bfloat16()` makes the gate bf16 too. Of 4096 tokens, each to 6 of 64
 # experts, how many go elsewhere?

@@ -13,7 +13,15 @@ from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
 
 FP32, BF16 = torch.float32, torch.bfloat16
-SHAPES = ((7, 4, 2, FP32), (9, 8, 3, BF16), (6, 5, 1, FP32), (8, 5, 1, BF16), (4, 3, 3, FP32), (0, 4, 2, FP32))
+SHAPES = (
+    (7, 4, 2, FP32),
+    (9, 8, 3, BF16),
+    (6, 5, 1, FP32),
+    (8, 5, 1, BF16),
+    (4, 3, 3, FP32),
+    (40, 24, 5, FP32),
+    (0, 4, 2, FP32),
+)
 
 
 def pair(found: Any, names: str) -> tuple[Tensor, Tensor]:
@@ -40,8 +48,8 @@ def judge_order(found: Any, by: Tensor, k: int, what: str, known: dict[str, Tens
         require(
             torch.equal(found, expected) or not same,
             f"{what}: of equally high ones the first is to be taken, on any device",
-            f"  expected {expected.tolist()[:4]}",
-            f"  found    {found.tolist()[:4]}",
+            f"  expected {str(expected.tolist())[:100]}",
+            f"  found    {str(found.tolist())[:100]}",
         )
     equal(found, expected, what, known={k: t for k, t in known.items() if not torch.equal(t, expected)})
 
@@ -88,7 +96,7 @@ def test_biased_gate(answer: Answer, group: WatchedGroup) -> None:
         case(f"{tokens} tokens, {number} experts, k = {k}, {dtype}")
         logits = (logits_of(tokens, number, dtype) - 100).requires_grad_()
         truth = logits.detach().clone().requires_grad_()
-        bias = torch.tensor([0.5, 0.0, -1.0, 0.25, 2.0, 0.0, -0.125, 0.0])[:number].requires_grad_()
+        bias = torch.tensor([0.5, 0.0, -1.0, 0.25, 2.0, 0.0, -0.125, 0.0]).repeat(3)[:number].requires_grad_()
         with untouched(logits=logits, bias=bias):
             experts, weights = pair(answer.biased_gate(logits, bias, k), "experts, weights")
         scores = truth.float().sigmoid()
@@ -119,7 +127,8 @@ def test_biased_gate(answer: Answer, group: WatchedGroup) -> None:
 
 @on_ranks(1)
 def test_expert_choice(answer: Answer, group: WatchedGroup) -> None:
-    for tokens, number, capacity, dtype in ((12, 4, 5, FP32), (9, 3, 2, BF16), (3, 4, 8, FP32), (0, 2, 3, FP32)):
+    shapes = ((12, 4, 5, FP32), (9, 3, 2, BF16), (3, 4, 8, FP32), (60, 2, 25, FP32), (0, 2, 3, FP32))
+    for tokens, number, capacity, dtype in shapes:
         case(f"{tokens} tokens, {number} experts, capacity {capacity}, {dtype}")
         logits = logits_of(tokens, number, dtype).requires_grad_()
         truth = logits.detach().clone().requires_grad_()

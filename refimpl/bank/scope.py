@@ -17,7 +17,7 @@ from refimpl.optim.loss_scale import DynamicLossScaler
 from refimpl.parallel.pipeline.clock import alive, share
 from refimpl.parallel.pipeline.partition import balanced
 from refimpl.parallel.pipeline.schedules.named import schedule
-from refimpl.plan import context, formulas, time, transformer
+from refimpl.plan import context, expert, formulas, mixture, time, transformer
 from refimpl.zero.flat import ALIGN, round_up
 from refimpl.zero.gradients import IN_FLIGHT
 
@@ -30,7 +30,7 @@ UNITS: dict[str, tuple[float, str]] = {
     "KiB": (2**10, "KiB"), "MiB": (2**20, "MiB"), "GiB": (2**30, "GiB"),
     "us": (1e-6, "µs"), "ms": (1e-3, "ms"), "s": (1, "s"), "min": (60, "min"), "h": (3600, "h"),
     "days": (86400, "days"), "pct": (1e-2, "%"), "x": (1, "times"),
-    "TFLOPs": (1e12, "TFLOP/s"), "PFLOP": (1e15, "PFLOP"),
+    "TFLOPs": (1e12, "TFLOP/s"), "TFLOP": (1e12, "TFLOP"), "PFLOP": (1e15, "PFLOP"),
     "billion": (1e9, "billion"), "million": (1e6, "million"), "GBs": (1e9, "GB/s"), "tokens": (1, "tokens"),
     "elements": (1, "elements"), "GPUs": (1, "GPUs"), "ranks": (1, "ranks"), "micro": (1, "micro-batches"),
     "samples": (1, "samples"),
@@ -112,12 +112,13 @@ OURS = (
     transformer.checkpointed_bytes, transformer.tensor_parallel_sent, time.Link, time.ring_all_reduce_seconds,
     time.ring_half_seconds, time.tree_all_reduce_seconds, time.crossover_bytes, time.bubble, time.exposed_seconds,
     time.adam_seconds, time.checkpoint_interval, schedule, share, alive, balanced, context.ring_sent,
-    context.ulysses_sent,
+    context.ulysses_sent, expert.even_sent, expert.padded_sent, mixture.Mixture,
 )  # fmt: skip
 PYTHON = (abs, float, int, len, list, max, min, range, round, sum)
 CONSTANTS = {
     "million": 10**6, "billion": 10**9, "trillion": 10**12, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "us": 1e-6, "ms": 1e-3, "hour": 3600, "day": 86400, "fp32": 4, "bf16": 2, "fp16": 2,
+    "MIXTRAL": mixture.MIXTRAL, "DEEPSEEK_V3": mixture.DEEPSEEK_V3,
     "ALIGN": ALIGN, "IN_FLIGHT": IN_FLIGHT,
 }  # fmt: skip
 NAMES: dict[str, Any] = {**CONSTANTS, "math": math, **{f.__name__: f for f in (*OURS, *PYTHON)}}

@@ -57,7 +57,7 @@ class Kept:
         raise Wrong(f"{what} keeps {more:,} bytes alive, expected {room:,}: {advice}")
 
 
-class Largest(TorchDispatchMode):
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The most elements that any result of an operation inside had: what is made and let go again is seen too."""
 
     numel = 0

@@ -57,7 +57,7 @@ def dense_layers(layers: int, dense: int) -> int:
 
 
 def deepseek_v3() -> int:
-    """Its rest: attention through narrow projections, three dense blocks, a shared expert in the others, gates, norms."""
+    """Its rest: attention through narrow projections, three dense blocks, in the others a shared expert and a gate."""
     width, heads, blocks, dense = 7168, 128, 61, 3
     queries = width * 1536 + 1536 + 1536 * heads * (128 + 64)
     keys = width * (512 + 64) + 512 + 512 * heads * (128 + 128)
@@ -90,7 +90,7 @@ GSHARD = {(2048, 36): 600, (2048, 12): 200, (512, 36): 150, (512, 12): 50, (128,
 
 
 def gshard(experts: int, blocks: int) -> Mixture:
-    """Top-2. Its rest without embeddings, whose vocabulary the paper's table does not give: small beside the experts."""
+    """Top-2. Its rest without embeddings, whose vocabulary the paper's table leaves out: small beside the experts."""
     dense = blocks // 2 * 2 * 1024 * 8192
     rest = blocks * attention(1024, 16, 128) + dense + blocks // 2 * 1024 * experts
     return Mixture(blocks // 2, experts, 2, 1024, 8192, rest)
