@@ -28,14 +28,16 @@ Limits = Mapping[str, int]
 def interpret() -> None:
     """From now on, in this process, kernels are interpreted. Triton decides it for its own functions when imported.
 
-    A rank was forked from a process that has torch._dynamo, and so a triton that compiles: that one is forgotten, all
-    but its compiled part, which cannot be loaded twice.
+    A rank was forked from a process that has torch._dynamo, and so a triton that compiles. That one is forgotten, all
+    but its compiled part, which cannot be loaded twice; and refimpl.kernels, which has taken names from it.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     language = sys.modules.get("triton.language")
     if language is not None and not hasattr(language.max, "rewrite"):  # only an interpreted function has it
-        for name in [n for n in sys.modules if n.partition(".")[0] == "triton" and not n.startswith("triton._C")]:
-            del sys.modules[name]
+        for name in list(sys.modules):
+            ours = name.startswith("refimpl.kernels")
+            if ours or (name.partition(".")[0] == "triton" and not name.startswith("triton._C")):
+                del sys.modules[name]
 
 
 def within(t: Tensor, row_stride: int = 0) -> Tensor:
