@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from refimpl.grading.compare import Wrong, require
+from refimpl.launch import report
 
 if TYPE_CHECKING:
     from refimpl.kernels.tally import Counts
@@ -55,7 +56,7 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, **constants: Any) -> "C
     """What the kernel did. Wrong if a lane left its tensor, or if programs race."""
     from refimpl.kernels.count import counted
 
-    with counted(trace=True) as counts, unwrapped():
+    with counted(trace=True, each=lambda: report(None)) as counts, unwrapped():
         kernel[tuple(grid)](*args, **constants)
     for name, size in counts.outside.items():
         read, written = counts.loaded_from[name], counts.stored_to[name]
