@@ -53,11 +53,14 @@ def within(t: Tensor, row_stride: int = 0) -> Tensor:
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, **constants: Any) -> "Counts":
-    """What the kernel did. Wrong if a lane left its tensor, or if programs race."""
+    """What the kernel did. Wrong if it stored nothing, if a lane left its tensor, or if programs race."""
     from refimpl.kernels.count import counted
 
     with counted(trace=True, each=lambda: report(None)) as counts, unwrapped():
         kernel[tuple(grid)](*args, **constants)
+    require(
+        counts.stored, "no program stores anything: a kernel returns nothing, its results go into memory by tl.store"
+    )
     for name, size in counts.outside.items():
         read, written = counts.loaded_from[name], counts.stored_to[name]
         verb = "loaded and stored" if read and written else "loaded" if read else "stored"
