@@ -137,6 +137,7 @@ predict(
 
 # %%
 from refimpl.kernels.count import counted
+from refimpl.notebook import show
 
 x, y, out = torch.randn(1000), torch.randn(1000), torch.empty(1000)
 with counted() as c:
@@ -381,6 +382,23 @@ orders = {
 loads = {name: [*(found := waves(order)), sum(found)] for name, order in orders.items()}
 pd.DataFrame.from_dict(loads, orient="index", columns=["tiles of a", "tiles of b", "together"])
 
+# %% tags=["hide-input"] alt="Two grids of 9 x 9 tiles. Row by row, the first nine programs fill a row of the result and need a row of a and all of b. As a square they need three rows of a and three columns of b"
+import matplotlib.pyplot as plt
+
+figure, axes = show.figure(4.4, rows=2, columns=3)
+for row, (name, order) in zip(axes, orders.items(), strict=True):
+    wave = torch.tensor(order[:9])
+    needed = torch.zeros(3, 9, 9)
+    needed[0, wave[:, 0]] = 1
+    needed[1, :, wave[:, 1]] = 1
+    needed[2, wave[:, 0], wave[:, 1]] = 1
+    for axis, title, image in zip(row, ("a", "b", "the first wave"), needed, strict=True):
+        axis.imshow(image, cmap="Blues", vmin=0, vmax=1.5)
+        axis.set(title=title, xticks=[], yticks=[])
+        axis.spines[:].set_visible(True)
+    row[0].set_ylabel(name)
+plt.show()
+
 # %% [markdown]
 # 90 tiles a wave against 54, the figures of Triton's own tutorial. The squares of an H100's 132 programs at once make a
 # product of $4096^2$ with tiles of 128 compute-bound. `grouped_tile` in the exercises computes the order from `pid`.
@@ -437,7 +455,6 @@ def flash_kernel(
 
 # %% tags=["nbval-ignore-output"]
 from refimpl.kernels import rms_norm as rms_norm_file
-from refimpl.notebook import show
 
 show.source(rms_norm_file.backward_kernel.fn)
 
@@ -503,7 +520,7 @@ print("odd strides load 16 bytes a thread:", bool(odd[0]["16-byte loads"]))
 # %% [markdown]
 # ## 5. Measure it
 #
-# Formula beside count, for the eleven kernels of the exercises on small sizes. (refimpl's answers, not printed here; the
+# Formula beside count, for the eleven kernels of the exercises on small sizes. (The solutions', not printed here; the
 # grader compares yours in the same way.)
 
 # %%
@@ -595,8 +612,6 @@ frame = pd.DataFrame(
 frame.map("{:.3g}".format)
 
 # %% tags=["hide-input"] alt="Roofline of an H100 from its data sheet: element-wise kernels at the left on the slope, attention with its scores in memory below the corner, products and flash attention near it"
-import matplotlib.pyplot as plt
-
 figure, axis = show.figure(3.6)
 line = [0.05, P / B, 3000]
 axis.loglog(line, [min(P, i * B) / 1e12 for i in line], color="k")

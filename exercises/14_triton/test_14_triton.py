@@ -131,7 +131,7 @@ def test_logsumexp_kernel(answer: Answer, group: WatchedGroup) -> None:
             "this is the maximum: the sum is missing": x.float().amax(1),
         }
         require(
-            not (out.isnan().any() and cols > block),
+            not (cols > block and out[-1].isnan() and out[:-1].isfinite().all()),
             "out has NaN where a row's first block is all -inf: -inf less -inf",
         )
         equal(out, x.double().logsumexp(1).float(), "out", known=known, rtol=1e-5, atol=1e-5)
@@ -201,7 +201,7 @@ def test_cross_entropy_kernel(answer: Answer, group: WatchedGroup) -> None:
         hot = torch.zeros_like(z).scatter_(1, place, 1.0)
         gradient = torch.where(counts.unsqueeze(1), 0.125 * (z.softmax(1) - hot), 0.0)
         require(
-            not logits[~counts].isnan().any() and not loss.isnan().any(),
+            not logits[~counts].isnan().any() and not loss[~counts].isnan().any(),
             "a row whose target is ignore_index must become 0, in loss and gradient, whatever its logits are",
         )
         ignored = {"a row whose target is ignore_index has a loss: it counts nothing": lse.float()}

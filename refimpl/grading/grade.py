@@ -14,7 +14,7 @@ from refimpl import launch
 from refimpl.grading.chapters import unwritten
 from refimpl.grading.cheats import cheat
 from refimpl.grading.compare import Todo, Wrong, WrongFile
-from refimpl.grading.rank import NO_MEMORY, Check, grade_here, not_python
+from refimpl.grading.rank import ALIVE, NO_MEMORY, Check, grade_here, not_python
 from refimpl.grading.traffic import Called, each_rank
 from refimpl.grading.verdict import Verdict
 
@@ -142,7 +142,7 @@ class Seen:
         """Raises RankTimeout when there is no end to an answer that keeps calling collectives."""
         if isinstance(said, Called):
             self.calls[rank].append(said.text)
-        else:
+        elif said is not ALIVE:
             self.cases[rank], self.calls[rank] = str(said), []
         calls = len(self.calls[rank])
         if calls > CALLS or time.monotonic() - self.started > LONGEST_GRADING:

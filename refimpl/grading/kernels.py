@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from refimpl.grading.compare import Wrong, require
+from refimpl.launch import report
 
 if TYPE_CHECKING:
     from refimpl.kernels.tally import Counts
@@ -28,14 +29,16 @@ Limits = Mapping[str, int]
 def interpret() -> None:
     """From now on, in this process, kernels are interpreted. Triton decides it for its own functions when imported.
 
-    A rank was forked from a process that has torch._dynamo, and so a triton that compiles: that one is forgotten, all
-    but its compiled part, which cannot be loaded twice.
+    A rank was forked from a process that has torch._dynamo, and so a triton that compiles. That one is forgotten, all
+    but its compiled part, which cannot be loaded twice; and refimpl.kernels, which has taken names from it.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     language = sys.modules.get("triton.language")
     if language is not None and not hasattr(language.max, "rewrite"):  # only an interpreted function has it
-        for name in [n for n in sys.modules if n.partition(".")[0] == "triton" and not n.startswith("triton._C")]:
-            del sys.modules[name]
+        for name in list(sys.modules):
+            ours = name.startswith("refimpl.kernels")
+            if ours or (name.partition(".")[0] == "triton" and not name.startswith("triton._C")):
+                del sys.modules[name]
 
 
 def within(t: Tensor, row_stride: int = 0) -> Tensor:
@@ -50,11 +53,14 @@ def within(t: Tensor, row_stride: int = 0) -> Tensor:
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, **constants: Any) -> "Counts":
-    """What the kernel did. Wrong if a lane left its tensor, or if programs race."""
+    """What the kernel did. Wrong if it stored nothing, if a lane left its tensor, or if programs race."""
     from refimpl.kernels.count import counted
 
-    with counted(trace=True) as counts, unwrapped():
+    with counted(trace=True, each=lambda: report(None)) as counts, unwrapped():
         kernel[tuple(grid)](*args, **constants)
+    require(
+        counts.stored, "no program stores anything: a kernel returns nothing, its results go into memory by tl.store"
+    )
     for name, size in counts.outside.items():
         read, written = counts.loaded_from[name], counts.stored_to[name]
         verb = "loaded and stored" if read and written else "loaded" if read else "stored"

@@ -75,8 +75,8 @@ class _Argument:
 class _Watch:
     """Stands between the interpreter's builder and its methods, and writes into `counts`."""
 
-    def __init__(self, module: Any, counts: Counts, trace: bool) -> None:
-        self.module, self.counts, self.trace = module, counts, trace
+    def __init__(self, module: Any, counts: Counts, trace: bool, each: Callable[[], None]) -> None:
+        self.module, self.counts, self.trace, self.each = module, counts, trace, each
         self.arguments: list[_Argument] = []  # number n stands for arguments[n - 1]
         self.numbers: dict[int, int] = {}  # id of a tensor that the kernel is given -> its number
         self.program = 0
@@ -111,6 +111,7 @@ class _Watch:
         nx, ny, _ = self.module.interpreter_builder.grid_dim
         self.program = x + nx * (y + ny * z)
         self.counts.programs += 1
+        self.each()
         original(x, y, z)
 
     def access(self, kind: str, pointers: Any, mask: Any) -> tuple[Any, Any]:
@@ -210,9 +211,10 @@ class _Watch:
 
 
 @contextmanager
-def counted(trace: bool = False) -> Iterator[Counts]:
-    """Count what the kernels do that are launched inside. `trace` keeps every access (40 bytes a lane or less).
+def counted(trace: bool = False, each: Callable[[], None] = lambda: None) -> Iterator[Counts]:
+    """Count what the kernels do that are launched inside. `trace` keeps every access (8 bytes a lane).
 
+    `each` is called before each program: the interpreter is slow, and whoever waits may want a sign of life.
     RuntimeError outside the interpreter, where nothing could be seen, and inside another `counted()`.
     """
     if not INTERPRETED:
@@ -225,7 +227,7 @@ def counted(trace: bool = False) -> Iterator[Counts]:
         raise RuntimeError("counted() inside counted(): one count at a time")
     counts = Counts()
     with ExitStack() as stack:
-        for place, name, method in _Watch(module, counts, trace).replacements():
+        for place, name, method in _Watch(module, counts, trace, each).replacements():
             stack.callback(_replace(place, name, method))
         yield counts
 
