@@ -13,7 +13,8 @@ from refimpl import launch
 from refimpl.engine.initialize import initialize
 from refimpl.model.experts import Experts, StackedExperts
 from refimpl.model.gates import Gate, Routing
-from refimpl.model.moe import MoE
+from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.model.moe import MoE, mixtures
 
 WIDTH, EXPERTS, BATCH = 8, 4, 12
 
@@ -210,3 +211,38 @@ def at_another_ep() -> None:
 def test_experts_are_dealt_out_once() -> None:
     with pytest.raises(launch.RankError, match=r"autoep_size = 4: the experts are dealt out to 2 ranks already"):
         run(at_another_ep, ranks=4)
+
+
+def of_gpt(ep: int, balance: float, every: int, more: dict[str, Any]) -> list[float]:
+    """Gradient norms of two steps."""
+    torch.manual_seed(7)
+    shape = GPTConfig(vocab=31, context=8, width=16, layers=2, heads=2)
+    model = mixtures(GPT(shape), EXPERTS, Routing(k=2), every=every, balance=balance, z=balance)
+    engine, *_ = initialize(model=model, config=settings(ep, 1, **more))
+    norms = []
+    for step in range(2):
+        ids = torch.randint(31, (BATCH, 9), generator=torch.Generator().manual_seed(step))
+        mine = ids.chunk(engine.axes.feeds)[engine.axes.feed]
+        engine.train_batch(iter([(mine[:, :-1], mine[:, 1:])]))
+        norms.append(engine.get_global_grad_norm())
+    return norms
+
+
+@pytest.mark.parametrize(
+    ("balance", "every", "ep", "more"),
+    [
+        (1.0, 1, 1, {"tensor_parallel": {"autotp_size": 2}}),  # the losses are means over all tokens of a rank
+        (0.0, 2, 2, {"tensor_parallel": {"autotp_size": 2}}),
+        (0.0, 1, 2, {"pipeline": {"stages": 2}}),
+        (0.0, 2, 2, {"pipeline": {"stages": 2}}),
+    ],
+)
+def test_gpt_s_mixtures_beside_other_axes(balance: float, every: int, ep: int, more: dict[str, Any]) -> None:
+    (alone,) = run(of_gpt, 1, balance, every, {}, ranks=1)
+    found = run(of_gpt, ep, balance, every, more, ranks=2 * ep)
+    torch.testing.assert_close(found[0], alone, rtol=5e-5, atol=0)
+
+
+def test_losses_of_mixtures_that_the_last_stage_has_not() -> None:
+    with pytest.raises(launch.RankError, match=r"other stages' mixtures would be lost \(balance=0.5, z=0.5\)"):
+        run(of_gpt, 1, 0.5, 1, {"pipeline": {"stages": 2}}, ranks=2)
