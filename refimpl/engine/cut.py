@@ -11,6 +11,7 @@ weights, inputs and loss are those of the whole one. Tensor ranks take any model
 
 import logging
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from refimpl.comm.axes import Axes
 from refimpl.engine.keys import ConfigError
 from refimpl.model.gpt import GPT
+from refimpl.model.moe import WithRouting, layers
 from refimpl.parallel.auto.partition import partition_plan
 from refimpl.parallel.autotp import autotp, common_numbers
 from refimpl.parallel.conjugates import gather
@@ -30,7 +32,7 @@ from refimpl.parallel.context.swap import context_parallel
 from refimpl.parallel.pipeline.gpt import gpt_layers, gpt_names
 from refimpl.parallel.pipeline.module import PipelineModule
 from refimpl.parallel.split import Split
-from refimpl.parallel.swap import gpt_plan, parallelize
+from refimpl.parallel.swap import Plan, gpt_plan, parallelize
 from refimpl.parallel.tensor import cuts
 from refimpl.zero.unit import unit_of
 
@@ -106,7 +108,7 @@ def by_tensor(model: nn.Module, axes: Axes, partition: Mapping[str, Any] | None,
     model.to(axes.world.device)
     if isinstance(model, GPT) and partition is None:
         common_numbers(model, axes.tensor)
-        parallelize(model, gpt_plan(model.config.heads, model.config.vocab), axes.tensor)
+        parallelize(model, with_mixtures(model, gpt_plan(model.config.heads, model.config.vocab)), axes.tensor)
         return
     try:
         plan = None if partition is None else partition_plan(model, partition)
@@ -116,6 +118,22 @@ def by_tensor(model: nn.Module, axes: Axes, partition: Mapping[str, Any] | None,
         raise ConfigError(f"tensor_parallel.{key}: {error}") from error
     if axes.world.rank == 0:
         logging.getLogger("refimpl").info("tensor parallelism:\n%s", report)
+
+
+def with_mixtures(model: GPT, plan: Plan) -> Plan:
+    """The plan for what is left of the MLPs, and of the loss, where mixtures took their place."""
+    if not layers(model):
+        return plan
+    names = [name for name, _ in model.named_modules()]
+    matched = {
+        pattern
+        for pattern in plan
+        if any(fnmatchcase(name, pattern) and name.count(".") == pattern.count(".") for name in names)
+    }
+    there = {pattern: style for pattern, style in plan.items() if pattern in matched}
+    return {
+        ("loss.loss" if key == "loss" and isinstance(model.loss, WithRouting) else key): there[key] for key in there
+    }
 
 
 def by_context(model: GPT, axes: Axes) -> Callable[[Any], Any]:
@@ -142,13 +160,28 @@ def part_of_tokens(batch: Any, layout: Layout, rank: int) -> Any:
 
 
 def by_layers(model: GPT, axes: Axes, part: Callable[[Any], Any] | None) -> PipelineModule:
-    """A stage for each pipeline rank, under 1F1B."""
-    layers = gpt_layers(model)
-    sizes = torch.tensor([sum(p.numel() for p in layer.parameters()) for layer in layers], device=axes.world.device)
+    """A stage for each pipeline rank, under 1F1B. ConfigError for losses of layers that the last stage has not."""
+    chain = gpt_layers(model)
+    sizes = torch.tensor([sum(p.numel() for p in layer.parameters()) for layer in chain], device=axes.world.device)
     axes.tensor.all_reduce(sizes)  # parts may differ by a head: all tensor ranks must cut at the same layers
-    return PipelineModule(
-        layers, axes.pipeline, model.loss, axes=axes, names=gpt_names(layers), part=part, partition=sizes.tolist()
+    stage = PipelineModule(
+        chain, axes.pipeline, model.loss, axes=axes, names=gpt_names(chain), part=part, partition=sizes.tolist()
     )
+    has_mixtures = axes.pipeline.all_gather_object(bool(layers(stage)))
+    if any(has_mixtures[:-1]) and (lost := routing_losses(model.loss)):
+        raise ConfigError(
+            f"pipeline.stages = {axes.pipeline.size}: losses are added at the last stage, and those of other stages' "
+            f"mixtures would be lost ({lost}): set both to 0, and balance the experts with Routing(bias=True)"
+        )
+    return stage
+
+
+def routing_losses(loss: nn.Module) -> str:
+    """What mixtures add to this loss; empty if nothing."""
+    found = [
+        f"balance={m.balance}, z={m.z}" for m in loss.modules() if isinstance(m, WithRouting) and (m.balance or m.z)
+    ]
+    return ", ".join(found)
 
 
 def counted_elsewhere(model: nn.Module, axes: Axes) -> list[nn.Parameter]:

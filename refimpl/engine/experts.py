@@ -6,16 +6,21 @@ DeepSpeed: deepspeed/moe/utils.py, `is_moe_param`; deepspeed/utils/groups.py, `_
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from refimpl.checkpoint.place import Portion
 from refimpl.comm.axes import Axes, expert_groups
 from refimpl.comm.group import Group
 from refimpl.engine.keys import ConfigError
-from refimpl.parallel.expert.auto import autoep
+from refimpl.model.moe import layers
+from refimpl.parallel.expert.auto import autoep, expert_portions
+from refimpl.parallel.expert.swap import mark_again, sharing
 from refimpl.zero.unit import unit_of
+
+SAME_NAME = "same_name_elsewhere"  # on an expert's parameter whose name another rank has for another expert
 
 
 @dataclass
@@ -51,6 +56,15 @@ def is_expert(p: Tensor) -> bool:
 def deal_out(model: nn.Module, ranks: ExpertRanks, size: int) -> None:
     """Every mixture's experts to `size` ranks, in place. A collective. ConfigError where that cannot be."""
     ranks(size)
+    somewhere = any(ranks.axes.model.all_gather_object(bool(layers(model))))
+    if somewhere and not layers(model):
+        return  # other pipeline stages have them
+    dealt = layers(model) and all(sharing(layer) for layer in layers(model))
+    if not dealt and any(unit_of(p) is not None for p in model.parameters()):
+        raise ConfigError(
+            f"expert_parallel.autoep_size = {size}: {type(model).__name__} was built in zero.Init, in shards, and "
+            "experts are dealt out whole: build it without"
+        )
     try:
         autoep(model, ranks.widest)
     except (TypeError, ValueError) as error:
@@ -62,6 +76,7 @@ def same_experts(model: nn.Module, ranks: ExpertRanks) -> dict[nn.Parameter, Gro
     for module in model.modules():
         if callable(use := getattr(module, "use_expert_ranks", None)):
             use(ranks)
+    mark_again(model)
     found: dict[nn.Parameter, Group] = {}
     for name, p in model.named_parameters():
         if is_expert(p):
@@ -71,9 +86,39 @@ def same_experts(model: nn.Module, ranks: ExpertRanks) -> dict[nn.Parameter, Gro
                     f"{name} has allreduce = False, as an expert's parameter, and group_name = "
                     f"{getattr(p, 'group_name', None)!r}: it must be 'ep_size_N', with N ranks sharing the experts"
                 )
-            if unit_of(p) is not None and int(size[1]) > 1:
+            if (unit := unit_of(p)) is not None and unit.group.size != ranks(int(size[1]))[1].size:
                 raise ConfigError(f"{name} was built in zero.Init, which gives all ranks one expert: build it without")
             found[p] = ranks(int(size[1]))[1]
+    name_apart(model, ranks)
+    return found
+
+
+def name_apart(model: nn.Module, ranks: ExpertRanks) -> None:
+    """Mark what has one name for other experts on other ranks: by its name alone nobody can tell it. A collective."""
+    sliced = expert_portions(model)
+    for size in sorted(ranks.made):
+        mine = {n: p for n, p in model.named_parameters() if is_expert(p) and p.group_name == f"ep_size_{size}"}  # type: ignore[attr-defined]
+        sharing_them = ranks(size)[0]
+        said = sharing_them.all_gather_object(list(mine))
+        elsewhere = {name for rank, names in enumerate(said) if rank != sharing_them.rank for name in names}
+        for name, p in mine.items():
+            setattr(p, SAME_NAME, name in elsewhere and p not in sliced)
+
+
+def expert_parts(
+    model: nn.Module, experts: Mapping[nn.Parameter, Group], replicas: Group
+) -> dict[nn.Parameter, tuple[Portion, tuple[int, ...]]]:
+    """What of an expert's parameter this rank has, where others have more under its name; and the whole one's shape.
+
+    experts: the ranks that have the same ones.
+    """
+    found: dict[nn.Parameter, tuple[Portion, tuple[int, ...]]] = {}
+    for p, same in experts.items():
+        if getattr(p, SAME_NAME, False):
+            rank = replicas.rank % (replicas.size // same.size)
+            found[p] = Portion(None, ((rank, rank + 1),)), tuple(p.shape)
+    for p, (dim, first, count, total) in expert_portions(model).items():
+        found[p] = Portion(dim, ((first, first + count),)), (*p.shape[:dim], total, *p.shape[dim + 1 :])
     return found
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from refimpl.engine.contents import frozen_names
 from refimpl.engine.state import TrainingState
+from refimpl.engine.weights import whole_weights
 
 
 class ModuleState(TrainingState):
@@ -48,8 +49,4 @@ class ModuleState(TrainingState):
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """The whole weights in the training dtype on rank 0, None elsewhere: what Hugging Face's libraries save."""
-        state = self.stage.full_state_dict()
-        if state is None:
-            return None
-        left_out = frozen_names(self.module) if exclude_frozen_parameters else set()
-        return {name: w for name, w in state.items() if name not in left_out}
+        return whole_weights(self, exclude_frozen_parameters)

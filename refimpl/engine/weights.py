@@ -5,7 +5,7 @@ the optimizer, no padding. DeepSpeed: `save_16bit_model` and `load_module_state_
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -14,63 +14,68 @@ from torch import Tensor
 from refimpl.checkpoint import atomic, export, tensors
 from refimpl.checkpoint.errors import CheckpointError, naming, together
 from refimpl.checkpoint.folder import Folder
+from refimpl.checkpoint.place import Portion
 from refimpl.comm.group import Group
 from refimpl.engine.contents import frozen_names
 from refimpl.engine.state import TrainingState
 from refimpl.engine.whole import portions
-from refimpl.parallel.expert.auto import expert_portions
 from refimpl.parallel.swap import join_parts
 from refimpl.zero.init import GatheredParameters
 
 
 def whole_weights(engine: TrainingState, exclude_frozen: bool) -> dict[str, Tensor] | None:
     """The whole model's weights by name on rank 0, None elsewhere. Collective."""
+    parts = portions(engine)
+    if apart := [engine.stage.names[p] for p, (portion, _) in parts.items() if portion.dim is None]:
+        raise CheckpointError(
+            f"{apart[0]}: the model itself has split it over ranks: only the model can put its parts together"
+        )
     weights = engine.stage.full_state_dict()
     if weights is None or engine.axes.across.rank > 0:
         return None
     left_out = frozen_names(engine.module) if exclude_frozen else set()
     weights = {name: w for name, w in weights.items() if name not in left_out}
+    slices = {
+        engine.saved_name(name): portion
+        for name, p in engine.module.named_parameters(remove_duplicate=False)
+        if p in engine.stage.experts and (portion := parts.get(p, (None,))[0]) is not None
+    }
     if engine.axes.model.size == 1:
-        return stacked(from_all(engine.axes.expert, unstacked(engine, weights)))
-    if any(portion.dim is None for portion, _ in portions(engine).values()):
-        raise CheckpointError("the model itself has split its layers over ranks: only it can put them together")
+        return from_all(engine.axes.expert, weights, slices)
     whole = {engine.saved_name(name): w for name, w in join_parts(engine.module, weights).items()}
-    of_stages = from_all(engine.axes.pipeline, whole) if engine.axes.tensor.rank == 0 else None
-    return None if of_stages is None else stacked(from_all(engine.axes.expert, unstacked(engine, of_stages)))
-
-
-def unstacked(engine: TrainingState, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Experts' weights that are one tensor for several get a name for each rank's: the name and the first's number."""
-    stacks = expert_portions(engine.module).items()
-    first = {engine.saved_name(engine.stage.names[p]): start for p, (dim, start, _, _) in stacks if dim == 0}
-    return {f"{name}\0{first[name]:09}" if name in first else name: w for name, w in weights.items()}
-
-
-def stacked(weights: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """The inverse, of all ranks' weights."""
-    if weights is None:
+    if engine.axes.tensor.rank > 0:
         return None
-    parts: dict[str, dict[str, Tensor]] = {}
-    for name, w in weights.items():
-        plain, _, number = name.partition("\0")
-        parts.setdefault(plain, {})[number] = w
-    return {name: torch.cat([p[n] for n in sorted(p)]) if "" not in p else p[""] for name, p in parts.items()}
+    for others in engine.axes.pipeline.all_gather_object(slices):
+        slices |= others
+    of_stages = from_all(engine.axes.pipeline, whole)
+    return None if of_stages is None else from_all(engine.axes.expert, of_stages, slices)
 
 
-def from_all(group: Group, weights: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """Every rank's weights on rank 0 of `group`, None elsewhere. Sends each once."""
-    said = group.all_gather_object({name: (tuple(w.shape), w.dtype) for name, w in weights.items()})
-    here = set(said[0])
+def from_all(
+    group: Group, weights: dict[str, Tensor], slices: Mapping[str, Portion] | None = None
+) -> dict[str, Tensor] | None:
+    """Every rank's weights on rank 0 of `group`, None elsewhere. Sends each once.
+
+    slices: the names of which each rank has a part; ranks in the order of their parts.
+    """
+    mine = {name: (tuple(w.shape), w.dtype, (slices or {}).get(name)) for name, w in weights.items()}
+    said = group.all_gather_object(mine)
+    here = {(name, part) for name, (_, _, part) in said[0].items()}
+    pieces: dict[str, list[Tensor]] = {}
     for rank, names in enumerate(said[1:], 1):
-        for name in [name for name in names if name not in here]:
-            shape, dtype = names[name]
-            here.add(name)
+        for name, (shape, dtype, part) in names.items():
+            if (name, part) in here:
+                continue
+            here.add((name, part))
             if group.rank == rank:
                 group.send(weights[name].to(group.device).contiguous(), 0, tag="whole weights")
             elif group.rank == 0:
                 received = torch.empty(shape, dtype=dtype, device=group.device)
                 group.recv(received, rank, tag="whole weights")
-                weights[name] = received
+                pieces.setdefault(name, [weights[name]] if name in weights else []).append(received)
+    for name, found in pieces.items():
+        part = (slices or {}).get(name)
+        weights[name] = found[0] if part is None or part.dim is None else torch.cat(found, part.dim)
     return weights if group.rank == 0 else None
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from refimpl.checkpoint.place import Portion
 from refimpl.engine.cut import OTHERS_FLAGS
+from refimpl.engine.experts import expert_parts
 from refimpl.engine.state import TrainingState
-from refimpl.parallel.expert.auto import expert_portions
 from refimpl.parallel.tensor import cuts
 
 
@@ -25,9 +25,7 @@ def portions(engine: TrainingState) -> dict[nn.Parameter, tuple[Portion, tuple[i
     for p, (split, dim, _) in cuts(engine.module).items():
         spans = tuple((span.start, span.stop) for span in split.spans(rank))
         found[p] = Portion(dim, spans), (*p.shape[:dim], split.whole, *p.shape[dim + 1 :])
-    for p, (dim, first, count, total) in expert_portions(engine.module).items():
-        found[p] = Portion(dim, ((first, first + count),)), (*p.shape[:dim], total, *p.shape[dim + 1 :])
-    return found
+    return found | expert_parts(engine.module, engine.stage.experts, engine.axes.replicas)
 
 
 def portions_by_name(engine: TrainingState) -> dict[str, Portion]:

@@ -34,6 +34,7 @@ from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
 from refimpl.model.moe import layers
 from refimpl.model.routes import Routes
+from refimpl.parallel.expert import swap
 from refimpl.parallel.expert.dispatch import Dispatch
 from refimpl.parallel.expert.exchange import Flat
 from refimpl.parallel.expert.swap import _summed, expert_parallel, mark
@@ -280,7 +281,4 @@ def expert_portions(model: nn.Module) -> dict[nn.Parameter, tuple[int, int, int,
         if isinstance(experts, Found):
             portions = list(experts.portions.values())
             found.update(zip(module.parameters(), portions, strict=False))
-        for p in module.parameters(recurse=False):
-            if (stack := getattr(p, "experts", None)) is not None:  # of StackedExperts
-                found[p] = (0, stack[0], stack[1] - stack[0], stack[2])
-    return found
+    return found | swap.expert_portions(model)

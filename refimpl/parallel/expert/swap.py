@@ -49,50 +49,103 @@ def expert_parallel(
 
     node: ranks a node, for a hierarchical all-to-all. padded: see `dispatch.py`. cut_experts: each expert is a module
     that is itself cut over `axes.tensor`. sequence: tensor ranks have other tokens, not the same ones. exact: see
-    above. ValueError for a model without mixtures, and for experts that ep does not divide.
+    above. What was dealt out to as many ranks before, such as a copy of a model, keeps its experts and talks over these
+    axes. ValueError for a model without mixtures, for experts that ep does not divide, or that share a parameter with
+    what another rank has.
     """
     found = layers(model)
     if not found:
         raise ValueError(f"{type(model).__name__} has no mixture of experts: see refimpl.model.moe.mixtures")
-    parts = [part_of(layer.experts, axes.expert) for layer in found]
-    for p in model.parameters():
-        axes.replicas.broadcast(p.data, tag="experts")
+    ep = axes.expert.size
+    whole = [layer for layer in found if not sharing(layer)]
+    check(model, found, whole, ep)
+    if whole:
+        dealt = {p for layer in found if layer not in whole for p in layer.experts.parameters()}
+        for p in model.parameters():
+            if p not in dealt:
+                axes.replicas.broadcast(p.data, tag="experts")
     way: Way = Flat(axes.expert) if node is None else Hierarchical(axes.expert, node)
-    for layer, (start, stop) in zip(found, parts, strict=True):
-        layer.experts = layer.experts.part(start, stop)  # type: ignore[operator]
-        connect(layer, axes, way, padded=padded, cut_experts=cut_experts, sequence=sequence, exact=exact)
+    alone = Group(None, axes.world.ledger, axes.world.device)
+    copies: dict[nn.Parameter, nn.Parameter] = {}
+    for layer in found:
+        if layer in whole:
+            layer.experts = part_of(layer.experts, axes.expert, copies)
+            share(layer, axes, cut_experts, sequence)
+        mark(layer.experts, ep)
+        layer.mix = Dispatch(axes.expert, way, alone if sequence else axes.tensor, padded, cut_experts)
+        if exact:
+            layer.mix = InOrder(layer.mix, axes.expert_data)
     return model
 
 
-def part_of(experts: nn.Module, group: Group) -> tuple[int, int]:
-    """(first, one past the last) of this rank's experts. TypeError, ValueError if they cannot be dealt out."""
-    if not isinstance(experts, Experts | StackedExperts):
-        raise TypeError(f"experts are a {type(experts).__name__}: Experts or StackedExperts can be dealt out")
-    each, rest = divmod(len(experts), group.size)
-    if rest:
-        raise ValueError(
-            f"{len(experts)} experts cannot be dealt out to ep_size {group.size} ranks equally: choose a divisor"
-        )
-    return group.rank * each, (group.rank + 1) * each
+def sharing(layer: MoE) -> int:
+    """How many ranks the layer's experts were dealt out to; 0 if they were not."""
+    way = layer.mix.mix if isinstance(layer.mix, InOrder) else layer.mix
+    return way.group.size if isinstance(way, Dispatch) else 0
 
 
-def connect(
-    layer: MoE,
-    axes: Axes,
-    way: Way | None = None,
-    *,
-    padded: bool = False,
-    cut_experts: bool = False,
-    sequence: bool = False,
-    exact: bool = False,
-) -> None:
-    """A mixture that has this rank's experts alone, and no others, is given its ranks. Sends nothing."""
-    tensor = Group(None, axes.world.ledger, axes.world.device) if sequence else axes.tensor
-    layer.mix = Dispatch(axes.expert, way or Flat(axes.expert), tensor, padded, cut_experts)
-    if exact:
-        layer.mix = InOrder(layer.mix, axes.expert_data)
-    mark(layer.experts, axes.expert.size)
-    share(layer, axes, cut_experts, sequence)
+def check(model: nn.Module, found: list[MoE], whole: list[MoE], ep: int) -> None:
+    """ValueError, or TypeError, for experts that cannot be dealt out to `ep` ranks."""
+    for layer in found:
+        experts = layer.experts
+        if layer not in whole and sharing(layer) != ep:
+            raise ValueError(
+                f"the experts are dealt out to {sharing(layer)} ranks already, not to ep_size {ep}: build a new model"
+            )
+        if not isinstance(experts, Experts | StackedExperts):
+            raise TypeError(f"experts are a {type(experts).__name__}: Experts or StackedExperts can be dealt out")
+        if layer in whole and len(experts) % ep:
+            raise ValueError(
+                f"{len(experts)} experts cannot be dealt out to ep_size {ep} ranks equally: choose a divisor"
+            )
+    if ep > 1 and whole:
+        refuse_shared(model, whole, ep)
+
+
+def refuse_shared(model: nn.Module, whole: list[MoE], ep: int) -> None:
+    """ValueError for a parameter that two ranks would have, and train apart."""
+    names = {p: name for name, p in model.named_parameters()}
+    rank_of: dict[nn.Parameter, int] = {}
+    inside = {module for layer in whole for module in layer.experts.modules()}
+    for layer in whole:
+        for number, expert in enumerate(layer.experts.children()):  # of stacked ones none: each rank has a slice
+            rank = number * ep // len(layer.experts)  # type: ignore[arg-type]
+            for p in expert.parameters():
+                if rank_of.setdefault(p, rank) != rank:
+                    raise ValueError(f"{names[p]} is shared by experts of several ranks: give each its own")
+    experts = {p for module in inside for p in module._parameters.values()}
+    for module in model.modules():
+        if module not in inside and (both := experts.intersection(module._parameters.values()) - {None}):
+            raise ValueError(f"{names[both.pop()]} is an expert's, and {type(module).__name__} has it too: part them")  # type: ignore[index]
+
+
+def part_of(experts: nn.Module, group: Group, copies: dict[nn.Parameter, nn.Parameter]) -> nn.Module:
+    """This rank's. Of stacked ones a copy: `copies` has those that were made, so that tied weights stay tied."""
+    each = len(experts) // group.size  # type: ignore[arg-type]
+    part: nn.Module = experts.part(group.rank * each, (group.rank + 1) * each)  # type: ignore[operator]
+    for name, weight in experts._parameters.items():
+        mine = part._parameters[name]
+        assert weight is not None
+        assert mine is not None
+        part._parameters[name] = copies.setdefault(weight, mine)
+    return part
+
+
+def expert_portions(model: nn.Module) -> dict[nn.Parameter, tuple[int, int, int, int]]:
+    """Of stacked experts: parameter -> (dimension, first, count, total), the part of the whole tensor that is here."""
+    return {
+        p: (0, layer.experts.first, len(layer.experts), len(layer.experts) * sharing(layer))
+        for layer in layers(model)
+        if isinstance(layer.experts, StackedExperts) and sharing(layer) > 1
+        for p in layer.experts.parameters()
+    }
+
+
+def mark_again(model: nn.Module) -> None:
+    """A copied model's parameters have lost their marks."""
+    for layer in layers(model):
+        if ep := sharing(layer):
+            mark(layer.experts, ep)
 
 
 def mark(experts: nn.Module, ep: int) -> None:
