@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refimpl.kernels import block_sparse_attention as kernel
-from refimpl.kernels.language import takes
 from refimpl.model.patterns.base import SparsityConfig
 from refimpl.model.tiles import BlockSparse, Plan, Problem
 
@@ -54,6 +52,8 @@ def block_sparse_attention(
             q, k, v, is_causal=plan.causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     if not wide and key_bias is None and by_kernel(q, k, v, plan, block):
+        from refimpl.kernels import block_sparse_attention as kernel  # imports triton: where there is a GPU alone
+
         return kernel.block_sparse_attention(q, k, v, plan.for_kernel(q.device), block, causal=plan.causal, scale=scale)
     if key_bias is not None:
         key_bias = key_bias.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
@@ -66,8 +66,13 @@ def block_sparse_attention(
 
 def by_kernel(q: Tensor, k: Tensor, v: Tensor, plan: Plan, block: int) -> bool:
     """Whether Triton's kernel takes this call: on a GPU, in blocks that it knows, one layout for all sequences."""
+    if not q.is_cuda:
+        return False
+    from refimpl.kernels.block_sparse_attention import BLOCKS
+    from refimpl.kernels.language import takes
+
     aligned = not plan.causal or plan.first == plan.shape[1] - plan.shape[0]
-    return q.is_cuda and takes(q, k, v) and block in kernel.BLOCKS and plan.by_sequence is None and aligned
+    return takes(q, k, v) and block in BLOCKS and plan.by_sequence is None and aligned
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, plan: Plan, block: int) -> None:

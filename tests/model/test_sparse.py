@@ -208,6 +208,7 @@ def test_a_model_may_have_any_length_and_keys_from_before(causal: bool, t_q: int
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("causal", [False, True])
 def test_on_a_gpu_the_kernel_says_what_the_blocked_path_says(causal: bool) -> None:
     torch.manual_seed(0)
