@@ -4,7 +4,8 @@ What it can do is measured in the same run: bytes a second of a plain copy, FLOP
 kernel's bytes are those that it must move (its docstring's formula), so a share below 1 counts what it moves in vain
 too. On a GPU the kernels are Triton's, compiled; on a CPU they are torch's own operators, at smaller sizes, and what is
 compared is torch.compile (C++ made by inductor, where there is a compiler) with eager.
-Every way gets inputs of its own, made from one seed; `off` is its greatest difference from eager's result.
+Every way gets inputs of its own, made from one seed; a peer that raises is listed with its error's name; `off` is its
+greatest difference from eager's result.
 """
 
 import os
@@ -107,10 +108,14 @@ def heat(case: Case, device: torch.device, limits: Limits, deadline: float) -> I
             if call is None:
                 absent.append(Row(case.name, "", way, None, None, None, None, None, None, note))
                 continue
-            torch.manual_seed(0)
-            for step, once in passes(call, case, device):
-                calls[step, way] = once
-                results[step, way] = [y.detach().clone() for y in outputs(once())]
+            try:
+                for step, once in passes(call, case, device):
+                    results[step, way] = [y.detach().clone() for y in outputs(once())]
+                    calls[step, way] = once
+            except Exception as error:
+                if way in ("ours", "eager"):
+                    raise
+                absent.append(Row(case.name, "", way, None, None, None, None, None, None, f"{type(error).__name__}"))
         ms = timed(calls, device)
     for step, way in sorted(calls, key=lambda key: key[0] != "forward"):
         moved, flops = (case.moved, case.flops) if step == "forward" else (case.moved_backward, case.flops_backward)
@@ -124,6 +129,7 @@ def heat(case: Case, device: torch.device, limits: Limits, deadline: float) -> I
 
 def passes(call: Callable[..., Any], case: Case, device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
     """(forward or backward, the pass on inputs of its own)."""
+    torch.manual_seed(0)
     inputs = case.inputs(device)
     leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     yield "forward", lambda: call(*inputs)

@@ -10,7 +10,14 @@ from typer.testing import CliRunner
 
 from refimpl.bench import kernels
 from refimpl.bench.cli import app
+from refimpl.kernels import language
 from refimpl.kernels.case import Case, cases
+
+
+@pytest.fixture(autouse=True)
+def _as_on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever tests/kernels/conftest.py has set in this process: a CPU takes torch's operators."""
+    monkeypatch.setattr(language, "INTERPRETED", False)
 
 
 def test_a_report_of_one_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +58,21 @@ def test_what_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list(kernels.heat(case, cpu, kernels.Limits(1e9, 1e9), 0.0))
     assert [row.way for row in rows] == ["ours", "eager", "compile"]
     assert rows[0].of_limit == pytest.approx(3 / 1e9 / rows[0].ms * 1e3)
+
+
+def test_a_peer_that_raises_is_listed_with_its_error() -> None:
+    def once(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    case = Case("once fp32 3", once, once, lambda device: (torch.ones(3, device=device),), 24, peers={"theirs": broken})
+    rows = list(kernels.heat(case, torch.device("cpu"), kernels.Limits(1e9, 1e9), 0.0))
+    assert [(row.way, row.note) for row in rows if row.ms is None] == [
+        ("theirs", "ZeroDivisionError"),
+        ("compile", "no time was left"),
+    ]
 
 
 def test_a_word_that_names_nothing_is_refused() -> None:
