@@ -1,4 +1,4 @@
-"""`refimpl bench zero`, `parallel`, `comm`, `checkpoint`, `disk`, `offload`, `overhead`, `kernels`."""
+"""`refimpl bench zero`, `parallel`, `moe`, `comm`, `checkpoint`, `disk`, `offload`, `overhead`, `kernels`."""
 
 import json
 import os
@@ -140,6 +140,39 @@ def parallel(
     file = writable(file) if file else None
     heats = measure(ranks, axes, workload, kinds or (), rounds)
     publish("Step of the slowest rank, beside torch's", HEAT, heats, file)
+
+
+def mixture(text: str) -> str:
+    """TOKENS,WIDTH,HIDDEN,EXPERTS,K."""
+    numbers = [int(number) for number in text.split(",") if number.isdigit()]
+    if len(numbers) != 5 or min(numbers) < 1 or numbers[4] > numbers[3]:
+        raise typer.BadParameter(f"{text!r} is not TOKENS,WIDTH,HIDDEN,EXPERTS,K, such as 1024,256,512,16,2")
+    return ",".join(map(str, numbers))
+
+
+@app.command(cls=Lists)
+def moe(
+    ranks: Annotated[list[int], typer.Option(min=1, help="Numbers of ranks, which share the experts.")] = [1, 2],  # noqa: B006
+    sizes: Annotated[list[str], typer.Option("--size", parser=mixture, help="TOKENS,WIDTH,HIDDEN,EXPERTS,K.")] = [  # noqa: B006
+        "256,64,128,8,2",
+        "1024,128,256,8,1",
+        "1024,256,512,16,2",
+        "2048,128,256,32,4",
+    ],
+    turns: TurnsOption = 4,
+    steps: StepsOption = 4,
+    rounds: RoundsOption = 1,
+    file: JsonOption = None,
+) -> None:
+    """A mixture of experts, forward and backward, beside GShard's dense dispatch and a loop over experts."""
+    from refimpl.bench.moe import HEAT, Size, measure
+
+    chosen = [Size(*map(int, size.split(","))) for size in sizes]
+    for size in chosen:
+        if odd := [count for count in ranks if size.experts % count]:
+            raise typer.BadParameter(f"--ranks {odd[0]}: {size.experts} experts cannot be dealt out to them equally")
+    file = writable(file) if file else None
+    publish("Median step of the slowest rank", HEAT, measure(ranks, chosen, Turns(turns, steps), rounds), file)
 
 
 @app.command(cls=Lists)

@@ -26,6 +26,7 @@ from refimpl.model.moe import mix
 from refimpl.model.routes import Routes
 from refimpl.parallel.expert.dispatch import Dispatch
 from refimpl.parallel.expert.exchange import Flat, Table
+from refimpl.parallel.expert.swap import sum_experts
 
 __all__ = ["MOELayer", "TopKGate", "_AllToAll", "_capacity", "top1gating", "top2gating", "topkgating"]
 
@@ -151,6 +152,8 @@ class MOELayer(nn.Module):
         self.held = Held(expert.handle, expert, tensor, cut_experts)
         if isinstance(self.gate, TopKGate):
             self.gate._set_ep_group(expert.handle)
+        if tensor.size > 1 and not cut_experts:
+            self.register_forward_pre_hook(partial(sum_experts, tensor))
         if isinstance(self.experts, Experts):
             self.experts.place(expert.rank)
 

@@ -23,7 +23,7 @@ DeepSpeed: AutoEP, deepspeed/module_inject/auto_ep.py, with a preset a model fam
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -37,7 +37,7 @@ from refimpl.model.routes import Routes
 from refimpl.parallel.expert import swap
 from refimpl.parallel.expert.dispatch import Dispatch
 from refimpl.parallel.expert.exchange import Flat
-from refimpl.parallel.expert.swap import _summed, expert_parallel, mark
+from refimpl.parallel.expert.swap import expert_parallel, mark, sum_experts
 
 ROUNDINGS = 64
 LIKE_EXPERTS = re.compile(r"experts?$|experts?\d*$", re.IGNORECASE)
@@ -52,8 +52,9 @@ class Found:
     counters: list[tuple[nn.Module, str]]  # attributes that say how many there are
     listed: list[str]  # names of submodules, one an expert; none where they are stacked
     dispatch: Dispatch | None = None
+    width: int = 0  # of a row
     first: int = 0  # this rank's are first .. first + each
-    portions: dict[nn.Parameter, tuple[int, int, int, int]] = field(default_factory=dict)
+    each: int = 0
 
     def __deepcopy__(self, memo: object) -> "Found":
         return self
@@ -71,18 +72,35 @@ def autoep(model: nn.Module, axes: Axes) -> nn.Module:
     """
     if layers(model):
         return expert_parallel(model, axes)
-    found = {name: experts for name, module in candidates(model) if (experts := understood(name, module))}
-    ep = axes.expert.size
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no mixture of experts that could be found")
-    for name, experts in found.items():
-        if experts.count % ep:
-            raise ValueError(f"{name}: {experts.count} experts cannot be dealt out to {ep} ranks equally")
+    said: list[str | None] = [None]
+    try:
+        found = survey(model, axes.expert)
+    except ValueError as error:
+        said = [str(error)]
+    said = axes.replicas.all_gather_object(said[0])
+    if any(said):  # all ranks or none
+        raise ValueError(next(filter(None, said)))
     for tensor in (*model.parameters(), *model.buffers()):
         axes.replicas.broadcast(tensor.data, tag="experts")
     for name, experts in found.items():
-        deal_out(name, model.get_submodule(name), experts, axes)
+        deal_out(model.get_submodule(name), experts, axes)
     return model
+
+
+def survey(model: nn.Module, group: Group) -> dict[str, Found]:
+    """The experts that `group` is to share, by the names of their modules. Changes nothing; ValueError as `autoep`."""
+    found = {name: understood(name, module) for name, module in candidates(model)}
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no mixture of experts that could be found")
+    for name, experts in found.items():
+        where = f"{name} ({type(model.get_submodule(name)).__name__})"
+        if experts.count % group.size:
+            raise ValueError(f"{where}: {experts.count} experts cannot be dealt out to {group.size} ranks equally")
+        experts.each = experts.count // group.size
+        experts.first = group.rank * experts.each
+        if not stands_alone(model.get_submodule(name), experts):
+            raise ValueError(f"{where}: its experts answer otherwise without those of other ranks")
+    return found
 
 
 def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -110,10 +128,10 @@ def understood(name: str, module: nn.Module) -> Found:
         )
     reasons = [f"{where}: no number of experts fits its tensors"]
     for experts in ways(module):
-        width = width_of(module, experts)
-        if width is None:
+        experts.width = width_of(module)
+        if not experts.width:
             reasons.append(f"{where}: no rows of any of its widths come back from its forward in the same shape")
-        elif not adds_up(module, experts, width):
+        elif not adds_up(module, experts):
             reasons.append(f"{where}: it does not answer with the weighted sum of its experts' answers")
         else:
             return experts
@@ -144,21 +162,21 @@ def ask(forward: Callable[..., Any], module: nn.Module, x: Tensor, indices: Tens
 
 
 @torch.no_grad()
-def width_of(module: nn.Module, experts: Found) -> int | None:
-    """The width of its rows: the first of its tensors' for which as many numbers come back as went in."""
+def width_of(module: nn.Module) -> int:
+    """The width of its rows: the first of its tensors' for which as many numbers come back; or 0."""
     like = next(module.parameters())
     for width in dict.fromkeys(n for p in module.parameters() for n in reversed(p.shape)):
         x = like.new_zeros(2, width)
         try:
-            answer = ask(type(module).forward, module, x, *chosen(like, experts, [[0], [1]]))
+            answer = ask(type(module).forward, module, x, *chosen(like, [[0], [1]]))
         except (RuntimeError, ValueError, IndexError, TypeError):
             continue
         if isinstance(answer, Tensor) and answer.numel() == x.numel():
             return width
-    return None
+    return 0
 
 
-def chosen(like: Tensor, experts: Found, indices: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+def chosen(like: Tensor, indices: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """(indices [T, k], as many weights of 1)."""
     index = torch.tensor(indices, device=like.device)
     return index, like.new_ones(index.shape)
@@ -171,13 +189,13 @@ def rows(like: Tensor, count: int, width: int) -> Tensor:
 
 
 @torch.no_grad()
-def adds_up(module: nn.Module, experts: Found, width: int) -> bool:
+def adds_up(module: nn.Module, experts: Found) -> bool:
     """Whether two routes of a token give the weighted sum of what each gives."""
     like, last = next(module.parameters()), experts.count - 1
     training, forward = module.training, type(module).forward
     module.eval()
-    x = rows(like, 3, width)
-    indices, ones = chosen(like, experts, [[0, last], [last, 0], [last // 2, last]])
+    x = rows(like, 3, experts.width)
+    indices, ones = chosen(like, [[0, last], [last, 0], [last // 2, last]])
     weights = rows(like, 3, 2).abs() + 0.25
     together = ask(forward, module, x, indices, weights).view_as(x)
     each = [ask(forward, module, x, indices[:, [j]], ones[:, [j]]).view_as(x) * weights[:, [j]] for j in range(2)]
@@ -191,38 +209,50 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 @torch.no_grad()
-def deal_out(name: str, module: nn.Module, experts: Found, axes: Axes) -> None:
-    """From now on `module` has this rank's part, and its forward is a collective. ValueError if the part is not one."""
-    each = experts.count // axes.expert.size
-    experts.first = axes.expert.rank * each
-    mine = range(experts.first, experts.first + each)
-    like, width = next(module.parameters()), width_of(module, experts)
-    assert width is not None
-    x, forward, training = rows(like, each, width), type(module).forward, module.training
+def stands_alone(module: nn.Module, experts: Found) -> bool:
+    """Whether this rank's experts answer alone as they do in the whole."""
+    like, forward, training = next(module.parameters()), type(module).forward, module.training
+    mine = [[experts.first + i] for i in range(experts.each)]
     module.eval()
-    indices, ones = chosen(like, experts, [[i] for i in mine])
+    x = rows(like, experts.each, experts.width)
+    indices, ones = chosen(like, mine)
     before = ask(forward, module, x, indices, ones).view_as(x)
+    others, whole = dict(module._modules), {p: p.data for p in module.parameters()}
+    take_part(module, experts)
+    answer = ask(forward, module, x, indices - shift(experts), ones).view_as(x)
+    module._modules.update(others)
+    for p, data in whole.items():
+        p.data = data
+    for part, key in experts.counters:
+        setattr(part, key, experts.count)
+    module.train(training)
+    return close(answer, before)
+
+
+def take_part(module: nn.Module, experts: Found) -> None:
+    """Other ranks' experts are gone; this rank's are parts of the whole tensors."""
+    mine = range(experts.first, experts.first + experts.each)
     if experts.listed:
         module._modules.update({place: Elsewhere() for i, place in enumerate(experts.listed) if i not in mine})
-    else:
-        for p in module.parameters():
-            per = p.shape[0] // experts.count
-            experts.portions[p] = (0, experts.first * per, each * per, p.shape[0])
-            p.data = p.data[experts.first * per :][: each * per].clone()
-        for part, key in experts.counters:
-            setattr(part, key, each)
-    answer = ask(forward, module, x, indices - shift(experts), ones).view_as(x)
-    module.train(training)
-    if not close(answer, before):
-        raise ValueError(
-            f"{name} ({type(module).__name__}): a part of its experts does not answer as it did in the whole"
-        )
+        return
+    for p in module.parameters():
+        rows = p.shape[0] // experts.count
+        p.data = p.data[experts.first * rows :][: experts.each * rows]
+    for part, key in experts.counters:
+        setattr(part, key, experts.each)
+
+
+def deal_out(module: nn.Module, experts: Found, axes: Axes) -> None:
+    """From now on `module` has this rank's part, and its forward is a collective."""
+    take_part(module, experts)
+    for p in module.parameters():
+        p.data = p.data.clone()
     mark(module, axes.expert.size)
     experts.dispatch = Dispatch(axes.expert, Flat(axes.expert), axes.tensor)
     module.__dict__["dealt"] = experts
     module.__class__ = dealt(type(module))  # type: ignore[arg-type]
     if axes.tensor.size > 1:
-        module.register_forward_pre_hook(partial(_sum, axes.tensor))
+        module.register_forward_pre_hook(partial(sum_experts, axes.tensor))
 
 
 def shift(experts: Found) -> int:
@@ -266,19 +296,13 @@ def answers(
     return answer[: len(x)]
 
 
-def _sum(tensor: Group, module: nn.Module, args: Any) -> None:
-    # At a call, because a copy of a module has the module's hooks, but not those of its parameters.
-    for p in module.parameters():
-        if p.requires_grad and not hasattr(p, "summed"):
-            p.summed = p.register_hook(partial(_summed, tensor))  # type: ignore[attr-defined, no-untyped-call]
-
-
 def expert_portions(model: nn.Module) -> dict[nn.Parameter, tuple[int, int, int, int]]:
     """Of stacked experts: parameter -> (dimension, first, count, total), the part of the whole tensor that is here."""
     found: dict[nn.Parameter, tuple[int, int, int, int]] = {}
     for module in model.modules():
         experts = module.__dict__.get("dealt")
-        if isinstance(experts, Found):
-            portions = list(experts.portions.values())
-            found.update(zip(module.parameters(), portions, strict=False))
+        if isinstance(experts, Found) and not experts.listed:
+            for p in module.parameters():
+                rows = p.shape[0] // experts.each
+                found[p] = (0, experts.first * rows, experts.each * rows, experts.count * rows)
     return found | swap.expert_portions(model)

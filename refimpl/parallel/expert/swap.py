@@ -158,18 +158,18 @@ def mark(experts: nn.Module, ep: int) -> None:
 def share(layer: MoE, axes: Axes, cut_experts: bool, sequence: bool) -> None:
     """What is done with the layer's gradients on tensor ranks before they are averaged."""
     if axes.tensor.size > 1 and not cut_experts:
-        layer.register_forward_pre_hook(partial(_sum_experts, axes.tensor))
+        layer.register_forward_pre_hook(partial(sum_experts, axes.tensor))
     if sequence:
         sum_gradients(layer.gate, list(layer.gate._parameters), axes.tensor)
 
 
-def _sum_experts(tensor: Group, layer: nn.Module, args: Any) -> None:
+def sum_experts(tensor: Group, layer: nn.Module, args: Any) -> None:
+    """A hook before the forward of a layer, or of its experts, that are whole on each tensor rank."""
     # At a call, because a copy of a module has the module's hooks, but not those of its parameters.
-    experts = layer.experts
-    assert isinstance(experts, nn.Module)
+    experts: Any = getattr(layer, "experts", layer)
     for p in experts.parameters():
         if p.requires_grad and not hasattr(p, "summed"):
-            p.summed = p.register_hook(partial(_summed, tensor))  # type: ignore[attr-defined, no-untyped-call]
+            p.summed = p.register_hook(partial(_summed, tensor))
 
 
 def _summed(tensor: Group, grad: Tensor) -> Tensor:
