@@ -98,7 +98,8 @@ columns = ["experts", "k", "total", "published", "active", "published "]
 pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 # %% [markdown]
-# (GShard's figures are rounded. DeepSeek-V3's 37 leave out the embedding, which is a look-up: 0.9.) **What one pays**: memory for all parameters, wherever a token may go; and the way there and back.
+# (GShard's figures are rounded. DeepSeek-V3's 37 leave out the embedding, which is a look-up: 0.9.) **What one pays**:
+# memory for all parameters, wherever a token may go; and the way there and back.
 
 # %% [markdown]
 # ## 2. The idea: a gate, experts, a weighted sum
@@ -181,7 +182,13 @@ pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 #
 # The order in which routes find places matters. GShard seats all first choices before any second one; DeepSpeed's
 # `topkgating` keeps those with the highest probability; Switch keeps the first in the batch, so that the end of a
-# sequence loses; random token selection draws. (`positions` in the exercises is GShard's.)
+# sequence loses; random token selection draws. (`positions` in the exercises is GShard's.) Turn the knobs: what is dropped
+# at the popular experts, and what is padding at the others.
+
+# %% tags=["hide-input"]
+from refimpl.notebook.widgets_moe import gate_knobs
+
+gate_knobs()
 
 # %% [markdown]
 # ## 3. Build it
@@ -265,9 +272,8 @@ def dispatch(rows: Tensor, counts: Tensor, group: Group) -> tuple[Tensor, Tensor
 # %%
 from refimpl.notebook import show
 from refimpl.parallel.expert import dispatch as expert_dispatch
-from refimpl.parallel.expert import exchange
 
-show.source(expert_dispatch.Dispatch.through, exchange.Exchange)
+show.source(expert_dispatch.Dispatch.through)
 
 # %% [markdown]
 # The way back of the way there is the way there with its table turned round. Now on ranks. The **expert axis** of $ep$
@@ -380,7 +386,7 @@ pd.concat(tables[:2], keys=["rank 0", "rank 1"])
 # |---|---|---|---|---|---|
 # | GShard 2020 | top-2, the second one drawn | einsum, all-to-all of $[E, C, M]$ | dropped, factor 2 | loss on first choices | - |
 # | Switch 2021 | top-1 | the same | dropped, factor 1 to 1.25 | loss, 0.01 | - |
-# | DeepSpeed `MoE` | top-1, top-2, top-k; `RSample`, `Jitter`, RTS | the same, padded to $C$; two-level | dropped, or $C$ = the fullest of all ranks | `l_aux`, the caller adds it | PR-MoE's residual MLP |
+# | DeepSpeed `MoE` | top-1, top-2, top-k; `RSample`, `Jitter`, RTS | the same, padded to $C$ | dropped, or $C$ = the fullest of all ranks | `l_aux`, the caller adds it | PR-MoE's residual MLP |
 # | MegaBlocks, Megatron-Core | top-k | sort, uneven all-to-all, grouped matmul (or DeepEP's kernels) | nothing ("dropless") unless asked | loss by sequence, batch or *global* batch; bias | shared experts |
 # | Mixtral 2023 | top-2 of 8, softmax over the two | sort, or a loop over experts (HF) | nothing | loss, 0.001 in HF's default | - |
 # | DeepSeek-V3 2024 | 8 of 256, sigmoid; at most 4 of 8 groups | own kernels, fp8 there, bf16 back | nothing | bias of 0.001 a step, a tiny sequence loss | 1 shared expert |
@@ -406,9 +412,9 @@ predict(
 # Three runs of the same tiny GPT on the Python reference, from the same weights:
 #
 # - **no balance**;
-# - a **loss**, $E \sum_e f_e P_e$, times 0.1 (Switch takes 0.01, for runs that are 10,000 times as long): $f_e$ is expert $e$'s share of the routes, $P_e$ its mean
-#   probability. It is 1 where all is even and $E$ at a collapse; its gradient goes through $P$ and lowers the
-#   probability of those that have much;
+# - a **loss**, $E \sum_e f_e P_e$, times 0.1 (Switch takes 0.01, for far longer runs): $f_e$ is expert $e$'s share of
+#   the routes, $P_e$ its mean probability. It is 1 where all is even and $E$ at a collapse; its gradient goes through $P$
+#   and lowers the probability of those that have much;
 # - a **bias** on what is chosen by, not on the weights: up by 0.01 a step for experts that had less than the mean, down for
 #   the others. No gradient of another aim mixes with that of the loss (Wang et al. 2024; DeepSeek-V3 takes 0.001).
 
