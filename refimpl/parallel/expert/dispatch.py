@@ -73,7 +73,10 @@ class Dispatch:
         sizes = [load[self.group.rank * each : (self.group.rank + 1) * each] for load in loads]
         here = exchange(rows, self.way, to)
         if not self.cut_experts or self.tensor.size == 1:
-            return exchange(experts(here, sizes), self.way, turned(to))
+            answers = experts(here, sizes)
+            if torch.is_grad_enabled() and not answers.requires_grad:
+                answers.requires_grad_()  # other ranks' experts may be trained where these are frozen: all go back
+            return exchange(answers, self.way, turned(to))
         share, sizes = self.of_all_tensor_ranks(sizes)
         return exchange(share.part(experts(share.whole(here), sizes)), self.way, turned(to))
 
