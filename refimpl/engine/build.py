@@ -23,7 +23,7 @@ from refimpl.engine import arguments
 from refimpl.engine.config import DeepSpeedConfig, load_config
 from refimpl.engine.cut import counted_elsewhere, cut
 from refimpl.engine.dataloader import make_dataloader
-from refimpl.engine.experts import ExpertRanks, deal_out, leaves_of_experts, same_experts
+from refimpl.engine.experts import ExpertRanks, deal_out, leaves_of_experts, refuse_unlike, same_experts
 from refimpl.engine.homes import with_homes
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.monitor import Monitor
@@ -108,7 +108,8 @@ def build(
     opt = None
     if optimizer is not None or settings.optimizer is not None:
         given = parameters if named is None else found_again(model, named)
-        opt = make_optimizer(optimizer, settings.optimizer, trainable(model, given, axes.pipeline.size > 1))
+        is_part = axes.pipeline.size > 1 or shared > 1
+        opt = make_optimizer(optimizer, settings.optimizer, trainable(model, given, is_part))
     zero = settings.zero_config()
     flagged = tuple(path for path, module in model.named_modules() if getattr(module, LEAF_FLAG, False))
     zero = replace(zero, leaf_modules=(*zero.leaf_modules, *flagged))
@@ -117,7 +118,10 @@ def build(
     if ranks.made and axes.across.size > 1:
         raise ConfigError("zero_optimization.mics_shard_size: experts are not replicated over nodes; leave it out")
     axes = ranks.widest
-    zero = replace(zero, leaf_modules=(*zero.leaf_modules, *leaves_of_experts(model, experts)))
+    leaves = leaves_of_experts(model, experts)
+    if settings.zero_optimization.stage == 3:
+        refuse_unlike(model, leaves, axes.expert)
+    zero = replace(zero, leaf_modules=(*zero.leaf_modules, *leaves))
     scaler = settings.loss_scaler()
     stage = STAGES[settings.zero_optimization.stage](model, opt, axes.shards, zero, scaler, experts)
     if axes.across.size > 1:
@@ -233,7 +237,7 @@ def found_again(model: nn.Module, named: list[dict[str, Any]]) -> list[dict[str,
 def trainable(model: nn.Module, parameters: Parameters | None, is_stage: bool = False) -> list[Any]:
     """The tensors or parameter groups to optimize; all of the model's by default. Frozen ones wait to be unfrozen.
 
-    is_stage: others may have all that is trained.
+    is_stage: others may have all that is trained, as pipeline stages and ranks with other experts.
 
     ValueError when one of them is not a parameter of `model`: its gradient would never be reduced.
     """

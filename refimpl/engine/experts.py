@@ -133,3 +133,14 @@ def leaves_of_experts(model: nn.Module, experts: Collection[nn.Parameter]) -> tu
         if params and all(p in experts for p in params) and not path.startswith(tuple(f"{leaf}." for leaf in found)):
             found.append(path)
     return tuple(found)
+
+
+def refuse_unlike(model: nn.Module, leaves: Collection[str], group: Group) -> None:
+    """ConfigError for experts of which some ranks of `group` train a part and others another one. A collective."""
+    mine = {path: sorted({p.requires_grad for p in model.get_submodule(path).parameters()}) for path in leaves}
+    for rank, theirs in enumerate(group.all_gather_object(mine)):
+        if unlike := [path for path in mine if theirs.get(path, mine[path]) != mine[path]]:
+            raise ConfigError(
+                f"zero_optimization.stage = 3: {unlike[0]} has frozen experts on some ranks alone (here, or on rank "
+                f"{rank} of those that share them), and all ranks gather alike: use stage 2, or freeze all of them"
+            )

@@ -246,3 +246,23 @@ def test_gpt_s_mixtures_beside_other_axes(balance: float, every: int, ep: int, m
 def test_losses_of_mixtures_that_the_last_stage_has_not() -> None:
     with pytest.raises(launch.RankError, match=r"other stages' mixtures would be lost \(balance=0.5, z=0.5\)"):
         run(of_gpt, 1, 0.5, 1, {"pipeline": {"stages": 2}}, ranks=2)
+
+
+def one_expert_trained(ep: int, stage: int, alone: bool) -> list[float]:
+    """Of the second mixture one expert, and of everything else all or nothing."""
+    model = Net()
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.startswith("b.experts.0") or not (alone or ".experts." in name))
+    engine, *_ = initialize(model=model, config=settings(ep, stage))
+    return steps(engine, 0, 2)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_expert_is_trained(alone: bool) -> None:
+    """Nothing of it is on the other rank, whose tokens train it all the same."""
+    (expected,) = run(one_expert_trained, 1, 0, alone, ranks=1)
+    for stage in (0, 2):
+        found = run(one_expert_trained, 2, stage, alone, ranks=2)
+        torch.testing.assert_close(found[0], expected, rtol=2e-5, atol=0)
+    with pytest.raises(launch.RankError, match=r"stage = 3: b.experts has frozen experts on some ranks alone"):
+        run(one_expert_trained, 2, 3, alone, ranks=2)

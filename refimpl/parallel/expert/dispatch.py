@@ -73,7 +73,10 @@ class Dispatch:
         sizes = [load[self.group.rank * each : (self.group.rank + 1) * each] for load in loads]
         here = self.move(rows, to)
         if not self.cut_experts or self.tensor.size == 1:
-            return self.move(answered(experts, here, sizes), turned(to))
+            answers = answered(experts, here, sizes)
+            if torch.is_grad_enabled() and not answers.requires_grad:
+                answers.requires_grad_()  # other ranks' experts may be trained where these are frozen: all go back
+            return self.move(answers, turned(to))
         share, sizes = self.of_all_tensor_ranks(sizes)
         return self.move(share.part(answered(experts, share.whole(here), sizes)), turned(to))
 
