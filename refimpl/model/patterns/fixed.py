@@ -1,6 +1,6 @@
 """Fixed: stretches that read themselves, and of every stretch some blocks that everybody reads.
 
-Sparse Transformers (arXiv:1904.10509, section 4.2, "fixed"), as DeepSpeed customised it. With l local and g global
+Sparse Transformers (arXiv:1904.10509, section 4.3, "fixed"), as DeepSpeed customised it. With l local and g global
 blocks a row of n reads about l + g n / l of them: O(n sqrt n) in all when l grows as sqrt n.
 """
 

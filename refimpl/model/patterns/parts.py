@@ -8,7 +8,7 @@ block is read. Of n^2 blocks
     columns(n, cols)        reads g n          blocks that everybody reads; BigBird's and Longformer's global tokens
     rows(n, rows)           reads g n          blocks that read everybody
     drawn(n, r, rng)        reads r n          BigBird (arXiv:2007.14062, section 2)
-    strided(n, s)           reads n^2 / s      every s-th block; Sparse Transformers (arXiv:1904.10509, 4.2)
+    strided(n, s)           reads n^2 / s      every s-th block; Sparse Transformers (arXiv:1904.10509, 4.3)
 
 so all but the last are linear in the sequence's length. `|` joins parts; `lower` keeps what is not in the future.
 """

@@ -1,8 +1,8 @@
 """Patterns of one part each: dense, strided, global, random.
 
 `dense` reads n^2 blocks and is there to compare with. Sparse Transformers' strided pattern (arXiv:1904.10509, section
-4.2) reads a window of s blocks and every s-th block before it: O(n sqrt n) when s grows as sqrt n. It gives the two
-halves to different heads where they may differ; one head with both is the paper's "merged" head (section 4.3).
+4.3) reads a window of s blocks and every s-th block before it: O(n sqrt n) when s grows as sqrt n. It gives the two
+halves to different heads where they may differ; one head with both is the paper's "merged" head (section 5.1).
 """
 
 from torch import Tensor
