@@ -172,7 +172,7 @@ def clear_kernel(rows, kept, count, size, BLOCK: tl.constexpr):
 def scatter(
     x: Tensor, order: Order, weights: Tensor | None = None, partner: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """-> rows [T k, C] (times weights), and x[t] . partner[its row] [T, k] fp32 where there are weights."""
+    """-> rows [T k, C] (times weights), and `x[t] . partner[its row]` [T, k] fp32 where there are weights."""
     (tokens, k), size = order.place.shape, x.shape[1]
     x = x if x.stride(1) == 1 else x.contiguous()
     t = tile(size, LONGEST)

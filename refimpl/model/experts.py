@@ -33,7 +33,7 @@ class Experts(nn.ModuleDict):
         super().__init__({str(first + i): expert for i, expert in enumerate(experts)})
 
     def forward(self, x: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-        """x [R, M], rows by (source, expert) -> [R, M]. sizes: rows, [sources][experts]."""
+        """x [R, M], rows by (source, expert) -> [R, M]. sizes: rows, `[sources][experts]`."""
         experts = list(self.values())
         return in_sources(x, sizes, lambda rows, number: experts[number](rows))
 

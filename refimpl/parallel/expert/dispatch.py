@@ -60,7 +60,7 @@ class Dispatch:
         return self  # a copied model talks over the same groups
 
     def settled(self, routes: Routes) -> tuple[Rows, list[list[int]]]:
-        """-> this rank's rows; what every rank of the group has for every expert [ep][E]."""
+        """-> this rank's rows; what every rank of the group has for every expert, `[ep][E]`."""
         if not self.padded:
             return routes.rows, loads(routes.rows.sizes, self.group)
         most = max(loads([routes.capacity], self.group, "capacity"))[0]

@@ -68,7 +68,7 @@ class Hierarchical:
 
 
 def by(x: Tensor, sizes: Sequence[int], outer: int, inner: int) -> Tensor:
-    """Blocks of x in the order [outer][inner], of `sizes` rows -> the same in the order [inner][outer]."""
+    """Blocks of x in the order `[outer][inner]`, of `sizes` rows -> the same in the order `[inner][outer]`."""
     if outer == 1 or inner == 1:
         return x
     blocks = x.split(list(sizes))  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ class Exchange(torch.autograd.Function):
 
 
 def turned(rows: Table) -> list[list[int]]:
-    """The way back: rows[d][s]."""
+    """The way back: `rows[d][s]`."""
     return [list(column) for column in zip(*rows, strict=True)]
 
 
