@@ -52,3 +52,10 @@ def test_what_cannot_be_is_refused(device: torch.device) -> None:
         softmax(torch.randn(3, 8, device=device), 2)
     with pytest.raises(TypeError, match=r"softmax: x is torch.int64"):
         softmax(torch.ones(3, 8, device=device, dtype=torch.int64))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x = torch.randn(2, 5, requires_grad=True)
+    (grad,) = torch.autograd.grad(softmax(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
