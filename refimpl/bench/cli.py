@@ -1,4 +1,4 @@
-"""`refimpl bench zero`, `parallel`, `comm`, `checkpoint`, `disk`, `offload`, `overhead`: tables and reports."""
+"""`refimpl bench zero`, `parallel`, `comm`, `sparse`, `checkpoint`, `disk`, `offload`, `overhead`: tables."""
 
 import json
 import os
@@ -140,6 +140,30 @@ def parallel(
     file = writable(file) if file else None
     heats = measure(ranks, axes, workload, kinds or (), rounds)
     publish("Step of the slowest rank, beside torch's", HEAT, heats, file)
+
+
+@app.command(cls=Lists)
+def sparse(
+    tokens: Annotated[list[int], typer.Option(parser=count, help="Tokens of the sequence.")] = ["4096"],  # type: ignore[list-item]  # noqa: B006
+    patterns: Annotated[list[str], typer.Option("--pattern", help="dense, local, fixed, bigbird, ...")] = [  # noqa: B006
+        "local",
+        "bigbird",
+        "fixed",
+    ],
+    blocks: Annotated[list[int], typer.Option("--block", min=1, help="Tokens in a block's side.")] = [64],  # noqa: B006
+    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
+    width: Annotated[int, typer.Option(min=1, help="Of a head.")] = 64,
+    turns: TurnsOption = 4,
+    file: JsonOption = None,
+) -> None:
+    """Block-sparse attention beside dense attention and torch's FlexAttention, as a share of density times dense."""
+    from refimpl.bench.sparse import HEAT, measure
+
+    file = writable(file) if file else None
+    try:
+        publish("Attention over a pattern", HEAT, measure(tokens, patterns, blocks, heads, width, turns), file)
+    except (ValueError, NotImplementedError) as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @app.command(cls=Lists)

@@ -27,11 +27,11 @@ PRODUCTS = {
 }  # first factor's place
 
 
-class Work(TorchDispatchMode):
+class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it: `flops` of matrix products, `calls` of torch, and `largest`, the bytes of the largest tensor made."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops, self.largest, self.calls = 0, 0, 0
         self.shape: tuple[int, ...] = ()
 
