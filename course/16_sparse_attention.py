@@ -110,7 +110,7 @@ for axis, (name, pattern) in zip(axes.flat, PATTERNS.items(), strict=True):
 # A row of such a picture is a block of queries, dark is what it reads. In a causal model all that is right of the diagonal
 # is left out too. How do they grow? A row of `local`, `bigbird`, `variable` and `bslongformer` reads a fixed number of
 # blocks, whatever $n$ is: the whole is linear in $T$. `fixed` and `strided` read about $l + n/l$ a row, least for
-# $l = \sqrt n$: $O(n\sqrt n)$.
+# $l = \sqrt n$: $O(n\sqrt n)$ when $l$ grows so.
 
 # %% tags=["hide-input"]
 predict(
@@ -203,7 +203,11 @@ predict(
 # %%
 # %%task 16_sparse_attention sparse_forward
 def sparse_forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: Tensor, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Tensor,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T / sqrt(D)) v over the blocks of `layout` [n, n]: (out [T, D], lse [T]), fp32.
 
@@ -365,7 +369,8 @@ columns = ["density", "blocks in reach", "right, in reach", "right, beyond"]
 pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 # %% [markdown]
-# Beyond reach a model can only guess, one in eight. The cheapest of these patterns that finds everything has a hub. That is an
+# Beyond reach a model can only guess, one in eight. (In reach, `local` and `variable` have learned less in the same steps: few
+# of their texts teach them anything.) The cheapest of these patterns that finds everything has a hub. That is an
 # easy task: one thing to remember. Hubs are narrow, and a text that asks for many things at once overfills them, which is why
 # models since 2023 mix a few dense layers among windowed ones.
 
@@ -494,7 +499,7 @@ print("two patterns, one length, two results:", not torch.equal(fixed(x, x, x), 
 #   `pytest exercises/16_sparse_attention`
 # - **Quiz:** `refimpl quiz --topic advanced`
 # - **Tests behind this chapter:** [test_sparse.py](../tests/model/test_sparse.py) (numbers, gradients, blocks read, FLOPs),
-#   [test_patterns.py](../tests/model/patterns/test_patterns.py) (layouts as pictures),
+#   [test_patterns.py](../tests/model/test_patterns.py) (layouts as pictures),
 #   [test_sparse_swap.py](../tests/model/test_sparse_swap.py) (transformers' models),
 #   [test_native_sparse.py](../tests/model/test_native_sparse.py), [test_needle.py](../tests/model/test_needle.py).
 # - **Code:** [parts.py](../refimpl/model/patterns/parts.py), [tiles.py](../refimpl/model/tiles.py),

@@ -57,7 +57,13 @@ def block_lists(layout: Tensor) -> tuple[Tensor, Tensor]:
     raise NotImplementedError("block_lists")
 
 
-def sparse_forward(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def sparse_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Tensor,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
     """softmax(q k^T / sqrt(D)) v over the blocks of `layout` [n, n]: (out [T, D], lse [T]), fp32.
 
     q, k, v [T, D], one head. lse is the log of the sum of a row's exponentials. causal: token i sees no token after i;
@@ -69,7 +75,14 @@ def sparse_forward(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, causal: bool
 
 
 def sparse_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_grad: Tensor, layout: Tensor, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    out_grad: Tensor,
+    layout: Tensor,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of sparse_forward's q, k, v, each [T, D], from what it returned and the gradient of `out`.
 

@@ -1,4 +1,4 @@
-"""`refimpl bench zero`, `parallel`, `moe`, `comm`, `checkpoint`, `disk`, `offload`, `overhead`, `kernels`."""
+"""`refimpl bench zero`, `parallel`, `moe`, `sparse`, `kernels`, `comm`, `checkpoint`, `disk`, `offload`, `overhead`."""
 
 import json
 import os
@@ -173,6 +173,30 @@ def moe(
             raise typer.BadParameter(f"--ranks {odd[0]}: {size.experts} experts cannot be dealt out to them equally")
     file = writable(file) if file else None
     publish("Median step of the slowest rank", HEAT, measure(ranks, chosen, Turns(turns, steps), rounds), file)
+
+
+@app.command(cls=Lists)
+def sparse(
+    tokens: Annotated[list[int], typer.Option(parser=count, help="Tokens of the sequence.")] = ["4096"],  # type: ignore[list-item]  # noqa: B006
+    patterns: Annotated[list[str], typer.Option("--pattern", help="dense, local, fixed, bigbird, ...")] = [  # noqa: B006
+        "local",
+        "bigbird",
+        "fixed",
+    ],
+    blocks: Annotated[list[int], typer.Option("--block", min=1, help="Tokens in a block's side.")] = [64],  # noqa: B006
+    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
+    width: Annotated[int, typer.Option(min=1, help="Of a head.")] = 64,
+    turns: TurnsOption = 4,
+    file: JsonOption = None,
+) -> None:
+    """Block-sparse attention beside dense attention and torch's FlexAttention, as a share of density times dense."""
+    from refimpl.bench.sparse import HEAT, measure
+
+    file = writable(file) if file else None
+    try:
+        publish("Attention over a pattern", HEAT, measure(tokens, patterns, blocks, heads, width, turns), file)
+    except (ValueError, NotImplementedError) as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @app.command(cls=Lists)

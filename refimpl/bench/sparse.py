@@ -1,0 +1,108 @@
+"""Attention over a pattern beside dense attention and beside torch's FlexAttention with the same mask, taking turns.
+
+Ours reads the pattern's blocks: its bound is density times what dense attention takes. Peers: torch's fused attention
+over everything (`F.scaled_dot_product_attention`), and FlexAttention, compiled by inductor, with a block mask made of
+the same layout. Forward and backward, unless `forward` alone; CPU time of one process, of which the least of the
+turns counts. FlexAttention has no backward on CPUs, and needs a C++ compiler there.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from refimpl.model.patterns.named import pattern_named
+from refimpl.model.sparse import block_sparse_attention
+from refimpl.model.tiles import Plan
+
+HEAT = ("tokens", "pattern", "block", "density")
+OPTIONS = {"num_random_blocks": 1, "seed": 0, "different_layout_per_head": False}
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant in one heat; ms are the least of its turns."""
+
+    tokens: int
+    pattern: str
+    block: int
+    density: float
+    contestant: str
+    forward_ms: float
+    backward_ms: float  # NaN where there is none
+    forward_of_dense: float  # time / (density x dense attention's)
+    backward_of_dense: float
+
+
+def measure(
+    tokens: Sequence[int], patterns: Sequence[str], blocks: Sequence[int], heads: int, width: int, turns: int
+) -> Iterator[list[Row]]:
+    """A heat for each length, pattern and block; bidirectional, fp32, one sequence."""
+    for length in tokens:
+        for name in patterns:
+            for block in blocks:
+                layout = pattern_named(name, heads, {"block": block, "attention": "bidirectional", **OPTIONS})
+                yield heat(length, name, block, layout.make_layout(length), width, turns)
+
+
+def heat(length: int, name: str, block: int, layout: Tensor, width: int, turns: int) -> list[Row]:
+    """All contestants on the same q, k and v."""
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = (torch.randn(1, len(layout), length, width, device=device, requires_grad=True) for _ in range(3))
+    plan = Plan(layout[:1] if all(torch.equal(part, layout[0]) for part in layout) else layout)
+    contestants: dict[str, Attention] = {
+        "dense (torch)": F.scaled_dot_product_attention,
+        "ours": lambda q, k, v: block_sparse_attention(q, k, v, plan, block),
+    }
+    if device == "cuda" or shutil.which("c++") or shutil.which("g++"):
+        contestants["FlexAttention"] = flex(layout, block, length, device)
+    least: dict[str, tuple[float, float]] = {}
+    for turn in range(turns + 1):
+        for who, attention in contestants.items():
+            forward, backward = timed(attention, q, k, v, backward=who != "FlexAttention" or device == "cuda")
+            before = least.get(who, (float("inf"), float("inf"))) if turn else (float("inf"), float("inf"))
+            least[who] = min(before[0], forward), min(before[1], backward) if backward == backward else backward
+    dense, share = least["dense (torch)"], plan.density
+    return [
+        Row(length, name, block, round(share, 4), who, f, b, f / share / dense[0], b / share / dense[1])
+        for who, (f, b) in least.items()
+    ]
+
+
+def timed(attention: Attention, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> tuple[float, float]:
+    """Milliseconds of (forward, backward); the latter NaN unless asked."""
+    clock = time.perf_counter if q.is_cuda else time.process_time
+
+    def now() -> float:
+        if q.is_cuda:
+            torch.cuda.synchronize()
+        return clock() * 1e3
+
+    start = now()
+    if not backward:
+        attention(q.detach(), k.detach(), v.detach())
+        return now() - start, float("nan")
+    out = attention(q, k, v)
+    middle = now()
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    return middle - start, now() - middle
+
+
+def flex(layout: Tensor, block: int, length: int, device: str) -> Attention:
+    """torch's FlexAttention, compiled, over the same blocks."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    read = layout.bool().to(device)
+
+    def may(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return read[head, query // block, key // block]
+
+    mask = create_block_mask(may, None, len(layout), length, length, device=device, BLOCK_SIZE=max(block, 128))
+    compiled = torch.compile(flex_attention)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask)

@@ -1,0 +1,29 @@
+"""The race of attentions: every contestant in every heat, and FlexAttention's result is ours."""
+
+import math
+
+import pytest
+import torch
+
+from refimpl.bench import sparse
+from refimpl.model.patterns.sliding import BigBirdSparsityConfig
+from refimpl.model.sparse import block_sparse_attention
+
+
+def test_a_heat_has_its_contestants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse.shutil, "which", lambda name: None)  # compiling takes half a minute
+    heats = list(sparse.measure([128], ["local", "dense"], [32], heads=2, width=8, turns=1))
+    assert [[row.contestant for row in heat] for heat in heats] == [["dense (torch)", "ours"]] * 2
+    assert heats[0][0].density == 10 / 16
+    assert heats[1][0].density == 1
+    assert all(row.forward_ms > 0 and not math.isnan(row.backward_ms) for heat in heats for row in heat)
+
+
+@pytest.mark.filterwarnings("ignore")  # that it is not compiled
+def test_flex_attention_has_the_same_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layout = BigBirdSparsityConfig(2, 32, different_layout_per_head=True, seed=1).make_layout(256)
+    q, k, v = (torch.randn(1, 2, 256, 16) for _ in range(3))
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    flex = sparse.flex(layout, 32, 256, "cpu")
+    torch.testing.assert_close(flex(q, k, v), block_sparse_attention(q, k, v, layout, 32), rtol=1e-4, atol=1e-5)
