@@ -24,6 +24,6 @@ def test_flex_attention_has_the_same_mask(monkeypatch: pytest.MonkeyPatch) -> No
     torch.manual_seed(0)
     layout = BigBirdSparsityConfig(2, 32, different_layout_per_head=True, seed=1).make_layout(256)
     q, k, v = (torch.randn(1, 2, 256, 16) for _ in range(3))
-    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     flex = sparse.flex(layout, 32, 256, "cpu")
     torch.testing.assert_close(flex(q, k, v), block_sparse_attention(q, k, v, layout, 32), rtol=1e-4, atol=1e-5)
