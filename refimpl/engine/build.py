@@ -46,7 +46,7 @@ STAGES: tuple[Callable[..., Stage], ...] = (DDP, Zero1, Zero2, Zero3)
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 MakeOptimizer = Callable[[list[Any]], Optimizer]
 T = TypeVar("T")
-ALIKE = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization"}
+ALIKE = ("zero_optimization", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
 LEAF_FLAG = "_z3_leaf"  # on a module that ZeRO-3 gathers whole; set by deepspeed.utils.set_z3_leaf_modules
 
 
@@ -153,7 +153,7 @@ def sparse(model: nn.Module, section: SparseSection, axes: Axes) -> None:
 
 def check_agreed(config: DeepSpeedConfig, axes: Axes) -> None:
     """ConfigError on all ranks where they were given other configurations: they would wait for each other for ever."""
-    said = axes.world.all_gather_object(config.model_dump(include=ALIKE, mode="json"))
+    said = axes.world.all_gather_object(config.model_dump(include=set(ALIKE), mode="json"))
     for key in ALIKE:
         values = [one[key] for one in said]
         if any(value != values[0] for value in values):
