@@ -16,9 +16,9 @@ from torch import Tensor
 
 from refimpl.deepspeed.accelerator import get_accelerator
 from refimpl.deepspeed.utils.comms_logging import CommsLogger
+from refimpl.measure.comms_log import EXCHANGES, GATHERS
 
-SECOND = ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single")
-SECOND += ("all_to_all",)  # operations whose message is their second argument
+SECOND = (*GATHERS, *EXCHANGES)  # operations whose message is their second argument
 OTHERWISE = {  # DeepSpeed's names of the first arguments where torch has others
     "all_gather_into_tensor": ("output_tensor", "tensor"),
     "reduce_scatter_tensor": ("output_tensor", "tensor"),
@@ -31,13 +31,14 @@ class Pending:
 
     def __init__(self, handle: Any, log: Callable[[], None]) -> None:
         self._handle, self._log = handle, log
+        self._arrived: Any = None  # what waiting for it returned: gloo's handle can be waited for once
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         """Return when it has arrived."""
-        done = self._handle.wait(*args, **kwargs)
-        log, self._log = self._log, lambda: None
-        log()
-        return done
+        if self._arrived is None:
+            self._arrived = self._handle.wait(*args, **kwargs)
+            self._log()
+        return self._arrived
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)

@@ -91,7 +91,8 @@ def build(
     check_layout(settings, axes, isinstance(model, PipelineModule))
     check_agreed(settings, axes)
     if settings.comms_logger.enabled:
-        axes.world.ledger.log = CommsLog(**settings.comms_logger.model_dump())
+        log = settings.comms_logger
+        axes.world.ledger.log = CommsLog(True, log.verbose, log.prof_all, log.prof_ops, log.debug)
     if settings.log_level is not None:
         logging.getLogger("refimpl").setLevel(settings.log_level)
     if settings.dump_state and rank == 0:

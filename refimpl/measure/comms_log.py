@@ -22,15 +22,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-GATHERS = "all_gather all_gather_into_tensor reduce_scatter reduce_scatter_tensor".split()
-REDUCTIONS = "all_reduce all_reduce_coalesced inference_all_reduce".split()
-EXCHANGES = "all_to_all all_to_all_single".split()
-PLAIN = "send recv isend irecv broadcast reduce gather scatter barrier monitored_barrier".split()
-UNITS = "B KB MB GB TB PB EB ZB YB".split()
-HEAD = ("Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)")
-HEAD += ("busbw_avg (Gbps)",)
-STRAGGLER_HEAD = ("Comm. Op", "Message Size", "Count", "Total comm lat(ms)", "Total straggler(ms)", "Avg comm lat(ms)")
-STRAGGLER_HEAD += ("Avg straggler(ms)",)
+GATHERS = ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
+REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "inference_all_reduce")
+EXCHANGES = ("all_to_all", "all_to_all_single")
+MESSAGES = ("send", "recv", "isend", "irecv")
+PLAIN = (*MESSAGES, "broadcast", "reduce", "gather", "scatter", "barrier", "monitored_barrier")
+UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")
+FIRST = ("Comm. Op", "Message Size", "Count")
+HEAD = (*FIRST, "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg (Gbps)")
+STRAGGLER_HEAD = (*FIRST, "Total comm lat(ms)", "Total straggler(ms)", "Avg comm lat(ms)", "Avg straggler(ms)")
 WIDTH = 20  # of a column
 
 Latencies = dict[str, dict[int, list[float]]]  # name -> bytes of a message -> milliseconds, in order
@@ -38,7 +38,7 @@ Everyone = Callable[[Latencies], list[Latencies]]  # of every rank, in rank orde
 
 
 def bandwidths(op: str, size: float, ms: float, ranks: int) -> tuple[float, float]:
-    """(algbw, busbw) in Gbit/s of a message of `size` bytes. ValueError for an op that DeepSpeed's log does not know."""
+    """(algbw, busbw) in Gbit/s of a message of `size` bytes. ValueError for an op of no formula."""
     share = (ranks - 1) / ranks
     if op in GATHERS:
         alg, bus = size * ranks, size * ranks * share
@@ -89,7 +89,7 @@ class CommsLog:
         prof_ops: Iterable[str] = (),
         debug: bool = False,
     ) -> None:
-        """verbose: print each call on rank 0. Without `prof_all` only what is named in `prof_ops`. debug: who called."""
+        """verbose: print each call on rank 0. Without `prof_all` only what `prof_ops` names. debug: who called."""
         self.enabled, self.verbose, self.prof_all, self.debug = enabled, verbose, prof_all, debug
         self.prof_ops = list(prof_ops)
         self.comms_dict: dict[str, dict[int, list[Any]]] = {}

@@ -8,8 +8,8 @@
     diloco = DiLoCo(model, every=500)      # then diloco.step() behind each optimizer.step(), as in `local_sgd`
 
 Memory, bytes per parameter beside the inner optimizer: 4 for theta, 4 for the outer momentum, and 4 while ranks meet.
-Traffic: 2 n (N-1)/N bytes every H steps, 1/H of DDP's; half as much with wire=torch.bfloat16. An outer SGD with lr 1 and
-no momentum is local SGD. The inner optimizer's state stays each rank's own, as in the paper.
+Traffic: 2 n (N-1)/N bytes every H steps, 1/H of DDP's; half as much with wire=torch.bfloat16. An outer SGD with lr 1
+and no momentum is local SGD. The inner optimizer's state stays each rank's own, as in the paper.
 Douillard et al. 2023, arXiv:2311.08105, algorithm 1; its recipe: inner AdamW lr 4e-4, weight decay 0.1, 1,000 steps of
 warm-up; outer lr 0.7, momentum 0.9; H = 500; 8 ranks that begin with trained weights. torchft: torchft/local_sgd.py.
 """

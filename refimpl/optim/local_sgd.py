@@ -8,8 +8,8 @@
         optimizer.zero_grad()
         local.step()                                             #+ at every 8th call the mean
 
-Memory: nothing but one message of weights at a time. Traffic: 2 n (N-1)/N bytes of weights every H steps, 1/H of DDP's.
-With H = 1 and plain SGD it is DDP but for rounding: the mean of theta - lr g_i is theta - lr times the mean.
+Memory: the model's own bytes once more while ranks meet, nothing between. Traffic: 2 n (N-1)/N bytes of weights every
+H steps, 1/H of DDP's. With H = 1 and plain SGD it is DDP but for rounding: the mean of theta - lr g_i is theta - lr times the mean.
 Stich 2018, arXiv:1805.09767, algorithm 1. torch: PeriodicModelAverager, which averages after the first step of a
 period; here, as in the paper, after the last.
 """
@@ -100,13 +100,13 @@ class Meeting(ABC):
         if state["rank"] is not None and tuple(state["rank"]) != place:
             raise ValueError(
                 f"{type(self).__name__}: this state was saved {state['since']} steps after a meeting by rank "
-                f"{state['rank'][0]} of {state['rank'][1]}; here is rank {place[0]} of {place[1]}: every rank loads its "
-                "own, or save after synchronize()"
+                f"{state['rank'][0]} of {state['rank'][1]}; here is rank {place[0]} of {place[1]}: every rank loads "
+                "its own, or save after synchronize()"
             )
         self.since, self.meetings = state["since"], state["meetings"]
         if state["local"] is not None:
             own = self.weights.read()
-            fill(own, state["local"], here["names"])
+            fill(own, state["local"], self.weights.names)
             self.weights.write(own)
 
 

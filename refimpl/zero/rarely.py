@@ -5,8 +5,8 @@
     outer = DiLoCo(shards_of(stage), every=100, group=far)
 
 A rank meets those that have its place in the other nodes, with its shard alone: of n bytes of fp32 weights on R ranks a
-node, each sends 2 n/R (F-1)/F to the F nodes' ranks every H steps, so that what leaves a node is 2 n (F-1)/F in all. DDP's
-ranks take a share each, too, and gather it near by: n (R-1)/R. DiLoCo's theta and momentum are divided by R.
+node, each sends 2 n/R (F-1)/F to the F nodes' ranks every H steps: 2 n (F-1)/F leave a node in all. DDP's ranks take
+a share each, too, and gather it near by: n (R-1)/R. DiLoCo's theta and momentum are divided by R.
 """
 
 import torch
@@ -17,6 +17,7 @@ from refimpl.optim.weights import Weights
 from refimpl.zero.flat import Bucket
 from refimpl.zero.parameter import DATA
 from refimpl.zero.stage import Stage
+from refimpl.zero.zero3 import Zero3
 
 
 def shards_of(stage: Stage) -> Weights:
@@ -41,6 +42,8 @@ class Shards(Weights):
 
     def read(self) -> list[Tensor]:
         self.stage.catch_up()
+        if isinstance(self.stage, Zero3):
+            self.stage.fetch.end()  # what was gathered for an evaluation has the old weights
         return [mine(bucket, self.stage.weights(bucket)).detach() for bucket in self.buckets]
 
     @torch.no_grad()
@@ -56,9 +59,7 @@ class Shards(Weights):
 
     def frozen(self, values: list[Tensor]) -> list[Tensor]:
         pairs = zip(self.buckets, values, strict=True)
-        return [
-            value[slice(*bucket.span(p))] for bucket, value in pairs for p in bucket.params if not p.requires_grad
-        ]
+        return [value[slice(*bucket.span(p))] for bucket, value in pairs for p in bucket.params if not p.requires_grad]
 
     @torch.no_grad()
     def start(self, group: Group) -> None:

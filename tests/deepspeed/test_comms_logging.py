@@ -31,7 +31,11 @@ class Net(nn.Module):
 
 def engine(stage: int, **keys: Any) -> Any:
     torch.manual_seed(0)
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage}}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": stage},
+    }
     return deepspeed.initialize(model=Net(), config=config | keys)[0]
 
 
