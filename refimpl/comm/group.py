@@ -153,7 +153,8 @@ class Group:
         if self._half is not None and self._half.begun == 1:
             self._half.advance()
         self._half = None
-        logged = begin(self, op, tag, holds[-1]) if self.ledger.log else None
+        log = self.ledger.log
+        logged = begin(log, op, tag, holds[-1], self.size, self.settle) if log else None
         call = self.ledger.start(op, sent, tag)
         lane, ledger = self._direct.lane, self.ledger
 

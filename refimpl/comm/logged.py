@@ -6,14 +6,11 @@ may name that, `Group`'s own, or the ledger's tag.
 """
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from torch import Tensor
 
 from refimpl.measure.comms_log import CommsLog
-
-if TYPE_CHECKING:
-    from refimpl.comm.group import Group
 
 NAMES = {
     "reduce_scatter": "reduce_scatter_tensor",
@@ -27,23 +24,30 @@ FRAMES = 3  # between `begin` and who called the group's method: begin, Group._r
 class Logged:
     """One call under way, from its first transfer to its last."""
 
-    def __init__(self, log: CommsLog, group: "Group", op: str, name: str, message: Tensor) -> None:
-        self.log, self.group, self.op, self.name = log, group, op, name
+    def __init__(
+        self, log: CommsLog, op: str, name: str, message: Tensor, ranks: int, settle: Callable[[], None]
+    ) -> None:
+        self.log, self.op, self.name, self.ranks, self.settle = log, op, name, ranks, settle
         self.size = message.numel() * message.element_size()
         self.waits = op not in MESSAGES
-        group.settle()  # on a GPU: what was queued before is not this call's time
+        settle()  # on a GPU: what was queued before is not this call's time
         self.begun = time.perf_counter_ns()
 
     def end(self) -> None:
         """The result is there."""
-        self.group.settle()
+        self.settle()
         ms = max(1, time.perf_counter_ns() - self.begun) / 1e6
-        self.log.append(self.op, self.name, ms, self.size, self.group.size)
+        self.log.append(self.op, self.name, ms, self.size, self.ranks)
 
 
-def begin(group: "Group", op: str, tag: str, message: Tensor) -> Logged | None:
-    """None if the group's log does not want the call, or the group has one rank. `message`: what it is given."""
-    log, known = group.ledger.log, NAMES.get(op, op)
-    if log is None or group.size == 1 or not log.wants(known, op, tag):
+def begin(
+    log: CommsLog, op: str, tag: str, message: Tensor, ranks: int, settle: Callable[[], None]
+) -> Logged | None:
+    """None if the log does not want the call, or it is of one rank. `message`: what the call is given.
+
+    `settle` returns when the device has done what it was given.
+    """
+    known = NAMES.get(op, op)
+    if ranks == 1 or not log.wants(known, op, tag):
         return None
-    return Logged(log, group, known, log.name(known, FRAMES), message)
+    return Logged(log, known, log.name(known, FRAMES), message, ranks, settle)

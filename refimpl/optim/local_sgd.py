@@ -9,7 +9,8 @@
         local.step()                                             #+ at every 8th call the mean
 
 Memory: the model's own bytes once more while ranks meet, nothing between. Traffic: 2 n (N-1)/N bytes of weights every
-H steps, 1/H of DDP's. With H = 1 and plain SGD it is DDP but for rounding: the mean of theta - lr g_i is theta - lr times the mean.
+H steps, 1/H of DDP's. With H = 1 and plain SGD it is DDP but for rounding: the mean of theta - lr g_i is theta less lr
+times the mean gradient.
 Stich 2018, arXiv:1805.09767, algorithm 1. torch: PeriodicModelAverager, which averages after the first step of a
 period; here, as in the paper, after the last.
 """

@@ -1,4 +1,4 @@
-"""`comms_logger` and `deepspeed.comm.log_summary` on ranks: an engine's collectives and the script's own, in one table."""
+"""`comms_logger` and `deepspeed.comm.log_summary` on ranks: an engine's calls and the script's own in one table."""
 
 from typing import Any
 

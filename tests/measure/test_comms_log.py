@@ -1,4 +1,4 @@
-"""The log of collectives: bandwidths by their definition, DeepSpeed's averages and layout, what is logged and what not."""
+"""The log of collectives: bandwidths by their definition, DeepSpeed's averages and layout, what is logged."""
 
 import pytest
 from hypothesis import given
