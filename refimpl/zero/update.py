@@ -23,6 +23,7 @@ from refimpl.zero.beyond import Beyond
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
 from refimpl.zero.slices import Slices
+from refimpl.zero.whole_squares import WholeSquares
 
 if TYPE_CHECKING:
     from refimpl.checkpoint.tensors import Later
@@ -60,6 +61,8 @@ class Update:
         self.grad_norm: float | None = None
         self.steps = self.skipped_steps = 0
         self.slices = Slices(optimizer, config.allow_untested_optimizer)
+        if self.slices.layerwise:
+            vars(optimizer)["whole_squares"] = WholeSquares(self.slices)
         self.add(owned)
 
     def add(self, owned: dict[Bucket, Tensor]) -> None:
