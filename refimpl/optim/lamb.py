@@ -23,6 +23,7 @@ from torch.optim.optimizer import ParamsT
 
 BLOCK = 1 << 16  # elements widened to fp64 at a time
 
+
 class Lamb(torch.optim.Optimizer):
     """LAMB with DeepSpeed's arguments. Parameters, gradients, `exp_avg` and `exp_avg_sq` share shape and dtype."""
 

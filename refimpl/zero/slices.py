@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from refimpl.optim.travelling import Travelling
 from refimpl.zero.flat import ALIGN, Bucket
 from refimpl.zero.parameter import DATA, GRAD
 
@@ -106,6 +107,11 @@ class Slices:
         if master.numel() != bucket.padded and self.layerwise:
             spans = [(*bucket.span(p), p) for p in bucket.params]
             return [self._slice(bucket, a, b, master[a:b], p) for a, b, p in spans if a < b]
+        if master.numel() != bucket.padded and isinstance(self.optimizer, Travelling):
+            raise TypeError(
+                f"{self.kind.__name__} averages its momentum over the ranks by itself, and needs all of it on each: "
+                "use DDP (ZeRO stage 0), as in DeepSpeed"
+            )
         if master.numel() != bucket.padded:
             raise TypeError(
                 f"{self.kind.__name__} is not known to be element-wise: on a shard it would compute something else. "
@@ -113,7 +119,7 @@ class Slices:
                 "element's update depends on that element alone, set allow_untested_optimizer=True "
                 "(zero_allow_untested_optimizer), or `elementwise = True` on its class"
             )
-        return [self._slice(bucket, at, at + p.numel(), bucket.piece(master, p)) for p, at in bucket.offset.items()]
+        return [self._slice(bucket, at, at + p.numel(), bucket.piece(master, p), p) for p, at in bucket.offset.items()]
 
     def _borders(self, bucket: Bucket) -> list[int]:
         """Where to cut a long master: before parameters, where ALIGN allows it, so that the bits stay the same."""
@@ -124,9 +130,7 @@ class Slices:
                 cuts.append(begin)
         return [cut for cut in cuts[1:] if cut < end]
 
-    def _slice(
-        self, bucket: Bucket, start: int, end: int, memory: Tensor, whole: nn.Parameter | None = None
-    ) -> Slice:
+    def _slice(self, bucket: Bucket, start: int, end: int, memory: Tensor, whole: nn.Parameter | None = None) -> Slice:
         param = SliceParameter(memory, requires_grad=False)
         this = weakref.ref(param)  # no cycle: it must go when it is cut in two
 
@@ -263,7 +267,8 @@ class Slices:
     def restore(self, group_of: dict[nn.Parameter, int]) -> None:
         """Point the optimizer at the model's own parameters again, without state."""
         if self.optimizer is not None:
-            vars(self.optimizer).pop("whole_squares", None)
+            for hook in ("whole_squares", "exchange"):
+                vars(self.optimizer).pop(hook, None)
             self.optimizer.state.clear()
             for i, group in enumerate(self.optimizer.param_groups):
                 group["params"][:] = [p for p, index in group_of.items() if index == i]
