@@ -18,7 +18,7 @@ NAMES = {
     "all_to_all": "all_to_all_single",
 }
 MESSAGES = ("send", "recv")
-FRAMES = 3  # between `begin` and who called the group's method: begin, Group._run, Group.all_reduce
+FRAMES = 3  # between `entered` and who called the group's method: entered, Group._run, Group.all_reduce
 
 
 class Logged:
@@ -40,7 +40,7 @@ class Logged:
         self.log.append(self.op, self.name, ms, self.size, self.ranks)
 
 
-def begin(
+def entered(
     log: CommsLog, op: str, tag: str, message: Tensor, ranks: int, settle: Callable[[], None]
 ) -> Logged | None:
     """None if the log does not want the call, or it is of one rank. `message`: what the call is given.
