@@ -237,6 +237,49 @@ def hierarchy(
 
 
 @app.command(cls=Lists)
+def overlap(
+    ranks: Ranks = [2],  # noqa: B006
+    sizes: Annotated[list[int], typer.Option("--bucket", parser=count, help="Elements in a bucket.")] = [  # type: ignore[list-item]  # noqa: B006
+        "20K",
+        "100K",
+        "300K",
+        "1M",
+        "10M",
+    ],
+    link: Annotated[str, typer.Option(help="What joins the ranks.")] = "500Mbit/s 2ms",
+    width: Annotated[int, typer.Option(min=1, help="Of the model.")] = 128,
+    layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 6,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the one sequence of a rank.")] = 256,
+    turns: TurnsOption = 5,
+    file: JsonOption = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw sizes and timelines here, a PNG.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a step with the best size here, for a trace viewer.")] = None,
+) -> None:
+    """What of a step's communication is exposed, by the size of a bucket, over a slow link: measured and predicted."""
+    from refimpl.bench import overlap as bench
+    from refimpl.bench.overlap_picture import draw
+    from refimpl.measure.timeline import chrome_trace
+
+    file = writable(file) if file else None
+    workload = bench.Workload(width, layers, context, Turns(turns, 1))
+    for count_ in ranks:
+        try:
+            laps = bench.race(count_, sizes, workload, link)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        heat = bench.rows(laps, link)
+        publish("DDP over a slow link", bench.HEAT, [heat], file)
+        best = bench.best(heat)
+        print(f"best bucket size: measured {best['measured']:,}, predicted {best['predicted']:,}, whose step takes")
+        print(f"{best['costs']:.2f} times the best")
+        if picture:
+            draw(heat, laps, picture)
+        if trace:
+            last = {rank: lap.steps[best["measured"]][-1] for rank, lap in enumerate(laps)}
+            trace.write_text(json.dumps(chrome_trace(last)))
+
+
+@app.command(cls=Lists)
 def checkpoint(
     ranks: Annotated[list[int], typer.Option(min=1, help="Numbers of ranks.")] = [2],  # noqa: B006
     params: Annotated[list[int], typer.Option(parser=count, help="Model sizes.")] = ["25M"],  # type: ignore[list-item]  # noqa: B006
