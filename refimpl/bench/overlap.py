@@ -191,11 +191,12 @@ def rows(laps: Sequence[Lap], link: str) -> list[Row]:
         exposed = slowest([[in_backward(one) for one in lap.steps[size]] for lap in laps])
         hidden = [one.hidden_ms / (one.hidden_ms + one.exposed_ms) for lap in laps for one in lap.steps[size]]
         predicted = [predict(lap, size) for lap in laps]
-        seconds = max(p.seconds + lap.computing.whole - lap.computing.backward for p, lap in zip(predicted, laps, strict=True))
+        update = [lap.computing.whole - lap.computing.backward + lap.link.alpha for lap in laps]  # alpha: the norm's
+        seconds = max(p.seconds + more for p, more in zip(predicted, update, strict=True))
         found.append(
             Row(
-                size, len(buckets), len(laps), sum(sizes.values()) // 4, link, step, 1e3 * (seconds + laps[0].link.alpha),
-                exposed, 1e3 * max(p.exposed for p in predicted), median(hidden),
+                size, len(buckets), len(laps), sum(sizes.values()) // 4, link, step, 1e3 * seconds, exposed,
+                1e3 * max(p.exposed for p in predicted), median(hidden),
             )
         )  # fmt: skip
     return found
