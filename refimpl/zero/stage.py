@@ -74,7 +74,9 @@ class Stage(Changing, ByName, Held, ABC):
                 "ZeRO-2 on"
             )
         self.names = {p: name for name, p in self.model.named_parameters()}
-        self.experts = {p: ranks for p, ranks in (experts or {}).items() if ranks.size < self.group.size}
+        everywhere = self.group.size
+        self.experts = {p: same if same.size < everywhere else self.group for p, same in (experts or {}).items()}
+        self.parted = any(same is not self.group for same in self.experts.values())
         refuse_shared_memory(self.names)
         self.handles: list[Any] = []
         self.build(optimizer)
@@ -90,14 +92,15 @@ class Stage(Changing, ByName, Held, ABC):
         self._unscaled = False  # whether fp16's gradients arrived that are of no scaled loss
         self.passes = BackwardPass(self.begin_backward, self.end_backward, self.drop_backward)
         self.buckets = self.lay_out([p for p in self.names if p in self.group_of and p.requires_grad])
-        left_out = {module for module, _ in apart(self.model, self.experts)}
+        parted = [module for _, module, same in apart(self.model, self.experts) if same is not self.group]
+        left_out = {inside for module in parted for inside in module.modules()}
         self.group.transport.trim()  # of the copies that brought rank 0's values
         self.buffers = Buffers(self.model, self.group, self.config.broadcast_buffers, left_out)
         self.thawed: dict[nn.Parameter, None] = {}  # to be trained from the next pass on; an ordered set
         self.gradients = Gradients(
             self.buckets, self.reduce, self.group, self.config, self.names, self.passes.sign, self.in_order
         )
-        self.view = GradientView(self.gradients, self.passes.settle, parted=bool(self.experts))
+        self.view = GradientView(self.gradients, self.passes.settle, parted=self.parted)
         owned = {b: self.owned(b) for b in self.buckets}
         offloaded = DelayedUpdate if self.config.delayed_update else OffloadedUpdate
         kind = offloaded if self.config.optimizer_home else Update
