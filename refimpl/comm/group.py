@@ -197,6 +197,7 @@ class Group:
 
         for phase in steps:
             yield partial(begin, phase)
+        self.ledger.cross(op, (self._met or self._direct).crossed_behind(), tag)
 
     def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps, *holds: Tensor) -> Work:
         """Enter the call in the ledger and begin it. `holds`: what it reads and writes.

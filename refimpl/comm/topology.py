@@ -50,16 +50,19 @@ class Topology:
 
     @property
     def levels(self) -> Levels | None:
-        """What predicts collectives: medians over near and over far pairs. None if nodes are not consecutive and equal.
-
-        Also None for one rank. With one level the far link is the near one.
-        """
+        """By the nodes that were found. None if these are not consecutive ranks, equally many, and for one rank."""
         nodes, each = self.nodes, len(self.nodes[0])
-        if not self.pairs or nodes != [list(range(i, i + each)) for i in range(0, self.ranks, each)]:
-            return None
+        regular = nodes == [list(range(i, i + each)) for i in range(0, self.ranks, each)]
+        return self.by_nodes(each) if self.pairs and regular else None
+
+    def by_nodes(self, each: int) -> Levels:
+        """What predicts collectives on nodes of `each` consecutive ranks: medians over near and over far pairs.
+
+        Where there is one level only, both links are the same.
+        """
         near = [link for (a, b), link in self.pairs.items() if a // each == b // each]
         far = [link for (a, b), link in self.pairs.items() if a // each != b // each]
-        return Levels(each, len(nodes), _middle(near or far), _middle(far or near), self.crowd, self.gamma)
+        return Levels(each, self.ranks // each, _middle(near or far), _middle(far or near), self.crowd, self.gamma)
 
 
 def neighbourhoods(ranks: int, seconds: Mapping[Pair, float], gap: float = GAP) -> list[list[int]]:
