@@ -31,6 +31,7 @@ from refimpl.engine.names import optimizer_named, schedule_named
 from refimpl.engine.sections import Optimizer as OptimizerSection
 from refimpl.engine.sections import Scheduler as SchedulerSection
 from refimpl.engine.sections import SparseAttention as SparseSection
+from refimpl.measure.comms_log import CommsLog
 from refimpl.model.patterns.named import pattern_named
 from refimpl.model.sparse_swap import make_sparse
 from refimpl.optim.travelling import Travelling
@@ -90,6 +91,9 @@ def build(
     settings = load_config(config, world_size=axes.feeds, model=model, rank=rank)
     check_layout(settings, axes, isinstance(model, PipelineModule))
     check_agreed(settings, axes)
+    if settings.comms_logger.enabled:
+        log = settings.comms_logger
+        axes.world.ledger.log = CommsLog(True, log.verbose, log.prof_all, log.prof_ops, log.debug)
     if settings.log_level is not None:
         logging.getLogger("refimpl").setLevel(settings.log_level)
     if settings.dump_state and rank == 0:

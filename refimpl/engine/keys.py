@@ -91,10 +91,6 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "checkpoint.writer.show_statistics": ("`refimpl bench checkpoint` measures a save", [False]),
     "checkpoint.parallel_write": ("every rank writes its own file", [{}]),
     "checkpoint.parallel_write.pipeline_stage": ("every rank writes its own file", [False]),
-    "comms_logger.verbose": ("the table shows every collective once", [False]),
-    "comms_logger.prof_all": ("the ledger counts every collective", [True]),
-    "comms_logger.prof_ops": ("the ledger counts every collective", [[]]),
-    "comms_logger.debug": ("collectives are named by op and tag", [False]),
 }
 
 # key -> (what it would take, values that pass in silence)
