@@ -172,6 +172,7 @@ def restore_training(engine: TrainingState, folder: Folder, wanted: Wanted, grou
         engine.stage.scaler.load_state_dict(scale)
     engine.stage.update.skipped_steps = folder.value(0, "skipped_steps")
     rank = engine.axes.world.rank
+    restore_errors(engine, folder)
     if wanted.random and rank < folder.ranks and (state := folder.value(rank, "random")) is not None:
         random_state.put(state, engine.group.device)
     if engine.axes.tensor.size > 1:
@@ -183,6 +184,17 @@ def restore_training(engine: TrainingState, folder: Folder, wanted: Wanted, grou
         warnings.warn(f"{folder.path}: a stream's position is each rank's own: it begins anew", stacklevel=6)
         data = None
     engine.go_on_with_data(data)
+
+
+def restore_errors(engine: TrainingState, folder: Folder) -> None:
+    """What this rank had not sent yet of its compressed gradients: of as many ranks alone."""
+    if engine.stage.compressed is None:
+        return
+    rank = engine.axes.world.rank
+    saved = folder.value(rank if folder.ranks == engine.axes.world.size else 0, "compression")
+    if saved is not None and folder.ranks != engine.axes.world.size:
+        saved["ranks"] = folder.ranks  # whatever they were laid out as: others than here
+    engine.stage.compressed.load_state_dict(saved)
 
 
 def set_option(group: dict[str, Any], key: str, value: Any) -> None:
