@@ -59,13 +59,13 @@ class Plus:
         self._neighbours: dict[int, tuple[Group, Group]] = {}
         if parted and (asked := config.asks_for_plus()):
             raise ValueError(f"{asked[0]}: not with experts that only some of the ranks have; leave it out")
-        if group.size % max(1, config.zero_hpz_partition_size):
+        size = config.zero_hpz_partition_size
+        if group.size % size:
             raise ValueError(
-                f"zero_hpz_partition_size = {config.zero_hpz_partition_size}: must divide the {group.size} ranks that "
-                "share the parameters"
+                f"zero_hpz_partition_size = {size}: must divide the {group.size} ranks that share the parameters"
             )
-        size, here = config.zero_hpz_partition_size, self.on_nodes()
-        if size > 1 and any(count % size for count in here.values()) and group.rank == 0:
+        here = self.on_nodes() if size > 1 else {}
+        if group.rank == 0 and any(count % size for count in here.values()):
             warnings.warn(
                 f"zero_hpz_partition_size = {size}: {min(here.values())} of these ranks are on a node, so second "
                 "shards lie on several, and backward's gathers go between them",
