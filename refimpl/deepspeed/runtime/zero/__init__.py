@@ -1,6 +1,6 @@
 """`deepspeed.zero`: `Init`, `GatheredParameters` and what belongs to them."""
 
-from refimpl.deepspeed.runtime.zero import partition_parameters
+from refimpl.deepspeed.runtime.zero import partition_parameters, stage3, stage_1_and_2
 from refimpl.deepspeed.runtime.zero.partition_parameters import (
     GatheredParameters,
     Init,
@@ -17,5 +17,7 @@ __all__ = [
     "ZeroParamType",
     "partition_parameters",
     "register_external_parameter",
+    "stage3",
+    "stage_1_and_2",
     "unregister_external_parameter",
 ]
