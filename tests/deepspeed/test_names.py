@@ -19,6 +19,7 @@ from refimpl.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from refimpl.deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from refimpl.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from refimpl.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from refimpl.deepspeed.utils.torch import required_torch_version
 from refimpl.optim.lion import Lion
 
 KINDS = (
@@ -250,3 +251,14 @@ def test_whose_optimizer_it_is(stage: int, dtype: str) -> None:
     assert not any(isinstance(torch.optim.SGD(nn.Linear(1, 1).parameters()), kind) for kind in KINDS)
     with pytest.raises(NotImplementedError, match="is for isinstance alone"):
         KINDS[0](optimizer)
+
+
+def test_versions_of_torch() -> None:
+    """By numbers, not by letters: 2.9 is before 2.11."""
+    major, minor = map(int, torch.__version__.split(".")[:2])
+    assert required_torch_version(min_version=f"{major}.{minor}")
+    assert required_torch_version(min_version=1.8, max_version=f"{major}.{minor}")
+    assert not required_torch_version(min_version=f"{major}.{minor + 1}")
+    assert not required_torch_version(max_version=f"{major}.{minor - 1}")
+    with pytest.raises(ValueError, match="give min_version"):
+        required_torch_version()
