@@ -17,6 +17,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from refimpl.zero.backward import BackwardPass, in_backward
 from refimpl.zero.beyond import Beyond
 from refimpl.zero.buffers import Buffers
 from refimpl.zero.changing import Changing
+from refimpl.zero.compressed import Compressed
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.delayed import DelayedUpdate
 from refimpl.zero.experts import apart
@@ -76,7 +78,9 @@ class Stage(Changing, ByName, Held, ABC):
                 "ZeRO-2 on"
             )
         self.names = {p: name for name, p in self.model.named_parameters()}
-        self.experts = {p: ranks for p, ranks in (experts or {}).items() if ranks.size < self.group.size}
+        everywhere = self.group.size
+        self.experts = {p: same if same.size < everywhere else self.group for p, same in (experts or {}).items()}
+        self.parted = any(same is not self.group for same in self.experts.values())
         refuse_shared_memory(self.names)
         self.handles: list[Any] = []
         self.build(optimizer)
@@ -92,17 +96,24 @@ class Stage(Changing, ByName, Held, ABC):
         self._unscaled = False  # whether fp16's gradients arrived that are of no scaled loss
         self.passes = BackwardPass(self.begin_backward, self.end_backward, self.drop_backward)
         self.buckets = self.lay_out([p for p in self.names if p in self.group_of and p.requires_grad])
-        left_out = {module for module, _ in apart(self.model, self.experts)}
+        parted = [module for _, module, same in apart(self.model, self.experts) if same is not self.group]
+        left_out = {inside for module in parted for inside in module.modules()}
         self.group.transport.trim()  # of the copies that brought rank 0's values
         self.buffers = Buffers(self.model, self.group, self.config.broadcast_buffers, left_out)
         self.thawed: dict[nn.Parameter, None] = {}  # to be trained from the next pass on; an ordered set
+        self.compressed = Compressed(self, self.config.compression) if self.config.compression else None
         reduce: Reduce = self.reduce
+        config = self.config
         if isinstance(optimizer, Travelling):
-            reduce = unless_local(reduce, optimizer, lambda: self.gradients.op)
+            reduce = unless_local(self, optimizer)
+        elif self.compressed is not None:  # which rounds values itself, and feeds back what that loses
+            reduce, config = self.compressed.reduce, replace(config, communication_data_type=None)
         self.gradients = Gradients(
-            self.buckets, reduce, self.group, self.config, self.names, self.passes.sign, self.in_order
+            self.buckets, reduce, self.group, config, self.names, self.passes.sign, self.in_order
         )
-        self.view = GradientView(self.gradients, self.passes.settle, parted=bool(self.experts))
+        if self.compressed is not None:
+            self.gradients.dropping = self.compressed.drop
+        self.view = GradientView(self.gradients, self.passes.settle, parted=self.parted)
         owned = {b: self.owned(b) for b in self.buckets}
         offloaded = DelayedUpdate if self.config.delayed_update else OffloadedUpdate
         kind: type[Update] = offloaded if self.config.optimizer_home else Update
@@ -232,6 +243,8 @@ class Stage(Changing, ByName, Held, ABC):
         """The gradients are used up; bring the new weights to where the next forward needs them."""
         self.update.release()
         self.gradients.clear()
+        if self.compressed is not None:
+            self.compressed.settle(done, self.update.left_alone)
         if done:
             self.gather()
             # As an in-place update does: a graph that was recorded with the old weights can no longer run backward.
