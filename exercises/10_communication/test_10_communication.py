@@ -169,11 +169,10 @@ def test_unpack_int4(answer: Answer, group: WatchedGroup) -> None:
         with untouched(packed=bits):
             found = answer.unpack_int4(bits, len(values))
         expected = torch.tensor(values, dtype=torch.int8)
+        padded = isinstance(found, Tensor) and len(found) > len(values)
+        require(not padded, f"{len(values) + 1} numbers, expected n = {len(values)}: the last one is padding")
         known = {
             "8 to 15 are the negative numbers": expected % 16,
-            "the last number is padding: there are n": torch.cat(
-                [expected, torch.zeros(len(values) % 2, dtype=torch.int8)]
-            ),
             "high bits before low ones": torch.tensor(
                 [v for i in range(0, len(values), 2) for v in values[i : i + 2][::-1]], dtype=torch.int8
             ),

@@ -93,7 +93,13 @@ def test_quantized_reduce_scatter(answer: Answer, group: WatchedGroup) -> None:
         mean_scale = torch.stack(spread).mean(0)
         unrounded = expected - mine[group.rank][0] * spread[group.rank]
         unrounded += every[group.rank].chunk(group.size)[group.rank].float()
+        crossing = torch.zeros(size)
+        for part in every:
+            q, scales = quantized(part, block)
+            at = group.rank * size
+            crossing += q[at : at + size] * scales[at // block :].repeat_interleave(block)[:size]
         known = {
+            "blocks begin in one rank's chunk and end in the next: each chunk is quantised by itself": crossing,
             "integers with different scales were added: multiply each by its own scale first": integers
             * spread[group.rank],
             "integers with different scales were added, and multiplied by the mean scale": integers * mean_scale,

@@ -70,10 +70,9 @@ def test_one_bit_mean(answer: Answer, group: WatchedGroup) -> None:
                 found = answer.one_bit_mean(x, worker, server, group)
             result, inputs, sent = truth.step(every)
             judge_bits_traffic(group, n)
-            judge_one_bit(found, result, before, every, sent, inputs, rank)
+            judge_error("worker", worker, truth.workers[rank], before[0], every[rank] + before[0], result)
+            judge_one_bit(found, result, every, sent, inputs, rank)
             same_bits(group, found, "the mean")
-            whole = every[rank] + before[0]
-            judge_error("worker", worker, truth.workers[rank], before[0], whole, result)
             judge_error("server", server, truth.servers[rank], before[1], inputs[rank], result)
     case("zeros everywhere")
     worker, server = torch.zeros(8 * ranks), torch.zeros(8)
@@ -81,9 +80,8 @@ def test_one_bit_mean(answer: Answer, group: WatchedGroup) -> None:
 
 
 def judge_one_bit(
-    found: Any, result: Tensor, before: tuple[Tensor, Tensor], every: list[Tensor], sent: list[Tensor],
-    inputs: list[Tensor], rank: int,
-) -> None:  # fmt: skip
+    found: Any, result: Tensor, every: list[Tensor], sent: list[Tensor], inputs: list[Tensor], rank: int
+) -> None:
     ranks = len(every)
     mean = torch.stack(sent).mean(0)
     bare = torch.cat([signs(m, m.abs().mean()) for m in mean.chunk(ranks)])

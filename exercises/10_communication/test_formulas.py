@@ -32,12 +32,13 @@ def test_bus_bandwidth(answer: Answer, group: WatchedGroup) -> None:
             share = (ranks - 1) / ranks
             size = 8e10 * (ranks if op == "all_gather" else 1)
             bus = size * (2 * share if op == "all_reduce" else share if op in once else 1)
-            own = {
-                "an all-gather is handed one chunk: the whole buffer is N times that": 8e10,
-                "a reduce-scatter is handed the whole buffer: it is not N times that": 8e10 * ranks,
-                "doubled: a buffer is as large as it is, the 2 belongs into the bus bandwidth": 2 * size,
-                "in bits: bytes a second are asked": 8 * size,
-            }
+            own = {"in bits: bytes a second are asked": 8 * size}
+            if op == "all_gather":
+                own["an all-gather is handed one chunk: the whole buffer is N times that"] = 8e10
+            elif op == "all_reduce":
+                own["doubled: a buffer is as large as it is, the 2 belongs into the bus bandwidth"] = 2 * size
+            else:
+                own[f"{op} is handed the whole buffer: it is not N times that"] = 8e10 * ranks
             same(found[0], size, "the algorithm bandwidth", own)
             wrong = {
                 "2 (N - 1) / N is an all-reduce's factor: here each chunk moves once": size * 2 * share,
@@ -82,11 +83,10 @@ def test_best_buckets(answer: Answer, group: WatchedGroup) -> None:
         best = min(every, key=lambda b: every[b])
         alone = {b: played(nbytes, backward, alpha, beta, b, queue=False) for b in every}
         wrong = {
-            min(alone, key=lambda b: alone[b]): "a bucket waits until the one before has arrived: the link is one",
             max(1, min(most, round(math.sqrt(backward / alpha)) if alpha else most)): (
                 "sqrt(backward / alpha) holds where the link is slower than backward, and for no whole number"
             ),
-            most: "the most that are allowed: each bucket costs alpha",
+            min(alone, key=lambda b: alone[b]): "each costs alpha, and waits until the one before has arrived",
         }
         shown = [
             f"  {b} buckets expose {every[b]:.6g} s" for b in sorted({best, max(1, best - 1), min(most, best + 1)})

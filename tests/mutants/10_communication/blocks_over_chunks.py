@@ -1,7 +1,7 @@
 """x is quantised as a whole: blocks begin in one chunk and end in the next.
 
 task: quantized_reduce_scatter
-says: quantized_reduce_scatter
+says: blocks begin in one rank's chunk
 """
 
 import torch

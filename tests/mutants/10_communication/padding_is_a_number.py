@@ -1,7 +1,7 @@
 """n is not looked at.
 
 task: unpack_int4
-says: the last number is padding
+says: the last one is padding
 """
 
 import torch

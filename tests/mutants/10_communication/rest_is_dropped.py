@@ -1,7 +1,7 @@
 """What does not divide by P stays as it was.
 
 task: two_level_all_reduce
-says: between nodes
+says: are left out: pad them
 """
 
 

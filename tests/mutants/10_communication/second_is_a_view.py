@@ -1,7 +1,7 @@
 """The second shard keeps the whole layer alive.
 
 task: SecondShard
-says: after forward keeps
+says: keep a copy of your part
 """
 
 

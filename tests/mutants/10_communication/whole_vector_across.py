@@ -1,7 +1,7 @@
 """All-reduced inside, then across.
 
 task: two_level_all_reduce
-says: are enough
+says: every rank has all of it to send across
 """
 
 

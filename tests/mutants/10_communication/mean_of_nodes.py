@@ -1,7 +1,7 @@
-"""Reduced across before and after.
+"""Divided by the nodes at the end.
 
 task: two_level_all_reduce
-says: x
+says: once too often
 """
 
 

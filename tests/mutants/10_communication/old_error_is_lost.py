@@ -1,7 +1,7 @@
-"""The error of the mean, on all ranks the same.
+"""What the gradient alone has beyond the result.
 
 task: power_sgd
-says: the error is this rank's own
+says: grad + the old error is what was to be sent
 """
 
 import torch
@@ -16,6 +16,5 @@ def power_sgd(grad, error, q, group):
     group.all_reduce(new)
     q.copy_(new / group.size)
     mean = p @ q.T
-    group.all_reduce(whole)
-    error.copy_(whole / group.size - mean)
+    error.copy_(grad - mean)
     return mean
