@@ -48,8 +48,18 @@ def python(script: Path, *args: str, module: tuple[str, ...] = ()) -> subprocess
     command = [sys.executable, *module, str(script), *args]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=heeds_ctrl_c,
     )
+
+
+def heeds_ctrl_c() -> None:
+    """What a shell starts in the background ignores it, and so would all that is started from there."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def sum_of_ranks(start: int) -> tuple[int, torch.Tensor]:
@@ -188,7 +198,8 @@ def test_a_report_starts_the_timeout_anew(monkeypatch: pytest.MonkeyPatch):
     def listen(rank: int, obj: int) -> None:
         clock.late += 50
 
-    monkeypatch.setattr("refimpl.ranks.world.time", clock)
+    for module in ("world", "silence"):
+        monkeypatch.setattr(f"refimpl.ranks.{module}.time", clock)
     assert launch.run(work, ranks=1, timeout=60, on_report=listen) == ["done"]
     assert clock.late == 200
 

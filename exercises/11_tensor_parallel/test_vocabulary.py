@@ -1,18 +1,15 @@
 """Grades chapter 11, the vocabulary: a table of which each rank has some rows, and a loss without a row of logits."""
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from refimpl.grading.compare import equal, require
 from refimpl.grading.exchange import DTYPES, attached, numbers, sends, silent
 from refimpl.grading.grade import on_ranks
-from refimpl.grading.memory import Kept, untouched
+from refimpl.grading.memory import Kept, Largest, untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup, same_traffic
 
@@ -73,18 +70,6 @@ def mistaken(ids: Tensor, table: Tensor, group: WatchedGroup, first: int, stop: 
     }
 
 
-class Largest(TorchDispatchMode):
-    """The most elements that any floating-point result of an operation had."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        sizes = [t.numel() for t in tree_leaves(result) if isinstance(t, Tensor) and t.is_floating_point()]
-        self.numel = max([self.numel, *sizes])
-        return result
-
-
 def logits_of(V: int, n: int, group: WatchedGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """All logits, some of them too large for exp on one rank and not on another; targets on every rank."""
     chance = torch.Generator().manual_seed(3)
@@ -128,7 +113,7 @@ def judge_loss(
     assert truth is not None
     truth, counts = truth[:, first:stop], targets != ignore
     kept, fresh, n = Kept(group), group.fresh(), len(logits)
-    with untouched(logits=part, targets=targets), Largest() as largest:
+    with untouched(logits=part, targets=targets), Largest(floating=True) as largest:
         found = attached(answer.vocab_cross_entropy(part, targets, first, fresh, ignore), "the loss")
     equal(found.detach(), expected.detach(), "the loss", known=losses(whole, targets, counts, group))
     oracle = group.oracle()

@@ -5,12 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from refimpl.grading.compare import Wrong, equal, require
 from refimpl.grading.grade import on_ranks
-from refimpl.grading.memory import Kept, untouched
+from refimpl.grading.memory import Kept, Largest, untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup, all_done, same_traffic, starts
 
@@ -21,21 +19,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """In fp64, in one piece; rows that see nothing are 0."""
     scores = (q.double() @ k.double().mT * q.shape[-1] ** -0.5).masked_fill(~seen, -INF)
     return scores.softmax(-1).nan_to_num(0.0) @ v.double()
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.shape: tuple[int, ...] = ()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor) and t.numel() > math.prod(self.shape):
-                self.shape = tuple(t.shape)
-        return out
 
 
 class LooksWithin(WatchedGroup):

@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from refimpl.plan.search import Found
     from refimpl.plan.shape import Shape
 
+COLUMNS = (
+    *("dp", "pp", "cp", "tp", "micro", "m", "ZeRO", "recompute", "state GB", "activations GB", "GB", "bubble"),
+    *("tp GB sent", "cp GB sent", "dp GB sent", "step s", "MFU"),
+)
 COUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -49,7 +53,7 @@ def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine") -> "Found
     from refimpl.engine.config import axes_asked, load_config, raw_config
     from refimpl.plan.formulas import STRATEGIES
     from refimpl.plan.mesh import Mesh, judge
-    from refimpl.plan.search import RESERVE, Found
+    from refimpl.plan.search import found
 
     try:
         raw = raw_config(config)
@@ -70,9 +74,7 @@ def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine") -> "Found
         )
         for recompute in (False, True)
     ]  # fmt: skip
-    verdicts = [judge(shape, mesh, machine) for mesh in meshes]
-    fit = [v for v in verdicts if v.total <= (1 - RESERVE) * machine.memory]
-    return Found(fit, [v for v in verdicts if v not in fit])
+    return found((judge(shape, mesh, machine) for mesh in meshes), machine)
 
 
 def show(shape: "Shape", found: "Found", machine: "Machine", gpus: int, top: int) -> None:
@@ -96,21 +98,7 @@ def show(shape: "Shape", found: "Found", machine: "Machine", gpus: int, top: int
         if not verdicts:
             continue
         table = Table(title=title)
-        columns = (
-            "dp",
-            "pp",
-            "cp",
-            "tp",
-            "micro",
-            "m",
-            "ZeRO",
-            "recompute",
-            "state GB",
-            "activations GB",
-            "GB",
-            "bubble",
-        )
-        for column in (*columns, "tp GB sent", "cp GB sent", "dp GB sent", "step s", "MFU", by):
+        for column in (*COLUMNS, by):
             table.add_column(column, justify="right")
         for verdict in verdicts[:top]:
             table.add_row(*cells(verdict, fits=verdicts is found.fit))

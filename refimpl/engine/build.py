@@ -23,7 +23,7 @@ from refimpl.engine import arguments
 from refimpl.engine.config import DeepSpeedConfig, load_config
 from refimpl.engine.cut import counted_elsewhere, cut
 from refimpl.engine.dataloader import make_dataloader
-from refimpl.engine.experts import ExpertRanks, deal_out, leaves_of_experts, refuse_unlike, same_experts
+from refimpl.engine.experts import ExpertRanks, deal_out, refuse_unlike, same_experts
 from refimpl.engine.homes import with_homes
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.monitor import Monitor
@@ -118,10 +118,8 @@ def build(
     if ranks.made and axes.across.size > 1:
         raise ConfigError("zero_optimization.mics_shard_size: experts are not replicated over nodes; leave it out")
     axes = ranks.widest
-    leaves = leaves_of_experts(model, experts)
     if settings.zero_optimization.stage == 3:
-        refuse_unlike(model, leaves, axes.expert)
-    zero = replace(zero, leaf_modules=(*zero.leaf_modules, *leaves))
+        refuse_unlike(model, experts, axes.expert)
     scaler = settings.loss_scaler()
     stage = STAGES[settings.zero_optimization.stage](model, opt, axes.shards, zero, scaler, experts)
     if axes.across.size > 1:

@@ -11,7 +11,6 @@ weights, inputs and loss are those of the whole one. Tensor ranks take any model
 
 import logging
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,7 @@ from refimpl.parallel.context.swap import context_parallel
 from refimpl.parallel.pipeline.gpt import gpt_layers, gpt_names
 from refimpl.parallel.pipeline.module import PipelineModule
 from refimpl.parallel.split import Split
-from refimpl.parallel.swap import Plan, gpt_plan, parallelize
+from refimpl.parallel.swap import Plan, called, gpt_plan, parallelize
 from refimpl.parallel.tensor import cuts
 from refimpl.zero.unit import unit_of
 
@@ -124,16 +123,10 @@ def with_mixtures(model: GPT, plan: Plan) -> Plan:
     """The plan for what is left of the MLPs, and of the loss, where mixtures took their place."""
     if not layers(model):
         return plan
+    if isinstance(model.loss, WithRouting):
+        plan = {("loss.loss" if pattern == "loss" else pattern): style for pattern, style in plan.items()}
     names = [name for name, _ in model.named_modules()]
-    matched = {
-        pattern
-        for pattern in plan
-        if any(fnmatchcase(name, pattern) and name.count(".") == pattern.count(".") for name in names)
-    }
-    there = {pattern: style for pattern, style in plan.items() if pattern in matched}
-    return {
-        ("loss.loss" if key == "loss" and isinstance(model.loss, WithRouting) else key): there[key] for key in there
-    }
+    return {pattern: style for pattern, style in plan.items() if any(called(name, pattern) for name in names)}
 
 
 def by_context(model: GPT, axes: Axes) -> Callable[[Any], Any]:

@@ -1,15 +1,14 @@
 """Experts of a model on their ranks: which parameters they are, and which ranks have the same ones.
 
-A parameter is an expert's if it says so, as DeepSpeed's do: `allreduce = False`, and `group_name = "ep_size_4"`, by how
-many ranks share the experts of its layer. A layer that needs the ranks themselves has a method `use_expert_ranks`.
+A parameter is an expert's if it says so, as DeepSpeed's do: see `parallel/expert/marks.py`. A layer that needs the
+ranks themselves has a method `use_expert_ranks`.
 DeepSpeed: deepspeed/moe/utils.py, `is_moe_param`; deepspeed/utils/groups.py, `_create_expert_and_data_parallel`.
 """
 
-import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from torch import Tensor, nn
+from torch import nn
 
 from refimpl.checkpoint.place import Portion
 from refimpl.comm.axes import Axes, expert_groups
@@ -17,7 +16,9 @@ from refimpl.comm.group import Group
 from refimpl.engine.keys import ConfigError
 from refimpl.model.moe import layers
 from refimpl.parallel.expert.auto import autoep, expert_portions
+from refimpl.parallel.expert.marks import is_expert, name_of, ranks_of
 from refimpl.parallel.expert.swap import mark_again, sharing
+from refimpl.zero.experts import apart
 from refimpl.zero.unit import unit_of
 
 SAME_NAME = "same_name_elsewhere"  # on an expert's parameter whose name another rank has for another expert
@@ -45,12 +46,7 @@ class ExpertRanks:
         if not self.made:
             return self.axes
         expert, same = self.made[max(self.made)]
-        return Axes(**(vars(self.axes) | {"expert": expert, "expert_data": same}))
-
-
-def is_expert(p: Tensor) -> bool:
-    """Whether p belongs to an expert that not all ranks have."""
-    return getattr(p, "allreduce", True) is False
+        return replace(self.axes, expert=expert, expert_data=same)
 
 
 def deal_out(model: nn.Module, ranks: ExpertRanks, size: int) -> None:
@@ -80,15 +76,15 @@ def same_experts(model: nn.Module, ranks: ExpertRanks) -> dict[nn.Parameter, Gro
     found: dict[nn.Parameter, Group] = {}
     for name, p in model.named_parameters():
         if is_expert(p):
-            size = re.fullmatch(r"ep_size_(\d+)", str(getattr(p, "group_name", "")))
+            size = ranks_of(getattr(p, "group_name", ""))
             if size is None:
                 raise ConfigError(
                     f"{name} has allreduce = False, as an expert's parameter, and group_name = "
                     f"{getattr(p, 'group_name', None)!r}: it must be 'ep_size_N', with N ranks sharing the experts"
                 )
-            if (unit := unit_of(p)) is not None and unit.group.size != ranks(int(size[1]))[1].size:
+            if (unit := unit_of(p)) is not None and unit.group.size != ranks(size)[1].size:
                 raise ConfigError(f"{name} was built in zero.Init, which gives all ranks one expert: build it without")
-            found[p] = ranks(int(size[1]))[1]
+            found[p] = ranks(size)[1]
     name_apart(model, ranks)
     return found
 
@@ -97,7 +93,7 @@ def name_apart(model: nn.Module, ranks: ExpertRanks) -> None:
     """Mark what has one name for other experts on other ranks: by its name alone nobody can tell it. A collective."""
     sliced = expert_portions(model)
     for size in sorted(ranks.made):
-        mine = {n: p for n, p in model.named_parameters() if is_expert(p) and p.group_name == f"ep_size_{size}"}  # type: ignore[attr-defined]
+        mine = {n: p for n, p in model.named_parameters() if is_expert(p) and p.group_name == name_of(size)}  # type: ignore[attr-defined]
         sharing_them = ranks(size)[0]
         said = sharing_them.all_gather_object(list(mine))
         elsewhere = {name for rank, names in enumerate(said) if rank != sharing_them.rank for name in names}
@@ -122,22 +118,9 @@ def expert_parts(
     return found
 
 
-def leaves_of_experts(model: nn.Module, experts: Collection[nn.Parameter]) -> tuple[str, ...]:
-    """Paths of the modules that have experts' parameters and no others: ZeRO-3 gathers each whole.
-
-    Which of its experts a rank uses is up to its tokens, and all ranks that have them must gather alike.
-    """
-    found: list[str] = []
-    for path, module in model.named_modules():
-        params = list(module.parameters())
-        if params and all(p in experts for p in params) and not path.startswith(tuple(f"{leaf}." for leaf in found)):
-            found.append(path)
-    return tuple(found)
-
-
-def refuse_unlike(model: nn.Module, leaves: Collection[str], group: Group) -> None:
+def refuse_unlike(model: nn.Module, experts: Mapping[nn.Parameter, Group], group: Group) -> None:
     """ConfigError for experts of which some ranks of `group` train a part and others another one. A collective."""
-    mine = {path: sorted({p.requires_grad for p in model.get_submodule(path).parameters()}) for path in leaves}
+    mine = {path: sorted({p.requires_grad for p in module.parameters()}) for path, module, _ in apart(model, experts)}
     for rank, theirs in enumerate(group.all_gather_object(mine)):
         if unlike := [path for path in mine if theirs.get(path, mine[path]) != mine[path]]:
             raise ConfigError(

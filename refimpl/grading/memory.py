@@ -7,6 +7,7 @@ this process can reach and counts the memory behind them, each storage once and 
 
 import copy
 import gc
+import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -58,14 +59,26 @@ class Kept:
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The most elements that any result of an operation inside had: what is made and let go again is seen too."""
+    """The result with most elements that any operation inside had: what is made and let go again is seen too.
 
-    numel = 0
+    floating: of those of floating point alone; masks and indices do not count.
+    """
+
+    def __init__(self, floating: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.floating = floating
+        self.shape: tuple[int, ...] = (0,)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(result) if isinstance(t, Tensor))])
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        shapes = [tuple(t.shape) for t in made if t.is_floating_point() or not self.floating]
+        self.shape = max([self.shape, *shapes], key=math.prod)
         return result
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

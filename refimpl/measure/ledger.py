@@ -38,6 +38,7 @@ class Total:
 
     calls: int = 0
     sent_bytes: int = 0
+    crossed_bytes: int = 0  # of what was really sent: over slow links, to other nodes
 
 
 class Ledger:
@@ -80,6 +81,10 @@ class Ledger:
                 del self._spans[next(iter(self._spans))]
         self._append(("end", begun[1], begun[2], call, 0, time.perf_counter_ns()))
 
+    def cross(self, op: str, crossed_bytes: int, tag: str = "") -> None:
+        """So many bytes of a collective under way go over a slow link (see `refimpl.comm.link`)."""
+        self._totals.setdefault((op, tag), Total()).crossed_bytes += crossed_bytes
+
     def mark(self, name: str) -> None:
         """A named instant, so that its place among the collectives can be compared."""
         self._append(("mark", name, "", -1, 0, time.perf_counter_ns()))
@@ -118,6 +123,13 @@ class Ledger:
         for (op, tag), total in self._totals.items():
             sums[tag if by == "tag" else op] += total.sent_bytes
         return dict(sums)
+
+    def crossed_bytes(self, by: Literal["op", "tag"] = "op") -> dict[str, int]:
+        """Bytes this rank sent over slow links, summed by collective or by tag; without those that sent none there."""
+        sums: Counter[str] = Counter()
+        for (op, tag), total in self._totals.items():
+            sums[tag if by == "tag" else op] += total.crossed_bytes
+        return {name: size for name, size in sums.items() if size}
 
     def calls(self, by: Literal["op", "tag"] = "op") -> dict[str, int]:
         """Number of collectives started, by collective or by tag."""

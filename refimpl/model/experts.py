@@ -104,8 +104,6 @@ class StackedExperts(nn.Module):
         part.of = self.of
         for name, weight in self.named_parameters():
             part.register_parameter(name, nn.Parameter(weight.detach()[start:stop].clone(), weight.requires_grad))
-            # Under this name other ranks have other experts: which of how many these are.
-            part._parameters[name].experts = (part.first, part.first + stop - start, self.of)  # type: ignore[union-attr]
         return part
 
 

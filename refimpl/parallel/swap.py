@@ -246,11 +246,16 @@ def around_columns(styles: Mapping[str, Style]) -> list[str]:
     return sorted({".".join(parts[:depth]) for parts in columns for depth in range(1, len(parts))})
 
 
+def called(name: str, pattern: str) -> bool:
+    """Whether a layer's name fits a pattern: a star stands for one part of a name, or for a piece of it."""
+    return fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")
+
+
 def match(plan: Plan, names: list[str]) -> dict[str, Style]:
     """Each matched layer's name -> its style, in the model's order."""
     found: dict[str, Style] = {}
     for pattern, style in plan.items():
-        hits = [name for name in names if fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")]
+        hits = [name for name in names if called(name, pattern)]
         if not hits:
             raise ValueError(f"plan: no layer is called {pattern!r}; the model's are {', '.join(names[:12])}, ...")
         for name in hits:

@@ -1,6 +1,6 @@
 """Every layout that a number of GPUs allows, judged: those that fit, the fastest first, and those that do not."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -29,7 +29,12 @@ def search(shape: Shape, gpus: int, batch: int, machine: Machine) -> Found:
             f"{gpus} GPUs, {batch} sequences a step, {shape.layers} layers, {shape.heads} heads: no layout divides "
             "them all; change the batch or the number of GPUs"
         )
-    room = (1 - RESERVE) * machine.memory
+    return found(verdicts, machine)
+
+
+def found(verdicts: Iterable[Verdict], machine: Machine) -> Found:
+    """Those that leave the reserve free, and those that do not."""
+    verdicts, room = list(verdicts), (1 - RESERVE) * machine.memory
     fit = sorted((v for v in verdicts if v.total <= room), key=lambda v: v.step)
     over = sorted((v for v in verdicts if v.total > room), key=lambda v: v.total)
     return Found(fit, over)

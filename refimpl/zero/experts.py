@@ -20,9 +20,15 @@ from torch import nn
 from refimpl.comm.group import Group
 
 
-def apart(model: nn.Module, experts: Mapping[nn.Parameter, Group]) -> Iterator[tuple[nn.Module, Group]]:
-    """The modules that have experts' parameters and no other, and the ranks that have the same ones."""
-    for module in model.modules() if experts else ():
+def apart(model: nn.Module, experts: Mapping[nn.Parameter, Group]) -> Iterator[tuple[str, nn.Module, Group]]:
+    """The largest modules that have experts' parameters and no other: path, module, the ranks that have the same ones.
+
+    ZeRO-3 gathers each whole: which of its experts a rank uses is up to its tokens, and all ranks that have them must
+    gather alike.
+    """
+    inside: tuple[str, ...] = ()
+    for path, module in model.named_modules() if experts else ():
         params = list(module.parameters())
-        if params and all(p in experts for p in params):
-            yield module, experts[params[0]]
+        if params and all(p in experts for p in params) and not path.startswith(inside):
+            inside += (f"{path}.".removeprefix("."),)
+            yield path, module, experts[params[0]]

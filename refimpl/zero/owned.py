@@ -57,7 +57,7 @@ class Owned(optim.Optimizer):
             self.stage.update.keep_state(bucket)
 
     def _whose(self) -> dict[str, Any]:
-        shared = self.stage.update.replicated() and not self.stage.experts  # every rank has the same
+        shared = self.stage.update.replicated() and not self.stage.parted  # every rank has the same
         rank = 0 if shared else self.stage.group.rank
         return {"stage": type(self.stage).__name__, "rank": rank, "ranks": 1 if shared else self.stage.group.size}
 

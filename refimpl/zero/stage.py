@@ -24,6 +24,7 @@ from torch import Tensor, nn, optim
 
 from refimpl.comm.group import Group
 from refimpl.optim.loss_scale import LossScaler
+from refimpl.optim.travelling import Travelling
 from refimpl.zero.access import ByName
 from refimpl.zero.backward import BackwardPass, in_backward
 from refimpl.zero.beyond import Beyond
@@ -37,6 +38,7 @@ from refimpl.zero.grad_view import GradientView
 from refimpl.zero.gradients import Gradients, Reduction
 from refimpl.zero.held import Held
 from refimpl.zero.offloaded import OffloadedUpdate
+from refimpl.zero.one_bit import OneBitUpdate, unless_local
 from refimpl.zero.outputs import tensors_of
 from refimpl.zero.owned import take_over
 from refimpl.zero.parameter import DATA, Freed, Hook, Managed, stage_of, take_raw_grad, untraced
@@ -74,7 +76,9 @@ class Stage(Changing, ByName, Held, ABC):
                 "ZeRO-2 on"
             )
         self.names = {p: name for name, p in self.model.named_parameters()}
-        self.experts = {p: ranks for p, ranks in (experts or {}).items() if ranks.size < self.group.size}
+        everywhere = self.group.size
+        self.experts = {p: same if same.size < everywhere else self.group for p, same in (experts or {}).items()}
+        self.parted = any(same is not self.group for same in self.experts.values())
         refuse_shared_memory(self.names)
         self.handles: list[Any] = []
         self.build(optimizer)
@@ -90,17 +94,23 @@ class Stage(Changing, ByName, Held, ABC):
         self._unscaled = False  # whether fp16's gradients arrived that are of no scaled loss
         self.passes = BackwardPass(self.begin_backward, self.end_backward, self.drop_backward)
         self.buckets = self.lay_out([p for p in self.names if p in self.group_of and p.requires_grad])
-        left_out = {module for module, _ in apart(self.model, self.experts)}
+        parted = [module for _, module, same in apart(self.model, self.experts) if same is not self.group]
+        left_out = {inside for module in parted for inside in module.modules()}
         self.group.transport.trim()  # of the copies that brought rank 0's values
         self.buffers = Buffers(self.model, self.group, self.config.broadcast_buffers, left_out)
         self.thawed: dict[nn.Parameter, None] = {}  # to be trained from the next pass on; an ordered set
+        reduce = self.reduce
+        if isinstance(optimizer, Travelling):
+            reduce = unless_local(reduce, optimizer, lambda: self.gradients.op)
         self.gradients = Gradients(
-            self.buckets, self.reduce, self.group, self.config, self.names, self.passes.sign, self.in_order
+            self.buckets, reduce, self.group, self.config, self.names, self.passes.sign, self.in_order
         )
-        self.view = GradientView(self.gradients, self.passes.settle, parted=bool(self.experts))
+        self.view = GradientView(self.gradients, self.passes.settle, parted=self.parted)
         owned = {b: self.owned(b) for b in self.buckets}
         offloaded = DelayedUpdate if self.config.delayed_update else OffloadedUpdate
-        kind = offloaded if self.config.optimizer_home else Update
+        kind: type[Update] = offloaded if self.config.optimizer_home else Update
+        if isinstance(optimizer, Travelling) and kind is Update:
+            kind = OneBitUpdate
         self.update = kind(optimizer, owned, self.group, self.config, self.given_scaler, type(self).__name__)
         self.update.slices.gradient_of = self.view.of_slice
         self.gradients.resting = self.update.resting
@@ -173,7 +183,7 @@ class Stage(Changing, ByName, Held, ABC):
 
     def optimizer_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """`optimizer.step()`: as `step`, but without a gradient nothing happens, as in torch. Returns the closure's."""
-        if closure is not None and not self.update.slices.elementwise:
+        if closure is not None and not (self.update.slices.elementwise or self.update.slices.layerwise):
             return self.search(closure)
         with torch.enable_grad():
             result = closure() if closure else None

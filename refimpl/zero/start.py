@@ -23,7 +23,7 @@ def share(
     loose = [p for p in model.parameters() if p not in done]
     ranks = {DATA.__get__(p): experts.get(p, group) for p in loose}
     ranks |= dict.fromkeys(model.buffers(), group)
-    ranks |= {buffer: those for module, those in apart(model, experts) for buffer in module.buffers()}
+    ranks |= {buffer: those for _, module, those in apart(model, experts) for buffer in module.buffers()}
     for tensor, those in ranks.items():
         whole = tensor.contiguous()
         those.broadcast(whole, tag="start")

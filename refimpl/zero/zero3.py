@@ -13,6 +13,7 @@ A parameter's way: shard -> `Fetch.before_forward` -> `Unit.wait` -> views compu
 
 from torch import Tensor, nn
 
+from refimpl.zero.experts import apart
 from refimpl.zero.fetch import Fetch
 from refimpl.zero.flat import Bucket, lay_out
 from refimpl.zero.gradients import Reduction
@@ -39,6 +40,7 @@ class Zero3(Stage):
         for unit in {u for p in large if (u := unit_of(p)) is not None and u.state_dicts is not None}:
             unit.state_dicts.remove()  # from now on the stage's own
         whole_modules = leaves(self.model, self.config, on_gpu=self.group.device.type == "cuda")
+        whole_modules |= {path for path, _, _ in apart(self.model, self.experts)}
         units_of = make_units(large, owners(self.model, whole_modules), trained, self.group, self.config, self.experts)
         self.kept = lay_out(
             [p for p in params if p in small], trained, self.group, self.config.reduce_bucket_size, dtype,

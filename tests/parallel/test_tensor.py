@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from worlds import run
 
 from refimpl.comm.group import Group
+from refimpl.grading.memory import Largest
 from refimpl.parallel.draws import Draws
 from refimpl.parallel.tensor import ColumnParallelEmbedding, ColumnParallelLinear, RowParallelLinear
 from refimpl.parallel.vocabulary import VocabParallelEmbedding, VocabParallelLoss
@@ -127,18 +126,6 @@ def test_a_seed_gives_the_plain_models_weights_at_any_degree(ranks: int) -> None
     run(drawn, ranks=ranks)
 
 
-class Largest(TorchDispatchMode):
-    """The most elements that any result of an operation had."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.numel = max([self.numel, *(t.numel() for t in tensors if t.is_floating_point())])
-        return result
-
-
 def tied(ignored: bool) -> None:
     """Embedding, head and loss over one table of 37 rows."""
     group = Group.world()
@@ -156,7 +143,7 @@ def tied(ignored: bool) -> None:
     group.ledger.reset()
     head = ColumnParallelLinear(nn.Linear(C, V, bias=False), group)
     head.weight = table.weight
-    with Largest() as largest:
+    with Largest(floating=True) as largest:
         y = head(3 * table(ids).tanh())
         found = loss(y, targets)
         assert group.ledger.sent_bytes()["all_reduce"] == sum(

@@ -80,7 +80,7 @@ def trained(kind: str, ep: int) -> tuple[dict[str, Tensor], list[float], dict[st
     each = EXPERTS // ep
     model = Layers(each * expert.rank, each * (expert.rank + 1))
     of_experts = [p for name, p in model.named_parameters() if not name.startswith("dense")]
-    config = ZeroConfig(gradient_clipping=0.5, param_persistence_threshold=0, leaf_modules=(Experts,))
+    config = ZeroConfig(gradient_clipping=0.5, param_persistence_threshold=0)
     stage = STAGES[kind](model, optimizer_of(model), world, config, experts=dict.fromkeys(of_experts, same))
     norms = []
     for step in range(STEPS):
@@ -141,8 +141,7 @@ def keeps(kind: str) -> list[Any]:
     expert, same = expert_groups(Group.world(), 2)
     model = Layers(6 * expert.rank, 6 * (expert.rank + 1))
     experts = [p for name, p in model.named_parameters() if not name.startswith("dense")]
-    config = ZeroConfig(leaf_modules=(Experts,))
-    STAGES[kind](model, optimizer_of(model), config=config, experts=dict.fromkeys(experts, same))
+    STAGES[kind](model, optimizer_of(model), experts=dict.fromkeys(experts, same))
     fresh = Layers(6 * expert.rank, 6 * (expert.rank + 1))
     model(tokens(0, 0), [tokens(0, 0)], -1).backward()  # buffers are shared before a forward in training
     return [torch.equal(mine, theirs) for mine, theirs in zip(model.buffers(), fresh.buffers(), strict=True)] + [

@@ -9,13 +9,13 @@ DeepSpeed: deepspeed/moe/experts.py; `_save_moe_checkpoint` in deepspeed/runtime
 """
 
 import copy
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from refimpl.model.experts import in_sources
+from refimpl.parallel.expert.marks import mark, ranks_of
 
 
 class Numbered(nn.ModuleList):
@@ -38,17 +38,10 @@ class Experts(nn.Module):
         super().__init__()
         self.deepspeed_experts = Numbered(copy.deepcopy(expert) for _ in range(num_local_experts))
         self.num_local_experts = num_local_experts
-        self.ranks = self._ranks(expert_group_name)
+        self.ranks = ranks_of(expert_group_name) or 1
         self.placed = self.ranks == 1
-        for p in self.deepspeed_experts.parameters():
-            p.allreduce = False  # type: ignore[attr-defined]
-            p.group_name = expert_group_name  # type: ignore[attr-defined]
+        mark(self.deepspeed_experts, expert_group_name)
         self.register_load_state_dict_pre_hook(_own_names)  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def _ranks(group_name: str | None) -> int:
-        size = re.fullmatch(r"ep_size_(\d+)", group_name or "")
-        return int(size[1]) if size else 1
 
     def place(self, rank: int) -> None:
         """This rank is number `rank` of those that share the layer's experts. Renames them."""

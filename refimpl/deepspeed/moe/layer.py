@@ -20,6 +20,7 @@ from refimpl.comm.group import Group
 from refimpl.deepspeed.moe.experts import Experts
 from refimpl.deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from refimpl.deepspeed.utils import groups
+from refimpl.parallel.expert.marks import name_of
 
 Ranks = Callable[[int], tuple[Group, Group]]  # ep_size -> (the ranks that share experts, those that have the same)
 
@@ -64,7 +65,7 @@ class MoE(nn.Module):
         self.use_residual = use_residual
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
         self.ep_size, self.num_experts = ep_size, num_experts
-        self.expert_group_name = f"ep_size_{ep_size}"
+        self.expert_group_name = name_of(ep_size)
         self.num_local_experts = num_experts // ep_size
         gate = TopKGate(
             hidden_size, num_experts, k, capacity_factor, eval_capacity_factor, min_capacity, noisy_gate_policy,

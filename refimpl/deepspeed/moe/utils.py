@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from refimpl.deepspeed.moe.layer import MoE
-from refimpl.engine.experts import is_expert as is_moe_param
+from refimpl.parallel.expert.marks import is_expert as is_moe_param
 
 __all__ = [
     "configure_moe_param_groups",

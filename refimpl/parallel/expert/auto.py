@@ -32,12 +32,13 @@ from torch import Tensor, nn
 
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
+from refimpl.model.experts import StackedExperts
 from refimpl.model.moe import layers
 from refimpl.model.routes import Routes
-from refimpl.parallel.expert import swap
 from refimpl.parallel.expert.dispatch import Dispatch
 from refimpl.parallel.expert.exchange import Flat
-from refimpl.parallel.expert.swap import expert_parallel, mark, sum_experts
+from refimpl.parallel.expert.marks import mark, name_of
+from refimpl.parallel.expert.swap import expert_parallel, sum_experts
 
 ROUNDINGS = 64
 LIKE_EXPERTS = re.compile(r"experts?$|experts?\d*$", re.IGNORECASE)
@@ -247,7 +248,7 @@ def deal_out(module: nn.Module, experts: Found, axes: Axes) -> None:
     take_part(module, experts)
     for p in module.parameters():
         p.data = p.data.clone()
-    mark(module, axes.expert.size)
+    mark(module, name_of(axes.expert.size))
     experts.dispatch = Dispatch(axes.expert, Flat(axes.expert), axes.tensor)
     module.__dict__["dealt"] = experts
     module.__class__ = dealt(type(module))  # type: ignore[arg-type]
@@ -300,9 +301,11 @@ def expert_portions(model: nn.Module) -> dict[nn.Parameter, tuple[int, int, int,
     """Of stacked experts: parameter -> (dimension, first, count, total), the part of the whole tensor that is here."""
     found: dict[nn.Parameter, tuple[int, int, int, int]] = {}
     for module in model.modules():
+        if isinstance(module, StackedExperts) and len(module) < module.of:
+            found |= dict.fromkeys(module.parameters(), (0, module.first, len(module), module.of))
         experts = module.__dict__.get("dealt")
         if isinstance(experts, Found) and not experts.listed:
             for p in module.parameters():
                 rows = p.shape[0] // experts.each
                 found[p] = (0, experts.first * rows, experts.each * rows, experts.count * rows)
-    return found | swap.expert_portions(model)
+    return found

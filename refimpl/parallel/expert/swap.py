@@ -4,8 +4,8 @@
     expert_parallel(model, axes)
 
 Rank r of the expert group has experts r E/ep to (r+1) E/ep, under the names they have in the whole model. Their
-parameters are marked as DeepSpeed's are, `allreduce = False` and `group_name = "ep_size_4"`; a stage or an engine that
-is given the model afterwards does the rest. By hand:
+parameters are marked as DeepSpeed's are (`marks.py`); a stage or an engine that is given the model afterwards does the
+rest. By hand:
 
     dense parameters     summed over `axes.replicas`,       divided by N, all replicas
     experts'             summed over `axes.expert_data`,    divided by N too: the tokens of ep ranks came to each
@@ -32,6 +32,7 @@ from refimpl.model.moe import MoE, layers
 from refimpl.parallel.expert.dispatch import Dispatch
 from refimpl.parallel.expert.exact import InOrder
 from refimpl.parallel.expert.exchange import Flat, Hierarchical, Way
+from refimpl.parallel.expert.marks import mark, name_of
 from refimpl.parallel.summed import sum_gradients
 
 
@@ -71,7 +72,7 @@ def expert_parallel(
         if layer in whole:
             layer.experts = part_of(layer.experts, axes.expert, copies)
             share(layer, axes, cut_experts, sequence)
-        mark(layer.experts, ep)
+        mark(layer.experts, name_of(ep))
         layer.mix = Dispatch(axes.expert, way, alone if sequence else axes.tensor, padded, cut_experts)
         if exact:
             layer.mix = InOrder(layer.mix, axes.expert_data)
@@ -131,28 +132,11 @@ def part_of(experts: nn.Module, group: Group, copies: dict[nn.Parameter, nn.Para
     return part
 
 
-def expert_portions(model: nn.Module) -> dict[nn.Parameter, tuple[int, int, int, int]]:
-    """Of stacked experts: parameter -> (dimension, first, count, total), the part of the whole tensor that is here."""
-    return {
-        p: (0, layer.experts.first, len(layer.experts), len(layer.experts) * sharing(layer))
-        for layer in layers(model)
-        if isinstance(layer.experts, StackedExperts) and sharing(layer) > 1
-        for p in layer.experts.parameters()
-    }
-
-
 def mark_again(model: nn.Module) -> None:
     """A copied model's parameters have lost their marks."""
     for layer in layers(model):
         if ep := sharing(layer):
-            mark(layer.experts, ep)
-
-
-def mark(experts: nn.Module, ep: int) -> None:
-    """DeepSpeed's marks, by which parameters of experts are known."""
-    for p in experts.parameters():
-        p.allreduce = False  # type: ignore[attr-defined]
-        p.group_name = f"ep_size_{ep}"  # type: ignore[attr-defined]
+            mark(layer.experts, name_of(ep))
 
 
 def share(layer: MoE, axes: Axes, cut_experts: bool, sequence: bool) -> None:
