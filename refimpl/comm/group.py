@@ -112,6 +112,15 @@ class Group:
         self._messages = self.transport
 
     @property
+    def messages(self) -> Transport:
+        """The way of the messages between two ranks."""
+        return self._messages
+
+    def use(self, transport: Transport) -> None:
+        """The collectives go this way from now on, on every rank; what is under way is not disturbed."""
+        self._met = transport
+
+    @property
     def transport(self) -> Transport:
         """The way of this group's collectives. Where it may be shared memory, asking for it first is a collective."""
         if self._met is None:

@@ -23,7 +23,12 @@ from refimpl.engine.names import optimizer_named, schedule_named
 from refimpl.engine.quote import quote
 from refimpl.engine.read import read_json
 from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler
-from refimpl.zero.config import ZeroConfig
+from refimpl.zero.config import LoCo, ZeroConfig
+
+PLUS = (
+    "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_hpz_partition_size",
+    "zero_quantized_gradients", "zeropp_loco_param", "mics_hierarchical_params_gather",
+)  # fmt: skip
 
 
 class DeepSpeedConfig(section.Section):
@@ -108,6 +113,23 @@ class DeepSpeedConfig(section.Section):
             raise ValueError("fp16.enabled and bf16.enabled are both true; a model has one dtype, disable one of them")
         return self
 
+    @model_validator(mode="after")
+    def check_plus(self) -> Self:
+        """ZeRO++ is of what stage 3 shards."""
+        zero = self.zero_optimization
+        off = {name: field.default for name, field in type(zero).model_fields.items() if name in PLUS}
+        asked = [f"zero_optimization.{name}" for name in PLUS if getattr(zero, name) not in (off[name], 0)]
+        if asked and zero.stage < 3:
+            raise ValueError(f"{', '.join(asked)}: parameters are sharded in stage 3 only, not in stage {zero.stage}")
+        if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+            raise ValueError("zero_optimization.zeropp_loco_param: set zero_optimization.zero_quantized_gradients too")
+        if zero.zero_hpz_partition_size > 1 and zero.offload_param.device == "nvme":
+            raise ValueError(
+                "zero_optimization.zero_hpz_partition_size keeps second shards in memory, which offload_param is there "
+                "to save; leave one of them out"
+            )
+        return self
+
     @property
     def dtype(self) -> torch.dtype:
         """What the model's parameters are cast to: `data_types.param_dtype`, or as fp16 and bf16 say, or fp32."""
@@ -158,6 +180,12 @@ class DeepSpeedConfig(section.Section):
                 *zero.leaf_module.name_suffixes,
             ),
             module_granularity_threshold=zero.stage3_module_granularity_threshold,
+            zero_quantized_weights=zero.zero_quantized_weights,
+            zero_quantized_nontrainable_weights=zero.zero_quantized_nontrainable_weights,
+            zero_hpz_partition_size=max(1, zero.zero_hpz_partition_size),
+            zero_quantized_gradients=zero.zero_quantized_gradients,
+            zeropp_loco_param=None if (loco := zero.zeropp_loco_param) is None else LoCo(**loco.model_dump()),
+            mics_hierarchical_params_gather=zero.mics_hierarchical_params_gather,
         )
 
 
