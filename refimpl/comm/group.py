@@ -33,6 +33,7 @@ from refimpl.comm.board import Board
 from refimpl.comm.collectives import Op
 from refimpl.comm.composed import Composed
 from refimpl.comm.link import Cables, Link
+from refimpl.comm.logged import entered
 from refimpl.comm.native import Native
 from refimpl.comm.patience import Patience
 from refimpl.comm.process_group import ControlLine, backend_of, device_of
@@ -197,21 +198,30 @@ class Group:
 
         for phase in steps:
             yield partial(begin, phase)
+        self.ledger.cross(op, (self._met or self._direct).crossed_behind(), tag)
 
     def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps, *holds: Tensor) -> Work:
-        """Enter the call in the ledger and begin it. `holds`: what it reads and writes.
+        """Enter the call in the ledger and begin it. `holds`: what it reads and writes, the message that counts last.
 
         The second half of an all-reduce begun before is started first: at the same place on every rank.
         """
         if self._half is not None and self._half.begun == 1:
             self._half.advance()
         self._half = None
+        log = self.ledger.log
+        logged = entered(log, op, tag, holds[-1], self.size, self.settle) if log else None
         call = self.ledger.start(op, sent, tag)
         lane, ledger = self._direct.lane, self.ledger
         if self._cables is not None:
             steps = self._crossing(op, tag, self._cables, steps)
-        work = Work(steps, lane, holds, lambda work: ledger.end(call, *work.span()), ledger.timed and lane is not None)
-        if not async_op:
+
+        def waited(work: Work) -> None:
+            ledger.end(call, *work.span())
+            if logged:
+                logged.end()
+
+        work = Work(steps, lane, holds, waited, ledger.timed and lane is not None)
+        if not async_op or (logged and logged.waits):
             work.wait()
         elif op == "all_reduce" and self.transport.in_halves:
             self._half = work
@@ -335,8 +345,8 @@ class Group:
         what = f"send_recv of {_words(x)} to {to} and {_words(out)} from {source}"
         parts = [((self.rank, to), _words(x)), ((source, self.rank), _words(out))]
         steps = self._agreed(what, tag, parts).message(self._messages.send_recv(x, to, out, source))
-        sending = self._run("send", x.numel() * x.element_size(), tag, True, steps, x, out)
-        return self._run("recv", 0, tag, async_op, iter([lambda: [sending]]))
+        sending = self._run("send", x.numel() * x.element_size(), tag, True, steps, out, x)
+        return self._run("recv", 0, tag, async_op, iter([lambda: [sending]]), out)
 
     def settle(self) -> None:
         """Before the host reads a number from a GPU: return, patiently (see `Patience`), when it is there."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from refimpl.comm import halving, hierarchy, ring, tree
 from refimpl.comm.alpha_beta import Choice, choose
 from refimpl.comm.axes import neighbours
-from refimpl.comm.behind import Behind, Job, Task
+from refimpl.comm.behind import Behind, Job
 from refimpl.comm.collectives import Op
 from refimpl.comm.group import Group
 from refimpl.comm.hierarchy import Algorithm, AllReduce
@@ -58,6 +58,7 @@ class ByLevels(Transport):
         self.near, self.far, self.flat, self.messages = near, far, flat, messages
         self.choose: Choose = choose or (lambda collective, size: ALWAYS)
         self._behind = Behind()
+        self._crossed = 0  # of collectives that are over, not yet asked for
 
     def all_reduce(self, x: Tensor, op: Op) -> Steps:
         how = self.choose("all_reduce", x.numel() * x.element_size())
@@ -66,7 +67,7 @@ class ByLevels(Transport):
             job: Job = partial(hierarchy.all_reduce, self.near, self.far, x, op, within=cast(Algorithm, by), between=by)
         else:
             job = partial(by.all_reduce, self.flat, x, op)
-        yield lambda: self._begin(job)
+        yield from self._do(job)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Steps:
         how = self.choose("reduce_scatter", x.numel() * x.element_size())
@@ -75,7 +76,7 @@ class ByLevels(Transport):
             job: Job = partial(hierarchy.reduce_scatter, self.near, self.far, out, x, op, within=by, between=by)
         else:
             job = partial(by.reduce_scatter, self.flat, out, x, op)
-        yield lambda: self._begin(job)
+        yield from self._do(job)
 
     def all_gather(self, chunks: list[Tensor], x: Tensor) -> Steps:
         how = self.choose("all_gather", x.numel() * x.element_size() * self.size)
@@ -86,7 +87,7 @@ class ByLevels(Transport):
             job: Job = partial(hierarchy.all_gather, self.near, self.far, out, x, within=by, between=by)
         else:
             job = partial(by.all_gather, self.flat, out, x)
-        yield lambda: self._begin(job)
+        yield from self._do(job)
         if whole is None:
             for chunk, part in zip(chunks, out.view(self.size, -1), strict=True):
                 chunk.copy_(part)
@@ -98,10 +99,10 @@ class ByLevels(Transport):
             job: Job = lambda: hierarchy.all_to_all(self.near, self.far, out, x, **splits)  # noqa: E731
         else:
             job = lambda: self.flat.all_to_all(out, x, **splits)  # type: ignore[arg-type]  # noqa: E731
-        yield lambda: self._begin(job)
+        yield from self._do(job)
 
     def broadcast(self, x: Tensor, root: int) -> Steps:
-        yield lambda: self._begin(partial(hierarchy.broadcast, self.near, self.far, x, root))
+        yield from self._do(partial(hierarchy.broadcast, self.near, self.far, x, root))
 
     def send(self, x: Tensor, to: int) -> Steps:
         return self.messages.send(x, to)
@@ -112,8 +113,24 @@ class ByLevels(Transport):
     def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
         return self.messages.send_recv(x, to, out, source)
 
-    def _begin(self, job: Job) -> list[Task]:
-        return [self._behind.begin(job)]
+    def _do(self, job: Job) -> Steps:
+        """The one step of a collective."""
+        crossed: list[int] = []
+        yield lambda: [self._behind.begin(lambda: crossed.append(self._counted(job)))]
+        self._crossed += sum(crossed)
+
+    def _counted(self, job: Job) -> int:
+        """Bytes that it sends over slow links, by the ledgers of the groups that it speaks in."""
+        before = self._over_links()
+        job()
+        return self._over_links() - before
+
+    def _over_links(self) -> int:
+        return sum(sum(part.ledger.crossed_bytes().values()) for part in (self.near, self.far, self.flat))
+
+    def crossed_behind(self) -> int:
+        crossed, self._crossed = self._crossed, 0
+        return crossed
 
     def scratch(self) -> list[Tensor]:
         return [buffer for group in (self.near, self.far, self.flat) for buffer in group.scratch()]
@@ -151,8 +168,8 @@ def two_level(group: Group, near: int | None = None, choose: Choose | None = Non
     for part in (inside, line):
         part.ledger = Ledger()  # written by the thread alone
     everyone = dist.new_group(group.ranks, use_local_synchronization=True)
-    flat = Group(everyone, Ledger(), group.device, group.deterministic)
-    result = Group(group.handle, group.ledger, group.device, group.deterministic)
+    flat = Group(everyone, Ledger(), group.device, group.deterministic, link=group.link)
+    result = Group(group.handle, group.ledger, group.device, group.deterministic, link=group.link)
     result.use(ByLevels(result.messages, inside, line, flat, choose))
     return result
 
@@ -162,7 +179,7 @@ def measured(group: Group) -> Group:
 
     The group itself comes back where no ranks are nearer than others, or nodes are not consecutive ranks, equally many.
     """
-    probe = Group(group.handle, Ledger(), group.device, group.deterministic)
+    probe = Group(group.handle, Ledger(), group.device, group.deterministic, link=group.link)
     probe.share_messages()
     found = measure(probe).levels if group.size > 1 else None
     if found is None or found.size == 1:

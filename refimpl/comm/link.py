@@ -24,7 +24,6 @@ import os
 import re
 import shutil
 import tempfile
-import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -120,8 +119,8 @@ class Cables:
             self._free = Words(folder / f"cables-{name}", size * size)  # per cable: when it is free, in ns
             self._stamps = Words(folder / f"stamps-{handle.group_name}", self.members**2 * 2 * (2 + KEPT))
 
-    def send(self, kind: int, sizes: Mapping[int, int]) -> int:
-        """Put messages of so many bytes to these members on their cables. Returns when the last has left, in ns.
+    def send(self, kind: int, sizes: Mapping[int, int], now: int) -> int:
+        """Put messages of so many bytes to these members on their cables `now`. Returns when the last has left, in ns.
 
         Before their bytes can be read: a receiver that has these finds when they arrive.
         """
@@ -129,7 +128,6 @@ class Cables:
         left = 0
         if far:
             with self._free:
-                now = time.monotonic_ns()
                 for peer, size in far:
                     cable = self._to[peer]
                     left = max(now, self._free[cable]) + round(size * self._ns_per_byte)

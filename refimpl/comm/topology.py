@@ -12,7 +12,7 @@ the clock, so it sees what is throttled in software too.
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -22,7 +22,7 @@ import torch
 from refimpl.comm.alpha_beta import AlphaBeta, Levels, fit
 from refimpl.comm.group import Group
 
-SIZES = (8, 16_384, 262_144, 1_048_576)  # bytes
+SIZES = (8, 16_384, 131_072)  # bytes
 PROBE = 65_536  # bytes of the message by which pairs are compared
 GAP = 2.0  # times slower than the next nearer pair is another level
 ADDED = 1 << 20  # elements
@@ -50,16 +50,19 @@ class Topology:
 
     @property
     def levels(self) -> Levels | None:
-        """What predicts collectives: medians over near and over far pairs. None if nodes are not consecutive and equal.
-
-        Also None for one rank. With one level the far link is the near one.
-        """
+        """By the nodes that were found. None if these are not consecutive ranks, equally many, and for one rank."""
         nodes, each = self.nodes, len(self.nodes[0])
-        if not self.pairs or nodes != [list(range(i, i + each)) for i in range(0, self.ranks, each)]:
-            return None
+        regular = nodes == [list(range(i, i + each)) for i in range(0, self.ranks, each)]
+        return self.by_nodes(each) if self.pairs and regular else None
+
+    def by_nodes(self, each: int) -> Levels:
+        """What predicts collectives on nodes of `each` consecutive ranks: medians over near and over far pairs.
+
+        Where there is one level only, both links are the same.
+        """
         near = [link for (a, b), link in self.pairs.items() if a // each == b // each]
         far = [link for (a, b), link in self.pairs.items() if a // each != b // each]
-        return Levels(each, len(nodes), _middle(near or far), _middle(far or near), self.crowd, self.gamma)
+        return Levels(each, self.ranks // each, _middle(near or far), _middle(far or near), self.crowd, self.gamma)
 
 
 def neighbourhoods(ranks: int, seconds: Mapping[Pair, float], gap: float = GAP) -> list[list[int]]:
@@ -76,45 +79,59 @@ def neighbourhoods(ranks: int, seconds: Mapping[Pair, float], gap: float = GAP) 
     return list(found.values())
 
 
-def measure(group: Group, sizes: Sequence[int] = SIZES, repeats: int = 5) -> Topology:
+def measure(group: Group, sizes: Sequence[int] = SIZES, repeats: int = 4) -> Topology:
     """Measure every pair of the group's ranks by its messages. A collective; the same result on every rank.
 
     ValueError for sizes of which no line can be fitted, or no repeats.
     """
     if len(set(sizes)) < 2 or min(sizes) < 1 or repeats < 1:
         raise ValueError(f"measure: two sizes of 1 byte or more and a repeat are needed, not {sizes}, {repeats}")
-    every = [(a, b) for a in range(group.size) for b in range(a + 1, group.size)]
-    pairs = {pair: fit(sizes, times) for pair, times in _at_once(group, [[pair] for pair in every], sizes, repeats)}
+    pairs = {pair: fit(sizes, times) for pair, times in _one_after_another(group, sizes, repeats).items()}
     alone = Topology(group.size, pairs, 1.0, _adding(group))
     nodes = alone.nodes
     each = min(len(node) for node in nodes)
     if each == 1 or len(nodes) == 1:
         return alone
-    crowded = [list(zip(nodes[0][:each], nodes[1][:each], strict=True))]
-    crowds = [
-        fit(sizes, times).beta / pairs[pair].beta
-        for pair, times in _at_once(group, [[(min(p), max(p)) for p in row] for row in crowded], sizes, repeats)
-        if pairs[pair].beta
-    ]
-    return Topology(group.size, pairs, min(max(median(crowds or [1.0]), 1.0), float(each)), alone.gamma)
+    lines = dict(zip(nodes[0][:each], nodes[1][:each], strict=True))
+    one = pairs[min(nodes[0][0], nodes[1][0]), max(nodes[0][0], nodes[1][0])]
+    together = fit(sizes, _together(group, lines, sizes, repeats))
+    crowd = together.beta / one.beta if one.beta else 1.0
+    return Topology(group.size, pairs, min(max(crowd, 1.0), float(each)), alone.gamma)
 
 
-def _at_once(
-    group: Group, heats: Sequence[Sequence[Pair]], sizes: Sequence[int], repeats: int
-) -> Iterator[tuple[Pair, list[float]]]:
-    """The pairs of a heat together, the heats one after another: seconds of one way for each size."""
+def _one_after_another(group: Group, sizes: Sequence[int], repeats: int) -> dict[Pair, list[float]]:
+    """Every pair: seconds of one way for each size."""
     mine: dict[Pair, list[float]] = {}
-    for heat in heats:
+    for pair in [(a, b) for a in range(group.size) for b in range(a + 1, group.size)]:
         group.barrier()
-        for pair in heat:
-            if group.rank in pair:
-                times = _ping(group, pair, sizes, repeats)
-                if group.rank == pair[0]:
-                    mine[pair] = times
+        if group.rank in pair:
+            times = _ping(group, pair, sizes, repeats)
+            if group.rank == pair[0]:  # who began: the other's clock stops before its last message has arrived
+                mine[pair] = times
     found: dict[Pair, list[float]] = {}
     for of_rank in group.all_gather_object(mine):
         found |= of_rank
-    return iter(found.items())
+    return found
+
+
+def _together(group: Group, lines: Mapping[int, int], sizes: Sequence[int], repeats: int) -> list[float]:
+    """Each rank of a node exchanges a message with one of the other: seconds of the slowest, for each size."""
+    peers = {**lines, **{b: a for a, b in lines.items()}}
+    seconds = []
+    for size in sizes:
+        out, message = (torch.zeros(size, dtype=torch.uint8, device=group.device) for _ in range(2))
+        times = []
+        for _ in range(repeats + 1):
+            group.barrier()
+            begun = time.perf_counter()
+            if group.rank in peers:
+                peer = peers[group.rank]
+                group.send_recv(message, peer, out, peer, tag="topology")
+                group.settle()
+            times.append(time.perf_counter() - begun)
+        slowest = [max(repeat) for repeat in zip(*group.all_gather_object(times), strict=True)]
+        seconds.append(min(slowest[1:]))
+    return seconds
 
 
 def _ping(group: Group, pair: Pair, sizes: Sequence[int], repeats: int) -> list[float]:

@@ -19,7 +19,7 @@ from refimpl.engine.answer import answer, table
 from refimpl.engine.auto import resolve
 from refimpl.engine.batch import complete
 from refimpl.engine.keys import ConfigError, ConfigWarning
-from refimpl.engine.names import optimizer_named, schedule_named
+from refimpl.engine.names import ONE_BIT, optimizer_named, schedule_named
 from refimpl.engine.quote import quote
 from refimpl.engine.read import read_json
 from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler
@@ -101,7 +101,9 @@ class DeepSpeedConfig(section.Section):
     )
     pipeline: section.Pipeline = Field(default_factory=section.Pipeline, description="ranks that share the layers")
     checkpoint: section.Checkpoint = Field(default_factory=section.Checkpoint, description="checks of checkpoints")
-    comms_logger: section.CommsLogger = Field(default_factory=section.CommsLogger, description="report of the traffic")
+    comms_logger: section.CommsLogger = Field(
+        default_factory=section.CommsLogger, description="latencies of collectives"
+    )
     csv_monitor: section.CSVMonitor = Field(default_factory=section.CSVMonitor, description="metrics as CSV files")
     tensorboard: section.TensorBoard = Field(default_factory=section.TensorBoard, description="metrics for TensorBoard")
     wandb: section.WandB = Field(default_factory=section.WandB, description="metrics for Weights & Biases")
@@ -127,6 +129,17 @@ class DeepSpeedConfig(section.Section):
             raise ValueError(
                 "zero_optimization.zero_hpz_partition_size keeps second shards in memory, which offload_param is there "
                 "to save; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_one_bit(self) -> Self:
+        """What averages its momentum by itself needs all of it on every rank, as in DeepSpeed."""
+        stage, name = self.zero_optimization.stage, "" if self.optimizer is None else self.optimizer.type
+        if name.lower() in ONE_BIT and stage > 0:
+            raise ValueError(
+                f"optimizer.type = {quote(name)}: every rank averages and keeps all of the momentum: "
+                f"zero_optimization.stage must be 0, not {stage}"
             )
         return self
 

@@ -51,6 +51,7 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "bf16.check_grad_overflow": ("a non-finite gradient on any rank always skips the step on all", [True]),
     "bf16.immediate_grad_update": ("gradients are always moved as backward makes them", [True]),
     "optimizer.params.max_grad_norm": ("set gradient_clipping instead", [0, None]),
+    "optimizer.params.cuda_aware": ("there is no MPI here: ranks talk over the engine's own groups", [False]),
     "optimizer.params.set_grad_none": ("gradients are always released after a step", [True]),
     "optimizer.params.fp32_optimizer_states": ("optimizer states stay in fp32", [True]),
     "optimizer.legacy_fusion": ("there is one optimizer implementation", [False]),
@@ -90,10 +91,6 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "checkpoint.writer.show_statistics": ("`refimpl bench checkpoint` measures a save", [False]),
     "checkpoint.parallel_write": ("every rank writes its own file", [{}]),
     "checkpoint.parallel_write.pipeline_stage": ("every rank writes its own file", [False]),
-    "comms_logger.verbose": ("the table shows every collective once", [False]),
-    "comms_logger.prof_all": ("the ledger counts every collective", [True]),
-    "comms_logger.prof_ops": ("the ledger counts every collective", [[]]),
-    "comms_logger.debug": ("collectives are named by op and tag", [False]),
 }
 
 # key -> (what it would take, values that pass in silence)

@@ -350,9 +350,15 @@ class Checkpoint(Section):
 
 
 class CommsLogger(Section):
-    """Report what the ledger counted."""
+    """Log the size and latency of every collective; `deepspeed.comm.log_summary()` prints the table."""
 
-    enabled: bool = Field(default=False, description="print the ledger's calls and bytes by collective")
+    enabled: bool = Field(default=False, description="log collectives; each is waited for at once, nothing overlaps")
+    verbose: bool = Field(default=False, description="rank 0 prints each one, too")
+    prof_all: bool = Field(default=True, description="log all of them; false: those that prof_ops names")
+    prof_ops: list[str] = Field(
+        default_factory=list, description="names of collectives, of the ledger's tags, or a call's own log_name"
+    )
+    debug: bool = Field(default=False, description="name the function that called")
 
 
 class CSVMonitor(Section):

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 if TYPE_CHECKING:
     import pandas as pd
 
+    from refimpl.measure.comms_log import CommsLog
+
 Phase = Literal["start", "end", "mark"]
 Entry = tuple[Phase, str, str, int, int, int]  # the fields of an `Event`
 
@@ -47,6 +49,8 @@ class Ledger:
     `sent_bytes`, `calls` and `table` are exact over everything since `reset`. `events` is a list that forgets: it holds
     the last `keep` events at least (an eighth more before the oldest go), so that a long training does not fill memory.
     """
+
+    log: "CommsLog | None" = None  # who also wants to know each collective's latency: see `CommsLog`
 
     def __init__(self, keep: int = 100_000, timed: bool = False) -> None:
         """ValueError if keep < 1."""

@@ -74,7 +74,7 @@ class Lamb(torch.optim.Optimizer):
         norms = self.whole_squares(
             [p for p, _ in moved], torch.stack(squares) if squares else torch.zeros(0, 2, dtype=torch.float64)
         )
-        self.ratios = [ratio(*norms[i].sqrt(), group) for i, (_, group) in enumerate(moved)]
+        self.ratios = [ratio(*row.sqrt().unbind(), group) for row, (_, group) in zip(norms, moved, strict=True)]
         for held, (p, group) in zip(self.ratios, moved, strict=True):
             length = self.length(self.state[p], group) * held  # [], fp64
             p.sub_(self.direction(p, group).mul_(length.to(p.dtype)))
@@ -94,7 +94,7 @@ class Lamb(torch.optim.Optimizer):
     def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """u, in new memory."""
         state = self.state[p]
-        u = state["exp_avg"] / denominator(state["exp_avg_sq"], group)
+        u: Tensor = state["exp_avg"] / denominator(state["exp_avg_sq"], group)
         return u.add_(p, alpha=group["weight_decay"]) if group["weight_decay"] else u
 
     def length(self, state: dict[str, Any], group: dict[str, Any]) -> Tensor | float:
@@ -103,7 +103,8 @@ class Lamb(torch.optim.Optimizer):
         if not group["bias_correction"]:
             return lr
         t, (beta1, beta2) = float(state["step"]), group["betas"]
-        return lr * (math.sqrt(1 - beta2**t) / (1 - beta1**t))
+        length: Tensor | float = lr * (math.sqrt(1 - beta2**t) / (1 - beta1**t))
+        return length
 
     def whole_squares(self, params: list[Tensor], squares: Tensor) -> Tensor:
         """Sums of squares [K, 2] of the parts of parameters that are `params` -> of the whole parameters.
@@ -131,9 +132,8 @@ def check_adam(
 
 def denominator(variance: Tensor, group: dict[str, Any]) -> Tensor:
     """sqrt(v) + eps, or sqrt(v + eps); in new memory."""
-    if group["eps_inside_sqrt"]:
-        return (variance + group["eps"]).sqrt_()
-    return variance.sqrt().add_(group["eps"])
+    eps: float = group["eps"]
+    return (variance + eps).sqrt_() if group["eps_inside_sqrt"] else variance.sqrt().add_(eps)
 
 
 def squared(x: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def squared(x: Tensor) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)  # widened in the kernel
         return norm.square()
     total = torch.zeros((), dtype=torch.float64)
-    for block in x.reshape(-1).split(BLOCK):
+    for block in torch.split(x.reshape(-1), BLOCK):
         wide = block.double()
         total += torch.dot(wide, wide)
     return total

@@ -39,7 +39,7 @@ from refimpl.zero.grad_view import GradientView
 from refimpl.zero.gradients import Gradients, Reduction
 from refimpl.zero.held import Held
 from refimpl.zero.offloaded import OffloadedUpdate
-from refimpl.zero.one_bit import OneBitUpdate, unless_local
+from refimpl.zero.one_bit import OneBitUpdate, Reduce, unless_local
 from refimpl.zero.outputs import tensors_of
 from refimpl.zero.owned import take_over
 from refimpl.zero.parameter import DATA, Freed, Hook, Managed, stage_of, take_raw_grad, untraced
@@ -100,7 +100,7 @@ class Stage(Changing, ByName, Held, ABC):
         self.group.transport.trim()  # of the copies that brought rank 0's values
         self.buffers = Buffers(self.model, self.group, self.config.broadcast_buffers, left_out)
         self.thawed: dict[nn.Parameter, None] = {}  # to be trained from the next pass on; an ordered set
-        reduce = self.reduce
+        reduce: Reduce = self.reduce
         if isinstance(optimizer, Travelling):
             reduce = unless_local(reduce, optimizer, lambda: self.gradients.op)
         self.gradients = Gradients(

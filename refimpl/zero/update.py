@@ -212,6 +212,13 @@ class Update:
         cut, rest = self.slices.state_at(bucket, low, high)
         return dict(cut), rest
 
+    def errors(self) -> dict[str, Tensor]:
+        """What compression has lost on this rank and still owes, for a checkpoint."""
+        return {}
+
+    def restore_errors(self, saved: dict[str, Tensor]) -> None:
+        """Nothing was compressed: see `OneBitUpdate`."""
+
     def brought(self, state: dict[str, Any]) -> dict[str, Any]:
         """An optimizer's `state_dict`, with copies of what rests elsewhere."""
         return state

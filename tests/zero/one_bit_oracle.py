@@ -127,8 +127,8 @@ def mean(values: list[Named]) -> Named:
     return out
 
 
-def one_bit_adam(play: Play, steps: int, freeze: int, lr: float, decay: float) -> Named:
-    """arXiv:2102.02888, algorithm 1."""
+def one_bit_adam(play: Play, steps: int, freeze: int, lr: float, decay: float, corrected: bool) -> Named:
+    """arXiv:2102.02888, algorithm 1; or with Adam's bias correction, of the variance as it was frozen."""
     w, m, v = play.weights(), dict[str, Tensor](), dict[str, Tensor]()
     for step in range(steps):
         gs = play.gradients(step, [w] * play.ranks)
@@ -140,8 +140,10 @@ def one_bit_adam(play: Play, steps: int, freeze: int, lr: float, decay: float) -
             v = {n: v[n] * 0.999 + 0.001 * g[n] * g[n] for n in g}
         else:
             m = play.mean([{n: m[n] * 0.9 + 0.1 * g[n] for n in g} for g in gs], v)
+        first = 1 - 0.9 ** (step + 1) if corrected else 1.0
+        second = 1 - 0.999 ** min(step + 1, freeze) if corrected else 1.0
         for n in m:
-            w[n] = w[n] - lr * (m[n] / (v[n].sqrt() + 1e-8) + decay * w[n])
+            w[n] = w[n] - lr * (m[n] / first / ((v[n] / second).sqrt() + 1e-8) + decay * w[n])
     return w
 
 

@@ -23,21 +23,27 @@ def groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return OneBitAdam(groups(model), lr=1e-2, freeze_step=3, weight_decay=0.1, bias_correction=False)
+
+
+def corrected(model: nn.Module) -> torch.optim.Optimizer:
     return OneBitAdam(groups(model), lr=1e-2, freeze_step=3, weight_decay=0.1)
 
 
 def zero_one(model: nn.Module) -> torch.optim.Optimizer:
     return ZeroOneAdam(
-        groups(model), lr=1e-2, var_freeze_step=5, var_update_scaler=2, local_step_scaler=3, local_step_clipper=2
-    )
+        groups(model), lr=1e-2, bias_correction=False, var_freeze_step=5, var_update_scaler=2, local_step_scaler=3,
+        local_step_clipper=2,
+    )  # fmt: skip
 
 
 def lamb(model: nn.Module) -> torch.optim.Optimizer:
-    return OneBitLamb(groups(model), lr=1e-2, freeze_step=3, weight_decay=0.1, max_coeff=0.5)
+    return OneBitLamb(groups(model), lr=1e-2, freeze_step=3, weight_decay=0.1, max_coeff=0.5, bias_correction=False)
 
 
 CASES: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], Callable[[Play], Named]]] = {
-    "one_bit_adam": (adam, partial(one_bit_adam, steps=8, freeze=3, lr=1e-2, decay=0.1)),
+    "one_bit_adam": (adam, partial(one_bit_adam, steps=8, freeze=3, lr=1e-2, decay=0.1, corrected=False)),
+    "corrected": (corrected, partial(one_bit_adam, steps=8, freeze=3, lr=1e-2, decay=0.1, corrected=True)),
     "zero_one_adam": (zero_one, partial(zero_one_adam, steps=12, freeze=5, kappa=2, scaler=3, most=2, lr=1e-2)),
     "one_bit_lamb": (lamb, partial(one_bit_lamb, steps=8, freeze=3, lr=1e-2, decay=0.1, top=0.5)),
 }
