@@ -1,4 +1,4 @@
-"""`refimpl bench zero`, `parallel`, `moe`, `sparse`, `kernels`, `comm`, `hierarchy`, `checkpoint`, `disk`, and others."""
+"""`refimpl bench zero`, `parallel`, `moe`, `sparse`, `kernels`, `comm`, `hierarchy`, `checkpoint`, `disk` and more."""
 
 import json
 import os

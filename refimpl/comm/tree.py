@@ -98,10 +98,16 @@ def all_reduce(group: Group, x: Tensor, op: Op = "sum", *, pieces: int = 1) -> N
     halves = x.view(-1).tensor_split(2)
     both = zip(places(group.rank, group.size), halves, strict=True)
     trees = [Tree(group, place, half.tensor_split(pieces), op) for place, half in both]
-    for step in (Tree.up, Tree.down):  # what is up is not yet all: a rank that waited for it would hold up the others
-        for i in range(pieces):
-            for tree in trees:
-                step(tree, i)
+    # A leaf has something to send before it waits, and nobody waits for what it gets: first up, last down. The second
+    # tree goes before the first: 3 ranks have one edge in both, where sender and receiver must agree on the order.
+    trees.reverse()
+    trees.sort(key=lambda tree: len(tree.place.children) > 0)
+    for i in range(pieces):
+        for tree in trees:
+            tree.up(i)
+    for i in range(pieces):
+        for tree in reversed(trees):
+            tree.down(i)
     for tree in trees:
         tree.finish()
 

@@ -28,6 +28,7 @@ from refimpl.engine.homes import with_homes
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.monitor import Monitor
 from refimpl.engine.names import optimizer_named, schedule_named
+from refimpl.engine.plus import with_plus
 from refimpl.engine.sections import Optimizer as OptimizerSection
 from refimpl.engine.sections import Scheduler as SchedulerSection
 from refimpl.engine.sections import SparseAttention as SparseSection
@@ -118,7 +119,7 @@ def build(
     zero = settings.zero_config()
     flagged = tuple(path for path, module in model.named_modules() if getattr(module, LEAF_FLAG, False))
     zero = replace(zero, leaf_modules=(*zero.leaf_modules, *flagged))
-    zero = with_homes(zero, settings, group.device)
+    zero = with_plus(with_homes(zero, settings, group.device), settings)
     experts = same_experts(model, ranks)
     if ranks.made and axes.across.size > 1:
         raise ConfigError("zero_optimization.mics_shard_size: experts are not replicated over nodes; leave it out")

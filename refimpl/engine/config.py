@@ -18,17 +18,13 @@ from refimpl.engine import sections as section
 from refimpl.engine.answer import answer, table
 from refimpl.engine.auto import resolve
 from refimpl.engine.batch import complete
+from refimpl.engine.compression import GradientCompression
 from refimpl.engine.keys import ConfigError, ConfigWarning
 from refimpl.engine.names import ONE_BIT, optimizer_named, schedule_named
 from refimpl.engine.quote import quote
 from refimpl.engine.read import read_json
 from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler
-from refimpl.zero.config import LoCo, ZeroConfig
-
-PLUS = (
-    "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_hpz_partition_size",
-    "zero_quantized_gradients", "zeropp_loco_param", "mics_hierarchical_params_gather",
-)  # fmt: skip
+from refimpl.zero.config import ZeroConfig
 
 
 class DeepSpeedConfig(section.Section):
@@ -54,6 +50,9 @@ class DeepSpeedConfig(section.Section):
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(section.lower)] = Field(
         default="mean", description="what a gradient over ranks is"
+    )
+    gradient_compression: GradientCompression | None = Field(
+        default=None, description="gradients travel compressed; DeepSpeed has no such key"
     )
     prescale_gradients: bool = Field(default=False, description="divide before the reduction instead of after it")
     gradient_predivide_factor: section.Number = Field(
@@ -116,23 +115,6 @@ class DeepSpeedConfig(section.Section):
         return self
 
     @model_validator(mode="after")
-    def check_plus(self) -> Self:
-        """ZeRO++ is of what stage 3 shards."""
-        zero = self.zero_optimization
-        off = {name: field.default for name, field in type(zero).model_fields.items() if name in PLUS}
-        asked = [f"zero_optimization.{name}" for name in PLUS if getattr(zero, name) not in (off[name], 0)]
-        if asked and zero.stage < 3:
-            raise ValueError(f"{', '.join(asked)}: parameters are sharded in stage 3 only, not in stage {zero.stage}")
-        if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
-            raise ValueError("zero_optimization.zeropp_loco_param: set zero_optimization.zero_quantized_gradients too")
-        if zero.zero_hpz_partition_size > 1 and zero.offload_param.device == "nvme":
-            raise ValueError(
-                "zero_optimization.zero_hpz_partition_size keeps second shards in memory, which offload_param is there "
-                "to save; leave one of them out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def check_one_bit(self) -> Self:
         """What averages its momentum by itself needs all of it on every rank, as in DeepSpeed."""
         stage, name = self.zero_optimization.stage, "" if self.optimizer is None else self.optimizer.type
@@ -140,6 +122,16 @@ class DeepSpeedConfig(section.Section):
             raise ValueError(
                 f"optimizer.type = {quote(name)}: every rank averages and keeps all of the momentum: "
                 f"zero_optimization.stage must be 0, not {stage}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_compression(self) -> Self:
+        """An error is as large as a whole gradient, which no rank keeps from stage 2 on."""
+        if self.gradient_compression is not None and self.zero_optimization.stage > 1:
+            raise ValueError(
+                f"gradient_compression: zero_optimization.stage {self.zero_optimization.stage} keeps no whole "
+                "gradient, and error feedback needs one: use stage 0 or 1, or zero_quantized_gradients"
             )
         return self
 
@@ -176,6 +168,7 @@ class DeepSpeedConfig(section.Section):
             overlap_comm=zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm,
             gradient_clipping=self.gradient_clipping,
             communication_data_type=self.communication_data_type,
+            compression=self.gradient_compression.compression() if self.gradient_compression else None,
             grad_accum_dtype=self.data_types.grad_accum_dtype,
             gradient_allreduce_op=self.gradient_allreduce_op,
             prescale_gradients=self.prescale_gradients,
@@ -193,12 +186,6 @@ class DeepSpeedConfig(section.Section):
                 *zero.leaf_module.name_suffixes,
             ),
             module_granularity_threshold=zero.stage3_module_granularity_threshold,
-            zero_quantized_weights=zero.zero_quantized_weights,
-            zero_quantized_nontrainable_weights=zero.zero_quantized_nontrainable_weights,
-            zero_hpz_partition_size=max(1, zero.zero_hpz_partition_size),
-            zero_quantized_gradients=zero.zero_quantized_gradients,
-            zeropp_loco_param=None if (loco := zero.zeropp_loco_param) is None else LoCo(**loco.model_dump()),
-            mics_hierarchical_params_gather=zero.mics_hierarchical_params_gather,
         )
 
 

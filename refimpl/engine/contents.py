@@ -115,6 +115,7 @@ def contents(
         "lr_scheduler": None if scheduler is None else dict(scheduler.state_dict()),
         "random": random_state.get(engine.group.device),
         "data": engine.data_state(),
+        "compression": None if (sent := engine.stage.compressed) is None else sent.state_dict(),
         "extra_state": {saved(name): state for name, state in extra_states(engine.module).items()},
         "client_state": dict(client_state),
     }

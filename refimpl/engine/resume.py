@@ -173,6 +173,7 @@ def restore_training(engine: TrainingState, folder: Folder, wanted: Wanted, grou
     engine.stage.update.skipped_steps = folder.value(0, "skipped_steps")
     rank = engine.axes.world.rank
     restore_errors(engine, folder)
+    restore_compression(engine, folder)
     if wanted.random and rank < folder.ranks and (state := folder.value(rank, "random")) is not None:
         random_state.put(state, engine.group.device)
     if engine.axes.tensor.size > 1:
@@ -195,6 +196,17 @@ def restore_errors(engine: TrainingState, folder: Folder) -> None:
             name.removeprefix("error/"): reader.tensor(name) for name in reader.names() if name.startswith("error/")
         }
     engine.stage.update.restore_errors(saved)
+
+
+def restore_compression(engine: TrainingState, folder: Folder) -> None:
+    """What this rank had not sent yet of its compressed gradients: of as many ranks alone."""
+    if engine.stage.compressed is None:
+        return
+    rank = engine.axes.world.rank
+    saved = folder.value(rank if folder.ranks == engine.axes.world.size else 0, "compression")
+    if saved is not None and folder.ranks != engine.axes.world.size:
+        saved["ranks"] = folder.ranks  # whatever they were laid out as: others than here
+    engine.stage.compressed.load_state_dict(saved)
 
 
 def set_option(group: dict[str, Any], key: str, value: Any) -> None:

@@ -28,7 +28,7 @@ class Lamb(torch.optim.Optimizer):
     """LAMB with DeepSpeed's arguments. Parameters, gradients, `exp_avg` and `exp_avg_sq` share shape and dtype."""
 
     layerwise = True  # ZeRO may cut its parameters where it adds up the squares of the parts
-    ratios: Sequence[Tensor] = ()  # of the last step, one for each parameter that it moved; [], fp64
+    ratios: Sequence[float] = ()  # of the last step, one for each parameter that it moved
 
     def __init__(
         self,
@@ -74,10 +74,9 @@ class Lamb(torch.optim.Optimizer):
         norms = self.whole_squares(
             [p for p, _ in moved], torch.stack(squares) if squares else torch.zeros(0, 2, dtype=torch.float64)
         )
-        self.ratios = [ratio(*row.sqrt().unbind(), group) for row, (_, group) in zip(norms, moved, strict=True)]
+        self.ratios = [ratio(*row, group) for row, (_, group) in zip(norms.sqrt().tolist(), moved, strict=True)]
         for held, (p, group) in zip(self.ratios, moved, strict=True):
-            length = self.length(self.state[p], group) * held  # [], fp64
-            p.sub_(self.direction(p, group).mul_(length.to(p.dtype)))
+            p.sub_(self.direction(p, group).mul_(self.length(self.state[p], group) * held))
         return loss
 
     def moments(self, p: Tensor, group: dict[str, Any]) -> None:
@@ -115,7 +114,7 @@ class Lamb(torch.optim.Optimizer):
 
     def get_lamb_coeffs(self) -> list[float]:
         """The last step's ratios, one for each parameter that it moved."""
-        return [float(held) for held in self.ratios]
+        return list(self.ratios)
 
 
 def check_adam(
@@ -148,7 +147,8 @@ def squared(x: Tensor) -> Tensor:
     return total
 
 
-def ratio(weights: Tensor, direction: Tensor, group: dict[str, Any]) -> Tensor:
-    """|p| / |u| of the two norms [], within the group's bounds; 1, whatever the bounds, where either is 0."""
-    held = (weights / direction).clamp(group["min_coeff"], group["max_coeff"])
-    return torch.where((weights > 0) & (direction > 0), held, 1.0)
+def ratio(weights: float, direction: float, group: dict[str, Any]) -> float:
+    """|p| / |u| of the two norms, within the group's bounds; 1, whatever the bounds, where either is 0."""
+    if not (weights > 0 and direction > 0):
+        return 1.0
+    return float(min(max(weights / direction, group["min_coeff"]), group["max_coeff"]))

@@ -103,7 +103,7 @@ class OneBitLamb(Travelling):
 
     def warm_ratio(self, p: Tensor, group: dict[str, Any], u: Tensor) -> float:
         """LAMB's, which also goes into the average that is frozen later, where it is not 1 for want of a norm."""
-        held = float(ratio(squared(p).sqrt(), squared(u).sqrt(), group))
+        held = ratio(float(squared(p).sqrt()), float(squared(u).sqrt()), group)
         state = self.state[p]
         state.setdefault("lamb_coeff_freeze", 0.0)
         if held != 1:

@@ -157,7 +157,8 @@ class Travelling(torch.optim.Optimizer, ABC):
                 f"{MASK} has {mask.numel()} elements, and a parameter of its group {p.numel()}: give each masked "
                 "parameter a group of its own"
             )
-        return out | (mask.to(p.device).view(p.shape) == 0)
+        masked: Tensor = mask.to(p.device).view(p.shape) == 0
+        return out | masked
 
     def warn_of_dead(self, moved: list[tuple[Tensor, dict[str, Any]]]) -> None:
         """The variance is frozen from now on: say how many elements have none."""

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from refimpl.compress.compression import Compression
 from refimpl.offload.homes import Disk, Host
 
 
@@ -35,6 +36,7 @@ class ZeroConfig:
     overlap_comm: bool = True  # reduce while backward still computes
     gradient_clipping: float = 0.0  # largest global L2 norm; 0 does not clip
     communication_data_type: torch.dtype | None = None  # dtype of gradients on the wire; None: the model's
+    compression: Compression | None = None  # gradients travel compressed (DDP, ZeRO-1); None: as they are
     grad_accum_dtype: torch.dtype | None = None  # dtype of accumulated gradients; None: the model's
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"  # what a gradient over ranks is
     prescale_gradients: bool = False  # divide by N before the reduction, not after
@@ -71,6 +73,8 @@ class ZeroConfig:
         for name in ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"ZeroConfig.{name} = {getattr(self, name)}: must be at least 1 element, whole")
+        if self.compression is not None and not isinstance(self.compression, Compression):
+            raise TypeError(f"ZeroConfig.compression = {self.compression!r}: give Compression(TopK(0.01)), or None")
         self._check_homes()
         self._check_plus()
         if self.parameter_home is not None and self.optimizer_home is None:

@@ -24,10 +24,9 @@ A node is what `refimpl.comm.nodes` says.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from refimpl.comm.axes import neighbours
 from refimpl.comm.collectives import Op, Scratch
@@ -50,14 +49,14 @@ WEIGHTS, GRADIENTS = Blocks(bits=8), Blocks(bits=4)
 class Plus:
     """The ways of one stage's units and reductions."""
 
-    def __init__(self, group: Group, config: ZeroConfig, experts: Mapping[nn.Parameter, Group]) -> None:
-        """ValueError for what the ranks or the model cannot do, by the key's name."""
+    def __init__(self, group: Group, config: ZeroConfig, parted: bool = False) -> None:
+        """`parted`: some ranks have other experts. ValueError, by the key's name, for what the ranks cannot do."""
         self.group, self.config = group, config
         self.scratch = Scratch(group.streams, group.empty)
         self.errors: MovingErrors | None = None
         self.sum: QuantisedSum | None = None
         self._neighbours: dict[int, tuple[Group, Group]] = {}
-        if experts and (asked := config.asks_for_plus()):
+        if parted and (asked := config.asks_for_plus()):
             raise ValueError(f"{asked[0]}: not with experts that only some of the ranks have; leave it out")
         if group.size % max(1, config.zero_hpz_partition_size):
             raise ValueError(
@@ -125,6 +124,11 @@ class Plus:
         """A step is over, or was skipped; `factor`: what the loss scale was multiplied by."""
         if self.errors is not None:
             self.errors.after_step(done, factor)
+
+    def forget(self) -> None:
+        """The weights were replaced: what rounding lost was of gradients at others."""
+        if self.errors is not None:
+            self.errors.kept.clear()
 
     def tensors(self, units: list[Unit]) -> dict[str, list[Tensor]]:
         """What all of this keeps, by class, as `Stage.tensors`; nothing without it."""

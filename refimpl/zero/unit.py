@@ -233,10 +233,10 @@ def make_units(
     return units
 
 
-def gather(now: list[Unit], ahead: Iterable[Unit] = (), exact: bool = False) -> None:
+def gather(now: list[Unit], ahead: Iterable[Unit] = ()) -> None:
     """Return when the units `now` are available, with those `ahead` on their way: all start before one is awaited."""
     for unit in now:
-        unit.start(exact)
+        unit.start()
     for unit in ahead:
         unit.prefetch()
     for unit in now:
@@ -252,7 +252,10 @@ class whole:
 
     def __enter__(self) -> list[Unit]:
         self._free_after = [u for u in self.units if u.is_free]
-        gather(self.units, exact=True)
+        for unit in self.units:
+            unit.start(exact=True)
+        for unit in self.units:
+            unit.wait()
         return self.units
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:

@@ -58,6 +58,7 @@ class Update:
         self.handed: dict[Bucket, tuple[Tensor, float, set[nn.Parameter]]] = {}
         self.owned: dict[Bucket, Tensor] = {}
         self.masters: dict[Bucket, Tensor] = {}  # fp32; the owned slice itself where that is fp32
+        self.left_alone: set[nn.Parameter] = set()  # what the last step has not changed, as no rank has used it
         self.grad_norm: float | None = None
         self.steps = self.skipped_steps = 0
         self.slices = Slices(optimizer, config.allow_untested_optimizer)
@@ -90,7 +91,7 @@ class Update:
         squares, left_alone = self._agree(gradients, used, exact=self.config.gradient_clipping > 0)
         if not math.isfinite(squares):  # or are the squares too large for fp32?
             squares, _ = self._agree(gradients, used, exact=True)
-        finite = math.isfinite(squares)
+        finite, self.left_alone = math.isfinite(squares), left_alone
         self.grad_norm = math.sqrt(squares) / scale
         if not finite:
             self.skipped_steps += 1

@@ -49,7 +49,7 @@ class Zero3(Stage):
         )  # fmt: skip
         share(self.model, {*large, *(p for b in self.kept for p in b.params)}, self.group, dtype, self.experts)
         self.units = [u for units in units_of.values() for u in units]
-        self.plus = Plus(self.group, self.config, self.experts)
+        self.plus = Plus(self.group, self.config, self.parted)
         for unit in self.units:
             self.plus.outfit(unit)
         self.path = Path(self.group, self.config.check_order)
@@ -110,6 +110,10 @@ class Zero3(Stage):
     def weights(self, bucket: Bucket) -> Tensor:
         only_here = isinstance(bucket, Unit) and bucket not in self.update.masters
         return bucket.now() if only_here else super().weights(bucket)
+
+    def put_weights(self, bucket: Bucket, flat: Tensor) -> None:
+        super().put_weights(bucket, flat)
+        self.plus.forget()
 
     def catch_up(self) -> None:
         if self.config.delayed_update:

@@ -76,15 +76,15 @@ def test_what_crosses_is_what_the_formulas_say() -> None:
 
 def test_the_nodes_are_measured_and_the_choice_follows() -> None:
     def check() -> tuple[list[list[int]], bool, bool]:
-        group = Group.world(link=Link(1e8, 5e-3))
+        group = Group.world(link=Link(1e8, 10e-3))
         group.share_messages()
-        found = measure(group, sizes=[8, 20_000], repeats=2)
+        found = measure(group, sizes=[8, 20_000], repeats=3)
         assert found.levels is not None
-        assert found.levels.far.alpha > 4e-3
-        assert 1.0 < found.crowd <= 2.0  # one cable for both
+        assert found.levels.far.alpha > 9e-3  # a message that arrives earlier would be a fault; later it may
+        assert 1.0 <= found.crowd <= 2.0
         ways = predict("all_reduce", 1e6, found.levels)
         gain = ways[Choice(two_level=False, algorithm="ring")] / ways[Choice(two_level=True, algorithm="ring")]
-        chosen = measured(Group.world(link=Link(1e8, 5e-3)))
+        chosen = measured(group, found)
         x = given(group.rank, 1000)
         chosen.all_reduce(x)
         assert agrees(x, everyone(4, 1000), "sum")

@@ -59,6 +59,7 @@ class Play:
     groups: Callable[[nn.Module], list[dict[str, list[nn.Parameter]]]]
     ranks: int
     bucket_size: int
+    micro_batches: int = 1
     errors: list[Errors] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -82,7 +83,8 @@ class Play:
             if weights is not None:
                 self.put(weights[rank])
             self.model.zero_grad()
-            self.model(tokens(step, rank)).backward()
+            for a in range(self.micro_batches):
+                (self.model(tokens(step, a * self.ranks + rank)) / self.micro_batches).backward()
             out.append({name: p.grad.clone() for name, p in self.p.items() if p.grad is not None})
         return out
 
