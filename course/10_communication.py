@@ -127,7 +127,7 @@ pd.DataFrame({"ms a step": {name: f"{1e3 * s:.0f}" for name, s in times.items()}
 #   B --> A
 # ```
 #
-# and there is a lever on each letter:
+# and there is a lever on each part of it:
 #
 # | | what becomes less | at the price of | who does it |
 # |---|---|---|---|
@@ -167,9 +167,9 @@ def top_k(grad: Tensor, error: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k elements of grad + error that are largest in magnitude; the rest stays in the error.
 
     grad [n], fp32 or bf16; error [n] fp32, changed in place; k is at least 1, and may be above n
-    -> (values [k] in grad's dtype, indices [k] int32, ascending), of min(k, n) elements. Of equally large ones the first
-    are taken. Nothing is lost: what is sent and the new error add up to grad + error in fp32, also where a value was
-    rounded to grad's dtype. grad keeps its values.
+    -> (values [k] in grad's dtype, indices [k] int32, ascending), of min(k, n) elements. Of equally large ones the
+    first are taken. Nothing is lost: what is sent and the new error add up to grad + error in fp32, also where a value
+    was rounded to grad's dtype. grad keeps its values.
     Example: grad [3, -1, 2], error [0, -4, 0], k = 1 -> values [-5], indices [1]; the error is [3, 0, 2].
     """
     raise NotImplementedError("top_k")
@@ -273,9 +273,9 @@ columns = ["formula", "counted", "times fewer", "off, 1 call", "off, 20 calls"]
 pd.DataFrame.from_dict(ranks.pull("found")[0], orient="index", columns=columns)
 
 # %% [markdown]
-# Gathered and served differ by $N/2$. And one bit is coarse here: one scale for a whole GPT, whose tensors' gradients differ a
-# thousandfold, so most of it is error, which comes out slowly. 1-bit Adam sends momenta, which are smoother, and after the
-# step has been divided by $\sqrt v$ for each weight. Rounding by blocks is nearly free of error after a few calls.
+# Rounding by blocks is nearly exact after a few calls. One bit is coarse here: one scale for a whole GPT, whose tensors'
+# gradients differ a thousandfold, so most of it waits in the error, and comes out slowly. In practice a scale is for a tensor
+# or a bucket, and what travels is a momentum, which changes slowly.
 #
 # PowerSGD (Vogels et al. 2019) takes another road: a matrix $M\;[a, b]$ becomes $P\,Q^{\mathsf T}$ with $r$ columns each. A product
 # $M q$ is *linear* in $M$, so here an all-reduce may add: $r\,(a + b)$ numbers in place of $a\,b$, whatever $N$ is. (`power_sgd`
@@ -565,6 +565,19 @@ pd.DataFrame.from_dict(ranks.pull("found")[0], orient="index", columns=columns)
 # A group of nodes may also keep whole weights each, in shards: **MiCS** (`mics_shard_size`), HSDP in PyTorch. Then no gather crosses at
 # all, and gradients once a step, however many micro-batches it has.
 #
+# **Is the link used?** A time says nothing by itself. `"comms_logger": {"enabled": true}` in DeepSpeed's JSON prints two
+# bandwidths for each collective and size: the *algorithm's*, buffer / time, and the *bus's*, which multiplies by what each rank
+# must send for a byte of buffer, so that it can be held against the link.
+
+# %% tags=["hide-input"]
+predict(
+    "8 ranks each hand in 100 MB to an all-gather, which takes 10 ms. Bus bandwidth?",
+    100e6 * 8 / 0.01 * 7 / 8 / 1e9,
+    unit="GB/s",
+    why="The buffer is 8 x 100 MB: 80 GB/s, of which 7/8 had to come over the link. (`bus_bandwidth` in the exercises.)",
+)
+
+# %% [markdown]
 # **When does it pay?** Compressing takes time. It pays as long as that is less than the time it saves on the link; so there
 # is a link speed above which it does not. On this CPU, for a million fp32 numbers on 4 ranks:
 

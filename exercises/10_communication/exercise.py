@@ -26,9 +26,9 @@ def top_k(grad: Tensor, error: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k elements of grad + error that are largest in magnitude; the rest stays in the error.
 
     grad [n], fp32 or bf16; error [n] fp32, changed in place; k is at least 1, and may be above n
-    -> (values [k] in grad's dtype, indices [k] int32, ascending), of min(k, n) elements. Of equally large ones the first
-    are taken. Nothing is lost: what is sent and the new error add up to grad + error in fp32, also where a value was
-    rounded to grad's dtype. grad keeps its values.
+    -> (values [k] in grad's dtype, indices [k] int32, ascending), of min(k, n) elements. Of equally large ones the
+    first are taken. Nothing is lost: what is sent and the new error add up to grad + error in fp32, also where a value
+    was rounded to grad's dtype. grad keeps its values.
     Example: grad [3, -1, 2], error [0, -4, 0], k = 1 -> values [-5], indices [1]; the error is [3, 0, 2].
     """
     raise NotImplementedError("top_k")
@@ -96,7 +96,7 @@ def unpack_signs(bits: Tensor) -> Tensor:  # given
 def one_bit_mean(x: Tensor, worker: Tensor, server: Tensor, group: Group) -> Tensor:
     """The mean over ranks by one bit an element, twice, each time with an error of its own -> [n] fp32, equal bits.
 
-    x [n] fp32, n a multiple of 8 N; worker [n] and server [n / N] fp32 are errors, changed in place; x keeps its values.
+    x [n] fp32, n a multiple of 8 N, keeps its values; worker [n] and server [n / N] fp32 are errors, changed in place.
     1. This rank's x + worker becomes signs times one number, its mean magnitude. What that misses is the new `worker`.
        Chunk i of the signs goes to rank i, the number to everybody.
     2. The server, which is every rank for its own chunk: the mean of what all ranks sent, plus `server`, becomes signs
@@ -143,8 +143,8 @@ def halving_all_reduce(x: Tensor, group: Group) -> None:
     """x [n] becomes the sum over ranks, in place, in 2 log2 N exchanges in place of a ring's 2 (N - 1) messages.
 
     N is a power of two; n is any number, of any dtype. Recursive halving: in round i = 0, 1, .. exchange with rank
-    XOR 2^i. Of the elements that both still have, the one with bit i = 0 keeps the first half (rounded up) and sends the
-    other; the one with bit 1 keeps the second. Each adds what arrives. So the largest message goes to the nearest rank.
+    XOR 2^i. Of the elements that both still have, the one with bit i = 0 keeps the first half (rounded up) and sends
+    the other; the one with bit 1 keeps the second. Each adds what arrives. The largest message goes to the nearest.
     Then recursive doubling, the rounds backwards: each sends what is complete and receives the other half.
     2 n (N - 1) / N elements leave a rank, as in a ring, and all ranks have the same bits.
     """
@@ -170,7 +170,7 @@ class SecondShard:
         raise NotImplementedError("SecondShard.forward")
 
     def backward(self) -> Tensor:
-        """-> [N*s], the whole layer, gathered over near alone. RuntimeError if there is no second shard, or an old one."""
+        """-> [N*s], the whole layer, gathered over near alone. RuntimeError without a second shard of these weights."""
         raise NotImplementedError("SecondShard.backward")
 
     def step(self, primary: Tensor) -> None:
