@@ -1,4 +1,4 @@
-"""All-reduces over nodes joined by a slow link: each algorithm flat and in two levels, beside what its formula predicts.
+"""All-reduces over nodes joined by a slow link: algorithms flat and in two levels, beside what formulas predict.
 
 The link is that of `refimpl.comm.link`, the nodes are consecutive ranks of this machine. Alpha and beta of both levels
 are measured in the same world just before, by pairs of ranks (`topology.measure`), and the formulas of `alpha_beta` are
@@ -58,9 +58,7 @@ def heat(each: int, size: int, link: Link, turns: Turns) -> tuple[Levels, Times]
     return levels, race(group, {str(way): call for way, call in ways.items()}, turns)
 
 
-def contestants(
-    group: Group, near: Group, far: Group, levels: Levels, x: Tensor
-) -> dict[Choice, Callable[[], object]]:
+def contestants(group: Group, near: Group, far: Group, levels: Levels, x: Tensor) -> dict[Choice, Callable[[], object]]:
     """Each way to all-reduce x [n] in place."""
     cut = pieces(x.nbytes, group.size, levels.cable(1))
     flat: dict[str, Callable[[], object]] = {
@@ -73,16 +71,18 @@ def contestants(
     return {
         **{Choice(two_level=False, algorithm=name): way for name, way in flat.items()},
         **{
-            Choice(two_level=True, algorithm=name): partial(
-                hierarchy.all_reduce, near, far, x, within=way, between=way
-            )
+            Choice(two_level=True, algorithm=name): partial(hierarchy.all_reduce, near, far, x, within=way, between=way)
             for name, way in both.items()
         },
     }
 
 
 def measure(
-    nodes: Sequence[int], each: int, sizes: Sequence[int], link: str, turns: Turns = Turns(warm_up=1)  # noqa: B008
+    nodes: Sequence[int],
+    each: int,
+    sizes: Sequence[int],
+    link: str,
+    turns: Turns = Turns(warm_up=1),  # noqa: B008
 ) -> Iterator[list[Row]]:
     """The rows of one heat (nodes, bytes) at a time: `each` ranks a node, `sizes` in bytes. ValueError for the link."""
     asked = Link.parse(link)

@@ -17,16 +17,17 @@ that sends s ranks further has min(s, L) of them, an exchange all L: these share
 `crowd` is the far beta with all ranks of a node sending, over that of one alone; L if they share one cable, 1 if each
 has its own.
 
-Hockney 1994 (Parallel Computing 20(3)) for alpha and beta; Thakur, Rabenseifner & Gropp 2005 (IJHPCA 19(1), section 3
-and 4) for the formulas; Sanders, Speck & Traeff 2009 for the two trees. NCCL: src/graph/tuning.cc has such a table.
+Hockney 1994 (Parallel Computing 20(3)) for alpha and beta; Thakur, Rabenseifner & Gropp 2005 (IJHPCA 19(1)) for
+the formulas; Sanders, Speck & Traeff 2009 for the two trees. NCCL: src/graph/tuning.cc has such a table.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refimpl.comm.halving import rounds
-from refimpl.comm.tree import height
+from refimpl.comm.tree import height, places
 
 HALVES = {"reduce_scatter": 1, "all_gather": 1, "all_reduce": 2, "all_to_all": 1}
 FLAT = ("exchange", "ring", "halving", "tree")
@@ -124,8 +125,16 @@ def flat(collective: str, algorithm: str, size: float, levels: Levels) -> float:
     ranks, part = levels.ranks, size / levels.ranks
     if levels.size == 1:
         return one_level(collective, algorithm, size, ranks, levels.near, levels.gamma)
-    if algorithm == "tree":  # its lower levels are inside nodes; counted as if all were far, one rank a node at a time
-        return one_level(collective, algorithm, size, ranks, levels.cable(1), levels.gamma)
+    if algorithm == "tree":  # all levels counted as far; a cable carries more than one half if several edges use it
+        far = levels.cable(1)
+        return one_level(
+            collective,
+            algorithm,
+            size,
+            ranks,
+            AlphaBeta(far.alpha, far.beta * max(1.0, edges(levels) / 2)),
+            levels.gamma,
+        )
 
     def slowest(bytes_near: float, bytes_far: float, senders: int) -> float:
         near = levels.near.seconds(bytes_near) if bytes_near else 0.0
@@ -142,6 +151,17 @@ def flat(collective: str, algorithm: str, size: float, levels: Levels) -> float:
         )
     added = part * (ranks - 1) * levels.gamma if collective in ("reduce_scatter", "all_reduce") else 0.0
     return HALVES[collective] * half + added
+
+
+def edges(levels: Levels) -> int:
+    """Edges of both trees that lead up over one cable from a node to another, at most."""
+    up = Counter(
+        (rank // levels.each, place.parent // levels.each)
+        for rank in range(levels.ranks)
+        for place in places(rank, levels.ranks)
+        if place.parent is not None and place.parent // levels.each != rank // levels.each
+    )
+    return max(up.values())
 
 
 def two_level(collective: str, algorithm: str, size: float, levels: Levels) -> float:

@@ -5,7 +5,7 @@
 
 or, with no line changed, REFIMPL_COLLECTIVES=two-level for whoever trains over all ranks; nodes are then those of
 `nodes.py` (REFIMPL_RANKS_PER_NODE, else LOCAL_WORLD_SIZE). REFIMPL_COLLECTIVES=measured measures the links first, in
-about a second, and takes for each collective and size what the alpha-beta model says is fastest (`alpha_beta.py`).
+some seconds, and takes for each collective and size what the alpha-beta model says is fastest (`alpha_beta.py`).
 
 Bits: those of `hierarchy.py`, (g0 + g1) + (g2 + g3), the same in every run, on every rank, and in DDP and all ZeRO
 stages: an all-reduce and a reduce-scatter add an element in one order. They are not the bits of one process that adds
@@ -33,7 +33,7 @@ from refimpl.comm.group import Group
 from refimpl.comm.hierarchy import Algorithm, AllReduce
 from refimpl.comm.mesh import Mesh
 from refimpl.comm.nodes import ranks_per_node
-from refimpl.comm.topology import measure
+from refimpl.comm.topology import Topology, measure
 from refimpl.comm.transport import Transport
 from refimpl.comm.work import Steps
 from refimpl.measure.ledger import Ledger
@@ -174,17 +174,22 @@ def two_level(group: Group, near: int | None = None, choose: Choose | None = Non
     return result
 
 
-def measured(group: Group) -> Group:
+def measured(group: Group, found: Topology | None = None) -> Group:
     """`group` by the nodes that its links show, each collective by what is predicted to be fastest. A collective.
 
-    The group itself comes back where no ranks are nearer than others, or nodes are not consecutive ranks, equally many.
+    `found`: what was measured, the same on every rank; it is measured now if that is missing. The group itself comes
+    back where no ranks are nearer than others, or nodes are not consecutive ranks, equally many.
     """
-    probe = Group(group.handle, Ledger(), group.device, group.deterministic, link=group.link)
-    probe.share_messages()
-    found = measure(probe).levels if group.size > 1 else None
-    if found is None or found.size == 1:
+    if group.size == 1:
         return group
-    return two_level(group, found.each, cache(lambda collective, size: choose(collective, size, found)))
+    if found is None:
+        probe = Group(group.handle, Ledger(), group.device, group.deterministic, link=group.link)
+        probe.share_messages()
+        found = measure(probe)
+    levels = found.levels
+    if levels is None or levels.size == 1:
+        return group
+    return two_level(group, levels.each, cache(lambda collective, size: choose(collective, size, levels)))
 
 
 def of_mesh(mesh: Mesh, far: str, near: str, choose: Choose | None = None) -> Group:

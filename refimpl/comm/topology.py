@@ -5,14 +5,14 @@ Sorted by the time of one middle-sized message, the pairs of a machine of nodes 
 between two neighbours in that order is the widest, and wide enough, lies the border. Who is joined by near pairs is a
 node. With nodes found, all ranks of two nodes send at once: that says how many cables there are (`alpha_beta.crowd`).
 
-N ranks: N(N-1)/2 pairs one after another, of sum(sizes) * 2 * repeats bytes each way.
+N ranks: N(N-1)/2 pairs one after another, each a fraction of a second.
 nccl-tests and NCCL's own search (src/graph/topo.cc reads PCI and NVLink from the system) ask the hardware; this asks
 the clock, so it sees what is throttled in software too.
 """
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -22,7 +22,8 @@ import torch
 from refimpl.comm.alpha_beta import AlphaBeta, Levels, fit
 from refimpl.comm.group import Group
 
-SIZES = (8, 16_384, 262_144, 1_048_576)  # bytes
+SIZES = (8, 65_536, 1 << 20, 1 << 23)  # bytes
+LONG = 0.02  # seconds: after a message that took so long, the pair sends no larger ones (but two sizes at least)
 PROBE = 65_536  # bytes of the message by which pairs are compared
 GAP = 2.0  # times slower than the next nearer pair is another level
 ADDED = 1 << 20  # elements
@@ -79,52 +80,70 @@ def neighbourhoods(ranks: int, seconds: Mapping[Pair, float], gap: float = GAP) 
     return list(found.values())
 
 
-def measure(group: Group, sizes: Sequence[int] = SIZES, repeats: int = 5) -> Topology:
+def measure(group: Group, sizes: Sequence[int] = SIZES, repeats: int = 4) -> Topology:
     """Measure every pair of the group's ranks by its messages. A collective; the same result on every rank.
 
     ValueError for sizes of which no line can be fitted, or no repeats.
     """
     if len(set(sizes)) < 2 or min(sizes) < 1 or repeats < 1:
         raise ValueError(f"measure: two sizes of 1 byte or more and a repeat are needed, not {sizes}, {repeats}")
-    every = [(a, b) for a in range(group.size) for b in range(a + 1, group.size)]
-    pairs = {pair: fit(sizes, times) for pair, times in _at_once(group, [[pair] for pair in every], sizes, repeats)}
+    measured = _one_after_another(group, sorted(sizes), repeats)
+    pairs = {pair: fit(sorted(sizes)[: len(times)], times) for pair, times in measured.items()}
     alone = Topology(group.size, pairs, 1.0, _adding(group))
     nodes = alone.nodes
     each = min(len(node) for node in nodes)
     if each == 1 or len(nodes) == 1:
         return alone
-    crowded = [list(zip(nodes[0][:each], nodes[1][:each], strict=True))]
-    crowds = [
-        fit(sizes, times).beta / pairs[pair].beta
-        for pair, times in _at_once(group, [[(min(p), max(p)) for p in row] for row in crowded], sizes, repeats)
-        if pairs[pair].beta
-    ]
-    return Topology(group.size, pairs, min(max(median(crowds or [1.0]), 1.0), float(each)), alone.gamma)
+    lines = dict(zip(nodes[0][:each], nodes[1][:each], strict=True))
+    first = min(nodes[0][0], nodes[1][0]), max(nodes[0][0], nodes[1][0])
+    sent = sorted(sizes)[: len(measured[first])]
+    together = fit(sent, _together(group, lines, sent, repeats))
+    crowd = together.beta / pairs[first].beta if pairs[first].beta else 1.0
+    return Topology(group.size, pairs, min(max(crowd, 1.0), float(each)), alone.gamma)
 
 
-def _at_once(
-    group: Group, heats: Sequence[Sequence[Pair]], sizes: Sequence[int], repeats: int
-) -> Iterator[tuple[Pair, list[float]]]:
-    """The pairs of a heat together, the heats one after another: seconds of one way for each size."""
+def _one_after_another(group: Group, sizes: Sequence[int], repeats: int) -> dict[Pair, list[float]]:
+    """Every pair: seconds of one way for each size, from the smallest on."""
     mine: dict[Pair, list[float]] = {}
-    for heat in heats:
+    for pair in [(a, b) for a in range(group.size) for b in range(a + 1, group.size)]:
         group.barrier()
-        for pair in heat:
-            if group.rank in pair:
-                times = _ping(group, pair, sizes, repeats)
-                if group.rank == pair[0]:
-                    mine[pair] = times
+        if group.rank in pair:
+            times = _ping(group, pair, sizes, repeats)
+            if group.rank == pair[0]:  # who began: the other's clock stops before its last message has arrived
+                mine[pair] = times
     found: dict[Pair, list[float]] = {}
     for of_rank in group.all_gather_object(mine):
         found |= of_rank
-    return iter(found.items())
+    return found
+
+
+def _together(group: Group, lines: Mapping[int, int], sizes: Sequence[int], repeats: int) -> list[float]:
+    """Each rank of a node exchanges a message with one of the other: seconds of the slowest, for each size."""
+    peers = {**lines, **{b: a for a, b in lines.items()}}
+    seconds = []
+    for size in sizes:
+        out, message = (torch.zeros(size, dtype=torch.uint8, device=group.device) for _ in range(2))
+        times = []
+        for _ in range(repeats + 1):
+            group.barrier()
+            begun = time.perf_counter()
+            if group.rank in peers:
+                peer = peers[group.rank]
+                group.send_recv(message, peer, out, peer, tag="topology")
+                group.settle()
+            times.append(time.perf_counter() - begun)
+        slowest = [max(repeat) for repeat in zip(*group.all_gather_object(times), strict=True)]
+        seconds.append(min(slowest[1:]))
+    return seconds
 
 
 def _ping(group: Group, pair: Pair, sizes: Sequence[int], repeats: int) -> list[float]:
     """There and back, `repeats` times after one that does not count; half of the shortest."""
     first, peer = group.rank == pair[0], pair[group.rank == pair[0]]
-    seconds = []
+    seconds: list[float] = []
     for size in sizes:
+        if len(seconds) > 1 and not _go_on(group, peer, first, seconds[-1] < LONG):
+            break
         message, best = torch.zeros(size, dtype=torch.uint8, device=group.device), math.inf
         for repeat in range(repeats + 1):
             begun = time.perf_counter()
@@ -138,6 +157,16 @@ def _ping(group: Group, pair: Pair, sizes: Sequence[int], repeats: int) -> list[
                 best = min(best, (time.perf_counter() - begun) / 2)
         seconds.append(best)
     return seconds
+
+
+def _go_on(group: Group, peer: int, first: bool, wish: bool) -> bool:
+    """What the first of the two wishes."""
+    said = torch.tensor([float(wish)], device=group.device)
+    if first:
+        group.send(said, peer, tag="topology")
+    else:
+        group.recv(said, peer, tag="topology")
+    return bool(said.item())
 
 
 def _adding(group: Group) -> float:

@@ -12,8 +12,8 @@ much. Two trees, in which whoever is a leaf in one passes on in the other, share
      / \\                                     / \\
     1   3                                   4   2
 
-Sums go up to the root and the result down again, each half cut in pieces that follow one another, so that at any time
-all levels work. Sanders, Speck & Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
+Sums go up to the root, then the result down again, each half cut in pieces that follow one another, so that all levels
+work at once. Sanders, Speck & Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
 Parallel Computing 35(12), for the idea; the trees are those of NCCL (src/graph/trees.cc): rank r's parent is found by
 moving its lowest set bit up, the second tree is the first one mirrored, or shifted by a rank where their number is odd.
 
@@ -98,12 +98,16 @@ def all_reduce(group: Group, x: Tensor, op: Op = "sum", *, pieces: int = 1) -> N
     halves = x.view(-1).tensor_split(2)
     both = zip(places(group.rank, group.size), halves, strict=True)
     trees = [Tree(group, place, half.tensor_split(pieces), op) for place, half in both]
-    ahead = height(group.size)  # a rank has sent this many pieces up before it waits for the first to come down
-    for step in range(pieces + ahead):
+    # A leaf has something to send before it waits, and nobody waits for what it gets: first up, last down. The second
+    # tree goes before the first: 3 ranks have one edge in both, where sender and receiver must agree on the order.
+    trees.reverse()
+    trees.sort(key=lambda tree: len(tree.place.children) > 0)
+    for i in range(pieces):
         for tree in trees:
-            tree.up(step)
-        for tree in trees:
-            tree.down(step - ahead)
+            tree.up(i)
+    for i in range(pieces):
+        for tree in reversed(trees):
+            tree.down(i)
     for tree in trees:
         tree.finish()
 
@@ -117,9 +121,7 @@ class Tree:
         self.falling: list[Work] = []
 
     def up(self, i: int) -> None:
-        """Piece i: add what the children have, and send it on. Nothing where there is no such piece."""
-        if not 0 <= i < len(self.pieces):
-            return
+        """Piece i: add what the children have, and send it on."""
         piece = self.pieces[i]
         arriving = [torch.empty_like(piece) for _ in self.place.children]
         works = [
@@ -136,8 +138,6 @@ class Tree:
 
     def down(self, i: int) -> None:
         """Piece i: take the result from the parent, and send it to the children."""
-        if not 0 <= i < len(self.pieces):
-            return
         piece = self.pieces[i]
         if self.place.parent is not None:
             self.rising.pop(i).wait()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refimpl.compress.compressor import Compressor, Layout, Wire, flat
+from refimpl.compress.compressor import Compressor, Layout, Wire, flat, generator
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Blocks(Compressor):
     @property
     def largest(self) -> int:
         """The code of a block's largest number."""
-        return 2 ** (self.bits - 1) - 1
+        return (1 << (self.bits - 1)) - 1
 
     def layout(self, n: int, dtype: torch.dtype) -> Layout:
         codes = (n, torch.int8) if self.bits == 8 else (-(-n // 2), torch.uint8)
@@ -65,8 +65,8 @@ class Blocks(Compressor):
         whole = len(total) // self.block * self.block
         for here, start, end in ((scales[: whole // self.block], 0, whole), (scales[-1:], whole, len(total))):
             if start < end:
-                rows = (len(here), -1)
-                total[start:end].view(rows).addcmul_(numbers[start:end].view(rows), here[:, None], value=sign)
+                numbers[start:end].view(len(here), -1).mul_(here[:, None])
+        total.add_(numbers, alpha=sign)  # rounded twice, as whoever decompresses and adds does: no addcmul
 
     def error_bound(self, n: int) -> float:
         others, levels = min(self.block, n) - 1, self.largest
@@ -75,8 +75,7 @@ class Blocks(Compressor):
         return others / (others + 4 * levels**2)
 
     def _dither(self, like: Tensor, turn: int) -> Tensor:
-        generator = torch.Generator(like.device).manual_seed(hash((self.seed, turn)) & (2**63 - 1))
-        return torch.rand(like.shape, generator=generator, device=like.device)
+        return torch.rand(like.shape, generator=generator(self.seed, turn, like.device), device=like.device)
 
 
 def in_blocks(x: Tensor, block: int) -> Tensor:

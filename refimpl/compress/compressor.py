@@ -4,7 +4,7 @@ What C loses is bounded by one number, `error_bound`: E|C(x) - x|^2 <= b |x|^2 f
 contraction (1 - b is the delta of Karimireddy et al. 2019, arXiv:1901.09847, assumption A): error feedback then makes
 up for all that is lost. An operator that is `unbiased`, E C(x) = x, does without feedback, and its b may exceed 1.
 
-    wire        a tuple of flat tensors, the widest elements first; `layout` tells their lengths and dtypes beforehand
+    wire        a tuple of flat tensors; `layout` tells their lengths and dtypes beforehand
     wire_bytes  exactly their bytes: the layout's
     turn        which draw it is, for operators that draw at random; the others ignore it
 
@@ -68,6 +68,11 @@ def flat(x: Tensor) -> Tensor:
     if x.ndim != 1:
         raise ValueError(f"compress: x has shape {tuple(x.shape)}; it must be flat: x.view(-1)")
     return x.detach()
+
+
+def generator(seed: int, turn: int, device: torch.device) -> torch.Generator:
+    """Random numbers of one draw: the same for the same (seed, turn), on devices of one kind."""
+    return torch.Generator(device).manual_seed(hash((seed, turn)) & (2**63 - 1))
 
 
 def pack(wire: Wire) -> Tensor:

@@ -13,6 +13,7 @@ arXiv:2102.02888, figure 3; DeepSpeed until 0.19.6: deepspeed/runtime/comm/compr
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -30,7 +31,8 @@ class Exchange(ABC):
     """The mean over the ranks of `group` of one tensor [n], call after call. All ranks call alike.
 
     `feedback` False leaves errors out, for unbiased compressors. `chunks`: how many of the n numbers each rank is
-    responsible for; equal parts by default. `dtype`: of values on the wire, where the compressor sends values.
+    responsible for, in `Scattered` and `Served`; equal parts by default. `dtype`: of values on the wire, where the
+    compressor sends values.
     """
 
     def __init__(
@@ -64,13 +66,13 @@ class Exchange(ABC):
             )
         if not self.n:
             return Work()
-        work = Work(self.steps(self.compress(x), out, op))
+        work = Work(self.steps(x.detach(), out, op))  # which compresses x before it returns
         self.turn += 1
         return work
 
     @abstractmethod
-    def steps(self, wires: list[Wire], out: Tensor, op: Op) -> Steps:
-        """The transfers and what follows them; `wires` are this rank's, one for each of `pieces`."""
+    def steps(self, x: Tensor, out: Tensor, op: Op) -> Steps:
+        """The transfers and what follows them. x is not looked at after the first."""
 
     @abstractmethod
     def sent_bytes(self) -> int:
@@ -85,7 +87,7 @@ class Exchange(ABC):
 
     def compress(self, x: Tensor) -> list[Wire]:
         """x [n] -> a wire for each piece, errors included."""
-        x, turn = x.detach(), self.draw(self.turn)
+        turn = self.draw(self.turn)
         parts = x.split(self.pieces())  # type: ignore[no-untyped-call]
         if self.feedback:
             return [w.compress(part, turn, self.dtype) for w, part in zip(self.worker, parts, strict=True)]
@@ -104,6 +106,11 @@ class Exchange(ABC):
         if op == "mean":
             out.div_(len(wires))
 
+    def reduced_bytes(self, n: int, dtype: torch.dtype) -> int:
+        """What this rank sends in an all-reduce: all but its own chunk, then that to all others."""
+        mine = n // self.group.size + (self.group.rank < n % self.group.size)
+        return (n - mine + mine * (self.group.size - 1)) * dtype.itemsize
+
     def message_bytes(self, n: int) -> int:
         return self.compressor.wire_bytes(n, self.dtype)
 
@@ -120,10 +127,26 @@ class Exchange(ABC):
         for state in self.states():
             state.accept()
 
-    def revert(self) -> None:
-        """Nobody will use what was received since the last `accept`: the errors are as they were."""
+    def revert(self, start: int = 0, end: int | None = None) -> None:
+        """Nobody will use numbers start to end of what was received since the last `accept`: undo their errors."""
+        for at, state in self.placed():
+            low, high = max(start - at, 0), state.n if end is None else min(end - at, state.n)
+            if low < high:
+                state.revert(low, high)
+
+    def rescale(self, factor: float) -> None:
+        """x is measured in another unit from now on: another loss scale."""
         for state in self.states():
-            state.revert()
+            state.rescale(factor)
+
+    def placed(self) -> Iterator[tuple[int, ErrorFeedback]]:
+        """Every error, and where in x it begins."""
+        at = 0
+        for state in self.worker:
+            yield at, state
+            at += state.n
+        if self.server:
+            yield sum(self.chunks[: self.group.rank]), self.server
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's errors and the number of calls so far. See `load_state_dict`."""
@@ -146,8 +169,8 @@ class Exchange(ABC):
 class Gathered(Exchange):
     """Every rank's wire to every rank."""
 
-    def steps(self, wires: list[Wire], out: Tensor, op: Op) -> Steps:
-        mine, turn = pack(wires[0]), self.turn
+    def steps(self, x: Tensor, out: Tensor, op: Op) -> Steps:
+        mine, turn = pack(self.compress(x)[0]), self.turn
         all_ = mine.new_empty(self.group.size * len(mine))
         yield lambda: [self.group.all_gather(all_, mine, async_op=True, tag=self.tag)]
         self.add_up([self.read(message, self.n) for message in all_.chunk(self.group.size)], out, op, turn)
@@ -164,18 +187,13 @@ class Summed(Exchange):
             raise ValueError(f"{type(compressor).__name__}: the sum of its wires is not the wire of the sum")
         super().__init__(group, compressor, n, *args, **options)
 
-    def steps(self, wires: list[Wire], out: Tensor, op: Op) -> Steps:
-        turn = self.turn
-        yield lambda: [self.group.all_reduce(part, op, async_op=True, tag=self.tag) for part in wires[0] if len(part)]
-        self.add_up(wires, out, op, turn)
+    def steps(self, x: Tensor, out: Tensor, op: Op) -> Steps:
+        (wire,), turn = self.compress(x), self.turn
+        yield lambda: [self.group.all_reduce(part, op, async_op=True, tag=self.tag) for part in wire]
+        self.add_up([wire], out, "sum", turn)
 
     def sent_bytes(self) -> int:
-        """As `Group.all_reduce` counts: all but the own chunk, then that to all others."""
-        total, size = 0, self.group.size
-        for length, dtype in self.compressor.layout(self.n, self.dtype):
-            mine = length // size + (self.group.rank < length % size)
-            total += (length - mine + mine * (size - 1)) * dtype.itemsize
-        return total
+        return sum(self.reduced_bytes(length, dtype) for length, dtype in self.compressor.layout(self.n, self.dtype))
 
 
 class Scattered(Exchange):
@@ -187,8 +205,8 @@ class Scattered(Exchange):
     def out_numel(self) -> int:
         return self.chunks[self.group.rank]
 
-    def steps(self, wires: list[Wire], out: Tensor, op: Op) -> Steps:
-        yield from self.scatter(wires, out, op)
+    def steps(self, x: Tensor, out: Tensor, op: Op) -> Steps:
+        yield from self.scatter(self.compress(x), out, op)
 
     def scatter(self, wires: list[Wire], mean: Tensor, op: Op) -> Steps:
         size, n, turn = self.group.size, len(mean), self.turn
@@ -218,8 +236,8 @@ class Served(Scattered):
     def out_numel(self) -> int:
         return self.n
 
-    def steps(self, wires: list[Wire], out: Tensor, op: Op) -> Steps:
-        turn, size = self.turn, self.group.size
+    def steps(self, x: Tensor, out: Tensor, op: Op) -> Steps:
+        wires, turn, size = self.compress(x), self.turn, self.group.size
         mean = torch.empty(self.chunks[self.group.rank], device=self.group.device)
         yield from self.scatter(wires, mean, op)
         draw = self.draw(turn)

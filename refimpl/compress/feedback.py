@@ -20,6 +20,12 @@ class ErrorFeedback:
     """Compresses one tensor [n] call after call, with what the calls before have lost."""
 
     def __init__(self, compressor: Compressor, n: int, device: torch.device | None = None) -> None:
+        bound = compressor.error_bound(n)
+        if bound >= 1:
+            raise ValueError(
+                f"{compressor}: of {n} numbers it may lose {bound:.3g} times their square, and error feedback would "
+                "add that up: it needs less than 1. Use it without feedback, if it is unbiased, or in smaller blocks"
+            )
         self.compressor, self.n = compressor, n
         self.error = torch.zeros(n, device=device)  # [n] fp32
         self._before: Tensor | None = None  # the error that counts until `accept`, if there was a call
@@ -27,20 +33,28 @@ class ErrorFeedback:
 
     def compress(self, x: Tensor, turn: int = 0, dtype: torch.dtype | None = None) -> Wire:
         """x [n], floating -> the wire of x and the error, of values in `dtype`: fp32 by default. Keeps what is lost."""
+        y = self.corrected(x)
+        wire = self.compressor.compress(y if dtype is None else y.to(dtype), turn)
+        if self.n:
+            self.compressor.add_to(y, wire, -1.0, turn)
+        self.keep(y)
+        return wire
+
+    def corrected(self, x: Tensor) -> Tensor:
+        """x [n], floating -> x and what was lost before, [n] fp32, in memory that is `keep`'s next argument."""
         if x.shape != (self.n,):
             raise ValueError(f"error feedback of [{self.n}]: x has shape {list(x.shape)}")
         y = torch.empty_like(self.error) if self._spare is None else self._spare
         self._spare = None
-        torch.add(self.error, x.detach(), out=y)
-        wire = self.compressor.compress(y if dtype is None else y.to(dtype), turn)
-        if self.n:
-            self.compressor.add_to(y, wire, -1.0, turn)
+        return torch.add(self.error, x.detach(), out=y)
+
+    def keep(self, lost: Tensor) -> None:
+        """What was lost of `corrected` is the error from now on."""
         if self._before is None:
             self._before = self.error
         else:
             self._spare = self.error
-        self.error = y
-        return wire
+        self.error = lost
 
     def accept(self) -> None:
         """What was sent since the last `accept` has been used."""
@@ -52,9 +66,19 @@ class ErrorFeedback:
         if self._before is not None:
             self.error[start:end] = self._before[start:end]
 
+    def rescale(self, factor: float) -> None:
+        """The numbers are measured in another unit from now on, such as another loss scale."""
+        for error in (self.error, self._before):
+            if error is not None:
+                error.mul_(factor)
+
+    def accepted(self) -> Tensor:
+        """The error as of the last `accept`. [n]"""
+        return self.error if self._before is None else self._before
+
     def state_dict(self) -> dict[str, Any]:
         """The error as of the last `accept`."""
-        return {"error": self.error if self._before is None else self._before}
+        return {"error": self.accepted()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """ValueError for the error of another tensor."""

@@ -18,8 +18,9 @@ from refimpl.engine import sections as section
 from refimpl.engine.answer import answer, table
 from refimpl.engine.auto import resolve
 from refimpl.engine.batch import complete
+from refimpl.engine.compression import GradientCompression
 from refimpl.engine.keys import ConfigError, ConfigWarning
-from refimpl.engine.names import optimizer_named, schedule_named
+from refimpl.engine.names import ONE_BIT, optimizer_named, schedule_named
 from refimpl.engine.quote import quote
 from refimpl.engine.read import read_json
 from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler
@@ -49,6 +50,9 @@ class DeepSpeedConfig(section.Section):
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(section.lower)] = Field(
         default="mean", description="what a gradient over ranks is"
+    )
+    gradient_compression: GradientCompression | None = Field(
+        default=None, description="gradients travel compressed; DeepSpeed has no such key"
     )
     prescale_gradients: bool = Field(default=False, description="divide before the reduction instead of after it")
     gradient_predivide_factor: section.Number = Field(
@@ -110,6 +114,31 @@ class DeepSpeedConfig(section.Section):
             raise ValueError("fp16.enabled and bf16.enabled are both true; a model has one dtype, disable one of them")
         return self
 
+    @model_validator(mode="after")
+    def check_one_bit(self) -> Self:
+        """What averages its momentum by itself needs all of it on every rank, as in DeepSpeed."""
+        stage, name = self.zero_optimization.stage, "" if self.optimizer is None else self.optimizer.type
+        if name.lower() in ONE_BIT and stage > 0:
+            raise ValueError(
+                f"optimizer.type = {quote(name)}: every rank averages and keeps all of the momentum: "
+                f"zero_optimization.stage must be 0, not {stage}"
+            )
+        if name.lower() in ONE_BIT and self.gradient_compression is not None:
+            raise ValueError(
+                f"gradient_compression: optimizer.type = {quote(name)} compresses by itself; keep one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_compression(self) -> Self:
+        """An error is as large as a whole gradient, which no rank keeps from stage 2 on."""
+        if self.gradient_compression is not None and self.zero_optimization.stage > 1:
+            raise ValueError(
+                f"gradient_compression: zero_optimization.stage {self.zero_optimization.stage} keeps no whole "
+                "gradient, and error feedback needs one: use stage 0 or 1, or zero_quantized_gradients"
+            )
+        return self
+
     @property
     def dtype(self) -> torch.dtype:
         """What the model's parameters are cast to: `data_types.param_dtype`, or as fp16 and bf16 say, or fp32."""
@@ -143,6 +172,7 @@ class DeepSpeedConfig(section.Section):
             overlap_comm=zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm,
             gradient_clipping=self.gradient_clipping,
             communication_data_type=self.communication_data_type,
+            compression=self.gradient_compression.compression() if self.gradient_compression else None,
             grad_accum_dtype=self.data_types.grad_accum_dtype,
             gradient_allreduce_op=self.gradient_allreduce_op,
             prescale_gradients=self.prescale_gradients,

@@ -5,9 +5,9 @@ ever holds a whole copy, and nothing is sent. What must be the same is what a st
 shapes, the optimizer's kind and number of groups, the schedule's kind. Everything that can be known to fail is checked
 first, on every rank: an engine that could not be resumed is as it was.
 
-Per rank and so of the same number of ranks alone: random states, buffers, client_state. A rank that the saving run did
-not have takes rank 0's client_state and buffers and keeps its random state. The position in the data is counted over
-all ranks and goes anywhere.
+Per rank and so of the same number of ranks alone: random states, buffers, client_state, what compression owes. A rank
+that the saving run did not have takes rank 0's client_state and buffers and keeps its random state. The position in the
+data is counted over all ranks and goes anywhere.
 DeepSpeed: `_load_checkpoint` in deepspeed/runtime/engine.py, for the same world size; for another one a checkpoint is
 converted first (ds_to_universal.py) and loaded with checkpoint.load_universal, which is what every load does here.
 """
@@ -172,6 +172,7 @@ def restore_training(engine: TrainingState, folder: Folder, wanted: Wanted, grou
         engine.stage.scaler.load_state_dict(scale)
     engine.stage.update.skipped_steps = folder.value(0, "skipped_steps")
     rank = engine.axes.world.rank
+    restore_errors(engine, folder)
     if wanted.random and rank < folder.ranks and (state := folder.value(rank, "random")) is not None:
         random_state.put(state, engine.group.device)
     if engine.axes.tensor.size > 1:
@@ -183,6 +184,23 @@ def restore_training(engine: TrainingState, folder: Folder, wanted: Wanted, grou
         warnings.warn(f"{folder.path}: a stream's position is each rank's own: it begins anew", stacklevel=6)
         data = None
     engine.go_on_with_data(data)
+
+
+def restore_errors(engine: TrainingState, folder: Folder) -> None:
+    """What compression still owed on this rank, of gradients or of a momentum: of as many ranks alone."""
+    rank, alike = engine.axes.world.rank, folder.ranks == engine.axes.world.size
+    if engine.stage.update.errors():
+        reader = folder.reader(rank) if alike else None
+        names = [] if reader is None else [name for name in reader.names() if name.startswith("error/")]
+        engine.stage.update.restore_errors(
+            {name.removeprefix("error/"): reader.tensor(name) for name in names if reader is not None}
+        )
+    if engine.stage.compressed is None:
+        return
+    saved = folder.value(rank if alike else 0, "compression")
+    if saved is not None and not alike:
+        saved["ranks"] = folder.ranks  # whatever they were laid out as: others than here
+    engine.stage.compressed.load_state_dict(saved)
 
 
 def set_option(group: dict[str, Any], key: str, value: Any) -> None:

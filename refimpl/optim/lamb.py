@@ -28,7 +28,7 @@ class Lamb(torch.optim.Optimizer):
     """LAMB with DeepSpeed's arguments. Parameters, gradients, `exp_avg` and `exp_avg_sq` share shape and dtype."""
 
     layerwise = True  # ZeRO may cut its parameters where it adds up the squares of the parts
-    ratios: Sequence[Tensor] = ()  # of the last step, one for each parameter that it moved; [], fp64
+    ratios: Sequence[float] = ()  # of the last step, one for each parameter that it moved
 
     def __init__(
         self,
@@ -74,10 +74,9 @@ class Lamb(torch.optim.Optimizer):
         norms = self.whole_squares(
             [p for p, _ in moved], torch.stack(squares) if squares else torch.zeros(0, 2, dtype=torch.float64)
         )
-        self.ratios = [ratio(*norms[i].sqrt(), group) for i, (_, group) in enumerate(moved)]
+        self.ratios = [ratio(*row, group) for row, (_, group) in zip(norms.sqrt().tolist(), moved, strict=True)]
         for held, (p, group) in zip(self.ratios, moved, strict=True):
-            length = self.length(self.state[p], group) * held  # [], fp64
-            p.sub_(self.direction(p, group).mul_(length.to(p.dtype)))
+            p.sub_(self.direction(p, group).mul_(self.length(self.state[p], group) * held))
         return loss
 
     def moments(self, p: Tensor, group: dict[str, Any]) -> None:
@@ -94,7 +93,7 @@ class Lamb(torch.optim.Optimizer):
     def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """u, in new memory."""
         state = self.state[p]
-        u = state["exp_avg"] / denominator(state["exp_avg_sq"], group)
+        u: Tensor = state["exp_avg"] / denominator(state["exp_avg_sq"], group)
         return u.add_(p, alpha=group["weight_decay"]) if group["weight_decay"] else u
 
     def length(self, state: dict[str, Any], group: dict[str, Any]) -> Tensor | float:
@@ -103,7 +102,8 @@ class Lamb(torch.optim.Optimizer):
         if not group["bias_correction"]:
             return lr
         t, (beta1, beta2) = float(state["step"]), group["betas"]
-        return lr * (math.sqrt(1 - beta2**t) / (1 - beta1**t))
+        length: Tensor | float = lr * (math.sqrt(1 - beta2**t) / (1 - beta1**t))
+        return length
 
     def whole_squares(self, params: list[Tensor], squares: Tensor) -> Tensor:
         """Sums of squares [K, 2] of the parts of parameters that are `params` -> of the whole parameters.
@@ -114,7 +114,7 @@ class Lamb(torch.optim.Optimizer):
 
     def get_lamb_coeffs(self) -> list[float]:
         """The last step's ratios, one for each parameter that it moved."""
-        return [float(held) for held in self.ratios]
+        return list(self.ratios)
 
 
 def check_adam(
@@ -131,9 +131,8 @@ def check_adam(
 
 def denominator(variance: Tensor, group: dict[str, Any]) -> Tensor:
     """sqrt(v) + eps, or sqrt(v + eps); in new memory."""
-    if group["eps_inside_sqrt"]:
-        return (variance + group["eps"]).sqrt_()
-    return variance.sqrt().add_(group["eps"])
+    eps: float = group["eps"]
+    return (variance + eps).sqrt_() if group["eps_inside_sqrt"] else variance.sqrt().add_(eps)
 
 
 def squared(x: Tensor) -> Tensor:
@@ -142,13 +141,14 @@ def squared(x: Tensor) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)  # widened in the kernel
         return norm.square()
     total = torch.zeros((), dtype=torch.float64)
-    for block in x.reshape(-1).split(BLOCK):
+    for block in torch.split(x.reshape(-1), BLOCK):
         wide = block.double()
         total += torch.dot(wide, wide)
     return total
 
 
-def ratio(weights: Tensor, direction: Tensor, group: dict[str, Any]) -> Tensor:
-    """|p| / |u| of the two norms [], within the group's bounds; 1, whatever the bounds, where either is 0."""
-    held = (weights / direction).clamp(group["min_coeff"], group["max_coeff"])
-    return torch.where((weights > 0) & (direction > 0), held, 1.0)
+def ratio(weights: float, direction: float, group: dict[str, Any]) -> float:
+    """|p| / |u| of the two norms, within the group's bounds; 1, whatever the bounds, where either is 0."""
+    if not (weights > 0 and direction > 0):
+        return 1.0
+    return float(min(max(weights / direction, group["min_coeff"]), group["max_coeff"]))

@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from refimpl.optim.lamb import denominator
-from refimpl.optim.travelling import Travelling, least_one
+from refimpl.optim.travelling import Backend, Travelling, least_one
 
 
 class OneBitAdam(Travelling):
@@ -32,14 +31,14 @@ class OneBitAdam(Travelling):
         params: ParamsT,
         lr: float = 1e-3,
         freeze_step: int = 100_000,
-        bias_correction: bool = False,
+        bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         eps_inside_sqrt: bool = False,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         cuda_aware: bool = False,
-        comm_backend_name: str = "nccl",
+        comm_backend_name: Backend = "nccl",
     ) -> None:
         least_one(type(self).__name__, freeze_step=freeze_step)
         options = {"lr": lr, "betas": betas, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt}
@@ -50,6 +49,11 @@ class OneBitAdam(Travelling):
     @property
     def takes_mean_gradient(self) -> bool:
         return self.taken < self.freeze_step
+
+    @property
+    def adam_freeze_key(self) -> bool:
+        """Whether the variance is frozen; DeepSpeed's name for it."""
+        return not self.takes_mean_gradient
 
     def update(self, moved: list[tuple[Tensor, dict[str, Any]]]) -> None:
         warm = self.taken <= self.freeze_step
@@ -62,7 +66,4 @@ class OneBitAdam(Travelling):
         elif self.taken == self.freeze_step:
             self.warn_of_dead(moved)
         for p, group in moved:
-            u = self.state[p]["exp_avg"] / denominator(self.state[p]["exp_avg_sq"], group)
-            if group["weight_decay"]:
-                u.add_(p, alpha=group["weight_decay"])
-            p.sub_(u.mul_(group["lr"]))
+            p.sub_(self.adams(p, group).mul_(group["lr"]))

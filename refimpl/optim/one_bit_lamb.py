@@ -1,6 +1,6 @@
 """1-bit LAMB: LAMB until its variance has settled; then one bit an element travels, and the ratios follow a fresh one.
 
-warm-up, `freeze_step` steps    LAMB, without bias correction; c = coeff_beta c + (1 - coeff_beta) ratio   a parameter
+warm-up, `freeze_step` steps    LAMB; c = coeff_beta c + (1 - coeff_beta) ratio   a parameter
 after it, v and c frozen        m_r = beta1 m + (1 - beta1) g_r  on rank r;  m = compressed mean of the s m_r, over s
                                 g = (m - beta1 m_before) / (1 - beta1);  w = beta2 w + (1 - beta2) g**2    w begins as v
                                 f = max of (sqrt(v) + eps) / (sqrt(w) + eps), see `factor`
@@ -13,6 +13,7 @@ factor_threshold of the last step's. Bytes: as 1-bit Adam. State: 12 bytes a par
 Li et al. 2021, arXiv:2104.06069, algorithm 1. DeepSpeed until 0.19.6: deepspeed/runtime/fp16/onebit/lamb.py.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from refimpl.optim.lamb import denominator, ratio, squared
-from refimpl.optim.travelling import Travelling, least_one
+from refimpl.optim.travelling import Backend, Travelling, least_one
 
 
 class OneBitLamb(Travelling):
@@ -33,7 +34,7 @@ class OneBitLamb(Travelling):
         params: ParamsT,
         lr: float = 1e-3,
         freeze_step: int = 100_000,
-        bias_correction: bool = False,
+        bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         eps_inside_sqrt: bool = False,
@@ -42,7 +43,7 @@ class OneBitLamb(Travelling):
         min_coeff: float = 0.01,
         amsgrad: bool = False,
         cuda_aware: bool = False,
-        comm_backend_name: str = "nccl",
+        comm_backend_name: Backend = "nccl",
         coeff_beta: float = 0.9,
         factor_max: float = 4.0,
         factor_min: float = 0.5,
@@ -69,6 +70,11 @@ class OneBitLamb(Travelling):
     def takes_mean_gradient(self) -> bool:
         return self.taken < self.freeze_step
 
+    @property
+    def lamb_freeze_key(self) -> bool:
+        """Whether the variance is frozen; DeepSpeed's name for it."""
+        return not self.takes_mean_gradient
+
     def get_lamb_coeffs(self) -> list[float]:
         """The last step's ratios, one for each parameter that it moved."""
         return list(self.ratios)
@@ -84,7 +90,8 @@ class OneBitLamb(Travelling):
                 self.moments(p, group, p.grad, variance=True)
             u = self.direction(p, group)
             ratios.append(self.frozen_ratio(p, group, u) if frozen else self.warm_ratio(p, group, u))
-            p.sub_(u.mul_(group["lr"] * ratios[-1]))
+            first, second = self.corrections(p, group)
+            p.sub_(u.mul_(group["lr"] * (math.sqrt(second) / first) * ratios[-1]))
         self.ratios = ratios
         if self.taken == self.freeze_step:
             self.freeze(moved)
@@ -96,7 +103,7 @@ class OneBitLamb(Travelling):
 
     def warm_ratio(self, p: Tensor, group: dict[str, Any], u: Tensor) -> float:
         """LAMB's, which also goes into the average that is frozen later, where it is not 1 for want of a norm."""
-        held = float(ratio(squared(p).sqrt(), squared(u).sqrt(), group))
+        held = ratio(float(squared(p).sqrt()), float(squared(u).sqrt()), group)
         state = self.state[p]
         state.setdefault("lamb_coeff_freeze", 0.0)
         if held != 1:
@@ -111,6 +118,7 @@ class OneBitLamb(Travelling):
         there = [root for root in roots if root > 0]
         for p, root in zip(params, roots, strict=True):
             self.state[p]["exp_avg_sq_fresh"] = self.state[p]["exp_avg_sq"].clone()
+            self.state[p]["last_factor"] = 1.0
             self.state[p]["scaling_coeff"] = sum(there) / len(there) / root if root > 0 else 1.0
 
     def average(self, moved: list[tuple[Tensor, dict[str, Any]]]) -> None:

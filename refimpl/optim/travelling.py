@@ -4,6 +4,9 @@ A stage hands them an `Exchange`: the mean over ranks of some tensors, compresse
 kept at both ends. It asks `takes_mean_gradient` before each backward whether it is to average the gradients itself, in
 full precision. Alone, or on one rank, there is nothing to average and nothing is compressed.
 
+`bias_correction` is Adam's, as torch's AdamW has it (LAMB: see lamb.py), with the count at which the variance was
+frozen. The papers have none, and DeepSpeed's option of that name has no effect there: False gives what both compute.
+
 One bit cannot say zero. An element that never had a gradient has no variance either, so that one bit of noise, divided
 by eps, would blow it up: such elements are left out of the exchange and keep their weights, and a warning counts them
 at the freeze. DeepSpeed leaves this to the user's `exp_avg_mask`, an option of a parameter group, of each parameter's
@@ -13,16 +16,16 @@ size, 0 where the momentum is to stay 0; it is honoured here too, and like there
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol, overload
+from typing import Any, Literal, Protocol, get_args, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from refimpl.optim.lamb import check_adam
+from refimpl.optim.lamb import check_adam, denominator
 
 MASK = "exp_avg_mask"
-BACKENDS = ("nccl", "gloo", "compressed", "mpi", "hccl")
+Backend = Literal["nccl", "gloo", "compressed", "mpi", "hccl"]
 
 
 class Exchange(Protocol):
@@ -49,19 +52,17 @@ class Travelling(torch.optim.Optimizer, ABC):
         bias_correction: bool,
         amsgrad: bool,
         cuda_aware: bool,
-        comm_backend_name: str,
+        comm_backend_name: Backend,
     ) -> None:
         name = type(self).__name__
         check_adam(name, options["lr"], options["betas"], options["eps"], options["weight_decay"], amsgrad)
-        if comm_backend_name not in BACKENDS:
-            raise ValueError(f"{name}: comm_backend_name is {comm_backend_name!r}; one of {', '.join(BACKENDS)}")
-        if bias_correction:
-            warnings.warn(
-                f"{name}: bias_correction has no effect: neither the paper nor DeepSpeed has one", stacklevel=3
+        if comm_backend_name not in get_args(Backend):
+            raise ValueError(
+                f"{name}: comm_backend_name is {comm_backend_name!r}; one of {', '.join(get_args(Backend))}"
             )
         if cuda_aware or comm_backend_name == "mpi":
             warnings.warn(f"{name}: there is no MPI here: ranks talk over the stage's group", stacklevel=3)
-        super().__init__(params, {**options, "taken": 0})
+        super().__init__(params, {**options, "bias_correction": bias_correction, "taken": 0})
 
     @property
     def taken(self) -> int:
@@ -109,10 +110,32 @@ class Travelling(torch.optim.Optimizer, ABC):
         """Take a gradient into p's momentum and, if asked for, its variance; p's state."""
         beta1, beta2 = group["betas"]
         state = self.fresh(p, "exp_avg", "exp_avg_sq")
+        state["step"] = state.get("step", 0) + 1
         state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
         if variance:
+            state["variance_step"] = state.get("variance_step", 0) + 1
             state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         return state
+
+    def corrections(self, p: Tensor, group: dict[str, Any]) -> tuple[float, float]:
+        """What p's momentum and variance are to be divided by: they began at 0. 1 without `bias_correction`."""
+        if not group["bias_correction"]:
+            return 1.0, 1.0
+        state, (beta1, beta2) = self.state[p], group["betas"]
+        return 1 - beta1 ** max(1, state.get("step", 0)), 1 - beta2 ** max(1, state.get("variance_step", 0))
+
+    def root(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        """sqrt(v) + eps of Adam, v corrected; in new memory."""
+        _, correction = self.corrections(p, group)
+        variance = self.state[p]["exp_avg_sq"]
+        return denominator(variance if correction == 1 else variance / correction, group)
+
+    def adams(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        """Adam's direction, m / (sqrt(v) + eps) + weight_decay * p, both corrected; in new memory."""
+        correction, _ = self.corrections(p, group)
+        u: Tensor = self.state[p]["exp_avg"] / self.root(p, group)
+        u = u if correction == 1 else u.div_(correction)
+        return u.add_(p, alpha=group["weight_decay"]) if group["weight_decay"] else u
 
     def mean(self, params: list[Tensor], values: list[Tensor], groups: list[dict[str, Any]]) -> None:
         """Replace values [...] of `params` by their mean over ranks, compressed, and 0 where there is no variance."""
@@ -124,7 +147,8 @@ class Travelling(torch.optim.Optimizer, ABC):
 
     def dead(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """bool, p's shape: which elements have no variance, or are masked."""
-        out: Tensor = self.state[p]["exp_avg_sq"] == 0
+        variance: Tensor = self.state[p]["exp_avg_sq"]
+        out = variance == 0
         mask = group.get(MASK)
         if mask is None:
             return out
@@ -133,7 +157,8 @@ class Travelling(torch.optim.Optimizer, ABC):
                 f"{MASK} has {mask.numel()} elements, and a parameter of its group {p.numel()}: give each masked "
                 "parameter a group of its own"
             )
-        return out | (mask.to(p.device).view(p.shape) == 0)
+        masked: Tensor = mask.to(p.device).view(p.shape) == 0
+        return out | masked
 
     def warn_of_dead(self, moved: list[tuple[Tensor, dict[str, Any]]]) -> None:
         """The variance is frozen from now on: say how many elements have none."""

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from refimpl.optim.lamb import denominator
-from refimpl.optim.travelling import Travelling, least_one
+from refimpl.optim.travelling import Backend, Travelling, least_one
 
 APART = ("momentum_accumulator", "met_at")  # u, p_0
 
@@ -39,7 +38,7 @@ class ZeroOneAdam(Travelling):
         self,
         params: ParamsT,
         lr: float = 1e-3,
-        bias_correction: bool = False,
+        bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         eps_inside_sqrt: bool = False,
@@ -50,7 +49,7 @@ class ZeroOneAdam(Travelling):
         local_step_clipper: int = 16,
         amsgrad: bool = False,
         cuda_aware: bool = False,
-        comm_backend_name: str = "nccl",
+        comm_backend_name: Backend = "nccl",
     ) -> None:
         counts = {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler}
         counts |= {"local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper}
@@ -87,7 +86,7 @@ class ZeroOneAdam(Travelling):
             self.mean(params, grads, groups)
         for p, group, grad in zip(params, groups, grads, strict=True):
             self.moments(p, group, grad, variance=exact)
-            p.sub_(self.direction(p, group).mul_(group["lr"]))
+            p.sub_(self.adams(p, group).mul_(group["lr"]))
         if exact:
             self.count("var_counter", self.var_update_scaler, "var_interval")
         if self.taken == self.var_freeze_step:
@@ -104,7 +103,7 @@ class ZeroOneAdam(Travelling):
             if "met_at" not in self.state[p]:
                 self.fresh(p, "momentum_accumulator")["met_at"] = p.clone()
             state = self.moments(p, group, p.grad.masked_fill(self.fresh(p, "exp_avg_sq")["exp_avg_sq"] == 0, 0), False)
-            d = self.direction(p, group).mul_(group["lr"])
+            d = self.adams(p, group).mul_(group["lr"])
             p.sub_(d)
             state["momentum_accumulator"].add_(d)
 
@@ -113,7 +112,7 @@ class ZeroOneAdam(Travelling):
         """As the formula above; nothing where the ranks have not parted. A collective."""
         apart = [(p, g) for g in self.param_groups if g["lrs"] for p in g["params"] if "met_at" in self.state[p]]
         params, groups = [p for p, _ in apart], [group for _, group in apart]
-        roots = [denominator(self.state[p]["exp_avg_sq"], group) for p, group in apart]
+        roots = [self.root(p, group) for p, group in apart]
         values = [self.state[p]["momentum_accumulator"].mul_(root) for p, root in zip(params, roots, strict=True)]
         if not any(group["lrs"] for group in self.param_groups):
             return False
@@ -121,17 +120,12 @@ class ZeroOneAdam(Travelling):
         for p, group, root, c in zip(params, groups, roots, values, strict=True):
             state = self.state[p]
             p.copy_(state["met_at"]).sub_(c / root)
-            state["exp_avg"].copy_(c).div_(group["lrs"])
+            state["exp_avg"].copy_(c).mul_(self.corrections(p, group)[0] / group["lrs"])
             for key in APART:
                 del state[key]
         for group in self.param_groups:
             group["lrs"] = 0.0
         return True
-
-    def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """m / (sqrt(v) + eps) + weight_decay * p, in new memory."""
-        u: Tensor = self.state[p]["exp_avg"] / denominator(self.state[p]["exp_avg_sq"], group)
-        return u.add_(p, alpha=group["weight_decay"]) if group["weight_decay"] else u
 
     def count(self, counter: str, times: int, interval: str, most: int | None = None) -> None:
         """One more; every `times`, the interval doubles, up to `most`."""

@@ -80,6 +80,7 @@ class Gradients:
         self.resting: Resting | None = None  # where the totals of some buckets wait, if not in memory
         self.across: Group | None = None  # the ranks with the same shards and other data, see `Stage.replicate`
         self.held: Callable[[Bucket], bool] = lambda _: False  # whether somebody has kept a view of its total
+        self.dropping: Callable[[], None] = lambda: None  # called when gradients are forgotten before a step
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         self.first_finite: Tensor | None = None  # whether the last backward's first gradient was; None: it had none
         self._handles: list[Any] = []
@@ -138,6 +139,7 @@ class Gradients:
         for filling in self.filling.values():
             self._scratch.give(filling.buffer)
         self.filling = {}
+        self.dropping()
         self.clear()
 
     def arrive(self, p: nn.Parameter) -> None:

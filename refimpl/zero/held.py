@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from refimpl.offload.homes import is_here
 from refimpl.optim.loss_scale import LossScaler
+from refimpl.zero.compressed import Compressed
 from refimpl.zero.parameter import DATA, Freed
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Held(ABC):
     config: "ZeroConfig"
     gradients: "Gradients"
     update: "Update"
+    compressed: Compressed | None
 
     @abstractmethod
     def gather(self) -> None:
@@ -37,10 +39,14 @@ class Held(ABC):
         """See `Stage.catch_up`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank owns (references, not copies): optimizer state, fp32 weights, loss scale."""
+        """What this rank owns (references, not copies): optimizer state, fp32 weights, loss scale.
+
+        With compression also what it has not sent yet (copies).
+        """
         self.catch_up()
         self.update.refuse_torn()
-        return {"stage": type(self).__name__, "ranks": self.group.size, **self.update.state_dict()}
+        more = {"compression": self.compressed.state_dict()} if self.compressed is not None else {}
+        return {"stage": type(self).__name__, "ranks": self.group.size, **self.update.state_dict(), **more}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`, on every rank. ValueError for another stage or number of ranks."""
@@ -50,6 +56,8 @@ class Held(ABC):
                 raise ValueError(f"this state was saved with {key} = {state[key]}, here {key} = {value}")
         self.catch_up()
         self.update.load_state_dict(state)
+        if self.compressed is not None:
+            self.compressed.load_state_dict(state.get("compression"))
         self.gather()
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
@@ -68,6 +76,7 @@ class Held(ABC):
         masters = [m for b, m in update.masters.items() if m is not update.owned[b] and is_here(m)]
         homes = {h for h in (self.config.optimizer_home, self.config.parameter_home) if h is not None}
         buffers = {"offload buffers": [t for home in homes for t in home.memory()]} if homes else {}
+        errors = {"compression": self.compressed.tensors()} if self.compressed is not None else {}
         waiting = {"delayed update": update.waiting()} if self.config.delayed_update else {}
         return (
             {
@@ -80,6 +89,7 @@ class Held(ABC):
             }
             | buffers
             | waiting
+            | errors
         )
 
     @property

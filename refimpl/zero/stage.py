@@ -17,6 +17,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from refimpl.zero.backward import BackwardPass, in_backward
 from refimpl.zero.beyond import Beyond
 from refimpl.zero.buffers import Buffers
 from refimpl.zero.changing import Changing
+from refimpl.zero.compressed import Compressed
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.delayed import DelayedUpdate
 from refimpl.zero.experts import apart
@@ -39,7 +41,7 @@ from refimpl.zero.grad_view import GradientView
 from refimpl.zero.gradients import Gradients, Reduction
 from refimpl.zero.held import Held
 from refimpl.zero.offloaded import OffloadedUpdate
-from refimpl.zero.one_bit import OneBitUpdate, unless_local
+from refimpl.zero.one_bit import OneBitUpdate, Reduce, unless_local
 from refimpl.zero.outputs import tensors_of
 from refimpl.zero.owned import take_over
 from refimpl.zero.parameter import DATA, Freed, Hook, Managed, stage_of, take_raw_grad, untraced
@@ -100,12 +102,18 @@ class Stage(Changing, ByName, Held, ABC):
         self.group.transport.trim()  # of the copies that brought rank 0's values
         self.buffers = Buffers(self.model, self.group, self.config.broadcast_buffers, left_out)
         self.thawed: dict[nn.Parameter, None] = {}  # to be trained from the next pass on; an ordered set
-        reduce = self.reduce
+        self.compressed = Compressed(self, self.config.compression) if self.config.compression else None
+        reduce: Reduce = self.reduce
+        config = self.config
         if isinstance(optimizer, Travelling):
-            reduce = unless_local(reduce, optimizer, lambda: self.gradients.op)
+            reduce = unless_local(self, optimizer)
+        elif self.compressed is not None:  # which rounds values itself, and feeds back what that loses
+            reduce, config = self.compressed.reduce, replace(config, communication_data_type=None)
         self.gradients = Gradients(
-            self.buckets, reduce, self.group, self.config, self.names, self.passes.sign, self.in_order
+            self.buckets, reduce, self.group, config, self.names, self.passes.sign, self.in_order
         )
+        if self.compressed is not None:
+            self.gradients.dropping = self.compressed.drop
         self.view = GradientView(self.gradients, self.passes.settle, parted=self.parted)
         owned = {b: self.owned(b) for b in self.buckets}
         offloaded = DelayedUpdate if self.config.delayed_update else OffloadedUpdate
@@ -236,6 +244,8 @@ class Stage(Changing, ByName, Held, ABC):
         """The gradients are used up; bring the new weights to where the next forward needs them."""
         self.update.release()
         self.gradients.clear()
+        if self.compressed is not None:
+            self.compressed.settle(done, self.update.left_alone)
         if done:
             self.gather()
             # As an in-place update does: a graph that was recorded with the old weights can no longer run backward.

@@ -58,6 +58,7 @@ class Update:
         self.handed: dict[Bucket, tuple[Tensor, float, set[nn.Parameter]]] = {}
         self.owned: dict[Bucket, Tensor] = {}
         self.masters: dict[Bucket, Tensor] = {}  # fp32; the owned slice itself where that is fp32
+        self.left_alone: set[nn.Parameter] = set()  # what the last step has not changed, as no rank has used it
         self.grad_norm: float | None = None
         self.steps = self.skipped_steps = 0
         self.slices = Slices(optimizer, config.allow_untested_optimizer)
@@ -90,7 +91,7 @@ class Update:
         squares, left_alone = self._agree(gradients, used, exact=self.config.gradient_clipping > 0)
         if not math.isfinite(squares):  # or are the squares too large for fp32?
             squares, _ = self._agree(gradients, used, exact=True)
-        finite = math.isfinite(squares)
+        finite, self.left_alone = math.isfinite(squares), left_alone
         self.grad_norm = math.sqrt(squares) / scale
         if not finite:
             self.skipped_steps += 1
@@ -160,9 +161,10 @@ class Update:
         message = torch.tensor([0.0, *(p not in used for p in params)], dtype=torch.float64, device=self.group.device)
         known = self.resting.squares if self.resting else {}
         for bucket, gradient in gradients.items():
-            message[0] += known[bucket] if bucket in known else self.squares(bucket, gradient, exact)
+            mine = bucket.shard(gradient) if gradient.numel() == bucket.padded else gradient  # of what every rank has
+            message[0] += known[bucket] if bucket in known else self.squares(gradient, mine, exact)
             if self.beyond and (copies := self.beyond.counted_elsewhere & set(bucket.params)):
-                seen = self.resting.whole(bucket) if self.resting and bucket in known else mine_of(bucket, gradient)
+                seen = self.resting.whole(bucket) if self.resting and bucket in known else mine
                 message[0] -= sum(sum_of_squares(bucket.part(seen, p), exact) for p in copies)
         self.group.all_reduce(message, "sum", tag="norm")
         self.group.settle()
@@ -178,9 +180,9 @@ class Update:
             left_alone |= unused_by_all(group, experts, used)
         return squares, left_alone
 
-    def squares(self, bucket: Bucket, gradient: Tensor, exact: bool) -> Tensor:
-        """This rank's share of a mean gradient's sum of squares."""
-        return sum_of_squares(mine_of(bucket, gradient), exact)
+    def squares(self, gradient: Tensor, mine: Tensor, exact: bool) -> Tensor:
+        """This rank's share of a mean gradient's sum of squares: that of `mine`, its shard of it."""
+        return sum_of_squares(mine, exact)
 
     def _warn(self, was_finite: bool) -> None:
         """Say that a step is skipped, at the 1st, 2nd, 4th, 8th, ... time. A dynamic loss scale skips by design."""
@@ -211,6 +213,13 @@ class Update:
         """The state of elements low to high of what is owned: what has an element for each, flat, and the rest."""
         cut, rest = self.slices.state_at(bucket, low, high)
         return dict(cut), rest
+
+    def errors(self) -> dict[str, Tensor]:
+        """What compression has lost on this rank and still owes, for a checkpoint."""
+        return {}
+
+    def restore_errors(self, saved: dict[str, Tensor]) -> None:
+        """Nothing was compressed: see `OneBitUpdate`."""
 
     def brought(self, state: dict[str, Any]) -> dict[str, Any]:
         """An optimizer's `state_dict`, with copies of what rests elsewhere."""
@@ -266,11 +275,6 @@ def unused_by_all(group: Group, params: list[nn.Parameter], used: set[nn.Paramet
     group.all_reduce(missed, "sum", tag="norm")
     group.settle()
     return {p for p, ranks in zip(params, missed.tolist(), strict=True) if ranks == group.size}
-
-
-def mine_of(bucket: Bucket, flat: Tensor) -> Tensor:
-    """[P] or [S] -> this rank's [S]."""
-    return bucket.shard(flat) if flat.numel() == bucket.padded else flat
 
 
 def sum_of_squares(x: Tensor, exact: bool) -> Tensor:

@@ -18,6 +18,7 @@ from refimpl.comm.behind import Behind
 from refimpl.comm.group import Group
 from refimpl.comm.levels import ByLevels, of_mesh, two_level, world
 from refimpl.comm.mesh import Mesh
+from refimpl.engine.initialize import connect
 from refimpl.zero.config import ZeroConfig
 
 run = functools.partial(worlds.run, device="cpu")
@@ -137,7 +138,8 @@ def test_the_environment_says_it_for_scripts(monkeypatch: pytest.MonkeyPatch) ->
         group.all_reduce(x)
         model = JOB.make()
         stage = STAGES["zero2"](model, JOB.optimizer(model))
-        return isinstance(group.transport, ByLevels), x, isinstance(stage.group.transport, ByLevels)
+        both = isinstance(stage.group.transport, ByLevels) and isinstance(connect().transport, ByLevels)
+        return isinstance(group.transport, ByLevels), x, both
 
     monkeypatch.setenv("REFIMPL_COLLECTIVES", "two-level")
     monkeypatch.setenv("REFIMPL_RANKS_PER_NODE", "2")
@@ -209,6 +211,24 @@ def test_a_rank_that_leaves_is_an_error_of_who_waits() -> None:
 
     with pytest.raises(Exception, match="rank 3"):
         run(check, ranks=4)
+
+
+def test_it_goes_on_while_nobody_looks() -> None:
+    """All steps, near and far, are taken while this rank's own thread computes and calls nothing of the group's."""
+
+    def check() -> None:
+        group = two_level(Group.world(), near=2)
+        x = torch.ones(1000)
+        work = group.all_reduce(x, async_op=True)
+        [transfer] = work._handles
+        while not transfer.handle.is_completed():
+            torch.ones(200, 200) @ torch.ones(200, 200)
+        assert x[0] == 4
+        work.wait()
+        events = [(event.phase, event.op) for event in group.ledger.events]
+        assert events == [("start", "all_reduce"), ("end", "all_reduce")]
+
+    run(check, ranks=4)
 
 
 def test_torchs_process_groups_are_its_own() -> None:

@@ -16,7 +16,7 @@ run = functools.partial(worlds.run, device="cpu")
 
 
 def test_both_are_trees_of_all_ranks_with_two_children_at_most() -> None:
-    for size in range(1, 130):
+    for size in range(1, 50):
         for which in (0, 1):
             places = [tree.places(rank, size)[which] for rank in range(size)]
             [root] = [r for r, place in enumerate(places) if place.parent is None]
@@ -33,7 +33,7 @@ def test_both_are_trees_of_all_ranks_with_two_children_at_most() -> None:
 
 def test_who_passes_on_in_one_tree_is_a_leaf_in_the_other() -> None:
     """But for one rank of an odd number: there is one leaf too few."""
-    for size in range(2, 130):
+    for size in range(2, 50):
         both = [r for r in range(size) if all(place.children for place in tree.places(r, size))]
         assert len(both) == size % 2
         sends = [sum((p.parent is not None) + len(p.children) for p in tree.places(r, size)) for r in range(size)]

@@ -6,7 +6,10 @@ from torch import Tensor
 
 from refimpl.compress.blocks import Blocks
 from refimpl.compress.compressor import Compressor
+from refimpl.compress.powersgd import PowerSGD
+from refimpl.compress.randomk import RandomK
 from refimpl.compress.sign import Sign
+from refimpl.compress.topk import TopK
 
 OPERATORS: dict[str, Compressor] = {
     "int8": Blocks(8),
@@ -15,8 +18,15 @@ OPERATORS: dict[str, Compressor] = {
     "int4 stochastic": Blocks(4, block=16, stochastic=True),
     "int8 stochastic": Blocks(8, block=64, stochastic=True),
     "sign": Sign(),
+    "top-k": TopK(0.1),
+    "top-k of all": TopK(1.0),
+    "random-k": RandomK(0.2, seed=3),
+    "random-k rescaled": RandomK(0.2, rescaled=True),
+    "PowerSGD": PowerSGD(rank=2),
 }
-CONTRACTIONS = {name: c for name, c in OPERATORS.items() if not c.unbiased}
+UNBIASED = {name: c for name, c in OPERATORS.items() if c.unbiased}
+CONTRACTIONS = {name: c for name, c in OPERATORS.items() if name not in UNBIASED}
+ALWAYS = {name: c for name, c in CONTRACTIONS.items() if name not in ("random-k", "PowerSGD")}  # not on average alone
 
 
 @st.composite

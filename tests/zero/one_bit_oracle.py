@@ -59,6 +59,7 @@ class Play:
     groups: Callable[[nn.Module], list[dict[str, list[nn.Parameter]]]]
     ranks: int
     bucket_size: int
+    micro_batches: int = 1
     errors: list[Errors] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -82,7 +83,8 @@ class Play:
             if weights is not None:
                 self.put(weights[rank])
             self.model.zero_grad()
-            self.model(tokens(step, rank)).backward()
+            for a in range(self.micro_batches):
+                (self.model(tokens(step, a * self.ranks + rank)) / self.micro_batches).backward()
             out.append({name: p.grad.clone() for name, p in self.p.items() if p.grad is not None})
         return out
 
@@ -127,8 +129,8 @@ def mean(values: list[Named]) -> Named:
     return out
 
 
-def one_bit_adam(play: Play, steps: int, freeze: int, lr: float, decay: float) -> Named:
-    """arXiv:2102.02888, algorithm 1."""
+def one_bit_adam(play: Play, steps: int, freeze: int, lr: float, decay: float, corrected: bool) -> Named:
+    """arXiv:2102.02888, algorithm 1; or with Adam's bias correction, of the variance as it was frozen."""
     w, m, v = play.weights(), dict[str, Tensor](), dict[str, Tensor]()
     for step in range(steps):
         gs = play.gradients(step, [w] * play.ranks)
@@ -140,8 +142,10 @@ def one_bit_adam(play: Play, steps: int, freeze: int, lr: float, decay: float) -
             v = {n: v[n] * 0.999 + 0.001 * g[n] * g[n] for n in g}
         else:
             m = play.mean([{n: m[n] * 0.9 + 0.1 * g[n] for n in g} for g in gs], v)
+        first = 1 - 0.9 ** (step + 1) if corrected else 1.0
+        second = 1 - 0.999 ** min(step + 1, freeze) if corrected else 1.0
         for n in m:
-            w[n] = w[n] - lr * (m[n] / (v[n].sqrt() + 1e-8) + decay * w[n])
+            w[n] = w[n] - lr * (m[n] / first / ((v[n] / second).sqrt() + 1e-8) + decay * w[n])
     return w
 
 

@@ -2,13 +2,26 @@
 
 from refimpl.deepspeed.runtime import (
     activation_checkpointing,
+    bf16_optimizer,
     config,
     dataloader,
     engine,
+    fp16,
     lr_schedules,
     pipe,
     utils,
     zero,
 )
 
-__all__ = ["activation_checkpointing", "config", "dataloader", "engine", "lr_schedules", "pipe", "utils", "zero"]
+__all__ = [
+    "activation_checkpointing",
+    "bf16_optimizer",
+    "config",
+    "dataloader",
+    "engine",
+    "fp16",
+    "lr_schedules",
+    "pipe",
+    "utils",
+    "zero",
+]
