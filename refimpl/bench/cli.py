@@ -1,4 +1,4 @@
-"""`refimpl bench zero`, `parallel`, `moe`, `sparse`, `kernels`, `comm`, `hierarchy`, `overlap`, `checkpoint` and more."""
+"""`refimpl bench zero`, `parallel`, `moe`, `sparse`, `kernels`, `comm`, `hierarchy`, `overlap` and more."""
 
 import json
 import os
@@ -264,7 +264,9 @@ def overlap(
     turns: TurnsOption = 5,
     file: JsonOption = None,
     picture: Annotated[Path | None, typer.Option(help="Draw sizes and timelines here, a PNG.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a step with the best size here, for a trace viewer.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a step of the best size here, as a trace.")
+    ] = None,
 ) -> None:
     """What of a step's communication is exposed, by the size of a bucket, over a slow link: measured and predicted."""
     from refimpl.bench import overlap as bench

@@ -6,8 +6,8 @@ DDP trains a GPT, every rank a node of its own, over the link of `refimpl.comm.l
     the link    all-reduces of several sizes, to which alpha and beta are fitted
     each size   its steps in turns with the other sizes', each with the timeline of its ledger
 
-and `refimpl.comm.bucket_model` is told the first two, nothing of the third. Exposed is where the host stands still for a
-collective in forward and backward; the norm's one number travels in the update.
+and `refimpl.comm.bucket_model` is told the first two, nothing of the third. Exposed is where the host stands still for
+a collective in forward and backward; the norm's one number travels in the update.
 """
 
 from collections.abc import Iterator, Sequence

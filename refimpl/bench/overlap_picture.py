@@ -1,4 +1,4 @@
-"""`refimpl bench overlap` as a picture: the step's time by the size of a bucket, and the timeline of a step of three."""
+"""`refimpl bench overlap` as a picture: the step's time by the size of a bucket, and timelines of three."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +38,9 @@ def curve(axis: "Axes", ordered: Sequence[Row]) -> None:
     """Measured and predicted, over the size."""
     sizes = [row.bucket_size for row in ordered]
     axis.plot(sizes, [row.step_ms for row in ordered], "o-", color=COLOURS["bucket"], label="step, measured")
-    axis.plot(sizes, [row.predicted_ms for row in ordered], "o--", color=COLOURS["bucket"], alpha=0.5, label="predicted")
+    axis.plot(
+        sizes, [row.predicted_ms for row in ordered], "o--", color=COLOURS["bucket"], alpha=0.5, label="predicted"
+    )
     axis.plot(sizes, [row.exposed_ms for row in ordered], "s-", color=COLOURS["exposed"], label="exposed, measured")
     axis.plot(
         sizes, [row.predicted_exposed_ms for row in ordered], "s--", color=COLOURS["exposed"], alpha=0.5,

@@ -38,7 +38,9 @@ def play(buckets: Sequence[tuple[float, float]], computing: float, link: AlphaBe
     `computing`: seconds until backward is over. `link`: of a whole all-reduce. ValueError if a bucket is full after it.
     """
     if any(full > computing for full, _ in buckets):
-        raise ValueError(f"play: a bucket is full after {max(f for f, _ in buckets)} s, backward over after {computing}")
+        raise ValueError(
+            f"play: a bucket is full after {max(f for f, _ in buckets)} s, backward over after {computing}"
+        )
     clock = computed = free = 0.0  # free: when the link is
     flights: deque[_Half] = deque()
 

@@ -14,7 +14,7 @@
     computing  all of the step that is not exposed
 
 A collective is under way from its start to where somebody used its result, which may be after it arrived. Times are the
-host's, in ns; on a GPU, where the host only queues, `Ledger.device_ms` and a profiler know more (`refimpl.gpu.timeline`).
+host's, in ns; on a GPU, where the host only queues, `Ledger.device_ms` and a profiler know more.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -43,5 +43,5 @@ def test_no_step_beats_its_link_or_its_computing(
 
 
 def test_a_bucket_is_full_before_backward_is_over() -> None:
-    with pytest.raises(ValueError, match="a bucket is full after 3.0 s, backward over after 2.0"):
+    with pytest.raises(ValueError, match=r"a bucket is full after 3.0 s, backward over after 2.0"):
         play([(3.0, 1.0)], 2.0, AlphaBeta(1.0, 1.0))

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Iterator
 
 import pytest
 
@@ -24,10 +23,10 @@ class Hand:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hand]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Hand:
     hand = Hand()
     monkeypatch.setattr(module, "time", hand)
-    yield hand
+    return hand
 
 
 def recorded(clock: Hand, keep: int = 1000) -> Ledger:
