@@ -16,6 +16,7 @@ from refimpl.bench.race import Turns
 
 app = typer.Typer(help="Measure side by side with peers.", no_args_is_help=True, pretty_exceptions_enable=False)
 
+BUCKETS: list[Any] = ["20K", "100K", "300K", "1M", "10M"]  # elements, as they are typed
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9}
 
 
@@ -250,13 +251,7 @@ def hierarchy(
 @app.command(cls=Lists)
 def overlap(
     ranks: Ranks = [2],  # noqa: B006
-    sizes: Annotated[list[int], typer.Option("--bucket", parser=count, help="Elements in a bucket.")] = [  # type: ignore[list-item]  # noqa: B006
-        "20K",
-        "100K",
-        "300K",
-        "1M",
-        "10M",
-    ],
+    sizes: Annotated[list[int], typer.Option("--bucket", parser=count, help="Elements in a bucket.")] = BUCKETS,
     link: Annotated[str, typer.Option(help="What joins the ranks.")] = "500Mbit/s 2ms",
     width: Annotated[int, typer.Option(min=1, help="Of the model.")] = 128,
     layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 6,

@@ -204,7 +204,8 @@ def rows(laps: Sequence[Lap], link: str) -> list[Row]:
 
 def slowest(ranks: Sequence[Sequence[float]]) -> float:
     """The median over steps of the largest of the ranks."""
-    return median(max(step) for step in zip(*ranks, strict=True))
+    middle: float = median(max(step) for step in zip(*ranks, strict=True))
+    return middle
 
 
 def in_backward(one: Timeline) -> float:
