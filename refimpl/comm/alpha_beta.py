@@ -12,8 +12,9 @@ links alike) and on two (L ranks a node, F nodes, one cable a node); `choose` ta
 and gamma a byte for what a rank adds: n(N-1)/N in a reduce-scatter, n in a tree. "Exchange" is what `Group` does over
 messages: all at once, chunk i to rank i, so their latencies overlap.
 
-On two levels a round is over with its slowest message. A ring has one rank a node that sends far; a round of halving
-that sends s ranks further has min(s, L) of them, an exchange all L: these share the cable. How much, is measured too:
+On two levels a round is over with its slowest message. A ring has one rank a node that sends far, N - 1 times; latency is
+for who waits for a message, not for who sends it, so it counts only where a chunk crosses, on one hop of L. A round of
+halving that sends s ranks further has min(s, L) that send far, an exchange all L: these share the cable. How much, is measured too:
 `crowd` is the far beta with all ranks of a node sending, over that of one alone; L if they share one cable, 1 if each
 has its own.
 
@@ -143,7 +144,8 @@ def flat(collective: str, algorithm: str, size: float, levels: Levels) -> float:
     if algorithm == "exchange":
         half = slowest((levels.each - 1) * part, (ranks - levels.each) * part, levels.each)
     elif algorithm == "ring":
-        half = (ranks - 1) * slowest(part if levels.each > 1 else 0.0, part, 1)
+        busy = (ranks - 1) * part * levels.cable(1).beta + hops(levels) * levels.far.alpha
+        half = max(busy, (ranks - 1) * levels.near.seconds(part) if levels.each > 1 else 0.0)
     else:
         half = sum(
             slowest((there - kept) * part if kept < levels.each else 0.0, (there - kept) * part, min(kept, levels.each))
@@ -151,6 +153,11 @@ def flat(collective: str, algorithm: str, size: float, levels: Levels) -> float:
         )
     added = part * (ranks - 1) * levels.gamma if collective in ("reduce_scatter", "all_reduce") else 0.0
     return HALVES[collective] * half + added
+
+
+def hops(levels: Levels) -> int:
+    """How often a chunk that goes round the ring once, N - 1 hops, crosses from node to node: (N-1)F/N, rounded up."""
+    return -(-(levels.ranks - 1) * levels.size // levels.ranks)
 
 
 def edges(levels: Levels) -> int:
