@@ -12,11 +12,11 @@ links alike) and on two (L ranks a node, F nodes, one cable a node); `choose` ta
 and gamma a byte for what a rank adds: n(N-1)/N in a reduce-scatter, n in a tree. "Exchange" is what `Group` does over
 messages: all at once, chunk i to rank i, so their latencies overlap.
 
-On two levels a round is over with its slowest message. A ring has one rank a node that sends far, N - 1 times; latency is
-for who waits for a message, not for who sends it, so it counts only where a chunk crosses, on one hop of L. A round of
-halving that sends s ranks further has min(s, L) that send far, an exchange all L: these share the cable. How much, is measured too:
-`crowd` is the far beta with all ranks of a node sending, over that of one alone; L if they share one cable, 1 if each
-has its own.
+On two levels a round is over with its slowest message. A ring has one rank a node that sends far, N - 1 times;
+latency is for who waits for a message, not for who sends it, so it counts only where a chunk crosses, on one hop of L.
+A round of halving that sends s ranks further has min(s, L) that send far, an exchange all L: these share the cable. How
+much, is measured too: `crowd` is the far beta with all ranks of a node sending, over that of one alone; L if they share
+one cable, 1 if each has its own.
 
 Hockney 1994 (Parallel Computing 20(3)) for alpha and beta; Thakur, Rabenseifner & Gropp 2005 (IJHPCA 19(1)) for
 the formulas; Sanders, Speck & Traeff 2009 for the two trees. NCCL: src/graph/tuning.cc has such a table.
