@@ -3,7 +3,8 @@
 A pair's alpha and beta are fitted to the least of several times (what the link can do, not what a busy machine gave).
 Sorted by the time of one middle-sized message, the pairs of a machine of nodes fall into two heaps; where the gap
 between two neighbours in that order is the widest, and wide enough, lies the border. Who is joined by near pairs is a
-node. With nodes found, all ranks of two nodes send at once, and two ranks of a node to two others: how many cables are there?
+node. With nodes found, all ranks of two nodes send at once, and two ranks of a node to two others: that tells how many
+cables there are (`alpha_beta.crowd`).
 
 N ranks: N(N-1)/2 pairs one after another, each a fraction of a second.
 nccl-tests and NCCL's own search (src/graph/topo.cc reads PCI and NVLink from the system) ask the hardware; this asks
