@@ -375,6 +375,30 @@ def kernels(
         raise typer.BadParameter(f"--only: {error}") from None
 
 
+@app.command("one-bit", cls=Lists)
+def one_bit(
+    names: Annotated[list[str] | None, typer.Option("--optimizer", help="Only these; default: all.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Steps; the first fifth is the warm-up.")] = 400,
+    width: Annotated[int, typer.Option(min=4, help="Of the model, a multiple of 4.")] = 96,
+    layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 2,
+    context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 64,
+    file: JsonOption = None,
+) -> None:
+    """The 1-bit optimizers beside Adam and LAMB on the demo's text: loss, and bytes a step once they compress."""
+    from refimpl.bench.one_bit import BESIDE, measure, table
+    from refimpl.model.gpt import GPTConfig
+
+    if unknown := sorted(set(names or []) - BESIDE.keys()):
+        raise typer.BadParameter(f"--optimizer {unknown[0]!r}: choose from {', '.join(BESIDE)}")
+    file = writable(file) if file else None
+    model = GPTConfig(vocab=256, context=context, width=width, layers=layers, heads=4)
+    rows = measure(names or list(BESIDE), model, ranks, steps)
+    print(table(rows))
+    if file:
+        file.write_text(json.dumps({"environment": environment(), "rows": [asdict(row) for row in rows]}, indent=2))
+
+
 @app.command()
 def table(report: Annotated[Path, typer.Argument(help="What `refimpl bench zero --json` wrote.")]) -> None:
     """The README's table of a report, in Markdown."""
