@@ -259,9 +259,7 @@ def overlap(
     turns: TurnsOption = 5,
     file: JsonOption = None,
     picture: Annotated[Path | None, typer.Option(help="Draw sizes and timelines here, a PNG.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write a step of the best size here, as a trace.")
-    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a step of the best size here, as a trace.")] = None,
 ) -> None:
     """What of a step's communication is exposed, by the size of a bucket, over a slow link: measured and predicted."""
     from refimpl.bench import overlap as bench
@@ -285,6 +283,45 @@ def overlap(
         if trace:
             last = {rank: lap.steps[best["measured"]][-1] for rank, lap in enumerate(laps)}
             trace.write_text(json.dumps(chrome_trace(last)))
+
+
+@app.command(cls=Lists)
+def compression(
+    ranks: Annotated[int, typer.Option(min=2, help="Number of ranks, each a node.")] = 2,
+    links: Annotated[list[str], typer.Option("--link", help="Links to train over.")] = [  # noqa: B006
+        "0.1Gbit/s 100us",
+        "1Gbit/s 100us",
+        "10Gbit/s 100us",
+    ],
+    methods: Annotated[list[str] | None, typer.Option("--method", help="Only these, beside DDP.")] = None,
+    width: Annotated[int, typer.Option(min=4, help="Of the model: a multiple of 4.")] = 128,
+    layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 4,
+    context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a rank and step.")] = 4,
+    train: Annotated[int, typer.Option("--train", min=1, help="Steps that each method learns.")] = 200,
+    turns: TurnsOption = 3,
+    plot: Annotated[Path | None, typer.Option(help="Draw the losses here, as PNG.")] = None,
+    file: JsonOption = None,
+) -> None:
+    """When does it pay to send less: steps and losses after equal time, each method beside DDP, on slow links."""
+    from refimpl.bench.compression import HEAT, Measured, Task, draw, measure
+    from refimpl.bench.methods import FIRST, METHODS
+    from refimpl.comm.link import Link
+    from refimpl.model.gpt import GPTConfig
+
+    file = writable(file) if file else None
+    names = [FIRST, *(name for name in methods or [method.name for method in METHODS] if name != FIRST)]
+    task = Task(GPTConfig(vocab=256, context=context, width=width, layers=layers, heads=4), train, batch, turns)
+    done: list[Measured] = []
+    try:
+        for link in links:
+            Link.parse(link, "--link")
+        found = measure(ranks, task, links, names)
+        publish("After equal time", HEAT, (done.append(one) or one.rows() for one in found), file)  # type: ignore[func-returns-value]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if plot:
+        draw(done, plot)
 
 
 @app.command(cls=Lists)
