@@ -1,5 +1,6 @@
 """1-bit Adam, 0/1 Adam and 1-bit LAMB on real ranks against the papers' algorithms in one process, and in bytes."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -211,6 +212,29 @@ def test_resuming_gives_the_same_bits(name: str) -> None:
         assert all(torch.equal(end[k], expected[k]) for k in end)
 
     run(go, 9, ranks=2)
+
+
+def test_a_closure_whose_loss_is_not_finite_changes_nothing() -> None:
+    def go() -> None:
+        model = nn.Linear(3, 3)
+        optimizer = OneBitAdam(model.parameters(), freeze_step=1)
+        stage = DDP(model, optimizer)
+        for step in range(4):
+            before = model.weight.detach().clone()
+
+            def closure(bad: bool = step == 2) -> Tensor:
+                optimizer.zero_grad()
+                loss = model(torch.ones(1, 3)).square().sum() * (float("nan") if bad else 1.0)
+                loss.backward()
+                return loss
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that a step is skipped
+                optimizer.step(closure)
+            assert torch.equal(before, model.weight) == (step == 2)
+        assert stage.skipped_steps == 1
+
+    run(go)
 
 
 def test_a_mask_keeps_the_momentum_at_zero() -> None:
