@@ -4,7 +4,8 @@
 
 Wire of n numbers: ceil(n / 8) bytes of signs, 2 ceil(n / B) of scales in bf16, whose rounding is fed back with the
 rest. One scale for layers whose numbers are of different sizes is noise in the small ones; blocks end that at 16 / B
-bits a number. A contraction with b just above 1 - 1 / B at worst. Dettmers et al. 2021, arXiv:2110.02861, section 2, has the blocks; Seide et al. 2014 a scale a column.
+bits a number. A contraction with b just above 1 - 1 / B at worst. Dettmers et al. 2021, arXiv:2110.02861, section 2,
+has the blocks; Seide et al. 2014 a scale a column.
 """
 
 from dataclasses import dataclass
