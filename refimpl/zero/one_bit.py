@@ -5,7 +5,7 @@
 
 A momentum's way: `OneBitAdam.update` -> `Means.mean` -> the buckets' `Served` -> the same momentum on every rank.
 Bytes of a mean, n elements of a bucket on N ranks: 2 (N-1) ceil(n / 8N), and twice a scale of 2 bytes for each `BLOCK`
-of elements: 1/16 of fp16's all-reduce and the scales, 1/14.2 with them. Memory: 4 bytes an element while it travels, and
+of elements: 1/16 of fp16's all-reduce and the scales, 1/14.2 with them. Memory: 4 bytes an element as it travels, and
 the errors', see compress/feedback.py: they count only once the step has used what was sent, and a step that is skipped
 for an overflow sends nothing. The gradient's norm is known of each rank alone then: `grad_norm`, by which all clip
 alike, is the root of the mean of the ranks' squared norms, never less than the norm of the mean gradient.
