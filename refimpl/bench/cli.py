@@ -1,5 +1,4 @@
-"""`refimpl bench zero`, `parallel`, `moe`, `sparse`, `kernels`, `comm`, `checkpoint`, `disk`, `offload`, `overhead`,
-`one-bit`."""
+"""`refimpl bench zero`, `parallel`, `moe`, `sparse`, `kernels`, `comm`, `hierarchy`, `checkpoint`, `disk` and more."""
 
 import json
 import os
@@ -204,17 +203,48 @@ def sparse(
 def comm(
     ranks: Ranks = [2, 4],  # noqa: B006
     sizes: Annotated[list[int], typer.Option(parser=count, help="Bytes in the buffer.")] = ["1M", "10M", "100M"],  # type: ignore[list-item]  # noqa: B006
+    nodes: Annotated[int, typer.Option(min=1, help="Play so many nodes; 2 without --link: network namespaces.")] = 1,
+    link: Annotated[str | None, typer.Option(help='Between nodes (2 by default): "1Gbit/s 100us".')] = None,
     turns: TurnsOption = 4,
     steps: StepsOption = 4,
     rounds: RoundsOption = 1,
     file: JsonOption = None,
 ) -> None:
-    """Single collectives beside torch.distributed's own."""
-    from refimpl.bench.comm import HEAT, measure
+    """Single collectives beside torch.distributed's own; over a slow link, beside their formulas."""
+    from refimpl.bench import comm, links
+    from refimpl.comm.link import Link
 
     file = writable(file) if file else None
-    heats = measure(ranks, sizes, turns=Turns(turns, steps), rounds=rounds)
-    publish("Median call of the slowest rank", HEAT, heats, file)
+    if link is None and nodes == 1:
+        heats = comm.measure(ranks, sizes, turns=Turns(turns, steps), rounds=rounds)
+        publish("Median call of the slowest rank", comm.HEAT, heats, file)
+        return
+    try:
+        asked = Link.parse(link, "--link") if link is not None else None
+        found = links.heats(ranks, sizes, max(nodes, 2), asked, turns=Turns(turns, steps))
+        publish("Over a link", links.HEAT, found, file)
+    except (ValueError, RuntimeError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@app.command(cls=Lists)
+def hierarchy(
+    nodes: Annotated[list[int], typer.Option(min=2, help="Numbers of nodes.")] = [2],  # noqa: B006
+    each: Annotated[int, typer.Option("--ranks-per-node", min=1, help="Ranks of a node.")] = 2,
+    sizes: Annotated[list[int], typer.Option(parser=count, help="Bytes in the buffer.")] = ["100K", "4M"],  # type: ignore[list-item]  # noqa: B006
+    link: Annotated[str, typer.Option(help="What joins the nodes.")] = "100Mbit/s 1ms",
+    turns: TurnsOption = 3,
+    steps: StepsOption = 1,
+    file: JsonOption = None,
+) -> None:
+    """All-reduces over a slow link: ring, halving, tree and exchange, flat and in two levels, beside their formulas."""
+    from refimpl.bench.hierarchy import HEAT, measure
+
+    file = writable(file) if file else None
+    try:
+        publish("Median call of the slowest rank", HEAT, measure(nodes, each, sizes, link, Turns(turns, steps)), file)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @app.command(cls=Lists)

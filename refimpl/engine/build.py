@@ -28,9 +28,11 @@ from refimpl.engine.homes import with_homes
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.monitor import Monitor
 from refimpl.engine.names import optimizer_named, schedule_named
+from refimpl.engine.plus import with_plus
 from refimpl.engine.sections import Optimizer as OptimizerSection
 from refimpl.engine.sections import Scheduler as SchedulerSection
 from refimpl.engine.sections import SparseAttention as SparseSection
+from refimpl.measure.comms_log import CommsLog
 from refimpl.model.patterns.named import pattern_named
 from refimpl.model.sparse_swap import make_sparse
 from refimpl.optim.travelling import Travelling
@@ -90,6 +92,9 @@ def build(
     settings = load_config(config, world_size=axes.feeds, model=model, rank=rank)
     check_layout(settings, axes, isinstance(model, PipelineModule))
     check_agreed(settings, axes)
+    if settings.comms_logger.enabled:
+        log = settings.comms_logger
+        axes.world.ledger.log = CommsLog(True, log.verbose, log.prof_all, log.prof_ops, log.debug)
     if settings.log_level is not None:
         logging.getLogger("refimpl").setLevel(settings.log_level)
     if settings.dump_state and rank == 0:
@@ -114,7 +119,7 @@ def build(
     zero = settings.zero_config()
     flagged = tuple(path for path, module in model.named_modules() if getattr(module, LEAF_FLAG, False))
     zero = replace(zero, leaf_modules=(*zero.leaf_modules, *flagged))
-    zero = with_homes(zero, settings, group.device)
+    zero = with_plus(with_homes(zero, settings, group.device), settings)
     experts = same_experts(model, ranks)
     if ranks.made and axes.across.size > 1:
         raise ConfigError("zero_optimization.mics_shard_size: experts are not replicated over nodes; leave it out")

@@ -100,7 +100,9 @@ class DeepSpeedConfig(section.Section):
     )
     pipeline: section.Pipeline = Field(default_factory=section.Pipeline, description="ranks that share the layers")
     checkpoint: section.Checkpoint = Field(default_factory=section.Checkpoint, description="checks of checkpoints")
-    comms_logger: section.CommsLogger = Field(default_factory=section.CommsLogger, description="report of the traffic")
+    comms_logger: section.CommsLogger = Field(
+        default_factory=section.CommsLogger, description="latencies of collectives"
+    )
     csv_monitor: section.CSVMonitor = Field(default_factory=section.CSVMonitor, description="metrics as CSV files")
     tensorboard: section.TensorBoard = Field(default_factory=section.TensorBoard, description="metrics for TensorBoard")
     wandb: section.WandB = Field(default_factory=section.WandB, description="metrics for Weights & Biases")

@@ -149,11 +149,11 @@ class OneBitUpdate(Update):
         super().add(owned)
         self.means.add(self.slices, owned)
 
-    def squares(self, bucket: Bucket, gradient: Tensor, exact: bool) -> Tensor:
+    def squares(self, gradient: Tensor, mine: Tensor, exact: bool) -> Tensor:
         """Of a gradient that is this rank's own: its share of the mean over ranks."""
         if self.averaging.takes_mean_gradient:
-            return super().squares(bucket, gradient, exact)
-        return sum_of_squares(gradient, exact) / bucket.group.size
+            return super().squares(gradient, mine, exact)
+        return sum_of_squares(gradient, exact) / self.group.size
 
     def catch_up(self) -> bool:
         """Weights that differ between ranks meet; whether they did."""
