@@ -198,7 +198,8 @@ def test_a_report_starts_the_timeout_anew(monkeypatch: pytest.MonkeyPatch):
     def listen(rank: int, obj: int) -> None:
         clock.late += 50
 
-    monkeypatch.setattr("refimpl.ranks.world.time", clock)
+    for module in ("world", "silence"):
+        monkeypatch.setattr(f"refimpl.ranks.{module}.time", clock)
     assert launch.run(work, ranks=1, timeout=60, on_report=listen) == ["done"]
     assert clock.late == 200
 

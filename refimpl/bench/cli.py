@@ -1,4 +1,4 @@
-"""`refimpl bench zero`, `parallel`, `moe`, `sparse`, `kernels`, `comm`, `checkpoint`, `disk`, `offload`, `overhead`."""
+"""`refimpl bench zero`, `parallel`, `moe`, `sparse`, `kernels`, `comm`, `hierarchy`, `checkpoint`, `disk` and more."""
 
 import json
 import os
@@ -214,6 +214,26 @@ def comm(
     file = writable(file) if file else None
     heats = measure(ranks, sizes, turns=Turns(turns, steps), rounds=rounds)
     publish("Median call of the slowest rank", HEAT, heats, file)
+
+
+@app.command(cls=Lists)
+def hierarchy(
+    nodes: Annotated[list[int], typer.Option(min=2, help="Numbers of nodes.")] = [2],  # noqa: B006
+    each: Annotated[int, typer.Option("--ranks-per-node", min=1, help="Ranks of a node.")] = 2,
+    sizes: Annotated[list[int], typer.Option(parser=count, help="Bytes in the buffer.")] = ["100K", "4M"],  # type: ignore[list-item]  # noqa: B006
+    link: Annotated[str, typer.Option(help="What joins the nodes.")] = "100Mbit/s 1ms",
+    turns: TurnsOption = 3,
+    steps: StepsOption = 1,
+    file: JsonOption = None,
+) -> None:
+    """All-reduces over a slow link: ring, halving, tree and exchange, flat and in two levels, beside their formulas."""
+    from refimpl.bench.hierarchy import HEAT, measure
+
+    file = writable(file) if file else None
+    try:
+        publish("Median call of the slowest rank", HEAT, measure(nodes, each, sizes, link, Turns(turns, steps)), file)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @app.command(cls=Lists)

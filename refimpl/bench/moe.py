@@ -11,7 +11,7 @@ GShard: Lepikhin et al. 2020, arXiv:2006.16668. transformers: integrations/moe.p
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -72,7 +72,7 @@ def dense(group: Group, experts: StackedExperts, x: Tensor, routes: Routes) -> T
     capacity = torch.tensor(routes.capacity)
     if group.size > 1:
         dist.all_reduce(capacity, dist.ReduceOp.MAX)
-    routes = Routes(**{**vars_of(routes), "limit": int(capacity)})
+    routes = replace(routes, limit=int(capacity))
     slots = torch.einsum("tec,tm->ecm", routes.dispatch().to(x.dtype), x)  # [E, C, M]
     if group.size > 1:
         slots = AllToAll.apply(slots)  # type: ignore[no-untyped-call]
@@ -83,10 +83,6 @@ def dense(group: Group, experts: StackedExperts, x: Tensor, routes: Routes) -> T
         answers = answers.view(len(answers), group.size, -1, x.shape[1]).transpose(0, 1).flatten(0, 1)
         answers = AllToAll.apply(answers)  # type: ignore[no-untyped-call]
     return torch.einsum("tec,ecm->tm", routes.combine(), answers)
-
-
-def vars_of(routes: Routes) -> dict[str, Any]:
-    return {name: getattr(routes, name) for name in Routes.__dataclass_fields__}
 
 
 class AllToAll(torch.autograd.Function):

@@ -94,11 +94,29 @@ def demo(
 
 
 @app.command()
-def doctor() -> None:
-    """What this machine can run, and what to do about what is missing."""
+def doctor(
+    topology: Annotated[
+        bool, typer.Option("--topology", help="Measure latency and bandwidth between every two ranks instead.")
+    ] = False,
+    ranks: Annotated[
+        int | None, typer.Option(help="With --topology: processes. Default: 4, or those that torchrun started.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="With --topology: draw the heat maps into this file.")] = None,
+) -> None:
+    """What this machine can run, and what to do about what is missing. --topology: which ranks are near."""
     from refimpl.cli.doctor import examine, show
 
-    show(examine())
+    if not topology:
+        if ranks is not None or picture is not None:
+            refuse("refimpl doctor", "--ranks and --picture belong to --topology")
+        show(examine())
+        return
+    from refimpl.cli import topology as measured
+
+    try:
+        measured.run(ranks, picture)
+    except ValueError as reason:
+        refuse("refimpl doctor", reason)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

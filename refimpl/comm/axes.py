@@ -110,13 +110,14 @@ class Axes:
         def group(*axes: str) -> Group | None:
             asks = (getattr(mpu, f"get_{axis}_parallel_group", None) for axis in axes)
             handle = next((ask() for ask in asks if ask is not None), None)
-            return None if handle is None else Group(handle, world.ledger, world.device)
+            return None if handle is None else Group(handle, world.ledger, world.device, link=world.link)
 
         alone = Group(None, device=world.device)
         context, tensor = group("sequence", "context"), group("tensor_model", "model")
         replicas = group("sequence_data") or (group("data") if context is None or context.size == 1 else None)
         if replicas is None and hasattr(mpu, "get_context_parallel_group"):  # Megatron-Core's
-            replicas = Group(mpu.get_data_parallel_group(with_context_parallel=True), world.ledger, world.device)
+            handle = mpu.get_data_parallel_group(with_context_parallel=True)
+            replicas = Group(handle, world.ledger, world.device, link=world.link)
         if replicas is None and context is not None:
             raise TypeError(
                 f"mpu: {type(mpu).__name__} shares sequences and has no get_sequence_data_parallel_group: gradients "
@@ -161,6 +162,6 @@ def neighbours(group: Group, size: int) -> tuple[Group, Group]:
     # Every rank is in one block and in one line across: each asks for its own two, in this order.
     block, line = (dist.new_group(row, use_local_synchronization=True) for row in rows)
     return (
-        Group(block, group.ledger, group.device, group.deterministic),
-        Group(line, group.ledger, group.device, group.deterministic),
+        Group(block, group.ledger, group.device, group.deterministic, link=group.link),
+        Group(line, group.ledger, group.device, group.deterministic, link=group.link),
     )

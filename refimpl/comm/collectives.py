@@ -136,6 +136,16 @@ def ordered_reduce(out: Tensor, rows: list[Tensor], rank: int, op: Op) -> None:
             here.copy_(total.to(own.dtype))
 
 
+def combine(total: Tensor, other: Tensor, op: Op) -> Tensor:
+    """`other` [n] joins `total` [n], in place: the larger of both for "max", else their sum."""
+    return torch.maximum(total, other, out=total) if op == "max" else total.add_(other)
+
+
+def divide(total: Tensor, ranks: int, op: Op) -> Tensor:
+    """The sum of `ranks` ranks becomes their mean, in place, if that is asked for."""
+    return total.div_(ranks) if op == "mean" and ranks > 1 else total
+
+
 def all_gather(start: Start, chunks: list[Tensor], x: Tensor, rank: int) -> list[Any]:
     """Start N broadcasts, one from each rank, straight into the N places of the result."""
     if chunks[rank].data_ptr() != x.data_ptr():

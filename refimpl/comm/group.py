@@ -19,6 +19,7 @@ DeepSpeed's counterpart: deepspeed/comm/comm.py, which keeps one global backend 
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,16 @@ from refimpl.comm.agree import Agreed, Part
 from refimpl.comm.board import Board
 from refimpl.comm.collectives import Op
 from refimpl.comm.composed import Composed
+from refimpl.comm.link import Cables, Link
+from refimpl.comm.logged import entered
 from refimpl.comm.native import Native
 from refimpl.comm.patience import Patience
 from refimpl.comm.process_group import ControlLine, backend_of, device_of
 from refimpl.comm.shared import meet
 from refimpl.comm.streams import Streams, streams_of
+from refimpl.comm.throttled import Throttled
 from refimpl.comm.transport import Alone, Library, Transport
-from refimpl.comm.work import Steps, Work
+from refimpl.comm.work import Phase, Steps, Work
 from refimpl.measure.ledger import Ledger
 from refimpl.ranks import environment
 
@@ -56,13 +60,15 @@ class Group:
         deterministic: bool = False,
         streams: Streams | None = None,
         transport: Transport | str | None = None,
+        link: Link | None = None,
     ) -> None:
         """`handle` None is a group of this process alone: every collective is a copy or nothing, and sends 0 bytes.
 
         `streams`: what orders the device's work, a GPU's own by default. `transport`: one, or "gloo" or "shared" for
         tensors on the CPU; by default what REFIMPL_TRANSPORT says, else shared memory if all ranks are on one host,
         else gloo. They find out at the group's first collective, which returns when all have come. ValueError for
-        another, RuntimeError for "shared" where it cannot be.
+        another, RuntimeError for "shared" where it cannot be. `link`: a slow one between its ranks (see `link.py`); by
+        default what REFIMPL_LINK says, else none.
         """
         self.device = device or device_of(handle)
         self.backend = backend_of(handle, self.device)
@@ -79,6 +85,8 @@ class Group:
         where = Path(directory or "")
         self._board = Board(where, handle.group_name, self.ranks, handle.rank()) if handle and directory else None
         wish = os.environ.get("REFIMPL_TRANSPORT", "") if transport is None else transport
+        self.link = link or (None if isinstance(wish, Transport) else Link.of_environment())
+        self._cables = self._laid(handle)
         # What is there without asking the other ranks: for messages between two, and where memory is not shared.
         self._direct = wish if isinstance(wish, Transport) else self._library(handle, wish, deterministic)
         self.rank, self.size = self._direct.rank, self._direct.size
@@ -105,6 +113,15 @@ class Group:
         self._messages = self.transport
 
     @property
+    def messages(self) -> Transport:
+        """The way of the messages between two ranks."""
+        return self._messages
+
+    def use(self, transport: Transport) -> None:
+        """The collectives go this way from now on, on every rank; what is under way is not disturbed."""
+        self._met = transport
+
+    @property
     def transport(self) -> Transport:
         """The way of this group's collectives. Where it may be shared memory, asking for it first is a collective."""
         if self._met is None:
@@ -112,11 +129,20 @@ class Group:
             shared = meet(self.handle)
             if not isinstance(shared, Transport) and self._must_share:
                 raise RuntimeError(f"REFIMPL_TRANSPORT=shared, but this group cannot share memory: {shared}; unset it")
-            self._met = shared if isinstance(shared, Transport) else self._direct
+            if isinstance(shared, Transport) and self._cables is not None:
+                self._met = Throttled(shared, self._cables, self.backend, self.streams)
+            else:
+                self._met = shared if isinstance(shared, Transport) else self._direct
         return self._met
 
     @classmethod
-    def world(cls, ledger: Ledger | None = None, deterministic: bool = False, transport: str | None = None) -> "Group":
+    def world(
+        cls,
+        ledger: Ledger | None = None,
+        deterministic: bool = False,
+        transport: str | None = None,
+        link: Link | None = None,
+    ) -> "Group":
         """All ranks of this job; a group of one in a process that is alone.
 
         RuntimeError if a launcher started this process as one of several ranks, and they were not joined: each would
@@ -125,7 +151,11 @@ class Group:
         if not dist.is_initialized():
             environment.expect_alone()
         handle = dist.group.WORLD if dist.is_initialized() else None
-        return cls(handle, ledger, deterministic=deterministic, transport=transport)
+        return cls(handle, ledger, deterministic=deterministic, transport=transport, link=link)
+
+    def throttled(self, link: Link) -> "Group":
+        """The same ranks, ledger and device with a slow link between them."""
+        return Group(self.handle, self.ledger, self.device, self.deterministic, self.streams, link=link)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """[numel] where this group's collectives need no copy of it: for buffers that travel often. Not resizable."""
@@ -142,20 +172,56 @@ class Group:
         if handle is None:
             return Alone()
         kind = Composed if self.backend == "gloo" or deterministic else Native
-        return kind(handle, self.backend, self.streams)
+        way = kind(handle, self.backend, self.streams)
+        return way if self._cables is None else Throttled(way, self._cables, self.backend, self.streams)
+
+    def _laid(self, handle: dist.ProcessGroup | None) -> Cables | None:
+        """The cables between this group's ranks; None if all are near."""
+        cables = Cables(self.link, handle) if self.link is not None and handle is not None else None
+        if cables is None or not cables.apart:
+            return None
+        if self.backend != "gloo":
+            raise RuntimeError(
+                f"a slow link is played between tensors on the CPU; this group's backend is {self.backend}: unset "
+                "REFIMPL_LINK"
+            )
+        return cables
+
+    def _crossing(self, op: str, tag: str, cables: Cables, steps: Steps) -> Steps:
+        """The same steps; what each sends over cables goes into the ledger."""
+
+        def begin(phase: Phase) -> list[Any]:
+            before = cables.crossed
+            handles = phase()
+            self.ledger.cross(op, cables.crossed - before, tag)
+            return handles
+
+        for phase in steps:
+            yield partial(begin, phase)
+        self.ledger.cross(op, (self._met or self._direct).crossed_behind(), tag)
 
     def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps, *holds: Tensor) -> Work:
-        """Enter the call in the ledger and begin it. `holds`: what it reads and writes.
+        """Enter the call in the ledger and begin it. `holds`: what it reads and writes, the message that counts last.
 
         The second half of an all-reduce begun before is started first: at the same place on every rank.
         """
         if self._half is not None and self._half.begun == 1:
             self._half.advance()
         self._half = None
+        log = self.ledger.log
+        logged = entered(log, op, tag, holds[-1], self.size, self.settle) if log else None
         call = self.ledger.start(op, sent, tag)
         lane, ledger = self._direct.lane, self.ledger
-        work = Work(steps, lane, holds, lambda work: ledger.end(call, *work.span()), ledger.timed and lane is not None)
-        if not async_op:
+        if self._cables is not None:
+            steps = self._crossing(op, tag, self._cables, steps)
+
+        def waited(work: Work) -> None:
+            ledger.end(call, *work.span())
+            if logged:
+                logged.end()
+
+        work = Work(steps, lane, holds, waited, ledger.timed and lane is not None)
+        if not async_op or (logged and logged.waits):
             work.wait()
         elif op == "all_reduce" and self.transport.in_halves:
             self._half = work
@@ -279,8 +345,8 @@ class Group:
         what = f"send_recv of {_words(x)} to {to} and {_words(out)} from {source}"
         parts = [((self.rank, to), _words(x)), ((source, self.rank), _words(out))]
         steps = self._agreed(what, tag, parts).message(self._messages.send_recv(x, to, out, source))
-        sending = self._run("send", x.numel() * x.element_size(), tag, True, steps, x, out)
-        return self._run("recv", 0, tag, async_op, iter([lambda: [sending]]))
+        sending = self._run("send", x.numel() * x.element_size(), tag, True, steps, out, x)
+        return self._run("recv", 0, tag, async_op, iter([lambda: [sending]]), out)
 
     def settle(self) -> None:
         """Before the host reads a number from a GPU: return, patiently (see `Patience`), when it is there."""

@@ -23,15 +23,26 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from refimpl.comm.group import Group
+from refimpl.comm.link import Link
 from refimpl.measure.ledger import Ledger
 
 
 class Mesh:
     """Named axes over all ranks of the job. Making one, and asking it for a group, are collective: every rank does."""
 
-    def __init__(self, axes: Mapping[str, int], ledger: Ledger | None = None, *, deterministic: bool = False) -> None:
-        """`axes`: name -> size, outermost first. ValueError when the sizes do not multiply to the number of ranks."""
-        self.world = Group.world(ledger, deterministic)
+    def __init__(
+        self,
+        axes: Mapping[str, int],
+        ledger: Ledger | None = None,
+        *,
+        deterministic: bool = False,
+        link: Link | None = None,
+    ) -> None:
+        """`axes`: name -> size, outermost first. `link`: see `Group`.
+
+        ValueError when the sizes do not multiply to the number of ranks.
+        """
+        self.world = Group.world(ledger, deterministic, link=link)
         self.ledger = self.world.ledger  # one for all groups: a rank's traffic is one story
         self.axes = dict(axes)
         self._deterministic = deterministic
@@ -69,7 +80,10 @@ class Mesh:
                 f"name the axes of a group once each and in the mesh's order {list(self.axes)}: got {axes}"
             )
         if axes not in self._groups:
-            self._groups[axes] = Group(self._handle(axes), self.ledger, self.world.device, self._deterministic)
+            world = self.world
+            self._groups[axes] = Group(
+                self._handle(axes), self.ledger, world.device, self._deterministic, link=world.link
+            )
         return self._groups[axes]
 
     def _handle(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:

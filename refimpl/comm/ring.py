@@ -34,23 +34,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from refimpl.comm import checks
+from refimpl.comm.collectives import Op, combine, divide
 from refimpl.comm.group import Group
 
 
-def all_reduce(group: Group, x: Tensor) -> None:
-    """Replace x [n], contiguous, by its sum over ranks. Any n: chunks may differ by one element."""
+def all_reduce(group: Group, x: Tensor, op: Op = "sum") -> None:
+    """Replace x [n], contiguous, by its sum, mean or maximum over ranks. Any n: chunks may differ by one element."""
+    checks.reduction("ring all_reduce", op, x, x)
     chunks = x.view(-1).tensor_split(group.size)  # [n] -> N views of [n/N], rounded up or down
-    chunks[group.rank].copy_(_reduce(group, chunks))
+    chunks[group.rank].copy_(_reduce(group, chunks, op))
     _gather(group, chunks)
 
 
-def reduce_scatter(group: Group, out: Tensor, x: Tensor) -> None:
-    """x [N*s] on every rank -> out [s]: this rank's chunk of the sum. x keeps its values, unless `out` is a part of it.
+def reduce_scatter(group: Group, out: Tensor, x: Tensor, op: Op = "sum") -> None:
+    """x [N*s] on every rank -> out [s]: this rank's chunk of the sum, mean or maximum.
 
-    ValueError if x is not N times as long as out.
+    x keeps its values, unless `out` is a part of it. ValueError if x is not N times as long as out.
     """
     _check(group, "reduce_scatter", whole=x, part=out)
-    out.copy_(_reduce(group, x.view(group.size, -1).unbind()))
+    checks.reduction("ring reduce_scatter", op, x, out)
+    out.copy_(_reduce(group, x.view(group.size, -1).unbind(), op).view_as(out))
 
 
 def all_gather(group: Group, out: Tensor, x: Tensor) -> None:
@@ -64,16 +68,16 @@ def all_gather(group: Group, out: Tensor, x: Tensor) -> None:
     _gather(group, chunks)
 
 
-def _reduce(group: Group, chunks: Sequence[Tensor]) -> Tensor:
-    """N chunks -> the complete sum of chunk `rank`. The partial sums live in buffers of their own."""
+def _reduce(group: Group, chunks: Sequence[Tensor], op: Op) -> Tensor:
+    """N chunks -> chunk `rank`, reduced. The partial sums live in buffers of their own."""
     rank, ranks = group.rank, group.size
     partial = chunks[rank - 1]  # Python's -1 is the ring's wrap-around
     for step in range(1, ranks):
         mine = chunks[(rank - 1 - step) % ranks]
         arriving = torch.empty_like(mine)
         _shift(group, partial, arriving)
-        partial = arriving.add_(mine)
-    return partial
+        partial = combine(arriving, mine, op)
+    return divide(partial, ranks, op)
 
 
 def _gather(group: Group, chunks: Sequence[Tensor]) -> None:

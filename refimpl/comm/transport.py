@@ -72,6 +72,10 @@ class Transport(ABC):
         """Return when a transfer of torch.distributed is done; what is under way here goes on meanwhile."""
         handle.wait()
 
+    def crossed_behind(self) -> int:
+        """Bytes over slow links of the collectives that have ended since it was asked last, if begun by others."""
+        return 0
+
     def scratch(self) -> list[Tensor]:
         """Buffers kept between calls."""
         return []

@@ -97,6 +97,7 @@ def initialize(
         mpu, dist_init_required, collate_fn, config, config_params, mesh_param,
     )  # fmt: skip
     utils.groups.adopt(made[0].axes)
+    comm.adopt(made[0])
     checkpointing.adopt(made[0].config.activation_checkpointing)
     return made
 

@@ -1,7 +1,8 @@
 """`deepspeed.comm`: torch.distributed's collectives under DeepSpeed's names, and `init_distributed`.
 
 Where DeepSpeed's function is torch's, it is torch's here. Without a launcher `init_distributed` makes a world of one,
-in which every collective works. Bytes are counted by an engine's own ledger (`engine.group.ledger`), not here.
+in which every collective works. Calls, and an engine's, are logged where `comms_logger` or `configure` asks for it;
+bytes sent are counted by an engine's own ledger (`engine.group.ledger`).
 DeepSpeed: deepspeed/comm/comm.py and deepspeed/comm/torch.py.
 """
 
@@ -20,38 +21,54 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from refimpl import launch
 from refimpl.deepspeed.accelerator import get_accelerator
+from refimpl.deepspeed.timed import timed_op
+from refimpl.deepspeed.utils.comms_logging import CommsLogger
+from refimpl.engine.engine import Engine
+from refimpl.measure.comms_log import CommsLog
 
 default_pg_timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
 
 
-def _same(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's function, which also takes DeepSpeed's three arguments for its log and ignores them."""
+comms_logger = CommsLogger()  # the functions here take no object that could hold it
+_timed = functools.partial(timed_op, comms_logger)
+
+all_reduce = _timed(dist.all_reduce, "all_reduce")
+inference_all_reduce = _timed(dist.all_reduce, "inference_all_reduce", "all_reduce")
+all_gather = _timed(dist.all_gather, "all_gather")
+# torch 2.13 has renamed these two and warns about the old names, 2.11 has only those.
+all_gather_into_tensor = _timed(
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, "all_gather_into_tensor"
+)
+reduce_scatter_tensor = _timed(
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, "reduce_scatter_tensor"
+)
+allgather_fn, reduce_scatter_fn = all_gather_into_tensor, reduce_scatter_tensor
+reduce_scatter = _timed(dist.reduce_scatter, "reduce_scatter")
+all_to_all_single = _timed(dist.all_to_all_single, "all_to_all_single")
+all_to_all = _timed(dist.all_to_all, "all_to_all")
+broadcast = _timed(dist.broadcast, "broadcast")
+reduce = _timed(dist.reduce, "reduce")
+gather = _timed(dist.gather, "gather")
+scatter = _timed(dist.scatter, "scatter")
+send, recv = _timed(dist.send, "send"), _timed(dist.recv, "recv")
+isend, irecv = _timed(dist.isend, "isend"), _timed(dist.irecv, "irecv")
+barrier = _timed(dist.barrier, "barrier")
+monitored_barrier = _timed(dist.monitored_barrier, "monitored_barrier")
+
+
+def _unlogged(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's function, which also takes DeepSpeed's arguments for its log: an object has no size to log."""
 
     @functools.wraps(torchs)
-    def call(*args: Any, prof: bool = False, log_name: str = "", debug: str = "", **kwargs: Any) -> Any:
+    def call(*args: Any, prof: bool = False, log_name: str = "", debug: Any = "", **kwargs: Any) -> Any:
         return torchs(*args, **kwargs)
 
     return call
 
 
-all_reduce = inference_all_reduce = _same(dist.all_reduce)
-all_gather = _same(dist.all_gather)
-# torch 2.13 has renamed these two and warns about the old names, 2.11 has only those.
-all_gather_into_tensor = _same(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
-reduce_scatter_tensor = _same(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)
-allgather_fn, reduce_scatter_fn = all_gather_into_tensor, reduce_scatter_tensor
-reduce_scatter = _same(dist.reduce_scatter)
-all_to_all_single = _same(dist.all_to_all_single)
-broadcast = _same(dist.broadcast)
-reduce = _same(dist.reduce)
-gather = _same(dist.gather)
-scatter = _same(dist.scatter)
-send, recv, isend, irecv = map(_same, (dist.send, dist.recv, dist.isend, dist.irecv))
-barrier = _same(dist.barrier)
-monitored_barrier = _same(dist.monitored_barrier)
-all_gather_object = _same(dist.all_gather_object)
-broadcast_object_list = _same(dist.broadcast_object_list)
-gather_object = _same(dist.gather_object)
+all_gather_object = _unlogged(dist.all_gather_object)
+broadcast_object_list = _unlogged(dist.broadcast_object_list)
+gather_object = _unlogged(dist.gather_object)
 
 is_available = dist.is_available
 is_initialized = dist.is_initialized
@@ -116,21 +133,14 @@ def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def all_to_all(
-    output_tensor_list: list[Tensor],
-    input_tensor_list: list[Tensor],
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Any:
-    """Tensor i of every rank to rank i, as torch's."""
-    return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
-
-
-def all_reduce_coalesced(
+def _each_all_reduce(
     tensors: list[Tensor], op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> list[Any]:
     """`all_reduce` of each tensor; their handles."""
     return [dist.all_reduce(tensor, op, group, async_op) for tensor in tensors]
+
+
+all_reduce_coalesced = _timed(_each_all_reduce, "all_reduce_coalesced", "all_reduce")
 
 
 def all_gather_coalesced(
@@ -154,15 +164,66 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
     return init_device_mesh(get_accelerator()._name, mesh_shape, mesh_dim_names=mesh_dim_names)
 
 
-def configure(*args: Any, **kwargs: Any) -> None:
-    """DeepSpeed's log of collectives is configured by `comms_logger` in the JSON file."""
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: list[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Turn the log of collectives on or off, or change what it does; what is None stays.
+
+    `deepspeed_config`: an object with `comms_logger`, such as `engine.config`. An engine's file does it by itself.
+    """
+    if deepspeed_config is not None:
+        comms_logger.configure(getattr(deepspeed_config, "comms_config", deepspeed_config))
+    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    for name, value in given.items():
+        if value is not None:
+            setattr(comms_logger, name, value)
+
+
+def adopt(engine: Engine) -> None:
+    """From now on the engine's collectives are logged here, and those of its start are."""
+    ledger = engine.axes.world.ledger
+    if isinstance(ledger.log, CommsLog) and ledger.log is not comms_logger:
+        comms_logger.configure(engine.config)
+        comms_logger.take(ledger.log)
+    ledger.log = comms_logger
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Say where the table is: an engine counts its own collectives."""
-    if get_rank() == 0:
-        print("comm.log_summary: see engine.group.ledger.table(), or comms_logger.enabled in the configuration")
-    return {} if return_dict else None
+    """Rank 0 prints the table of the collectives that were logged; see `CommsLog.log_all`. On every rank.
+
+    All ranks get their own numbers, if `return_dict`.
+    """
+    if _joined():
+        barrier(log_name="log_summary_barrier")
+    found = comms_logger.log_all(get_rank() == 0, show_straggler, return_dict)
+    if _joined():
+        barrier(log_name="log_summary_barrier")
+    return found
+
+
+def reset_log() -> None:
+    """Forget what was logged."""
+    comms_logger.reset_data()
+
+
+def has_comm_data() -> bool:
+    """Whether anything was logged."""
+    return comms_logger.has_data()
+
+
+def get_comm_operation_count() -> int:
+    """How many calls were logged."""
+    return comms_logger.get_total_operations()
+
+
+def get_logged_comm_ops() -> list[str]:
+    """The names that calls were logged under."""
+    return comms_logger.get_operation_names()
 
 
 def _joined() -> bool:

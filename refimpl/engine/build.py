@@ -28,11 +28,14 @@ from refimpl.engine.homes import with_homes
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.monitor import Monitor
 from refimpl.engine.names import optimizer_named, schedule_named
+from refimpl.engine.plus import with_plus
 from refimpl.engine.sections import Optimizer as OptimizerSection
 from refimpl.engine.sections import Scheduler as SchedulerSection
 from refimpl.engine.sections import SparseAttention as SparseSection
+from refimpl.measure.comms_log import CommsLog
 from refimpl.model.patterns.named import pattern_named
 from refimpl.model.sparse_swap import make_sparse
+from refimpl.optim.travelling import Travelling
 from refimpl.parallel.pipeline.module import PipelineModule
 from refimpl.zero.ddp import DDP
 from refimpl.zero.parameter import place
@@ -89,6 +92,9 @@ def build(
     settings = load_config(config, world_size=axes.feeds, model=model, rank=rank)
     check_layout(settings, axes, isinstance(model, PipelineModule))
     check_agreed(settings, axes)
+    if settings.comms_logger.enabled:
+        log = settings.comms_logger
+        axes.world.ledger.log = CommsLog(True, log.verbose, log.prof_all, log.prof_ops, log.debug)
     if settings.log_level is not None:
         logging.getLogger("refimpl").setLevel(settings.log_level)
     if settings.dump_state and rank == 0:
@@ -113,7 +119,7 @@ def build(
     zero = settings.zero_config()
     flagged = tuple(path for path, module in model.named_modules() if getattr(module, LEAF_FLAG, False))
     zero = replace(zero, leaf_modules=(*zero.leaf_modules, *flagged))
-    zero = with_homes(zero, settings, group.device)
+    zero = with_plus(with_homes(zero, settings, group.device), settings)
     experts = same_experts(model, ranks)
     if ranks.made and axes.across.size > 1:
         raise ConfigError("zero_optimization.mics_shard_size: experts are not replicated over nodes; leave it out")
@@ -125,13 +131,32 @@ def build(
     if axes.across.size > 1:
         stage.replicate(axes.across)
     if axes.model.size > 1:
-        stage.spans(axes.model, counted_elsewhere(model, axes))
+        copies = counted_elsewhere(model, axes)
+        check_whole(opt, axes, copies)
+        stage.spans(axes.model, copies)
     loader = None
     if dataset is not None:
         micro_batch, drop_last = settings.train_micro_batch_size_per_gpu, settings.dataloader_drop_last
         loader = make_dataloader(dataset, micro_batch, axes.feed, axes.feeds, drop_last, collate_fn)
     schedule_ = None if opt is None else make_scheduler(scheduler, settings.scheduler, opt)
     return Parts(settings, axes, model, stage, schedule_, loader, Monitor(settings, rank))
+
+
+def check_whole(optimizer: Optimizer | None, axes: Axes, copies: list[nn.Parameter]) -> None:
+    """ConfigError for an optimizer that would see parts where it needs whole parameters. A collective of one kind.
+
+    copies: see `counted_elsewhere`. A momentum that travels compressed would no longer be the same in all copies.
+    """
+    name, travels = type(optimizer).__name__, isinstance(optimizer, Travelling)
+    if axes.tensor.size > 1 and (travels or getattr(optimizer, "layerwise", False)):
+        raise ConfigError(
+            f"optimizer.type {name}: tensor ranks have parts of the layers that it treats as wholes; "
+            "set tensor_parallel.autotp_size to 1"
+        )
+    if travels and any(axes.model.all_gather_object(bool(copies))):
+        raise ConfigError(
+            f"optimizer.type {name}: pipeline stages that share a layer would not compress it alike; tie no layers"
+        )
 
 
 def sparse(model: nn.Module, section: SparseSection, axes: Axes) -> None:

@@ -20,7 +20,7 @@ from refimpl.engine.auto import resolve
 from refimpl.engine.batch import complete
 from refimpl.engine.compression import GradientCompression
 from refimpl.engine.keys import ConfigError, ConfigWarning
-from refimpl.engine.names import optimizer_named, schedule_named
+from refimpl.engine.names import ONE_BIT, optimizer_named, schedule_named
 from refimpl.engine.quote import quote
 from refimpl.engine.read import read_json
 from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler
@@ -100,7 +100,9 @@ class DeepSpeedConfig(section.Section):
     )
     pipeline: section.Pipeline = Field(default_factory=section.Pipeline, description="ranks that share the layers")
     checkpoint: section.Checkpoint = Field(default_factory=section.Checkpoint, description="checks of checkpoints")
-    comms_logger: section.CommsLogger = Field(default_factory=section.CommsLogger, description="report of the traffic")
+    comms_logger: section.CommsLogger = Field(
+        default_factory=section.CommsLogger, description="latencies of collectives"
+    )
     csv_monitor: section.CSVMonitor = Field(default_factory=section.CSVMonitor, description="metrics as CSV files")
     tensorboard: section.TensorBoard = Field(default_factory=section.TensorBoard, description="metrics for TensorBoard")
     wandb: section.WandB = Field(default_factory=section.WandB, description="metrics for Weights & Biases")
@@ -118,7 +120,21 @@ class DeepSpeedConfig(section.Section):
         if self.gradient_compression is not None and self.zero_optimization.stage > 1:
             raise ValueError(
                 f"gradient_compression: zero_optimization.stage {self.zero_optimization.stage} keeps no whole "
-                "gradient, and error feedback needs one: use stage 0 or 1, or zero_quantized_gradients"
+                "gradient, and error feedback needs one: use stage 0 or 1, or zero_quantized_gradients in stage 3"
+            )
+        name = "" if self.optimizer is None else self.optimizer.type
+        if self.gradient_compression is not None and name.lower() in ONE_BIT:
+            raise ValueError(f"gradient_compression: optimizer.type {quote(name)} compresses by itself; keep one")
+        return self
+
+    @model_validator(mode="after")
+    def check_one_bit(self) -> Self:
+        """What averages its momentum by itself needs all of it on every rank, as in DeepSpeed."""
+        stage, name = self.zero_optimization.stage, "" if self.optimizer is None else self.optimizer.type
+        if name.lower() in ONE_BIT and stage > 0:
+            raise ValueError(
+                f"optimizer.type = {quote(name)}: every rank averages and keeps all of the momentum: "
+                f"zero_optimization.stage must be 0, not {stage}"
             )
         return self
 

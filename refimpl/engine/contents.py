@@ -3,6 +3,7 @@
     weight/NAME     this rank's elements of a parameter, [n], fp32 where there are masters
     exp_avg/NAME    the same of the optimizer's state, whatever its keys are
     buffer/NAME     this rank's buffer, whole
+    error/NUMBER    what compression still owes on this rank, if something travels compressed
 
 Bytes: 12 a parameter with AdamW, in fp32 and bf16 alike (weights of low precision are the rounded masters), each once,
 so 12 Psi / N a rank, also in stage 0, where every rank has everything.
@@ -21,6 +22,7 @@ from refimpl.checkpoint.tensors import NAMES, Later
 from refimpl.checkpoint.tree import encode
 from refimpl.engine.state import TrainingState
 from refimpl.engine.whole import joined, portions
+from refimpl.optim.travelling import MASK
 from refimpl.zero.portable import parts, place_of
 
 COUNTERS = ("global_steps", "micro_steps", "global_samples")
@@ -104,9 +106,10 @@ def contents(
             states[part.name] = begins
     for name, buffer in engine.module.named_buffers():
         tensors[f"buffer/{saved(name)}"] = buffer
+    tensors |= {f"error/{name}": error for name, error in engine.stage.update.errors().items()}
     scheduler, scaler = engine.lr_scheduler, engine.stage.scaler
     plain = {
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in param_groups(engine)],
+        "groups": [{k: v for k, v in group.items() if k not in ("params", MASK)} for group in param_groups(engine)],
         "skipped_steps": engine.stage.skipped_steps,
         "scaler": None if scaler is None else scaler.state_dict(),
         "lr_scheduler": None if scheduler is None else dict(scheduler.state_dict()),

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from refimpl import launch
+from refimpl.comm import levels
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
 from refimpl.engine.build import MakeOptimizer, Parameters, build
@@ -100,4 +101,4 @@ def connect(dist_init_required: bool | None = None) -> Group:
             raise RuntimeError("dist_init_required=False, but torch.distributed is not initialised: leave it out")
         if launch.under_torchrun():
             launch.join()
-    return Group.world()
+    return levels.world()

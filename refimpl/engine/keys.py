@@ -51,6 +51,7 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "bf16.check_grad_overflow": ("a non-finite gradient on any rank always skips the step on all", [True]),
     "bf16.immediate_grad_update": ("gradients are always moved as backward makes them", [True]),
     "optimizer.params.max_grad_norm": ("set gradient_clipping instead", [0, None]),
+    "optimizer.params.cuda_aware": ("there is no MPI here: ranks talk over the engine's own groups", [False]),
     "optimizer.params.set_grad_none": ("gradients are always released after a step", [True]),
     "optimizer.params.fp32_optimizer_states": ("optimizer states stay in fp32", [True]),
     "optimizer.legacy_fusion": ("there is one optimizer implementation", [False]),
@@ -90,10 +91,6 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "checkpoint.writer.show_statistics": ("`refimpl bench checkpoint` measures a save", [False]),
     "checkpoint.parallel_write": ("every rank writes its own file", [{}]),
     "checkpoint.parallel_write.pipeline_stage": ("every rank writes its own file", [False]),
-    "comms_logger.verbose": ("the table shows every collective once", [False]),
-    "comms_logger.prof_all": ("the ledger counts every collective", [True]),
-    "comms_logger.prof_ops": ("the ledger counts every collective", [[]]),
-    "comms_logger.debug": ("collectives are named by op and tag", [False]),
 }
 
 # key -> (what it would take, values that pass in silence)
@@ -105,12 +102,6 @@ REJECTED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": (f"{NOT_YET}: parameters are all-gathered", [False]),
     "zero_optimization.stage3_allgather_sequential": (f"{NOT_YET}: parameters are gathered by module", [False]),
     "zero_optimization.stage3_partition_stream_chunk_size": (f"{NOT_YET}: parameters are partitioned whole", [0]),
-    "zero_optimization.zero_hpz_partition_size": (f"{NOT_YET}: ZeRO++ hierarchical partitions", [0, 1]),
-    "zero_optimization.zero_quantized_weights": (f"{NOT_YET}: ZeRO++ quantised gathers", [False]),
-    "zero_optimization.zero_quantized_nontrainable_weights": (f"{NOT_YET}: ZeRO++ quantised gathers", [False]),
-    "zero_optimization.zero_quantized_gradients": (f"{NOT_YET}: ZeRO++ quantised reduction", [False]),
-    "zero_optimization.zeropp_loco_param": (f"{NOT_YET}: ZeRO++ error feedback", [None]),
-    "zero_optimization.mics_hierarchical_params_gather": (f"{NOT_YET}: MiCS", [False]),
     "zero_optimization.save_muon_momentum_buffer_in_memory": (f"{NOT_YET}: the Muon optimizer", [False]),
     "zero_optimization.offload_optimizer.super_offload": (f"{NOT_YET}: SuperOffload", [False]),
     "zero_optimization.offload_optimizer.convert_grad_on_cpu": (f"{NOT_YET}: gradients travel as they are", [False]),

@@ -17,11 +17,17 @@ from refimpl.engine.keys import NOT_YET, ConfigError, Key
 from refimpl.engine.quote import quote
 from refimpl.optim import schedule
 from refimpl.optim.adam import Adam
+from refimpl.optim.lamb import Lamb
 from refimpl.optim.lion import Lion
+from refimpl.optim.one_bit_adam import OneBitAdam
+from refimpl.optim.one_bit_lamb import OneBitLamb
+from refimpl.optim.zero_one_adam import ZeroOneAdam
 
-OWN_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
+ONE_BIT = {"onebitadam": OneBitAdam, "zerooneadam": ZeroOneAdam, "onebitlamb": OneBitLamb}
+BUILT: Mapping[str, Callable[..., Optimizer]] = {"lion": Lion, "lamb": Lamb, **ONE_BIT}
+OWN_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "SGD", "Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 OWN_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-LATER = ("Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon", "MuAdam", "MuAdamW", "MuSGD")
+LATER = ("Muon", "MuAdam", "MuAdamW", "MuSGD")
 
 
 def optimizer_problem(name: object) -> str | None:
@@ -51,8 +57,8 @@ def optimizer_named(name: str, params: Mapping[str, Any]) -> tuple[Callable[...,
     `bias_correction` false is the one thing that torch's Adam lacks.
     """
     options, kind = dict(params), name.lower()
-    if kind == "lion":
-        return Lion, options
+    if kind in BUILT:
+        return BUILT[kind], options
     if kind not in ("adam", "adamw"):
         return next(c for c in _classes(torch.optim, Optimizer).values() if c.__name__.lower() == kind), options
     switches = {
@@ -79,7 +85,11 @@ def schedule_named(name: str) -> Callable[..., Any]:
 
 def named() -> list[Key]:
     """Rows of the table of answers for the names that DeepSpeed knows."""
-    rows = [Key(f"optimizer.type: {name}", "honoured", "sharded in every stage") for name in OWN_OPTIMIZERS]
+    apart = "stage 0, as in DeepSpeed: after its warm-up one bit an element travels in the gradients' place"
+    rows = [
+        Key(f"optimizer.type: {name}", "honoured", apart if name.lower() in ONE_BIT else "sharded in every stage")
+        for name in OWN_OPTIMIZERS
+    ]
     rows += [Key(f"optimizer.type: {name}", "rejected", NOT_YET) for name in LATER]
     for name in OWN_SCHEDULES:
         summary = (getattr(schedule, name).__doc__ or "").splitlines()[0]

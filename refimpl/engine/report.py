@@ -29,7 +29,7 @@ class Report:
         self._before: dict[str, int] = {}  # bytes by class before the update
         # Asked of the configuration: only rank 0 has writers, but every rank adds its loss to the mean.
         self.watched = any(m.enabled for m in (self.config.csv_monitor, self.config.tensorboard, self.config.wandb))
-        breakdown = self.config.wall_clock_breakdown or self.config.memory_breakdown or self.config.comms_logger.enabled
+        breakdown = self.config.wall_clock_breakdown or self.config.memory_breakdown
         self.every = self.config.steps_per_print or (1 if breakdown else None)
 
     def time(self, name: str) -> AbstractContextManager[None]:
@@ -70,8 +70,6 @@ class Report:
         if self.config.memory_breakdown:
             for when, sizes in (("before", self._before), ("after", self.meter.now())):
                 print(f"bytes {when} step | " + " | ".join(f"{name}: {size}" for name, size in sizes.items()))
-        if self.config.comms_logger.enabled:
-            print(f"sent by rank 0 in step {step}:\n{self.group.ledger.table().to_string(index=False)}")
 
 
 def mean_loss(group: Group, losses: list[Tensor]) -> Tensor:

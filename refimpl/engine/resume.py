@@ -5,9 +5,9 @@ ever holds a whole copy, and nothing is sent. What must be the same is what a st
 shapes, the optimizer's kind and number of groups, the schedule's kind. Everything that can be known to fail is checked
 first, on every rank: an engine that could not be resumed is as it was.
 
-Per rank and so of the same number of ranks alone: random states, buffers, client_state. A rank that the saving run did
-not have takes rank 0's client_state and buffers and keeps its random state. The position in the data is counted over
-all ranks and goes anywhere.
+Per rank and so of the same number of ranks alone: random states, buffers, client_state, what compression owes. A rank
+that the saving run did not have takes rank 0's client_state and buffers and keeps its random state. The position in the
+data is counted over all ranks and goes anywhere.
 DeepSpeed: `_load_checkpoint` in deepspeed/runtime/engine.py, for the same world size; for another one a checkpoint is
 converted first (ds_to_universal.py) and loaded with checkpoint.load_universal, which is what every load does here.
 """
@@ -173,6 +173,7 @@ def restore_training(engine: TrainingState, folder: Folder, wanted: Wanted, grou
     engine.stage.update.skipped_steps = folder.value(0, "skipped_steps")
     rank = engine.axes.world.rank
     restore_errors(engine, folder)
+    restore_compression(engine, folder)
     if wanted.random and rank < folder.ranks and (state := folder.value(rank, "random")) is not None:
         random_state.put(state, engine.group.device)
     if engine.axes.tensor.size > 1:
@@ -187,6 +188,17 @@ def restore_training(engine: TrainingState, folder: Folder, wanted: Wanted, grou
 
 
 def restore_errors(engine: TrainingState, folder: Folder) -> None:
+    """What compression still owed on this rank, if the run was of as many ranks; see `OneBitUpdate`."""
+    rank, saved = engine.axes.world.rank, dict[str, Tensor]()
+    if folder.ranks == engine.axes.world.size and engine.stage.update.errors():
+        reader = folder.reader(rank)
+        saved = {
+            name.removeprefix("error/"): reader.tensor(name) for name in reader.names() if name.startswith("error/")
+        }
+    engine.stage.update.restore_errors(saved)
+
+
+def restore_compression(engine: TrainingState, folder: Folder) -> None:
     """What this rank had not sent yet of its compressed gradients: of as many ranks alone."""
     if engine.stage.compressed is None:
         return

@@ -196,6 +196,15 @@ class AsyncIO(Section):
     overlap_events: bool = Field(default=True, description="false: one request at a time")
 
 
+class LoCoParam(Section):
+    """How what quantised gradients lose comes back."""
+
+    err_beta: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.8, description="how much of the error so far stays in its moving average"
+    )
+    reset_T: Positive = Field(default=1024, description="steps after which the error is dropped")
+
+
 class ZeroOptimization(Section):
     """What is sharded and how it is communicated."""
 
@@ -236,6 +245,20 @@ class ZeroOptimization(Section):
     mics_shard_size: int = Field(
         default=-1, description="ranks that state is divided over; the others hold the same; -1: over all"
     )
+    mics_hierarchical_params_gather: bool = Field(
+        default=False, description="gather between nodes first, then inside them; without mics_shard_size too"
+    )
+    zero_quantized_weights: bool = Field(default=False, description="gathers of parameters carry int8")
+    zero_quantized_nontrainable_weights: bool = Field(
+        default=False, description="shards of frozen parameters rest as int8, and travel so"
+    )
+    zero_hpz_partition_size: Count = Field(
+        default=1, description="neighbours that share a second shard, gathered from until the next update; 0: as 1"
+    )
+    zero_quantized_gradients: bool = Field(
+        default=False, description="gradients are reduced in two hops of int4, inside nodes and between them"
+    )
+    zeropp_loco_param: LoCoParam | None = Field(default=None, description="what quantised gradients lose comes back")
     ignore_unused_parameters: bool = Field(default=True, description="unused parameters count as zero gradients")
     leaf_module: LeafModule = Field(default_factory=LeafModule, description="modules gathered as one unit")
 
@@ -327,9 +350,15 @@ class Checkpoint(Section):
 
 
 class CommsLogger(Section):
-    """Report what the ledger counted."""
+    """Log the size and latency of every collective; `deepspeed.comm.log_summary()` prints the table."""
 
-    enabled: bool = Field(default=False, description="print the ledger's calls and bytes by collective")
+    enabled: bool = Field(default=False, description="log collectives; each is waited for at once, nothing overlaps")
+    verbose: bool = Field(default=False, description="rank 0 prints each one, too")
+    prof_all: bool = Field(default=True, description="log all of them; false: those that prof_ops names")
+    prof_ops: list[str] = Field(
+        default_factory=list, description="names of collectives, of the ledger's tags, or a call's own log_name"
+    )
+    debug: bool = Field(default=False, description="name the function that called")
 
 
 class CSVMonitor(Section):

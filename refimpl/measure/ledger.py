@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 if TYPE_CHECKING:
     import pandas as pd
 
+    from refimpl.measure.comms_log import CommsLog
+
 Phase = Literal["start", "end", "mark"]
 Entry = tuple[Phase, str, str, int, int, int]  # the fields of an `Event`
 
@@ -38,6 +40,7 @@ class Total:
 
     calls: int = 0
     sent_bytes: int = 0
+    crossed_bytes: int = 0  # of what was really sent: over slow links, to other nodes
 
 
 class Ledger:
@@ -46,6 +49,8 @@ class Ledger:
     `sent_bytes`, `calls` and `table` are exact over everything since `reset`. `events` is a list that forgets: it holds
     the last `keep` events at least (an eighth more before the oldest go), so that a long training does not fill memory.
     """
+
+    log: "CommsLog | None" = None  # who also wants to know each collective's latency: see `CommsLog`
 
     def __init__(self, keep: int = 100_000, timed: bool = False) -> None:
         """ValueError if keep < 1."""
@@ -79,6 +84,10 @@ class Ledger:
             if len(self._spans) > self.keep:
                 del self._spans[next(iter(self._spans))]
         self._append(("end", begun[1], begun[2], call, 0, time.perf_counter_ns()))
+
+    def cross(self, op: str, crossed_bytes: int, tag: str = "") -> None:
+        """So many bytes of a collective under way go over a slow link (see `refimpl.comm.link`)."""
+        self._totals.setdefault((op, tag), Total()).crossed_bytes += crossed_bytes
 
     def mark(self, name: str) -> None:
         """A named instant, so that its place among the collectives can be compared."""
@@ -118,6 +127,13 @@ class Ledger:
         for (op, tag), total in self._totals.items():
             sums[tag if by == "tag" else op] += total.sent_bytes
         return dict(sums)
+
+    def crossed_bytes(self, by: Literal["op", "tag"] = "op") -> dict[str, int]:
+        """Bytes this rank sent over slow links, summed by collective or by tag; without those that sent none there."""
+        sums: Counter[str] = Counter()
+        for (op, tag), total in self._totals.items():
+            sums[tag if by == "tag" else op] += total.crossed_bytes
+        return {name: size for name, size in sums.items() if size}
 
     def calls(self, by: Literal["op", "tag"] = "op") -> dict[str, int]:
         """Number of collectives started, by collective or by tag."""

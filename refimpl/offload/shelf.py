@@ -74,6 +74,10 @@ class Shelf:
                 self.disk.arrived(record)
                 self.disk.send(record, values[first - start : end - start], self.dtype)
 
+    def tensors(self) -> Sequence[Tensor]:
+        """What of it is in memory: nothing."""
+        return ()
+
     def _ends(self) -> list[int]:
         return [*(start for start, _ in self.runs[1:]), *([self.numel] if self.runs else [])]
 

@@ -25,6 +25,7 @@ from refimpl.ranks.errors import Failed, RankError, RankTimeout, end_of_grace, f
 from refimpl.ranks.meet import devices_of
 from refimpl.ranks.rank import Rank, Setup
 from refimpl.ranks.server import FROZEN, PRELOAD
+from refimpl.ranks.silence import Silence
 from refimpl.ranks.stand import Lonely, lines, stand
 from refimpl.ranks.travel import dumps, loads
 
@@ -89,6 +90,7 @@ class World:
     ) -> list[T]:
         """fn(*args) on every rank; see `launch.run`. on_output(rank, "stdout" | "stderr", text) replaces printing.
 
+        Time that the machine had no CPU for the ranks does not count (`silence.py`).
         alone: RankTimeout as soon as some ranks have returned and the others have stood in the same collective for
         that many seconds, in which nobody will join them. KeyboardInterrupt carries where each rank stands as a note.
         """
@@ -154,15 +156,14 @@ class World:
         failures: list[Failed] = []
         pending = set(range(self.setup.ranks))
         patience = math.inf if timeout is None else timeout
-        heard = time.monotonic()
-        lonely = Lonely(alone)
+        silence, lonely = Silence(self.processes, patience), Lonely(alone)
         try:
-            while pending and time.monotonic() < (end := end_of_grace(failures) if failures else heard + patience):
-                for rank, kind, value in self._messages(pending, min(end, lonely.asks_at(heard, results))):
+            while pending and time.monotonic() < (end := end_of_grace(failures) if failures else silence.ends):
+                for rank, kind, value in self._messages(pending, min(end, lonely.asks_at(silence.began, results))):
                     if kind in ("stdout", "stderr"):
                         on_output(rank, kind, value)  # no sign of life: what prints without end is a hang too
                         continue
-                    heard = time.monotonic()
+                    silence.broken()
                     if kind == "report":
                         if on_report:
                             on_report(rank, value)
@@ -172,7 +173,7 @@ class World:
                             results[rank] = value
                         else:
                             failures.append(failed(rank, value))
-                if pending and not failures and time.monotonic() >= lonely.asks_at(heard, results):
+                if pending and not failures and time.monotonic() >= lonely.asks_at(silence.began, results):
                     lonely.refuse(self._stand(pending))
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(lines(self._stand(pending)))

@@ -55,6 +55,7 @@ class ByName:
         elif bucket is not None:
             for flat in self.copies(bucket):
                 put(bucket, flat, p, value)
+            bucket.changed()
         if bucket is None:
             DATA.__get__(p).copy_(value)
         elif bucket in self.update.masters and (self.update.is_away() or bucket.shelf is not None):
@@ -171,6 +172,7 @@ class ByName:
             self.update.restore(bucket, flat)
         elif bucket.shelf is not None:
             bucket.shelf.write(0, flat)
+        bucket.changed()
 
     def copies(self, bucket: Bucket) -> list[Tensor]:
         """Every buffer here that holds the weights of a bucket."""

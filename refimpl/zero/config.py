@@ -14,6 +14,20 @@ from refimpl.offload.homes import Disk, Host
 
 
 @dataclass(frozen=True)
+class LoCo:
+    """How what quantised gradients lose is kept: see `refimpl.zero.loco`."""
+
+    err_beta: float = 0.8  # how much of the error so far stays in its moving average
+    reset_T: int = 1024  # steps after which the error is dropped
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.err_beta < 1:
+            raise ValueError(f"zeropp_loco_param.err_beta = {self.err_beta}: must be at least 0 and less than 1")
+        if not isinstance(self.reset_T, int) or self.reset_T < 1:
+            raise ValueError(f"zeropp_loco_param.reset_T = {self.reset_T}: must be at least 1 step, whole")
+
+
+@dataclass(frozen=True)
 class ZeroConfig:
     """Every stage reads the first part; only ZeRO-3 reads the second."""
 
@@ -47,6 +61,12 @@ class ZeroConfig:
     module_granularity_threshold: int = 0  # gather whole what has fewer parameters for each module inside
     parameter_home: Disk | None = None  # where sharded parameters rest; None: on the device
     max_in_host: int = 0  # elements of shards that stay in memory all the same
+    zero_quantized_weights: bool = False  # gathers carry int8
+    zero_quantized_nontrainable_weights: bool = False  # frozen shards rest as int8, and travel so
+    zero_hpz_partition_size: int = 1  # neighbours that share a second shard, gathered from until the next update
+    zero_quantized_gradients: bool = False  # two hops of int4 in place of a reduce-scatter
+    zeropp_loco_param: LoCo | None = None  # what those lose comes back
+    mics_hierarchical_params_gather: bool = False  # gather between nodes first, then inside
     check_order: bool = True  # name ranks that take different paths; costs a message where a path is new
 
     def __post_init__(self) -> None:
@@ -56,6 +76,7 @@ class ZeroConfig:
         if self.compression is not None and not isinstance(self.compression, Compression):
             raise TypeError(f"ZeroConfig.compression = {self.compression!r}: give Compression(TopK(0.01)), or None")
         self._check_homes()
+        self._check_plus()
         if self.parameter_home is not None and self.optimizer_home is None:
             raise ValueError("ZeroConfig.parameter_home needs an optimizer_home: what is updated must rest somewhere")
         if self.gradient_home is not None and self.optimizer_home is None:
@@ -79,6 +100,29 @@ class ZeroConfig:
             raise ValueError(f"ZeroConfig.offload_ratio = {self.offload_ratio}: must be between 0 and 1")
         if self.max_in_host < 0:
             raise ValueError(f"ZeroConfig.max_in_host = {self.max_in_host}: must not be negative")
+
+    def asks_for_plus(self) -> list[str]:
+        """The keys of ZeRO++ and MiCS that are set, by name."""
+        return [
+            name
+            for name, off in (
+                ("zero_quantized_weights", False), ("zero_quantized_nontrainable_weights", False),
+                ("zero_hpz_partition_size", 1), ("zero_quantized_gradients", False), ("zeropp_loco_param", None),
+                ("mics_hierarchical_params_gather", False),
+            ) if getattr(self, name) != off
+        ]  # fmt: skip
+
+    def _check_plus(self) -> None:
+        size = self.zero_hpz_partition_size
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"ZeroConfig.zero_hpz_partition_size = {size}: must be at least 1 rank, whole")
+        if size > 1 and self.parameter_home is not None:
+            raise ValueError(
+                "ZeroConfig.zero_hpz_partition_size keeps second shards in memory; leave parameter_home out "
+                "(offload_param)"
+            )
+        if self.zeropp_loco_param is not None and not self.zero_quantized_gradients:
+            raise ValueError("ZeroConfig.zeropp_loco_param is of quantised gradients: set zero_quantized_gradients")
 
     def _check_delayed(self) -> None:
         if self.optimizer_home is None or self.offload_ratio < 1:

@@ -83,6 +83,9 @@ class Bucket:
     def free(self) -> None:
         """Nothing: `full` stays, here. See `Unit`."""
 
+    def changed(self) -> None:
+        """What the ranks own was written from outside: nothing to do, here. See `Unit`."""
+
     def now(self) -> Tensor:
         """This rank's shard, in memory. -> [S]"""
         return self.mine

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from refimpl.comm import levels
 from refimpl.comm.group import Group
 from refimpl.zero.saved import StateDicts
 from refimpl.zero.unit import Unit, unit_of, whole
@@ -30,7 +31,7 @@ class Init:
 
     def __enter__(self) -> "Init":
         if self.enabled:
-            self.group = self.group or Group.world()
+            self.group = self.group or levels.world()
             for cls in _subclasses(nn.Module):
                 if "__init__" in vars(cls):
                     self._wrap(cls)

@@ -9,7 +9,8 @@ Masters of low precision get a slice every 4M elements. The gradient of each is 
 to 32 MB glibc keeps what is freed for the next step; a larger block is faulted in anew, which takes ten times as long.
 
 An optimizer that is not element-wise (LBFGS, Muon, Adafactor) needs whole parameters: where every rank has them all
-(DDP) it gets one slice a parameter, in the parameter's shape.
+(DDP) it gets one slice a parameter, in the parameter's shape. One that needs only norms of whole parameters (LAMB)
+gets in a shard what the shard has of each, and the norms by `WholeSquares`.
 """
 
 import inspect
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from refimpl.optim.travelling import Travelling
 from refimpl.zero.flat import ALIGN, Bucket
 from refimpl.zero.parameter import DATA, GRAD
 
@@ -55,6 +57,7 @@ class Slice:
     start: int
     end: int
     param: SliceParameter
+    whole: nn.Parameter | None = None  # of which it is all that is here, for an optimizer that wants norms
 
 
 class Slices:
@@ -69,9 +72,10 @@ class Slices:
         self.gradient_of: Callable[[nn.Parameter, Bucket, int, int], Tensor | None] | None = None  # see `GradientView`
         self.apart: set[nn.Parameter] = set()  # were once left alone, and have borders of their own since
         self._applying = False  # from `hand_out` to `release_gradients`: then a slice's grad is what it was handed
+        self.layerwise = bool(getattr(self.kind, "layerwise", False))  # element-wise but for norms of whole parameters
         if optimizer is None:
             return
-        self.elementwise = is_elementwise(self.kind) or allow_untested
+        self.elementwise = (is_elementwise(self.kind) or allow_untested) and not self.layerwise
         if any(has_stepped(state) for state in optimizer.state.values()):
             raise ValueError(
                 f"{self.kind.__name__} has already taken steps: build the stage first, then load its state"
@@ -100,14 +104,22 @@ class Slices:
             inner = self._borders(bucket) if bucket.dtype != master.dtype else []
             cuts = [0, *(inner if most is None else range(most, master.numel(), most)), master.numel()]
             return [self._slice(bucket, a, b, master[a:b]) for a, b in pairwise(cuts)]
+        if master.numel() != bucket.padded and self.layerwise:
+            spans = [(*bucket.span(p), p) for p in bucket.params]
+            return [self._slice(bucket, a, b, master[a:b], p) for a, b, p in spans if a < b]
+        if master.numel() != bucket.padded and isinstance(self.optimizer, Travelling):
+            raise TypeError(
+                f"{self.kind.__name__} averages its momentum over the ranks by itself, and needs all of it on each: "
+                "use DDP (ZeRO stage 0), as in DeepSpeed"
+            )
         if master.numel() != bucket.padded:
             raise TypeError(
                 f"{self.kind.__name__} is not known to be element-wise: on a shard it would compute something else. "
-                f"Known: {', '.join(k.__name__ for k in ELEMENTWISE)}, Lion. Use DDP (stage 0), or, if every element's "
-                "update depends on that element alone, set allow_untested_optimizer=True "
+                f"Known: {', '.join(k.__name__ for k in ELEMENTWISE)}, Lion, Lamb. Use DDP (stage 0), or, if every "
+                "element's update depends on that element alone, set allow_untested_optimizer=True "
                 "(zero_allow_untested_optimizer), or `elementwise = True` on its class"
             )
-        return [self._slice(bucket, at, at + p.numel(), bucket.piece(master, p)) for p, at in bucket.offset.items()]
+        return [self._slice(bucket, at, at + p.numel(), bucket.piece(master, p), p) for p, at in bucket.offset.items()]
 
     def _borders(self, bucket: Bucket) -> list[int]:
         """Where to cut a long master: before parameters, where ALIGN allows it, so that the bits stay the same."""
@@ -118,7 +130,7 @@ class Slices:
                 cuts.append(begin)
         return [cut for cut in cuts[1:] if cut < end]
 
-    def _slice(self, bucket: Bucket, start: int, end: int, memory: Tensor) -> Slice:
+    def _slice(self, bucket: Bucket, start: int, end: int, memory: Tensor, whole: nn.Parameter | None = None) -> Slice:
         param = SliceParameter(memory, requires_grad=False)
         this = weakref.ref(param)  # no cycle: it must go when it is cut in two
 
@@ -129,7 +141,7 @@ class Slices:
             return self.gradient_of(p, bucket, start, end)
 
         param.shows = shows
-        return Slice(start, end, param)
+        return Slice(start, end, param, whole)
 
     def _enlist(self, index: int, params: list[SliceParameter]) -> None:
         """Add params to the optimizer's group. Where state is made by the constructor (Adagrad), a new one makes it."""
@@ -255,6 +267,8 @@ class Slices:
     def restore(self, group_of: dict[nn.Parameter, int]) -> None:
         """Point the optimizer at the model's own parameters again, without state."""
         if self.optimizer is not None:
+            for hook in ("whole_squares", "exchange"):
+                vars(self.optimizer).pop(hook, None)
             self.optimizer.state.clear()
             for i, group in enumerate(self.optimizer.param_groups):
                 group["params"][:] = [p for p, index in group_of.items() if index == i]
@@ -298,7 +312,7 @@ class Slices:
         for bucket, cuts in zip(self.of, state["cuts"], strict=True):
             for at in cuts:
                 self.cut(bucket, at)
-            if len(self.of[bucket]) != 1 + len(cuts):
+            if len(self.of[bucket][1:]) != len(cuts):
                 raise ValueError(
                     "this optimizer state was saved from other slices: offload_ratio, sub_group_size or the home "
                     "differ; a checkpoint of the engine goes from any to any"

@@ -23,8 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from refimpl.comm import levels
 from refimpl.comm.group import Group
 from refimpl.optim.loss_scale import LossScaler
+from refimpl.optim.travelling import Travelling
 from refimpl.zero.access import ByName
 from refimpl.zero.backward import BackwardPass, in_backward
 from refimpl.zero.beyond import Beyond
@@ -39,6 +41,7 @@ from refimpl.zero.grad_view import GradientView
 from refimpl.zero.gradients import Gradients, Reduction
 from refimpl.zero.held import Held
 from refimpl.zero.offloaded import OffloadedUpdate
+from refimpl.zero.one_bit import OneBitUpdate, Reduce, unless_local
 from refimpl.zero.outputs import tensors_of
 from refimpl.zero.owned import take_over
 from refimpl.zero.parameter import DATA, Freed, Hook, Managed, stage_of, take_raw_grad, untraced
@@ -69,7 +72,7 @@ class Stage(Changing, ByName, Held, ABC):
         `experts`: the parameters that only some ranks of `group` have, and which ones: see experts.py.
         """
         self.model = model if isinstance(model, nn.Module) else nn.ParameterList(model)
-        self.group, self.config, self.given_scaler = group or Group.world(), config or ZeroConfig(), scaler
+        self.group, self.config, self.given_scaler = group or levels.world(), config or ZeroConfig(), scaler
         if self.config.gradient_home is not None and not self.reduces_always:
             raise ValueError(
                 f"gradient_home: {type(self).__name__} keeps whole gradients on every rank; shards rest elsewhere from "
@@ -100,9 +103,14 @@ class Stage(Changing, ByName, Held, ABC):
         self.buffers = Buffers(self.model, self.group, self.config.broadcast_buffers, left_out)
         self.thawed: dict[nn.Parameter, None] = {}  # to be trained from the next pass on; an ordered set
         self.compressed = Compressed(self, self.config.compression) if self.config.compression else None
-        reduce, config = self.reduce, self.config
+        reduce: Reduce = self.reduce
+        config = self.config
         if self.compressed is not None:  # which rounds values itself, and feeds back what that loses
             reduce, config = self.compressed.reduce, replace(config, communication_data_type=None)
+        if isinstance(optimizer, Travelling):
+            if self.compressed is not None:
+                raise ValueError(f"compression: {type(optimizer).__name__} compresses by itself; leave it out")
+            reduce = unless_local(reduce, optimizer, lambda: self.gradients.op)
         self.gradients = Gradients(
             self.buckets, reduce, self.group, config, self.names, self.passes.sign, self.in_order
         )
@@ -111,7 +119,9 @@ class Stage(Changing, ByName, Held, ABC):
         self.view = GradientView(self.gradients, self.passes.settle, parted=self.parted)
         owned = {b: self.owned(b) for b in self.buckets}
         offloaded = DelayedUpdate if self.config.delayed_update else OffloadedUpdate
-        kind = offloaded if self.config.optimizer_home else Update
+        kind: type[Update] = offloaded if self.config.optimizer_home else Update
+        if isinstance(optimizer, Travelling) and kind is Update:
+            kind = OneBitUpdate
         self.update = kind(optimizer, owned, self.group, self.config, self.given_scaler, type(self).__name__)
         self.update.slices.gradient_of = self.view.of_slice
         self.gradients.resting = self.update.resting
@@ -184,7 +194,7 @@ class Stage(Changing, ByName, Held, ABC):
 
     def optimizer_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """`optimizer.step()`: as `step`, but without a gradient nothing happens, as in torch. Returns the closure's."""
-        if closure is not None and not self.update.slices.elementwise:
+        if closure is not None and not (self.update.slices.elementwise or self.update.slices.layerwise):
             return self.search(closure)
         with torch.enable_grad():
             result = closure() if closure else None

@@ -28,6 +28,7 @@ from refimpl.offload.shelf import Shelf
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import ALIGN, Bucket, round_up
 from refimpl.zero.parameter import DATA, Freed, Managed, place, stage_of
+from refimpl.zero.ways import Flat, Way
 
 
 class Unit(Bucket):
@@ -59,14 +60,24 @@ class Unit(Bucket):
         scalar = torch.tensor(nothing, dtype=self.dtype, device=self.device)
         self._nothings = {p: scalar.expand(p.shape) for p in params}
         self._work: Work | None = None
+        self.way: Way = Flat(group)  # how it is gathered to be computed with
+        self.exactly: Way = self.way  # ... to be looked at, and changed
+        self._is_exact = True
         self._allocated_on = group.streams.current()
         self.is_free = False
         self.free()
 
     def shelve(self, disk: Disk, most: int) -> None:
-        """From now on the shard rests on this disk, in runs of `most` elements; `mine` only shows its shape."""
-        self.shelf = Shelf(disk, self.mine, most)
-        self.mine = away(self.mine)
+        """From now on the shard rests on this disk, in runs of `most` elements."""
+        self.rest_on(Shelf(disk, self.mine, most))
+
+    def rest_on(self, shelf: Shelf) -> None:
+        """From now on the shard rests there; `mine` only shows its shape."""
+        self.shelf, self.mine = shelf, away(self.mine)
+
+    def come_back(self) -> None:
+        """The shard is in memory again, with what it lost on the way."""
+        self.mine, self.shelf = self.group.empty(self.mine.numel(), self.dtype, self.device).copy_(self.now()), None
 
     def now(self) -> Tensor:
         """This rank's shard [S]; a copy, where it rests on a disk."""
@@ -83,7 +94,11 @@ class Unit(Bucket):
 
     def gather(self, most: int) -> list[Work]:
         """Nothing after an update: a unit is gathered when a module needs it."""
+        self.changed()
         return []
+
+    def changed(self) -> None:
+        self.way.stale()
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -94,6 +109,7 @@ class Unit(Bucket):
             self.shelf.write(0, self.shard(self.full))
             self.shelf.was_written = True
         self.versions = [p._version for p in self.params]
+        self.changed()
 
     def prefetch(self) -> None:
         """It will be needed soon: begin to gather; or to read from its disk, and to gather when asked again."""
@@ -102,15 +118,24 @@ class Unit(Bucket):
         else:
             self.shelf.begin()
 
-    def start(self) -> None:
-        """Begin to gather: mine [S] -> full [P]. Nothing if it is there or on its way."""
+    def start(self, exact: bool = False) -> None:
+        """Begin to gather: mine [S] -> full [P]. Nothing if it is there or on its way.
+
+        `exact`: what the ranks own, also where `way` rounds.
+        """
+        if exact and not self.is_free and not self._is_exact:
+            self.wait()
+            self._bring(self.exactly)
         if self.is_free:
             self.full.untyped_storage().resize_(self.padded * self.full.element_size())
             self._allocated_on = self.group.streams.current()
-            mine = self.mine if self.shelf is None else self.shelf.read(self.shard(self.full))
-            self._work = self.group.all_gather(self.full, mine, async_op=True, tag="parameters")
+            self._bring(self.exactly if exact else self.way)
             self.is_free = False
             self.among.add(self)
+
+    def _bring(self, way: Way) -> None:
+        mine = self.mine if self.shelf is None else self.shelf.read(self.shard(self.full))
+        self._work, self._is_exact = way.gather(self.full, mine), way.is_exact
 
     def wait(self) -> None:
         """Return when the parameters may be used."""
@@ -227,7 +252,10 @@ class whole:
 
     def __enter__(self) -> list[Unit]:
         self._free_after = [u for u in self.units if u.is_free]
-        gather(self.units)
+        for unit in self.units:
+            unit.start(exact=True)
+        for unit in self.units:
+            unit.wait()
         return self.units
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:

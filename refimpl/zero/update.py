@@ -23,6 +23,7 @@ from refimpl.zero.beyond import Beyond
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
 from refimpl.zero.slices import Slices
+from refimpl.zero.whole_squares import WholeSquares
 
 if TYPE_CHECKING:
     from refimpl.checkpoint.tensors import Later
@@ -61,6 +62,8 @@ class Update:
         self.grad_norm: float | None = None
         self.steps = self.skipped_steps = 0
         self.slices = Slices(optimizer, config.allow_untested_optimizer)
+        if self.slices.layerwise:
+            vars(optimizer)["whole_squares"] = WholeSquares(self.slices)
         self.add(owned)
 
     def add(self, owned: dict[Bucket, Tensor]) -> None:
@@ -158,10 +161,9 @@ class Update:
         message = torch.tensor([0.0, *(p not in used for p in params)], dtype=torch.float64, device=self.group.device)
         known = self.resting.squares if self.resting else {}
         for bucket, gradient in gradients.items():
-            mine = bucket.shard(gradient) if gradient.numel() == bucket.padded else gradient  # of what every rank has
-            message[0] += known[bucket] if bucket in known else sum_of_squares(mine, exact)
+            message[0] += known[bucket] if bucket in known else self.squares(bucket, gradient, exact)
             if self.beyond and (copies := self.beyond.counted_elsewhere & set(bucket.params)):
-                seen = self.resting.whole(bucket) if self.resting and bucket in known else mine
+                seen = self.resting.whole(bucket) if self.resting and bucket in known else mine_of(bucket, gradient)
                 message[0] -= sum(sum_of_squares(bucket.part(seen, p), exact) for p in copies)
         self.group.all_reduce(message, "sum", tag="norm")
         self.group.settle()
@@ -176,6 +178,10 @@ class Update:
         for group, experts in members.items():
             left_alone |= unused_by_all(group, experts, used)
         return squares, left_alone
+
+    def squares(self, bucket: Bucket, gradient: Tensor, exact: bool) -> Tensor:
+        """This rank's share of a mean gradient's sum of squares."""
+        return sum_of_squares(mine_of(bucket, gradient), exact)
 
     def _warn(self, was_finite: bool) -> None:
         """Say that a step is skipped, at the 1st, 2nd, 4th, 8th, ... time. A dynamic loss scale skips by design."""
@@ -206,6 +212,13 @@ class Update:
         """The state of elements low to high of what is owned: what has an element for each, flat, and the rest."""
         cut, rest = self.slices.state_at(bucket, low, high)
         return dict(cut), rest
+
+    def errors(self) -> dict[str, Tensor]:
+        """What compression has lost on this rank and still owes, for a checkpoint."""
+        return {}
+
+    def restore_errors(self, saved: dict[str, Tensor]) -> None:
+        """Nothing was compressed: see `OneBitUpdate`."""
 
     def brought(self, state: dict[str, Any]) -> dict[str, Any]:
         """An optimizer's `state_dict`, with copies of what rests elsewhere."""
@@ -261,6 +274,11 @@ def unused_by_all(group: Group, params: list[nn.Parameter], used: set[nn.Paramet
     group.all_reduce(missed, "sum", tag="norm")
     group.settle()
     return {p for p, ranks in zip(params, missed.tolist(), strict=True) if ranks == group.size}
+
+
+def mine_of(bucket: Bucket, flat: Tensor) -> Tensor:
+    """[P] or [S] -> this rank's [S]."""
+    return bucket.shard(flat) if flat.numel() == bucket.padded else flat
 
 
 def sum_of_squares(x: Tensor, exact: bool) -> Tensor:

@@ -20,6 +20,7 @@ from refimpl.zero.gradients import Reduction
 from refimpl.zero.owners import leaves, owners
 from refimpl.zero.parameter import DATA
 from refimpl.zero.path import Path
+from refimpl.zero.plus import Plus
 from refimpl.zero.saved import StateDicts
 from refimpl.zero.stage import Stage
 from refimpl.zero.start import share
@@ -48,6 +49,9 @@ class Zero3(Stage):
         )  # fmt: skip
         share(self.model, {*large, *(p for b in self.kept for p in b.params)}, self.group, dtype, self.experts)
         self.units = [u for units in units_of.values() for u in units]
+        self.plus = Plus(self.group, self.config, self.parted)
+        for unit in self.units:
+            self.plus.outfit(unit)
         self.path = Path(self.group, self.config.check_order)
         self.fetch = Fetch(self.model, units_of, self.config, self.path, self.passes.sign, self.complete)
         self.state_dicts = StateDicts(self.model.modules())
@@ -62,7 +66,7 @@ class Zero3(Stage):
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; frees the parameters."""
         self.path.visit(bucket, "reduction")
         mine = self.gradients.take(bucket.padded // bucket.group.size, local)  # [S]
-        work = bucket.group.reduce_scatter(mine, local, self.gradients.op, async_op=True, tag="gradients")
+        work = self.plus.reduce_scatter(bucket, mine, local, self.gradients.op)
         if not self.fetch.keeps:
             bucket.free()
         return Reduction(work, mine, memory=mine)
@@ -84,11 +88,18 @@ class Zero3(Stage):
         self.path.begin("step")
         return gradients
 
+    def apply(self, gradients: dict[Bucket, Tensor]) -> bool:
+        before = self.scaler.scale if self.scaler else 1.0
+        finite = super().apply(gradients)
+        self.plus.after_step(finite, self.scaler.scale / before if self.scaler else 1.0)
+        return finite
+
     def lay_out_more(self, params: list[nn.Parameter]) -> list[Bucket]:
         """A unit of which anything is trained is reduced and updated as one."""
         units = list(dict.fromkeys(u for p in params if (u := unit_of(p)) is not None))
         for unit in units:
             unit.group_index = next(self.group_of[p] for p in params if unit_of(p) is unit)
+            self.plus.thaw(unit)
         kept = super().lay_out_more([p for p in params if unit_of(p) is None])
         self.kept += kept
         return [*kept, *units]
@@ -99,6 +110,10 @@ class Zero3(Stage):
     def weights(self, bucket: Bucket) -> Tensor:
         only_here = isinstance(bucket, Unit) and bucket not in self.update.masters
         return bucket.now() if only_here else super().weights(bucket)
+
+    def put_weights(self, bucket: Bucket, flat: Tensor) -> None:
+        super().put_weights(bucket, flat)
+        self.plus.forget()
 
     def catch_up(self) -> None:
         if self.config.delayed_update:
@@ -123,7 +138,8 @@ class Zero3(Stage):
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return super().tensors() | {
-            "parameters": [u.mine for u in self.units if u.shelf is None]
+            "parameters": [t for u in self.units for t in ([u.mine] if u.shelf is None else u.shelf.tensors())]
             + [DATA.__get__(p) for p in self.names if unit_of(p) is None],
             "gathered": [u.full for u in self.units if not u.is_free],
+            **self.plus.tensors(self.units),
         }

@@ -95,6 +95,9 @@ ASKED: dict[str, Any] = {
     f"{ZERO}.zero_hpz_partition_size": 8,
     f"{ZERO}.zero_quantized_weights": True,
     f"{ZERO}.zero_quantized_gradients": True,
+    f"{ZERO}.zero_quantized_nontrainable_weights": True,
+    f"{ZERO}.zeropp_loco_param.err_beta": 0.5,
+    f"{ZERO}.zeropp_loco_param.reset_T": 10,
     f"{ZERO}.mics_shard_size": 4,
     f"{ZERO}.mics_hierarchical_params_gather": True,
     f"{ZERO}.log_trace_cache_warnings": True,
@@ -130,6 +133,10 @@ ASKED: dict[str, Any] = {
     "checkpoint.load_universal": True,
     "flops_profiler.enabled": True,
     "comms_logger.enabled": True,
+    "comms_logger.verbose": True,
+    "comms_logger.prof_all": False,
+    "comms_logger.prof_ops": ["all_reduce", "gradients"],
+    "comms_logger.debug": True,
     "csv_monitor.enabled": True,
     "csv_monitor.output_path": "logs",
     "csv_monitor.job_name": "job",
@@ -272,7 +279,7 @@ def test_a_misspelt_key_at_the_top() -> None:
 
 def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as error:
-        load({ZERO: {"overlap_com": True, "zero_hpz_partition_size": 2}, "amp": {"enabled": True}, "optimiser": {}})
+        load({ZERO: {"overlap_com": True, "zenflow": {"topk_ratio": 0.1}}, "amp": {"enabled": True}, "optimiser": {}})
     assert len(str(error.value).splitlines()) == 4
 
 

@@ -103,14 +103,25 @@ def test_oldest_spelling_of_stage_1() -> None:
     assert len(notes) == 1
 
 
-@pytest.mark.parametrize("name", ["Lamb", "LAMB", "OneBitAdam", "OnebitAdam", "ZeroOneAdam", "OneBitLamb", "muon"])
+@pytest.mark.parametrize("name", ["Muon", "muon", "MuAdam", "MuAdamW", "MuSGD"])
 def test_optimizers_of_later_parts_are_rejected_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"optimizer.type = '{name}': not implemented yet"):
         load({"train_batch_size": 8, "optimizer": {"type": name}})
 
 
 def test_names_of_optimizers_and_schedules() -> None:
-    for name in ("Adam", "adamw", "Lion", "SGD", "Adagrad", "RMSprop"):
+    for name in (
+        "Adam",
+        "adamw",
+        "Lion",
+        "SGD",
+        "Adagrad",
+        "RMSprop",
+        "LAMB",
+        "OneBitAdam",
+        "onebitlamb",
+        "ZeroOneAdam",
+    ):
         assert load({"train_batch_size": 8, "optimizer": {"type": name}})[1] == []
     needed: dict[str, dict[str, Any]] = {
         "LRRangeTest": {},

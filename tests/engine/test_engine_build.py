@@ -246,7 +246,7 @@ def test_errors_of_the_configuration_reach_the_caller() -> None:
 
 
 def test_it_prints_what_the_file_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
-    engine = start(steps_per_print=2, wall_clock_breakdown=True, memory_breakdown=True, comms_logger={"enabled": True})
+    engine = start(steps_per_print=2, wall_clock_breakdown=True, memory_breakdown=True)
     steps(engine, 1)
     assert capsys.readouterr().out == ""
     steps(engine, 1)
@@ -258,7 +258,7 @@ def test_it_prints_what_the_file_asks_for(capsys: pytest.CaptureFixture[str]) ->
     assert f"gradients: {size}" in lines[2]
     assert f"parameters: {size}" in lines[3]
     assert "gradients: 0" in lines[3]
-    assert lines[4] == "sent by rank 0 in step 2:"
+    assert len(lines) == 4
     start(dump_state=True)
     assert '"train_micro_batch_size_per_gpu": 4' in capsys.readouterr().out
     steps(start(), 1)

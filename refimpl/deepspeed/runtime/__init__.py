@@ -5,10 +5,21 @@ from refimpl.deepspeed.runtime import (
     config,
     dataloader,
     engine,
+    fp16,
     lr_schedules,
     pipe,
     utils,
     zero,
 )
 
-__all__ = ["activation_checkpointing", "config", "dataloader", "engine", "lr_schedules", "pipe", "utils", "zero"]
+__all__ = [
+    "activation_checkpointing",
+    "config",
+    "dataloader",
+    "engine",
+    "fp16",
+    "lr_schedules",
+    "pipe",
+    "utils",
+    "zero",
+]

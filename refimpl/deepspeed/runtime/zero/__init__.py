@@ -1,9 +1,10 @@
-"""`deepspeed.zero`: `Init`, `GatheredParameters` and what belongs to them."""
+"""`deepspeed.zero`: `Init`, `GatheredParameters`, `MiCS_Init` and what belongs to them."""
 
-from refimpl.deepspeed.runtime.zero import partition_parameters
+from refimpl.deepspeed.runtime.zero import config, partition_parameters
 from refimpl.deepspeed.runtime.zero.partition_parameters import (
     GatheredParameters,
     Init,
+    MiCS_Init,
     ZeroParamStatus,
     ZeroParamType,
     register_external_parameter,
@@ -13,8 +14,10 @@ from refimpl.deepspeed.runtime.zero.partition_parameters import (
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
     "ZeroParamStatus",
     "ZeroParamType",
+    "config",
     "partition_parameters",
     "register_external_parameter",
     "unregister_external_parameter",

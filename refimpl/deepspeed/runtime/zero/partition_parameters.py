@@ -3,10 +3,12 @@
     p.ds_id, ds_shape, ds_numel     of the whole parameter
     p.ds_status                     NOT_AVAILABLE, INFLIGHT or AVAILABLE
     p.ds_tensor                     this rank's shard of its unit, one-dimensional, in the training dtype
+    p.ds_secondary_tensor           with zero_hpz_partition_size > 1 this rank's second shard of its unit; else None
+    p.ds_zero_param_process_group   the ranks that share it
     p.ds_persist                    whether it stays whole (small parameters do: then it has none of the rest)
     p.all_gather(), p.partition()   make it whole, and let it go; collectives
 
-As in DeepSpeed only a sharded parameter has these: `hasattr(p, "ds_id")` tells. They are those of its unit, the
+As in DeepSpeed only a sharded parameter has these: `hasattr(p, "ds_id")` tells (a second shard is asked for of all). They are those of its unit, the
 parameters of a module that are gathered together. DeepSpeed: deepspeed/runtime/zero/partition_parameters.py.
 """
 
@@ -26,11 +28,13 @@ from refimpl.engine.read import read_json
 from refimpl.zero import init
 from refimpl.zero.init import GatheredParameters
 from refimpl.zero.parameter import Managed
+from refimpl.zero.secondary import Secondary
 from refimpl.zero.unit import Unit, unit_of
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
     "ZeroParamStatus",
     "ZeroParamType",
     "get_accelerator",
@@ -38,6 +42,9 @@ __all__ = [
     "unregister_external_parameter",
     "zero_wrapper_for_fp_tensor_constructor",
 ]
+
+
+PLUS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_param_parallel_group")
 
 
 class ZeroParamType(Enum):
@@ -91,6 +98,10 @@ class Init(init.Init):
             self._built(each)
 
 
+class MiCS_Init(Init):
+    """As `Init`: the model is sharded over all ranks while it is built, and by `initialize` over mics_shard_size."""
+
+
 def _dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
     """bf16 or fp16, whichever section is enabled."""
     dtypes = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
@@ -100,6 +111,8 @@ def _dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
 
 def _refuse(later: Mapping[str, Any]) -> None:
     wanted = [name for name, value in later.items() if value]
+    if wanted and all(name in PLUS for name in wanted):
+        raise NotImplementedError(f"zero.Init: {', '.join(wanted)}: say it in the configuration of `initialize`")
     if wanted:
         raise NotImplementedError(f"zero.Init: {', '.join(wanted)}: not implemented yet; leave it out")
 
@@ -158,6 +171,11 @@ def _partition(
         unit.free()
 
 
+def _second(p: nn.Parameter) -> Secondary | None:
+    unit = unit_of(p)
+    return unit.way if unit is not None and isinstance(unit.way, Secondary) else None
+
+
 def _answers(name: str, answer: Callable[[nn.Parameter], Any]) -> None:
     setattr(Managed, name, property(answer))
 
@@ -169,5 +187,7 @@ _answers("ds_status", _status)
 _answers("ds_tensor", lambda p: _unit(p).now())
 _answers("ds_persist", lambda p: False if _unit(p) else None)
 _answers("ds_process_group", lambda p: _unit(p).group.handle)
+_answers("ds_secondary_tensor", lambda p: None if (way := _second(p)) is None else way.mine)
+_answers("ds_zero_param_process_group", lambda p: None if (way := _second(p)) is None else way.block.handle)
 _answers("all_gather", lambda p: partial(_all_gather, p) if _unit(p) else None)
 _answers("partition", lambda p: partial(_partition, p) if _unit(p) else None)

@@ -1,0 +1,169 @@
+"""Which ranks are near, found by measuring: every pair sends messages of a few sizes there and back, alone.
+
+A pair's alpha and beta are fitted to the least of several times (what the link can do, not what a busy machine gave).
+Sorted by the time of one middle-sized message, the pairs of a machine of nodes fall into two heaps; where the gap
+between two neighbours in that order is the widest, and wide enough, lies the border. Who is joined by near pairs is a
+node. With nodes found, all ranks of two nodes send at once: that says how many cables there are (`alpha_beta.crowd`).
+
+N ranks: N(N-1)/2 pairs one after another, of sum(sizes) * 2 * repeats bytes each way.
+nccl-tests and NCCL's own search (src/graph/topo.cc reads PCI and NVLink from the system) ask the hardware; this asks
+the clock, so it sees what is throttled in software too.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+import torch
+
+from refimpl.comm.alpha_beta import AlphaBeta, Levels, fit
+from refimpl.comm.group import Group
+
+SIZES = (8, 16_384, 131_072)  # bytes
+PROBE = 65_536  # bytes of the message by which pairs are compared
+GAP = 2.0  # times slower than the next nearer pair is another level
+ADDED = 1 << 20  # elements
+
+Pair = tuple[int, int]  # the lower rank first
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`pairs`: every two ranks, the lower first. `crowd`: see `alpha_beta`; 1 where there is one level."""
+
+    ranks: int
+    pairs: Mapping[Pair, AlphaBeta]
+    crowd: float
+    gamma: float
+
+    def of(self, a: int, b: int) -> AlphaBeta:
+        """The link between two ranks. KeyError for a rank and itself."""
+        return self.pairs[min(a, b), max(a, b)]
+
+    @property
+    def nodes(self) -> list[list[int]]:
+        """Ranks that are near each other, in rising order; one node if no pair is farther than others."""
+        return neighbourhoods(self.ranks, {pair: link.seconds(PROBE) for pair, link in self.pairs.items()})
+
+    @property
+    def levels(self) -> Levels | None:
+        """By the nodes that were found. None if these are not consecutive ranks, equally many, and for one rank."""
+        nodes, each = self.nodes, len(self.nodes[0])
+        regular = nodes == [list(range(i, i + each)) for i in range(0, self.ranks, each)]
+        return self.by_nodes(each) if self.pairs and regular else None
+
+    def by_nodes(self, each: int) -> Levels:
+        """What predicts collectives on nodes of `each` consecutive ranks: medians over near and over far pairs.
+
+        Where there is one level only, both links are the same.
+        """
+        near = [link for (a, b), link in self.pairs.items() if a // each == b // each]
+        far = [link for (a, b), link in self.pairs.items() if a // each != b // each]
+        return Levels(each, self.ranks // each, _middle(near or far), _middle(far or near), self.crowd, self.gamma)
+
+
+def neighbourhoods(ranks: int, seconds: Mapping[Pair, float], gap: float = GAP) -> list[list[int]]:
+    """Nodes of ranks that are joined by pairs this side of the widest gap among the times, if it is `gap` wide."""
+    times = sorted(seconds.values())
+    wide, border = max(((b / a, a) for a, b in pairwise(times)), default=(0.0, 0.0))
+    node = list(range(ranks))
+    for (a, b), t in seconds.items():
+        if wide < gap or t <= border:
+            node = [node[a] if n == node[b] else n for n in node]
+    found: dict[int, list[int]] = {}
+    for rank, n in enumerate(node):
+        found.setdefault(n, []).append(rank)
+    return list(found.values())
+
+
+def measure(group: Group, sizes: Sequence[int] = SIZES, repeats: int = 4) -> Topology:
+    """Measure every pair of the group's ranks by its messages. A collective; the same result on every rank.
+
+    ValueError for sizes of which no line can be fitted, or no repeats.
+    """
+    if len(set(sizes)) < 2 or min(sizes) < 1 or repeats < 1:
+        raise ValueError(f"measure: two sizes of 1 byte or more and a repeat are needed, not {sizes}, {repeats}")
+    pairs = {pair: fit(sizes, times) for pair, times in _one_after_another(group, sizes, repeats).items()}
+    alone = Topology(group.size, pairs, 1.0, _adding(group))
+    nodes = alone.nodes
+    each = min(len(node) for node in nodes)
+    if each == 1 or len(nodes) == 1:
+        return alone
+    lines = dict(zip(nodes[0][:each], nodes[1][:each], strict=True))
+    one = pairs[min(nodes[0][0], nodes[1][0]), max(nodes[0][0], nodes[1][0])]
+    together = fit(sizes, _together(group, lines, sizes, repeats))
+    crowd = together.beta / one.beta if one.beta else 1.0
+    return Topology(group.size, pairs, min(max(crowd, 1.0), float(each)), alone.gamma)
+
+
+def _one_after_another(group: Group, sizes: Sequence[int], repeats: int) -> dict[Pair, list[float]]:
+    """Every pair: seconds of one way for each size."""
+    mine: dict[Pair, list[float]] = {}
+    for pair in [(a, b) for a in range(group.size) for b in range(a + 1, group.size)]:
+        group.barrier()
+        if group.rank in pair:
+            times = _ping(group, pair, sizes, repeats)
+            if group.rank == pair[0]:  # who began: the other's clock stops before its last message has arrived
+                mine[pair] = times
+    found: dict[Pair, list[float]] = {}
+    for of_rank in group.all_gather_object(mine):
+        found |= of_rank
+    return found
+
+
+def _together(group: Group, lines: Mapping[int, int], sizes: Sequence[int], repeats: int) -> list[float]:
+    """Each rank of a node exchanges a message with one of the other: seconds of the slowest, for each size."""
+    peers = {**lines, **{b: a for a, b in lines.items()}}
+    seconds = []
+    for size in sizes:
+        out, message = (torch.zeros(size, dtype=torch.uint8, device=group.device) for _ in range(2))
+        times = []
+        for _ in range(repeats + 1):
+            group.barrier()
+            begun = time.perf_counter()
+            if group.rank in peers:
+                peer = peers[group.rank]
+                group.send_recv(message, peer, out, peer, tag="topology")
+                group.settle()
+            times.append(time.perf_counter() - begun)
+        slowest = [max(repeat) for repeat in zip(*group.all_gather_object(times), strict=True)]
+        seconds.append(min(slowest[1:]))
+    return seconds
+
+
+def _ping(group: Group, pair: Pair, sizes: Sequence[int], repeats: int) -> list[float]:
+    """There and back, `repeats` times after one that does not count; half of the shortest."""
+    first, peer = group.rank == pair[0], pair[group.rank == pair[0]]
+    seconds = []
+    for size in sizes:
+        message, best = torch.zeros(size, dtype=torch.uint8, device=group.device), math.inf
+        for repeat in range(repeats + 1):
+            begun = time.perf_counter()
+            if first:
+                group.send(message, peer, tag="topology")
+            group.recv(message, peer, tag="topology")
+            if not first:
+                group.send(message, peer, tag="topology")
+            group.settle()
+            if repeat:
+                best = min(best, (time.perf_counter() - begun) / 2)
+        seconds.append(best)
+    return seconds
+
+
+def _adding(group: Group) -> float:
+    """Seconds a byte that is added to another."""
+    a, b, best = torch.zeros(ADDED, device=group.device), torch.zeros(ADDED, device=group.device), math.inf
+    for _ in range(4):
+        begun = time.perf_counter()
+        a.add_(b)
+        group.settle()
+        best = min(best, time.perf_counter() - begun)
+    return float(median(group.all_gather_object(best / a.nbytes)))
+
+
+def _middle(links: Sequence[AlphaBeta]) -> AlphaBeta:
+    return AlphaBeta(median(link.alpha for link in links), median(link.beta for link in links))

@@ -1,0 +1,5 @@
+"""The section `zero_optimization` under DeepSpeed's name. DeepSpeed: deepspeed/runtime/zero/config.py."""
+
+from refimpl.engine.sections import ZeroOptimization as DeepSpeedZeroConfig
+
+__all__ = ["DeepSpeedZeroConfig"]

@@ -1,0 +1,61 @@
+"""Who is near is read off the times of the pairs; what is measured is the same on every rank."""
+
+import functools
+
+import pytest
+import worlds
+
+from refimpl.comm.alpha_beta import AlphaBeta
+from refimpl.comm.group import Group
+from refimpl.comm.topology import Topology, measure, neighbourhoods
+
+run = functools.partial(worlds.run, device="cpu")
+
+NEAR, FAR = AlphaBeta(1e-6, 1e-10), AlphaBeta(1e-4, 8e-9)
+
+
+def pairs(ranks: int, node: dict[int, int]) -> dict[tuple[int, int], AlphaBeta]:
+    """No two pairs quite alike."""
+    every = [(a, b) for a in range(ranks) for b in range(a + 1, ranks)]
+    links = {p: NEAR if node[p[0]] == node[p[1]] else FAR for p in every}
+    return {p: AlphaBeta(k.alpha * (1 + i / 50), k.beta * (1 + i / 50)) for i, (p, k) in enumerate(links.items())}
+
+
+@pytest.mark.parametrize(
+    "nodes", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2], [3, 4, 5]], [[0], [1, 2, 3]], [[0, 1, 2]]]
+)
+def test_nodes_are_found_whatever_their_numbers(nodes: list[list[int]]) -> None:
+    ranks = sum(map(len, nodes))
+    found = Topology(ranks, pairs(ranks, {r: i for i, node in enumerate(nodes) for r in node}), 1.0, 0.0)
+    assert found.nodes == nodes
+    each = len(nodes[0])
+    regular = nodes == [list(range(i, i + each)) for i in range(0, ranks, each)]
+    assert (found.levels is not None) == regular
+    if found.levels is not None:
+        assert (found.levels.each, found.levels.size) == (each, len(nodes))
+        assert NEAR.beta <= found.levels.near.beta <= 2 * NEAR.beta
+        assert found.levels.far.beta >= (FAR if len(nodes) > 1 else NEAR).beta
+    assert found.of(1, 0) is found.of(0, 1)
+
+
+def test_even_times_are_one_node_and_one_slow_pair_is_none() -> None:
+    every = [(a, b) for a in range(4) for b in range(a + 1, 4)]
+    assert neighbourhoods(4, dict.fromkeys(every, 1.0)) == [[0, 1, 2, 3]]
+    assert neighbourhoods(4, {p: 1.0 + 0.3 * i for i, p in enumerate(every)}) == [[0, 1, 2, 3]]
+    assert neighbourhoods(4, {p: 10.0 if p == (0, 3) else 1.0 for p in every}) == [[0, 1, 2, 3]]
+    assert neighbourhoods(1, {}) == [[0]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_pair_is_measured_and_all_ranks_know_it(ranks: int) -> None:
+    def check() -> Topology:
+        group = Group.world()
+        with pytest.raises(ValueError, match="two sizes"):
+            measure(group, sizes=[8, 8])
+        return measure(group, sizes=[8, 4096], repeats=2)
+
+    results = run(check, ranks=ranks)
+    assert set(results[0].pairs) == {(a, b) for a in range(ranks) for b in range(a + 1, ranks)}
+    assert all(link.seconds(4096) > 0 for link in results[0].pairs.values())
+    assert results[0].gamma > 0
+    assert results == [results[0]] * ranks
