@@ -190,18 +190,16 @@ torch.set_num_threads(1)
 g = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
 
 
-def off(compress, decompress, calls):
+def off(compress, operator, calls):
     """How far the mean of `calls` messages is from what was meant."""
-    total = sum(decompress(compress(g)) for _ in range(calls))
+    total = sum(operator.decompress(compress(g), len(g)) for _ in range(calls))
     return f"{((total / calls - g).norm() / g.norm()).item():.3f}"
 
 
 rows = {}
 for name, operator in {"top 1%": TopK(0.01), "int4": Blocks(4), "1 bit": Sign()}.items():
-    kept = ErrorFeedback(operator, len(g))
-    back = lambda wire, operator=operator: operator.decompress(wire, len(g))  # noqa: E731
-    rows[name] = [off(operator.compress, back, 1), off(operator.compress, back, 100)]
-    rows[name].append(off(kept.compress, back, 100))
+    bare, kept = operator.compress, ErrorFeedback(operator, len(g)).compress
+    rows[name] = [off(bare, operator, 1), off(bare, operator, 100), off(kept, operator, 100)]
 columns = ["1 message", "100 messages", "100, with an error"]
 pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
@@ -423,7 +421,11 @@ print("losses within 0.2 of each other:", abs(ddp - diloco) < 0.2)
 # %%
 # %%task 10_communication best_buckets
 def best_buckets(
-    nbytes: float, backward: float, alpha: float, beta: float, most: int
+    nbytes: float,
+    backward: float,
+    alpha: float,
+    beta: float,
+    most: int,
 ) -> tuple[int, float]:
     """In how many equal buckets should gradients travel? -> (number, seconds that backward does not hide).
 
