@@ -497,7 +497,6 @@ show.source(quantised_sum.QuantisedSum._steps, quantised_sum.QuantisedSum._hop)
 # | | refimpl | PyTorch | DeepSpeed | NCCL |
 # |---|---|---|---|---|
 # | compressed gradients | `ZeroConfig(compression=...)`, DDP and ZeRO-1 | hooks of DDP: fp16, bf16, PowerSGD | 1-bit optimizers, until 0.19.6 | none: it adds what it is given |
-# | error of skipped steps | taken back | kept | kept | |
 # | two levels | `comm/hierarchy.py`, or chosen by measurement | a mesh: HSDP | hpZ, qgZ; MiCS until 0.19.6 | rings and trees by its own model of the machine |
 # | quantised gathers | int8 by blocks (qwZ) | fp8 all-gather (torchao) | int8 by blocks (qwZ) | |
 # | rarely | `LocalSGD`, `DiLoCo`, `no_sync` | `PeriodicModelAverager`, torchft | `no_sync` | |
@@ -611,9 +610,9 @@ pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 # %% [markdown]
 # The last column is generous: it counts one rank's work and no overlap. If the transfer was hidden under backward anyway,
-# compression gains nothing and its work is in the way. On a GPU the operators are a hundred times as fast, and so are the
-# links they compete with: inside a node nobody compresses, across offices everybody would. `refimpl bench compression` runs every
-# method on links of 0.1, 1 and 10 Gbit/s, and compares losses after equal *time*, the only fair question.
+# compression gains nothing and its work is in the way. A GPU compresses faster, and has faster links; the question stays the
+# same, and the answer inside a node is nearly always no. `refimpl bench compression` runs every method on links of 0.1, 1 and
+# 10 Gbit/s, and compares losses after equal *time*, the only fair question.
 #
 # ## 6. Break it
 #
