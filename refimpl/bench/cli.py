@@ -203,17 +203,28 @@ def sparse(
 def comm(
     ranks: Ranks = [2, 4],  # noqa: B006
     sizes: Annotated[list[int], typer.Option(parser=count, help="Bytes in the buffer.")] = ["1M", "10M", "100M"],  # type: ignore[list-item]  # noqa: B006
+    nodes: Annotated[int, typer.Option(min=1, help="Play so many nodes; 2 without --link: network namespaces.")] = 1,
+    link: Annotated[str | None, typer.Option(help='Between nodes (2 by default): "1Gbit/s 100us".')] = None,
     turns: TurnsOption = 4,
     steps: StepsOption = 4,
     rounds: RoundsOption = 1,
     file: JsonOption = None,
 ) -> None:
-    """Single collectives beside torch.distributed's own."""
-    from refimpl.bench.comm import HEAT, measure
+    """Single collectives beside torch.distributed's own; over a slow link, beside their formulas."""
+    from refimpl.bench import comm, links
+    from refimpl.comm.link import Link
 
     file = writable(file) if file else None
-    heats = measure(ranks, sizes, turns=Turns(turns, steps), rounds=rounds)
-    publish("Median call of the slowest rank", HEAT, heats, file)
+    if link is None and nodes == 1:
+        heats = comm.measure(ranks, sizes, turns=Turns(turns, steps), rounds=rounds)
+        publish("Median call of the slowest rank", comm.HEAT, heats, file)
+        return
+    try:
+        asked = Link.parse(link, "--link") if link is not None else None
+        found = links.heats(ranks, sizes, max(nodes, 2), asked, turns=Turns(turns, steps))
+        publish("Over a link", links.HEAT, found, file)
+    except (ValueError, RuntimeError) as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @app.command(cls=Lists)
@@ -323,6 +334,30 @@ def kernels(
         publish("Kernels", HEAT, measure(only, seconds), file)
     except ValueError as error:
         raise typer.BadParameter(f"--only: {error}") from None
+
+
+@app.command("one-bit", cls=Lists)
+def one_bit(
+    names: Annotated[list[str] | None, typer.Option("--optimizer", help="Only these; default: all.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Steps; the first fifth is the warm-up.")] = 400,
+    width: Annotated[int, typer.Option(min=4, help="Of the model, a multiple of 4.")] = 96,
+    layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 2,
+    context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 64,
+    file: JsonOption = None,
+) -> None:
+    """The 1-bit optimizers beside Adam and LAMB on the demo's text: loss, and bytes a step once they compress."""
+    from refimpl.bench.one_bit import BESIDE, measure, table
+    from refimpl.model.gpt import GPTConfig
+
+    if unknown := sorted(set(names or []) - BESIDE.keys()):
+        raise typer.BadParameter(f"--optimizer {unknown[0]!r}: choose from {', '.join(BESIDE)}")
+    file = writable(file) if file else None
+    model = GPTConfig(vocab=256, context=context, width=width, layers=layers, heads=4)
+    rows = measure(names or list(BESIDE), model, ranks, steps)
+    print(table(rows))
+    if file:
+        file.write_text(json.dumps({"environment": environment(), "rows": [asdict(row) for row in rows]}, indent=2))
 
 
 @app.command()

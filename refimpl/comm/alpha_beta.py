@@ -17,8 +17,8 @@ that sends s ranks further has min(s, L) of them, an exchange all L: these share
 `crowd` is the far beta with all ranks of a node sending, over that of one alone; L if they share one cable, 1 if each
 has its own.
 
-Hockney 1994 (Parallel Computing 20(3)) for alpha and beta; Thakur, Rabenseifner & Gropp 2005 (IJHPCA 19(1), section 3
-and 4) for the formulas; Sanders, Speck & Traeff 2009 for the two trees. NCCL: src/graph/tuning.cc has such a table.
+Hockney 1994 (Parallel Computing 20(3)) for alpha and beta; Thakur, Rabenseifner & Gropp 2005 (IJHPCA 19(1)) for
+the formulas; Sanders, Speck & Traeff 2009 for the two trees. NCCL: src/graph/tuning.cc has such a table.
 """
 
 import math

@@ -5,7 +5,7 @@ Sorted by the time of one middle-sized message, the pairs of a machine of nodes 
 between two neighbours in that order is the widest, and wide enough, lies the border. Who is joined by near pairs is a
 node. With nodes found, all ranks of two nodes send at once: that says how many cables there are (`alpha_beta.crowd`).
 
-N ranks: N(N-1)/2 pairs one after another, of sum(sizes) * 2 * repeats bytes each way.
+N ranks: N(N-1)/2 pairs one after another, each a fraction of a second.
 nccl-tests and NCCL's own search (src/graph/topo.cc reads PCI and NVLink from the system) ask the hardware; this asks
 the clock, so it sees what is throttled in software too.
 """
@@ -22,7 +22,8 @@ import torch
 from refimpl.comm.alpha_beta import AlphaBeta, Levels, fit
 from refimpl.comm.group import Group
 
-SIZES = (8, 16_384, 131_072)  # bytes
+SIZES = (8, 65_536, 1 << 20, 1 << 23)  # bytes
+LONG = 0.02  # seconds: after a message that took so long, the pair sends no larger ones (but two sizes at least)
 PROBE = 65_536  # bytes of the message by which pairs are compared
 GAP = 2.0  # times slower than the next nearer pair is another level
 ADDED = 1 << 20  # elements
@@ -86,21 +87,23 @@ def measure(group: Group, sizes: Sequence[int] = SIZES, repeats: int = 4) -> Top
     """
     if len(set(sizes)) < 2 or min(sizes) < 1 or repeats < 1:
         raise ValueError(f"measure: two sizes of 1 byte or more and a repeat are needed, not {sizes}, {repeats}")
-    pairs = {pair: fit(sizes, times) for pair, times in _one_after_another(group, sizes, repeats).items()}
+    measured = _one_after_another(group, sorted(sizes), repeats)
+    pairs = {pair: fit(sorted(sizes)[: len(times)], times) for pair, times in measured.items()}
     alone = Topology(group.size, pairs, 1.0, _adding(group))
     nodes = alone.nodes
     each = min(len(node) for node in nodes)
     if each == 1 or len(nodes) == 1:
         return alone
     lines = dict(zip(nodes[0][:each], nodes[1][:each], strict=True))
-    one = pairs[min(nodes[0][0], nodes[1][0]), max(nodes[0][0], nodes[1][0])]
-    together = fit(sizes, _together(group, lines, sizes, repeats))
-    crowd = together.beta / one.beta if one.beta else 1.0
+    first = min(nodes[0][0], nodes[1][0]), max(nodes[0][0], nodes[1][0])
+    sent = sorted(sizes)[: len(measured[first])]
+    together = fit(sent, _together(group, lines, sent, repeats))
+    crowd = together.beta / pairs[first].beta if pairs[first].beta else 1.0
     return Topology(group.size, pairs, min(max(crowd, 1.0), float(each)), alone.gamma)
 
 
 def _one_after_another(group: Group, sizes: Sequence[int], repeats: int) -> dict[Pair, list[float]]:
-    """Every pair: seconds of one way for each size."""
+    """Every pair: seconds of one way for each size, from the smallest on."""
     mine: dict[Pair, list[float]] = {}
     for pair in [(a, b) for a in range(group.size) for b in range(a + 1, group.size)]:
         group.barrier()
@@ -137,8 +140,10 @@ def _together(group: Group, lines: Mapping[int, int], sizes: Sequence[int], repe
 def _ping(group: Group, pair: Pair, sizes: Sequence[int], repeats: int) -> list[float]:
     """There and back, `repeats` times after one that does not count; half of the shortest."""
     first, peer = group.rank == pair[0], pair[group.rank == pair[0]]
-    seconds = []
+    seconds: list[float] = []
     for size in sizes:
+        if len(seconds) > 1 and not _go_on(group, peer, first, seconds[-1] < LONG):
+            break
         message, best = torch.zeros(size, dtype=torch.uint8, device=group.device), math.inf
         for repeat in range(repeats + 1):
             begun = time.perf_counter()
@@ -152,6 +157,16 @@ def _ping(group: Group, pair: Pair, sizes: Sequence[int], repeats: int) -> list[
                 best = min(best, (time.perf_counter() - begun) / 2)
         seconds.append(best)
     return seconds
+
+
+def _go_on(group: Group, peer: int, first: bool, wish: bool) -> bool:
+    """What the first of the two wishes."""
+    said = torch.tensor([float(wish)], device=group.device)
+    if first:
+        group.send(said, peer, tag="topology")
+    else:
+        group.recv(said, peer, tag="topology")
+    return bool(said.item())
 
 
 def _adding(group: Group) -> float:

@@ -123,6 +123,10 @@ class DeepSpeedConfig(section.Section):
                 f"optimizer.type = {quote(name)}: every rank averages and keeps all of the momentum: "
                 f"zero_optimization.stage must be 0, not {stage}"
             )
+        if name.lower() in ONE_BIT and self.gradient_compression is not None:
+            raise ValueError(
+                f"gradient_compression: optimizer.type = {quote(name)} compresses by itself; keep one of the two"
+            )
         return self
 
     @model_validator(mode="after")

@@ -14,16 +14,16 @@ from refimpl.zero.config import LoCo, ZeroConfig
 def with_plus(zero: ZeroConfig, settings: DeepSpeedConfig) -> ZeroConfig:
     """`zero` with what the configuration asks for. ConfigError names the key."""
     section, loco = settings.zero_optimization, settings.zero_optimization.zeropp_loco_param
-    options = {
-        "zero_quantized_weights": section.zero_quantized_weights,
-        "zero_quantized_nontrainable_weights": section.zero_quantized_nontrainable_weights,
-        "zero_hpz_partition_size": max(1, section.zero_hpz_partition_size),
-        "zero_quantized_gradients": section.zero_quantized_gradients,
-        "zeropp_loco_param": None if loco is None else LoCo(loco.err_beta, loco.reset_T),
-        "mics_hierarchical_params_gather": section.mics_hierarchical_params_gather,
-    }
     try:
-        zero = replace(zero, **options)
+        zero = replace(
+            zero,
+            zero_quantized_weights=section.zero_quantized_weights,
+            zero_quantized_nontrainable_weights=section.zero_quantized_nontrainable_weights,
+            zero_hpz_partition_size=max(1, section.zero_hpz_partition_size),
+            zero_quantized_gradients=section.zero_quantized_gradients,
+            zeropp_loco_param=None if loco is None else LoCo(loco.err_beta, loco.reset_T),
+            mics_hierarchical_params_gather=section.mics_hierarchical_params_gather,
+        )
     except ValueError as error:
         raise ConfigError(str(error).replace("ZeroConfig.", "zero_optimization.")) from error
     if section.stage < 3 and (asked := zero.asks_for_plus()):

@@ -23,6 +23,7 @@ asks for (`state_dict`, `GatheredParameters`, checkpoints) are what the ranks ow
 A node is what `refimpl.comm.nodes` says.
 """
 
+import warnings
 from collections import Counter
 
 import torch.distributed as dist
@@ -58,10 +59,17 @@ class Plus:
         self._neighbours: dict[int, tuple[Group, Group]] = {}
         if parted and (asked := config.asks_for_plus()):
             raise ValueError(f"{asked[0]}: not with experts that only some of the ranks have; leave it out")
-        if group.size % max(1, config.zero_hpz_partition_size):
+        size = config.zero_hpz_partition_size
+        if group.size % size:
             raise ValueError(
-                f"zero_hpz_partition_size = {config.zero_hpz_partition_size}: must divide the {group.size} ranks that "
-                "share the parameters"
+                f"zero_hpz_partition_size = {size}: must divide the {group.size} ranks that share the parameters"
+            )
+        here = self.on_nodes() if size > 1 else {}
+        if group.rank == 0 and any(count % size for count in here.values()):
+            warnings.warn(
+                f"zero_hpz_partition_size = {size}: {min(here.values())} of these ranks are on a node, so second "
+                "shards lie on several, and backward's gathers go between them",
+                stacklevel=2,
             )
         if config.zero_quantized_gradients:
             near, far = self.nodes()
@@ -71,13 +79,15 @@ class Plus:
 
     def nodes(self) -> tuple[Group, Group]:
         """This node's ranks of the group, and those with this one's place in every node."""
-        world = dist.get_world_size() if self.group.handle else 1
-        there = Counter(node_of(rank, world) for rank in self.group.ranks) if world > 1 else {0: 1}
+        there = self.on_nodes()
         if len(set(there.values())) > 1:
-            raise ValueError(
-                f"ranks {self.group.ranks} are {dict(there)} on nodes: ZeRO++ and MiCS need as many on each"
-            )
+            raise ValueError(f"ranks {self.group.ranks} are {there} on nodes: ZeRO++ and MiCS need as many on each")
         return self.neighbours(min(there.values()))
+
+    def on_nodes(self) -> dict[int, int]:
+        """How many of the group's ranks are on each node."""
+        world = dist.get_world_size() if self.group.handle else 1
+        return dict(Counter(node_of(rank, world) for rank in self.group.ranks)) if world > 1 else {0: 1}
 
     def neighbours(self, size: int) -> tuple[Group, Group]:
         """Blocks of `size` ranks, and the lines across; whose ranks, if they part, are found as those of the group."""

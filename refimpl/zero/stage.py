@@ -105,14 +105,10 @@ class Stage(Changing, ByName, Held, ABC):
         self.compressed = Compressed(self, self.config.compression) if self.config.compression else None
         reduce: Reduce = self.reduce
         config = self.config
-        if self.compressed is not None:  # which rounds values itself, and feeds back what that loses
-            reduce, config = self.compressed.reduce, replace(config, communication_data_type=None)
         if isinstance(optimizer, Travelling):
-            if self.compressed is not None:
-                raise ValueError(
-                    f"compression: {type(optimizer).__name__} compresses what travels by itself; leave compression out"
-                )
-            reduce = unless_local(reduce, optimizer, lambda: self.gradients.op)
+            reduce = unless_local(self, optimizer)
+        elif self.compressed is not None:  # which rounds values itself, and feeds back what that loses
+            reduce, config = self.compressed.reduce, replace(config, communication_data_type=None)
         self.gradients = Gradients(
             self.buckets, reduce, self.group, config, self.names, self.passes.sign, self.in_order
         )

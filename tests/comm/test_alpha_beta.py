@@ -64,7 +64,7 @@ def test_formulas_add_up_the_messages(ranks: int) -> None:
 def test_thakurs_table() -> None:
     """Thakur, Rabenseifner & Gropp 2005: recursive doubling for short messages, Rabenseifner's for long ones.
 
-    Section 4.4's formulas for all-reduce at p = 2^k: ring 2(p-1) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma,
+    Their formulas for an all-reduce at p = 2^k: ring 2(p-1) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma,
     Rabenseifner 2 lg p alpha + the same of beta and gamma.
     """
     for p in (2, 4, 8, 64):

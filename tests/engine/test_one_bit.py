@@ -155,7 +155,7 @@ def test_tensor_ranks_have_no_whole_layers() -> None:
     def go() -> None:
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
         config = {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2}, **asked("Lamb")}
-        with pytest.raises(ConfigError, match="optimizer.type Lamb: tensor ranks have parts of the layers"):
+        with pytest.raises(ConfigError, match=r"optimizer\.type Lamb: tensor ranks have parts of the layers"):
             refimpl.initialize(model=model, config=config)
 
     worlds.run(go)

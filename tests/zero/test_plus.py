@@ -69,7 +69,6 @@ def gathered_in_order(config: dict[str, Any]) -> list[float]:
     """The chunk of a quantised sum that this rank has, and whether units come back whole and in order."""
     group = Group.world()
     net = Net()
-    torch.manual_seed(7)
     with torch.no_grad():
         for i, p in enumerate(net.parameters()):
             p.fill_(i + 1)
@@ -398,6 +397,15 @@ def uneven() -> None:
     Plus(Group.world(), ZeroConfig(**HPZ))
 
 
+def spread() -> int:
+    """Warnings of second shards that lie on several nodes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Plus(Group.world(), ZeroConfig(zero_hpz_partition_size=4))
+        Plus(Group.world(), ZeroConfig(**HPZ))
+    return sum("zero_hpz_partition_size = 4: 2 of these ranks are on a node" in str(w.message) for w in caught)
+
+
 def with_experts() -> None:
     mesh = Mesh({"expert": 2, "same": 2})
     net = Net()
@@ -408,6 +416,7 @@ def with_experts() -> None:
 def test_refusals_name_the_key() -> None:
     with pytest.raises(RankError, match="zero_hpz_partition_size = 2: must divide the 3 ranks"):
         run(uneven, ranks=3)
+    assert nodes(2, 2, spread) == [1, 0, 0, 0]
     with pytest.raises(RankError, match="zero_quantized_gradients: not with experts"):
         run(with_experts, ranks=4)
     for options, word in (

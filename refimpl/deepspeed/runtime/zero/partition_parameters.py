@@ -8,8 +8,9 @@
     p.ds_persist                    whether it stays whole (small parameters do: then it has none of the rest)
     p.all_gather(), p.partition()   make it whole, and let it go; collectives
 
-As in DeepSpeed only a sharded parameter has these: `hasattr(p, "ds_id")` tells (a second shard is asked for of all). They are those of its unit, the
-parameters of a module that are gathered together. DeepSpeed: deepspeed/runtime/zero/partition_parameters.py.
+As in DeepSpeed only a sharded parameter has these: `hasattr(p, "ds_id")` tells (any answers for its second shard). They
+are those of its unit, the parameters of a module that are gathered together. DeepSpeed:
+deepspeed/runtime/zero/partition_parameters.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping
