@@ -259,9 +259,7 @@ def overlap(
     turns: TurnsOption = 5,
     file: JsonOption = None,
     picture: Annotated[Path | None, typer.Option(help="Draw sizes and timelines here, a PNG.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write a step of the best size here, as a trace.")
-    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a step of the best size here, as a trace.")] = None,
 ) -> None:
     """What of a step's communication is exposed, by the size of a bucket, over a slow link: measured and predicted."""
     from refimpl.bench import overlap as bench
