@@ -1,9 +1,9 @@
 """1-bit Adam, 0/1 Adam and 1-bit LAMB beside Adam and LAMB on the demo's text: the loss reached, the bytes sent.
 
-Every optimizer trains the same GPT from the same weights on the same micro-batches, under DDP in fp32, as fast as Adam
-or LAMB does best of a few rates on this text; the 1-bit ones compress after a fifth of the steps. The loss is the mean
-over the last eighth of the steps and all ranks; the bytes are what the ledger has counted of gradients and momenta in
-the compressed steps, beside the 4 Psi (N-1)/N that DDP sends of fp16.
+Every optimizer trains the same GPT from the same weights on the same micro-batches, under DDP in fp32, at one rate
+for the kinds of Adam and one for those of LAMB; the 1-bit ones compress after a fifth of the steps. The loss is the
+mean over the last eighth of the steps and all ranks; the bytes are what the ledger has counted of gradients and momenta
+in the compressed steps, beside the 4 Psi (N-1)/N that DDP sends of fp16.
 """
 
 import math

@@ -18,8 +18,8 @@ def test_by_hand() -> None:
     # Two: the second launch, at 5, begins the first one's second half (5 to 7) and then its own first (7 to 9).
     # At 10: the first is over (8); the second's half arrives at 10, the other takes to 13.
     assert play([(1.0, 8.0), (5.0, 8.0)], 10.0, link).seconds == 13.0
-    # A launch waits for the first half of the bucket before: from 2 to 4.
-    assert play([(1.0, 8.0), (2.0, 0.0)], 2.0, link).exposed == pytest.approx(2.0 + 3.0 + 0.0)
+    # A launch waits for the first half of the bucket before, 2 to 4; the second half is there at 7, its own at 8.
+    assert play([(1.0, 8.0), (2.0, 0.0)], 2.0, link).exposed == 8.0 - 2.0
 
 
 @given(

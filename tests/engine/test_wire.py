@@ -49,7 +49,7 @@ def bytes_by_stage(model: str, wires: list[str | None]) -> list[list[int]]:
             engine.backward(engine(x))
             engine.step()
             found[-1].append(engine.group.ledger.sent_bytes("tag")["gradients"])
-            assert all(p.isfinite().all() for p in engine.module.parameters())
+            assert 0 < (engine.get_global_grad_norm() or 0) < 1e3
             engine.destroy()
     return found
 
