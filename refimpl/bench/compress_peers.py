@@ -48,7 +48,7 @@ def torchs(model: nn.Module, group: Group, pair: str, rank: int) -> Step:
     else:
         hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 
-        def compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
             return hooks[pair](state, bucket)
 
         wrapped.register_comm_hook(dist.group.WORLD, compress_hook)

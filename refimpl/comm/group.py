@@ -19,7 +19,6 @@ DeepSpeed's counterpart: deepspeed/comm/comm.py, which keeps one global backend 
 
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +30,14 @@ from refimpl.comm import checks, collectives
 from refimpl.comm.agree import Agreed, Part
 from refimpl.comm.board import Board
 from refimpl.comm.collectives import Op
-from refimpl.comm.composed import Composed
-from refimpl.comm.link import Cables, Link
+from refimpl.comm.link import Link
 from refimpl.comm.logged import entered
-from refimpl.comm.native import Native
 from refimpl.comm.patience import Patience
 from refimpl.comm.process_group import ControlLine, backend_of, device_of
-from refimpl.comm.shared import meet
+from refimpl.comm.route import Route
 from refimpl.comm.streams import Streams, streams_of
-from refimpl.comm.throttled import Throttled
-from refimpl.comm.transport import Alone, Library, Transport
-from refimpl.comm.work import Phase, Steps, Work
+from refimpl.comm.transport import Transport
+from refimpl.comm.work import Steps, Work
 from refimpl.measure.ledger import Ledger
 from refimpl.ranks import environment
 
@@ -84,56 +80,39 @@ class Group:
         )
         where = Path(directory or "")
         self._board = Board(where, handle.group_name, self.ranks, handle.rank()) if handle and directory else None
-        wish = os.environ.get("REFIMPL_TRANSPORT", "") if transport is None else transport
-        self.link = link or (None if isinstance(wish, Transport) else Link.of_environment())
-        self._cables = self._laid(handle)
-        # What is there without asking the other ranks: for messages between two, and where memory is not shared.
-        self._direct = wish if isinstance(wish, Transport) else self._library(handle, wish, deterministic)
-        self.rank, self.size = self._direct.rank, self._direct.size
-        may_share = self.backend == "gloo" and self.device.type == "cpu" and self.size > 1
-        if wish == "shared" and not may_share and handle is not None and self.size > 1:
-            raise RuntimeError(
-                f"REFIMPL_TRANSPORT=shared, but this group cannot share memory: its tensors are on {self.device.type}, "
-                f"its backend is {self.backend}; unset it"
-            )
-        self._must_share = wish == "shared"
-        self._met = None if may_share and wish in ("", "shared") else self._direct
-        self._messages: Transport = self._direct
+        self.route = Route(handle, self.backend, self.device, self.streams, deterministic, transport, link)
+        self.rank, self.size = self.route.direct.rank, self.route.direct.size
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
         """torch's group; None in a group of one without it."""
-        return self._direct.handle if isinstance(self._direct, Library) else None
+        return self.route.handle
+
+    @property
+    def link(self) -> Link | None:
+        """The slow link between its ranks, if there is one."""
+        return self.route.link
+
+    @property
+    def transport(self) -> Transport:
+        """The way of this group's collectives. Where it may be shared memory, asking for it first is a collective."""
+        return self.route.met or self.route.collectives
+
+    @property
+    def messages(self) -> Transport:
+        """The way of the messages between two ranks."""
+        return self.route.messages
 
     def share_messages(self) -> None:
         """Messages between two ranks go the way of the collectives from now on: through memory, where that is shared.
 
         A collective, with no message under way.
         """
-        self._messages = self.transport
-
-    @property
-    def messages(self) -> Transport:
-        """The way of the messages between two ranks."""
-        return self._messages
+        self.route.messages = self.transport
 
     def use(self, transport: Transport) -> None:
         """The collectives go this way from now on, on every rank; what is under way is not disturbed."""
-        self._met = transport
-
-    @property
-    def transport(self) -> Transport:
-        """The way of this group's collectives. Where it may be shared memory, asking for it first is a collective."""
-        if self._met is None:
-            assert self.handle is not None
-            shared = meet(self.handle)
-            if not isinstance(shared, Transport) and self._must_share:
-                raise RuntimeError(f"REFIMPL_TRANSPORT=shared, but this group cannot share memory: {shared}; unset it")
-            if isinstance(shared, Transport) and self._cables is not None:
-                self._met = Throttled(shared, self._cables, self.backend, self.streams)
-            else:
-                self._met = shared if isinstance(shared, Transport) else self._direct
-        return self._met
+        self.route.met = transport
 
     @classmethod
     def world(
@@ -163,42 +142,7 @@ class Group:
 
     def scratch(self) -> list[Tensor]:
         """The buffers that collectives keep between calls: memory that counts as `buckets`."""
-        return (self._met or self._direct).scratch()
-
-    def _library(self, handle: dist.ProcessGroup | None, wish: str, deterministic: bool) -> Transport:
-        """By torch.distributed: the library's own collectives only where they are fast and their order is free."""
-        if wish not in ("", "gloo", "shared"):
-            raise ValueError(f"REFIMPL_TRANSPORT must be gloo or shared, or not set, not {wish!r}")
-        if handle is None:
-            return Alone()
-        kind = Composed if self.backend == "gloo" or deterministic else Native
-        way = kind(handle, self.backend, self.streams)
-        return way if self._cables is None else Throttled(way, self._cables, self.backend, self.streams)
-
-    def _laid(self, handle: dist.ProcessGroup | None) -> Cables | None:
-        """The cables between this group's ranks; None if all are near."""
-        cables = Cables(self.link, handle) if self.link is not None and handle is not None else None
-        if cables is None or not cables.apart:
-            return None
-        if self.backend != "gloo":
-            raise RuntimeError(
-                f"a slow link is played between tensors on the CPU; this group's backend is {self.backend}: unset "
-                "REFIMPL_LINK"
-            )
-        return cables
-
-    def _crossing(self, op: str, tag: str, cables: Cables, steps: Steps) -> Steps:
-        """The same steps; what each sends over cables goes into the ledger."""
-
-        def begin(phase: Phase) -> list[Any]:
-            before = cables.crossed
-            handles = phase()
-            self.ledger.cross(op, cables.crossed - before, tag)
-            return handles
-
-        for phase in steps:
-            yield partial(begin, phase)
-        self.ledger.cross(op, (self._met or self._direct).crossed_behind(), tag)
+        return self.route.present.scratch()
 
     def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps, *holds: Tensor) -> Work:
         """Enter the call in the ledger and begin it. `holds`: what it reads and writes, the message that counts last.
@@ -211,9 +155,9 @@ class Group:
         log = self.ledger.log
         logged = entered(log, op, tag, holds[-1], self.size, self.settle) if log else None
         call = self.ledger.start(op, sent, tag)
-        lane, ledger = self._direct.lane, self.ledger
-        if self._cables is not None:
-            steps = self._crossing(op, tag, self._cables, steps)
+        lane, ledger = self.route.direct.lane, self.ledger
+        if self.route.cables is not None:
+            steps = self.route.counted(steps, lambda sent: ledger.cross(op, sent, tag))
 
         def waited(work: Work) -> None:
             ledger.end(call, *work.span(), held=work.held)
@@ -324,14 +268,14 @@ class Group:
         checks.tensors("send", x=x)
         sent = x.numel() * x.element_size()
         agreed = self._agreed(f"send of {_words(x)} to {to}", tag, [((self.rank, to), _words(x))])
-        return self._run("send", sent, tag, async_op, agreed.message(self._messages.send(x, to)), x)
+        return self._run("send", sent, tag, async_op, agreed.message(self.messages.send(x, to)), x)
 
     def recv(self, x: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
         """Fill x with what rank `source` of this group sends. Sends nothing itself. ValueError if there is no such."""
         checks.other("recv", "source", source, self.size, self.rank)
         checks.tensors("recv", x=x)
         agreed = self._agreed(f"recv of {_words(x)} from {source}", tag, [((source, self.rank), _words(x))])
-        return self._run("recv", 0, tag, async_op, agreed.message(self._messages.recv(x, source)), x)
+        return self._run("recv", 0, tag, async_op, agreed.message(self.messages.recv(x, source)), x)
 
     def send_recv(self, x: Tensor, to: int, out: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
         """Send x to rank `to` while `out` is filled with what rank `source` sends. One work, done when both are.
@@ -344,7 +288,7 @@ class Group:
         checks.tensors("send_recv", x=x, out=out)
         what = f"send_recv of {_words(x)} to {to} and {_words(out)} from {source}"
         parts = [((self.rank, to), _words(x)), ((source, self.rank), _words(out))]
-        steps = self._agreed(what, tag, parts).message(self._messages.send_recv(x, to, out, source))
+        steps = self._agreed(what, tag, parts).message(self.messages.send_recv(x, to, out, source))
         sending = self._run("send", x.numel() * x.element_size(), tag, True, steps, out, x)
         return self._run("recv", 0, tag, async_op, iter([lambda: [sending]]), out)
 
@@ -365,7 +309,7 @@ class Group:
         objects: list[Any] = [obj] * self.size
         if self._line is not None:
             with self._agreed("all_gather_object", ""):
-                if self._met is not None and self._met.needs_its_ranks:
+                if self.route.present.needs_its_ranks:
                     self._meet()
                 dist.all_gather_object(objects, obj, group=self._line.handle)
         return objects
@@ -373,7 +317,7 @@ class Group:
     def _meet(self) -> None:
         """Return when every rank has come here; what is under way goes on meanwhile."""
         assert self._line is not None
-        (self._met or self._direct).wait_for(dist.barrier(self._line.handle, async_op=True))
+        self.route.present.wait_for(dist.barrier(self._line.handle, async_op=True))
 
     def _parts(self, out: Tensor, x: Tensor, out_splits: list[int] | None, in_splits: list[int] | None) -> list[Part]:
         """The messages to and from every other rank of an all-to-all in uneven parts."""

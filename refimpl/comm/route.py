@@ -1,0 +1,120 @@
+"""Which transport a group's bytes take: its collectives, and its messages between two ranks.
+
+    NCCL                            the library's own, or composed of its messages where the order of a sum is asked for
+    tensors on the CPU, one host    shared memory; that all ranks are on one is found out at the first collective
+    tensors on the CPU, several     composed of gloo's
+    a slow link between any         the same, throttled
+
+REFIMPL_TRANSPORT=gloo or shared says otherwise for tensors on the CPU.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from refimpl.comm.composed import Composed
+from refimpl.comm.link import Cables, Link
+from refimpl.comm.native import Native
+from refimpl.comm.shared import meet
+from refimpl.comm.streams import Streams
+from refimpl.comm.throttled import Throttled
+from refimpl.comm.transport import Alone, Library, Transport
+from refimpl.comm.work import Phase, Steps
+
+
+class Route:
+    """Of one group. `direct` is there without asking the other ranks; `messages` is the way between two of them."""
+
+    def __init__(
+        self,
+        handle: dist.ProcessGroup | None,
+        backend: str,
+        device: torch.device,
+        streams: Streams,
+        deterministic: bool,
+        transport: Transport | str | None,
+        link: Link | None,
+    ) -> None:
+        """The arguments are `Group`'s, which says what it raises."""
+        self.backend, self.streams = backend, streams
+        wish = os.environ.get("REFIMPL_TRANSPORT", "") if transport is None else transport
+        self.link = link or (None if isinstance(wish, Transport) else Link.of_environment())
+        self.cables = self._laid(handle)
+        self.direct = wish if isinstance(wish, Transport) else self._library(handle, wish, deterministic)
+        size = self.direct.size
+        may_share = backend == "gloo" and device.type == "cpu" and size > 1
+        if wish == "shared" and not may_share and handle is not None and size > 1:
+            raise RuntimeError(
+                f"REFIMPL_TRANSPORT=shared, but this group cannot share memory: its tensors are on {device.type}, its "
+                f"backend is {backend}; unset it"
+            )
+        self._must_share = wish == "shared"
+        self.met = None if may_share and wish in ("", "shared") else self.direct  # None: not found out yet
+        self.messages: Transport = self.direct
+
+    @property
+    def handle(self) -> dist.ProcessGroup | None:
+        """torch's group; None in a group of one without it."""
+        return self.direct.handle if isinstance(self.direct, Library) else None
+
+    @property
+    def present(self) -> Transport:
+        """The way of the collectives as far as it is known without asking the other ranks."""
+        return self.met or self.direct
+
+    @property
+    def collectives(self) -> Transport:
+        """The way of the collectives. Where it may be shared memory, asking for it first is a collective."""
+        if self.met is None:
+            assert self.handle is not None
+            shared = meet(self.handle)
+            if isinstance(shared, Transport):
+                self.met = self._throttled(shared)
+            elif self._must_share:
+                raise RuntimeError(f"REFIMPL_TRANSPORT=shared, but this group cannot share memory: {shared}; unset it")
+            else:
+                self.met = self.direct
+        return self.met
+
+    def counted(self, steps: Steps, cross: Callable[[int], None]) -> Steps:
+        """The same steps, where there are cables; `cross` is told the bytes that each sends over them."""
+        cables = self.cables
+        assert cables is not None
+
+        def begin(phase: Phase) -> list[Any]:
+            before = cables.crossed
+            handles = phase()
+            cross(cables.crossed - before)
+            return handles
+
+        for phase in steps:
+            yield partial(begin, phase)
+        cross(self.present.crossed_behind())
+
+    def _throttled(self, way: Library) -> Transport:
+        return way if self.cables is None else Throttled(way, self.cables, self.backend, self.streams)
+
+    def _library(self, handle: dist.ProcessGroup | None, wish: str, deterministic: bool) -> Transport:
+        """By torch.distributed: the library's own collectives only where they are fast and their order is free."""
+        if wish not in ("", "gloo", "shared"):
+            raise ValueError(f"REFIMPL_TRANSPORT must be gloo or shared, or not set, not {wish!r}")
+        if handle is None:
+            return Alone()
+        kind = Composed if self.backend == "gloo" or deterministic else Native
+        return self._throttled(kind(handle, self.backend, self.streams))
+
+    def _laid(self, handle: dist.ProcessGroup | None) -> Cables | None:
+        """The cables between the group's ranks; None if all are near."""
+        cables = Cables(self.link, handle) if self.link is not None and handle is not None else None
+        if cables is None or not cables.apart:
+            return None
+        if self.backend != "gloo":
+            raise RuntimeError(
+                f"a slow link is played between tensors on the CPU; this group's backend is {self.backend}: unset "
+                "REFIMPL_LINK"
+            )
+        return cables
