@@ -7,7 +7,7 @@ counts is the ratio to the best peer of the same heat. Each race is run in two w
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,17 +47,23 @@ def slowest(ranks: list[Times]) -> Times:
 
 
 @contextmanager
-def huge_pages(on: bool) -> Iterator[None]:
-    """Worlds started inside allocate large tensors on huge pages, or do not, whatever the caller's environment says."""
-    before = os.environ.get(HUGE_PAGES)
-    os.environ[HUGE_PAGES] = str(int(on))
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Worlds started inside find these variables, whatever the caller's environment says."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[HUGE_PAGES]
-        else:
-            os.environ[HUGE_PAGES] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def huge_pages(on: bool) -> AbstractContextManager[None]:
+    """Worlds started inside allocate large tensors on huge pages, or do not."""
+    return environment({HUGE_PAGES: str(int(on))})
 
 
 def both_worlds(fn: Callable[..., Any], *args: object, ranks: int, rounds: int = 1) -> Iterator[tuple[str, list[Any]]]:

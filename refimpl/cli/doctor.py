@@ -17,7 +17,9 @@ from rich.table import Table
 
 from refimpl import launch
 from refimpl.comm.group import Group
+from refimpl.comm.link import VARIABLE
 from refimpl.comm.shared import Shared, meet
+from refimpl.comm.throttled import Throttled
 from refimpl.model.gpt import native_low_precision
 
 GB, MB = 10**9, 10**6
@@ -146,13 +148,16 @@ def _how() -> tuple[bool, str]:
     group = Group.world()
     assert group.handle is not None
     found = meet(group.handle)
-    return isinstance(group.transport, Shared), found if isinstance(found, str) else ""
+    way = group.transport.way if isinstance(group.transport, Throttled) else group.transport
+    return isinstance(way, Shared), found if isinstance(found, str) else ""
 
 
 def _transport() -> Finding:
     [(shares, why), _] = launch.run(_how, ranks=2, device="cpu")
     said = os.environ.get("REFIMPL_TRANSPORT")
     state = ("shared memory" if shares else "gloo over TCP") + (f" (REFIMPL_TRANSPORT={said})" if said else "")
+    if link := os.environ.get(VARIABLE):
+        state += f", behind a slow link ({VARIABLE}={link})"
     return Finding(
         "transport", f"{state} between the ranks of this host", f"slower than shared memory: {why}" if why else ""
     )

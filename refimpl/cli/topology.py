@@ -96,7 +96,11 @@ def matrix(found: Topology, title: str, read: Reading, more_is_better: bool) -> 
 
 def cell(value: float, place: Callable[[float], float]) -> Text:
     red, green, blue = colour(place(value))
-    return Text(f" {value:.3g} ", style=f"rgb(0,0,0) on rgb({red},{green},{blue})")
+    return Text(f" {short(value)} ", style=f"rgb(0,0,0) on rgb({red},{green},{blue})")
+
+
+def short(value: float) -> str:
+    return f"{value:.0f}" if 100 <= value < math.inf else f"{value:.3g}"
 
 
 def places(values: Sequence[float], more_is_better: bool) -> Callable[[float], float]:
@@ -153,5 +157,5 @@ def draw(found: Topology, file: Path) -> None:
         axes.set(title=title, xlabel="to rank", ylabel="from rank", xticks=list(ranks), yticks=list(ranks))
         for a, b in found.pairs:
             for x, y in ((a, b), (b, a)):
-                axes.text(x, y, f"{read(found.of(a, b)):.3g}", ha="center", va="center")
+                axes.text(x, y, short(read(found.of(a, b))), ha="center", va="center")
     figure.savefig(file)

@@ -8,7 +8,7 @@ further on, then a quarter to the one N/4 further, and so on. Rank r writes its 
                         0   1                   round 2, 1 further: send 1,   get 0 of rank 3
                         0                       complete
 
-With 2^k ranks this is the recursive halving of Thakur, Rabenseifner & Gropp 2005 (IJHPCA 19(1), section 3.3), on a
+With 2^k ranks this is the recursive halving of Thakur, Rabenseifner & Gropp 2005 (IJHPCA 19(1)), on a
 circle instead of a hypercube; the circle does as well with any number of ranks, odd ones too, if what is kept is
 rounded up (Traeff 2024, arXiv:2410.14234), where theirs sends the whole buffer once more. An all-gather runs the rounds
 backwards, doubling.

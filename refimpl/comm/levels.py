@@ -5,7 +5,7 @@
 
 or, with no line changed, REFIMPL_COLLECTIVES=two-level for whoever trains over all ranks; nodes are then those of
 `nodes.py` (REFIMPL_RANKS_PER_NODE, else LOCAL_WORLD_SIZE). REFIMPL_COLLECTIVES=measured measures the links first, in
-about a second, and takes for each collective and size what the alpha-beta model says is fastest (`alpha_beta.py`).
+some seconds, and takes for each collective and size what the alpha-beta model says is fastest (`alpha_beta.py`).
 
 Bits: those of `hierarchy.py`, (g0 + g1) + (g2 + g3), the same in every run, on every rank, and in DDP and all ZeRO
 stages: an all-reduce and a reduce-scatter add an element in one order. They are not the bits of one process that adds

@@ -3,9 +3,10 @@
 A pair's alpha and beta are fitted to the least of several times (what the link can do, not what a busy machine gave).
 Sorted by the time of one middle-sized message, the pairs of a machine of nodes fall into two heaps; where the gap
 between two neighbours in that order is the widest, and wide enough, lies the border. Who is joined by near pairs is a
-node. With nodes found, all ranks of two nodes send at once: that says how many cables there are (`alpha_beta.crowd`).
+node. With nodes found, all ranks of two nodes send at once, and two ranks of a node to two others: that tells how many
+cables there are (`alpha_beta.crowd`).
 
-N ranks: N(N-1)/2 pairs one after another, of sum(sizes) * 2 * repeats bytes each way.
+N ranks: N(N-1)/2 pairs one after another, each a fraction of a second.
 nccl-tests and NCCL's own search (src/graph/topo.cc reads PCI and NVLink from the system) ask the hardware; this asks
 the clock, so it sees what is throttled in software too.
 """
@@ -22,7 +23,8 @@ import torch
 from refimpl.comm.alpha_beta import AlphaBeta, Levels, fit
 from refimpl.comm.group import Group
 
-SIZES = (8, 16_384, 131_072)  # bytes
+SIZES = (8, 65_536, 1 << 20, 1 << 23)  # bytes
+LONG = 0.02  # seconds: after a message that took so long, the pair sends no larger ones (but two sizes at least)
 PROBE = 65_536  # bytes of the message by which pairs are compared
 GAP = 2.0  # times slower than the next nearer pair is another level
 ADDED = 1 << 20  # elements
@@ -32,12 +34,13 @@ Pair = tuple[int, int]  # the lower rank first
 
 @dataclass(frozen=True)
 class Topology:
-    """`pairs`: every two ranks, the lower first. `crowd`: see `alpha_beta`; 1 where there is one level."""
+    """`pairs`: every two ranks, the lower first. `crowd`, `pairwise`: see `alpha_beta`; 1 and False for one level."""
 
     ranks: int
     pairs: Mapping[Pair, AlphaBeta]
     crowd: float
     gamma: float
+    pairwise: bool = False
 
     def of(self, a: int, b: int) -> AlphaBeta:
         """The link between two ranks. KeyError for a rank and itself."""
@@ -62,7 +65,8 @@ class Topology:
         """
         near = [link for (a, b), link in self.pairs.items() if a // each == b // each]
         far = [link for (a, b), link in self.pairs.items() if a // each != b // each]
-        return Levels(each, self.ranks // each, _middle(near or far), _middle(far or near), self.crowd, self.gamma)
+        middle = _middle(near or far), _middle(far or near)
+        return Levels(each, self.ranks // each, *middle, self.crowd, self.gamma, self.pairwise)
 
 
 def neighbourhoods(ranks: int, seconds: Mapping[Pair, float], gap: float = GAP) -> list[list[int]]:
@@ -86,21 +90,27 @@ def measure(group: Group, sizes: Sequence[int] = SIZES, repeats: int = 4) -> Top
     """
     if len(set(sizes)) < 2 or min(sizes) < 1 or repeats < 1:
         raise ValueError(f"measure: two sizes of 1 byte or more and a repeat are needed, not {sizes}, {repeats}")
-    pairs = {pair: fit(sizes, times) for pair, times in _one_after_another(group, sizes, repeats).items()}
+    measured = _one_after_another(group, sorted(sizes), repeats)
+    pairs = {pair: fit(sorted(sizes)[: len(times)], times) for pair, times in measured.items()}
     alone = Topology(group.size, pairs, 1.0, _adding(group))
     nodes = alone.nodes
     each = min(len(node) for node in nodes)
     if each == 1 or len(nodes) == 1:
         return alone
     lines = dict(zip(nodes[0][:each], nodes[1][:each], strict=True))
-    one = pairs[min(nodes[0][0], nodes[1][0]), max(nodes[0][0], nodes[1][0])]
-    together = fit(sizes, _together(group, lines, sizes, repeats))
-    crowd = together.beta / one.beta if one.beta else 1.0
-    return Topology(group.size, pairs, min(max(crowd, 1.0), float(each)), alone.gamma)
+    first = min(nodes[0][0], nodes[1][0]), max(nodes[0][0], nodes[1][0])
+    sent = sorted(sizes)[: len(measured[first])]
+    together = fit(sent, _together(group, lines, sent, repeats))
+    crowd = together.beta / pairs[first].beta if pairs[first].beta else 1.0
+    crowd, pairwise = min(max(crowd, 1.0), float(each)), False
+    if len(nodes) > 2 and crowd > 1 + each / 4:  # they share: is that one cable for all nodes?
+        apart = {nodes[0][0]: nodes[1][0], nodes[0][1]: nodes[2][0]}
+        pairwise = fit(sent, _together(group, apart, sent, repeats)).beta < 1.5 * pairs[first].beta
+    return Topology(group.size, pairs, crowd, alone.gamma, pairwise)
 
 
 def _one_after_another(group: Group, sizes: Sequence[int], repeats: int) -> dict[Pair, list[float]]:
-    """Every pair: seconds of one way for each size."""
+    """Every pair: seconds of one way for each size, from the smallest on."""
     mine: dict[Pair, list[float]] = {}
     for pair in [(a, b) for a in range(group.size) for b in range(a + 1, group.size)]:
         group.barrier()
@@ -137,8 +147,10 @@ def _together(group: Group, lines: Mapping[int, int], sizes: Sequence[int], repe
 def _ping(group: Group, pair: Pair, sizes: Sequence[int], repeats: int) -> list[float]:
     """There and back, `repeats` times after one that does not count; half of the shortest."""
     first, peer = group.rank == pair[0], pair[group.rank == pair[0]]
-    seconds = []
+    seconds: list[float] = []
     for size in sizes:
+        if len(seconds) > 1 and not _go_on(group, peer, first, seconds[-1] < LONG):
+            break
         message, best = torch.zeros(size, dtype=torch.uint8, device=group.device), math.inf
         for repeat in range(repeats + 1):
             begun = time.perf_counter()
@@ -152,6 +164,16 @@ def _ping(group: Group, pair: Pair, sizes: Sequence[int], repeats: int) -> list[
                 best = min(best, (time.perf_counter() - begun) / 2)
         seconds.append(best)
     return seconds
+
+
+def _go_on(group: Group, peer: int, first: bool, wish: bool) -> bool:
+    """What the first of the two wishes."""
+    said = torch.tensor([float(wish)], device=group.device)
+    if first:
+        group.send(said, peer, tag="topology")
+    else:
+        group.recv(said, peer, tag="topology")
+    return bool(said.item())
 
 
 def _adding(group: Group) -> float:

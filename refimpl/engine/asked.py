@@ -6,6 +6,7 @@ DeepSpeed's file: deepspeed/runtime/engine.py.
 import torch
 
 from refimpl.engine.state import TrainingState
+from refimpl.zero.zero3 import Zero3
 
 
 class Asked(TrainingState):
@@ -143,6 +144,11 @@ class Asked(TrainingState):
     def zero_cpu_offload(self) -> bool:
         """Whether optimizer states live in host memory: not yet."""
         return False
+
+    def empty_partition_cache(self) -> None:
+        """Free stage 3's parameters that were kept whole for their next use."""
+        if isinstance(self.stage, Zero3):
+            self.stage.fetch.release(self.stage.fetch.units)
 
     # The rest.
 

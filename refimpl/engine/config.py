@@ -123,6 +123,10 @@ class DeepSpeedConfig(section.Section):
                 f"optimizer.type = {quote(name)}: every rank averages and keeps all of the momentum: "
                 f"zero_optimization.stage must be 0, not {stage}"
             )
+        if name.lower() in ONE_BIT and self.gradient_compression is not None:
+            raise ValueError(
+                f"gradient_compression: optimizer.type = {quote(name)} compresses by itself; keep one of the two"
+            )
         return self
 
     @model_validator(mode="after")
@@ -131,7 +135,7 @@ class DeepSpeedConfig(section.Section):
         if self.gradient_compression is not None and self.zero_optimization.stage > 1:
             raise ValueError(
                 f"gradient_compression: zero_optimization.stage {self.zero_optimization.stage} keeps no whole "
-                "gradient, and error feedback needs one: use stage 0 or 1, or zero_quantized_gradients"
+                "gradient, and error feedback needs one: use stage 0 or 1, or zero_quantized_gradients in stage 3"
             )
         return self
 

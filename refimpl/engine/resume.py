@@ -173,7 +173,6 @@ def restore_training(engine: TrainingState, folder: Folder, wanted: Wanted, grou
     engine.stage.update.skipped_steps = folder.value(0, "skipped_steps")
     rank = engine.axes.world.rank
     restore_errors(engine, folder)
-    restore_compression(engine, folder)
     if wanted.random and rank < folder.ranks and (state := folder.value(rank, "random")) is not None:
         random_state.put(state, engine.group.device)
     if engine.axes.tensor.size > 1:
@@ -188,23 +187,18 @@ def restore_training(engine: TrainingState, folder: Folder, wanted: Wanted, grou
 
 
 def restore_errors(engine: TrainingState, folder: Folder) -> None:
-    """What compression still owed on this rank, if the run was of as many ranks; see `OneBitUpdate`."""
-    rank, saved = engine.axes.world.rank, dict[str, Tensor]()
-    if folder.ranks == engine.axes.world.size and engine.stage.update.errors():
-        reader = folder.reader(rank)
-        saved = {
-            name.removeprefix("error/"): reader.tensor(name) for name in reader.names() if name.startswith("error/")
-        }
-    engine.stage.update.restore_errors(saved)
-
-
-def restore_compression(engine: TrainingState, folder: Folder) -> None:
-    """What this rank had not sent yet of its compressed gradients: of as many ranks alone."""
+    """What compression still owed on this rank, of gradients or of a momentum: of as many ranks alone."""
+    rank, alike = engine.axes.world.rank, folder.ranks == engine.axes.world.size
+    if engine.stage.update.errors():
+        reader = folder.reader(rank) if alike else None
+        names = [] if reader is None else [name for name in reader.names() if name.startswith("error/")]
+        engine.stage.update.restore_errors(
+            {name.removeprefix("error/"): reader.tensor(name) for name in names if reader is not None}
+        )
     if engine.stage.compressed is None:
         return
-    rank = engine.axes.world.rank
-    saved = folder.value(rank if folder.ranks == engine.axes.world.size else 0, "compression")
-    if saved is not None and folder.ranks != engine.axes.world.size:
+    saved = folder.value(rank if alike else 0, "compression")
+    if saved is not None and not alike:
         saved["ranks"] = folder.ranks  # whatever they were laid out as: others than here
     engine.stage.compressed.load_state_dict(saved)
 

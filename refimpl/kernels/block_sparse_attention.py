@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from refimpl.kernels.block_lists import BlockLists
 from refimpl.kernels.block_sparse_kernels import block_sparse_backward, block_sparse_forward
 from refimpl.kernels.case import Case, short
+from refimpl.kernels.checks import autocast
 from refimpl.kernels.flash_shapes import Shapes, check_heads, check_scale, readable
 from refimpl.kernels.language import on, takes
 
@@ -42,6 +43,7 @@ def block_sparse_attention(
     key being one token. A query that sees nothing gets zeros. On a CPU this is torch's masked attention, which skips no
     block (refimpl/model/sparse.py has a path that does).
     """
+    q, k, v = autocast(q, k, v)
     check_heads("block_sparse_attention", q, k, v)
     check_blocks(q, k, layout, block)
     scale = check_scale(scale, q.shape[3])

@@ -1,6 +1,7 @@
 """What kernels ask of their arguments: an answer at once, by name, instead of an illegal access later."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,24 @@ def same_shape(operation: str, **tensors: Tensor) -> None:
     if len({tensor.shape for tensor in tensors.values()}) > 1:
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         raise ValueError(f"{operation}: shapes must be equal, but {shapes}")
+
+
+def autocast(*tensors: Tensor | None, wide: bool = False) -> tuple[Any, ...]:
+    """The tensors as torch's operators on a GPU take them under autocast; otherwise, and float64 always, as they are.
+
+    wide: in fp32, as softmax and norms; else in autocast's dtype, as matrix products. On a CPU just so: what is built
+    there has the dtypes that it will have.
+    """
+    kind = next(t.device.type for t in tensors if t is not None)
+    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.float32 if wide else torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) if t is not None and t.dtype in FLOATS[:3] else t for t in tensors)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether its numbers may be looked at: it lies on a CPU, where nothing waits, and nobody is tracing the call."""
+    return tensor.device.type == "cpu" and type(tensor) is Tensor and not torch.compiler.is_compiling()
 
 
 def rows(x: Tensor) -> Tensor:

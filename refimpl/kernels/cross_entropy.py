@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case
-from refimpl.kernels.checks import floating, integer, one_device, rows
+from refimpl.kernels.checks import floating, has_values, integer, one_device, rows
 from refimpl.kernels.language import INTERPRETED, on, takes, tl, triton
 from refimpl.kernels.tiles import next_power_of_2
 
@@ -40,6 +40,7 @@ def cross_entropy(
     on a GPU, where looking would wait for it, such a row's loss is NaN.
     """
     check("cross_entropy", logits, targets, reduction, label_smoothing)
+    check_range("cross_entropy", targets, ignore_index, logits.shape[-1])
     options = ignore_index, reduction, label_smoothing, z_loss
     if not takes(logits) or logits.numel() == 0:
         return reference(logits, targets, *options)
@@ -61,12 +62,16 @@ def check(operation: str, logits: Tensor, targets: Tensor, reduction: str, label
         raise ValueError(f"{operation}: label_smoothing is {label_smoothing}; it must be between 0 and 1")
 
 
-def check_range(targets: Tensor, ignore_index: int, classes: int) -> None:
+def check_range(operation: str, targets: Tensor, ignore_index: int, classes: int) -> None:
     """On a CPU, IndexError for a target that is no class."""
-    if targets.device.type == "cpu":
+    if has_values(targets):
         wrong = (targets != ignore_index) & ((targets < 0) | (targets >= classes))
         if wrong.any():
-            raise IndexError(f"cross_entropy: target {int(targets[wrong][0])} is none of the {classes} classes")
+            first = wrong.nonzero()[0].tolist()
+            raise IndexError(
+                f"{operation}: target {int(targets[tuple(first)])} at {first} is none of the {classes} classes (0 to "
+                f"{classes - 1}, or ignore_index {ignore_index})"
+            )
 
 
 def reference(
@@ -189,7 +194,6 @@ class CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, smoothing: float, z_loss: float
     ) -> Tensor:
         flat, aims = rows(logits), targets.reshape(-1).contiguous()  # [M, V], [M]
-        check_range(aims, ignore_index, flat.shape[1])
         count = (aims != ignore_index).sum() if reduction == "mean" else None
         grad = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device) if ctx.needs_input_grad[0] else None
         losses = loss_and_gradient(flat, aims, count, grad, ignore_index, smoothing, z_loss)

@@ -33,6 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from refimpl.kernels.case import Case, short
+from refimpl.kernels.checks import autocast
 from refimpl.kernels.flash_backward import flash_backward
 from refimpl.kernels.flash_forward import flash_forward
 from refimpl.kernels.flash_shapes import Shapes, check_heads, check_scale, reach, readable
@@ -49,6 +50,7 @@ def flash_attention(
     and `right` after; -1 means all. scale: of the scores, 1 / sqrt(D) by default. A query that sees nothing gets zeros.
     Any strides are taken; where the elements of a head are not side by side, a copy is made.
     """
+    q, k, v = autocast(q, k, v)
     check_heads("flash_attention", q, k, v)
     left, right = reach(causal, window)
     scale = check_scale(scale, q.shape[3])
@@ -70,6 +72,7 @@ def flash_attention_varlen(
     the keys starts_k[n] .. starts_k[n + 1], of k and v [tokens_k, H / G, D]; either may be none. longest_q, longest_k:
     the longest sequence's length; on a GPU its absence costs a wait for the device.
     """
+    q, k, v = autocast(q, k, v)
     check_heads("flash_attention_varlen", q, k, v, dims=3)
     check_starts(starts_q, starts_k, q, k)
     left, right = reach(causal, window)

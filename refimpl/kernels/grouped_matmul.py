@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case, short
-from refimpl.kernels.checks import floating, integer, one_device
+from refimpl.kernels.checks import autocast, floating, integer, one_device
 from refimpl.kernels.dots import dots
 from refimpl.kernels.language import on, takes, tl, triton
 
@@ -38,6 +38,7 @@ def grouped_matmul(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
     floating("grouped_matmul", x=x, w=w)
     integer("grouped_matmul", counts=counts)
     one_device("grouped_matmul", x=x, w=w, counts=counts)
+    x, w = autocast(x, w)
     if x.dtype != w.dtype:
         raise TypeError(f"grouped_matmul: x is {x.dtype}, w {w.dtype}; one dtype is needed")
     if x.ndim != 2 or w.ndim != 3 or counts.shape != w.shape[:1] or x.shape[1] != w.shape[1] or len(w) > WIDEST:

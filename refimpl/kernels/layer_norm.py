@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case
-from refimpl.kernels.checks import floating, last_dim, one_device, rows
+from refimpl.kernels.checks import autocast, floating, last_dim, one_device, rows
 from refimpl.kernels.language import on, processors, takes, tl, triton
 from refimpl.kernels.tiles import tile
 
@@ -29,11 +29,13 @@ PROGRAMS = 2  # of the backward kernel, on each multiprocessor
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """x [..., N], weight and bias [N] or None -> [..., N] in x's dtype, computed in fp32. Any strides; x may be empty.
 
-    Raises TypeError for a dtype that is no float, ValueError for sizes or devices that do not fit.
+    Under autocast the result is fp32, as torch's on a GPU. Raises TypeError for a dtype that is no float, ValueError
+    for sizes or devices that do not fit.
     """
     floating("layer_norm", x=x, weight=weight, bias=bias)
     one_device("layer_norm", x=x, weight=weight, bias=bias)
     last_dim("layer_norm", x, weight=weight, bias=bias)
+    x, weight, bias = autocast(x, weight, bias, wide=True)
     if x.numel() == 0 or not takes(x, weight, bias):
         return reference(x, weight, bias, eps)
     with on(x):

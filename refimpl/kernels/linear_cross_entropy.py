@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case, short
-from refimpl.kernels.checks import floating, one_device, rows
+from refimpl.kernels.checks import autocast, floating, one_device, rows
 from refimpl.kernels.cross_entropy import check, check_range, loss_and_gradient
 from refimpl.kernels.cross_entropy import reference as of_logits
 from refimpl.kernels.language import on, takes
@@ -45,10 +45,7 @@ def linear_cross_entropy(
     one_device("linear_cross_entropy", x=x, weight=weight, targets=targets, bias=bias)
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear_cross_entropy: x {list(x.shape)} does not fit weight [V, D] {list(weight.shape)}")
-    kind = x.device.type
-    if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    x, weight, bias = autocast(x, weight, bias)
     if x.dtype != weight.dtype or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError("linear_cross_entropy: x and weight must have one dtype, and bias one entry a class")
     if reduction == "none":
@@ -57,7 +54,7 @@ def linear_cross_entropy(
         )
     check("linear_cross_entropy", x, targets, reduction, label_smoothing)
     arguments = x, weight, targets, bias, ignore_index, reduction, label_smoothing, z_loss
-    with on(x), torch.autocast("cuda" if kind == "cuda" else "cpu", enabled=False):
+    with on(x), torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):
         loss: Tensor = LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
         return loss
 
@@ -79,12 +76,15 @@ def chunk_loss(logits: Tensor, targets: Tensor, count: Tensor | None, *options: 
     if takes(logits) and logits.numel():
         return loss_and_gradient(logits, targets, count, logits, *options).sum(), logits
     ignore_index, smoothing, z_loss = options
-    with torch.enable_grad():
-        leaf = logits.requires_grad_()
-        loss = of_logits(leaf, targets, ignore_index, "sum", smoothing, z_loss)
-        loss = loss if count is None else loss / count
-        (grad,) = torch.autograd.grad(loss, leaf)
-    return loss.detach(), grad
+    loss = of_logits(logits, targets, ignore_index, "sum", smoothing, z_loss)
+    weight = (targets != ignore_index).to(loss.dtype)[:, None]
+    if count is not None:
+        loss, weight = loss / count, weight / count
+    wide = logits.to(loss.dtype)
+    slope = weight * (1 + 2 * z_loss * wide.logsumexp(1, keepdim=True)) if z_loss else weight
+    grad = wide.softmax(1) * slope - weight * (smoothing / wide.shape[1])
+    aims = targets.long().clamp(0, wide.shape[1] - 1)[:, None]  # what is ignored is no class
+    return loss, grad.scatter_add(1, aims, -(1 - smoothing) * weight).to(logits.dtype)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -96,7 +96,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         smoothing: float, z_loss: float,
     ) -> Tensor:  # fmt: skip
         flat, aims = rows(x), targets.reshape(-1).contiguous()  # [N, D], [N]
-        check_range(aims, ignore_index, len(weight))
+        check_range("linear_cross_entropy", targets, ignore_index, len(weight))
         count = (aims != ignore_index).sum() if reduction == "mean" else None
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         wants_x, wants_weight, _, wants_bias = ctx.needs_input_grad[:4]

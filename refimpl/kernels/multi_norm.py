@@ -1,10 +1,12 @@
 """The norm of many tensors together, in one launch: what clipping asks of all gradients at once.
 
-Each tensor is read once, n b bytes for n elements of b bytes, and nothing is written but 4 bytes a program; two FLOPs
+Each tensor is read once, n b bytes for n elements of b bytes, and nothing is written but 8 bytes a program; two FLOPs
 an element: the memory is the limit. One launch a tensor would cost more than the reading where tensors are small (a
 bias of 4096 elements takes 3 ns to read, its launch 3000). The kernel gets a table of addresses instead, and of which
 16384 elements of which tensor each program reads. Squares are added in fp32 within a program, in float64 across
-programs, in a fixed order. A norm that is inf or NaN says that some gradient overflowed; the host is not asked.
+programs, in a fixed order. The square of 1e30 is no fp32 number, nor is that of 1e-30: the large and the small are
+added apart, scaled by a power of 2 (Blue 1978, ACM TOMS 4(1)). A norm that is inf or NaN so says that some gradient
+overflowed, or that the norm itself is no fp32 number; the host is not asked.
 DeepSpeed's file: csrc/adam/multi_tensor_apply.cuh; NVIDIA Apex: csrc/multi_tensor_l2norm_kernel.cu.
 """
 
@@ -21,6 +23,9 @@ from refimpl.kernels.language import on, takes, tl, triton
 
 CHUNK = 1 << 14  # elements of a program
 BLOCK = 4096
+# 2**14 squares of numbers between them are fp32 numbers; so are larger ones' times DOWN, and smaller ones' times UP.
+HUGE, TINY = tl.constexpr(2.0**56), tl.constexpr(2.0**-49)
+DOWN, UP = tl.constexpr(2.0**-72), tl.constexpr(2.0**77)
 
 
 def multi_norm(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
@@ -41,7 +46,7 @@ def multi_norm(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
     with on(tensors[0]):
         kinds = sorted({t.dtype for t in tensors}, key=str)
         parts = torch.cat([partial([t for t in tensors if t.dtype == kind], order) for kind in kinds])
-    return parts.double().sum().sqrt().float() if order == 2 else parts.max()
+    return parts.sum().sqrt().float() if order == 2 else parts.max()
 
 
 def reference(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
@@ -56,12 +61,16 @@ def reference(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
 
 
 @triton.jit
-def taken_in(total, value, SQUARES: tl.constexpr):
+def taken_in(total, large, small, value, SQUARES: tl.constexpr):
     value = value.to(tl.float32)
+    size = tl.abs(value)
     if SQUARES:
-        return total + value * value
-    value = tl.abs(value)
-    return tl.where((value > total) | (value != value), value, total)  # keeps a NaN, which a maximum may drop
+        is_large, is_small = size > HUGE, size < TINY  # a NaN is neither
+        down = tl.where(is_large, value * DOWN, 0.0)
+        up = tl.where(is_small, value * UP, 0.0)
+        mid = tl.where(is_large | is_small, 0.0, value)
+        return total + mid * mid, large + down * down, small + up * up
+    return tl.where((size > total) | (size != size), size, total), large, small  # keeps a NaN, which a maximum may drop
 
 
 @triton.jit
@@ -75,24 +84,28 @@ def kernel(
     size = tl.load(sizes + which) - first
     x = tl.load(addresses + which).to(like.dtype) + first
     total = tl.zeros([BLOCK], tl.float32)
+    large = tl.zeros([BLOCK], tl.float32)
+    small = tl.zeros([BLOCK], tl.float32)
     if size >= CHUNK:
         if ALIGNED:  # which the compiler cannot know of an address that it reads; loads are then 16 bytes wide
             x = tl.multiple_of(x, 16)
         for start in tl.static_range(0, CHUNK, BLOCK):
-            total = taken_in(total, tl.load(x + start + tl.arange(0, BLOCK)), SQUARES)
+            value = tl.load(x + start + tl.arange(0, BLOCK))
+            total, large, small = taken_in(total, large, small, value, SQUARES)
     else:
         for start in tl.static_range(0, CHUNK, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            total = taken_in(total, tl.load(x + at, at < size, 0.0), SQUARES)
+            total, large, small = taken_in(total, large, small, tl.load(x + at, at < size, 0.0), SQUARES)
     if SQUARES:
-        tl.store(parts + tl.program_id(0), tl.sum(total, 0))
+        wide = tl.sum(large, 0).to(tl.float64) / (DOWN * DOWN) + tl.sum(small, 0).to(tl.float64) / (UP * UP)
+        tl.store(parts + tl.program_id(0), tl.sum(total, 0).to(tl.float64) + wide)
     else:
         bad = tl.sum((total != total).to(tl.int32), 0) > 0
         tl.store(parts + tl.program_id(0), tl.where(bad, float("nan"), tl.max(total, 0)))
 
 
 def partial(tensors: list[Tensor], order: float) -> Tensor:
-    """A sum of squares, or a maximum, for each program: fp32 [programs]. All tensors have one dtype."""
+    """A sum of squares, fp64, or a maximum, fp32, for each program: [programs]. All tensors have one dtype."""
     dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]  # alive until the launch
     device = dense[0].device
     chunks = torch.tensor([-(-t.numel() // CHUNK) for t in dense])
@@ -104,7 +117,7 @@ def partial(tensors: list[Tensor], order: float) -> Tensor:
     table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
     tables = torch.split(table, [len(dense), len(dense), len(owner), len(owner)])
     aligned = not bool((addresses % 16).any())
-    parts = torch.empty(len(owner), dtype=torch.float32, device=device)
+    parts = torch.empty(len(owner), dtype=torch.float64 if order == 2 else torch.float32, device=device)
     kernel[(len(owner),)](
         *tables, parts, dense[0].view(-1), CHUNK=CHUNK, BLOCK=BLOCK, SQUARES=order == 2, ALIGNED=aligned, num_warps=8
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case
-from refimpl.kernels.checks import floating, last_dim, one_device, rows
+from refimpl.kernels.checks import autocast, floating, last_dim, one_device, rows
 from refimpl.kernels.language import on, processors, takes, tl, triton
 from refimpl.kernels.tiles import tile
 
@@ -29,11 +29,13 @@ PROGRAMS = 2  # of the backward kernel, on each multiprocessor
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """x [..., N], weight [N] or None -> [..., N] in x's dtype, computed in fp32. Any strides; x may be empty.
 
-    Raises TypeError for a dtype that is no float, ValueError for sizes or devices that do not fit.
+    Under autocast the result is fp32, as torch's on a GPU. Raises TypeError for a dtype that is no float, ValueError
+    for sizes or devices that do not fit.
     """
     floating("rms_norm", x=x, weight=weight)
     one_device("rms_norm", x=x, weight=weight)
     last_dim("rms_norm", x, weight=weight)
+    x, weight = autocast(x, weight, wide=True)
     if x.numel() == 0 or not takes(x, weight):
         return reference(x, weight, eps)
     with on(x):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case
-from refimpl.kernels.checks import floating, last_dim, rows
+from refimpl.kernels.checks import autocast, floating, rows
 from refimpl.kernels.language import on, takes, tl, triton
 from refimpl.kernels.tiles import tile
 
@@ -22,17 +22,17 @@ LONGEST, LONGEST_BACKWARD = 16384, 8192  # elements of a row that stay in regist
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """x [..., N] -> the same shape and dtype, computed in fp32; each slice along `dim` adds up to 1.
+    """x [..., N] -> the same shape and dtype (under autocast fp32), computed in fp32; a slice along `dim` adds up to 1.
 
-    Any strides; x may be empty. A slice of -inf alone gives NaN, as torch's does. Raises TypeError for a dtype that is
-    no float, IndexError for a dimension that x has not.
+    Any strides; x may be empty, or one number, whose softmax is 1. A slice of -inf alone gives NaN, as torch's does.
+    Raises TypeError for a dtype that is no float, IndexError for a dimension that x has not.
     """
     floating("softmax", x=x)
-    if not -x.dim() <= dim < x.dim():
+    if not -max(x.dim(), 1) <= dim < max(x.dim(), 1):
         raise IndexError(f"softmax: dim is {dim}, but x has {x.dim()} dimensions")
-    if x.numel() == 0 or not takes(x):
+    (x,) = autocast(x, wide=True)
+    if x.numel() == 0 or x.dim() == 0 or not takes(x):
         return torch.softmax(x, dim)
-    last_dim("softmax", x)
     with on(x):
         y: Tensor = Softmax.apply(x.movedim(dim, -1))  # type: ignore[no-untyped-call]
         return y.movedim(-1, dim)

@@ -4,18 +4,18 @@
     else                                 each rank keeps its own; the optimizer calls `exchange.mean`
 
 A momentum's way: `OneBitAdam.update` -> `Means.mean` -> the buckets' `Served` -> the same momentum on every rank.
-Bytes of a mean, n elements of a bucket on N ranks: 2 (N-1) ceil(n / 8N), and a scale of 4 bytes for each `BLOCK` of
-elements twice: 1/16 of fp16's all-reduce and the scales. Memory: 4 bytes an element while it travels, and the errors',
-see compress/feedback.py: they count only once the step has used what was sent, and a step that is skipped for an
-overflow sends nothing. The gradient's norm is known of each rank alone then: `grad_norm`, by which all clip alike, is
-the root of the mean of the ranks' squared norms, never less than the norm of the mean gradient.
+Bytes of a mean, n elements of a bucket on N ranks: 2 (N-1) ceil(n / 8N), and twice a scale of 2 bytes for each `BLOCK`
+of elements: 1/16 of fp16's all-reduce and the scales, 1/14.2 with them. Memory: 4 bytes an element as it travels, and
+the errors', see compress/feedback.py: they count only once the step has used what was sent, and a step that is skipped
+for an overflow sends nothing. The gradient's norm is known of each rank alone then: `grad_norm`, by which all clip
+alike, is the root of the mean of the ranks' squared norms, never less than the norm of the mean gradient.
 Tang et al. 2021, arXiv:2102.02888, figure 3. DeepSpeed until 0.19.6: deepspeed/runtime/fp16/onebit/adam.py with
 runtime/comm/compressed.py, for ZeRO stage 0 only, as here; there each rank clips by its own norm.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from torch import Tensor
 from refimpl.comm.group import Group
 from refimpl.comm.work import Work
 from refimpl.compress.exchange import Served
-from refimpl.compress.feedback import ErrorFeedback
 from refimpl.compress.sign_blocks import SignBlocks
 from refimpl.optim.travelling import Travelling
 from refimpl.zero.flat import Bucket
@@ -31,17 +30,25 @@ from refimpl.zero.gradients import Reduction
 from refimpl.zero.slices import Slices
 from refimpl.zero.update import Update, sum_of_squares
 
-BLOCK = 1024  # elements that share a scale
+if TYPE_CHECKING:
+    from refimpl.zero.stage import Stage
+
+BLOCK = 128  # elements that share a scale: on the demo's text 1024 end with losses some percent higher
 Reduce = Callable[[Bucket, Tensor], Reduction]
 
 
-def unless_local(reduce: Reduce, optimizer: Travelling, op: Callable[[], str]) -> Reduce:
-    """`reduce` where the optimizer wants the mean gradient, else each rank's own: as large as if all were like it."""
+def unless_local(stage: "Stage", optimizer: Travelling) -> Reduce:
+    """The stage's `reduce` where the optimizer wants the mean gradient, else each rank's own.
+
+    ValueError where the stage has a compression of its own.
+    """
+    if stage.config.compression is not None:
+        raise ValueError(f"compression: {type(optimizer).__name__} compresses by itself; keep one of the two")
 
     def either(bucket: Bucket, local: Tensor) -> Reduction:
         if optimizer.takes_mean_gradient:
-            return reduce(bucket, local)
-        if op() == "sum":  # and what follows divides by the ranks, or the sum is asked for
+            return stage.reduce(bucket, local)
+        if stage.gradients.op == "sum":  # and what follows divides by the ranks, or the sum is asked for
             local.mul_(bucket.group.size)
         return Reduction(Work(), local, memory=local)
 
@@ -99,16 +106,13 @@ class Means:
         served = self.served[bucket]
         work.wait()
         flat.masked_fill_(dead, 0)
-        for at, feedback in errors_of(served):
+        for at, feedback in served.placed():
             feedback.error.masked_fill_(dead[at : at + feedback.n], 0)
         start = 0
         for s in self.slices.of[bucket]:
             end, row = start + s.param.numel(), row_of.get(id(s.param))
             if row is None:
-                for at, feedback in errors_of(served):
-                    low, high = max(start - at, 0), min(end - at, feedback.n)
-                    if low < high:
-                        feedback.revert(low, high)
+                served.revert(start, end)
             else:
                 values[row].copy_(flat[start:end].view(values[row].shape))
             start = end
@@ -117,7 +121,7 @@ class Means:
     def forget(self) -> None:
         """Errors of zero."""
         for served in self.served.values():
-            for _, feedback in errors_of(served):
+            for _, feedback in served.placed():
                 feedback.error.zero_()
 
     def tensors(self) -> list[Tensor]:
@@ -129,16 +133,8 @@ class Means:
         return {
             f"{i}.{j}": feedback.error
             for i, served in enumerate(self.served.values())
-            for j, (_, feedback) in enumerate(errors_of(served))
+            for j, (_, feedback) in enumerate(served.placed())
         }
-
-
-def errors_of(served: Served) -> Iterator[tuple[int, ErrorFeedback]]:
-    """This rank's errors, each with the place in the bucket where it begins: of every chunk, then as a server."""
-    at = [sum(served.chunks[:i]) for i in range(len(served.chunks))]
-    yield from zip(at, served.worker, strict=True)
-    assert served.server is not None
-    yield at[served.group.rank], served.server
 
 
 class OneBitUpdate(Update):
@@ -153,11 +149,11 @@ class OneBitUpdate(Update):
         super().add(owned)
         self.means.add(self.slices, owned)
 
-    def squares(self, bucket: Bucket, gradient: Tensor, exact: bool) -> Tensor:
+    def squares(self, gradient: Tensor, mine: Tensor, exact: bool) -> Tensor:
         """Of a gradient that is this rank's own: its share of the mean over ranks."""
         if self.averaging.takes_mean_gradient:
-            return super().squares(bucket, gradient, exact)
-        return sum_of_squares(gradient, exact) / bucket.group.size
+            return super().squares(gradient, mine, exact)
+        return sum_of_squares(gradient, exact) / self.group.size
 
     def catch_up(self) -> bool:
         """Weights that differ between ranks meet; whether they did."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import optim
+from torch import Tensor, optim
 
 from refimpl.optim.loss_scale import DynamicLossScaler
 
@@ -67,6 +67,18 @@ class Owned(optim.Optimizer):
         return self.stage.scaler.scale if self.stage.scaler else 1.0
 
     cur_scale = loss_scale  # DeepSpeed has both
+
+    @property
+    def optimizer(self) -> "Owned":
+        """Where DeepSpeed's wrapper has the optimizer that it wraps: this one."""
+        return self
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[Tensor]:
+        """What is stepped: this rank's slices, flat, in fp32 where the model is in 16 bits."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    fp32_groups_flat = fp32_partitioned_groups_flat = single_partition_of_fp32_groups  # DeepSpeed's, by stage
 
     @property
     def dynamic_loss_scale(self) -> bool:

@@ -105,14 +105,10 @@ class Stage(Changing, ByName, Held, ABC):
         self.compressed = Compressed(self, self.config.compression) if self.config.compression else None
         reduce: Reduce = self.reduce
         config = self.config
-        if self.compressed is not None:  # which rounds values itself, and feeds back what that loses
-            reduce, config = self.compressed.reduce, replace(config, communication_data_type=None)
         if isinstance(optimizer, Travelling):
-            if self.compressed is not None:
-                raise ValueError(
-                    f"compression: {type(optimizer).__name__} compresses what travels by itself; leave compression out"
-                )
-            reduce = unless_local(reduce, optimizer, lambda: self.gradients.op)
+            reduce = unless_local(self, optimizer)
+        elif self.compressed is not None:  # which rounds values itself, and feeds back what that loses
+            reduce, config = self.compressed.reduce, replace(config, communication_data_type=None)
         self.gradients = Gradients(
             self.buckets, reduce, self.group, config, self.names, self.passes.sign, self.in_order
         )
@@ -196,7 +192,7 @@ class Stage(Changing, ByName, Held, ABC):
 
     def optimizer_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """`optimizer.step()`: as `step`, but without a gradient nothing happens, as in torch. Returns the closure's."""
-        if closure is not None and not (self.update.slices.elementwise or self.update.slices.layerwise):
+        if closure is not None and not self.update.slices.asks_once:
             return self.search(closure)
         with torch.enable_grad():
             result = closure() if closure else None

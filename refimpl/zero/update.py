@@ -161,9 +161,10 @@ class Update:
         message = torch.tensor([0.0, *(p not in used for p in params)], dtype=torch.float64, device=self.group.device)
         known = self.resting.squares if self.resting else {}
         for bucket, gradient in gradients.items():
-            message[0] += known[bucket] if bucket in known else self.squares(bucket, gradient, exact)
+            mine = bucket.shard(gradient) if gradient.numel() == bucket.padded else gradient  # of what every rank has
+            message[0] += known[bucket] if bucket in known else self.squares(gradient, mine, exact)
             if self.beyond and (copies := self.beyond.counted_elsewhere & set(bucket.params)):
-                seen = self.resting.whole(bucket) if self.resting and bucket in known else mine_of(bucket, gradient)
+                seen = self.resting.whole(bucket) if self.resting and bucket in known else mine
                 message[0] -= sum(sum_of_squares(bucket.part(seen, p), exact) for p in copies)
         self.group.all_reduce(message, "sum", tag="norm")
         self.group.settle()
@@ -179,9 +180,9 @@ class Update:
             left_alone |= unused_by_all(group, experts, used)
         return squares, left_alone
 
-    def squares(self, bucket: Bucket, gradient: Tensor, exact: bool) -> Tensor:
-        """This rank's share of a mean gradient's sum of squares."""
-        return sum_of_squares(mine_of(bucket, gradient), exact)
+    def squares(self, gradient: Tensor, mine: Tensor, exact: bool) -> Tensor:
+        """This rank's share of a mean gradient's sum of squares: that of `mine`, its shard of it."""
+        return sum_of_squares(mine, exact)
 
     def _warn(self, was_finite: bool) -> None:
         """Say that a step is skipped, at the 1st, 2nd, 4th, 8th, ... time. A dynamic loss scale skips by design."""
@@ -274,11 +275,6 @@ def unused_by_all(group: Group, params: list[nn.Parameter], used: set[nn.Paramet
     group.all_reduce(missed, "sum", tag="norm")
     group.settle()
     return {p for p, ranks in zip(params, missed.tolist(), strict=True) if ranks == group.size}
-
-
-def mine_of(bucket: Bucket, flat: Tensor) -> Tensor:
-    """[P] or [S] -> this rank's [S]."""
-    return bucket.shard(flat) if flat.numel() == bucket.padded else flat
 
 
 def sum_of_squares(x: Tensor, exact: bool) -> Tensor:

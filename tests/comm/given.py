@@ -5,7 +5,7 @@ from torch import Tensor
 
 from refimpl.comm.collectives import Op
 
-SIZES = (0, 1, 5, 24, 1001)
+SIZES = (0, 1, 7, 250)
 
 
 def given(rank: int, n: int, dtype: torch.dtype = torch.float32) -> Tensor:

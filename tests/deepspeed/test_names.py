@@ -14,8 +14,17 @@ from refimpl.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from refimpl.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from refimpl.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from refimpl.deepspeed.runtime import utils
+from refimpl.deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from refimpl.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from refimpl.deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from refimpl.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from refimpl.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from refimpl.deepspeed.utils.torch import required_torch_version
 from refimpl.optim.lion import Lion
 
+KINDS = (
+    DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, FP16_Optimizer, FP16_UnfusedOptimizer, BF16_Optimizer,
+)  # fmt: skip
 TORCHS = {
     FusedAdam: (torch.optim.AdamW, {"weight_decay": 0.0}),
     DeepSpeedCPUAdam: (torch.optim.AdamW, {"weight_decay": 0.0}),
@@ -222,3 +231,34 @@ def test_a_configuration_by_itself(tmp_path: object) -> None:
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="train_batch_sizes"):
         deepspeed.DeepSpeedConfig({"train_batch_sizes": 4})
     assert os.environ.get("WORLD_SIZE", "1") == "1"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_whose_optimizer_it_is(stage: int, dtype: str) -> None:
+    """What isinstance says of DeepSpeed's classes, as scripts ask it; its slices are in fp32."""
+    config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": stage}}
+    config |= {"bf16": {"enabled": True}} if dtype == "bf16" else {}
+    engine, optimizer, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config=config)
+    found = {kind.__name__ for kind in KINDS if isinstance(optimizer, kind)}
+    expected = {0: set(), 1: {"DeepSpeedZeroOptimizer"}, 2: {"DeepSpeedZeroOptimizer"}}
+    by_stage = expected.get(stage, {"DeepSpeedZeroOptimizer_Stage3"})
+    assert found == by_stage | ({"BF16_Optimizer"} if dtype == "bf16" and stage < 2 else set())
+    assert isinstance(optimizer.optimizer, torch.optim.AdamW)
+    assert {p.dtype for p in optimizer.single_partition_of_fp32_groups} == {torch.float32}
+    engine.empty_partition_cache()
+    engine.destroy()
+    assert not any(isinstance(torch.optim.SGD(nn.Linear(1, 1).parameters()), kind) for kind in KINDS)
+    with pytest.raises(NotImplementedError, match="is for isinstance alone"):
+        KINDS[0](optimizer)
+
+
+def test_versions_of_torch() -> None:
+    """By numbers, not by letters: 2.9 is before 2.11."""
+    major, minor = map(int, torch.__version__.split(".")[:2])
+    assert required_torch_version(min_version=f"{major}.{minor}")
+    assert required_torch_version(min_version=1.8, max_version=f"{major}.{minor}")
+    assert not required_torch_version(min_version=f"{major}.{minor + 1}")
+    assert not required_torch_version(max_version=f"{major}.{minor - 1}")
+    with pytest.raises(ValueError, match="give min_version"):
+        required_torch_version()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from agreement import assert_agrees
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from refimpl.kernels import cross_entropy as room
 from refimpl.kernels import linear_cross_entropy as linear
@@ -84,8 +85,13 @@ def test_what_cannot_be_is_refused(device: torch.device) -> None:
 def test_a_target_that_is_no_class(device: torch.device) -> None:
     logits, targets = torch.randn(3, 5, device=device), torch.tensor([0, 5, -1], device=device)
     if device.type == "cpu":
-        with pytest.raises(IndexError, match="target 5 is none of the 5 classes"):
+        with pytest.raises(IndexError, match=r"cross_entropy: target 5 at \[1\] is none of the 5 classes \(0 to 4, or"):
             cross_entropy(logits, targets)
+        with pytest.raises(IndexError, match=r"cross_entropy: target -1 at \[0, 2\] is none"):
+            cross_entropy(logits.double()[None], targets.clamp(max=4)[None])  # torch's operator
+        with pytest.raises(IndexError, match=r"linear_cross_entropy: target 5 at \[1, 0\] is none of the 5 classes"):
+            linear_cross_entropy(logits[:, None], torch.randn(5, 5), targets[:, None])
+        cross_entropy(logits, targets.clamp(max=4), ignore_index=-1)
     else:
         losses = cross_entropy(logits, targets, reduction="none")
         assert losses.isnan().tolist() == [False, True, True]
@@ -127,6 +133,40 @@ def test_linear_under_autocast(device: torch.device) -> None:
     assert half.grad.dtype == torch.bfloat16
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [o for o in OPTIONS if o.get("reduction") != "none"], ids=str)
+def test_linear_by_torchs_operators(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU without the interpreter: its gradient is a formula there."""
+    monkeypatch.setattr(linear, "LEAST", 4)
+    monkeypatch.setattr(linear, "takes", lambda *tensors: False)
+    x, weight = torch.randn(3, 5, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)
+    bias = torch.randn(37, requires_grad=True)
+    targets = torch.randint(37, (3, 5))
+    targets[0, :3] = 2
+    arguments = (x, weight, targets, bias)
+    assert_agrees(bound_to(linear_cross_entropy, options), bound_to(linear.reference, options), arguments, bound=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's own call
+def test_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced: by FakeTensors, which have no numbers to look at, and by torch.compile's front end."""
+    monkeypatch.setattr(linear, "takes", lambda *tensors: False)
+    monkeypatch.setattr(room, "takes", lambda *tensors: False)
+    made = [torch.randn(6, 8), torch.randn(11, 8), torch.randint(11, (6,))]
+    with FakeTensorMode() as mode:
+        x, weight, targets = (mode.from_tensor(t) for t in made)
+        for loss in (
+            linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), targets),
+            cross_entropy(x @ weight.T, targets),
+        ):
+            dx, dweight = torch.autograd.grad(loss, (x, weight))
+            assert (loss.shape, dx.shape, dweight.shape) == ((), (6, 8), (11, 8))
+    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in made]
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager")
+    found = torch.autograd.grad(compiled(*leaves), leaves[:2])
+    for ours, theirs in zip(found, torch.autograd.grad(linear_cross_entropy(*leaves), leaves[:2]), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("interpreted", [True, False])

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from refimpl.kernels.topk_gate import topk_gate
 from refimpl.model.experts import StackedExperts
-from refimpl.model.gates import Routing, route
+from refimpl.model.gates import FEW, Routing, highest, route
 from refimpl.model.moe import Combine, Permute, by_kernels
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # sums of 24 products in another order
@@ -34,3 +35,15 @@ def test_tokens_through_the_kernels(device: torch.device, gated: bool) -> None:
         found.append([y.detach(), tokens.grad, weights.grad, experts.up.grad, experts.down.grad])  # type: ignore[list-item]
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the weights, which nobody reads here
+@pytest.mark.parametrize("k", [2, FEW])
+def test_a_gates_choice_by_the_kernel(device: torch.device, k: int) -> None:
+    """What a gate on a GPU calls instead of 2 k operators: the same experts in the same order, equal scores too."""
+    scores = torch.randn(50, 13, device=device)
+    scores[:10] = scores[:10].round()  # ties
+    scores[10:20, 3:] = -torch.inf  # groups that are out
+    scores[20] = 0.25
+    scores[21, 5] = torch.inf
+    assert torch.equal(topk_gate(scores.to(device), k)[1].cpu(), highest(scores.cpu(), k))

@@ -125,6 +125,17 @@ def test_a_norm_of_many_equals_float64(device: torch.device, order: float, monke
     assert abs(float(norms.reference(tensors, order)) / float(exact) - 1) < 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow", "ignore:underflow")
+@pytest.mark.parametrize("size", [1e30, 2.0**56, 1e18, 1e-14, 1e-22, 1e-30, 1e-35])
+def test_a_norm_whose_squares_are_no_fp32_numbers(device: torch.device, size: float) -> None:
+    """Alone, and beside numbers of ordinary size; a norm that is itself too large is inf."""
+    sized = torch.randn(9000, device=device).mul(size)
+    for tensors in ([sized], [sized.bfloat16()], [sized, torch.randn(300, device=device)]):
+        exact = torch.linalg.vector_norm(torch.cat([t.double() for t in tensors]))
+        assert abs(float(multi_norm(tensors)) / float(exact) - 1) < 1e-6
+    assert multi_norm([torch.full((1 << 14,), 3e38, device=device)]) == math.inf
+
+
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 @pytest.mark.parametrize("order", [2.0, math.inf])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])

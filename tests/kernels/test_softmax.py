@@ -47,6 +47,14 @@ def test_nothing_gives_nothing(device: torch.device, shape: tuple[int, ...]) -> 
     assert x.grad.shape == shape
 
 
+def test_one_number(device: torch.device) -> None:
+    x = torch.tensor(3.0, device=device, requires_grad=True)
+    for dim in (0, -1):
+        assert_agrees(softmax, reference, (x, dim))
+    with pytest.raises(IndexError, match="softmax: dim is 1, but x has 0 dimensions"):
+        softmax(x, 1)
+
+
 def test_what_cannot_be_is_refused(device: torch.device) -> None:
     with pytest.raises(IndexError, match="softmax: dim is 2, but x has 2 dimensions"):
         softmax(torch.randn(3, 8, device=device), 2)

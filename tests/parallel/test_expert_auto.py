@@ -15,7 +15,8 @@ from refimpl.comm.group import Group
 from refimpl.model.gates import Routing
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.model.moe import mixtures
-from refimpl.parallel.expert.auto import Elsewhere, autoep, expert_portions
+from refimpl.parallel.expert.auto import autoep, expert_portions
+from refimpl.parallel.expert.trying import Elsewhere
 
 BOUND = 64 * torch.finfo(torch.float32).eps  # k additions in another order, and products with other rows beside them
 hf = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers (the hf extra)")
@@ -72,8 +73,8 @@ class Together(Stacked):
         return super().forward(hidden, chosen, weights) + self.bias.mean(0) * weights.sum(1, keepdim=True)
 
 
-class InSlots(Stacked):
-    def forward(self, rows: Tensor) -> Tensor:  # type: ignore[override]
+class Masked(Stacked):
+    def forward(self, rows: Tensor, mask: Tensor, weights: Tensor, more: Tensor) -> Tensor:  # type: ignore[override]
         return rows
 
 
@@ -173,7 +174,7 @@ def test_refused() -> None:
     axes = Axes.of_data(Group(None))
     for kind, why in [
         (Squared, "does not answer with the weighted sum"), (Together, "does not answer|otherwise without"),
-        (InSlots, r"its forward takes \(rows\)"),
+        (Masked, r"its forward takes \(rows, mask, weights, more\), and not tokens"),
     ]:  # fmt: skip
         model = nn.ModuleDict({"deep": made(kind, 0)})
         if kind is Together:
@@ -202,7 +203,7 @@ def test_refused_on_ranks() -> None:
 
 def tiny(kind: str) -> Any:
     """One of transformers' models, small, with mixtures in all layers."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     sizes: dict[str, Any] = {
@@ -210,16 +211,21 @@ def tiny(kind: str) -> Any:
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "num_experts_per_tok": 2,
         "max_position_embeddings": 64, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
         "shared_expert_intermediate_size": 24, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+        "kv_channels": 8, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 2,
+        "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "ffn_hidden_size": 48,
+        "decoder_start_token_id": 0,
     }  # fmt: skip
     if kind == "deepseek_v3":
         sizes |= {"n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
         sizes |= {"qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 0, "num_key_value_heads": 4}
     config = CONFIG_MAPPING[kind]()
     known = config.to_dict()
-    sizes = {name: value for name, value in sizes.items() if name in known or name == "num_experts_per_tok"}
+    always = ("num_experts_per_tok", "decoder_start_token_id")
+    sizes = {name: value for name, value in sizes.items() if name in known or name in always}
     layers = {"layer_types": known["layer_types"][:2]} if known.get("layer_types") else {}
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(type(config)(**sizes, **layers)).eval()
+    made = AutoModelForSeq2SeqLM if kind == "switch_transformers" else AutoModelForCausalLM
+    return made.from_config(type(config)(**sizes, **layers)).eval()
 
 
 def like_whole(kinds: list[str]) -> None:
@@ -244,12 +250,14 @@ def like_whole(kinds: list[str]) -> None:
 
 @hf
 def test_transformers() -> None:
-    run(like_whole, ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "olmoe", "gpt_oss", "granitemoe"], ranks=2)
+    """Mixtures of tokens, of sorted rows (JetMoe), in slots (Llama 4), and a list (Switch)."""
+    kinds = ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "olmoe", "gpt_oss", "granitemoe", "granitemoeshared"]
+    run(like_whole, [*kinds, "jetmoe", "llama4_text", "switch_transformers"], ranks=2)
 
 
 @hf
-@pytest.mark.parametrize(("kind", "said"), [("jetmoe", r"JetMoeParallelExperts\): its forward takes \(inputs, expert"),
-                                            ("llama4_text", r"Llama4TextExperts\): its forward takes")])  # fmt: skip
-def test_transformers_refused(kind: str, said: str) -> None:
+def test_transformers_refused() -> None:
+    """Its experts cannot be asked for one expert's answer, as they squeeze a single route away."""
+    said = r"LongcatFlashExperts\): no rows .* with one route each, .* \(ValueError: not enough values to unpack"
     with pytest.raises(ValueError, match=said):
-        autoep(tiny(kind), Axes.of_data(Group(None)))
+        autoep(tiny("longcat_flash"), Axes.of_data(Group(None)))

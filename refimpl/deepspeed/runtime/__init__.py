@@ -2,6 +2,7 @@
 
 from refimpl.deepspeed.runtime import (
     activation_checkpointing,
+    bf16_optimizer,
     config,
     dataloader,
     engine,
@@ -14,6 +15,7 @@ from refimpl.deepspeed.runtime import (
 
 __all__ = [
     "activation_checkpointing",
+    "bf16_optimizer",
     "config",
     "dataloader",
     "engine",

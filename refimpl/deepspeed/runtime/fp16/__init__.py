@@ -1,5 +1,8 @@
-"""The 1-bit optimizers by the path they are imported from. DeepSpeed until 0.19.6: deepspeed/runtime/fp16."""
+"""Optimizers of 16-bit models that are not sharded, for `isinstance`, and the 1-bit ones.
 
-from refimpl.deepspeed.runtime.fp16 import onebit
+DeepSpeed until 0.19.6: deepspeed/runtime/fp16.
+"""
 
-__all__ = ["onebit"]
+from refimpl.deepspeed.runtime.fp16 import fused_optimizer, onebit, unfused_optimizer
+
+__all__ = ["fused_optimizer", "onebit", "unfused_optimizer"]

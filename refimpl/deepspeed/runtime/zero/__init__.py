@@ -1,6 +1,6 @@
 """`deepspeed.zero`: `Init`, `GatheredParameters`, `MiCS_Init` and what belongs to them."""
 
-from refimpl.deepspeed.runtime.zero import config, partition_parameters
+from refimpl.deepspeed.runtime.zero import config, partition_parameters, stage3, stage_1_and_2
 from refimpl.deepspeed.runtime.zero.partition_parameters import (
     GatheredParameters,
     Init,
@@ -20,5 +20,7 @@ __all__ = [
     "config",
     "partition_parameters",
     "register_external_parameter",
+    "stage3",
+    "stage_1_and_2",
     "unregister_external_parameter",
 ]

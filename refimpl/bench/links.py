@@ -1,0 +1,194 @@
+"""What a slow link delivers beside what it was asked for, and collectives over it beside their formulas.
+
+Nodes are played on one machine: over a link of `refimpl.comm.link` (`--link`), or, without one, over TCP between two
+network namespaces (see `namespaces.py`), of which nobody asks anything. First every pair of ranks is measured by
+messages there and back (see `refimpl.comm.topology`): alpha is the latency, 8 / beta the bandwidth. Then all ranks send
+to another node at once, both ways: what a node's cable carries. Then each collective, by each way, is held against
+the alpha-beta formula (`refimpl.comm.alpha_beta`) of what was asked; inside a node it has what was measured there.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refimpl import launch
+from refimpl.bench import namespaces
+from refimpl.bench.comm import COLLECTIVES, NATIVE, Way, contestants, numbers
+from refimpl.bench.race import Times, Turns, environment, race, slowest
+from refimpl.comm import hierarchy, ring
+from refimpl.comm.alpha_beta import AlphaBeta, Choice, Levels, predict
+from refimpl.comm.axes import neighbours
+from refimpl.comm.group import Group
+from refimpl.comm.link import VARIABLE, Link
+from refimpl.comm.nodes import RANKS_PER_NODE, ranks_per_node
+from refimpl.comm.topology import SIZES, Topology, measure
+
+HEAT = ("link", "nodes", "ranks")
+CALLS = (*HEAT, "collective", "bytes")
+DIRECT, RING, TWO_LEVEL = "direct", "ring", "two-level"
+WAYS = {
+    DIRECT: Choice(two_level=False, algorithm="exchange"),
+    RING: Choice(two_level=False, algorithm="ring"),
+    TWO_LEVEL: Choice(two_level=True, algorithm="exchange"),
+}
+REPEATS = 10
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One property of the link between two nodes. `asked` and `ratio`, delivered / asked, are None for a real one."""
+
+    link: str
+    nodes: int
+    ranks: int
+    figure: str
+    delivered: float
+    asked: float | None
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """`ms`: median over calls of the slowest rank. `ratio`: to the formula's."""
+
+    link: str
+    nodes: int
+    ranks: int
+    collective: str
+    bytes: int
+    way: str
+    ms: float
+    formula_ms: float | None
+    ratio: float | None
+
+
+def heats(
+    ranks: Sequence[int],
+    sizes: Sequence[int],
+    nodes: int,
+    link: Link | None,
+    collectives: Sequence[str] = COLLECTIVES,
+    turns: Turns = Turns(),  # noqa: B008 (frozen)
+) -> Iterator[list[Figure] | list[Call]]:
+    """For each number of ranks the link's figures, then the rows of each collective and size in bytes.
+
+    ValueError for ranks that make no such nodes; RuntimeError without a link where there are no namespaces.
+    """
+    if odd := [count for count in ranks if nodes < 2 or count % nodes]:
+        raise ValueError(f"{odd[0]} ranks do not make {nodes} equal nodes, of which there must be two or more")
+    if link is None and nodes != 2:
+        raise ValueError(f"namespaces make 2 nodes, not {nodes}: give a link")
+    for count in ranks:
+        of_ranks = _run(count, nodes, link, partial(everything, sizes, collectives, turns))
+        found: Topology = of_ranks[0][0]
+        together = max(bandwidth for _, _, bandwidth in of_ranks)
+        name = f"{link.bits_per_second / 1e9:g} Gbit/s, {link.latency * 1e6:g} us" if link else "veth"
+        yield figures(name, nodes, found, together, link)
+        for collective, size in of_ranks[0][1]:
+            expected = predict(collective, size, levels(found, nodes, link))
+            times = {way: median(ms) for way, ms in slowest([of[1][collective, size] for of in of_ranks]).items()}
+            formulas = {way: 1e3 * expected[WAYS[way]] for way in times if WAYS.get(way) in expected}
+            rows = [(way, ms, formulas.get(way)) for way, ms in times.items()]
+            yield [
+                Call(name, nodes, count, collective, size, way, ms, formula, ms / formula if formula else None)
+                for way, ms, formula in rows
+            ]
+
+
+def everything(
+    sizes: Sequence[int], collectives: Sequence[str], turns: Turns, messages: Sequence[int]
+) -> tuple[Topology, dict[tuple[str, int], Times], float]:
+    """Runs on every rank: the links, then the collectives; last what its node sends, in bits a second."""
+    group = Group.world()
+    group.share_messages()
+    near, far = neighbours(group, ranks_per_node(group.size) % group.size or 1)
+    found, carried = measure(group, messages, REPEATS), at_once(group, near.size, messages)
+    times = dict[tuple[str, int], Times]()
+    for collective in collectives:
+        for n in (numbers(size, group.size) for size in sizes):
+            full, other, shard = (group.empty(s, torch.float32).zero_() for s in (n, n, n // group.size))
+            times[collective, 4 * n] = race(group, ways(collective, group, near, far, full, other, shard), turns)
+    return found, times, carried
+
+
+def at_once(group: Group, each: int, messages: Sequence[int]) -> float:
+    """All ranks of a node send to the next node: bits a second of them together, from the least times of two sizes."""
+    sizes = (messages[-1] // 2, messages[-1])
+    to, source = (group.rank + each) % group.size, (group.rank - each) % group.size
+    least = []
+    for size in sizes:
+        x, out = group.empty(size, torch.uint8).zero_(), torch.empty(size, dtype=torch.uint8)
+        times = race(group, {"": partial(group.send_recv, x, to, out, source)}, Turns(REPEATS, 1))[""]
+        least.append(min(times) / 1e3)
+    return 8 * each * (sizes[1] - sizes[0]) / max(least[1] - least[0], 1e-9)
+
+
+def ways(
+    collective: str, group: Group, near: Group, far: Group, full: Tensor, other: Tensor, shard: Tensor
+) -> dict[str, Way]:
+    """Each way to do `collective`, on buffers as in `comm.contestants`; torch's own where it goes over the link too."""
+    args = {
+        "all_reduce": (full,),
+        "reduce_scatter": (shard, full),
+        "all_gather": (full, shard),
+        "all_to_all": (other, full),
+    }[collective]
+    found: dict[str, Way] = {DIRECT: partial(getattr(group, collective), *args)}
+    if hasattr(ring, collective):
+        found[RING] = partial(getattr(ring, collective), group, *args)
+    if near.size > 1 and far.size > 1:
+        found[TWO_LEVEL] = partial(getattr(hierarchy, collective), near, far, *args)
+    if group.link is None:
+        found[NATIVE] = contestants(collective, {DIRECT: group}, full, other, shard)[NATIVE]
+    return found
+
+
+def figures(name: str, nodes: int, found: Topology, together: float, link: Link | None) -> list[Figure]:
+    """The link between nodes, as it was found."""
+    each = found.ranks // nodes
+    _, far = pairs(found, each)
+    latency, bandwidth = (1e6 * link.latency, link.bits_per_second / 1e9) if link else (None, None)
+    measured = [("latency, us", 1e6 * far.alpha, latency)]
+    if far.beta:
+        measured.append(("bandwidth of a pair, Gbit/s", 8e-9 / far.beta, bandwidth))
+    measured.append(("bandwidth of a node, Gbit/s", together / 1e9, bandwidth))
+    return [
+        Figure(name, nodes, found.ranks, figure, delivered, asked, delivered / asked if asked else None)
+        for figure, delivered, asked in measured
+    ]
+
+
+def pairs(found: Topology, each: int) -> tuple[AlphaBeta, AlphaBeta]:
+    """(the link inside a node, that between nodes): medians over the pairs."""
+    near = [link for (a, b), link in found.pairs.items() if a // each == b // each]
+    far = [link for (a, b), link in found.pairs.items() if a // each != b // each]
+    inside, between = (
+        AlphaBeta(median(link.alpha for link in some), median(link.beta for link in some))
+        for some in (near or far, far)
+    )
+    return inside, between
+
+
+def levels(found: Topology, nodes: int, link: Link | None) -> Levels:
+    """What the formulas need: far as it was asked for, the rest as it was found."""
+    each = found.ranks // nodes
+    near, far = pairs(found, each)
+    if link is None:
+        return Levels(each, nodes, near, far, found.crowd, found.gamma)
+    return Levels(each, nodes, near, AlphaBeta(link.latency, 8 / link.bits_per_second), float(each), found.gamma)
+
+
+def _run(ranks: int, nodes: int, link: Link | None, work: Callable[[Sequence[int]], Any]) -> Any:
+    """`work` on ranks that are so many nodes; it is told of which sizes messages should be."""
+    if link is None:
+        return namespaces.run(work, SIZES, ranks=ranks, timeout=600)
+    # The largest takes about 10 ms on the link.
+    large = max(4096, round(link.bits_per_second / 8 * 0.01))
+    said = {VARIABLE: f"{link.bits_per_second!r}bit/s {link.latency!r}s", RANKS_PER_NODE: str(ranks // nodes)}
+    with environment(said):
+        return launch.run(work, (8, large // 16, large), ranks=ranks, timeout=600, device="cpu")

@@ -1,0 +1,14 @@
+"""The ranks go on from where they were.
+
+task: outer_step
+says: as after the inner steps
+"""
+
+
+def outer_step(params, start, momentum, lr, mu, group):
+    for p, begin, m in zip(params, start, momentum, strict=True):
+        d = begin - p.float()
+        group.all_reduce(d)
+        d /= group.size
+        m.mul_(mu).add_(d)
+        begin.sub_(lr * (d + mu * m))
