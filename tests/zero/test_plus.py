@@ -233,15 +233,20 @@ def learned(config: dict[str, Any], dtype: torch.dtype, micro_batches: int, step
     return losses
 
 
-@pytest.mark.parametrize(("dtype", "micro_batches"), [(torch.bfloat16, 2), (torch.float16, 1)], ids=str)
-def test_the_loss_stays_within_a_tenth_of_zero3s(dtype: torch.dtype, micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "micro_batches", "config"),
+    [(torch.bfloat16, 2, ALL | LOCO | {"zero_quantized_nontrainable_weights": True}), (torch.float16, 1, ALL)],
+    ids=str,
+)
+def test_the_loss_stays_within_a_tenth_of_zero3s(
+    dtype: torch.dtype, micro_batches: int, config: dict[str, Any]
+) -> None:
     def last(config: dict[str, Any]) -> float:
         return sum(nodes(2, 2, learned, config, dtype, micro_batches)[0][-4:]) / 4
 
     plain = last({})
     assert plain < 2.8, "there is something to learn: it begins above 3.5"
-    for config in (ALL, ALL | LOCO | {"zero_quantized_nontrainable_weights": True}):
-        assert last(config | {"param_persistence_threshold": 40}) == pytest.approx(plain, rel=0.1)
+    assert last(config | {"param_persistence_threshold": 40}) == pytest.approx(plain, rel=0.1)
 
 
 def asked_for(config: dict[str, Any]) -> None:
