@@ -6,7 +6,7 @@ For one unit of Pd padded elements of b bytes, S = Pd / N of them a rank, w8 and
                             flat               two-level                with zero_quantized_weights
     gather of parameters    S b (N - P)        S b (n - 1)              w8(S) in the place of S b
     ... of a fresh second shard inside the node: 0
-    gradients               S b (N - P)                                 zero_quantized_gradients: w4(S) (n - 1)
+    gradients               S b (N - P)        S b (n - 1)              zero_quantized_gradients: w4(S) (n - 1)
 
 Wang et al. 2023, arXiv:2306.10209. Measured, not only derived: tests/zero/test_plus.py.
 """
@@ -45,21 +45,25 @@ def crossing(
     second_shard: bool = False,
     quantized_gradients: bool = False,
     two_level: bool = False,
+    two_level_sums: bool = False,
 ) -> Crossing:
     """`padded`: elements of each unit, all of which are trained; `itemsize`: bytes of one. A node: `places` ranks.
 
-    `second_shard`: among `places` ranks, or fewer that share a node. ValueError if a unit is not cut evenly.
+    `second_shard`: among `places` ranks, or fewer that share a node. `two_level`: gathers by mics_hierarchical_...;
+    with `two_level_sums` sums too, which is REFIMPL_COLLECTIVES=two-level. ValueError if a unit is not cut evenly.
     """
     ranks = nodes * places
     if any(size % ranks for size in padded):
         raise ValueError(f"units of {list(padded)} elements are not cut evenly over {ranks} ranks")
     shards = [size // ranks for size in padded]
-    messages = nodes - 1 if two_level else ranks - places
-    gather = messages * sum(wire_bytes(s, 8) if quantized_weights else s * itemsize for s in shards)
+    between, each = nodes - 1, ranks - places  # messages of a shard's size, in two levels and flat
+    gather = (between if two_level else each) * sum(
+        wire_bytes(s, 8) if quantized_weights else s * itemsize for s in shards
+    )
     reduction = (
-        (nodes - 1) * sum(wire_bytes(s, 4) for s in shards)
+        between * sum(wire_bytes(s, 4) for s in shards)
         if quantized_gradients
-        else (ranks - places) * sum(s * itemsize for s in shards)
+        else (between if two_level_sums else each) * sum(s * itemsize for s in shards)
     )
     return Crossing(gather, 0 if second_shard else gather, reduction)
 
