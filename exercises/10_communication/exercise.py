@@ -191,7 +191,13 @@ def bus_bandwidth(op: str, nbytes: int, ranks: int, seconds: float) -> tuple[flo
     raise NotImplementedError("bus_bandwidth")
 
 
-def best_buckets(nbytes: float, backward: float, alpha: float, beta: float, most: int) -> tuple[int, float]:
+def best_buckets(
+    nbytes: float,
+    backward: float,
+    alpha: float,
+    beta: float,
+    most: int,
+) -> tuple[int, float]:
     """In how many equal buckets should gradients travel? -> (number, seconds that backward does not hide).
 
     Gradients of `nbytes` bytes come evenly over the `backward` seconds: bucket i of b is full at i / b of them. Buckets
@@ -220,7 +226,12 @@ def bytes_across(strategy: str, params: int, nodes: int, micro_batches: int, blo
 
 
 def outer_step(
-    params: Sequence[Tensor], start: Sequence[Tensor], momentum: Sequence[Tensor], lr: float, mu: float, group: Group
+    params: Sequence[Tensor],
+    start: Sequence[Tensor],
+    momentum: Sequence[Tensor],
+    lr: float,
+    mu: float,
+    group: Group,
 ) -> None:
     """DiLoCo: after H steps of each rank by itself, one step of all, by Nesterov's momentum.
 

@@ -88,11 +88,15 @@ def judge_one_bit(
     by_norm = torch.cat([signs(w, w.norm() / len(w) ** 0.5) for w in inputs])
     ones = torch.cat([signs(w, torch.ones(())) for w in inputs])
     own = torch.cat([signs(w, inputs[rank].abs().mean()) for w in inputs])
+    scales = torch.stack([each.abs().max() for each in sent])
+    moved = torch.stack([signs(each, scales.mean()) for each in sent]).mean(0) - mean
+    alike = torch.cat([signs(w, w.abs().mean()) for w in (torch.cat(inputs) + moved).chunk(ranks)])
     known = {
         "not compressed a second time: the servers' means are sent as they are": mean,
         "the servers forget: `server` is to be added before they compress": bare,
         "the servers' scale is the root of the mean square: here it is the mean magnitude": by_norm,
         "signs without a scale": ones,
+        "the workers' signs count alike: each brings its own scale": alike,
         "this rank's own scale for the chunks of all servers: each has its own": own,
         "the exact mean: nothing is compressed": torch.stack(every).mean(0),
     }
@@ -163,12 +167,15 @@ def judge_power(
     bare = torch.stack(every).mean(0)
     forgetful = torch.linalg.qr(bare @ q)[0]
     raw = mean @ q
+    unit = raw / raw.norm(dim=0)
     known = {
         "the exact mean: nothing is compressed": mean,
         "of the gradients alone: the error is to be added first": forgetful @ (forgetful.T @ bare),
         "P's columns are not orthonormal": raw @ (mean.T @ raw).T,
         "the new q is a sum over ranks, not their mean": result * len(every),
         "the new q is this rank's own": p @ p.T @ whole[rank],
+        "the new q is this rank's own: sum M' P over ranks before dividing": p @ p.T @ whole[rank] / len(every),
+        "P's columns have length 1, but are not orthogonal": unit @ (mean.T @ unit).T,
     }
     equal(found, result, "the result", ranks=len(every), known=other(known, result), rtol=1e-3, atol=1e-4)
 

@@ -1,7 +1,7 @@
 """Momentum without Nesterov.
 
 task: outer_step
-says: plain momentum
+says: no Nesterov
 """
 
 
