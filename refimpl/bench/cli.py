@@ -299,7 +299,7 @@ def compression(
     context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Sequences a rank and step.")] = 4,
     train: Annotated[int, typer.Option("--train", min=1, help="Steps that each method learns.")] = 200,
-    turns: TurnsOption = 3,
+    turns: TurnsOption = 5,
     plot: Annotated[Path | None, typer.Option(help="Draw the losses here, as PNG.")] = None,
     file: JsonOption = None,
 ) -> None:

@@ -27,7 +27,7 @@ from refimpl.optim.zero_one_adam import ZeroOneAdam
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.ddp import DDP
 
-LR, LAMB_LR = 1e-3, 1e-2
+LR, LAMB_LR = 3e-4, 1e-2
 PERIOD = 8  # steps between two meetings; times are taken over whole periods
 Step = Callable[[Tensor], None]  # backward, and all that follows until the weights are new
 Make = Callable[[nn.Module, Group, int, float], Step]  # (model, group, steps of warm-up, times the learning rate)
