@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from refimpl import launch
-from refimpl.bench.peers import BUCKET, Step, adamw, plain_step, wrap_ddp
+from refimpl.bench.peers import BUCKET, Step, adamw, plain_step
 from refimpl.bench.race import Times, race, slowest
 from refimpl.bench.zero import Workload
 from refimpl.comm.group import Group
@@ -27,6 +27,7 @@ from refimpl.model.gpt import GPT
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.ddp import DDP
 
+ONE_BUCKET = 10_000  # MB: with two, torch's PowerSGD on gloo begins their all-reduces in another order on each rank
 PAIRS = ("PowerSGD", "bf16", "fp16")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,14 +42,18 @@ def ours(model: nn.Module, group: Group, pair: str, rank: int) -> Step:
 def torchs(model: nn.Module, group: Group, pair: str, rank: int) -> Step:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    wrapped: nn.parallel.DistributedDataParallel = wrap_ddp(model, group)  # type: ignore[assignment]
     if pair == "PowerSGD":
+        wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET, gradient_as_bucket_view=True)
         state = powerSGD_hook.PowerSGDState(dist.group.WORLD, rank, start_powerSGD_iter=2)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 
-        def compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        def compress_hook(
+            state: Any,
+            bucket: dist.GradBucket,  # type: ignore[name-defined]
+        ) -> torch.futures.Future[torch.Tensor]:
             return hooks[pair](state, bucket)
 
         wrapped.register_comm_hook(dist.group.WORLD, compress_hook)
