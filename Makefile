@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 # Of every folder the tests that take the least time for what they check; those of formulas and settings first.
 QUICK := tests/activation/test_checkpoint.py tests/bank/test_cards.py tests/bank/test_progress.py tests/bench/test_table.py tests/cli/test_main.py \
-  tests/comm/test_collectives.py tests/comm/test_ring.py tests/comm/test_mesh.py tests/compress/test_operators.py tests/course \
+  tests/comm/test_collectives.py tests/comm/test_ring.py tests/comm/test_mesh.py tests/compress/test_papers.py tests/course \
   tests/deepspeed/test_names.py tests/deepspeed/test_parameters.py $(wildcard tests/engine/test_config*.py) \
   tests/engine/test_engine_checkpoint.py tests/checkpoint/test_tree.py tests/checkpoint/test_tensors.py tests/checkpoint/test_sampler.py \
   tests/gpu/test_check.py::test_the_twins_themselves_do_not_race tests/grading/test_compare.py tests/grading/test_stubs.py tests/kernels/test_rms_norm.py tests/measure tests/offload \

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from refimpl.measure.ledger import Ledger
     from refimpl.measure.memory import MemoryMeter
     from refimpl.model.gpt import GPT, GPTConfig
+    from refimpl.optim.diloco import DiLoCo
+    from refimpl.optim.local_sgd import LocalSGD
     from refimpl.zero.config import ZeroConfig
     from refimpl.zero.ddp import DDP
     from refimpl.zero.zero1 import Zero1
@@ -27,10 +29,12 @@ __all__ = [
     "DDP",
     "GPT",
     "Checkpoint",
+    "DiLoCo",
     "Engine",
     "GPTConfig",
     "Group",
     "Ledger",
+    "LocalSGD",
     "MemoryMeter",
     "Zero1",
     "Zero2",
@@ -48,10 +52,12 @@ _HOMES = {
     "DDP": "zero.ddp",
     "GPT": "model.gpt",
     "Checkpoint": "activation.checkpoint",
+    "DiLoCo": "optim.diloco",
     "Engine": "engine.engine",
     "GPTConfig": "model.gpt",
     "Group": "comm.group",
     "Ledger": "measure.ledger",
+    "LocalSGD": "optim.local_sgd",
     "MemoryMeter": "measure.memory",
     "Zero1": "zero.zero1",
     "Zero2": "zero.zero2",

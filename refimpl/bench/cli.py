@@ -1,4 +1,4 @@
-"""`refimpl bench zero`, `parallel`, `moe`, `sparse`, `kernels`, `comm`, `hierarchy`, `checkpoint`, `disk` and more."""
+"""`refimpl bench zero`, `parallel`, `moe`, `sparse`, `kernels`, `comm`, `hierarchy`, `overlap` and more."""
 
 import json
 import os
@@ -16,6 +16,7 @@ from refimpl.bench.race import Turns
 
 app = typer.Typer(help="Measure side by side with peers.", no_args_is_help=True, pretty_exceptions_enable=False)
 
+BUCKETS: list[Any] = ["20K", "100K", "300K", "1M", "10M"]  # elements, as they are typed
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9}
 
 
@@ -245,6 +246,82 @@ def hierarchy(
         publish("Median call of the slowest rank", HEAT, measure(nodes, each, sizes, link, Turns(turns, steps)), file)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+@app.command(cls=Lists)
+def overlap(
+    ranks: Ranks = [2],  # noqa: B006
+    sizes: Annotated[list[int], typer.Option("--bucket", parser=count, help="Elements in a bucket.")] = BUCKETS,
+    link: Annotated[str, typer.Option(help="What joins the ranks.")] = "500Mbit/s 2ms",
+    width: Annotated[int, typer.Option(min=1, help="Of the model.")] = 128,
+    layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 6,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the one sequence of a rank.")] = 256,
+    turns: TurnsOption = 5,
+    file: JsonOption = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw sizes and timelines here, a PNG.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a step of the best size here, as a trace.")] = None,
+) -> None:
+    """What of a step's communication is exposed, by the size of a bucket, over a slow link: measured and predicted."""
+    from refimpl.bench import overlap as bench
+    from refimpl.bench.overlap_picture import draw
+    from refimpl.measure.timeline import chrome_trace
+
+    file = writable(file) if file else None
+    workload = bench.Workload(width, layers, context, Turns(turns, 1))
+    for count_ in ranks:
+        try:
+            laps = bench.race(count_, sizes, workload, link)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        heat = bench.rows(laps, link)
+        publish("DDP over a slow link", bench.HEAT, [heat], file)
+        best = bench.best(heat)
+        print(f"best bucket size: measured {best['measured']:,}, predicted {best['predicted']:,}, whose step takes")
+        print(f"{best['costs']:.2f} times the best")
+        if picture:
+            draw(heat, laps, picture)
+        if trace:
+            last = {rank: lap.steps[best["measured"]][-1] for rank, lap in enumerate(laps)}
+            trace.write_text(json.dumps(chrome_trace(last)))
+
+
+@app.command(cls=Lists)
+def compression(
+    ranks: Annotated[int, typer.Option(min=2, help="Number of ranks, each a node.")] = 2,
+    links: Annotated[list[str], typer.Option("--link", help="Links to train over.")] = [  # noqa: B006
+        "0.1Gbit/s 100us",
+        "1Gbit/s 100us",
+        "10Gbit/s 100us",
+    ],
+    methods: Annotated[list[str] | None, typer.Option("--method", help="Only these, beside DDP.")] = None,
+    width: Annotated[int, typer.Option(min=4, help="Of the model: a multiple of 4.")] = 128,
+    layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 4,
+    context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a rank and step.")] = 4,
+    train: Annotated[int, typer.Option("--train", min=1, help="Steps that each method learns.")] = 200,
+    turns: TurnsOption = 3,
+    plot: Annotated[Path | None, typer.Option(help="Draw the losses here, as PNG.")] = None,
+    file: JsonOption = None,
+) -> None:
+    """When does it pay to send less: steps and losses after equal time, each method beside DDP, on slow links."""
+    from refimpl.bench.compression import HEAT, Measured, Task, draw, measure
+    from refimpl.bench.methods import FIRST, METHODS
+    from refimpl.comm.link import Link
+    from refimpl.model.gpt import GPTConfig
+
+    file = writable(file) if file else None
+    names = [FIRST, *(name for name in methods or [method.name for method in METHODS] if name != FIRST)]
+    task = Task(GPTConfig(vocab=256, context=context, width=width, layers=layers, heads=4), train, batch, turns)
+    done: list[Measured] = []
+    try:
+        for link in links:
+            Link.parse(link, "--link")
+        found = measure(ranks, task, links, names)
+        publish("After equal time", HEAT, (done.append(one) or one.rows() for one in found), file)  # type: ignore[func-returns-value]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if plot:
+        draw(done, plot)
 
 
 @app.command(cls=Lists)

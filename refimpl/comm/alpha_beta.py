@@ -12,10 +12,11 @@ links alike) and on two (L ranks a node, F nodes, one cable a node); `choose` ta
 and gamma a byte for what a rank adds: n(N-1)/N in a reduce-scatter, n in a tree. "Exchange" is what `Group` does over
 messages: all at once, chunk i to rank i, so their latencies overlap.
 
-On two levels a round is over with its slowest message. A ring has one rank a node that sends far; a round of halving
-that sends s ranks further has min(s, L) of them, an exchange all L: these share the cable. How much, is measured too:
-`crowd` is the far beta with all ranks of a node sending, over that of one alone; L if they share one cable, 1 if each
-has its own.
+On two levels a round is over with its slowest message. A ring has one rank a node that sends far, N - 1 times;
+latency is for who waits for a message, not for who sends it, so it counts only where a chunk crosses, on one hop of L.
+A round of halving that sends s ranks further has min(s, L) that send far, an exchange all L: these share the cable (or,
+`pairwise`, those between the same two nodes do). How much, is measured too: `crowd` is the far beta with all ranks of a
+node sending, over that of one alone; L if they share one cable, 1 if each has its own.
 
 Hockney 1994 (Parallel Computing 20(3)) for alpha and beta; Thakur, Rabenseifner & Gropp 2005 (IJHPCA 19(1)) for
 the formulas; Sanders, Speck & Traeff 2009 for the two trees. NCCL: src/graph/tuning.cc has such a table.
@@ -47,7 +48,10 @@ class AlphaBeta:
 
 @dataclass(frozen=True)
 class Levels:
-    """`size` nodes of `each` ranks. `gamma`: seconds a byte added; `crowd`: see above."""
+    """`size` nodes of `each` ranks. `gamma`: seconds a byte added; `crowd`: see above.
+
+    `pairwise`: whether a node has a cable to each other node, not one to all of them.
+    """
 
     each: int
     size: int
@@ -55,10 +59,16 @@ class Levels:
     far: AlphaBeta
     crowd: float = 1.0
     gamma: float = 0.0
+    pairwise: bool = False
 
     @property
     def ranks(self) -> int:
         return self.each * self.size
+
+    @property
+    def cables(self) -> int:
+        """Over which a rank that sends to all nodes at once does so."""
+        return self.size - 1 if self.pairwise else 1
 
     def cable(self, senders: int) -> AlphaBeta:
         """What each of so many ranks of a node sees that send far at once."""
@@ -141,16 +151,29 @@ def flat(collective: str, algorithm: str, size: float, levels: Levels) -> float:
         return max(near, levels.cable(senders).seconds(bytes_far))
 
     if algorithm == "exchange":
-        half = slowest((levels.each - 1) * part, (ranks - levels.each) * part, levels.each)
+        half = slowest((levels.each - 1) * part, (ranks - levels.each) * part / levels.cables, levels.each)
     elif algorithm == "ring":
-        half = (ranks - 1) * slowest(part if levels.each > 1 else 0.0, part, 1)
+        busy = (ranks - 1) * part * levels.cable(1).beta + hops(levels) * levels.far.alpha
+        half = max(busy, (ranks - 1) * levels.near.seconds(part) if levels.each > 1 else 0.0)
     else:
         half = sum(
-            slowest((there - kept) * part if kept < levels.each else 0.0, (there - kept) * part, min(kept, levels.each))
+            slowest((there - kept) * part if kept < levels.each else 0.0, (there - kept) * part, senders(levels, kept))
             for kept, there in rounds(ranks)
         )
     added = part * (ranks - 1) * levels.gamma if collective in ("reduce_scatter", "all_reduce") else 0.0
     return HALVES[collective] * half + added
+
+
+def senders(levels: Levels, shift: int) -> int:
+    """Ranks that use one cable at once, at most, when every rank sends to the one `shift` further on."""
+    each, ranks = levels.each, levels.ranks
+    away = [(rank // each, (rank + shift) % ranks // each) for rank in range(ranks)]
+    return max(Counter(pair if levels.pairwise else pair[0] for pair in away if pair[0] != pair[1]).values())
+
+
+def hops(levels: Levels) -> int:
+    """How often a chunk that goes round the ring once, N - 1 hops, crosses from node to node: (N-1)F/N, rounded up."""
+    return -(-(levels.ranks - 1) * levels.size // levels.ranks)
 
 
 def edges(levels: Levels) -> int:
@@ -172,7 +195,10 @@ def two_level(collective: str, algorithm: str, size: float, levels: Levels) -> f
     cable, each = levels.cable(levels.each), levels.each
     if collective == "all_to_all":
         inside = levels.size * one_level("all_to_all", "exchange", size / levels.size, each, levels.near)
+        cable = AlphaBeta(cable.alpha, cable.beta / levels.cables)
         return inside + one_level("all_to_all", "exchange", size, levels.size, cable)
+    if algorithm == "exchange":
+        cable = AlphaBeta(cable.alpha, cable.beta / levels.cables)
     outside = one_level(collective, algorithm, size / each, levels.size, cable, levels.gamma)
     if collective == "all_reduce":
         return one_level("all_reduce", algorithm, size, each, levels.near, levels.gamma) + outside

@@ -216,7 +216,7 @@ class Group:
             steps = self._crossing(op, tag, self._cables, steps)
 
         def waited(work: Work) -> None:
-            ledger.end(call, *work.span())
+            ledger.end(call, *work.span(), held=work.held)
             if logged:
                 logged.end()
 

@@ -22,11 +22,11 @@ messages: F-1 far ones a rank in place of N-L.
 
 Time of an all-reduce by rings (alpha, beta of a level; the far beta is the shared cable's):
 
-    flat         2(N-1) (alpha_far + n/N beta_far)
+    flat         2(N-1) n/N beta_far + 2 ceil((N-1)F/N) alpha_far        a chunk crosses on one hop of L
     two levels   2(L-1) (alpha_near + n/L beta_near) + 2(F-1) (alpha_far + n/F beta_far)
 
-With links inside a node much faster than the cable, that is F(N-1)/(N(F-1)) times as fast for large n, 1.5 for 2 x 2
-ranks and 2 for two large nodes; and (N-1)/(F-1) times for small n. See `alpha_beta.py` for every case.
+With links inside a node much faster than the cable, that is F(N-1)/(N(F-1)) times as fast: 1.5 for 2 x 2 ranks, 2 for
+two large nodes, little for many nodes. `alpha_beta.py` has every case, `refimpl bench hierarchy` measures it.
 
 Order of the sum: the ranks of a node first, then the nodes, (g0 + g1) + (g2 + g3), which is not the order of
 `Group.all_reduce`. By the groups' own collectives (`within`, `between` not given) each of the two sums is in rank

@@ -40,9 +40,7 @@ class Logged:
         self.log.append(self.op, self.name, ms, self.size, self.ranks)
 
 
-def entered(
-    log: CommsLog, op: str, tag: str, message: Tensor, ranks: int, settle: Callable[[], None]
-) -> Logged | None:
+def entered(log: CommsLog, op: str, tag: str, message: Tensor, ranks: int, settle: Callable[[], None]) -> Logged | None:
     """None if the log does not want the call, or it is of one rank. `message`: what the call is given.
 
     `settle` returns when the device has done what it was given.

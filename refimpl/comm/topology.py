@@ -3,7 +3,8 @@
 A pair's alpha and beta are fitted to the least of several times (what the link can do, not what a busy machine gave).
 Sorted by the time of one middle-sized message, the pairs of a machine of nodes fall into two heaps; where the gap
 between two neighbours in that order is the widest, and wide enough, lies the border. Who is joined by near pairs is a
-node. With nodes found, all ranks of two nodes send at once: that says how many cables there are (`alpha_beta.crowd`).
+node. With nodes found, all ranks of two nodes send at once, and two ranks of a node to two others: that tells how many
+cables there are (`alpha_beta.crowd`).
 
 N ranks: N(N-1)/2 pairs one after another, each a fraction of a second.
 nccl-tests and NCCL's own search (src/graph/topo.cc reads PCI and NVLink from the system) ask the hardware; this asks
@@ -33,12 +34,13 @@ Pair = tuple[int, int]  # the lower rank first
 
 @dataclass(frozen=True)
 class Topology:
-    """`pairs`: every two ranks, the lower first. `crowd`: see `alpha_beta`; 1 where there is one level."""
+    """`pairs`: every two ranks, the lower first. `crowd`, `pairwise`: see `alpha_beta`; 1 and False for one level."""
 
     ranks: int
     pairs: Mapping[Pair, AlphaBeta]
     crowd: float
     gamma: float
+    pairwise: bool = False
 
     def of(self, a: int, b: int) -> AlphaBeta:
         """The link between two ranks. KeyError for a rank and itself."""
@@ -63,7 +65,8 @@ class Topology:
         """
         near = [link for (a, b), link in self.pairs.items() if a // each == b // each]
         far = [link for (a, b), link in self.pairs.items() if a // each != b // each]
-        return Levels(each, self.ranks // each, _middle(near or far), _middle(far or near), self.crowd, self.gamma)
+        middle = _middle(near or far), _middle(far or near)
+        return Levels(each, self.ranks // each, *middle, self.crowd, self.gamma, self.pairwise)
 
 
 def neighbourhoods(ranks: int, seconds: Mapping[Pair, float], gap: float = GAP) -> list[list[int]]:
@@ -99,7 +102,11 @@ def measure(group: Group, sizes: Sequence[int] = SIZES, repeats: int = 4) -> Top
     sent = sorted(sizes)[: len(measured[first])]
     together = fit(sent, _together(group, lines, sent, repeats))
     crowd = together.beta / pairs[first].beta if pairs[first].beta else 1.0
-    return Topology(group.size, pairs, min(max(crowd, 1.0), float(each)), alone.gamma)
+    crowd, pairwise = min(max(crowd, 1.0), float(each)), False
+    if len(nodes) > 2 and crowd > 1 + each / 4:  # they share: is that one cable for all nodes?
+        apart = {nodes[0][0]: nodes[1][0], nodes[0][1]: nodes[2][0]}
+        pairwise = fit(sent, _together(group, apart, sent, repeats)).beta < 1.5 * pairs[first].beta
+    return Topology(group.size, pairs, crowd, alone.gamma, pairwise)
 
 
 def _one_after_another(group: Group, sizes: Sequence[int], repeats: int) -> dict[Pair, list[float]]:

@@ -16,6 +16,7 @@ With a `Lane` all of it, the adds between two transfers too, runs on the communi
     waited   the caller's stream waits for that event; the host does not
 """
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,6 +50,7 @@ class Work:
         self.begun_at: Event = None
         self.done_at: Event = None
         self.is_done, self.begun = False, 0  # begun: steps so far
+        self.held: list[tuple[int, int]] = []  # from when to when, in ns, its caller stood still for it
         if lane is None:
             self._next()
         else:
@@ -60,11 +62,13 @@ class Work:
         """Wait for the transfers under way, then start the next step. Nothing once the work is done."""
         if self.is_done:
             return
+        since = time.perf_counter_ns()
         if self.lane is None:
             self._next()
         else:
             with self.lane.use():
                 self._next()
+        self.held.append((since, time.perf_counter_ns()))
 
     def _next(self) -> None:
         handles, self._handles = self._handles, []

@@ -81,5 +81,8 @@ class Compression:
         if self.way == "low rank":
             assert isinstance(operator, PowerSGD)
             return LowRank(group, operator, n, shapes, self.feedback, dtype)
-        kind: type[Exchange] = {"gathered": Gathered, "summed": Summed}.get(self.way, Served if whole else Scattered)
-        return kind(group, operator, n, self.feedback, chunks, dtype)
+        if self.way == "gathered":
+            return Gathered(group, operator, n, self.feedback, chunks, dtype)
+        if self.way == "summed":
+            return Summed(group, operator, n, self.feedback, chunks, dtype)
+        return (Served if whole else Scattered)(group, operator, n, self.feedback, chunks, dtype)

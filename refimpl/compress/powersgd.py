@@ -197,4 +197,5 @@ def square(n: int) -> tuple[int, int]:
 
 def orthonormal(p: Tensor) -> Tensor:
     """p [n, r], r <= n -> as many orthonormal columns that span at least p's, also where p has not rank r."""
-    return torch.linalg.qr(p)[0]
+    basis: Tensor = torch.linalg.qr(p)[0]
+    return basis

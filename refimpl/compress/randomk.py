@@ -11,6 +11,7 @@ none.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +61,10 @@ class RandomK(Compressor):
     def places(self, n: int, turn: int, device: torch.device) -> Tensor:
         """Which of n numbers travel in this turn, the same on every rank: [k] int64."""
         return self._drawn(n, turn, device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the draws that are remembered: a configuration is sent to ranks, and copied."""
+        return {name: value for name, value in vars(self).items() if name != "_drawn"}
 
     @cached_property
     def _drawn(self) -> Callable[[int, int, torch.device], Tensor]:

@@ -135,7 +135,7 @@ class DeepSpeedConfig(section.Section):
         if self.gradient_compression is not None and self.zero_optimization.stage > 1:
             raise ValueError(
                 f"gradient_compression: zero_optimization.stage {self.zero_optimization.stage} keeps no whole "
-                "gradient, and error feedback needs one: use stage 0 or 1, or zero_quantized_gradients"
+                "gradient, and error feedback needs one: use stage 0 or 1, or zero_quantized_gradients in stage 3"
             )
         return self
 

@@ -10,7 +10,7 @@ has each collective's begin and end recorded on the stream that it runs on: see 
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -63,6 +63,7 @@ class Ledger:
         self._started: dict[int, Entry] = {}
         self._totals: dict[tuple[str, str], Total] = {}  # (op, tag) -> since the last reset
         self._calls = 0
+        self._held: list[tuple[int, int]] = []
         self._spans: dict[int, tuple[Any, Any]] = {}  # call -> (begun, done), events of the collective's stream
 
     def start(self, op: str, sent_bytes: int, tag: str = "") -> int:
@@ -76,14 +77,20 @@ class Ledger:
         total.sent_bytes += sent_bytes
         return call
 
-    def end(self, call: int, *span: Any) -> None:
-        """The collective's result is usable. KeyError if `call` is not open. `span`: two timed events, or nothing."""
+    def end(self, call: int, *span: Any, held: Sequence[tuple[int, int]] = ()) -> None:
+        """The collective's result is usable. KeyError if `call` is not open. `span`: two timed events, or nothing.
+
+        held: from when to when, in ns, the host stood still for it.
+        """
         begun = self._started.pop(call)
         if span:
             self._spans[call] = (span[0], span[1])
             if len(self._spans) > self.keep:
                 del self._spans[next(iter(self._spans))]
         self._append(("end", begun[1], begun[2], call, 0, time.perf_counter_ns()))
+        self._held += held
+        if len(self._held) > self.keep + self.keep // 8:
+            del self._held[: -self.keep]
 
     def cross(self, op: str, crossed_bytes: int, tag: str = "") -> None:
         """So many bytes of a collective under way go over a slow link (see `refimpl.comm.link`)."""
@@ -98,6 +105,7 @@ class Ledger:
         self._events.clear()
         self._totals.clear()
         self._spans.clear()
+        self._held.clear()
 
     def device_ms(self, ms: Callable[[Any, Any], float]) -> dict[int, float]:
         """Milliseconds that each ended call took on its own stream, its wait for the caller's not counted.
@@ -115,6 +123,11 @@ class Ledger:
     def events(self) -> list[Event]:
         """What happened, the latest last; see the class for how far back."""
         return list(map(Event._make, self._events))
+
+    @property
+    def held(self) -> list[tuple[int, int]]:
+        """From when to when, in ns of `Event.time_ns`, the host stood still for a collective; see the class."""
+        return list(self._held)
 
     def _append(self, event: Entry) -> None:
         self._events.append(event)

@@ -74,7 +74,8 @@ class Lamb(torch.optim.Optimizer):
         norms = self.whole_squares(
             [p for p, _ in moved], torch.stack(squares) if squares else torch.zeros(0, 2, dtype=torch.float64)
         )
-        self.ratios = [ratio(*row, group) for row, (_, group) in zip(norms.sqrt().tolist(), moved, strict=True)]
+        rows: list[list[float]] = norms.sqrt().tolist()
+        self.ratios = [ratio(row[0], row[1], group) for row, (_, group) in zip(rows, moved, strict=True)]
         for held, (p, group) in zip(self.ratios, moved, strict=True):
             p.sub_(self.direction(p, group).mul_(self.length(self.state[p], group) * held))
         return loss

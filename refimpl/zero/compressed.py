@@ -11,8 +11,8 @@ a parameter for errors, fp32, on every rank (4 of them, what a skipped step goes
     the loss scale changes      is measured in the new one
     a checkpoint                is each rank's own: goes on bit for bit on as many ranks, begins at zero on others
 
-ZeRO-2 and ZeRO-3 have no room for it: an error is as large as a whole gradient. There ZeRO++'s quantised reduction is
-the way. Karimireddy et al. 2019, arXiv:1901.09847. DeepSpeed has it for its 1-bit optimizers alone, up to 0.19.6.
+ZeRO-2 and ZeRO-3 have no room for it: an error is as large as a whole gradient. In ZeRO-3 ZeRO++'s quantised reduction
+is the way. Karimireddy et al. 2019, arXiv:1901.09847. DeepSpeed has it for its 1-bit optimizers alone, up to 0.19.6.
 """
 
 import warnings
@@ -41,7 +41,7 @@ class Compressed:
         if stage.reduces_always:
             raise ValueError(
                 f"compression: {type(stage).__name__} keeps no whole gradient, and an error is as large as one: use "
-                "DDP or ZeRO-1 (stages 0 and 1), or zero_quantized_gradients in this stage"
+                "DDP or ZeRO-1 (stages 0 and 1), or zero_quantized_gradients of ZeRO-3"
             )
         self.stage, self.compression = stage, compression
         self.exchanges: dict[Bucket, Exchange] = {}

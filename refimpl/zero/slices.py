@@ -76,6 +76,8 @@ class Slices:
         if optimizer is None:
             return
         self.elementwise = (is_elementwise(self.kind) or allow_untested) and not self.layerwise
+        # Whether it asks a closure for the loss once, before anything else, so that the stage can do it.
+        self.asks_once = self.elementwise or self.layerwise or isinstance(optimizer, Travelling)
         if any(has_stepped(state) for state in optimizer.state.values()):
             raise ValueError(
                 f"{self.kind.__name__} has already taken steps: build the stage first, then load its state"

@@ -80,7 +80,7 @@ def test_where_tools_are_missing_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def over_tcp() -> tuple[float, str, int, int]:
-    """On a rank that is a node: a sum, how it went, and the bytes that left the node by the ledger and by the kernel."""
+    """On a rank that is a node: a sum, how it went, and the bytes that left the node, by ledger and kernel."""
     group = Group.world(link=Link(1e12, 0.0))
     group.all_reduce(torch.ones(1))
     group.ledger.reset()

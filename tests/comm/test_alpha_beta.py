@@ -1,6 +1,7 @@
 """The model of time: fitted exactly where times are exact, its formulas those of the algorithms' own messages."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies
@@ -102,11 +103,27 @@ def test_the_factor_of_two_levels_on_a_shared_cable(each: int, size: int) -> Non
     large = ways[Choice(False, "ring")] / ways[Choice(True, "ring")]
     assert large == pytest.approx(size * (ranks - 1) / (ranks * (size - 1)), rel=1e-4)
     ways = predict("all_reduce", 1e-3, levels)
-    assert ways[Choice(False, "ring")] / ways[Choice(True, "ring")] == pytest.approx((ranks - 1) / (size - 1), rel=1e-4)
+    crossed = [sum((start + hop) % each == each - 1 for hop in range(ranks - 1)) for start in range(ranks)]
+    crossings = max(crossed)  # by the chunk that crosses most often on its way round
+    assert ways[Choice(False, "ring")] / ways[Choice(True, "ring")] == pytest.approx(crossings / (size - 1), rel=1e-4)
     assert choose("all_reduce", 1e8, levels).two_level
     # Chunk i of every rank to rank i: each node sends L times what two levels send.
     half = flat("reduce_scatter", "exchange", 1e12, levels) / two_level("reduce_scatter", "exchange", 1e12, levels)
     assert half == pytest.approx(each, rel=1e-4)
+
+
+def test_a_cable_to_each_node_lets_an_exchange_use_all() -> None:
+    """3 nodes of 2: chunks of n/6. To each other node go 2 x 2 of them, and one of n/6 by two ranks in two levels."""
+    n, shared = 6e6, Levels(2, 3, AlphaBeta(0.0, 0.0), AlphaBeta(0.0, 1e-9), crowd=2.0)
+    each = replace(shared, pairwise=True)
+    assert flat("reduce_scatter", "exchange", n, shared) == pytest.approx(8e6 * 1e-9)
+    assert flat("reduce_scatter", "exchange", n, each) == pytest.approx(4e6 * 1e-9)
+    assert two_level("reduce_scatter", "exchange", n, each) == pytest.approx(2e6 * 1e-9)
+    assert two_level("all_to_all", "exchange", n, each) == pytest.approx(4e6 * 1e-9)
+    # Three blocks to the rank 3 further (one of each pair of nodes), one to 2 further (two of them), one to the next.
+    assert flat("reduce_scatter", "halving", n, each) == pytest.approx((3 + 2 + 1) * 1e6 * 1e-9)
+    assert flat("reduce_scatter", "halving", n, shared) == pytest.approx((6 + 2 + 1) * 1e6 * 1e-9)
+    assert flat("reduce_scatter", "ring", n, each) == flat("reduce_scatter", "ring", n, shared)
 
 
 def test_own_cables_make_the_flat_ring_wait_and_nobody_crowd() -> None:

@@ -9,6 +9,7 @@ from refimpl.compress.compressor import Compressor
 from refimpl.compress.powersgd import PowerSGD
 from refimpl.compress.randomk import RandomK
 from refimpl.compress.sign import Sign
+from refimpl.compress.sign_blocks import SignBlocks
 from refimpl.compress.topk import TopK
 
 OPERATORS: dict[str, Compressor] = {
@@ -18,6 +19,7 @@ OPERATORS: dict[str, Compressor] = {
     "int4 stochastic": Blocks(4, block=16, stochastic=True),
     "int8 stochastic": Blocks(8, block=64, stochastic=True),
     "sign": Sign(),
+    "sign in blocks of 32": SignBlocks(32),
     "top-k": TopK(0.1),
     "top-k of all": TopK(1.0),
     "random-k": RandomK(0.2, seed=3),

@@ -1,6 +1,8 @@
 """Of every operator: its wire is as long as it says, and it loses no more than it says."""
 
+import copy
 import math
+import pickle
 from fractions import Fraction
 
 import hypothesis
@@ -162,6 +164,13 @@ def test_random_places_are_a_function_of_seed_and_turn(n: int, turn: int, seed: 
     if n > 100:
         assert not torch.equal(places[0], first.places(n, turn + 1, torch.device("cpu")))
         assert not torch.equal(places[0], RandomK(0.5, seed + 1).places(n, turn, torch.device("cpu")))
+
+
+@every
+def test_an_operator_is_a_value(name: str) -> None:
+    """Also after use: configurations are compared, copied and sent to ranks."""
+    OPERATORS[name].compress(torch.randn(10))
+    assert pickle.loads(pickle.dumps(OPERATORS[name])) == OPERATORS[name] == copy.deepcopy(OPERATORS[name])
 
 
 def test_a_matrix_of_low_rank_comes_back_whole() -> None:

@@ -10,8 +10,10 @@ from saving import settings, start, train, weights
 from torch import nn
 
 import refimpl
+from refimpl.deepspeed.pipe import PipelineModule
 from refimpl.engine.config import load_config
 from refimpl.engine.keys import ConfigError, ConfigWarning
+from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.optim.one_bit_adam import OneBitAdam
 
 PARAMS: dict[str, dict[str, Any]] = {
@@ -105,7 +107,7 @@ def test_stages_of_a_pipeline_average_each_their_own() -> None:
     def go() -> float:
         torch.manual_seed(0)
         layers = [nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)]
-        model = refimpl.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
+        model = PipelineModule(layers, 2, loss_fn=nn.functional.mse_loss)
         config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, **asked("OneBitAdam")}
         engine = refimpl.initialize(model=model, config=config)[0]
         x = torch.randn(2, 16, generator=torch.Generator().manual_seed(engine.group.rank))
@@ -153,7 +155,7 @@ def test_what_has_no_effect_is_said() -> None:
 
 def test_tensor_ranks_have_no_whole_layers() -> None:
     def go() -> None:
-        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        model = GPT(GPTConfig(vocab=19, context=8, width=64, layers=1, heads=2))
         config = {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2}, **asked("Lamb")}
         with pytest.raises(ConfigError, match=r"optimizer\.type Lamb: tensor ranks have parts of the layers"):
             refimpl.initialize(model=model, config=config)

@@ -22,7 +22,6 @@ ZEROPP = {
     "zero_hpz_partition_size": 2,
     "zero_quantized_gradients": True,
     "zeropp_loco_param": {"err_beta": 0.5},
-    "stage3_param_persistence_threshold": 30,
 }
 MICS = {"mics_shard_size": 4, "mics_hierarchical_params_gather": True}
 
@@ -33,7 +32,7 @@ def config(**zero: Any) -> dict[str, Any]:
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, **zero},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 30, **zero},
     }
 
 

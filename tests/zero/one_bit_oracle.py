@@ -11,7 +11,7 @@ from training import tokens
 from refimpl.zero.flat import cut_into_buckets
 
 Named = dict[str, Tensor]
-BLOCK = 1024
+BLOCK = 128
 
 
 def signs(x: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def signs(x: Tensor) -> Tensor:
     rows = torch.nn.functional.pad(x.abs(), (0, -len(x) % BLOCK)).view(-1, BLOCK)
     counts = torch.full((len(rows), 1), float(BLOCK))
     counts[-1] = len(x) - BLOCK * (len(rows) - 1)
-    scale = (rows.sum(1, keepdim=True) / counts).expand(rows.shape).reshape(-1)[: len(x)]
+    scale = (rows.sum(1, keepdim=True) / counts).bfloat16().float().expand(rows.shape).reshape(-1)[: len(x)]
     return torch.where(x >= 0, scale, -scale)
 
 

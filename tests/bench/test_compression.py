@@ -1,0 +1,79 @@
+"""The bench of compression: equal time by arithmetic, every method learns, what is drawn, what is refused."""
+
+from pathlib import Path
+
+import pytest
+import worlds
+from typer.testing import CliRunner
+
+from refimpl.bench.cli import app
+from refimpl.bench.compression import PERIOD, Learned, Measured, Task, by_turn, curves, draw, measure
+from refimpl.bench.methods import FIRST, METHODS
+from refimpl.model.gpt import GPTConfig
+
+TINY = GPTConfig(vocab=256, context=8, width=8, layers=1, heads=2)
+
+
+def by_hand(steps: int = 100) -> Measured:
+    """DDP learns from 3.0 on by 0.01 a step, top-k half as fast but in a quarter of its time; 1-bit Adam as DDP."""
+    fast, slow = [3.0 - 0.01 * step for step in range(steps)], [3.0 - 0.005 * step for step in range(steps)]
+    learned = {FIRST: Learned(fast, 1e6), "top-k 1%": Learned(slow, 1e4), "1-bit Adam": Learned(fast, 5e4)}
+    ms = {FIRST: 40.0, "top-k 1%": 10.0, "1-bit Adam": 20.0}
+    return Measured("1Gbit/s 100us", 2, Task(TINY, steps), learned, ms)
+
+
+def test_losses_are_compared_after_equal_time() -> None:
+    ddp, top, adam = by_hand().rows()
+    assert {row.seconds for row in (ddp, top, adam)} == {pytest.approx(1.0)}  # 100 steps of 10 ms
+    assert (ddp.steps, top.steps) == (25, 100)
+    assert adam.steps == 20 + (1000 - 20 * 40) // 20  # its warm-up of 20 steps takes DDP's time
+    assert ddp.loss == pytest.approx(3.0 - 0.01 * 19.5)  # the mean of steps 15 to 24
+    assert top.loss == pytest.approx(3.0 - 0.005 * 94.5)
+    assert (ddp.pays, top.pays, adam.pays) == ("-", "yes", "yes")
+    assert (top.times_ddp, top.sent_mb) == (0.25, 0.01)
+
+
+def test_a_method_that_sends_nothing_on_a_link_as_fast_as_it_computes_does_not_pay() -> None:
+    one = by_hand()
+    one.step_ms["top-k 1%"] = 60.0
+    one.learned["1-bit Adam"] = Learned([x + 1e-3 for x in one.learned[FIRST].losses], 5e4)
+    one.step_ms["1-bit Adam"] = 40.0
+    assert [row.pays for row in one.rows()] == ["-", "no", "even"]
+
+
+def test_a_turn_s_mean_counts_a_meeting_as_often_as_it_comes() -> None:
+    turn = [1.0] * (PERIOD - 1) + [1.0 + PERIOD]
+    assert by_turn([*turn, *[50.0] * PERIOD, *turn]) == pytest.approx(2.0)
+
+
+def test_every_method_learns_and_sends_less_than_ddp() -> None:
+    names = [method.name for method in METHODS]
+    found = worlds.run(curves, Task(TINY, steps=3 * PERIOD, batch=2), names)[0]
+    assert list(found) == names
+    for name, one in found.items():
+        assert len(one.losses) == 3 * PERIOD
+        assert one.losses[-1] < one.losses[0], name
+        assert one.losses[0] == found[FIRST].losses[0]  # all begin with the same weights and texts
+        assert (one.sent < found[FIRST].sent) == (name not in (FIRST, "LAMB")), name
+    assert found["DDP, bf16 wire"].sent == found[FIRST].sent / 2
+    assert found[f"local SGD, every {PERIOD}"].sent == pytest.approx(found[FIRST].sent / PERIOD, rel=0.01)
+
+
+def test_a_run_over_two_links(tmp_path: Path) -> None:
+    names = [FIRST, "1-bit Adam"]
+    found = list(measure(2, Task(TINY, steps=PERIOD, batch=1, turns=1), ["1Gbit/s 1us", "10Gbit/s"], names))
+    assert [one.link for one in found] == ["1Gbit/s 1us", "10Gbit/s"]
+    assert found[0].learned == found[1].learned  # no bit depends on the link
+    assert [[row.method for row in one.rows()] for one in found] == [names] * 2
+    draw(found, tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--link", "slow"], "--link='slow' is no link"), (["--method", "top-k"], "no method 'top-k': choose from DDP, ")],
+)
+def test_what_there_is_not_is_refused(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["compression", *arguments])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
