@@ -337,7 +337,8 @@ table = {
 pd.DataFrame.from_dict(table, orient="index", columns=["ms", "times as fast as the ring"])
 
 # %% [markdown]
-# By the formula two levels are $F (N-1) / (N (F-1)) = 1.5$ times as fast as a flat ring here, and 2 times for two large
+# (On a busy machine a ring of many messages is later still.) By the formula two levels are $F (N-1) / (N (F-1)) = 1.5$ times
+# as fast as a flat ring here, and 2 times for two large
 # nodes. With one card a GPU, NCCL runs one ring through each card and reaches the same bytes; what stays is latency:
 # $2(N-1)$ messages against $2(L-1) + 2(F-1)$, of which only the last are far. Within a level one may still choose: a ring,
 # recursive **halving** ($2 \log_2 N$ messages, `halving_all_reduce` in the exercises), a pair of trees. What is best follows from

@@ -66,6 +66,11 @@ def judge_top_k(values: Any, indices: Any, error: Tensor, grad: Tensor, before: 
         "of equally large ones the first are to be taken": (len(whole) - 1 - largest(whole.abs().flip(0), k)).sort()[0],
     }
     known = {s: t.int() for s, t in known.items()}
+    if isinstance(indices, Tensor) and indices.shape == chosen.shape and indices.dtype in (torch.int32, torch.int64):
+        inside = bool(((indices >= 0) & (indices < len(whole))).all())
+        as_large = inside and torch.equal(*(whole[i.long()].abs().sort()[0] for i in (indices, chosen)))
+        others = not torch.equal(indices.sort()[0].long(), chosen)
+        require(not (as_large and others), "indices: of equally large ones the first are to be taken")
     if isinstance(indices, Tensor) and indices.dtype == torch.int64 and torch.equal(indices, chosen):
         raise Wrong("the indices are int64: as many bytes again travel for nothing, int32 is enough")
     equal(indices, chosen.int(), "indices", known={s: t for s, t in known.items() if not torch.equal(t, chosen.int())})
