@@ -2,7 +2,8 @@
 
 A bucket's gradients, without the padding between them, are handed to an `Exchange`, whose mean goes where that of the
 stage's own reduction would: buckets, overlap, accumulation, clipping and the loss scale are as without. Memory: 8 bytes
-a parameter for errors, fp32, on every rank (4 of them, what a skipped step goes back to). What becomes of an error:
+a parameter for errors, fp32, on every rank (4 of them, what a skipped step goes back to); sums are formed in fp32,
+of gradients in fp64 too. What becomes of an error:
 
     a step is made              what was not sent of this rank's gradients, unclipped, is added to the next ones
     a step is skipped (inf)     is as before it, bit for bit: nothing of the bad gradient stays
