@@ -59,7 +59,8 @@ def test_every_method_trains_and_sends_less_than_ddp() -> None:
         assert (one.sent < found[FIRST].sent) == (name not in (FIRST, "LAMB")), name
     assert found[FIRST].losses[-1] < found[FIRST].losses[0]
     assert found["DDP, bf16 wire"].sent == pytest.approx(found[FIRST].sent / 2, rel=0.02)  # and the norm's numbers
-    assert found[f"local SGD, every {PERIOD}"].sent == pytest.approx(found[FIRST].sent / PERIOD, rel=0.02)
+    once = found[FIRST].sent / PERIOD  # but for the padding of DDP's buckets
+    assert found[f"local SGD, every {PERIOD}"].sent == pytest.approx(once, rel=0.05)
 
 
 def test_a_run_over_two_links(tmp_path: Path) -> None:
