@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds import worlds
 
 from refimpl.grading.chapters import Chapter, chapters
 from refimpl.grading.grade import Exercise, Grader
@@ -28,6 +29,7 @@ def param(chapter: Chapter, value: object, name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def grader() -> Iterator[Grader]:
+    worlds().stop()  # in those of other tests each group ever made has a thread of gloo, awake 100 times a second
     with Grader() as grader:
         yield grader
 
