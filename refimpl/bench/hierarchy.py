@@ -5,9 +5,7 @@ are measured in the same world just before, by pairs of ranks (`topology.measure
 given nothing else.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 
 from refimpl import launch
-from refimpl.bench.race import Times, Turns, race, slowest
+from refimpl.bench.race import Times, Turns, environment, race, slowest
 from refimpl.comm import halving, hierarchy, ring, tree
 from refimpl.comm.alpha_beta import Choice, Levels, pieces, predict
 from refimpl.comm.axes import neighbours
@@ -88,7 +86,7 @@ def measure(
     asked = Link.parse(link)
     for count in nodes:
         for size in sizes:
-            with ranks_per_node(each):
+            with environment({RANKS_PER_NODE: str(each)}):
                 results = launch.run(heat, each, size, asked, turns, ranks=count * each, device="cpu", timeout=600)
             yield rows(results[0][0], slowest([times for _, times in results]), size, link)
 
@@ -105,17 +103,3 @@ def rows(levels: Levels, times: Times, size: int, link: str) -> list[Row]:
         )
         for way, value in ms.items()
     ]  # fmt: skip
-
-
-@contextmanager
-def ranks_per_node(each: int) -> Iterator[None]:
-    """Worlds started inside are nodes of so many ranks."""
-    before = os.environ.get(RANKS_PER_NODE)
-    os.environ[RANKS_PER_NODE] = str(each)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[RANKS_PER_NODE]
-        else:
-            os.environ[RANKS_PER_NODE] = before

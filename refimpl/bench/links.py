@@ -8,7 +8,7 @@ the alpha-beta formula (`refimpl.comm.alpha_beta`) of what was asked; inside a n
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -151,7 +151,7 @@ def ways(
 def figures(name: str, nodes: int, found: Topology, together: float, link: Link | None) -> list[Figure]:
     """The link between nodes, as it was found."""
     each = found.ranks // nodes
-    _, far = pairs(found, each)
+    far = found.by_nodes(each).far
     latency, bandwidth = (1e6 * link.latency, link.bits_per_second / 1e9) if link else (None, None)
     measured = [("latency, us", 1e6 * far.alpha, latency)]
     if far.beta:
@@ -163,24 +163,13 @@ def figures(name: str, nodes: int, found: Topology, together: float, link: Link 
     ]
 
 
-def pairs(found: Topology, each: int) -> tuple[AlphaBeta, AlphaBeta]:
-    """(the link inside a node, that between nodes): medians over the pairs."""
-    near = [link for (a, b), link in found.pairs.items() if a // each == b // each]
-    far = [link for (a, b), link in found.pairs.items() if a // each != b // each]
-    inside, between = (
-        AlphaBeta(median(link.alpha for link in some), median(link.beta for link in some))
-        for some in (near or far, far)
-    )
-    return inside, between
-
-
 def levels(found: Topology, nodes: int, link: Link | None) -> Levels:
     """What the formulas need: far as it was asked for, the rest as it was found."""
     each = found.ranks // nodes
-    near, far = pairs(found, each)
+    measured = replace(found.by_nodes(each), pairwise=False)
     if link is None:
-        return Levels(each, nodes, near, far, found.crowd, found.gamma)
-    return Levels(each, nodes, near, AlphaBeta(link.latency, 8 / link.bits_per_second), float(each), found.gamma)
+        return measured
+    return replace(measured, far=AlphaBeta(link.latency, 8 / link.bits_per_second), crowd=float(each))
 
 
 def _run(ranks: int, nodes: int, link: Link | None, work: Callable[[Sequence[int]], Any]) -> Any:

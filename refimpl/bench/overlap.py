@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from refimpl import launch
-from refimpl.bench.hierarchy import ranks_per_node
 from refimpl.bench.peers import adamw
-from refimpl.bench.race import Turns
+from refimpl.bench.race import Turns, environment
 from refimpl.comm.alpha_beta import AlphaBeta, fit
 from refimpl.comm.bucket_model import Step, play
 from refimpl.comm.group import Group
 from refimpl.comm.link import Link
+from refimpl.comm.nodes import RANKS_PER_NODE
 from refimpl.measure.ledger import Ledger
 from refimpl.measure.timeline import Timeline, phase, timelines
 from refimpl.model.gpt import GPT, GPTConfig
@@ -178,7 +178,7 @@ def measure(ranks: Sequence[int], sizes: Sequence[int], workload: Workload, link
 
 def race(ranks: int, sizes: Sequence[int], workload: Workload, link: str) -> list[Lap]:
     """What each rank saw; every rank is a node."""
-    with ranks_per_node(1):
+    with environment({RANKS_PER_NODE: "1"}):
         return launch.run(heat, sizes, workload, Link.parse(link), ranks=ranks, device="cpu", timeout=600)
 
 

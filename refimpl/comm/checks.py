@@ -41,6 +41,12 @@ def splits(call: str, size: int, **given: tuple[Tensor, list[int] | None]) -> No
             raise ValueError(f"{call}: {name} has {rows} rows for {size} ranks, and the splits are {parts}")
 
 
+def parts(call: str, rank: int, size: int, whole: Tensor, part: Tensor) -> None:
+    """The whole must be as long as the ranks' parts together."""
+    if whole.numel() != part.numel() * size:
+        raise ValueError(f"{call} on rank {rank}: {whole.numel()} elements are not {size} ranks x {part.numel()}")
+
+
 def member(call: str, name: str, rank: int, size: int) -> None:
     """A rank of the group."""
     if not 0 <= rank < size:

@@ -8,7 +8,7 @@ are summed in fp32 and rounded once.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -80,6 +80,22 @@ class Scratch:
 def chunk_sizes(numel: int, size: int) -> list[int]:
     """`numel` elements dealt to `size` ranks in contiguous chunks; the first numel % size are one longer."""
     return [numel // size + (r < numel % size) for r in range(size)]
+
+
+def sent_in_all_reduce(numel: int, rank: int, size: int) -> int:
+    """Elements that a rank sends in an all-reduce: all but its own chunk, then that to all others."""
+    mine = numel // size + (rank < numel % size)
+    return numel - mine + mine * (size - 1)
+
+
+def joined(chunks: Sequence[Tensor]) -> Tensor | None:
+    """The tensor [N*s] that chunks [s] lie in one after the other, if they do."""
+    first, step = chunks[0], chunks[0].numel() * chunks[0].element_size()
+    storage = first.untyped_storage().data_ptr()
+    same = all(c.untyped_storage().data_ptr() == storage for c in chunks)
+    if not same or any(c.data_ptr() != first.data_ptr() + i * step for i, c in enumerate(chunks)):
+        return None
+    return first.as_strided((len(chunks) * first.numel(),), (1,))
 
 
 def exchange(start: Start, received: Tensor, x: Tensor, sizes: list[int], rank: int) -> list[Any]:

@@ -184,8 +184,7 @@ class Group:
         """
         checks.tensors("all_reduce", x=x)
         checks.reduction("all_reduce", op, x, x)
-        mine = collectives.chunk_sizes(x.numel(), self.size)[self.rank]
-        sent = (x.numel() - mine + mine * (self.size - 1)) * x.element_size()
+        sent = collectives.sent_in_all_reduce(x.numel(), self.rank, self.size) * x.element_size()
         agreed = self._agreed(f"all_reduce ({op}) of {_words(x)}", tag)
         with agreed:
             steps = self.transport.all_reduce(x.detach().view(-1), op)

@@ -124,9 +124,6 @@ class Blocks:
 
 
 def _check(group: Group, call: str, op: Op, whole: Tensor, part: Tensor) -> None:
-    if whole.numel() != part.numel() * group.size:
-        raise ValueError(
-            f"halving {call} on rank {group.rank}: {whole.numel()} elements are not {group.size} ranks x {part.numel()}"
-        )
+    checks.parts(f"halving {call}", group.rank, group.size, whole, part)
     checks.tensors(f"halving {call}", whole=whole, part=part)
     checks.reduction(f"halving {call}", op, whole, part)

@@ -28,11 +28,11 @@ from refimpl.comm import halving, hierarchy, ring, tree
 from refimpl.comm.alpha_beta import Choice, choose
 from refimpl.comm.axes import neighbours
 from refimpl.comm.behind import Behind, Job
-from refimpl.comm.collectives import Op
+from refimpl.comm.collectives import Op, joined
 from refimpl.comm.group import Group
 from refimpl.comm.hierarchy import Algorithm, AllReduce
 from refimpl.comm.mesh import Mesh
-from refimpl.comm.nodes import ranks_per_node
+from refimpl.comm.nodes import on_nodes
 from refimpl.comm.topology import Topology, measure
 from refimpl.comm.transport import Transport
 from refimpl.comm.work import Steps
@@ -140,16 +140,6 @@ class ByLevels(Transport):
             self._behind.call(lambda group=group: group.transport.trim())  # type: ignore[misc]
 
 
-def joined(chunks: list[Tensor]) -> Tensor | None:
-    """The tensor [N*s] that chunks [s] lie in one after the other, if they do."""
-    first, step = chunks[0], chunks[0].numel() * chunks[0].element_size()
-    storage = first.untyped_storage().data_ptr()
-    same = all(c.untyped_storage().data_ptr() == storage for c in chunks)
-    if not same or any(c.data_ptr() != first.data_ptr() + i * step for i, c in enumerate(chunks)):
-        return None
-    return first.as_strided((len(chunks) * first.numel(),), (1,))
-
-
 def two_level(group: Group, near: int | None = None, choose: Choose | None = None) -> Group:
     """`group`'s ranks, with its ledger, as a group whose collectives go by two levels. A collective.
 
@@ -215,11 +205,7 @@ def world(ledger: Ledger | None = None, deterministic: bool = False) -> Group:
 
 def _in_a_node(group: Group) -> int:
     """Ranks of this group in each node. ValueError if nodes have different numbers of them."""
-    each = ranks_per_node(dist.get_world_size() if group.handle else 1)
-    nodes = [rank // each for rank in group.ranks]
-    counts = {node: nodes.count(node) for node in nodes}
+    counts = on_nodes(group.ranks, dist.get_world_size() if group.handle else 1)
     if len(set(counts.values())) > 1:
-        raise ValueError(
-            f"two_level: the ranks {group.ranks} are not spread evenly over nodes of {each}: {counts} (node: ranks)"
-        )
+        raise ValueError(f"two_level: the ranks {group.ranks} are not spread evenly over nodes: {counts} (node: ranks)")
     return next(iter(counts.values()))

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from refimpl.comm.collectives import NATIVE, Op
+from refimpl.comm.collectives import NATIVE, Op, joined
 from refimpl.comm.transport import Library
 from refimpl.comm.work import Steps
 
@@ -25,7 +25,7 @@ class Native(Library):
         yield lambda: self.start(_current("reduce_scatter"), out, x, self._op(op))
 
     def all_gather(self, chunks: list[Tensor], x: Tensor) -> Steps:
-        if (whole := _in_one_piece(chunks)) is not None:
+        if (whole := joined(chunks)) is not None:
             yield lambda: self.start(_current("all_gather"), whole, x)
         else:
             yield lambda: self.start(dist.all_gather, chunks, x)
@@ -33,16 +33,6 @@ class Native(Library):
     def _op(self, op: Op) -> Any:
         """The mean of one rank's is its sum, which every version of NCCL gets right."""
         return NATIVE["sum" if op == "mean" and self.size == 1 else op]
-
-
-def _in_one_piece(chunks: list[Tensor]) -> Tensor | None:
-    """The tensor [N*s] that chunks [s] lie in one after the other, if they do."""
-    first, step = chunks[0], chunks[0].numel() * chunks[0].element_size()
-    storage = first.untyped_storage()
-    same = all(c.untyped_storage().data_ptr() == storage.data_ptr() for c in chunks)
-    if not same or any(c.data_ptr() != first.data_ptr() + i * step for i, c in enumerate(chunks)):
-        return None
-    return first.as_strided((first.numel() * len(chunks),), (1,))
 
 
 def _current(name: str) -> Any:

@@ -6,7 +6,8 @@ near (a slow link, a collective in two levels, a shard inside a node) asks here,
 """
 
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 RANKS_PER_NODE = "REFIMPL_RANKS_PER_NODE"
 
@@ -32,3 +33,8 @@ def ranks_per_node(world_size: int, environ: Mapping[str, str] = os.environ) -> 
 def node_of(rank: int, world_size: int) -> int:
     """The node of a rank of the job. ValueError as `ranks_per_node`."""
     return rank // ranks_per_node(world_size)
+
+
+def on_nodes(ranks: Iterable[int], world_size: int) -> dict[int, int]:
+    """How many of these ranks of the job are on each node. ValueError as `ranks_per_node`."""
+    return dict(Counter(node_of(rank, world_size) for rank in ranks))

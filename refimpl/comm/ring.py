@@ -52,7 +52,7 @@ def reduce_scatter(group: Group, out: Tensor, x: Tensor, op: Op = "sum") -> None
 
     x keeps its values, unless `out` is a part of it. ValueError if x is not N times as long as out.
     """
-    _check(group, "reduce_scatter", whole=x, part=out)
+    checks.parts("ring reduce_scatter", group.rank, group.size, whole=x, part=out)
     checks.reduction("ring reduce_scatter", op, x, out)
     out.copy_(_reduce(group, x.view(group.size, -1).unbind(), op).view_as(out))
 
@@ -62,7 +62,7 @@ def all_gather(group: Group, out: Tensor, x: Tensor) -> None:
 
     ValueError if out is not N times as long as x.
     """
-    _check(group, "all_gather", whole=out, part=x)
+    checks.parts("ring all_gather", group.rank, group.size, whole=out, part=x)
     chunks = out.view(group.size, -1).unbind()
     chunks[group.rank].copy_(x)
     _gather(group, chunks)
@@ -91,10 +91,3 @@ def _shift(group: Group, to_right: Tensor, from_left: Tensor) -> None:
     """One step of the ring, both ways at once: if every rank sent first and waited, no rank would receive."""
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     group.send_recv(to_right, right, from_left, left, tag="ring")
-
-
-def _check(group: Group, op: str, whole: Tensor, part: Tensor) -> None:
-    if whole.numel() != part.numel() * group.size:
-        raise ValueError(
-            f"ring {op} on rank {group.rank}: {whole.numel()} elements are not {group.size} ranks x {part.numel()}"
-        )

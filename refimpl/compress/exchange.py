@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from refimpl.comm.collectives import sent_in_all_reduce
 from refimpl.comm.group import Group
 from refimpl.comm.work import Steps, Work
 from refimpl.compress.compressor import Compressor, Wire, pack, unpack
@@ -107,9 +108,8 @@ class Exchange(ABC):
             out.div_(len(wires))
 
     def reduced_bytes(self, n: int, dtype: torch.dtype) -> int:
-        """What this rank sends in an all-reduce: all but its own chunk, then that to all others."""
-        mine = n // self.group.size + (self.group.rank < n % self.group.size)
-        return (n - mine + mine * (self.group.size - 1)) * dtype.itemsize
+        """What this rank sends in an all-reduce."""
+        return sent_in_all_reduce(n, self.group.rank, self.group.size) * dtype.itemsize
 
     def message_bytes(self, n: int) -> int:
         return self.compressor.wire_bytes(n, self.dtype)

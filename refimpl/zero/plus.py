@@ -24,7 +24,6 @@ A node is what `refimpl.comm.nodes` says.
 """
 
 import warnings
-from collections import Counter
 
 import torch.distributed as dist
 from torch import Tensor
@@ -32,7 +31,7 @@ from torch import Tensor
 from refimpl.comm.axes import neighbours
 from refimpl.comm.collectives import Op, Scratch
 from refimpl.comm.group import Group
-from refimpl.comm.nodes import node_of
+from refimpl.comm.nodes import on_nodes
 from refimpl.comm.work import Work
 from refimpl.compress.blocks import Blocks
 from refimpl.zero.config import ZeroConfig
@@ -87,7 +86,7 @@ class Plus:
     def on_nodes(self) -> dict[int, int]:
         """How many of the group's ranks are on each node."""
         world = dist.get_world_size() if self.group.handle else 1
-        return dict(Counter(node_of(rank, world) for rank in self.group.ranks)) if world > 1 else {0: 1}
+        return on_nodes(self.group.ranks, world) if world > 1 else {0: 1}
 
     def neighbours(self, size: int) -> tuple[Group, Group]:
         """Blocks of `size` ranks, and the lines across; whose ranks, if they part, are found as those of the group."""

@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from refimpl.bench.hierarchy import RING, contestants, measure, ranks_per_node, rows
-from refimpl.bench.race import Turns
+from refimpl.bench.hierarchy import RING, contestants, measure, rows
+from refimpl.bench.race import Turns, environment
 from refimpl.comm.alpha_beta import AlphaBeta, Levels
 from refimpl.comm.axes import neighbours
 from refimpl.comm.group import Group
@@ -56,6 +56,6 @@ def test_a_link_that_is_none_is_refused_and_the_environment_is_put_back(monkeypa
     with pytest.raises(ValueError, match="is no link"):
         next(measure([2], 2, [1000], "fast"))
     monkeypatch.setenv(RANKS_PER_NODE, "7")
-    with ranks_per_node(3):
+    with environment({RANKS_PER_NODE: "3"}):
         assert os.environ[RANKS_PER_NODE] == "3"
     assert os.environ[RANKS_PER_NODE] == "7"

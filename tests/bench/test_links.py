@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from refimpl.bench import namespaces
 from refimpl.bench.cli import app
-from refimpl.bench.links import DIRECT, RING, TWO_LEVEL, Call, Figure, heats, levels, pairs
+from refimpl.bench.links import DIRECT, RING, TWO_LEVEL, Call, Figure, heats, levels
 from refimpl.bench.race import Turns
 from refimpl.comm.alpha_beta import AlphaBeta, Choice, predict
 from refimpl.comm.group import Group
@@ -48,7 +48,7 @@ def test_formulas_have_what_was_asked_between_nodes_and_what_was_found_inside() 
     near, far = AlphaBeta(1e-5, 1e-10), AlphaBeta(2e-3, 3e-8)
     every = [(a, b) for a in range(4) for b in range(a + 1, 4)]
     found = Topology(4, {(a, b): near if a // 2 == b // 2 else far for a, b in every}, 1.5, 1e-10)
-    assert pairs(found, 2) == (near, far)
+    assert (found.by_nodes(2).near, found.by_nodes(2).far) == (near, far)
     real, played = levels(found, 2, None), levels(found, 2, Link(1e9, 1e-3))
     assert (real.near, real.far, real.crowd) == (near, far, 1.5)
     assert (played.near, played.far, played.crowd) == (near, AlphaBeta(1e-3, 8e-9), 2.0)
