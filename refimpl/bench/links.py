@@ -86,7 +86,7 @@ def heats(
     for count in ranks:
         of_ranks = _run(count, nodes, link, partial(everything, sizes, collectives, turns))
         found: Topology = of_ranks[0][0]
-        together = max(bandwidth for _, _, bandwidth in of_ranks)
+        together = bandwidth(slowest([of[2] for of in of_ranks]), count // nodes)
         name = f"{link.bits_per_second / 1e9:g} Gbit/s, {link.latency * 1e6:g} us" if link else "veth"
         yield figures(name, nodes, found, together, link)
         for collective, size in of_ranks[0][1]:
@@ -102,8 +102,8 @@ def heats(
 
 def everything(
     sizes: Sequence[int], collectives: Sequence[str], turns: Turns, messages: Sequence[int]
-) -> tuple[Topology, dict[tuple[str, int], Times], float]:
-    """Runs on every rank: the links, then the collectives; last what its node sends, in bits a second."""
+) -> tuple[Topology, dict[tuple[str, int], Times], Times]:
+    """Runs on every rank: the links, then the collectives; last the messages of a whole node (see `at_once`)."""
     group = Group.world()
     group.share_messages()
     near, far = neighbours(group, ranks_per_node(group.size) % group.size or 1)
@@ -116,16 +116,23 @@ def everything(
     return found, times, carried
 
 
-def at_once(group: Group, each: int, messages: Sequence[int]) -> float:
-    """All ranks of a node send to the next node: bits a second of them together, from the least times of two sizes."""
-    sizes = (messages[-1] // 2, messages[-1])
+def at_once(group: Group, each: int, messages: Sequence[int]) -> Times:
+    """All ranks of a node send to the next node: milliseconds of a message, by its bytes."""
     to, source = (group.rank + each) % group.size, (group.rank - each) % group.size
-    least = []
-    for size in sizes:
+    sends = dict[str, Way]()
+    for size in (messages[-1] // 2, messages[-1]):
         x, out = group.empty(size, torch.uint8).zero_(), torch.empty(size, dtype=torch.uint8)
-        times = race(group, {"": partial(group.send_recv, x, to, out, source)}, Turns(REPEATS, 1))[""]
-        least.append(min(times) / 1e3)
-    return 8 * each * (sizes[1] - sizes[0]) / max(least[1] - least[0], 1e-9)
+        sends[str(size)] = partial(group.send_recv, x, to, out, source)
+    return race(group, sends, Turns(REPEATS, 1))
+
+
+def bandwidth(sends: Times, each: int) -> float:
+    """Bits a second of `each` ranks together, from the least times of two sizes; a time is that of the slowest rank.
+
+    (Of ranks that share a cable the first has its message when the last has waited for all of them.)
+    """
+    (small, fast), (large, slow) = ((int(size), min(ms) / 1e3) for size, ms in sends.items())
+    return 8 * each * (large - small) / max(slow - fast, 1e-9)
 
 
 def ways(

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from refimpl.bench import namespaces
 from refimpl.bench.cli import app
-from refimpl.bench.links import DIRECT, RING, TWO_LEVEL, Call, Figure, heats, levels
-from refimpl.bench.race import Turns
+from refimpl.bench.links import DIRECT, RING, TWO_LEVEL, Call, Figure, bandwidth, heats, levels
+from refimpl.bench.race import Turns, slowest
 from refimpl.comm.alpha_beta import AlphaBeta, Choice, predict
 from refimpl.comm.group import Group
 from refimpl.comm.link import Link
@@ -42,6 +42,12 @@ def test_rows_of_a_run_on_two_nodes_of_two() -> None:
         assert isinstance(row, Call)
         assert (row.bytes, row.ratio) == (4000, row.ms / row.formula_ms)
     assert reduced[0].ms >= 2 * 1.0  # two halves, each at least as long as the latency
+
+
+def test_a_nodes_bandwidth_is_what_its_ranks_have_together_whoever_was_first_on_the_cable() -> None:
+    """1 byte/us for two ranks, latency 1 ms: the first has its 1,000 bytes after 2 ms, the second after 3."""
+    first, second = {"1000": [2.0, 3.0], "2000": [3.0, 5.0]}, {"1000": [3.0, 2.0], "2000": [5.0, 3.0]}
+    assert bandwidth(slowest([first, second]), 2) == pytest.approx(8e6)
 
 
 def test_formulas_have_what_was_asked_between_nodes_and_what_was_found_inside() -> None:
