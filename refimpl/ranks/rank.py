@@ -49,7 +49,7 @@ class Setup:
     threads: int
     directory: Path  # for the rendezvous file, the stacks and the boards
     environment: dict[str, str]
-    keep_settings: bool  # from call to call: torch's settings and the seeds
+    keep_settings: bool  # from call to call: torch's settings, the seeds, process groups
 
     def stack_file(self, rank: int) -> Path:
         return self.directory / f"stack{rank}"

@@ -1,4 +1,4 @@
-"""What one call may change in its process for the next: torch's settings and the seeds, read and put back.
+"""What one call may change in its process for the next: torch's settings, the seeds, process groups; all put back.
 
 Unrelated jobs on ranks that stay, such as one exercise after another, must not see each other's `manual_seed` or
 `set_grad_enabled(False)`. The cells of one notebook must: there nothing is put back.
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -34,7 +36,8 @@ class Settings:
         self.numpy = _numpy_random().get_state() if _numpy_random() else None
 
     def restore(self) -> None:
-        """Put all of them back. Seeds of what was not loaded then become new ones."""
+        """Put all of them back, between calls. Seeds of what was not loaded then become new ones."""
+        _end_groups()
         torch.set_default_device(None)  # a rank begins with none, and to set one, even the CPU, slows every call
         for put, value in self.values:
             put(value)
@@ -50,6 +53,17 @@ class Settings:
                 numpy.seed()
             else:
                 numpy.set_state(self.numpy)
+
+
+def _end_groups() -> None:
+    """Those that the last call made; all ranks have left it. gloo has three threads a group, and one hardly sleeps."""
+    known = distributed_c10d._world
+    for handle in list(known.pg_map):
+        if handle is not dist.group.WORLD:
+            name = known.pg_names[handle]
+            dist.destroy_process_group(handle)
+            # torch makes names by counting these: a second group of one name would look for the first one's addresses.
+            known.pg_names[dist.ProcessGroup(0, 1)] = name  # type: ignore[call-arg]
 
 
 def _cuda_runs() -> bool:

@@ -45,7 +45,8 @@ class World:
     also when one only raised.
 
     Calls are jobs of their own: each finds torch's settings (gradients on, default dtype, threads, ...) and the seeds
-    of torch, random and numpy as the first did. keep_settings=True leaves them as the last call did, as in a session.
+    of torch, random and numpy as the first did, and process groups that the last call made are gone.
+    keep_settings=True leaves all of it as the last call did, as in a session.
     compare=False: the ranks do not compare their calls of `Group` (see `refimpl.comm.board`), as gloo alone.
     """
 

@@ -6,8 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from refimpl import launch
+from refimpl.comm.group import Group
+from refimpl.comm.mesh import Mesh
 
 
 def look() -> dict[str, Any]:
@@ -69,3 +72,31 @@ def test_a_session_keeps_what_its_cells_set() -> None:
         with torch.random.fork_rng():
             torch.manual_seed(5)
             assert drawn == [torch.rand(3, dtype=torch.float64).tolist()]
+
+
+def groups() -> list[str]:
+    """Of this process, by name."""
+    return sorted(handle.group_name for handle in distributed_c10d._world.pg_map)
+
+
+def make_groups() -> list[str]:
+    mesh = Mesh({"dp": 2, "tp": 2})
+    mesh.group("tp").all_reduce(torch.ones(3))
+    return groups()
+
+
+def world_sum() -> float:
+    x = torch.ones(1)
+    Group.world().all_reduce(x)
+    return x.item()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_process_groups_end_with_the_job_that_made_them(keep: bool) -> None:
+    with launch.World(4, device="cpu", keep_settings=keep) as world:
+        first = world.call(groups)
+        made = world.call(make_groups)
+        assert all(len(after) > len(before) for before, after in zip(first, made, strict=True))
+        assert world.call(groups) == (made if keep else first)
+        assert world.call(make_groups)
+        assert world.call(world_sum) == [4.0] * 4
