@@ -21,7 +21,7 @@ What sends most lies innermost: ranks with consecutive numbers share the fastest
 arXiv:2104.04473, section 3. Megatron-LM: megatron/core/parallel_state.py. DeepSpeed: deepspeed/utils/groups.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from refimpl.comm.group import Group
 from refimpl.comm.mesh import Mesh
+from refimpl.comm.process_group import of_ranks
 
 NAMES = ("pp", "dp", "shard", "cp", "tp")  # outermost first; with `shard`, dp counts the groups of shards
 
@@ -149,10 +150,12 @@ def expert_groups(data: Group, ep: int) -> tuple[Group, Group]:
     return neighbours(data, ep)
 
 
-def neighbours(group: Group, size: int) -> tuple[Group, Group]:
+def neighbours(
+    group: Group, size: int, make: Callable[[list[int]], dist.ProcessGroup | None] = of_ranks
+) -> tuple[Group, Group]:
     """(this rank's block of `size` consecutive ranks, the ranks with its place in every block). A collective.
 
-    `size` divides the group's.
+    `size` divides the group's. `make`: what makes torch's group of some ranks; see `of_ranks` for who needs his own.
     """
     if size in (1, group.size):
         alone = Group(None, group.ledger, group.device)
@@ -160,7 +163,7 @@ def neighbours(group: Group, size: int) -> tuple[Group, Group]:
     first = group.rank - group.rank % size
     rows = group.ranks[first : first + size], group.ranks[group.rank % size :: size]
     # Every rank is in one block and in one line across: each asks for its own two, in this order.
-    block, line = (dist.new_group(row, use_local_synchronization=True) for row in rows)
+    block, line = map(make, rows)
     return (
         Group(block, group.ledger, group.device, group.deterministic, link=group.link),
         Group(line, group.ledger, group.device, group.deterministic, link=group.link),

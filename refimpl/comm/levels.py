@@ -154,11 +154,11 @@ def two_level(group: Group, near: int | None = None, choose: Choose | None = Non
         return group
     if group.device.type != "cpu":
         raise NotImplementedError(f"two_level: for tensors on the CPU, not on {group.device.type}: NCCL has its own")
-    inside, line = neighbours(group, each)
+    own = partial(dist.new_group, use_local_synchronization=True)  # the thread's, not to be shared with who else works
+    inside, line = neighbours(group, each, own)
     for part in (inside, line):
         part.ledger = Ledger()  # written by the thread alone
-    everyone = dist.new_group(group.ranks, use_local_synchronization=True)
-    flat = Group(everyone, Ledger(), group.device, group.deterministic, link=group.link)
+    flat = Group(own(group.ranks), Ledger(), group.device, group.deterministic, link=group.link)
     result = Group(group.handle, group.ledger, group.device, group.deterministic, link=group.link)
     result.use(ByLevels(result.messages, inside, line, flat, choose))
     return result

@@ -12,18 +12,19 @@ Every strategy that combines parallel axes asks for its own line: `mesh.group("d
 `mesh.group("model")` sums partial products. The last axis should be the one that sends
 most: its ranks have consecutive numbers, so they share a node, where links are fastest.
 Several axes make one group too: `mesh.group("data", "model")` is the plane through this rank.
-The grid and its process groups are torch's DeviceMesh. DeepSpeed's counterpart: deepspeed/runtime/pipe/topology.py
-(ProcessTopology) and deepspeed/utils/groups.py.
+Two meshes, or two axes, whose lines are the same ranks share torch's process group for them (`process_group.of_ranks`).
+torch: torch/distributed/device_mesh.py. DeepSpeed: deepspeed/runtime/pipe/topology.py (ProcessTopology) and
+deepspeed/utils/groups.py.
 """
 
 import math
 from collections.abc import Mapping
-
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from itertools import accumulate, product
+from operator import mul
 
 from refimpl.comm.group import Group
 from refimpl.comm.link import Link
+from refimpl.comm.process_group import of_ranks
 from refimpl.measure.ledger import Ledger
 
 
@@ -50,10 +51,6 @@ class Mesh:
         if math.prod(self.axes.values()) != self.world.size or min(self.axes.values(), default=1) < 1:
             sizes = " x ".join(f"{name}={size}" for name, size in self.axes.items())
             raise ValueError(f"mesh {sizes} needs {math.prod(self.axes.values())} ranks, the job has {self.world.size}")
-        self._torch: DeviceMesh | None = None
-        if self.axes and self.world.handle is not None:
-            shape, names = tuple(self.axes.values()), tuple(self.axes)
-            self._torch = init_device_mesh(self.world.device.type, shape, mesh_dim_names=names)
 
     def size(self, axis: str) -> int:
         """Ranks along an axis. KeyError for an axis the mesh does not have."""
@@ -81,23 +78,16 @@ class Mesh:
             )
         if axes not in self._groups:
             world = self.world
-            self._groups[axes] = Group(
-                self._handle(axes), self.ledger, world.device, self._deterministic, link=world.link
-            )
+            handle = of_ranks(self._line(axes)) if axes and world.handle is not None else None
+            self._groups[axes] = Group(handle, self.ledger, world.device, self._deterministic, link=world.link)
         return self._groups[axes]
 
-    def _handle(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
-        if self._torch is None or not axes:
-            return None
-        if len(axes) == 1:
-            return self._torch.get_group(axes[0])
-        # Lay the chosen axes last, so that each row of the reshaped grid is one group.
-        names = list(self.axes)
-        others = [names.index(axis) for axis in names if axis not in axes]
-        grid = self._torch.mesh.permute(*others, *(names.index(axis) for axis in axes))
-        rows = grid.reshape(-1, math.prod(self.axes[axis] for axis in axes)).tolist()
-        mine: dist.ProcessGroup = dist.new_subgroups_by_enumeration(rows)[0]  # type: ignore[no-untyped-call]
-        return mine
+    def _line(self, axes: tuple[str, ...]) -> list[int]:
+        """The ranks that have this one's coordinates on all other axes, ascending."""
+        here = self.coordinates
+        places = product(*(range(size) if axis in axes else [here[axis]] for axis, size in self.axes.items()))
+        inner = list(accumulate(reversed(self.axes.values()), mul, initial=1))[-2::-1]  # ranks between two neighbours
+        return [sum(map(mul, place, inner)) for place in places]
 
     def _check(self, *axes: str) -> None:
         for axis in axes:

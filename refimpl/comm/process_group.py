@@ -1,6 +1,12 @@
-"""What torch's process group says of itself: the library of a device's tensors, its device, a group for control."""
+"""torch's process groups: one for each list of ranks, what it says of itself, and a group for control.
+
+A group of gloo is 2 threads and a socket to every other member, one of NCCL a communicator with buffers, and torch
+keeps each until the job's end. So whoever needs one of these ranks gets the one that was made before (`of_ranks`);
+torch's own table of groups is where it is found, and it goes with the world.
+"""
 
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,6 +40,25 @@ def backend_of(handle: dist.ProcessGroup | None, device: torch.device) -> str:
 def by_name(name: str) -> dist.ProcessGroup:
     """torch's group of this name: who still holds one when Python exits makes the process abort."""
     return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+
+
+OURS = "refimpl"  # torch's description of the groups that are shared
+
+
+def of_ranks(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """torch's group of these ranks of the job, ascending, of which this is one: made once, the same object ever after.
+
+    The first time a collective of its ranks (on NCCL of all: each asks for a group that it is in). Who calls it from a
+    thread of its own must make a group of its own instead: calls of one group are matched by their order.
+    """
+    if len(ranks) == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    known: dict[dist.ProcessGroup, dict[int, int]] = distributed_c10d._world.pg_group_ranks
+    same = (handle for handle, places in known.items() if handle.group_desc == OURS and list(places) == list(ranks))
+    made = next(same, None) or dist.new_group(list(ranks), use_local_synchronization=True, group_desc=OURS)
+    assert made is not None, f"rank {dist.get_rank()} is none of {list(ranks)}"
+    return made
 
 
 class ControlLine:

@@ -5,8 +5,10 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 import worlds
 
+from refimpl.comm.axes import neighbours
 from refimpl.comm.group import Group
 from refimpl.comm.mesh import Mesh
 
@@ -124,3 +126,41 @@ def test_one_process_alone_needs_no_process_group() -> None:
     x = torch.ones(2)
     mesh.group("model").all_reduce(x)
     assert x.tolist() == [1, 1]
+
+
+def test_lines_of_the_same_ranks_share_one_process_group() -> None:
+    """As many after 12 meshes as after the first: torch keeps every group, and its threads, until the job's end."""
+
+    def check() -> None:
+        def made() -> int:
+            return len(dist.distributed_c10d._world.pg_map)
+
+        def ask(axes: dict[str, int], *names: str) -> Group:
+            group = Mesh(axes).group(*names)
+            group.all_reduce(x := torch.ones(2))
+            assert x.tolist() == [group.size] * 2
+            return group
+
+        first = ask({"data": 2, "model": 2}, "model")
+        ask({"data": 2, "model": 2}, "data")
+        before = made()
+        for number in range(12):
+            again = ask({"data": 2, "pipe": 1, "model": 2}, *(("pipe", "model") if number % 2 else ("model",)))
+            assert again.handle is first.handle
+            assert again is not first, "each mesh's groups have its ledger"
+            ask({"data": 2, "pipe": 1, "model": 2}, "data")
+        assert made() == before
+        assert neighbours(Group.world(), 2)[0].handle is first.handle
+        assert Mesh({"data": 2, "model": 2}).group("data", "model").handle is dist.group.WORLD
+
+    run(check, ranks=4)
+
+
+def test_a_group_of_a_users_own_is_not_taken() -> None:
+    """Calls of one group are matched by their order, and who knows from which thread theirs come."""
+
+    def check() -> None:
+        theirs = dist.new_group([0, 1]), dist.new_group([2, 3])
+        assert Mesh({"data": 2, "model": 2}).group("model").handle not in theirs
+
+    run(check, ranks=4)

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from refimpl.comm.axes import Axes, expert_groups, neighbours
 from refimpl.comm.group import Group
+from refimpl.comm.process_group import of_ranks
 from refimpl.deepspeed import comm
 
 
@@ -25,7 +26,6 @@ class _LaidOut:
         default_factory=dict
     )  # those that share experts, that have the same
     cut_experts: int = 1  # tensor ranks that share an expert
-    alone: ProcessGroup | None = None  # this rank's
 
     def now(self) -> Axes:
         if self.axes is None or self.axes.world.size != comm.get_world_size():
@@ -162,8 +162,7 @@ def _experts(group_name: str) -> tuple[Group, Group]:
 def _handle(group: Group) -> ProcessGroup | None:
     """torch's group, made where this rank is alone in it; None without torch.distributed."""
     if group.handle is None and dist.is_initialized():
-        _laid_out.alone = _laid_out.alone or dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        return _laid_out.alone
+        return of_ranks([dist.get_rank()])
     return group.handle
 
 

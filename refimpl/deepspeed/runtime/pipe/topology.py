@@ -5,9 +5,9 @@ DeepSpeed: deepspeed/runtime/pipe/topology.py.
 
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from refimpl.comm.process_group import of_ranks
 from refimpl.deepspeed import comm
 from refimpl.parallel.pipeline.topology import (
     PipeDataParallelTopology,
@@ -47,9 +47,9 @@ class PipelineParallelGrid:
         self.slice_group, self.slice_proc_group = self._mine(slices)
 
     def _mine(self, lists: list[list[int]]) -> tuple[list[int], ProcessGroup]:
-        """Of these groups, which are made here, the one of this rank."""
-        made = [(ranks, dist.new_group(ranks=ranks)) for ranks in map(sorted, lists)]
-        return next((ranks, group) for ranks, group in made if self.global_rank in ranks)
+        """Of these lists, which share out all ranks, the one that this rank is in, and torch's group of it."""
+        mine = next(sorted(ranks) for ranks in lists if self.global_rank in ranks)
+        return mine, of_ranks(mine)
 
     def _is_grid_valid(self) -> bool:
         return self._topo.world_size() == self.world_size
