@@ -180,12 +180,14 @@ def routing_losses(loss: nn.Module) -> str:
 def counted_elsewhere(model: nn.Module, axes: Axes) -> list[nn.Parameter]:
     """Copies that another rank of this replica has and counts: where the norm, and what is saved, are of each once.
 
-    Of a layer that several stages use the first stage's counts; of what tensor ranks all have whole, rank 0's. A model
-    cut by others says which parameters are parts by their attribute `model_parallel` or `tensor_model_parallel`.
+    Of a layer that several stages use the first stage's counts; of what tensor ranks all have whole, rank 0's; of heads
+    of keys that several have, the first one's. A model cut by others says which parameters are parts by their attribute
+    `model_parallel` or `tensor_model_parallel`.
     """
     repeated = list(model.repeated) if isinstance(model, PipelineModule) else []
     if axes.tensor.rank == 0:
         return repeated
-    parts = set(cuts(model))
+    rank = axes.tensor.rank
+    parts = {p for p, (split, _, _) in cuts(model).items() if rank % split.copies == 0}
     parts |= {p for p in model.parameters() if any(getattr(p, flag, False) for flag in OTHERS_FLAGS)}
     return repeated + [p for p in model.parameters() if p not in parts and p not in set(repeated)]

@@ -9,7 +9,8 @@
     visual.patches.weight               1 x  whole       of a Conv2d, which is no plain linear layer or embedding
 
     1. trace.py       which layers feed which; which end a residual branch: those are cut by rows
-    2. units.py       into how many independent pieces what lies between columns and rows falls: heads, groups, features
+    2. units.py       into how many independent pieces what lies between columns and rows falls: heads, groups,
+                      features; with fewer groups than ranks, keys and values of a group are on several ranks
     3. regions.py     rows and the columns before them; embedding and head by the vocabulary, tied as they were
     4. sizes.py       which numbers of the modules around (`num_heads`, ...) must be a rank's part of themselves
     5. rehearsal.py   each cut tried on a twin in fp64, forward and backward, against the whole model: what differs is
@@ -41,7 +42,7 @@ from refimpl.parallel.auto.trace import Call, plain_layers, trace
 from refimpl.parallel.conjugates import TAG
 from refimpl.parallel.draws import Draws
 from refimpl.parallel.summed import sum_gradients
-from refimpl.parallel.swap import Columns, Plan, Rows, Style, Vocabulary, match
+from refimpl.parallel.swap import Columns, Plan, Rows, Style, Vocabulary, match, sum_copies
 
 
 def autotp(
@@ -66,7 +67,7 @@ def autotp(
         if tensor.is_contiguous():
             group.broadcast(tensor.data, tag=TAG)
     stage = set_up(model, call, group)
-    regions, why = proposed(stage.twin, call)
+    regions, why = proposed(stage.twin, call, group.size)
     if plan is not None:
         regions = planned(stage.twin, plan, regions)
     cut = rehearsed(stage, regions, why, strict=plan is not None)
@@ -75,6 +76,7 @@ def autotp(
         raise ValueError(f"{type(model).__name__} cannot be cut for {group.size} ranks: {told}")
     report = describe(cut, why)
     cut.apply(model, group, draws or common_numbers(model, group))
+    sum_copies(model)
     for name in cut.summed:
         prefix, _, key = name.rpartition(".")
         sum_gradients(model.get_submodule(prefix), [key], group)
@@ -148,12 +150,12 @@ def to_twin(x: Any, dtype: torch.dtype) -> Any:
     return type(x)(to_twin(value, dtype) for value in x) if type(x) in (tuple, list) else x
 
 
-def proposed(twin: nn.Module, call: Call) -> tuple[list[Region], dict[str, str]]:
+def proposed(twin: nn.Module, call: Call, ranks: int) -> tuple[list[Region], dict[str, str]]:
     """Regions that may be cut, the vocabulary last; and of every layer why it stays whole if it is in none."""
     with rehearsal.seeded(None):
         found = trace(twin, call)
     residual = found.residual()
-    regions, why = find_regions(found, residual)
+    regions, why = find_regions(found, residual, ranks)
     vocabulary = words(twin, found, residual, regions)
     return [*regions, *([vocabulary] if vocabulary else [])], reasons(twin, found) | why
 

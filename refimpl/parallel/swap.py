@@ -30,6 +30,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from refimpl.comm.axes import neighbours
 from refimpl.comm.group import Group
 from refimpl.parallel.conjugates import TAG, copy, gather_sum, reduce, scatter, sum_scatter
 from refimpl.parallel.door import Door
@@ -58,6 +59,7 @@ class Columns:
     units: int | None = None
     blocks: tuple[int, ...] | int = 1
     gathered: bool = False
+    copies: int = 1
 
     def __call__(self, plain: nn.Module, at: Where) -> nn.Module:
         return ColumnParallelLinear(
@@ -65,6 +67,7 @@ class Columns:
             at.group,
             units=self.units,
             blocks=self.blocks,
+            copies=self.copies,
             gathered=self.gathered,
             enter=at.enter,
             draws=at.draws,
@@ -178,7 +181,17 @@ def parallelize(
     for p in model.parameters():
         group.broadcast(p.data, tag=TAG)
     swap(model, match(plan, [name for name, _ in model.named_modules() if name]), group, sequence, draws, overlap)
+    sum_copies(model)
     return model
+
+
+def sum_copies(model: nn.Module) -> None:
+    """Where several ranks have the same outputs of a column layer: each uses them for its own heads of queries, and has
+    a part of their gradient. It is summed over these ranks, 2 n (R-1)/R bytes for n on R of them. A collective."""
+    for layer in model.modules():
+        if isinstance(layer, ColumnParallelLinear) and layer.split.copies > 1:
+            same, _ = neighbours(layer.group, layer.split.copies)
+            sum_gradients(layer, list(layer._parameters), same)
 
 
 def swap(

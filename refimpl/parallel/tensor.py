@@ -104,6 +104,7 @@ class ColumnParallelLinear(Parted):
         *,
         units: int | None = None,
         blocks: tuple[int, ...] | int = 1,
+        copies: int = 1,
         gathered: bool = False,
         enter: Exchange = copy,
         draws: Draws | None = None,
@@ -112,7 +113,8 @@ class ColumnParallelLinear(Parted):
         """From an `nn.Linear`, or a layer like it, that is equal on all ranks: each keeps its part.
 
         `units`: outputs are dealt out in that many equal pieces, such as heads (default: one by one). `blocks`: their
-        number or their sizes, where several matrices lie side by side in one, as in a fused qkv. `gathered`: return
+        number or their sizes, where several matrices lie side by side in one, as in a fused qkv. `copies`: ranks that
+        have the same outputs, for keys and values of fewer heads than ranks; see `swap.sum_copies`. `gathered`: return
         all outputs. `enter`: what brings the input in. `draws`: see `draws.py`. ValueError if it cannot be dealt out.
         """
         super().__init__(group)
@@ -121,7 +123,9 @@ class ColumnParallelLinear(Parted):
         sizes = (outputs // blocks,) * blocks if isinstance(blocks, int) else blocks
         if sum(sizes) != outputs:
             raise ValueError(f"{name}: {outputs} outputs are not blocks of {blocks}")
-        self.split = Split(sizes, sizes[0] if units is None else units, group.size, name)
+        if gathered and copies > 1:
+            raise ValueError(f"{name}: outputs that are gathered are one of a kind: copies must be 1, not {copies}")
+        self.split = Split(sizes, sizes[0] if units is None else units, group.size, name, copies)
         self.gathered, self.enter, self.draws = gathered, enter, draws
         self.leave: Exchange = partial(gather, split=self.split) if gathered else local
         self.keep("weight", plain.weight, self.split, self.outputs_dim)

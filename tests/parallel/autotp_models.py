@@ -101,6 +101,27 @@ class Look(nn.Module):
         return self.sum_up(mixed.permute(0, 2, 1, 3).reshape(b, t, self.total))
 
 
+class Share(nn.Module):
+    """Grouped queries by hand: `few` heads of keys for `many` of queries, and a norm over a head of keys."""
+
+    def __init__(self, wide: int, many: int, few: int) -> None:
+        super().__init__()
+        self.many, self.few, self.each = many, few, many // few
+        self.size = wide // many
+        self.ask, self.sum_up = nn.Linear(wide, wide), nn.Linear(wide, wide)
+        self.keys, self.values = nn.Linear(wide, few * self.size), nn.Linear(wide, few * self.size, bias=False)
+        self.even = nn.LayerNorm(self.size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t = x.shape[:2]
+        q = self.ask(x).view(b, t, self.many, self.size).transpose(1, 2)
+        k = self.even(self.keys(x).view(b, t, self.few, self.size)).transpose(1, 2)
+        v = self.values(x).view(b, t, self.few, self.size).transpose(1, 2)
+        k, v = (y.repeat_interleave(self.each, 1) for y in (k, v))
+        mixed = (q @ k.mT / self.size**0.5).softmax(-1) @ v
+        return self.sum_up(mixed.transpose(1, 2).reshape(b, t, -1))
+
+
 class Think(nn.Module):
     """Squeezed after, not before: x + norm(...); dropout between its matrices."""
 
@@ -270,6 +291,24 @@ def stranger() -> nn.Module:
 
 def nano() -> nn.Module:
     return Stranger(lambda: Nano(24, 4))
+
+
+def shared_keys() -> nn.Module:
+    return Stranger(lambda: Share(24, 8, 2))
+
+
+def one_key() -> nn.Module:
+    return Stranger(lambda: Share(24, 4, 1))
+
+
+def llama_one_key() -> nn.Module:
+    return llama(num_key_value_heads=1, attention_bias=True)
+
+
+def qwen3_few_keys() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**(COMMON | {"num_attention_heads": 8}), num_key_value_heads=2, head_dim=8))
 
 
 def normed() -> nn.Module:

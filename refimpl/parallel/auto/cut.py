@@ -9,16 +9,17 @@ from torch import nn
 from refimpl.comm.group import Group
 from refimpl.parallel.auto.sizes import divided
 from refimpl.parallel.draws import Draws
+from refimpl.parallel.split import Split
 from refimpl.parallel.swap import Style, swap
 
 
 @dataclass
 class Cut:
-    """Layers and how they are cut; attributes that become this rank's part, in units; parameters left whole whose
-    gradients are parts."""
+    """Layers and how they are cut; attributes that become this rank's part; parameters left whole whose gradients are
+    parts."""
 
     styles: dict[str, Style] = field(default_factory=dict)
-    sizes: dict[tuple[str, str], int] = field(default_factory=dict)  # (module, attribute) -> units
+    sizes: dict[tuple[str, str], Split] = field(default_factory=dict)  # (module, attribute) -> what it counts
     summed: list[str] = field(default_factory=list)
 
     def join(self, other: "Cut") -> None:
@@ -52,10 +53,10 @@ class Cut:
                     for own, q in layer.named_parameters(recurse=False)
                     if q is p
                 )
-            for (name, attribute), units in self.sizes.items():
+            for (name, attribute), split in self.sizes.items():
                 module = model.get_submodule(name)
                 kept[name, attribute] = value = getattr(module, attribute)
-                setattr(module, attribute, divided(value, units, group.size, group.rank))
+                setattr(module, attribute, divided(value, split, group.rank))
         except Exception:
             undo()
             raise

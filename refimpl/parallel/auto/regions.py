@@ -15,7 +15,8 @@ from typing import Any
 from torch import nn
 
 from refimpl.parallel.auto.trace import Trace, plain_layers
-from refimpl.parallel.auto.units import Units, find_units
+from refimpl.parallel.auto.units import Dealt, Units, find_units
+from refimpl.parallel.split import Split
 from refimpl.parallel.swap import Columns, EmbeddingColumns, Rows, Style, Vocabulary
 
 
@@ -26,10 +27,11 @@ class Region:
     styles: dict[str, Style]
     units: Units | None = None
     around: list[str] = field(default_factory=list)  # the modules that may know how wide its layers are
-    widths: set[int] = field(default_factory=set)
+    counts: dict[int, list[Split]] = field(default_factory=dict)  # numbers of heads -> what they may count
+    sizes: dict[int, list[Split]] = field(default_factory=dict)  # widths
 
 
-def find_regions(found: Trace, residual: set[str]) -> tuple[list[Region], dict[str, str]]:
+def find_regions(found: Trace, residual: set[str], ranks: int) -> tuple[list[Region], dict[str, str]]:
     """Regions in call order, and why other layers that end a residual branch are in none."""
     linear = [name for name, module in found.layers.items() if not isinstance(module, nn.Embedding)]
     near = {name: found.near(name) for name in linear}
@@ -44,7 +46,8 @@ def find_regions(found: Trace, residual: set[str]) -> tuple[list[Region], dict[s
             why.setdefault(end, f"what feeds it feeds other layers too: {short(sorted(rows - {end}))}")
         if rows & columns or (rows | columns) & taken:
             continue
-        region = cut(found, [name for name in linear if name in rows], [n for n in found.layers if n in columns], near)
+        ends, begins = [name for name in linear if name in rows], [name for name in found.layers if name in columns]
+        region = cut(found, ends, begins, near, ranks)
         if isinstance(region, str):
             why |= dict.fromkeys((rows | columns) - set(why), region)
         else:
@@ -64,27 +67,63 @@ def closure(end: str, near: dict[str, set[str]]) -> tuple[set[str], set[str]]:
         rows, columns = rows | more_rows, more_columns
 
 
-def cut(found: Trace, rows: list[str], columns: list[str], near: dict[str, set[str]]) -> Region | str:
+def cut(found: Trace, rows: list[str], columns: list[str], near: dict[str, set[str]], ranks: int) -> Region | str:
     """How a region is cut, or why not."""
     if any(len({x.shape[-1] for x in found.exits[name]}) != 1 for name in columns):
         return "its calls have different widths"
     units = find_units(found, rows, columns)
-    if units is None:
+    shares = None if units is None else units.dealt(ranks)
+    if units is None or (units.number == 1 and shares is None):
         return (
             f"what {short(columns)} give {short(rows)} does not fall into equal runs of features that are independent"
         )
-    styles: dict[str, Style] = {name: Rows(units=units.number) for name in rows}
+    if shares is None:
+        return too_few(units, ranks, columns)
+    styles: dict[str, Style] = {name: Rows(units=shares[0]) for name in rows}
     for name in columns:
+        number, blocks, copies = shares[1][name]
         if isinstance(found.layers[name], nn.Embedding):
-            styles[name] = EmbeddingColumns(units=units.number)
+            styles[name] = EmbeddingColumns(units=number)
         else:
-            styles[name] = Columns(units=units.number, blocks=units.blocks[name])
+            styles[name] = Columns(units=number, blocks=blocks, copies=copies)
     around = dict[str, None]()
     for row in rows:
         feeds = [name for name in near[row] if not isinstance(found.layers[name], nn.Embedding)]
         around |= dict.fromkeys(sorted(modules_around([row, *feeds])))
-    widths = {x.shape[-1] for name in rows for x in found.entries[name]} | {n for b in units.blocks.values() for n in b}
-    return Region(styles, units, list(around), widths | {x.shape[-1] for n in columns for x in found.exits[n]})
+    widths = {x.shape[-1] for name in rows for x in found.entries[name]}
+    return Region(styles, units, list(around), *numbers(found, units, shares, widths, ranks))
+
+
+def too_few(units: Units, ranks: int, columns: list[str]) -> str:
+    """Why so few units cannot be dealt out, not even several times."""
+    most = max(units.alone[name].units if name in units.alone else units.number for name in columns)
+    heads = f", nor {most} heads of queries in equal parts" if most > units.number else ""
+    fit = [n for n in range(2, ranks) if n <= units.number or (n % units.number == 0 and most % n == 0)]
+    return (
+        f"{units.number} units cannot be dealt to {ranks} ranks, each of which needs one{heads}: "
+        f"use {', '.join(map(str, fit)) or 'no more than one'} ranks"
+    )
+
+
+def numbers(
+    found: Trace, units: Units, shares: tuple[int, dict[str, Dealt]], widths: set[int], ranks: int
+) -> tuple[dict[int, list[Split]], dict[int, list[Split]]]:
+    """Numbers of heads, and widths, that a module may know -> what each may count."""
+    many, (rows, dealt) = Split((shares[0],), shares[0], ranks), shares
+    counts, sizes = {rows: [many]} if rows > 1 else {}, {width: [many] for width in widths}
+    for name, (number, blocks, copies) in dealt.items():
+        if copies == ranks:
+            continue  # the same numbers as in the whole
+        split = Split((number,), number, ranks, copies=copies)
+        heads = {number} if copies > 1 else {number, units.alone[name].units if name in units.alone else number}
+        for known, values in ((counts, heads - {1}), (sizes, {*blocks, found.exits[name][0].shape[-1]})):
+            for n in values:
+                if n % number == 0 and split not in known.setdefault(n, []):
+                    known[n].append(split)
+        if copies > 1:  # heads of queries that share one of keys: fewer do on a rank
+            group = Split((copies,), copies, ranks, copies=number)
+            counts[rows // number] = list(dict.fromkeys([*counts.get(rows // number, []), group]))
+    return counts, {n: splits for n, splits in sizes.items() if n not in counts}
 
 
 def modules_around(names: list[str]) -> set[str]:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from refimpl.comm.group import Group
 from refimpl.parallel.auto.dropout import Inside, NoDropout, drawn_wrong
 from refimpl.parallel.auto.trace import Call, plain_layers, tensors
+from refimpl.parallel.split import Split
 from refimpl.parallel.tensor import ColumnParallelLinear, Parted, RowParallelLinear, cuts, local
 from refimpl.parallel.vocabulary import VocabParallelEmbedding
 
@@ -48,6 +49,7 @@ class Notes:
     outputs: list[Tensor] = field(default_factory=list)
     dropout: NoDropout = field(default_factory=NoDropout)
     params: dict[str, Tensor] = field(default_factory=dict)  # gradients
+    copied: list[str] = field(default_factory=list)  # of a part: parameters that several ranks have the same part of
     shares: dict[Key, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of outputs that are gathered: found, right
 
 
@@ -207,6 +209,12 @@ def differences(model: nn.Module, whole: Notes, part: Notes, group: Group) -> tu
     parts, largest = cuts(model), largest_norm(whole.params)
     for name, p in model.named_parameters():
         cut, found, expected = parts.get(p), part.params.get(name), whole.params.get(name)
+        if (
+            cut is not None and expected is not None and cut[0].copies > 1
+        ):  # a part of a sum, where it lies in the whole
+            part.copied.append(name)
+            part.params[name] = spread(torch.zeros_like(p) if found is None else found, expected, cut, group.rank)
+            continue
         if cut is not None and expected is not None:
             expected = cut[0].part(expected, group.rank, cut[1])
         zero = torch.zeros_like(p)
@@ -216,6 +224,16 @@ def differences(model: nn.Module, whole: Notes, part: Notes, group: Group) -> tu
             else:
                 wrong.append(f"the gradient of {name} is no part of the whole's")
     return wrong, partial
+
+
+def spread(part: Tensor, like: Tensor, cut: tuple[Split, int, Group], rank: int) -> Tensor:
+    """A rank's part in its place in a whole of zeros."""
+    whole, (split, dim, _) = torch.zeros_like(like), cut
+    pieces = [whole.narrow(dim, span.start, span.stop - span.start) for span in split.spans(rank)]
+    lengths = [piece.shape[dim] for piece in pieces]
+    for piece, values in zip(pieces, torch.split(part, lengths, dim), strict=True):
+        piece.copy_(values)
+    return whole
 
 
 def largest_norm(tensors: Mapping[Any, Tensor]) -> float:
@@ -231,7 +249,7 @@ def sums_differ(runs: Sequence[tuple[Notes, Notes]], partial: Sequence[str], gro
         largest = largest_norm({i: x for i, (_, _, x) in enumerate(pairs)})
         terms += [(f"the ranks' parts of {name} do not add up", x, right, largest) for name, x, right in pairs]
     part, whole = runs[0]
-    for name in partial:
+    for name in [*partial, *part.copied]:
         if name not in whole.params:
             return f"{name} has a gradient that it has not in the whole"
         mine = part.params.get(name, torch.zeros_like(whole.params[name]))

@@ -69,6 +69,7 @@ def words_of(style: Any) -> str:
         return "by tokens"
     if isinstance(style, Columns) and style.gathered:
         return "by tokens, gathered"
-    units = f"{style.units} units"
+    copies = f", each on {style.copies} ranks" if getattr(style, "copies", 1) > 1 else ""
+    units = f"{style.units} units{copies}"
     blocks: Any = getattr(style, "blocks", 1)
     return units if blocks == 1 or len(blocks) == 1 else f"{units} in each of {blocks}"

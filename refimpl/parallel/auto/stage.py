@@ -17,6 +17,7 @@ from refimpl.parallel.auto.regions import Region, pattern
 from refimpl.parallel.auto.rehearsal import Notes, whole_run
 from refimpl.parallel.auto.sizes import Attribute, choices
 from refimpl.parallel.auto.trace import Call
+from refimpl.parallel.split import Split
 
 
 def alike_regions(regions: Iterable[Region]) -> list[list[Region]]:
@@ -51,17 +52,18 @@ class Stage:
     def fewer(self, cut: Cut) -> Cut:
         """Without the attributes that need not be divided."""
         for attribute in sorted({attribute for _, attribute in cut.sizes}):
-            less = Cut(cut.styles, {key: units for key, units in cut.sizes.items() if key[1] != attribute}, cut.summed)
+            less = Cut(cut.styles, {key: split for key, split in cut.sizes.items() if key[1] != attribute}, cut.summed)
             if not isinstance(self.rehearse(less), str):
                 cut = less
         return cut
 
-    def sizes(self, region: Region, chosen: tuple[Attribute, ...]) -> dict[tuple[str, str], int]:
-        if region.units is None:
-            return {}
-        places = [(name, attribute, value) for name in region.around for attribute, value in chosen]
-        have = [(name, a) for name, a, value in places if same(getattr(self.twin.get_submodule(name), a, None), value)]
-        return dict.fromkeys(have, region.units.number)
+    def sizes(self, region: Region, chosen: tuple[Attribute, ...]) -> dict[tuple[str, str], Split]:
+        return {
+            (name, attribute): split
+            for name in region.around
+            for attribute, value, split in chosen
+            if same(getattr(self.twin.get_submodule(name), attribute, None), value)
+        }
 
     def rehearse(self, cut: Cut) -> list[str] | str:
         """A collective. Whole parameters whose gradients must be summed, or the first rank's word on what is wrong."""

@@ -8,6 +8,11 @@ those of a whole group: then the group is the unit. U is the largest number with
 U pieces need no U backward passes: piece u has the bits of u. One pass with the pieces whose bit b is 1, one with the
 others, for each b; an output to which both come is of two pieces, else the bits tell which. 2 log2(U) passes.
 
+With fewer units than ranks, 2 heads of keys for 4 ranks, each unit of k and v goes to ranks / U consecutive ranks, if q
+alone falls into a multiple of them (`dealt`): the heads of queries that a rank has are then of one group, whose keys
+and values it has whole, as some others have. Megatron-LM: megatron/core/transformer/attention.py,
+`num_query_groups_per_partition`. vLLM: vllm/model_executor/layers/linear.py, `num_kv_head_replicas`.
+
 Where in a layer's outputs a unit's lie tells how they are packed: 0 0 1 1 is one block, 0 0 1 1 0 0 1 1 two, such as q
 and k in one matrix. No operation of the model need be known for any of this.
 """
@@ -15,11 +20,20 @@ and k in one matrix. No operation of the model need be known for any of this.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from refimpl.parallel.auto.trace import Trace
+
+
+class Dealt(NamedTuple):
+    """One column layer's part in it: its outputs are `blocks` of `units` each, which `copies` ranks have alike."""
+
+    units: int
+    blocks: tuple[int, ...]
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -28,30 +42,37 @@ class Units:
 
     number: int
     blocks: dict[str, tuple[int, ...]]
-    heads: dict[str, int]  # of q alone there may be more than of q and k together
+    alone: dict[str, Dealt]  # of q alone there may be more than of q and k together
+
+    def dealt(self, ranks: int) -> tuple[int, dict[str, Dealt]] | None:
+        """(units of the rows, each column layer's) for so many ranks; None if each rank cannot have one."""
+        if self.number >= ranks:
+            return self.number, {name: Dealt(self.number, blocks) for name, blocks in self.blocks.items()}
+        more = {name: own for name, own in self.alone.items() if own.units > self.number}
+        numbers = {own.units for own in more.values()}
+        if ranks % self.number or len(numbers) != 1 or any(n % ranks or n % self.number for n in numbers):
+            return None
+        same = ranks // self.number
+        few = {name: Dealt(self.number, blocks, same) for name, blocks in self.blocks.items() if name not in more}
+        return numbers.pop(), more | few
 
 
 def find_units(found: Trace, rows: Sequence[str], columns: Sequence[str]) -> Units | None:
-    """The most units into which all the rows' inputs and all the columns' outputs fall; None if it is one."""
+    """The most units into which all the rows' inputs and all the columns' outputs fall; None if none are seen."""
     widths = [x.shape[-1] for name in rows for x in found.entries[name]]
-    heads: dict[str, int] = {}
-    together: tuple[int, dict[str, Tensor]] | None = None
+    alone: dict[str, tuple[int, Tensor]] = {}
     for number in reversed(divisors(math.gcd(*widths))):
         codes = pieces_of(found, rows, columns, number)
-        for name in columns:
-            if codes[name] is not None:
-                heads.setdefault(name, number)
-        if all(codes[name] is not None for name in columns):
-            together = number, {name: code for name, code in codes.items() if code is not None}
+        known = {name: code for name, code in codes.items() if code is not None}
+        alone = {name: (number, code) for name, code in known.items()} | alone
+        if len(known) == len(columns):
             break
-    if together is None or together[0] == 1:
-        return None
-    number, known = together
-    blocks = {name: packing(code.tolist(), number) for name, code in known.items()}
     silent = any((code < 0).float().mean() > 0.5 for code in known.values())  # as with a single token
+    blocks = {name: packing(code.tolist(), number) for name, code in known.items()}
     if silent or any(packed is None for packed in blocks.values()):
         return None
-    return Units(number, {name: packed for name, packed in blocks.items() if packed is not None}, heads)
+    own = {name: Dealt(n, packed) for name, (n, code) in alone.items() if (packed := packing(code.tolist(), n))}
+    return Units(number, {name: packed for name, packed in blocks.items() if packed is not None}, own)
 
 
 def pieces_of(found: Trace, rows: Sequence[str], columns: Sequence[str], number: int) -> dict[str, Tensor | None]:
