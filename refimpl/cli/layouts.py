@@ -71,6 +71,7 @@ def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine") -> "Found
         Mesh(
             dp, axes["pp"], axes["tp"], settings.train_batch_size, settings.train_micro_batch_size_per_gpu,
             STRATEGIES[settings.zero_optimization.stage], recompute, settings.dtype.itemsize, axes["cp"],
+            sequence=False,
         )
         for recompute in (False, True)
     ]  # fmt: skip

@@ -30,7 +30,7 @@ from refimpl.plan.traffic import AXES, by_axis, parameters_of, traffic
 
 BOUND = 1e-4  # relative, of every step's loss
 MICRO, SEQUENCES = 4, 2  # micro-batches of a replica in a step, sequences in one
-ALONE = Mesh(1, 1, 1, 1, zero="zero1", recompute=False, itemsize=4)
+ALONE = Mesh(1, 1, 1, 1, zero="zero1", recompute=False, itemsize=4, sequence=False)
 TRAVELS = {
     "tensor": "activations, summed twice a layer forward and backward",
     "pipeline": "activations to the next stage, gradients back",
@@ -71,7 +71,7 @@ def asked(
             raise ValueError(f"--mesh {mesh}: {part!r} is not one of dp=N, pp=N, cp=N, tp=N, each once")
         sizes[axis] = int(size)
     dp, pp, tp, cp = (sizes.get(axis, 1) for axis in ("dp", "pp", "tp", "cp"))
-    found = Mesh(dp, pp, tp, dp * MICRO * SEQUENCES, SEQUENCES, "zero1", recompute=False, itemsize=4, cp=cp)
+    found = Mesh(dp, pp, tp, dp * MICRO * SEQUENCES, SEQUENCES, "zero1", recompute=False, itemsize=4, cp=cp, sequence=False)
     if ranks not in (None, found.gpus):
         raise ValueError(f"--ranks {ranks}: --mesh {mesh} has {found.gpus}; leave --ranks out")
     if width % 64 or min(layers, width, context) < 1 or steps < 2:

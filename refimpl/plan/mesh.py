@@ -1,6 +1,7 @@
 """One layout on one machine: bytes a GPU by class, bytes it sends on each axis, the bubble, the time of a step.
 
-    tensor (tp)     matrices and vocabulary / tp; activations too, by sequence parallelism
+    tensor (tp)     matrices and vocabulary / tp, and what lies between them; by sequence parallelism also what lies
+                    outside, but for the inputs of the cut matrices (Megatron-LM gathers these again in backward)
     pipeline (pp)   layers / pp; stage 0 has up to pp micro-batches alive (1F1B), the last one the head
     data (dp)       sequences; ZeRO divides state over dp x cp
     context (cp)    tokens of a sequence: activations / cp, attention in a ring
@@ -45,6 +46,16 @@ class Mesh:
     recompute: bool = True  # each block keeps its input alone
     itemsize: int = 2
     cp: int = 1  # ranks that share a sequence
+    sequence: bool = True  # tensor ranks divide the tokens outside the cut matrices (`parallelize(sequence=True)`)
+
+    @property
+    def between(self) -> int:
+        """Ranks that divide the tokens between the cut matrices."""
+        return self.tp if self.sequence else 1
+
+    def tokens(self, shape: Shape) -> int:
+        """Of a micro-batch, on a context rank."""
+        return self.micro * shape.context // self.cp
 
     @property
     def gpus(self) -> int:
@@ -63,6 +74,7 @@ class Mesh:
             ("vocabulary over tensor ranks", shape.vocab, self.tp),
             ("sequences over ranks and micro-batches", self.batch, self.dp * self.micro),
             ("tokens over context ranks, two runs each", shape.context, 2 * self.cp if self.cp > 1 else 1),
+            ("tokens of a context rank over tensor ranks", shape.context // self.cp, self.between),
         ):
             if whole % parts:
                 raise ValueError(f"{whole} {what}: does not divide by {parts}")
@@ -128,11 +140,33 @@ def state(shape: Shape, mesh: Mesh, stage: int) -> dict[str, int]:
 
 
 def activations(shape: Shape, mesh: Mesh, alive: int, head: bool) -> int:
-    """Kept for backward by `alive` micro-batches of a stage, sequence parallelism included."""
-    tokens, w = mesh.micro * shape.context // mesh.cp, shape.width
-    inside = 6 * w + 2 * w * shape.kv_heads // shape.heads + (2 if shape.matrices == 2 else 4) * shape.hidden
-    kept = inside * tokens * mesh.itemsize
-    border, layers = w * tokens * mesh.itemsize, shape.layers // mesh.pp
-    whole = alive * layers * border + kept if mesh.recompute else alive * layers * kept
-    logits = tokens * shape.vocab * (mesh.itemsize + 4) if head else 0  # and their fp32 copy for the loss
-    return (whole + logits) // mesh.tp
+    """What autograd keeps for backward at its fullest, of `alive` micro-batches of a stage; tokens' numbers aside.
+
+    With `recompute` each block keeps its input, and one block, or the head, is there whole at a time. Temporaries come
+    on top, as while the loss is computed 8 bytes a logit.
+    """
+    layers, block, last = shape.layers // mesh.pp, kept_of_block(shape, mesh), kept_of_head(shape, mesh) if head else 0
+    if not mesh.recompute:
+        return alive * layers * block + last
+    border = mesh.tokens(shape) * shape.width * mesh.itemsize // mesh.between
+    return alive * layers * border + max(block - border, last)
+
+
+def kept_of_block(shape: Shape, mesh: Mesh) -> int:
+    """Inputs of the norms, of qkv and of the MLP; q, k, v, what attention gives and the MLP's; statistics in fp32."""
+    w, hidden, tokens = shape.width, shape.hidden, mesh.tokens(shape)
+    split = 2 * w + 2 * w * shape.kv_heads // shape.heads + (2 if shape.matrices == 2 else 4) * hidden
+    elements = 2 * w * tokens // mesh.between + 2 * w * tokens + split * tokens // mesh.tp
+    return elements * mesh.itemsize + 2 * statistics(shape, mesh) + 4 * tokens * shape.heads // mesh.tp
+
+
+def kept_of_head(shape: Shape, mesh: Mesh) -> int:
+    """Inputs of the last norm and of the head, and the probabilities in fp32."""
+    w, tokens = shape.width, mesh.tokens(shape)
+    elements = w * tokens // mesh.between + w * tokens
+    return elements * mesh.itemsize + statistics(shape, mesh) + 4 * tokens * shape.vocab // mesh.tp
+
+
+def statistics(shape: Shape, mesh: Mesh) -> int:
+    """Of a norm: mean and deviation of each token, in fp32; without a mean where norms have no bias."""
+    return 4 * (2 if shape.biases == "all" else 1) * mesh.tokens(shape) // mesh.between
