@@ -9,8 +9,8 @@
 # ## 1. The pain: one long text
 #
 # A Llama-like model of 8 billion parameters: 32 blocks of width 4096, with 8 heads of keys and values for 32 of queries.
-# Tensor parallelism over the 8 GPUs of a node, with sequence parallelism, so all activations are divided by 8. What one
-# sequence alone leaves for backward on each GPU (blocks, and the logits of the loss), in GB:
+# Tensor parallelism over the 8 GPUs of a node, with sequence parallelism, so activations are divided by 8, but for the
+# inputs of the cut matrices. What one sequence alone leaves for backward on each GPU (blocks, head and loss), in GB:
 
 # %%
 # %load_ext refimpl.notebook
@@ -68,7 +68,7 @@ for tokens in (64, 128, 256):
 from refimpl.notebook import predict
 
 predict(
-    "The last row, 157 GB though blocks are computed again. With 64 times as many GPUs: which use of them makes this "
+    "The last row, 111 GB though blocks are computed again. With 64 times as many GPUs: which use of them makes this "
     "sequence's activations on a GPU smaller?",
     "none of these",
     options=[
