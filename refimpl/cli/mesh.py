@@ -71,7 +71,9 @@ def asked(
             raise ValueError(f"--mesh {mesh}: {part!r} is not one of dp=N, pp=N, cp=N, tp=N, each once")
         sizes[axis] = int(size)
     dp, pp, tp, cp = (sizes.get(axis, 1) for axis in ("dp", "pp", "tp", "cp"))
-    found = Mesh(dp, pp, tp, dp * MICRO * SEQUENCES, SEQUENCES, "zero1", recompute=False, itemsize=4, cp=cp, sequence=False)
+    found = Mesh(
+        dp, pp, tp, dp * MICRO * SEQUENCES, SEQUENCES, "zero1", recompute=False, itemsize=4, cp=cp, sequence=False
+    )
     if ranks not in (None, found.gpus):
         raise ValueError(f"--ranks {ranks}: --mesh {mesh} has {found.gpus}; leave --ranks out")
     if width % 64 or min(layers, width, context) < 1 or steps < 2:

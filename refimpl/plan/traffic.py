@@ -1,7 +1,8 @@
 """Bytes that a GPU of a layout sends in a step, on each axis: exactly what the ledger counts, control messages aside.
 
 tensor     an all-reduce sends 2 n (tp - 1)/tp. Four of n = tokens x width a block and micro-batch, five if forward
-           runs twice, up to what the last product needs (Megatron-LM runs it to its end: six); one for the embedding (forward), one for the head (backward), 12 bytes a token for the loss
+           runs twice, up to what the last product needs (Megatron-LM runs it to its end: six); one for the embedding
+           (forward), one for the head (backward), 12 bytes a token for the loss
 pipeline   n to the next stage, n back; a tied head's gradient once, over to the embedding, and whether there is one
 context    keys and values in a ring: cp - 1 hops forward, cp - 1 in backward, and cp of their gradients in fp32
 data       `formulas.traffic` over dp x cp

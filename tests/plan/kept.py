@@ -59,5 +59,3 @@ def counted(owned: Callable[[], Iterable[Tensor]]) -> Iterator[Kept]:
     with pytest.MonkeyPatch.context() as patch, saved_tensors_hooks(kept.pack, lambda holder: holder.tensor):
         patch.setattr(checkpoint, "Slot", Slot)
         yield kept
-
-

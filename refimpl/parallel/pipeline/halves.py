@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Grads = tuple[Tensor | None, ...]  # for each output of a node
+Graph = dict[Node, list[Node]]  # node -> those it leads to
 
 
 class Halves:
@@ -35,11 +36,13 @@ class Halves:
     def __init__(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """roots: of the outputs, with a gradient each. inputs: leaves that require one."""
         self.roots, self.grads, self.inputs = list(roots), list(grads), list(inputs)
-        ends = {get_gradient_edge(x).node for x in inputs}
-        nodes = from_the_leaves_up(root.node for root in roots)
-        self.trunk = on_the_way(nodes, ends)
-        self.groups = groups_by_weight(hanging(nodes, self.trunk, {root.node for root in roots}))
         self.kept: dict[Node, Grads] = {}
+        self.trunk: set[Node] = set()
+        self.groups: list[tuple[set[Node], set[Node]]] = []
+        if inputs:  # a first stage has none: all of its backward is the weights'
+            graph = from_the_leaves_up(root.node for root in roots)
+            self.trunk = on_the_way(graph, {get_gradient_edge(x).node for x in inputs})
+            self.groups = groups_by_weight(hanging(graph, self.trunk, {root.node for root in roots}))
 
     def input_half(self) -> list[Tensor | None]:
         """The inputs' gradients; None for one that no output depends on. Weights' gradients are left as they are."""
@@ -54,6 +57,8 @@ class Halves:
 
     def weight_half(self) -> None:
         """Add the weights' gradients to their `.grad`, and let go of the graph."""
+        if not self.inputs and self.roots:
+            torch.autograd.backward(self.roots, self.grads)
         loose = [(root, grad) for root, grad in zip(self.roots, self.grads, strict=True) if root.node not in self.trunk]
         for nodes, weights in self.groups:
             begins = [(root, grad) for root, grad in loose if root.node in nodes]
@@ -83,41 +88,35 @@ class Halves:
         return self.kept[node]
 
 
-def from_the_leaves_up(roots: Iterable[Node]) -> list[Node]:
+def from_the_leaves_up(roots: Iterable[Node]) -> Graph:
     """All nodes of the graph, each after those it leads to."""
-    order: list[Node] = []
-    seen: set[Node] = set()
-    waiting = [(node, False) for node in roots]
+    graph: Graph = {}
+    led: Graph = {}  # of the nodes seen so far; asking a node for them is what costs
+    waiting = list(roots)
     while waiting:
-        node, below_is_done = waiting.pop()
-        if below_is_done:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            waiting.append((node, True))
-            waiting += [(child, False) for child in children(node)]
-    return order
+        node = waiting[-1]
+        if node not in led:
+            led[node] = [child for child, _ in node.next_functions if child is not None]
+            waiting += [child for child in led[node] if child not in led]
+        else:
+            graph[waiting.pop()] = led[node]
+    return graph
 
 
-def children(node: Node) -> list[Node]:
-    return [child for child, _ in node.next_functions if child is not None]
-
-
-def on_the_way(nodes: Sequence[Node], ends: set[Node]) -> set[Node]:
+def on_the_way(graph: Graph, ends: set[Node]) -> set[Node]:
     """Those from which an end can be reached."""
     found: set[Node] = set()
-    for node in nodes:
-        if node in ends or not found.isdisjoint(children(node)):
+    for node, children in graph.items():
+        if node in ends or not found.isdisjoint(children):
             found.add(node)
     return found
 
 
-def hanging(nodes: Sequence[Node], trunk: set[Node], roots: set[Node]) -> Iterator[tuple[Node, set[Node]]]:
+def hanging(graph: Graph, trunk: set[Node], roots: set[Node]) -> Iterator[tuple[Node, set[Node]]]:
     """(node, weights) where weights hang off the trunk at a node, or below a root that is not on it."""
     below: dict[Node, set[Node]] = {}  # of a node beside the trunk: the weights it leads to
-    for node in nodes:
-        beside = [below[child] for child in children(node) if child not in trunk]
-        weights = set[Node]().union(*beside)
+    for node, children in graph.items():
+        weights = set[Node]().union(*(below[child] for child in children if child not in trunk))
         if node not in trunk:
             below[node] = weights | ({node} if hasattr(node, "variable") else set())
         if (node in trunk or node in roots) and (found := below.get(node, weights)):
