@@ -96,7 +96,8 @@ def counted(mesh: Mesh, stage: int) -> tuple[dict[str, int], dict[str, int], for
     config = {
         "train_micro_batch_size_per_gpu": mesh.micro, "gradient_accumulation_steps": mesh.micro_batches,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": stage} | LEFT,
-        "pipeline": {"stages": mesh.pp, "activation_checkpoint_interval": int(mesh.recompute)}, "tensor_parallel": {"autotp_size": mesh.tp}, "sequence_parallel_size": mesh.cp,
+        "pipeline": {"stages": mesh.pp, "activation_checkpoint_interval": int(mesh.recompute)},
+        "tensor_parallel": {"autotp_size": mesh.tp}, "sequence_parallel_size": mesh.cp,
     }  # fmt: skip
     engine, *_ = initialize(model=GPT(COUNTED), config=config)
     ids = torch.zeros(mesh.micro, COUNTED.context, dtype=torch.int64)
