@@ -72,7 +72,7 @@ class Halves:
                 continue
             edges, grads = zip(*begins, strict=True)
             with ExitStack() as hooks:
-                for node in nodes & self.kept.keys():
+                for node in nodes & self.kept.keys() if len(nodes) > 1 else ():
                     hooks.callback(node.register_prehook(partial(self._hold, node)).remove)
                 leaves = [node.variable for node in weights]  # type: ignore[attr-defined]
                 torch.autograd.backward(edges, grads, inputs=leaves, retain_graph=True)
@@ -116,11 +116,12 @@ def hanging(graph: Graph, trunk: set[Node], roots: set[Node]) -> Iterator[tuple[
     """(node, weights) where weights hang off the trunk at a node, or below a root that is not on it."""
     below: dict[Node, set[Node]] = {}  # of a node beside the trunk: the weights it leads to
     for node, children in graph.items():
-        weights = set[Node]().union(*(below[child] for child in children if child not in trunk))
+        beside = [below[child] for child in children if child not in trunk]
+        weights = beside[0] if len(beside) == 1 else set[Node]().union(*beside)
         if node not in trunk:
-            below[node] = weights | ({node} if hasattr(node, "variable") else set())
-        if (node in trunk or node in roots) and (found := below.get(node, weights)):
-            yield node, found
+            below[node] = weights = {node} if not children and hasattr(node, "variable") else weights
+        if weights and (node in trunk or node in roots):
+            yield node, weights
 
 
 def groups_by_weight(found: Iterable[tuple[Node, set[Node]]]) -> list[tuple[set[Node], set[Node]]]:
