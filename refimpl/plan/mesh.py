@@ -70,7 +70,6 @@ class Mesh:
         for what, whole, parts in (
             ("layers over pipeline stages", shape.layers, self.pp),
             ("heads over tensor ranks", shape.heads, self.tp),
-            ("heads of keys and values over tensor ranks", shape.kv_heads, self.tp),
             ("vocabulary over tensor ranks", shape.vocab, self.tp),
             ("sequences over ranks and micro-batches", self.batch, self.dp * self.micro),
             ("tokens over context ranks, two runs each", shape.context, 2 * self.cp if self.cp > 1 else 1),
@@ -78,6 +77,8 @@ class Mesh:
         ):
             if whole % parts:
                 raise ValueError(f"{whole} {what}: does not divide by {parts}")
+        if shape.kv_heads % self.tp and self.tp % shape.kv_heads:
+            raise ValueError(f"{shape.kv_heads} heads of keys and values over {self.tp} tensor ranks: neither divides")
         if self.pp > 1 and self.zero in ("zero2", "zero3"):
             raise ValueError(f"{self.zero} with {self.pp} pipeline stages: gradients or weights would travel m times")
 
@@ -155,8 +156,8 @@ def activations(shape: Shape, mesh: Mesh, alive: int, head: bool) -> int:
 def kept_of_block(shape: Shape, mesh: Mesh) -> int:
     """Inputs of the norms, of qkv and of the MLP; q, k, v, what attention gives and the MLP's; statistics in fp32."""
     w, hidden, tokens = shape.width, shape.hidden, mesh.tokens(shape)
-    split = 2 * w + 2 * w * shape.kv_heads // shape.heads + (2 if shape.matrices == 2 else 4) * hidden
-    elements = 2 * w * tokens // mesh.between + 2 * w * tokens + split * tokens // mesh.tp
+    split = 2 * w + (2 if shape.matrices == 2 else 4) * hidden
+    elements = 2 * w * tokens // mesh.between + (2 * w + 2 * shape.keys(mesh.tp)) * tokens + split * tokens // mesh.tp
     return elements * mesh.itemsize + 2 * statistics(shape, mesh) + 4 * tokens * shape.heads // mesh.tp
 
 

@@ -37,13 +37,17 @@ class Shape:
     def mlp_matrix(self) -> int:
         return self.matrices * self.width * self.hidden
 
+    def keys(self, tp: int = 1) -> int:
+        """Features of keys on a rank: of its heads, or of one that it shares with others where there are fewer."""
+        return max(1, self.kv_heads // tp) * self.width // self.heads
+
     def block(self, tp: int = 1) -> int:
         """Parameters of one block on a rank, its matrices split over `tp`; norms and the biases of sums are whole."""
-        w, qkv = self.width, self.width + 2 * self.width * self.kv_heads // self.heads
-        split = self.attention_matrix + self.mlp_matrix
-        whole = 2 * w
+        w = self.width
+        split = 2 * w * w + self.mlp_matrix
+        whole = 2 * w + 2 * self.keys(tp) * (w if self.biases == "none" else w + 1)
         if self.biases != "none":
-            split += qkv
+            split += w
         if self.biases == "all":
             split += (self.matrices - 1) * self.hidden
             whole += 4 * w  # the norms', the output's, the MLP's

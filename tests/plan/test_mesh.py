@@ -167,6 +167,17 @@ def test_recomputing_sends_forwards_all_reduces_again() -> None:
     assert traffic(of_gpt(config), replace(mesh, recompute=True), 1)["tensor"] == sent * 5 // 4
 
 
+def test_a_head_of_keys_that_several_ranks_have_is_whole_on_each() -> None:
+    few = replace(of_gpt(GPTConfig(heads=8, width=512)), kv_heads=2)
+    as_many = replace(few, kv_heads=8)
+    assert few.block(8) == as_many.block(8)
+    for mesh in (Mesh(1, 1, 8, 8), Mesh(1, 1, 8, 8, cp=2, recompute=False)):
+        assert judge(few, mesh, Machine()).bytes == judge(as_many, mesh, Machine()).bytes
+        assert traffic(few, mesh, 0) == traffic(as_many, mesh, 0)
+    with pytest.raises(ValueError, match="3 heads of keys and values over 4 tensor ranks: neither divides"):
+        judge(replace(few, heads=12, width=768, kv_heads=3), Mesh(1, 1, 4, 8), Machine())
+
+
 PUBLIC: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_layer": 3, "n_embd": 48, "n_head": 4, "vocab_size": 101, "n_positions": 32},
     "llama": {
