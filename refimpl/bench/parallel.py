@@ -7,17 +7,19 @@ machine does falls out as far as it is slow; below 1 is faster.
 
 A pipeline is also held to its formula: a third contestant computes every operation of a rank's program, in its order,
 and neither sends nor waits. What a step should take is that, and the bubble that the table states for the durations
-of forward and of backward's halves measured there (by the simulated clock where no formula is known for them). With
+of forward and backward measured there. Where backward is split the simulated clock says it, with each stage's own: a
+first stage has no input half, all of its backward is the weights', and formulas are for stages that are alike. With
 fewer cores than ranks there is no such ratio: a rank that computes in another's bubble then takes its core.
 On a machine that others use too, the fastest steps say more than the median.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import mean, median
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +51,7 @@ KINDS = {"tensor": ("plain", "sequence"), "pipeline": tuple(SCHEDULES), "context
 AXES = tuple(KINDS)
 HEAT = ("axis", "kind", "ranks")  # what all rows of a heat have in common
 OURS, PEER = "refimpl", "torch"
+Kind = tuple[str, int]  # F, B, I or W, of a stage
 
 
 @dataclass(frozen=True)
@@ -93,15 +96,25 @@ class Row:
 
 @dataclass(frozen=True)
 class Run(Lap):
-    """What one rank saw; `operations`: the median seconds of F, B, I and W, in a pipeline."""
+    """What one rank saw; `operations`: the median seconds of each kind and stage, in a pipeline."""
 
-    operations: dict[str, float] = field(default_factory=dict)
+    operations: dict[Kind, float] = field(default_factory=dict)
+
+
+class Seconds(NamedTuple):
+    """What each stage's operations take; messages take no time."""
+
+    took: Mapping[Kind, float]
+    message: float = 0
+
+    def of(self, op: Op) -> float:
+        return self.took[op.kind, op.stage]
 
 
 def heat(axis: str, kind: str, workload: Workload) -> Run:
     """Runs on every rank: build the contestants, then race them."""
     group = Group.world()
-    operations: dict[str, list[float]] = {}
+    operations: dict[Kind, list[float]] = {}
     if axis == "pipeline":
         steps = pipeline_steps(group, workload, kind, operations)
     else:
@@ -134,8 +147,8 @@ def gpt_steps(group: Group, workload: Workload, axis: str, kind: str) -> dict[st
     return steps
 
 
-def pipeline_steps(group: Group, workload: Workload, kind: str, operations: dict[str, list[float]]) -> dict[str, Step]:
-    """`operations`: F, B, I, W -> seconds of each, as the steps of compute alone are taken."""
+def pipeline_steps(group: Group, workload: Workload, kind: str, operations: dict[Kind, list[float]]) -> dict[str, Step]:
+    """`operations`: seconds of each kind and stage, as the steps of compute alone are taken."""
     table = schedule(kind, group.size, workload.micro_batches)
     draw = torch.Generator().manual_seed(1)
     shape = (workload.micro_batches * workload.batch, workload.context, workload.width)
@@ -157,7 +170,7 @@ def chain(table: Table, group: Group, workload: Workload) -> dict[int, nn.Module
     return {s: nn.Sequential(*blocks[s * each : (s + 1) * each]).to(group.device) for s in held}
 
 
-def alone(runner: Pipeline, inputs: Tensor, targets: Tensor, operations: dict[str, list[float]]) -> Step:
+def alone(runner: Pipeline, inputs: Tensor, targets: Tensor, operations: dict[Kind, list[float]]) -> Step:
     """This rank's operations in the order of the table; in place of what others would send there are the inputs."""
     table, rank = runner.table, runner.group.rank
     optimizer = adamw(p for stage in runner.stages.values() for p in stage.parameters())  # type: ignore[attr-defined]
@@ -173,7 +186,7 @@ def alone(runner: Pipeline, inputs: Tensor, targets: Tensor, operations: dict[st
                     program.here[value] = came
             begun = perf_counter()
             program.do(op)
-            operations.setdefault(op.kind, []).append(perf_counter() - begun)
+            operations.setdefault((op.kind, op.stage), []).append(perf_counter() - begun)
             if op.gives and table.receiver(op.gives) is not None:
                 program.here.pop(op.gives)
         optimizer.step()
@@ -219,12 +232,19 @@ def measure(
 
 
 def bubble(table: Table, runs: Sequence[Run]) -> float:
-    """The table's bubble in units of a rank's work; by the clock where no formula is known for these durations."""
-    took = {kind: mean(run.operations[kind] for run in runs) for kind in runs[0].operations}
-    whole = took.get("B", 0.0)
-    cost = Cost(took["F"], took.get("I", whole / 2), took.get("W", whole / 2))
-    stated = table.bubble(cost)
-    return (clock.bubble(table, cost) if stated is None else stated) / sum(map(cost.of, table.orders[0]))
+    """What a step takes beyond the busiest rank's work, in units of it: by the table's formula, or by the clock."""
+    seen: dict[Kind, list[float]] = {}
+    for run in runs:
+        for kind, seconds in run.operations.items():
+            seen.setdefault(kind, []).append(seconds)
+    if table.splits:
+        cost = Seconds({kind: mean(seconds) for kind, seconds in seen.items()})
+        spans, works = clock.play(table, cost), [sum(map(cost.of, order)) for order in table.orders]
+        return max(spans[o[-1]].end - spans[o[0]].begin for o in table.orders) / max(works) - 1
+    forward, backward = (mean(s for (kind, _), seconds in seen.items() if kind == k for s in seconds) for k in "FB")
+    alike = Cost(forward, backward / 2, backward / 2)
+    stated = table.bubble(alike)
+    return (clock.bubble(table, alike) if stated is None else stated) / sum(map(alike.of, table.orders[0]))
 
 
 def rank_rows(

@@ -34,7 +34,7 @@ def test_ours_and_torchs_reach_the_same_loss(axis: str, kind: str, ranks: int) -
 def test_compute_alone_does_every_operation_of_the_table() -> None:
     for kind, kinds in (("1f1b", {"F", "B"}), ("zb-h1", {"F", "I", "W"})):
         runs = worlds.run(heat, "pipeline", kind, TINY, ranks=2)
-        assert all(run.operations.keys() == kinds for run in runs)
+        assert [run.operations.keys() for run in runs] == [{(kind, stage) for kind in kinds} for stage in range(2)]
         assert all(seconds > 0 for run in runs for seconds in run.operations.values())
 
 
@@ -59,19 +59,28 @@ def test_sizes_that_do_not_divide_are_refused_before_anything_runs(
     ("kind", "took", "expected"),
     [
         ("1f1b", {"F": 1.0, "B": 2.0}, 1 / 4),  # (p-1)(f+b) of m(f+b)
-        ("zb-h1", {"F": 1.0, "I": 1.0, "W": 1.0}, 1 / 12),  # a third of it
-        ("zb-h1", {"F": 1.0, "I": 1.0, "W": 1.5}, None),  # no formula: by the clock
         ("interleaved", {"F": 1.0, "B": 2.0}, 1 / 8),  # of two chunks
     ],
 )
-def test_the_bubble_is_the_tables(kind: str, took: dict[str, float], expected: float | None) -> None:
+def test_the_bubble_is_the_tables(kind: str, took: dict[str, float], expected: float) -> None:
     """The mean of the ranks' durations counts."""
-    runs = [Run({}, {}, {op: seconds * (1 + share) for op, seconds in took.items()}) for share in (-0.5, 0.5)]
-    found = bubble(schedule(kind, 2, 4), runs)
-    if expected is None:
-        assert 0 < found < 1 / 4
-    else:
-        assert found == pytest.approx(expected)
+    table = schedule(kind, 2, 4)
+    runs = [
+        Run({}, {}, {(op, stage): took[op] * (1 + share) for op in took for stage in table.holds(rank)})
+        for rank, share in enumerate((-0.5, 0.5))
+    ]
+    assert bubble(table, runs) == pytest.approx(expected)
+
+
+def test_where_backward_is_split_the_bubble_is_the_clocks_with_each_stages_own_durations() -> None:
+    table = schedule("zb-h1", 2, 4)
+    for first, expected in (((1.0, 1.0), 1 / 12), ((0.0, 2.0), 1 / 12), ((1.0, 1.5), None)):
+        own = [dict(zip("IW", first, strict=True)), {"I": 1.0, "W": 1.0}]
+        runs = [
+            Run({}, {}, {("F", rank): 1.0} | {(op, rank): took for op, took in own[rank].items()}) for rank in (0, 1)
+        ]
+        found = bubble(table, runs)
+        assert found == pytest.approx(expected) if expected else 0 < found < 1 / 4
 
 
 def test_ratios_are_of_steps_taken_together_and_of_the_fastest() -> None:

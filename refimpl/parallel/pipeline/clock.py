@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from refimpl.parallel.pipeline.schedules.table import UNIT, Cost, Op, Table, Value
+from refimpl.parallel.pipeline.schedules.table import UNIT, Durations, Op, Table, Value
 
 
 class ScheduleError(ValueError):
@@ -23,7 +23,7 @@ class Span(NamedTuple):
     end: float
 
 
-def play(table: Table, cost: Cost = UNIT, pairs: bool = False) -> dict[Op, Span]:
+def play(table: Table, cost: Durations = UNIT, pairs: bool = False) -> dict[Op, Span]:
     """Every operation's span. ScheduleError if ranks wait for each other for ever, with what each waits for.
 
     pairs: an F and a B right behind it run as one operation, whose results come at its end, as DualPipe's do.
@@ -66,17 +66,17 @@ def needs(unit: Sequence[Op], stages: int) -> list[tuple[Op, Value]]:
     return [(op, value) for op in unit for value in op.needs(stages) if value not in given]
 
 
-def _arrival(table: Table, op: Op, value: Value, there: dict[Value, float], cost: Cost) -> float:
+def _arrival(table: Table, op: Op, value: Value, there: dict[Value, float], cost: Durations) -> float:
     """When an operation has a value: messages take their time, what its own rank made takes none."""
     return there[value] + (cost.message if table.receiver(value) is not None and value.stage != op.stage else 0)
 
 
-def bubble(table: Table, cost: Cost = UNIT, pairs: bool = False) -> float:
+def bubble(table: Table, cost: Durations = UNIT, pairs: bool = False) -> float:
     """Idle time inside the span of the rank that idles longest."""
     return max(idle(table, cost, pairs))
 
 
-def idle(table: Table, cost: Cost = UNIT, pairs: bool = False) -> list[float]:
+def idle(table: Table, cost: Durations = UNIT, pairs: bool = False) -> list[float]:
     """Of each rank, between its first operation and its last."""
     spans = play(table, cost, pairs)
     return [
@@ -85,7 +85,7 @@ def idle(table: Table, cost: Cost = UNIT, pairs: bool = False) -> list[float]:
     ]
 
 
-def share(table: Table, cost: Cost = UNIT) -> float:
+def share(table: Table, cost: Durations = UNIT) -> float:
     """The bubble's part of a step: 0 if the busiest rank never idles."""
     busy = max(sum(map(cost.of, order)) for order in table.orders)
     lost = bubble(table, cost)

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 Kind = Literal["F", "B", "I", "W"]
 Way = Literal["forward", "backward"]
@@ -37,6 +37,14 @@ class Cost(NamedTuple):
 
     def of(self, op: "Op") -> float:
         return {"F": self.forward, "I": self.input, "W": self.weight, "B": self.input + self.weight}[op.kind]
+
+
+class Durations(Protocol):
+    """As `Cost`, where stages may differ."""
+
+    @property
+    def message(self) -> float: ...
+    def of(self, op: "Op") -> float: ...
 
 
 UNIT = Cost()  # forward, input half and weight half of equal length
