@@ -71,11 +71,13 @@ class Halves:
             if not begins:
                 continue
             edges, grads = zip(*begins, strict=True)
-            with ExitStack() as hooks:
-                for node in nodes & self.kept.keys() if len(nodes) > 1 else ():
-                    hooks.callback(node.register_prehook(partial(self._hold, node)).remove)
-                leaves = [node.variable for node in weights]  # type: ignore[attr-defined]
+            leaves = [node.variable for node in weights]  # type: ignore[attr-defined]
+            hooks = [node.register_prehook(partial(self._hold, node)) for node in nodes & self.kept.keys()]
+            try:
                 torch.autograd.backward(edges, grads, inputs=leaves, retain_graph=True)
+            finally:
+                for hook in hooks:
+                    hook.remove()
         self.groups, self.kept, self.roots = [], {}, []
 
     def _begins(self) -> Iterator[Node]:
