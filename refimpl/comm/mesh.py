@@ -12,7 +12,7 @@ Every strategy that combines parallel axes asks for its own line: `mesh.group("d
 `mesh.group("model")` sums partial products. The last axis should be the one that sends
 most: its ranks have consecutive numbers, so they share a node, where links are fastest.
 Several axes make one group too: `mesh.group("data", "model")` is the plane through this rank.
-Two meshes, or two axes, whose lines are the same ranks share torch's process group for them (`process_group.of_ranks`).
+Two meshes, or two axes, whose lines are the same ranks share torch's process group for them (`process_group.of_rows`).
 torch: torch/distributed/device_mesh.py. DeepSpeed: deepspeed/runtime/pipe/topology.py (ProcessTopology) and
 deepspeed/utils/groups.py.
 """
@@ -24,7 +24,7 @@ from operator import mul
 
 from refimpl.comm.group import Group
 from refimpl.comm.link import Link
-from refimpl.comm.process_group import of_ranks
+from refimpl.comm.process_group import of_rows
 from refimpl.measure.ledger import Ledger
 
 
@@ -78,16 +78,18 @@ class Mesh:
             )
         if axes not in self._groups:
             world = self.world
-            handle = of_ranks(self._line(axes)) if axes and world.handle is not None else None
+            handle = of_rows(self._lines(axes)) if axes and world.handle is not None else None
             self._groups[axes] = Group(handle, self.ledger, world.device, self._deterministic, link=world.link)
         return self._groups[axes]
 
-    def _line(self, axes: tuple[str, ...]) -> list[int]:
-        """The ranks that have this one's coordinates on all other axes, ascending."""
-        here = self.coordinates
-        places = product(*(range(size) if axis in axes else [here[axis]] for axis, size in self.axes.items()))
+    def _lines(self, axes: tuple[str, ...]) -> list[list[int]]:
+        """The ranks of every line along `axes`, ascending in each: they differ along these axes only."""
         inner = list(accumulate(reversed(self.axes.values()), mul, initial=1))[-2::-1]  # ranks between two neighbours
-        return [sum(map(mul, place, inner)) for place in places]
+        along, across = (
+            [range(0, size * step, step) for (axis, size), step in zip(self.axes.items(), inner, strict=True)
+             if (axis in axes) == chosen] for chosen in (True, False)
+        )  # fmt: skip
+        return [[sum(begin) + sum(place) for place in product(*along)] for begin in product(*across)]
 
     def _check(self, *axes: str) -> None:
         for axis in axes:

@@ -1,7 +1,7 @@
 """torch's process groups: one for each list of ranks, what it says of itself, and a group for control.
 
 A group of gloo is 2 threads and a socket to every other member, one of NCCL a communicator with buffers, and torch
-keeps each until the job's end. So whoever needs one of these ranks gets the one that was made before (`of_ranks`);
+keeps each until the job's end. So whoever needs one of these ranks gets the one that was made before (`of_rows`);
 torch's own table of groups is where it is found, and it goes with the world.
 """
 
@@ -45,20 +45,40 @@ def by_name(name: str) -> dist.ProcessGroup:
 OURS = "refimpl"  # torch's description of the groups that are shared
 
 
-def of_ranks(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """torch's group of these ranks of the job, ascending, of which this is one: made once, the same object ever after.
+def of_rows(rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """torch's group of the row that this rank is in; the rows, ascending, share out all ranks of the job.
 
-    The first time a collective of its ranks (on NCCL of all: each asks for a group that it is in). Who calls it from a
-    thread of its own must make a group of its own instead: calls of one group are matched by their order.
+    The first time a collective of all ranks, then the same object ever after. Who calls from a thread of its own must
+    make a group of its own instead: calls of one group are matched by their order.
     """
-    if len(ranks) == dist.get_world_size():
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    known: dict[dist.ProcessGroup, dict[int, int]] = distributed_c10d._world.pg_group_ranks
-    same = (handle for handle, places in known.items() if handle.group_desc == OURS and list(places) == list(ranks))
-    made = next(same, None) or dist.new_group(list(ranks), use_local_synchronization=True, group_desc=OURS)
+    mine = next(row for row in rows if dist.get_rank() in row)
+    if found := _made(mine):
+        return found
+    groups = [dist.new_group(list(row), group_desc=OURS) for row in rows]
+    own: dist.ProcessGroup = groups[list(rows).index(mine)]
+    return own
+
+
+def of_ranks(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The same where a rank knows its own row alone: the first time a collective of these ranks.
+
+    (On NCCL of all, each with the row that it is in.) torch names such a group by how many the rank has: ranks that
+    were in different numbers of groups before would wait for each other for ever, so `of_rows` is to be preferred.
+    """
+    made = _made(ranks) or dist.new_group(list(ranks), use_local_synchronization=True, group_desc=OURS)
     assert made is not None, f"rank {dist.get_rank()} is none of {list(ranks)}"
     return made
+
+
+def _made(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """That of all ranks, or one of ours that is there already."""
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    for handle, places in distributed_c10d._world.pg_group_ranks.items():
+        # What stands there for groups of others is no group.
+        if isinstance(handle, dist.ProcessGroup) and handle.group_desc == OURS and list(places) == list(ranks):
+            return handle
+    return None
 
 
 class ControlLine:

@@ -160,7 +160,9 @@ def test_a_group_of_a_users_own_is_not_taken() -> None:
     """Calls of one group are matched by their order, and who knows from which thread theirs come."""
 
     def check() -> None:
-        theirs = dist.new_group([0, 1]), dist.new_group([2, 3])
-        assert Mesh({"data": 2, "model": 2}).group("model").handle not in theirs
+        theirs = dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([0, 1, 2])  # not as many on each rank
+        mesh = Mesh({"data": 2, "model": 2})
+        assert mesh.group("model").handle not in theirs
+        assert members(mesh.group("data")) == [mesh.world.rank % 2, mesh.world.rank % 2 + 2]
 
     run(check, ranks=4)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from refimpl.comm.process_group import of_ranks
+from refimpl.comm.process_group import of_rows
 from refimpl.deepspeed import comm
 from refimpl.parallel.pipeline.topology import (
     PipeDataParallelTopology,
@@ -48,8 +48,8 @@ class PipelineParallelGrid:
 
     def _mine(self, lists: list[list[int]]) -> tuple[list[int], ProcessGroup]:
         """Of these lists, which share out all ranks, the one that this rank is in, and torch's group of it."""
-        mine = next(sorted(ranks) for ranks in lists if self.global_rank in ranks)
-        return mine, of_ranks(mine)
+        rows = [sorted(ranks) for ranks in lists]
+        return next(row for row in rows if self.global_rank in row), of_rows(rows)
 
     def _is_grid_valid(self) -> bool:
         return self._topo.world_size() == self.world_size
