@@ -115,6 +115,11 @@ class PipelineModule(module.PipelineModule):
                 return stage
         raise ValueError(f"there is no layer {layer_idx}: the model has {self.bounds[-1]}")
 
+    @property
+    def activation_checkpoint_interval(self) -> int:
+        """Layers that are computed again together in backward; 0 for none."""
+        return self.checkpoint_interval
+
     def set_checkpoint_interval(self, interval: int) -> None:
         """Layers that are computed again together in backward, from the next batch on; 0 for none."""
         if interval < 0:

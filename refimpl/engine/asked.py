@@ -3,8 +3,13 @@
 DeepSpeed's file: deepspeed/runtime/engine.py.
 """
 
-import torch
+from collections.abc import Callable
+from typing import Any
 
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from refimpl.engine.dataloader import make_dataloader
 from refimpl.engine.state import TrainingState
 from refimpl.zero.zero3 import Zero3
 
@@ -54,6 +59,26 @@ class Asked(TrainingState):
         }
         self.config = self.config.model_copy(update=sizes)
         self.stage.gradients.divisor = steps
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A loader of another data set: this rank's micro-batches, of `batch_size` samples or as many as in training.
+
+        Without effect: route, pin_memory, and num_local_io_workers, as batches are loaded in this process.
+        NotImplementedError for a data_sampler: give torch's DataLoader that one.
+        """
+        if data_sampler is not None:
+            raise NotImplementedError("deepspeed_io: data_sampler: give it to torch.utils.data.DataLoader yourself")
+        size, drop_last = batch_size or self.train_micro_batch_size_per_gpu(), self.config.dataloader_drop_last
+        return make_dataloader(dataset, size, self.axes.feed, self.axes.feeds, drop_last, collate_fn)
 
     @property
     def dp_world_size(self) -> int:

@@ -57,6 +57,23 @@ def test_the_questions() -> None:
     assert (plain.loss_scale, plain.dynamic_loss_scale, fp32.fp16_enabled()) == (1.0, False, False)
 
 
+def loaded() -> list[int]:
+    """What a rank gets of 12 samples, as many at a time as in training, and 3."""
+    engine, *_ = refimpl.initialize(model=Net(), config=config(1))
+    with pytest.raises(NotImplementedError, match="deepspeed_io: data_sampler"):
+        engine.deepspeed_io(range(12), data_sampler=object())
+    loaders = engine.deepspeed_io(range(12)), engine.deepspeed_io(range(12), batch_size=3, route="eval")
+    every = [[int(i) for batch in loader for i in batch] for loader in loaders]
+    assert sorted(every[0]) == sorted(every[1])
+    assert [len(batch) for batch in loaders[1]] == [3, 3]
+    return every[0]
+
+
+def test_another_data_set_is_shared_out_too() -> None:
+    first, second = worlds.run(loaded, ranks=2)
+    assert sorted(first + second) == list(range(12))
+
+
 def overflows() -> tuple[bool, bool, float]:
     settings = config(1, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
     engine, optimizer, *_ = refimpl.initialize(model=Net(), config=settings)

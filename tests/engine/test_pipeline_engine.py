@@ -267,6 +267,7 @@ def test_the_paths_that_scripts_import_from() -> None:
 def questions() -> dict[str, Any]:
     module = PipelineModule(layers(), 2, loss_fn=loss, partition_method="uniform", checkpointable_layers=["Linear"])
     module.set_checkpoint_interval(2)
+    assert module.activation_checkpoint_interval == 2
     with pytest.raises(ValueError, match="no layer 8: the model has 8"):
         module.stage_owner(8)
     with pytest.raises(ValueError, match="must not be negative"):
