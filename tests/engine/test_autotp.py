@@ -94,6 +94,37 @@ def test_heads_of_keys_that_several_ranks_have_count_once(name: str, tmp_path: P
         torch.testing.assert_close(w, expected[key], rtol=1e-4, atol=1e-5)
 
 
+def carried_on(tp: int, load: Path | None, save: Path, steps: int) -> tuple[dict[str, Tensor], list[float]]:
+    """The whole weights, and the losses of so many steps after what was loaded."""
+    torch.manual_seed(0)
+    model = models.shared_keys()
+    config = {"train_batch_size": 4, "optimizer": ADAMW, "tensor_parallel": {"autotp_size": tp}}
+    engine, *_ = initialize(model=model, training_data=Texts("ids"), config=config)
+    if load is not None:
+        engine.load_checkpoint(load)
+    losses = []
+    for step in range(engine.global_steps, engine.global_steps + steps):
+        ids = torch.randint(models.VOCAB, (4, 6), generator=torch.Generator().manual_seed(step))
+        loss = engine(ids)["said"][0].square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.save_checkpoint(save)
+    return {k: w.clone() for k, w in whole_state_dict(engine.module).items()}, losses
+
+
+def test_a_checkpoint_of_copied_heads_goes_on_at_other_degrees(tmp_path: Path) -> None:
+    """Their AdamW too: 4 ranks, then 1, then 2, beside one process all the way."""
+    ((whole, losses),) = run(carried_on, 1, None, tmp_path / "alone", 6, ranks=1)
+    found, before = list[float](), None
+    for tp in (4, 1, 2):
+        weights, some = run(carried_on, tp, before, tmp_path / str(tp), 2, ranks=tp)[0]
+        found, before = found + some, tmp_path / str(tp)
+    assert found == pytest.approx(losses, rel=1e-4)
+    for key, w in whole.items():
+        torch.testing.assert_close(weights[key], w, rtol=1e-3, atol=1e-5, msg=key)
+
+
 @hf
 @pytest.mark.parametrize("name", ["llama_grouped", "qwen2"])
 def test_transformers_models(name: str) -> None:
