@@ -154,6 +154,17 @@ class Stranger(nn.Module):
         return {"said": [self.speak(x)], "length": ids.shape[1]}
 
 
+class Beside(Stranger):
+    """Attention and MLP of the same input, added one after the other."""
+
+    def forward(self, ids: Tensor) -> dict[str, Any]:
+        x = self.sight(ids) * 24**0.5 + self.place[: ids.shape[1]]
+        for block in self.stack:
+            y = block["n"](x)
+            x = x + block["a"](y) + block["b"](y)
+        return {"said": [self.speak(x)], "length": ids.shape[1]}
+
+
 class Nano(Look):
     """The shape of nanoGPT's: the forward takes the width from its input."""
 
@@ -309,6 +320,10 @@ def qwen3_few_keys() -> nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     return Qwen3ForCausalLM(Qwen3Config(**(COMMON | {"num_attention_heads": 8}), num_key_value_heads=2, head_dim=8))
+
+
+def beside() -> nn.Module:
+    return Beside()
 
 
 def normed() -> nn.Module:

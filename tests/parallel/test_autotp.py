@@ -163,6 +163,7 @@ def test_transformers_models_with_few_heads_of_keys() -> None:
 
 STRANGERS = {  # which of its layers stay whole
     "stranger": {"place"},
+    "beside": {"place"},
     "normed": {"place", "stack.*.a.ask", "stack.*.a.tell", "stack.*.a.sum_up"},
     "alibi": {"place", "stack.*.a.ask", "stack.*.a.tell", "stack.*.a.sum_up"},
     "transposed": {"place", "stack.*.a.ask", "stack.*.a.tell", "stack.*.a.sum_up"},

@@ -88,8 +88,20 @@ class Trace:
                 for side, other in (sides, sides[::-1]):
                     branch = nearest([side], MIXES)
                     linear = [place for place in branch if place.layer in self.entries and place.layer not in found]
-                    found |= {place.layer for place in linear if other in before(place)}
+                    parts = summands(other)  # (x + attention(x)) + mlp(x): of what was added up, x was there before
+                    found |= {place.layer for place in linear if not parts.isdisjoint(before(place))}
         return found
+
+
+def summands(node: Node) -> set[Node]:
+    """The node, and what it adds up."""
+    found, todo = set[Node](), [node]
+    while todo:
+        if (node := todo.pop()) not in found:
+            found.add(node)
+            sides = [side for side, _ in node.next_functions if side is not None]
+            todo += sides if node.name().startswith("AddBackward") and len(sides) == 2 else []
+    return found
 
 
 def behind(nodes: Iterable[Node]) -> set[Node]:
