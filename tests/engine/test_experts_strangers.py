@@ -235,6 +235,8 @@ def of_gpt(ep: int, balance: float, every: int, more: dict[str, Any]) -> list[fl
         (0.0, 2, 2, {"tensor_parallel": {"autotp_size": 2}}),
         (0.0, 1, 2, {"pipeline": {"stages": 2}}),
         (0.0, 2, 2, {"pipeline": {"stages": 2}}),
+        (1.0, 1, 1, {"pipeline": {"stages": 2}}),  # of all stages
+        (1.0, 1, 1, {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}),
     ],
 )
 def test_gpt_s_mixtures_beside_other_axes(balance: float, every: int, ep: int, more: dict[str, Any]) -> None:
@@ -244,8 +246,10 @@ def test_gpt_s_mixtures_beside_other_axes(balance: float, every: int, ep: int, m
 
 
 def test_losses_of_mixtures_that_the_last_stage_has_not() -> None:
-    with pytest.raises(launch.RankError, match=r"other stages' mixtures would be lost \(balance=0.5, z=0.5\)"):
-        run(of_gpt, 1, 0.5, 1, {"pipeline": {"stages": 2}}, ranks=2)
+    """Over context ranks the loss is weighted by tokens that only the last stage knows."""
+    more = {"pipeline": {"stages": 2}, "sequence_parallel_size": 2}
+    with pytest.raises(launch.RankError, match=r"inside a TokenMean.*other stages' would be lost \(balance=0.5, z=0.5"):
+        run(of_gpt, 1, 0.5, 1, more, ranks=4)
 
 
 def one_expert_trained(ep: int, stage: int, alone: bool) -> list[float]:
