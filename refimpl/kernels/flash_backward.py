@@ -56,9 +56,8 @@ def flash_keys_kernel(
     q_base, k_base, v_base, token_q, token_k, queries, keys = sequence_of(
         q, k, v, starts_q, starts_k, batch, queries, keys, q_batch, q_row, k_batch, k_row, v_batch, v_row, RAGGED
     )
-    if RAGGED:
-        if first >= keys:
-            return
+    if RAGGED and first >= keys:
+        return
     shift = keys - queries
     key = first + tl.arange(0, BLOCK_N)
     k_heads = heads_of(k_base, heads // group, keys, k_head, k_row, BLOCK_N, D, BLOCK_D, TMA)
@@ -118,9 +117,8 @@ def flash_queries_kernel(
     q_base, k_base, v_base, token, _, queries, keys = sequence_of(
         q, k, v, starts_q, starts_k, batch, queries, keys, q_batch, q_row, k_batch, k_row, v_batch, v_row, RAGGED
     )
-    if RAGGED:
-        if first >= queries:
-            return
+    if RAGGED and first >= queries:
+        return
     shift = keys - queries
     query = first + tl.arange(0, BLOCK_M)
     place = (token * heads + head) * D

@@ -29,9 +29,8 @@ def flash_forward_kernel(
     q_base, k_base, v_base, token, _, queries, keys = sequence_of(
         q, k, v, starts_q, starts_k, batch, queries, keys, q_batch, q_row, k_batch, k_row, v_batch, v_row, RAGGED
     )
-    if RAGGED:
-        if first >= queries:
-            return
+    if RAGGED and first >= queries:
+        return
     shift = keys - queries
     query = first + tl.arange(0, BLOCK_M)
     q_heads = heads_of(q_base, heads, queries, q_head, q_row, BLOCK_M, D, BLOCK_D, TMA)

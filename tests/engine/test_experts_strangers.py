@@ -90,7 +90,7 @@ def trained(
 def test_stacked_experts_are_saved_whole_and_go_on_at_another_ep(
     ranks: int, ep: int, stage: int, tmp_path: Path
 ) -> None:
-    """Dealt out by the JSON: norms and weights of one process, in what two ranks saved and in what others made of it."""
+    """Dealt out by the JSON: norms and weights of one process, in what two ranks saved and in what came of it."""
     one, two = tmp_path / "one", tmp_path / "two"
     start, (expected,) = run(trained, 1, 0, one, False, ranks=1), run(trained, 1, 0, one, True, ranks=1)
     found = run(trained, 2, 1, two, False, ranks=2)
