@@ -111,9 +111,7 @@ def test_without_the_balance_the_gates_learn_otherwise() -> None:
 
 
 def in_half_precision(scale: float) -> dict[str, Any]:
-    module = PipelineModule(
-        [layer.bfloat16() for layer in chain()], Group.world(), loss_of([]), partition=[1.0] * 12
-    )
+    module = PipelineModule([layer.bfloat16() for layer in chain()], Group.world(), loss_of([]), partition=[1.0] * 12)
     inputs, targets = data()
     module.forward_backward([x.bfloat16() for x in inputs], [y.bfloat16() for y in targets], scale)
     return {n: p.grad for n, p in module.named_parameters()}

@@ -54,7 +54,7 @@ class Pipeline:
         """stages: stage -> its module or function of one value, for each that this rank holds (`table.holds`). It must
         not change its input in place: that is a leaf, which autograd refuses.
 
-        loss: (output of the last stage, target) -> scalar. added: called with a stage after its forward pass -> None, or
+        loss: (output of the last stage, target) -> scalar. added: called with a stage after its forward pass -> None or
         a scalar that the micro-batch's loss gets too. dynamic: shapes may differ from micro-batch to micro-batch.
         ValueError if the table is for another number of ranks, is wrong, or holds other stages than are given here.
         """
