@@ -242,7 +242,7 @@ def of_gpt(ep: int, balance: float, every: int, more: dict[str, Any]) -> list[fl
 )
 def test_gpt_s_mixtures_beside_other_axes(balance: float, every: int, ep: int, more: dict[str, Any]) -> None:
     (alone,) = run(of_gpt, 1, balance, every, {}, ranks=1)
-    found = run(of_gpt, ep, balance, every, more, ranks=2 * ep)
+    found = run(of_gpt, ep, balance, every, more, ranks=ep * 2 ** len(more))
     torch.testing.assert_close(found[0], alone, rtol=5e-5, atol=0)
 
 
