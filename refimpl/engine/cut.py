@@ -153,18 +153,22 @@ def part_of_tokens(batch: Any, layout: Layout, rank: int) -> Any:
 
 
 def by_layers(model: GPT, axes: Axes, part: Callable[[Any], Any] | None) -> PipelineModule:
-    """A stage for each pipeline rank, under 1F1B. ConfigError for losses of layers that the last stage has not."""
+    """A stage for each pipeline rank, under 1F1B. ConfigError for losses of mixtures that it cannot add."""
     chain = gpt_layers(model)
     sizes = torch.tensor([sum(p.numel() for p in layer.parameters()) for layer in chain], device=axes.world.device)
     axes.tensor.all_reduce(sizes)  # parts may differ by a head: all tensor ranks must cut at the same layers
     stage = PipelineModule(
         chain, axes.pipeline, model.loss, axes=axes, names=gpt_names(chain), part=part, partition=sizes.tolist()
     )
+    if isinstance(model.loss, WithRouting):
+        model.loss.mixtures = ()  # each stage has its own; these would keep the others' weights alive
+        return stage
     has_mixtures = axes.pipeline.all_gather_object(bool(layers(stage)))
     if any(has_mixtures[:-1]) and (lost := routing_losses(model.loss)):
         raise ConfigError(
-            f"pipeline.stages = {axes.pipeline.size}: losses are added at the last stage, and those of other stages' "
-            f"mixtures would be lost ({lost}): set both to 0, and balance the experts with Routing(bias=True)"
+            f"pipeline.stages = {axes.pipeline.size}: the mixtures' losses are inside a {type(model.loss).__name__}, "
+            f"which the last stage alone computes, and other stages' would be lost ({lost}): set both to 0, and "
+            "balance the experts with Routing(bias=True)"
         )
     return stage
 

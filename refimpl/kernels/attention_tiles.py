@@ -17,6 +17,26 @@ from refimpl.kernels.language import tl, triton
 
 
 @triton.jit
+def sequence_of(
+    q, k, v, starts_q, starts_k, batch, queries, keys, q_batch, q_row, k_batch, k_row, v_batch, v_row,
+    RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Sequence `batch` -> where its q, k and v begin, the numbers of its first query and key among all, and how many
+    it has of each. RAGGED: sequences lie one after the other, from starts_q and starts_k on.
+    """
+    if RAGGED:
+        first_q = tl.load(starts_q + batch).to(tl.int64)
+        first_k = tl.load(starts_k + batch).to(tl.int64)
+        queries = (tl.load(starts_q + batch + 1) - first_q).to(tl.int32)
+        keys = (tl.load(starts_k + batch + 1) - first_k).to(tl.int32)
+        return q + first_q * q_row, k + first_k * k_row, v + first_k * v_row, first_q, first_k, queries, keys
+    else:
+        return (
+            q + batch * q_batch, k + batch * k_batch, v + batch * v_batch, batch * queries, batch * keys, queries, keys
+        )  # fmt: skip
+
+
+@triton.jit
 def heads_of(
     base, heads, length, head_stride, stride,
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,

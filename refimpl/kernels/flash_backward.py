@@ -17,6 +17,7 @@ from refimpl.kernels.attention_tiles import (
     heads_of,
     load_rows,
     read_rows,
+    sequence_of,
     store_rows,
     walk,
 )
@@ -52,21 +53,11 @@ def flash_keys_kernel(
     first = program % blocks * BLOCK_N
     batch = (program // blocks // (heads // group)).to(tl.int64)
     head_k = program // blocks % (heads // group)
-    k_base = k + batch * k_batch
-    v_base = v + batch * v_batch
-    token_q = batch * queries
-    token_k = batch * keys
-    q_base = q + batch * q_batch
-    if RAGGED:
-        token_q = tl.load(starts_q + batch).to(tl.int64)
-        token_k = tl.load(starts_k + batch).to(tl.int64)
-        queries = (tl.load(starts_q + batch + 1) - token_q).to(tl.int32)
-        keys = (tl.load(starts_k + batch + 1) - token_k).to(tl.int32)
-        q_base += token_q * q_row
-        k_base += token_k * k_row
-        v_base += token_k * v_row
-        if first >= keys:
-            return
+    q_base, k_base, v_base, token_q, token_k, queries, keys = sequence_of(
+        q, k, v, starts_q, starts_k, batch, queries, keys, q_batch, q_row, k_batch, k_row, v_batch, v_row, RAGGED
+    )
+    if RAGGED and first >= keys:
+        return
     shift = keys - queries
     key = first + tl.arange(0, BLOCK_N)
     k_heads = heads_of(k_base, heads // group, keys, k_head, k_row, BLOCK_N, D, BLOCK_D, TMA)
@@ -123,20 +114,11 @@ def flash_queries_kernel(
     first = (blocks - 1 - program % blocks) * BLOCK_M
     batch = (program // blocks // heads).to(tl.int64)
     head = program // blocks % heads
-    q_base = q + batch * q_batch
-    k_base = k + batch * k_batch
-    v_base = v + batch * v_batch
-    token = batch * queries
-    if RAGGED:
-        token = tl.load(starts_q + batch).to(tl.int64)
-        queries = tl.load(starts_q + batch + 1) - tl.load(starts_q + batch)
-        start_k = tl.load(starts_k + batch)
-        keys = tl.load(starts_k + batch + 1) - start_k
-        q_base += token * q_row
-        k_base += start_k.to(tl.int64) * k_row
-        v_base += start_k.to(tl.int64) * v_row
-        if first >= queries:
-            return
+    q_base, k_base, v_base, token, _, queries, keys = sequence_of(
+        q, k, v, starts_q, starts_k, batch, queries, keys, q_batch, q_row, k_batch, k_row, v_batch, v_row, RAGGED
+    )
+    if RAGGED and first >= queries:
+        return
     shift = keys - queries
     query = first + tl.arange(0, BLOCK_M)
     place = (token * heads + head) * D

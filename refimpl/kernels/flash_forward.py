@@ -7,7 +7,7 @@ between need none. Blocks of queries with the most keys start first, so that non
 import torch
 from torch import Tensor
 
-from refimpl.kernels.attention_tiles import attend, edge, heads_of, read_rows, store_rows, walk
+from refimpl.kernels.attention_tiles import attend, edge, heads_of, read_rows, sequence_of, store_rows, walk
 from refimpl.kernels.flash_shapes import Shapes, Tiles
 from refimpl.kernels.language import tl, triton
 
@@ -26,20 +26,11 @@ def flash_forward_kernel(
     first = (blocks - 1 - program % blocks) * BLOCK_M
     batch = (program // blocks // heads).to(tl.int64)
     head = program // blocks % heads
-    q_base = q + batch * q_batch
-    k_base = k + batch * k_batch
-    v_base = v + batch * v_batch
-    token = batch * queries
-    if RAGGED:
-        token = tl.load(starts_q + batch).to(tl.int64)
-        queries = tl.load(starts_q + batch + 1) - tl.load(starts_q + batch)
-        start_k = tl.load(starts_k + batch)
-        keys = tl.load(starts_k + batch + 1) - start_k
-        q_base += token * q_row
-        k_base += start_k.to(tl.int64) * k_row
-        v_base += start_k.to(tl.int64) * v_row
-        if first >= queries:
-            return
+    q_base, k_base, v_base, token, _, queries, keys = sequence_of(
+        q, k, v, starts_q, starts_k, batch, queries, keys, q_batch, q_row, k_batch, k_row, v_batch, v_row, RAGGED
+    )
+    if RAGGED and first >= queries:
+        return
     shift = keys - queries
     query = first + tl.arange(0, BLOCK_M)
     q_heads = heads_of(q_base, heads, queries, q_head, q_row, BLOCK_M, D, BLOCK_D, TMA)

@@ -82,7 +82,7 @@ def gate_kernel(
         which = tl.where((slot == j)[None, :], expert[:, None], which)
     weight = tl.exp(best - top[:, None])
     if NORMALISE:
-        norm = tl.sum(weight, 1)
+        norm = tl.sum(weight, 1) + 0 * norm  # nan, for all of the chosen, where a logit is
     weight = weight / norm[:, None]
     place = token.to(tl.int64)[:, None] * K + slot[None, :]
     mask = inside[:, None] & (slot < K)[None, :]

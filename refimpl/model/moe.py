@@ -185,14 +185,22 @@ class WithRouting(nn.Module):
     def forward(self, *args: Any) -> Tensor:
         """The arguments of `loss` -> a scalar."""
         loss: Tensor = self.loss(*args)
-        if not self.training or (self.balance == 0 and self.z == 0):
-            return loss
-        if torch.is_grad_enabled() and not all(has_gradient(layer) for layer in self.mixtures):
+        added = self.added(self.mixtures)
+        return loss if added is None else loss + added
+
+    def added(self, mixtures: Sequence[MoE]) -> Tensor | None:
+        """What the last calls of these add to the loss, a scalar; None for nothing, as in evaluation.
+
+        RuntimeError for one that was called without gradients.
+        """
+        if not self.training or not mixtures or (self.balance == 0 and self.z == 0):
+            return None
+        if torch.is_grad_enabled() and not all(has_gradient(layer) for layer in mixtures):
             raise RuntimeError(
                 "a mixture of experts was called without gradients, as an activation checkpoint does: its load-balance "
                 "loss would train nothing. Checkpoint what is around the mixtures, or set balance=0 and z=0"
             )
-        return loss + routing_loss(self.mixtures, self.balance, self.z)
+        return routing_loss(mixtures, self.balance, self.z)
 
 
 def has_gradient(layer: MoE) -> bool:

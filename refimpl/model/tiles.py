@@ -5,7 +5,7 @@ Tiles of the same m and n are gathered, a few at a time, and multiplied as one b
 that exists of the T x T matrix. Backward gathers and multiplies again in place of keeping probabilities, and adds each
 tile's share of dk and dv to its blocks. So for R blocks read of b x b scores, heads of width D:
 
-    FLOPs     forward 4 R b^2 D, backward 10 R b^2 D          memory  the scores of CHUNK elements, and the output
+    FLOPs     forward 4 R b^2 D, backward 10 R b^2 D          memory  CHUNK scores a thread, and the output
     bytes     R / n_rows blocks of k and v copied a row: 2 b D elements a block read, once forward and once backward
 
 which is `density` times what dense attention multiplies. The copies are the price: 1/(2 b) of a byte a FLOP, some
@@ -29,8 +29,8 @@ from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.block_lists import BlockLists
 
-CHUNK = 2**17  # scores alive at a time, in elements: 0.5 MB in fp32, and backward has two such; a core's cache
-TALL = 128  # tokens of queries in a tile, at most: more of them re-use the gathered keys, and fill the cache
+CHUNK = 2**18  # scores alive at a time and thread: 1 MB in fp32, and backward has two such; about a core's cache
+TALL = 256  # tokens of queries in a tile, at most: more of them re-use the gathered keys, and fill the cache
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ class Problem:
 
     def chunks(self) -> list[Chunk]:
         """The tiles of all heads, a few at a time; the numbers are kept with the plan."""
-        kept, key = self.plan.chunks, (self.block, self.batch, self.heads, self.shared, self.device)
+        shape = (self.block, self.batch, self.heads, self.shared)
+        kept, key = self.plan.chunks, (*shape, self.device, torch.get_num_threads())
         if key not in kept:
             kept[key] = list(self.make_chunks())
         return kept[key]
@@ -127,7 +128,7 @@ class Problem:
             m, n = tiles.rows.shape[1], tiles.cols.shape[1]
             heads = (copies + tiles.head).flatten()  # numbered over the batch
             which = torch.arange(len(tiles.head)).repeat(len(copies))
-            step = max(1, CHUNK // (m * n * self.block**2))
+            step = max(1, CHUNK * torch.get_num_threads() // (m * n * self.block**2))
             for i in range(0, len(heads), step):
                 head, some = heads[i : i + step], which[i : i + step]
                 rows, cols = tiles.rows[some], tiles.cols[some]

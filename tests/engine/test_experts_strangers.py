@@ -90,6 +90,7 @@ def trained(
 def test_stacked_experts_are_saved_whole_and_go_on_at_another_ep(
     ranks: int, ep: int, stage: int, tmp_path: Path
 ) -> None:
+    """Dealt out by the JSON: norms and weights of one process, in what two ranks saved and in what came of it."""
     one, two = tmp_path / "one", tmp_path / "two"
     start, (expected,) = run(trained, 1, 0, one, False, ranks=1), run(trained, 1, 0, one, True, ranks=1)
     found = run(trained, 2, 1, two, False, ranks=2)
@@ -235,17 +236,21 @@ def of_gpt(ep: int, balance: float, every: int, more: dict[str, Any]) -> list[fl
         (0.0, 2, 2, {"tensor_parallel": {"autotp_size": 2}}),
         (0.0, 1, 2, {"pipeline": {"stages": 2}}),
         (0.0, 2, 2, {"pipeline": {"stages": 2}}),
+        (1.0, 1, 1, {"pipeline": {"stages": 2}}),  # of all stages
+        (1.0, 1, 1, {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}),
     ],
 )
 def test_gpt_s_mixtures_beside_other_axes(balance: float, every: int, ep: int, more: dict[str, Any]) -> None:
     (alone,) = run(of_gpt, 1, balance, every, {}, ranks=1)
-    found = run(of_gpt, ep, balance, every, more, ranks=2 * ep)
+    found = run(of_gpt, ep, balance, every, more, ranks=ep * 2 ** len(more))
     torch.testing.assert_close(found[0], alone, rtol=5e-5, atol=0)
 
 
 def test_losses_of_mixtures_that_the_last_stage_has_not() -> None:
-    with pytest.raises(launch.RankError, match=r"other stages' mixtures would be lost \(balance=0.5, z=0.5\)"):
-        run(of_gpt, 1, 0.5, 1, {"pipeline": {"stages": 2}}, ranks=2)
+    """Over context ranks the loss is weighted by tokens that only the last stage knows."""
+    more = {"pipeline": {"stages": 2}, "sequence_parallel_size": 2}
+    with pytest.raises(launch.RankError, match=r"inside a TokenMean.*other stages' would be lost \(balance=0.5, z=0.5"):
+        run(of_gpt, 1, 0.5, 1, more, ranks=4)
 
 
 def one_expert_trained(ep: int, stage: int, alone: bool) -> list[float]:

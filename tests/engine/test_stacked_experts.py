@@ -1,4 +1,9 @@
-"""Experts whose weights are one tensor for all: under one name each rank has others, a checkpoint has the whole."""
+"""Stacked experts that were dealt out by hand, before there was an engine: what is saved, and how a run goes on.
+
+What only this shows: the file has the bits of `whole_state_dict`, and a run that goes on from a checkpoint, at the same
+ep or with all experts on each rank, has the losses of the run that never stopped, bit for bit. Dealt out by the JSON,
+and beside one process, they are in `test_experts_strangers.py`.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -106,6 +106,18 @@ def test_ties_go_to_the_lowest_expert(device: torch.device) -> None:
     assert topk_gate(logits, 5)[1].tolist()[1] == [1, 2, 3, 4, 0]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # by numpy, which interprets
+@pytest.mark.parametrize("normalise", [True, False])
+def test_a_logit_that_is_no_number_spoils_its_token_alone(device: torch.device, normalise: bool) -> None:
+    """All weights of that token, as torch's softmax has it: not one that an expert then adds nothing by."""
+    logits = torch.randn(3, 6, device=device)
+    logits[1, 4] = float("nan")
+    weights, experts = topk_gate(logits, 3, normalise=normalise)
+    assert weights.isnan().all(1).tolist() == [False, True, False]
+    assert not weights[::2].isnan().any()
+    assert int(experts[1, 0]) == 4
+
+
 @interpreted
 def test_the_gate_reads_logits_once(device: torch.device) -> None:
     with counted() as c:

@@ -135,7 +135,8 @@ def test_scores_of_a_few_tiles_are_all_that_exists(monkeypatch: pytest.MonkeyPat
     q, k, v = qkv(1, 2, 2, 4096, 4, torch.float32)
     block_sparse_attention(q, k, v, BSLongformerSparsityConfig(2, 32).make_layout(4096), 32).sum().backward()
     assert len(sizes) > 20
-    assert max(sizes) <= max(tiles.CHUNK, tiles.TALL * 4096)  # of 2 x 16 M: one row of blocks reads everything
+    some = tiles.CHUNK * torch.get_num_threads()  # of 2 x 16 M
+    assert max(sizes) <= max(some, tiles.TALL * 4096)  # one row of blocks reads everything
 
 
 def test_a_plan_is_made_once_and_takes_any_batch() -> None:

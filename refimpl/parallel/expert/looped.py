@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from refimpl.model.experts import in_sources
 from refimpl.parallel.expert.exchange import loads
-from refimpl.parallel.expert.trying import REFUSALS, Forward, Found, close, rows, widths
+from refimpl.parallel.expert.trying import REFUSALS, Forward, Found, close, kept_modes, rows, widths
 
 Call = tuple[int, Tensor]  # an expert's number, and the rows it was called with [.., M]
 
@@ -48,7 +48,8 @@ class Looped(Found):
             for shape in ((2, 3, self.width), (6, self.width)):
                 x = rows(next(self.experts(module).parameters()), 6, self.width).view(shape)
                 try:
-                    return self.alike_both_ways(module, x)
+                    with kept_modes(module):
+                        return self.alike_both_ways(module, x)
                 except REFUSALS as error:
                     said = said or f"{type(error).__name__}: {error}"
         return f"its block ({where}) cannot be tried with tokens alone ({said})"
@@ -58,9 +59,9 @@ class Looped(Found):
 
     @torch.no_grad()
     def alike_both_ways(self, block: nn.Module, x: Tensor) -> str | None:
-        """Raises what the block does if it does not take x."""
+        """Raises what the block does if it does not take x. Leaves the block in another mode."""
         forward, where = type(block).forward, type(block).__name__
-        modes, buffers = [(part, part.training) for part in block.modules()], list(block.buffers())
+        buffers = list(block.buffers())
         before = [b.clone() for b in buffers]
         try:
             for training in (False, True):
@@ -81,8 +82,6 @@ class Looped(Found):
         finally:
             for buffer, was in zip(buffers, before, strict=True):
                 buffer.copy_(was)
-            for part, was_training in modes:
-                part.training = was_training
         return None
 
     def answer(self, forward: Forward, module: nn.Module, given: list[Any], **named: Any) -> Any:

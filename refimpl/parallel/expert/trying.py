@@ -1,8 +1,8 @@
 """Experts of a module that nobody described: how many there are, and whether some of them answer without the others.
 
 What a module does is not read from its name, but tried out on a few rows, within 64 roundings of its weights' dtype.
-`Found` is what is then known of stacked experts, or of listed ones; a kind of call (`routed.py`, `sorted.py`) adds how
-its module is asked. A trial draws no random number and leaves everything as it was.
+`Found` is what is then known of stacked experts, or of listed ones; a kind of call (`routed.py`, `blocks.py`,
+`looped.py`) adds how its module is asked. A trial draws no random number and leaves everything as it was.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -102,14 +102,22 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 @contextmanager
-def trial(module: nn.Module) -> Iterator[None]:
-    """Within it no gradients, and nothing that is drawn in training; then every part is in its mode again."""
+def kept_modes(module: nn.Module) -> Iterator[None]:
+    """After it every part is in its mode again, in training or not, whatever came."""
     modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    with torch.no_grad():
+    try:
         yield
-    for part, training in modes:
-        part.training = training
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+@contextmanager
+def trial(module: nn.Module) -> Iterator[None]:
+    """Within it no gradients, and nothing that is drawn in training."""
+    with kept_modes(module), torch.no_grad():
+        module.eval()
+        yield
 
 
 def stands_alone(module: nn.Module, experts: Found) -> bool:

@@ -10,6 +10,8 @@ Tied weights: each rank that uses a weight has a copy, equal at the start; after
 gradients are summed (`shared.py`), and so equal optimizers keep them equal. They are those of a TiedLayerSpec's key,
 and, in modules that are already built, every parameter that is the same object in several stages. Where one rank holds
 both places, as in ZB-V, whose first rank has the first and the last stage, there is nothing to sum.
+A loss that is a `WithRouting`: each stage adds the balance of its own mixtures of experts, micro-batch by micro-batch,
+whatever the schedule; nothing of it travels.
 With `checkpoint_interval` n every n layers are computed again in backward (`refimpl.activation`).
 DeepSpeed: deepspeed/runtime/pipe/module.py.
 """
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from refimpl.activation.checkpoint import Checkpoint
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
+from refimpl.model.moe import MoE, WithRouting
 from refimpl.parallel.pipeline import partition
 from refimpl.parallel.pipeline.layers import Layer, LayerSpec, TiedLayerSpec, type_name
 from refimpl.parallel.pipeline.partition import Bounds
@@ -125,8 +128,19 @@ class PipelineModule(nn.Module):
         if micro_batches not in self.pipelines:
             table = self._table(micro_batches)
             stages = {s: partial(self.stage, s) for s in table.holds(self.group.rank)}
-            self.pipelines[micro_batches] = Pipeline(table, stages, self.group, self.loss, dynamic=self.dynamic)
+            loss = self.loss.loss if isinstance(self.loss, WithRouting) else self.loss
+            self.pipelines[micro_batches] = Pipeline(
+                table, stages, self.group, loss, added=self.routing_loss, dynamic=self.dynamic
+            )
         return self.pipelines[micro_batches]
+
+    def routing_loss(self, stage: int) -> Tensor | None:
+        """What the mixtures of a stage that is here add to the loss, by their last calls; None if nothing."""
+        if not isinstance(self.loss, WithRouting):
+            return None
+        called = [self._module(i) for i in range(*self.bounds[stage : stage + 2])]
+        parts = [part for module in called if isinstance(module, nn.Module) for part in module.modules()]
+        return self.loss.added([part for part in parts if isinstance(part, MoE)])
 
     def stage(self, stage: int, x: Any) -> Any:
         """x through the layers of one stage that is here."""

@@ -6,6 +6,9 @@
     send   begins; as many may be under way to a rank as activations are alive here, two at least
     get    begins where the program has it, and is waited for when it is needed
 
+A stage may add a loss of its own (`added`), such as that of its experts' balance: backward then begins at two places,
+at what it sent on and at that loss, and no other stage hears of it.
+
 Memory: between its F and its backward a micro-batch keeps its input and what autograd saves; its output is sent and
 let go of, only the edge of the graph stays. The table says how many there are at a time.
 Traffic: each boundary between ranks sends its activations forward and as many bytes of gradients back, a micro-batch.
@@ -32,6 +35,7 @@ from refimpl.parallel.pipeline.verify import complete, run_synchronously
 from refimpl.parallel.pipeline.wire import Arriving, Wire, form_of, tensors_of, with_gradient
 
 Loss = Callable[[Any, Any], Tensor]
+Added = Callable[[int], Tensor | None]
 
 
 class Pipeline:
@@ -44,12 +48,14 @@ class Pipeline:
         group: Group,
         loss: Loss,
         *,
+        added: Added | None = None,
         dynamic: bool = False,
     ) -> None:
         """stages: stage -> its module or function of one value, for each that this rank holds (`table.holds`). It must
         not change its input in place: that is a leaf, which autograd refuses.
 
-        loss: (output of the last stage, target) -> scalar. dynamic: shapes may differ from micro-batch to micro-batch.
+        loss: (output of the last stage, target) -> scalar. added: called with a stage after its forward pass -> None or
+        a scalar that the micro-batch's loss gets too. dynamic: shapes may differ from micro-batch to micro-batch.
         ValueError if the table is for another number of ranks, is wrong, or holds other stages than are given here.
         """
         if table.ranks != group.size:
@@ -63,7 +69,7 @@ class Pipeline:
         lists = programs(table)
         run_synchronously(table, lists)
         self.table, self.stages, self.group, self.loss = table, dict(stages), group, loss
-        self.dynamic = dynamic
+        self.added, self.dynamic = added or (lambda stage: None), dynamic
         self.program = lists[group.rank]
         self.ahead = max(2, table.alive[group.rank])
         self.wires: dict[tuple[object, ...], Wire] = {}
@@ -73,7 +79,8 @@ class Pipeline:
 
         inputs, targets: one value a micro-batch; inputs are read on ranks that hold the first stage, targets on those
         that hold the last. scale: what each loss is multiplied with for backward, 1 / micro-batches if it is None.
-        Returns the losses, not scaled, of the micro-batches whose last stage is here, by micro-batch.
+        Returns this rank's share of the losses, not scaled, by micro-batch: those whose last stage is here, and what
+        stages that are here have added.
         ValueError for another number of micro-batches; RankLost when another rank is gone.
         """
         self._check(inputs, targets)
@@ -95,7 +102,10 @@ class Pipeline:
         return step.finish()
 
     def everywhere(self, losses: Mapping[int, Tensor]) -> Tensor:
-        """[m], fp32: every micro-batch's loss, on every rank. A collective; `losses` is what `run` returned."""
+        """[m], fp32: every micro-batch's loss, with what stages added, on every rank. A collective.
+
+        losses: what `run` returned.
+        """
         result = torch.zeros(self.table.micro_batches, device=self.group.device)
         for micro, loss in losses.items():
             if loss.numel() != 1:
@@ -132,6 +142,7 @@ class Kept:
 
     inputs: list[Tensor]  # those that a gradient is sent back for
     roots: list[GradientEdge]  # of the outputs that require one
+    added: list[Tensor]  # the loss of its own, if it has one
     halves: Halves | None = None
 
 
@@ -173,15 +184,18 @@ class Step:
     def forward(self, stage: int, micro: int) -> None:
         x = self._take(Value("forward", stage - 1, micro)) if stage else self.inputs[micro]
         out = self.pipeline.stages[stage](x)
+        added = self.pipeline.added(stage) if self.targets is not None else None
         if stage == self.pipeline.table.stages - 1:
             if self.targets is not None:
                 out = self.pipeline.loss(out, self.targets[micro])
-            self.results[micro] = out.detach() if isinstance(out, Tensor) else out
+            self._result(micro, out)
         else:
             self._put(Value("forward", stage, micro), out)
+        if added is not None:
+            self._result(micro, added)
         if torch.is_grad_enabled():
             roots = [get_gradient_edge(t) for t in with_gradient(out)]
-            self.kept[stage, micro] = Kept(with_gradient(x) if stage else [], roots)
+            self.kept[stage, micro] = Kept(with_gradient(x) if stage else [], roots, with_gradient(added))
 
     def backward(self, stage: int, micro: int, whole: bool) -> None:
         """All of it, or the input half."""
@@ -204,12 +218,19 @@ class Step:
         halves.weight_half()
 
     def _gradients(self, stage: int, micro: int, kept: Kept) -> tuple[list[GradientEdge], list[Tensor]]:
-        """The outputs that a gradient came for, and it; of the last stage the loss, and its scale."""
+        """The outputs that a gradient came for, and it; of a loss, its scale."""
         if stage == self.pipeline.table.stages - 1:
-            return kept.roots, [torch.full_like(self.results[micro], self.scale)] * len(kept.roots)
-        came = self._take(Value("backward", stage + 1, micro))
-        pairs = [(root, grad) for root, grad in zip(kept.roots, came, strict=True) if grad is not None]
+            pairs = [(root, torch.full_like(self.results[micro], self.scale)) for root in kept.roots]
+        else:
+            came = self._take(Value("backward", stage + 1, micro))
+            pairs = [(root, grad) for root, grad in zip(kept.roots, came, strict=True) if grad is not None]
+        pairs += [(get_gradient_edge(t), torch.full_like(t, self.scale)) for t in kept.added]
         return [root for root, _ in pairs], [grad for _, grad in pairs]
+
+    def _result(self, micro: int, what: Any) -> None:
+        """The last stage's, and what stages that are on this rank add to it."""
+        what = what.detach() if isinstance(what, Tensor) else what
+        self.results[micro] = self.results[micro] + what if micro in self.results else what
 
     def _put(self, value: Value, what: Any) -> None:
         """For a `Send` that follows, or for this rank's own next stage, where it begins a graph of its own."""
