@@ -86,6 +86,7 @@ class Disk(Host):
         self.file = BlockFile(Path(folder), aio)
         self.buffer_count = buffer_count
         self.buffers: list[Buffer] = []  # for `rounds`
+        self.held: tuple[Kept, Buffer] | None = None  # the last part that was only looked at: it is there still
         self.turn = threading.RLock()  # whose they are: two stages may share a disk, and one be late
         self.ahead: list[Buffer] = []  # free, for what is read before it is needed: see `Shelf`
         self.spare = Buffer(0)  # for what nobody foresaw
@@ -101,14 +102,28 @@ class Disk(Host):
             part.record = self.file.record(part.most)
             if not self.buffers or len(self.buffers[0].view) < part.room:
                 self.buffers = self._buffers(part.room)  # none is in use between two rounds
+            self.held = None
             self._write(part, self.buffers[0]).wait()
 
     def rounds(self, parts: Iterable[Part], back: bool = True) -> Iterator[Part]:
-        """Each part in turn while it is in memory; written back beside the next one: see `pipelined`."""
+        """Each part in turn while it is in memory; written back beside the next one: see `pipelined`.
+
+        The last part that is not written back stays in its buffer: a save asks for it once a parameter, and it is
+        read once.
+        """
         with self.turn:
-            for part, buffer in pipelined(list(parts), self.buffers, self._read, self._write if back else self._leave):
+            last, parts = None, list(parts)
+            held = self.held if self.held and parts and self.held[0] is parts[0] and not parts[0].beside else None
+            rooms, self.held = sorted(self.buffers, key=lambda buffer: held is None or buffer is not held[1]), None
+
+            def read(part: Part, buffer: Buffer) -> Transfer:
+                return Transfer([]) if held and part is held[0] else self._read(part, buffer)
+
+            for part, buffer in pipelined(parts, rooms, read, self._write if back else self._leave):
                 part.attach(buffer)
+                last = part, buffer
                 yield part
+            self.held = None if back else last
 
     def expect(self, nbytes: int) -> None:
         """A shelf of so many bytes will be read ahead: between two transfers of others."""
