@@ -43,14 +43,14 @@ class Row:
 
 def plain(file: BlockFile, record: Record, block: int, threads: int, direction: str) -> Callable[[], int]:
     """Requests of `block` bytes over the record; returns how many bytes moved. "both": one half read, one written."""
-    buffers = [Buffer(block) for _ in range(2 * threads)]
+    room = Buffer(2 * threads * block).view  # one, for its pages are huge then, as those of a part
     starts = list(range(record.offset, record.offset + record.nbytes, block))
     half = len(starts) // 2
 
     def worker(number: int, mine: Sequence[int], write: bool) -> None:
         move = os.pwritev if write else os.preadv
         for offset in mine:
-            move(file.descriptor, [buffers[number].view[:block]], offset)
+            move(file.descriptor, [room[number * block : (number + 1) * block]], offset)
 
     def run() -> int:
         jobs = [(n, starts[n::threads], direction == "write") for n in range(threads)]
