@@ -7,8 +7,8 @@
     nvme      a file of each rank; from stage 2 on  the same; parameters refused
               the shards of gradients wait there
 
-The masters of parameters on a disk are in the host's memory, if not on a disk too. With delayed_update gradients wait in
-memory: of the host, beside a GPU.
+The masters of parameters on a disk are in the host's memory, if not on a disk too.
+With delayed_update gradients wait in memory: of the host, beside a GPU.
 DeepSpeed: deepspeed/runtime/zero/offload_config.py, deepspeed/runtime/swap_tensor/aio_config.py.
 """
 
