@@ -12,8 +12,9 @@ DeepSpeed: deepspeed/runtime/zero/offload_config.py and deepspeed/runtime/swap_t
 """
 
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -47,6 +48,8 @@ class Kept(Protocol):
 
 
 Part = TypeVar("Part", bound=Kept)
+Seen = tuple[Callable[[], Kept | None], Buffer | None]
+NOTHING: Seen = (lambda: None), None
 
 
 class Host:
@@ -86,7 +89,7 @@ class Disk(Host):
         self.file = BlockFile(Path(folder), aio)
         self.buffer_count = buffer_count
         self.buffers: list[Buffer] = []  # for `rounds`
-        self.held: tuple[Kept, Buffer] | None = None  # the last part that was only looked at: it is there still
+        self.seen: Seen = NOTHING  # the last part that was only looked at, and the buffer that has it still
         self.turn = threading.RLock()  # whose they are: two stages may share a disk, and one be late
         self.ahead: list[Buffer] = []  # free, for what is read before it is needed: see `Shelf`
         self.spare = Buffer(0)  # for what nobody foresaw
@@ -102,7 +105,7 @@ class Disk(Host):
             part.record = self.file.record(part.most)
             if not self.buffers or len(self.buffers[0].view) < part.room:
                 self.buffers = self._buffers(part.room)  # none is in use between two rounds
-            self.held = None
+            self.seen = NOTHING
             self._write(part, self.buffers[0]).wait()
 
     def rounds(self, parts: Iterable[Part], back: bool = True) -> Iterator[Part]:
@@ -112,18 +115,19 @@ class Disk(Host):
         read once.
         """
         with self.turn:
-            last, parts = None, list(parts)
-            held = self.held if self.held and parts and self.held[0] is parts[0] and not parts[0].beside else None
-            rooms, self.held = sorted(self.buffers, key=lambda buffer: held is None or buffer is not held[1]), None
+            parts, last = list(parts), NOTHING
+            (seen, has_it), self.seen = self.seen, NOTHING
+            here = parts[0] if parts and seen() is parts[0] and parts[0].beside is None else None
+            rooms = sorted(self.buffers, key=lambda room: here is None or room is not has_it)
 
-            def read(part: Part, buffer: Buffer) -> Transfer:
-                return Transfer([]) if held and part is held[0] else self._read(part, buffer)
+            def read(part: Part, room: Buffer) -> Transfer:
+                return Transfer([]) if part is here else self._read(part, room)
 
-            for part, buffer in pipelined(parts, rooms, read, self._write if back else self._leave):
-                part.attach(buffer)
-                last = part, buffer
+            for part, room in pipelined(parts, rooms, read, self._write if back else self._leave):
+                part.attach(room)
+                last = weakref.ref(part), room
                 yield part
-            self.held = None if back else last
+            self.seen = NOTHING if back else last
 
     def expect(self, nbytes: int) -> None:
         """A shelf of so many bytes will be read ahead: between two transfers of others."""
