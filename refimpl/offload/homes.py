@@ -109,23 +109,12 @@ class Disk(Host):
             self._write(part, self.buffers[0]).wait()
 
     def rounds(self, parts: Iterable[Part], back: bool = True) -> Iterator[Part]:
-        """Each part in turn while it is in memory; written back beside the next one: see `pipelined`.
-
-        The last part that is not written back stays in its buffer: a save asks for it once a parameter, and it is
-        read once.
-        """
+        """Each part in turn while it is in memory; written back beside the next one: see `pipelined`."""
         with self.turn:
             parts, last = list(parts), NOTHING
-            (seen, has_it), self.seen = self.seen, NOTHING
-            here = parts[0] if parts and seen() is parts[0] and parts[0].beside is None else None
-            rooms = sorted(self.buffers, key=lambda room: here is None or room is not has_it)
-
-            def read(part: Part, room: Buffer) -> Transfer:
-                return Transfer([]) if part is here else self._read(part, room)
-
-            for part, room in pipelined(parts, rooms, read, self._write if back else self._leave):
-                part.attach(room)
-                last = weakref.ref(part), room
+            for part, buffer in pipelined(parts, *self._unless_seen(parts), self._write if back else self._leave):
+                part.attach(buffer)
+                last = weakref.ref(part), buffer
                 yield part
             self.seen = NOTHING if back else last
 
@@ -168,6 +157,16 @@ class Disk(Host):
                 "buffer_size, use more ranks, or shard smaller modules"
             )
         return [Buffer(nbytes) for _ in range(self.buffer_count)]
+
+    def _unless_seen(self, parts: list[Part]) -> tuple[list[Buffer], Callable[[Part, Buffer], Transfer]]:
+        """The buffers, and how a part is read into one: not at all, if it comes first and was seen last.
+
+        A save asks for a part once for each parameter in it.
+        """
+        (seen, has_it), self.seen = self.seen, NOTHING
+        here = parts[0] if parts and seen() is parts[0] and parts[0].beside is None else None
+        buffers = sorted(self.buffers, key=lambda buffer: here is None or buffer is not has_it)
+        return buffers, lambda part, buffer: Transfer([]) if part is here else self._read(part, buffer)
 
     def _read(self, part: Kept, buffer: Buffer) -> Transfer:
         blocks = self.file.read(self._used(part), buffer).blocks
