@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from refimpl.checkpoint import atomic
+from refimpl.checkpoint import atomic, manifest
 from refimpl.checkpoint.errors import CheckpointError, naming
 from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.tensors import PIECE, Entry, Writer
@@ -96,6 +96,8 @@ def export(
     """Write the weights to the folder `out`; the files. CheckpointError if there are weights in it already."""
     with naming(out):
         out.mkdir(parents=True, exist_ok=True)
+        if (out / manifest.NAME).is_file():
+            raise CheckpointError(f"{out}: is a checkpoint, whose files come and go with it; choose another folder")
         there = sorted(path.name for path in out.glob("model*.safetensors*"))
         if there:
             raise CheckpointError(f"{out}: has {there[0]} already; move it away, or choose another folder")

@@ -30,8 +30,7 @@ def find(load_dir: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None:
             raise CheckpointError(f"{load_dir}: is a checkpoint itself; pass its parent, and tag={load_dir.name!r}")
         if not latest.exists():
             return None
-        with naming(latest):
-            tag, who = latest.read_text().strip(), str(latest)
+        tag, who = named_by(latest), str(latest)
         if not tag:
             raise CheckpointError(f"{latest}: is empty; write a tag into it, or pass one; {complete}")
     with naming(load_dir / checked_tag(tag, who)):
@@ -40,6 +39,15 @@ def find(load_dir: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None:
         if not file.is_file():
             raise CheckpointError(f"{file}: {missing(folder, who, latest)}; {complete}")
     return folder, manifest.read(file)
+
+
+def named_by(latest: Path) -> str:
+    """The tag in a file `latest`. CheckpointError for what is no text."""
+    with naming(latest):
+        try:
+            return latest.read_text().strip()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{latest}: damaged, it is no text; write a tag into it, or pass one") from error
 
 
 def missing(folder: Path, who: str, latest: Path) -> str:

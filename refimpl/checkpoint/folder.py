@@ -37,8 +37,9 @@ class Folder:
     """A checkpoint for reading. `about` is its manifest, `read_bytes` how much of the tensors has been read."""
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
-        self.path, self.about, self.ranks = path, about, int(about["world_size"])
-        self.places = {name: Place.of_json(place) for name, place in about["parameters"].items()}
+        with naming(path / manifest.NAME):  # a seal says that nobody has changed it, not who has written it
+            self.path, self.about, self.ranks = path, about, int(about["world_size"])
+            self.places = {name: Place.of_json(place) for name, place in about["parameters"].items()}
         self._readers: dict[int, Reader] = {}
         self._notes: dict[int, dict[str, Any]] = {}
         self._closed_bytes = 0

@@ -11,6 +11,7 @@ from typing import Any
 
 from refimpl.checkpoint import atomic, manifest
 from refimpl.checkpoint.errors import CheckpointError, naming
+from refimpl.checkpoint.find import named_by
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,7 @@ def to_delete(there: list[Found], keep: int, every: int | None, latest: str | No
 def latest_of(folder: Path) -> str | None:
     """The tag in the file `latest`, if there is one."""
     path = folder / "latest"
-    with naming(path):
-        return path.read_text().strip() if path.is_file() else None
+    return named_by(path) if path.is_file() else None
 
 
 def prune(folder: Path, keep: int, every: int | None = None, dry_run: bool = False) -> list[Found]:

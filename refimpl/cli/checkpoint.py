@@ -1,6 +1,5 @@
 """`refimpl checkpoint show | verify | export | prune | import`: what needs a checkpoint and no ranks."""
 
-from math import prod
 from pathlib import Path
 from typing import Annotated
 
@@ -20,10 +19,12 @@ def show(folder: Source) -> None:
 
     from refimpl.checkpoint import manifest, prune
     from refimpl.checkpoint.errors import CheckpointError
+    from refimpl.checkpoint.folder import Folder
 
     try:
         one = (folder / manifest.NAME).is_file()
         found = [prune.found(folder)] if one else prune.in_order(folder)
+        sizes = [sum(place.numel for place in Folder(f.path, f.about).places.values()) for f in found]
         latest = prune.latest_of(folder.parent if one else folder)
     except CheckpointError as reason:
         refuse("refimpl checkpoint show", reason)
@@ -32,12 +33,11 @@ def show(folder: Source) -> None:
     table = Table()
     for column in ("tag", "step", "stage", "ranks", "dtype", "optimizer", "parameters", "MB"):
         table.add_column(column, justify="left" if column in ("tag", "dtype", "optimizer") else "right", no_wrap=True)
-    for f in found:
+    for f, size in zip(found, sizes, strict=True):
         tag = f"{f.tag} (latest)" if f.tag == latest else f.tag
-        size = sum(prod(place["shape"]) for place in f.about["parameters"].values())
         words = [f.about[key] for key in ("stage", "world_size", "dtype", "optimizer")]
         table.add_row(tag, str(f.step), *map(str, words), f"{size:,}", f"{f.bytes / 1e6:,.1f}")
-    Console().print(table)
+    Console(width=1000).print(table)  # as wide as it is: no number is cut short
     if one:
         about = found[0].about
         kinds = {"tied names": "tied", "buffers": "buffers", "names left out": "left_out"}

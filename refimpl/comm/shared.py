@@ -277,7 +277,10 @@ def meet(handle: dist.ProcessGroup) -> Shared | str:
     reason, own = unsupported(), None
     words = all_words(handle.size())
     if not reason:
-        own = Own(words)
+        try:
+            own = Own(words)
+        except OSError as error:
+            reason = f"rank {dist.get_rank()} cannot make memory to share: {error.strerror} (ulimit -f, ulimit -v)"
     me = (host(), os.getpid(), own.descriptor) if own else reason
     known = _everyone(handle, me)
     if own is None or any(isinstance(one, str) or one[0] != me[0] for one in known):

@@ -108,6 +108,8 @@ def write_behind(
                 atomic.discard(new, manifest.NAME)
             elif new.is_dir():
                 (new / f"{rank}{FAILED}").write_text(str(error))
+            else:
+                raise CheckpointError(f"{new}: rank 0 has given the save up; what failed is rank 0's error") from error
             raise
 
 

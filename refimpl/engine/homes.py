@@ -8,6 +8,7 @@
               the shards of gradients wait there
 
 The masters of parameters on a disk are in the host's memory, if not on a disk too.
+With delayed_update gradients wait in memory: of the host, beside a GPU.
 DeepSpeed: deepspeed/runtime/zero/offload_config.py, deepspeed/runtime/swap_tensor/aio_config.py.
 """
 
@@ -37,7 +38,10 @@ def with_homes(zero: ZeroConfig, settings: DeepSpeedConfig, device: torch.device
             f"not in stage {section.stage}"
         )
     if param.device != "none" and device.type != "cpu":
-        raise ConfigError(f"zero_optimization.offload_param.device = {param.device!r}: {NOT_YET} on a GPU")
+        raise ConfigError(
+            f"zero_optimization.offload_param.device = {param.device!r}: {NOT_YET} on a GPU: its reads end in the "
+            "host's memory; set it to 'none' (offload_optimizer works there), or use more ranks"
+        )
     size = section.sub_group_size or ZeroConfig.sub_group_size
     size = min(max(size, aio.block_size // 4), 1 << 40)  # elements: no part is smaller than one request
     zero = replace(zero, sub_group_size=size, offload_ratio=optimizer.ratio)
@@ -45,19 +49,20 @@ def with_homes(zero: ZeroConfig, settings: DeepSpeedConfig, device: torch.device
     if late and (optimizer.device == "none" or optimizer.ratio < 1 or param.device != "none"):
         raise ConfigError(
             "zero_optimization.offload_optimizer.delayed_update needs device 'cpu' or 'nvme', ratio 1 and no "
-            "offload_param"
+            "offload_param: the next step reads parameters while the update under way would write them"
         )
+    gradients_leave = section.stage >= 2 and device.type != "cpu"  # ZeRO-Offload: from the GPU, inside backward
     if optimizer.device == "nvme":
         ways = optimizer.pipeline_read + optimizer.pipeline_write
         buffers = optimizer.buffer_count if ways == 2 else min(optimizer.buffer_count, 1 + ways)
         disk = Disk(folder("offload_optimizer", optimizer), buffers, aio)
         # As in DeepSpeed, gradients wait where they will be used.
-        gradients = disk if section.stage >= 2 and not late else None
+        in_memory = Host() if gradients_leave else None
+        gradients = disk if section.stage >= 2 and not late else in_memory
         zero = replace(zero, optimizer_home=disk, gradient_home=gradients, delayed_update=late)
     elif param.device == "nvme" or (optimizer.device == "cpu" and (device.type != "cpu" or late)):
-        gradients_leave = section.stage >= 2 and device.type != "cpu" and optimizer.device == "cpu" and not late
-        zero = replace(zero, optimizer_home=Host(), gradient_home=Host() if gradients_leave else None)
-        zero = replace(zero, delayed_update=late)
+        gradients = Host() if gradients_leave and optimizer.device == "cpu" else None
+        zero = replace(zero, optimizer_home=Host(), gradient_home=gradients, delayed_update=late)
     if param.device == "nvme":
         most = param.buffer_size * zero_itemsize(zero)
         home = Disk(folder("offload_param", param), param.buffer_count, aio, most)

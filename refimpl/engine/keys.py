@@ -82,6 +82,7 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "pipeline.grad_partitioned": ("gradients travel whole; without tensor parallelism they do anyway", [True]),
     "pipeline.use_reentrant": ("checkpoints are never re-entrant here", [False]),
     "zero_optimization.pipeline_loading_checkpoint": ("a checkpoint is loaded in one pass", [False]),
+    "zero_optimization.elastic_checkpoint": ("a checkpoint goes on at any number of ranks in any case", [False]),
     "checkpoint.checkpoint_serialization": ("checkpoints are safetensors, not pickles", [True]),
     "checkpoint.writer.type": ("files are written by Python's own calls", ["PYTHON", "python"]),
     "checkpoint.writer.io_buffer_size": ("tensors are written from where they are", []),
@@ -108,7 +109,6 @@ REJECTED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "aio.use_gds": ("not part of this project: GPUDirect Storage", [False]),
     "zero_optimization.zenflow": ("not part of this project", [None]),
     "zero_optimization.legacy_stage1": ("not part of this project: stage 1 is stage 1", [False]),
-    "zero_optimization.elastic_checkpoint": ("not part of this project; DeepSpeed has dropped it too", [False]),
     "checkpoint.use_node_local_storage": (f"{NOT_YET}: checkpoints go to a folder that all ranks see", [False]),
 }
 

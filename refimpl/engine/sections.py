@@ -37,6 +37,11 @@ def as_number(value: Any) -> Any:
         raise ValueError("must be a number") from None
 
 
+def false_is_none(value: Any) -> Any:
+    """Public files write false where they mean that nothing is set, and DeepSpeed takes it so."""
+    return None if value is False else value
+
+
 def no_bool(value: Any) -> Any:
     """`true` is not the number 1."""
     if isinstance(value, bool):
@@ -277,7 +282,7 @@ class ActivationCheckpointing(Section):
     contiguous_memory_optimization: bool = Field(
         default=False, description="they are copied into one arena, of number_checkpoints inputs"
     )
-    number_checkpoints: Positive | None = Field(
+    number_checkpoints: Annotated[Positive | None, BeforeValidator(false_is_none)] = Field(
         default=None, description="layers that are checkpointed in a forward: the size of the arena"
     )
     synchronize_checkpoint_boundary: bool = Field(

@@ -12,8 +12,9 @@ DeepSpeed: deepspeed/runtime/zero/offload_config.py and deepspeed/runtime/swap_t
 """
 
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -47,6 +48,8 @@ class Kept(Protocol):
 
 
 Part = TypeVar("Part", bound=Kept)
+Seen = tuple[Callable[[], Kept | None], Buffer | None]
+NOTHING: Seen = (lambda: None), None
 
 
 class Host:
@@ -86,6 +89,7 @@ class Disk(Host):
         self.file = BlockFile(Path(folder), aio)
         self.buffer_count = buffer_count
         self.buffers: list[Buffer] = []  # for `rounds`
+        self.seen: Seen = NOTHING  # the last part that was only looked at, and the buffer that has it still
         self.turn = threading.RLock()  # whose they are: two stages may share a disk, and one be late
         self.ahead: list[Buffer] = []  # free, for what is read before it is needed: see `Shelf`
         self.spare = Buffer(0)  # for what nobody foresaw
@@ -101,14 +105,18 @@ class Disk(Host):
             part.record = self.file.record(part.most)
             if not self.buffers or len(self.buffers[0].view) < part.room:
                 self.buffers = self._buffers(part.room)  # none is in use between two rounds
+            self.seen = NOTHING
             self._write(part, self.buffers[0]).wait()
 
     def rounds(self, parts: Iterable[Part], back: bool = True) -> Iterator[Part]:
         """Each part in turn while it is in memory; written back beside the next one: see `pipelined`."""
         with self.turn:
-            for part, buffer in pipelined(list(parts), self.buffers, self._read, self._write if back else self._leave):
+            parts, last = list(parts), NOTHING
+            for part, buffer in pipelined(parts, *self._unless_seen(parts), self._write if back else self._leave):
                 part.attach(buffer)
+                last = weakref.ref(part), buffer
                 yield part
+            self.seen = NOTHING if back else last
 
     def expect(self, nbytes: int) -> None:
         """A shelf of so many bytes will be read ahead: between two transfers of others."""
@@ -149,6 +157,16 @@ class Disk(Host):
                 "buffer_size, use more ranks, or shard smaller modules"
             )
         return [Buffer(nbytes) for _ in range(self.buffer_count)]
+
+    def _unless_seen(self, parts: list[Part]) -> tuple[list[Buffer], Callable[[Part, Buffer], Transfer]]:
+        """The buffers, and how a part is read into one: not at all, if it comes first and was seen last.
+
+        A save asks for a part once for each parameter in it.
+        """
+        (seen, has_it), self.seen = self.seen, NOTHING
+        here = parts[0] if parts and seen() is parts[0] and parts[0].beside is None else None
+        buffers = sorted(self.buffers, key=lambda buffer: here is None or buffer is not has_it)
+        return buffers, lambda part, buffer: Transfer([]) if part is here else self._read(part, buffer)
 
     def _read(self, part: Kept, buffer: Buffer) -> Transfer:
         blocks = self.file.read(self._used(part), buffer).blocks

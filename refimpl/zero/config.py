@@ -127,8 +127,13 @@ class ZeroConfig:
     def _check_delayed(self) -> None:
         if self.optimizer_home is None or self.offload_ratio < 1:
             raise ValueError("ZeroConfig.delayed_update needs an optimizer_home for all of the optimizer's state")
-        if self.gradient_home is not None or self.parameter_home is not None:
+        if isinstance(self.gradient_home, Disk):
             raise ValueError(
-                "ZeroConfig.delayed_update: gradients and parameters rest where training looks for them; "
-                "leave gradient_home and parameter_home out"
+                "ZeroConfig.delayed_update: the next backward would write over the gradients that the update under way "
+                "still reads from the disk; let them wait in memory: gradient_home = Host(), or leave it out"
+            )
+        if self.parameter_home is not None:
+            raise ValueError(
+                "ZeroConfig.delayed_update: the next step reads the parameters while the update under way would write "
+                "them; leave parameter_home out, or delayed_update"
             )

@@ -6,6 +6,8 @@
 So the gradients of step t + 1 are those of weights that lack the update of step t: w(t+1) = w(t) - f(gradient at
 w(t-1)). The disk's or the host's time hides behind the device's, for 4 bytes a parameter of gradients that must stay
 and 4 of new weights that wait (2 and 2 in bf16), divided by N, and for what the delay costs in loss.
+With gradient_home = Host() the gradients wait in the host's memory. On a disk neither they nor the parameters can: the
+next step would write over what the update under way reads, or read what it writes.
 ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840, section 5.2, which begins with it after 40 steps. DeepSpeed has it in
 deepspeed/runtime/zenflow and deepspeed/runtime/superoffload, each with more than this.
 """

@@ -239,6 +239,8 @@ class OffloadedUpdate(Update):
             for s in part.members():
                 for key, values in given[s.param].items():
                     DATA.__get__(self.slices.tensors(s)[key]).copy_(values)
+
+    def replaced(self) -> None:
         self.torn = False
 
     @torch.no_grad()

@@ -55,6 +55,7 @@ class Owned(optim.Optimizer):
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "slices_of"})
         for bucket in self.stage.update.masters:
             self.stage.update.keep_state(bucket)
+        self.stage.update.replaced()
 
     def _whose(self) -> dict[str, Any]:
         shared = self.stage.update.replicated() and not self.stage.parted  # every rank has the same

@@ -65,12 +65,13 @@ def place_of(stage: Stage, p: nn.Parameter) -> Place:
 def parts(stage: Stage) -> Iterator[Part]:
     """This rank's parts of all parameters: views where they are in memory, `Later` where they rest on a disk.
 
-    None of what a rank beyond it saves.
+    None of what a rank beyond it saves. Bucket by bucket: what rests on a disk is read once, neighbours together.
     """
     beyond, across = stage.update.beyond, stage.update.across
     if across is not None and across.rank > 0:
         return
-    for p, name in stage.names.items():
+    at = {p: i for i, p in enumerate(p for bucket in stage.buckets for p in bucket.params)}
+    for p, name in sorted(stage.names.items(), key=lambda item: at.get(item[0], len(at))):
         if beyond is not None and p in beyond.counted_elsewhere:
             continue
         bucket, place = stage.home(p), place_of(stage, p)
@@ -138,6 +139,7 @@ def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool,
         for bucket in slices.of:
             restore_states(stage, bucket, source, wanted)
             stage.update.keep_state(bucket)
+        stage.update.replaced()
 
 
 def restore_states(stage: Stage, bucket: Bucket, source: Source, wanted: set[str]) -> None:

@@ -68,7 +68,13 @@ class Unit(Bucket):
         self.free()
 
     def shelve(self, disk: Disk, most: int) -> None:
-        """From now on the shard rests on this disk, in runs of `most` elements."""
+        """From now on the shard rests on this disk, in runs of `most` elements. ValueError on a GPU."""
+        if self.device.type != "cpu":
+            raise ValueError(
+                f"parameter_home: {self.name} is on {self.device}, and what is read from a disk ends in the host's "
+                "memory: not implemented yet on a GPU. Leave parameter_home out (optimizer_home works there), or use "
+                "more ranks"
+            )
         self.rest_on(Shelf(disk, self.mine, most))
 
     def rest_on(self, shelf: Shelf) -> None:

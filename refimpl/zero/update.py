@@ -234,6 +234,9 @@ class Update:
     def keep_state(self, bucket: Bucket) -> None:
         """The optimizer was given new state: let it rest where it belongs."""
 
+    def replaced(self) -> None:
+        """A whole saved state has taken the place of what was here: see `OffloadedUpdate.refuse_torn`."""
+
     def is_away(self) -> bool:
         """Whether nothing of it is in memory between steps."""
         return False
@@ -262,6 +265,7 @@ class Update:
         for bucket, saved in zip(self.masters, state["masters"], strict=True):
             self.keep_state(bucket)
             self.restore(bucket, saved)
+        self.replaced()
 
     def restore(self, bucket: Bucket, saved: Tensor) -> None:
         """Take over masters that were saved."""

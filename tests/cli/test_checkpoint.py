@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from saving import Net, settings, start, train
 from typer.testing import CliRunner
 
+from refimpl.checkpoint import manifest
 from refimpl.cli.checkpoint import app
 
 
@@ -93,3 +94,36 @@ def test_no_checkpoint_is_one_line(command: str, tmp_path: Path) -> None:
     assert status == 2
     assert text.count("\n") == 1
     assert "nothing" in text
+
+
+def test_no_number_is_cut_short_on_a_narrow_terminal(steps: Path) -> None:
+    result = CliRunner().invoke(app, ["show", str(steps)], env={"COLUMNS": "40"})
+    numel = sum(p.numel() for p in Net().parameters())
+    assert f"{numel:,}" in result.stdout
+    assert "…" not in result.stdout
+
+
+def test_what_is_no_text_in_latest_is_named(steps: Path, tmp_path: Path) -> None:
+    os.system(f"cp -r {steps}/global_step6 {tmp_path}/global_step6")
+    (tmp_path / "latest").write_bytes(b"\xff\xfe")
+    for command in (["show"], ["verify"], ["prune", "--keep", "1"]):
+        status, text = run(command[0], tmp_path, *command[1:])
+        assert status == 2
+        assert "latest: damaged, it is no text; write a tag into it" in text
+
+
+def test_a_manifest_that_another_program_has_sealed_is_named(steps: Path, tmp_path: Path) -> None:
+    os.system(f"cp -r {steps}/global_step6 {tmp_path}/copy")
+    path = tmp_path / "copy/checkpoint.json"
+    about = manifest.read(path)
+    manifest.write(path, {key: value for key, value in about.items() if key not in ("parameters", "version")})
+    for command in (["show"], ["verify"], ["export", str(tmp_path / "out")]):
+        status, text = run(command[0], tmp_path / "copy", *command[1:])
+        assert status == 2
+        assert "checkpoint.json: KeyError: 'parameters'" in text
+
+
+def test_weights_are_not_exported_into_a_checkpoint(steps: Path) -> None:
+    status, text = run("export", steps, steps / "global_step6")
+    assert status == 2
+    assert "global_step6: is a checkpoint, whose files come and go with it" in text

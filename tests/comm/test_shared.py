@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import random
+import resource
 import signal
 from pathlib import Path
 
@@ -88,6 +89,18 @@ def test_tensors_that_peers_read_in_place_may_be_written_as_soon_as_the_work_is_
         assert group.scratch() == []  # nothing was copied on the way
 
     run(check, ranks=ranks)
+
+
+def within_a_limit_on_files() -> tuple[bool, bool]:
+    """Runs on every rank: `ulimit -f` counts memory that is shared too."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    group, x = Group.world(), torch.ones(1000)
+    group.all_reduce(x, "sum")
+    return isinstance(group.transport, Shared), bool(x.eq(group.size).all())
+
+
+def test_a_limit_on_the_size_of_files_leaves_gloo() -> None:
+    assert launch.run(within_a_limit_on_files, ranks=2) == [(False, True)] * 2
 
 
 def test_every_dtype_travels() -> None:

@@ -10,6 +10,7 @@ import worlds
 from torch import nn
 
 import refimpl.deepspeed as deepspeed
+from refimpl.comm.group import Group
 from refimpl.deepspeed.runtime.zero import partition_parameters
 from refimpl.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from refimpl.deepspeed.utils import set_z3_leaf_modules
@@ -20,6 +21,10 @@ CONFIG = {
     "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 6},
 }
+
+
+def of_all_ranks(number: int) -> list[int]:
+    return Group.world().all_gather_object(number)
 
 
 def answers() -> None:
@@ -38,7 +43,7 @@ def answers() -> None:
         assert (weight.ds_shape, weight.ds_numel, weight.ds_persist) == ((8, 8), 64, False)
         assert weight.ds_id != model[1].weight.ds_id
         assert weight.ds_tensor.dim() == 1
-        assert 72 <= weight.ds_tensor.numel() * deepspeed.comm.get_world_size() < 72 + 2 * 64  # with padding
+        assert sum(of_all_ranks(weight.ds_tensor.numel())) == 64  # its own elements, without its bias's or padding
         weight.all_gather()
         assert weight.ds_status == ZeroParamStatus.AVAILABLE
         assert weight.detach().isfinite().all()
@@ -53,7 +58,14 @@ def answers() -> None:
         with deepspeed.zero.GatheredParameters(model[1].weight):
             assert model[1].weight.eq(7).all()
         if engine is not None:
-            assert not hasattr(model[1].bias, "ds_id")  # four elements: stays whole
+            small = model[1].bias  # four elements: stays whole
+            assert (small.ds_persist, small.ds_status, small.ds_numel) == (True, ZeroParamStatus.AVAILABLE, 4)
+            small.partition()
+            small.all_gather()
+            assert small.detach().isfinite().all()
+            for p in model.parameters():
+                assert p.ds_tensor.shape == deepspeed.utils.safe_get_local_fp32_param(p).shape
+            assert sum(of_all_ranks(small.ds_tensor.numel())) == 4
             assert deepspeed.utils.safe_get_full_fp32_param(model[1].weight).eq(7).all()
 
 

@@ -55,6 +55,14 @@ def test_names_of_deepspeeds_fields_beside_those_of_its_documentation(path: str)
         load({"train_batch_size": 8, ZERO: {name: value, long: value}})
 
 
+def test_no_number_of_checkpoints_may_be_false() -> None:
+    section = "activation_checkpointing"
+    loaded, notes = load({"train_batch_size": 8, section: {"number_checkpoints": False}})
+    assert (loaded, notes) == load({"train_batch_size": 8, section: {"number_checkpoints": None}})
+    with pytest.raises(ConfigError, match=rf"{section}\.number_checkpoints: must be a number, not true or false"):
+        load({"train_batch_size": 8, section: {"number_checkpoints": True}})
+
+
 def test_keys_that_are_comments_are_left_out_at_the_top() -> None:
     assert load({"train_batch_size": 8, "_comment": "x", "//": [1]}) == load({"train_batch_size": 8})
     with pytest.raises(ConfigError, match=rf"{ZERO}\._comment: unknown key"):

@@ -10,7 +10,12 @@ from test_engine import Net, batch, config
 from torch import Tensor
 
 import refimpl
+from refimpl.engine.config import load_config
+from refimpl.engine.homes import with_homes
+from refimpl.engine.keys import ConfigError
 from refimpl.launch import RankError
+from refimpl.offload.homes import Disk, Host
+from refimpl.zero.config import ZeroConfig
 
 CPU, NVME = {"device": "cpu", "pin_memory": False}, {"device": "nvme", "buffer_count": 3, "pipeline_read": True}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "gradient_clipping": 0.1}
@@ -89,10 +94,33 @@ PARAM = {"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": 0}
 WRONG = {
     "offload_param.device = 'nvme': parameters are sharded in stage 3 only, not in stage 2": (2, CPU, PARAM),
     "delayed_update needs device 'cpu' or 'nvme'": (2, {"device": "none", "delayed_update": True}, None),
+    "no offload_param: the next step reads parameters": (3, CPU | {"delayed_update": True}, PARAM),
     "offload_optimizer.device = 'nvme' needs a folder: set offload_optimizer.nvme_path": (2, {"device": "nvme"}, None),
     "offload_optimizer.nvme_path = '/proc/here': ": (2, {"device": "nvme", "nvme_path": "/proc/here"}, None),
     "and a buffer holds 4: raise buffer_size": (3, CPU, PARAM | {"buffer_size": 1}),
 }
+
+
+def homes_on(device: str, optimizer: dict[str, Any], param: dict[str, Any] | None, path: Path) -> ZeroConfig:
+    settings = load_config(offloaded(3, optimizer, param, path), world_size=1)
+    return with_homes(ZeroConfig(), settings, torch.device(device))
+
+
+def test_on_a_gpu_a_late_updates_gradients_leave_for_the_host(tmp_path: Path) -> None:
+    """Which home is chosen needs no GPU."""
+    for optimizer in (CPU, NVME):
+        zero = homes_on("cuda", optimizer | {"delayed_update": True}, None, tmp_path)
+        assert type(zero.gradient_home) is Host
+        assert homes_on("cpu", optimizer | {"delayed_update": True}, None, tmp_path).gradient_home is None
+    assert isinstance(homes_on("cuda", NVME, None, tmp_path).gradient_home, Disk)
+
+
+def test_parameters_on_a_gpu_have_no_disk(tmp_path: Path) -> None:
+    for device in ("cpu", "nvme"):
+        with pytest.raises(
+            ConfigError, match=rf"offload_param\.device = '{device}': not .* on a GPU: .* set it to 'none'"
+        ):
+            homes_on("cuda", CPU, {"device": device}, tmp_path)
 
 
 @pytest.mark.parametrize("says", WRONG)

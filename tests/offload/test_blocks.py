@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +127,24 @@ def test_a_shelf_is_written_run_by_run_and_read_whole(tmp_path: Path) -> None:
     shelf.write(256, torch.full((44,), -2.0).to(torch.bfloat16))
     values[128:256], values[256:] = -1, -2
     assert torch.equal(shelf.read(torch.empty(300, dtype=torch.bfloat16)), values)
+
+
+def test_a_shelf_is_written_behind_the_callers_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs are handed over while the disk has not finished the first; a reader waits for them."""
+    disk, gate, real = Disk(tmp_path), threading.Event(), os.pwritev
+    shelf = Shelf(disk, torch.zeros(256), 128)
+    disk.arrived()
+
+    def slow(*args: Any) -> int:
+        assert gate.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(blocks.os, "pwritev", slow)
+    values = torch.arange(256.0)
+    shelf.write(0, values[:128])
+    shelf.write(128, values[128:])
+    gate.set()
+    assert torch.equal(shelf.read(torch.empty(256)), values)
 
 
 def test_what_is_read_ahead_takes_a_buffer_each_until_it_is_used(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """An update one step late: its learning rate is its own step's, nobody looks at half of it, its errors arrive."""
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,6 +100,35 @@ def failing(disk: Disk) -> list[str]:
     return said
 
 
+def optimizer_alone_loaded(disk: Disk) -> list[str]:
+    """Runs on every rank: a bucket is given state, which makes no whole of a half step; a whole saved state does."""
+    here = built("zero2", disk)
+    saved = here.state_dict()
+    disk.file._sums, sums = dict.fromkeys(disk.file._sums, 1), dict(disk.file._sums)
+    for step in range(2):
+        with suppress(OffloadError):
+            here.backward(here.model(tokens(step, here.group.rank)))
+            here.step()
+    disk.file._sums = sums  # the disk is well again
+    said = []
+    for heal in (lambda: here.update.keep_state(here.buckets[0]), lambda: here.load_state_dict(saved)):
+        heal()
+        try:
+            here.backward(here.model(tokens(2, here.group.rank)))
+            here.step()
+            here.catch_up()
+            said.append("trained")
+        except OffloadError as error:
+            said.append(str(error))
+    return said
+
+
+def test_only_a_whole_saved_state_ends_half_a_step(tmp_path: Path) -> None:
+    torn, healed = run(optimizer_alone_loaded, Disk(tmp_path), ranks=2)[0]
+    assert "an earlier step was interrupted" in torn
+    assert healed == "trained"
+
+
 def test_what_went_wrong_behind_reaches_the_next_step(tmp_path: Path) -> None:
     first, second, third = run(failing, Disk(tmp_path), ranks=2)[0]
     assert "are not what was written there" in first
@@ -107,10 +137,16 @@ def test_what_went_wrong_behind_reaches_the_next_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"optimizer_home": None}, {"offload_ratio": 0.5}, {"gradient_home": "disk"}, {"parameter_home": "disk"}]
+    ("other", "says"),
+    [
+        ({"optimizer_home": None}, "needs an optimizer_home"),
+        ({"offload_ratio": 0.5}, "needs an optimizer_home for all"),
+        ({"gradient_home": "disk"}, r"would write over the gradients.*gradient_home = Host\(\), or leave it out"),
+        ({"parameter_home": "disk"}, r"reads the parameters.*leave parameter_home out, or delayed_update"),
+    ],
 )
-def test_what_it_does_not_go_with(other: dict[str, object], tmp_path: Path) -> None:
+def test_what_it_does_not_go_with(other: dict[str, object], says: str, tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     fits = ZeroConfig(optimizer_home=disk, delayed_update=True)
-    with pytest.raises(ValueError, match=r"ZeroConfig\.delayed_update"):
+    with pytest.raises(ValueError, match=rf"ZeroConfig\.delayed_update.*{says}"):
         replace(fits, **{key: disk if value == "disk" else value for key, value in other.items()})  # type: ignore[arg-type]

@@ -91,6 +91,14 @@ def test_one_step_late_is_one_process_one_step_late(stage: str, home: str, ranks
     assert differing(run(train, stage, job, ranks=ranks)[0].weights, oracle(ranks, job)) == []
 
 
+@pytest.mark.parametrize(("stage", "home", "ranks"), pairwise(["zero2", "zero3"], [*HOMES], [2, 3]))
+def test_one_step_late_with_gradients_that_wait_at_the_host(stage: str, home: str, ranks: int, tmp_path: Path) -> None:
+    """The next backward fills the same memory while the update still reads: the bits show it would notice."""
+    job = in_home(Job(clip=0.05), home, tmp_path)
+    job = replace(job, config=job.config | {"delayed_update": True, "gradient_home": Host()})
+    assert differing(run(train, stage, job, ranks=ranks)[0].weights, oracle(ranks, job)) == []
+
+
 def test_whole_gradients_have_no_home(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="gradient_home: Zero1 keeps whole gradients on every rank"):
         run(train, "zero1", with_gradients(Job(), tmp_path), ranks=2)

@@ -10,11 +10,14 @@ from torch import Tensor
 from training import STAGES, Net, adamw, differing, tokens
 from worlds import run
 
+from refimpl.checkpoint.tensors import brought
 from refimpl.comm.group import Group
 from refimpl.measure.memory import MemoryMeter
-from refimpl.offload.blocks import OffloadError
+from refimpl.offload.blocks import OffloadError, pages
 from refimpl.offload.homes import Disk
 from refimpl.zero.config import ZeroConfig
+from refimpl.zero.offloaded import OffloadedUpdate
+from refimpl.zero.portable import parts
 from refimpl.zero.stage import Stage
 
 stages = pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
@@ -82,6 +85,29 @@ def test_state_is_saved_and_loaded(stage: str, ratio: float, tmp_path: Path) -> 
     if stage == "zero3":
         ratio = 1.0  # parameters on a disk take their masters with them
     assert all(run(resumed, stage, Disk(tmp_path), ratio, ranks=2))
+
+
+def saved(disk: Disk) -> tuple[int, int, bool]:
+    """Runs on every rank: (bytes read by a save, bytes of all parts, whether what was read is what rests there)."""
+    here = built("zero1", disk)
+    steps(here, 0, 2)
+    update = here.update
+    assert isinstance(update, OffloadedUpdate)
+    before = disk.file.read_bytes
+    found = {f"{key}/{p.name}": brought(t) for p in parts(here) for key, t in {"weight": p.weight, **p.state}.items()}
+    read = disk.file.read_bytes - before
+    same = all(
+        torch.equal(found[f"exp_avg/{name}"].view_as(p), here.full_state(name, "exp_avg"))  # type: ignore[arg-type]
+        for p, name in here.names.items()
+        if p.requires_grad and f"exp_avg/{name}" in found
+    )
+    return read, sum(pages(part.nbytes) for part in update.parts), same and len(found) > 2 * len(update.parts)
+
+
+def test_a_save_reads_a_part_once_for_all_of_its_parameters(tmp_path: Path) -> None:
+    read, there, same = run(saved, Disk(tmp_path), ranks=1)[0]
+    assert same
+    assert read == there
 
 
 def frozen_after_an_overflow(stage: str, disk: Disk | None) -> dict[str, Tensor]:

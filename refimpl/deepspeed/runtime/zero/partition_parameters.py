@@ -2,14 +2,15 @@
 
     p.ds_id, ds_shape, ds_numel     of the whole parameter
     p.ds_status                     NOT_AVAILABLE, INFLIGHT or AVAILABLE
-    p.ds_tensor                     this rank's shard of its unit, one-dimensional, in the training dtype
+    p.ds_tensor                     what this rank has of it, one-dimensional, in the training dtype: as the fragments
+                                    of deepspeed.utils.safe_get_local_*
     p.ds_secondary_tensor           with zero_hpz_partition_size > 1 this rank's second shard of its unit; else None
     p.ds_zero_param_process_group   the ranks that share it
-    p.ds_persist                    whether it stays whole (small parameters do: then it has none of the rest)
+    p.ds_persist                    whether it stays whole, as small ones do: AVAILABLE then, and `partition` lets it be
     p.all_gather(), p.partition()   make it whole, and let it go; collectives
 
-As in DeepSpeed only a sharded parameter has these: `hasattr(p, "ds_id")` tells (any answers for its second shard). They
-are those of its unit, the parameters of a module that are gathered together. DeepSpeed:
+As in DeepSpeed only a parameter of ZeRO-3 has these: `hasattr(p, "ds_id")` tells (any answers for its second shard).
+Parameters of a module are gathered together, as a unit, and share its status. DeepSpeed:
 deepspeed/runtime/zero/partition_parameters.py.
 """
 
@@ -28,9 +29,10 @@ from refimpl.engine.initialize import connect
 from refimpl.engine.read import read_json
 from refimpl.zero import init
 from refimpl.zero.init import GatheredParameters
-from refimpl.zero.parameter import Managed
+from refimpl.zero.parameter import DATA, Managed, stage_of
 from refimpl.zero.secondary import Secondary
 from refimpl.zero.unit import Unit, unit_of
+from refimpl.zero.zero3 import Zero3
 
 __all__ = [
     "GatheredParameters",
@@ -139,15 +141,39 @@ def zero_wrapper_for_fp_tensor_constructor(
 # What a sharded parameter answers. The class is refimpl's own; these names are DeepSpeed's, so they are given here.
 
 
-def _unit(p: nn.Parameter) -> Unit:
+def _unit(p: nn.Parameter) -> Unit | None:
+    """None for one that stays whole. AttributeError for one that is not ZeRO-3's."""
     unit = unit_of(p)
-    if unit is None:
-        raise AttributeError("this parameter is not sharded: only ZeRO-3's sharded ones have DeepSpeed's attributes")
+    if unit is None and not isinstance(stage_of(p), Zero3):
+        raise AttributeError("this parameter is not sharded: only ZeRO-3's have DeepSpeed's attributes")
     return unit
+
+
+def _units(params: Iterable[nn.Parameter]) -> list[Unit]:
+    return [unit for unit in dict.fromkeys(map(_unit, params)) if unit is not None]
+
+
+def _of(p: nn.Parameter, answer: Any) -> Any:
+    """`answer`, if p is ZeRO-3's."""
+    _unit(p)
+    return answer
+
+
+def _mine(p: nn.Parameter) -> Tensor:
+    unit, stage = _unit(p), stage_of(p)
+    bucket = unit if unit is not None or stage is None else stage.home(p)
+    return DATA.__get__(p).view(-1) if bucket is None else bucket.part(bucket.now(), p)
+
+
+def _ranks(p: nn.Parameter) -> Any:
+    unit, stage = _unit(p), stage_of(p)
+    return unit.group.handle if unit is not None else stage.group.handle if stage is not None else None
 
 
 def _status(p: nn.Parameter) -> ZeroParamStatus:
     unit = _unit(p)
+    if unit is None:
+        return ZeroParamStatus.AVAILABLE
     if unit.is_free:
         return ZeroParamStatus.NOT_AVAILABLE
     return ZeroParamStatus.INFLIGHT if unit.in_flight else ZeroParamStatus.AVAILABLE
@@ -155,7 +181,7 @@ def _status(p: nn.Parameter) -> ZeroParamStatus:
 
 def _all_gather(p: nn.Parameter, param_list: Iterable[nn.Parameter] | None = None, async_op: bool = False) -> None:
     """Make p, or all of `param_list`, whole: until `partition`, or until the module that uses it is done with it."""
-    units = list(dict.fromkeys(_unit(one) for one in (param_list or [p])))
+    units = _units(param_list or [p])
     for unit in units:
         unit.start()
     for unit in units:
@@ -166,7 +192,7 @@ def _partition(
     p: nn.Parameter, param_list: Iterable[nn.Parameter] | None = None, has_been_updated: bool = False
 ) -> None:
     """Let p, or all of `param_list`, go; with `has_been_updated`, take over rank 0's values first."""
-    for unit in dict.fromkeys(_unit(one) for one in (param_list or [p])):
+    for unit in _units(param_list or [p]):
         if has_been_updated:
             unit.adopt(root=0)
         unit.free()
@@ -181,14 +207,14 @@ def _answers(name: str, answer: Callable[[nn.Parameter], Any]) -> None:
     setattr(Managed, name, property(answer))
 
 
-_answers("ds_id", lambda p: id(p) if _unit(p) else None)
-_answers("ds_shape", lambda p: p.shape if _unit(p) else None)
-_answers("ds_numel", lambda p: p.numel() if _unit(p) else None)
+_answers("ds_id", lambda p: _of(p, id(p)))
+_answers("ds_shape", lambda p: _of(p, p.shape))
+_answers("ds_numel", lambda p: _of(p, p.numel()))
 _answers("ds_status", _status)
-_answers("ds_tensor", lambda p: _unit(p).now())
-_answers("ds_persist", lambda p: False if _unit(p) else None)
-_answers("ds_process_group", lambda p: _unit(p).group.handle)
+_answers("ds_tensor", _mine)
+_answers("ds_persist", lambda p: _unit(p) is None)
+_answers("ds_process_group", _ranks)
 _answers("ds_secondary_tensor", lambda p: None if (way := _second(p)) is None else way.mine)
 _answers("ds_zero_param_process_group", lambda p: None if (way := _second(p)) is None else way.block.handle)
-_answers("all_gather", lambda p: partial(_all_gather, p) if _unit(p) else None)
-_answers("partition", lambda p: partial(_partition, p) if _unit(p) else None)
+_answers("all_gather", lambda p: _of(p, partial(_all_gather, p)))
+_answers("partition", lambda p: _of(p, partial(_partition, p)))
