@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from refimpl.optim.lamb import denominator, ratio, squared
+from refimpl.optim.lamb import denominator, direction, ratio, squared
 from refimpl.optim.travelling import Backend, Travelling, least_one
 
 
@@ -88,18 +88,13 @@ class OneBitLamb(Travelling):
             if not frozen:
                 assert p.grad is not None
                 self.moments(p, group, p.grad, variance=True)
-            u = self.direction(p, group)
+            u = direction(p, self.state[p], group)
             ratios.append(self.frozen_ratio(p, group, u) if frozen else self.warm_ratio(p, group, u))
             first, second = self.corrections(p, group)
             p.sub_(u.mul_(group["lr"] * (math.sqrt(second) / first) * ratios[-1]))
         self.ratios = ratios
         if self.taken == self.freeze_step:
             self.freeze(moved)
-
-    def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """m / (sqrt(v) + eps) + weight_decay * p, in new memory."""
-        u: Tensor = self.state[p]["exp_avg"] / denominator(self.state[p]["exp_avg_sq"], group)
-        return u.add_(p, alpha=group["weight_decay"]) if group["weight_decay"] else u
 
     def warm_ratio(self, p: Tensor, group: dict[str, Any], u: Tensor) -> float:
         """LAMB's, which also goes into the average that is frozen later, where it is not 1 for want of a norm."""

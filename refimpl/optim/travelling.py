@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from refimpl.optim.lamb import check_adam, denominator
+from refimpl.optim.lamb import check_adam, denominator, direction
 
 MASK = "exp_avg_mask"
 Backend = Literal["nccl", "gloo", "compressed", "mpi", "hccl"]
@@ -133,9 +133,7 @@ class Travelling(torch.optim.Optimizer, ABC):
     def adams(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """Adam's direction, m / (sqrt(v) + eps) + weight_decay * p, both corrected; in new memory."""
         correction, _ = self.corrections(p, group)
-        u: Tensor = self.state[p]["exp_avg"] / self.root(p, group)
-        u = u if correction == 1 else u.div_(correction)
-        return u.add_(p, alpha=group["weight_decay"]) if group["weight_decay"] else u
+        return direction(p, self.state[p], group, self.root(p, group), correction)
 
     def mean(self, params: list[Tensor], values: list[Tensor], groups: list[dict[str, Any]]) -> None:
         """Replace values [...] of `params` by their mean over ranks, compressed, and 0 where there is no variance."""
