@@ -77,7 +77,7 @@ class Lamb(torch.optim.Optimizer):
         rows: list[list[float]] = norms.sqrt().tolist()
         self.ratios = [ratio(row[0], row[1], group) for row, (_, group) in zip(rows, moved, strict=True)]
         for held, (p, group) in zip(self.ratios, moved, strict=True):
-            p.sub_(direction(p, self.state[p], group).mul_(self.length(self.state[p], group) * held))
+            p.sub_(direction(p, self.state[p], group).mul_(length(float(self.state[p]["step"]), group) * held))
         return loss
 
     def moments(self, p: Tensor, group: dict[str, Any]) -> None:
@@ -90,15 +90,6 @@ class Lamb(torch.optim.Optimizer):
         state["step"] += 1
         state["exp_avg"].mul_(beta1).add_(p.grad, alpha=1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-
-    def length(self, state: dict[str, Any], group: dict[str, Any]) -> Tensor | float:
-        """What the ratio is multiplied by."""
-        lr: Tensor | float = group["lr"]
-        if not group["bias_correction"]:
-            return lr
-        t, (beta1, beta2) = float(state["step"]), group["betas"]
-        length: Tensor | float = lr * (math.sqrt(1 - beta2**t) / (1 - beta1**t))
-        return length
 
     def whole_squares(self, params: list[Tensor], squares: Tensor) -> Tensor:
         """Sums of squares [K, 2] of the parts of parameters that are `params` -> of the whole parameters.
@@ -137,6 +128,13 @@ def direction(
     u: Tensor = state["exp_avg"] / (denominator(state["exp_avg_sq"], group) if root is None else root)
     u = u if correction == 1 else u.div_(correction)
     return u.add_(p, alpha=group["weight_decay"]) if group["weight_decay"] else u
+
+
+def length(step: float, group: dict[str, Any]) -> Tensor | float:
+    """What the ratio of a parameter's step number `step` is multiplied by."""
+    lr: Tensor | float = group["lr"]
+    beta1, beta2 = group["betas"]
+    return lr * (math.sqrt(1 - beta2**step) / (1 - beta1**step)) if group["bias_correction"] else lr
 
 
 def squared(x: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ A stage hands them an `Exchange`: the mean over ranks of some tensors, compresse
 kept at both ends. It asks `takes_mean_gradient` before each backward whether it is to average the gradients itself, in
 full precision. Alone, or on one rank, there is nothing to average and nothing is compressed.
 
-`bias_correction` is Adam's, as torch's AdamW has it (LAMB: see lamb.py), with the count at which the variance was
-frozen. The papers have none, and DeepSpeed's option of that name has no effect there: False gives what both compute.
+`bias_correction` is Adam's, as torch's AdamW has it, with the count at which the variance was frozen (LAMB: see
+one_bit_lamb.py). The papers have none, and DeepSpeed's option of that name has no effect there: False gives what both
+compute.
 
 One bit cannot say zero. An element that never had a gradient has no variance either, so that one bit of noise, divided
 by eps, would blow it up: such elements are left out of the exchange and keep their weights, and a warning counts them

@@ -140,7 +140,7 @@ class Update:
     def adopt(self, bucket: Bucket) -> None:
         """The masters follow what was written to the weights from outside."""
         mine, master = self.owned[bucket], self.masters.get(bucket)
-        if master is not None and master.dtype != mine.dtype:
+        if master is not None and master.dtype != mine.dtype and mine.numel():
             follow(mine, master)
 
     def publish(self, bucket: Bucket) -> None:
