@@ -175,6 +175,17 @@ def test_what_cannot_be_is_refused_by_name(zero: dict[str, Any], said: str) -> N
     assert said in asked(zero)
 
 
+def too_few(config: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        initialize(model=nn.Linear(4, 4), config=config)
+    return str(error.value)
+
+
+def test_shards_that_do_not_divide_the_ranks_are_refused_by_the_keys_name() -> None:
+    (said, _) = run(too_few, config(mics_shard_size=3), ranks=2)
+    assert said == "zero_optimization.mics_shard_size: 2 ranks are no multiple of shard 3 = 3: start a multiple of 3"
+
+
 def test_a_disk_for_parameters_and_second_shards_exclude_each_other(tmp_path: Path) -> None:
     param = {"device": "nvme", "nvme_path": str(tmp_path)}
     assert "zero_hpz_partition_size" in asked({"zero_hpz_partition_size": 2, "offload_param": param})
