@@ -1,6 +1,7 @@
 """The bench of compression: equal time by arithmetic, every method learns, what is drawn, what is refused."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from refimpl.bench.cli import app
 from refimpl.bench.compression import PERIOD, Learned, Measured, Task, curves, draw, measure, of_period
 from refimpl.bench.methods import FIRST, METHODS
+from refimpl.bench.table import markdown
 from refimpl.model.gpt import GPTConfig
 
 TINY = GPTConfig(vocab=256, context=8, width=8, layers=1, heads=2)
@@ -71,6 +73,18 @@ def test_a_run_over_two_links(tmp_path: Path) -> None:
     assert [[row.method for row in one.rows()] for one in found] == [names] * 2
     draw(found, tmp_path / "losses.png")
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readmes_table_has_a_line_a_method_and_a_column_a_link() -> None:
+    one, other = by_hand(), by_hand()
+    other.link, other.step_ms = "10Gbit/s", {FIRST: 10.0, "top-k 1%": 20.0, "1-bit Adam": 10.0}
+    lines = markdown([asdict(row) for found in (one, other) for row in found.rows()]).splitlines()
+    assert lines[0] == "| method | MB sent a step | 1Gbit/s 100us | 10Gbit/s |"
+    assert lines[2:] == [
+        "| DDP | 1.00 | 1.00, 2.75 | 1.00, 2.00 |",
+        "| top-k 1% | 0.01 | 0.25, 2.50 **pays** | 2.00, 2.75 no |",
+        "| 1-bit Adam | 0.05 | 0.50, 2.70 **pays** | 1.00, 2.00 even |",
+    ]
 
 
 @pytest.mark.parametrize(
