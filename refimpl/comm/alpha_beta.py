@@ -154,10 +154,10 @@ def flat(collective: str, algorithm: str, size: float, levels: Levels) -> float:
     if algorithm == "exchange":
         half = slowest((levels.each - 1) * part, (ranks - levels.each) * part / levels.cables, levels.each)
     elif algorithm == "ring":
-        far, near = levels.cable(1).seconds(part), levels.near.seconds(part) if levels.each > 1 else 0.0
+        crossing, inside = levels.cable(1).seconds(part), levels.near.seconds(part) if levels.each > 1 else 0.0
         across = hops(levels)
-        busy = far + (ranks - 2) * part * levels.cable(1).beta
-        half = max(busy, across * far + (ranks - 1 - across) * near, (ranks - 1) * near)
+        busy = crossing + (ranks - 2) * part * levels.cable(1).beta
+        half = max(busy, across * crossing + (ranks - 1 - across) * inside, (ranks - 1) * inside)
     else:
         half = sum(
             slowest((there - kept) * part if kept < levels.each else 0.0, (there - kept) * part, senders(levels, kept))
