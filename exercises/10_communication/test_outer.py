@@ -26,11 +26,12 @@ def layers_of(ranks: int, dtype: torch.dtype) -> tuple[list[list[Tensor]], list[
     everywhere = [5] * ranks
     cuts = [everywhere, [6] + [0] * (ranks - 1), [3, 1, 0, 4][:ranks], [0] * (ranks - 1) + [9], everywhere, everywhere]
     weights, updates = [], []
-    for i, cut in enumerate([*cuts, [4000] * ranks]):
+    for i, cut in enumerate([*cuts, [4000] * ranks, everywhere, everywhere]):
         weights.append([((0.5 + i) * random(c, seed=9 * i + r)).to(dtype) for r, c in enumerate(cut)])
         updates.append([(1 + random(c, seed=99 * i + r)).to(dtype) for r, c in enumerate(cut)])
     weights[4] = [w * 0 for w in weights[4]]
     updates[5] = [u * 0 for u in updates[5]]
+    updates[7], weights[8] = [u / 64 for u in updates[7]], [w / 1024 for w in weights[8]]  # ratios far from 1
     return weights, updates
 
 
@@ -67,6 +68,7 @@ def test_trust_ratios(answer: Answer, group: WatchedGroup) -> None:
             "0 where the weight is 0: it would never move": torch.where(u > 0, w / u, 1.0),
             "infinite where there is no update: 1 is asked": torch.where(w > 0, w / u, 1.0),
             "squared in bf16: in fp32": ratio(*low),
+            "held between bounds, which nobody asks for here": right.clamp(0.01, 10),
         }
         expected = right.float()
         oracle = group.oracle()

@@ -438,14 +438,18 @@ def one_bit(
 
 
 @app.command()
-def table(report: Annotated[Path, typer.Argument(help="What `refimpl bench zero --json` wrote.")]) -> None:
+def table(
+    report: Annotated[Path, typer.Argument(help="What `refimpl bench zero --json`, or compression, wrote.")],
+) -> None:
     """The README's table of a report, in Markdown."""
     from refimpl.bench.table import markdown
 
     try:
         print(markdown(json.loads(report.read_text())["rows"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise typer.BadParameter(f"{report}: not a report of `refimpl bench zero --json`: {error!r}") from None
+        raise typer.BadParameter(
+            f"{report}: not a report of `refimpl bench zero --json` or compression: {error!r}"
+        ) from None
 
 
 def environment() -> dict[str, Any]:

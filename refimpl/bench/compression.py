@@ -1,9 +1,10 @@
 """When does it pay to send less?  Each method's step on links of several bandwidths, and its loss after equal time.
 
 On what link a model trains changes no bit of it, only when a step is over. So each method learns once, without a link,
-and keeps the loss of each step; on each link a few of its steps are timed, all methods in turns; and its loss after T
-seconds is that of the step which it has then reached. T is what the method with the shortest step needs for all steps.
-A method with a warm-up is charged DDP's step for each of its steps. Every rank is a node.
+and after each step it is asked for its loss on one batch that it does not train on (that of the step's own batch says
+more of the batch than of the method); on each link a few of its steps are timed, all methods in turns; and its loss
+after T seconds is that of the step which it has then reached. T is what the method with the shortest step needs for all
+steps. A method with a warm-up is charged DDP's step for each step of that. Every rank is a node.
 
 The time that a method computes, of which there is more the better it compresses, stands against what the link would
 have taken: it pays where bytes saved / bandwidth is more than that, and the steps are worth as much as DDP's.
@@ -11,13 +12,13 @@ Agarwal et al. 2022 ("On the utility of gradient compression in distributed trai
 that at data centers' bandwidths it rarely is.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import torch
+from torch import Tensor
 
 from refimpl import launch
 from refimpl.bench.methods import FIRST, METHODS, PERIOD, Method, Step
@@ -28,7 +29,6 @@ from refimpl.model.data import Batches, corpus
 from refimpl.model.gpt import GPT, GPTConfig
 
 HEAT = ("link", "ranks", "parameters", "seconds")
-SMOOTH = 10  # steps whose mean is "the loss"
 BAND = 0.02  # nats a byte; what lies nearer to DDP's loss is no better and no worse
 
 
@@ -66,7 +66,7 @@ class Row:
 
 @dataclass
 class Learned:
-    """One method without a link: the mean loss over ranks of each step, and bytes that rank 0 sends in one."""
+    """One method without a link: the ranks' mean loss after 0, 1, ... steps, and bytes that rank 0 sends in one."""
 
     losses: list[float]
     sent: float
@@ -85,18 +85,26 @@ def curves(task: Task, names: Sequence[str]) -> dict[str, Learned]:
     for method in chosen(names):
         group, losses, sent = Group.world(), list[float](), 0
         model, batches, step = begin(task, method, group, task.warm_up)
+        unseen = Batches(corpus(), task.gpt.context, 2 * task.batch, seed=1).batch(0, 0)
         for number in range(task.steps):
+            losses.append(ask(model, unseen))
             if number == task.steps - task.steps % PERIOD - PERIOD:  # a whole period, the last
                 group.ledger.reset()
-            loss = model(*batches.batch(number, group.rank))
-            losses.append(loss.item())
-            step(loss)
+            step(model(*batches.batch(number, group.rank)))
             if number == task.steps - task.steps % PERIOD - 1:
                 sent = sum(group.ledger.sent_bytes().values())
-        of_ranks = group.all_gather_object(losses)
+        of_ranks = group.all_gather_object([*losses, ask(model, unseen)])
         found[method.name] = Learned([fmean(step) for step in zip(*of_ranks, strict=True)], sent / PERIOD)
         launch.report(method.name)
     return found
+
+
+@torch.no_grad()
+def ask(model: GPT, batch: tuple[Tensor, Tensor]) -> float:
+    """The loss, with nothing learnt."""
+    loss: Tensor = model.eval()(*batch)
+    model.train()
+    return loss.item()
 
 
 def times(task: Task, names: Sequence[str]) -> dict[str, list[float]]:
@@ -160,9 +168,8 @@ class Measured:
         return sum(end <= self.seconds * (1 + 1e-9) for end in self.at(name))
 
     def loss(self, name: str) -> float:
-        """The mean of the last steps' losses by then."""
-        last = self.learned[name].losses[: self.reached(name)][-SMOOTH:]
-        return fmean(last) if last else math.nan
+        """What it has come to by then."""
+        return self.learned[name].losses[self.reached(name)]
 
     def verdict(self, name: str) -> str:
         """Whether its loss is below DDP's."""
@@ -200,13 +207,10 @@ def draw(found: Sequence[Measured], file: Path) -> None:
     for place, one in enumerate(found):
         axes = figure.add_subplot(1, len(found), place + 1)
         for number, name in enumerate(one.step_ms):
-            losses = one.learned[name].losses
-            smooth = [fmean(losses[max(0, i + 1 - SMOOTH) : i + 1]) for i in range(len(losses))]
+            when, losses = [0.0, *one.at(name)], one.learned[name].losses
             style = "-" if number < 10 else "--"
-            axes.plot(
-                one.at(name), smooth, style, label=name, lw=2.5 if name == FIRST else 1.2, color=f"C{number % 10}"
-            )
+            axes.plot(when, losses, style, label=name, lw=2.5 if name == FIRST else 1.2, color=f"C{number % 10}")
         axes.set(title=one.link, xlabel="seconds", xlim=(0, one.seconds))
-    figure.axes[0].set_ylabel(f"loss, mean of {SMOOTH} steps, nats a byte")
+    figure.axes[0].set_ylabel("loss on a batch apart, nats a byte")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
     figure.savefig(file, dpi=110)

@@ -3,10 +3,12 @@
 Nodes are played on one machine: over a link of `refimpl.comm.link` (`--link`), or, without one, over TCP between two
 network namespaces (see `namespaces.py`), of which nobody asks anything. First every pair of ranks is measured by
 messages there and back (see `refimpl.comm.topology`): alpha is the latency, 8 / beta the bandwidth. Then all ranks send
-to another node at once, both ways: what a node's cable carries. Then each collective, by each way, is held against
-the alpha-beta formula (`refimpl.comm.alpha_beta`) of what was asked; inside a node it has what was measured there.
+to another node at once, both ways: what a node's cable carries. What a message takes without any link stands below: a
+latency that is less than that cannot be had here. Then each collective, by each way, is held against the alpha-beta
+formula (`refimpl.comm.alpha_beta`) of what was asked; inside a node it has what was measured there.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +39,7 @@ WAYS = {
     TWO_LEVEL: Choice(two_level=True, algorithm="exchange"),
 }
 REPEATS = 10
+ITSELF = "a message itself, us"
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,16 @@ class Figure:
     delivered: float
     asked: float | None
     ratio: float | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank has seen. `message`: seconds of a message without a link, None where there is none to leave out."""
+
+    topology: Topology
+    calls: dict[tuple[str, int], Times]
+    at_once: Times
+    message: float | None
 
 
 @dataclass(frozen=True)
@@ -84,14 +97,14 @@ def heats(
     if link is None and nodes != 2:
         raise ValueError(f"namespaces make 2 nodes, not {nodes}: give a link")
     for count in ranks:
-        of_ranks = _run(count, nodes, link, partial(everything, sizes, collectives, turns))
-        found: Topology = of_ranks[0][0]
-        together = bandwidth(slowest([of[2] for of in of_ranks]), count // nodes)
+        of_ranks: list[Found] = _run(count, nodes, link, partial(everything, sizes, collectives, turns))
+        found = of_ranks[0].topology
+        together = bandwidth(slowest([of.at_once for of in of_ranks]), count // nodes)
         name = f"{link.bits_per_second / 1e9:g} Gbit/s, {link.latency * 1e6:g} us" if link else "veth"
-        yield figures(name, nodes, found, together, link)
-        for collective, size in of_ranks[0][1]:
+        yield figures(name, nodes, found, together, link, of_ranks[0].message)
+        for collective, size in of_ranks[0].calls:
             expected = predict(collective, size, levels(found, nodes, link))
-            times = {way: median(ms) for way, ms in slowest([of[1][collective, size] for of in of_ranks]).items()}
+            times = {way: median(ms) for way, ms in slowest([of.calls[collective, size] for of in of_ranks]).items()}
             formulas = {way: 1e3 * expected[WAYS[way]] for way in times if WAYS.get(way) in expected}
             rows = [(way, ms, formulas.get(way)) for way, ms in times.items()]
             yield [
@@ -100,30 +113,33 @@ def heats(
             ]
 
 
-def everything(
-    sizes: Sequence[int], collectives: Sequence[str], turns: Turns, messages: Sequence[int]
-) -> tuple[Topology, dict[tuple[str, int], Times], Times]:
-    """Runs on every rank: the links, then the collectives; last the messages of a whole node (see `at_once`)."""
+def everything(sizes: Sequence[int], collectives: Sequence[str], turns: Turns, messages: Sequence[int]) -> Found:
+    """Runs on every rank."""
     group = Group.world()
     group.share_messages()
     near, far = neighbours(group, ranks_per_node(group.size) % group.size or 1)
-    found, carried = measure(group, messages, REPEATS), at_once(group, near.size, messages)
+    found, together = measure(group, messages, REPEATS), at_once(group, near.size, messages)
+    message = None
+    if group.link is not None:
+        fast = group.throttled(Link(math.inf))
+        fast.share_messages()
+        message = median(pair.alpha for pair in measure(fast, messages[:2], REPEATS).pairs.values())
     times = dict[tuple[str, int], Times]()
     for collective in collectives:
         for n in (numbers(size, group.size) for size in sizes):
             full, other, shard = (group.empty(s, torch.float32).zero_() for s in (n, n, n // group.size))
             times[collective, 4 * n] = race(group, ways(collective, group, near, far, full, other, shard), turns)
-    return found, times, carried
+    return Found(found, times, together, message)
 
 
 def at_once(group: Group, each: int, messages: Sequence[int]) -> Times:
-    """All ranks of a node send to the next node: milliseconds of a message, by its bytes."""
+    """All ranks of a node send to the next node: milliseconds of a message of each of two sizes."""
     to, source = (group.rank + each) % group.size, (group.rank - each) % group.size
-    sends = dict[str, Way]()
+    calls = {}
     for size in (messages[-1] // 2, messages[-1]):
         x, out = group.empty(size, torch.uint8).zero_(), torch.empty(size, dtype=torch.uint8)
-        sends[str(size)] = partial(group.send_recv, x, to, out, source)
-    return race(group, sends, Turns(REPEATS, 1))
+        calls[str(size)] = partial(group.send_recv, x, to, out, source)
+    return race(group, calls, Turns(REPEATS, 1))
 
 
 def bandwidth(sends: Times, each: int) -> float:
@@ -155,8 +171,10 @@ def ways(
     return found
 
 
-def figures(name: str, nodes: int, found: Topology, together: float, link: Link | None) -> list[Figure]:
-    """The link between nodes, as it was found."""
+def figures(
+    name: str, nodes: int, found: Topology, together: float, link: Link | None, message: float | None
+) -> list[Figure]:
+    """The link between nodes, as it was found, and what a message takes where it is not slow: no link is faster."""
     each = found.ranks // nodes
     far = found.by_nodes(each).far
     latency, bandwidth = (1e6 * link.latency, link.bits_per_second / 1e9) if link else (None, None)
@@ -164,6 +182,8 @@ def figures(name: str, nodes: int, found: Topology, together: float, link: Link 
     if far.beta:
         measured.append(("bandwidth of a pair, Gbit/s", 8e-9 / far.beta, bandwidth))
     measured.append(("bandwidth of a node, Gbit/s", together / 1e9, bandwidth))
+    if message is not None:
+        measured.append((ITSELF, 1e6 * message, None))
     return [
         Figure(name, nodes, found.ranks, figure, delivered, asked, delivered / asked if asked else None)
         for figure, delivered, asked in measured

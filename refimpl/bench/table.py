@@ -1,4 +1,7 @@
-"""The README's table from a report of `refimpl bench zero --json`: one line a heat, times of plain memory pages."""
+"""The README's tables from a report of `refimpl bench zero --json` or `refimpl bench compression --json`.
+
+The first has a line a heat, with times of plain memory pages; the second a line a method.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +19,27 @@ Row = dict[str, Any]  # a `Row` of refimpl.bench.zero, as JSON has it
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table whose last three columns are ratios. KeyError or ValueError for rows of another kind."""
+    """The table of either kind of rows. KeyError or ValueError for rows of another kind."""
+    return compression(rows) if rows and "method" in rows[0] else zero(rows)
+
+
+def compression(rows: Sequence[Row]) -> str:
+    """For each link a step's time / DDP's, the loss after equal time, and whether that is less than DDP's."""
+    links = list(dict.fromkeys(row["link"] for row in rows))
+    found = {(row["method"], row["link"]): row for row in rows}
+    lines = [["method", "MB sent a step", *links], ["---"] * (2 + len(links))]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        cells = [found[method, link] for link in links]
+        said = {"yes": " **pays**", "no": " no", "even": " even", "-": ""}
+        lines.append(
+            [method, f"{cells[0]['sent_mb']:.2f}"]
+            + [f"{row['times_ddp']:.2f}, {row['loss']:.2f}{said[row['pays']]}" for row in cells]
+        )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def zero(rows: Sequence[Row]) -> str:
+    """A table whose last three columns are ratios."""
     heats: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         heats.setdefault(tuple(row[name] for name in HEAT), []).append(row)

@@ -12,9 +12,10 @@ links alike) and on two (L ranks a node, F nodes, one cable a node); `choose` ta
 and gamma a byte for what a rank adds: n(N-1)/N in a reduce-scatter, n in a tree. "Exchange" is what `Group` does over
 messages: all at once, chunk i to rank i, so their latencies overlap.
 
-On two levels a round is over with its slowest message. A ring has one rank a node that sends far, N - 1 times;
-latency is for who waits for a message, not for who sends it, so it counts only where a chunk crosses, on one hop of L.
-A round of halving that sends s ranks further has min(s, L) that send far, an exchange all L: these share the cable (or,
+On two levels a round is over with its slowest message. A ring has one rank a node that sends far, N - 1 times; while
+one chunk is late by alpha, it sends the next. So a half takes the cable's time, n(N-1)/N beta and one alpha, or that of
+a chunk on its way round, which crosses on one hop of L and waits for all of these alphas: whichever is more. A round of
+halving that sends s ranks further has min(s, L) that send far, an exchange all L: these share the cable (or,
 `pairwise`, those between the same two nodes do). How much, is measured too: `crowd` is the far beta with all ranks of a
 node sending, over that of one alone; L if they share one cable, 1 if each has its own.
 
@@ -153,8 +154,10 @@ def flat(collective: str, algorithm: str, size: float, levels: Levels) -> float:
     if algorithm == "exchange":
         half = slowest((levels.each - 1) * part, (ranks - levels.each) * part / levels.cables, levels.each)
     elif algorithm == "ring":
-        busy = (ranks - 1) * part * levels.cable(1).beta + hops(levels) * levels.far.alpha
-        half = max(busy, (ranks - 1) * levels.near.seconds(part) if levels.each > 1 else 0.0)
+        crossing, inside = levels.cable(1).seconds(part), levels.near.seconds(part) if levels.each > 1 else 0.0
+        across = hops(levels)
+        busy = crossing + (ranks - 2) * part * levels.cable(1).beta
+        half = max(busy, across * crossing + (ranks - 1 - across) * inside, (ranks - 1) * inside)
     else:
         half = sum(
             slowest((there - kept) * part if kept < levels.each else 0.0, (there - kept) * part, senders(levels, kept))

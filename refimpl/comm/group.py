@@ -163,6 +163,7 @@ class Group:
             ledger.end(call, *work.span(), held=work.held)
             if logged:
                 logged.end()
+            self.route.returned()
 
         work = Work(steps, lane, holds, waited, ledger.timed and lane is not None)
         if not async_op or (logged and logged.waits):
@@ -265,9 +266,10 @@ class Group:
         """Send x to rank `to` of this group, which must call `recv`. Sends n bytes. ValueError if there is no such."""
         checks.other("send", "to", to, self.size, self.rank)
         checks.tensors("send", x=x)
+        steps = self.messages.send(x, to)  # first: on a slow link it leaves at this instant
         sent = x.numel() * x.element_size()
         agreed = self._agreed(f"send of {_words(x)} to {to}", tag, [((self.rank, to), _words(x))])
-        return self._run("send", sent, tag, async_op, agreed.message(self.messages.send(x, to)), x)
+        return self._run("send", sent, tag, async_op, agreed.message(steps), x)
 
     def recv(self, x: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
         """Fill x with what rank `source` of this group sends. Sends nothing itself. ValueError if there is no such."""
@@ -285,9 +287,10 @@ class Group:
         checks.other("send_recv", "to", to, self.size, self.rank)
         checks.other("send_recv", "source", source, self.size, self.rank)
         checks.tensors("send_recv", x=x, out=out)
+        begun = self.messages.send_recv(x, to, out, source)
         what = f"send_recv of {_words(x)} to {to} and {_words(out)} from {source}"
         parts = [((self.rank, to), _words(x)), ((source, self.rank), _words(out))]
-        steps = self._agreed(what, tag, parts).message(self.messages.send_recv(x, to, out, source))
+        steps = self._agreed(what, tag, parts).message(begun)
         sending = self._run("send", x.numel() * x.element_size(), tag, True, steps, out, x)
         return self._run("recv", 0, tag, async_op, iter([lambda: [sending]]), out)
 

@@ -22,7 +22,7 @@ messages: F-1 far ones a rank in place of N-L.
 
 Time of an all-reduce by rings (alpha, beta of a level; the far beta is the shared cable's):
 
-    flat         2(N-1) n/N beta_far + 2 ceil((N-1)F/N) alpha_far        a chunk crosses on one hop of L
+    flat         2(N-1) n/N beta_far + 2 alpha_far        where (L-1) n/N beta_far hides all other alphas
     two levels   2(L-1) (alpha_near + n/L beta_near) + 2(F-1) (alpha_far + n/F beta_far)
 
 With links inside a node much faster than the cable, that is F(N-1)/(N(F-1)) times as fast: 1.5 for 2 x 2 ranks, 2 for

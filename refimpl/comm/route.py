@@ -95,6 +95,11 @@ class Route:
             yield partial(begin, phase)
         cross(self.present.crossed_behind())
 
+    def returned(self) -> None:
+        """A call is over, and its caller goes on."""
+        if self.cables is not None:
+            self.cables.returned()
+
     def _throttled(self, way: Library) -> Transport:
         return way if self.cables is None else Throttled(way, self.cables, self.backend, self.streams)
 

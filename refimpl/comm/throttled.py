@@ -106,12 +106,13 @@ class Crossing:
         end = math.inf if limit is None else time.monotonic_ns() + limit.total_seconds() * 1e9
         for handle in self.handles:
             handle.wait() if limit is None else handle.wait(limit)
-        due = self._due()
+        due, begun = self._due(), time.monotonic_ns()
         while (now := time.monotonic_ns()) < due:
             if now >= end:
                 raise RuntimeError("the messages have not arrived yet")
             time.sleep(max(0, min(due - EARLY, now + SLICE, end) - now) / 1e9)
             self.transport.advance()
+        self.transport.cables.waited(max(due, begun))
 
     def is_completed(self) -> bool:
         return all(handle.is_completed() for handle in self.handles) and time.monotonic_ns() >= self._due()

@@ -10,6 +10,7 @@ section 2. DeepSpeed: csrc/quantization/swizzled_quantize.cu.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -62,10 +63,8 @@ class Blocks(Compressor):
     def add_to(self, total: Tensor, wire: Wire, sign: float = 1.0, turn: int = 0) -> None:
         scales, codes = wire
         numbers = codes.float() if self.bits == 8 else unpack_nibbles(codes)[: len(total)]
-        whole = len(total) // self.block * self.block
-        for here, start, end in ((scales[: whole // self.block], 0, whole), (scales[-1:], whole, len(total))):
-            if start < end:
-                numbers[start:end].view(len(here), -1).mul_(here[:, None])
+        for here, scale in by_scale(scales, self.block, numbers):
+            here.mul_(scale)
         total.add_(numbers, alpha=sign)  # rounded twice, as whoever decompresses and adds does: no addcmul
 
     def error_bound(self, n: int) -> float:
@@ -81,6 +80,15 @@ class Blocks(Compressor):
 def in_blocks(x: Tensor, block: int) -> Tensor:
     """[n] -> [ceil(n / block), block], with zeros at the end."""
     return torch.nn.functional.pad(x, (0, -len(x) % block)).view(-1, block)
+
+
+def by_scale(scales: Tensor, block: int, *flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The blocks of each flat [n] as rows, views, and their scales as a column: the whole ones, then a shorter last."""
+    n = len(flat[0])
+    whole = n // block * block
+    for here, start, end in ((scales[: whole // block], 0, whole), (scales[-1:], whole, n)):
+        if start < end:
+            yield *(x[start:end].view(len(here), -1) for x in flat), here[:, None]
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

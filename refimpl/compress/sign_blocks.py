@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refimpl.compress.blocks import in_blocks
+from refimpl.compress.blocks import by_scale, in_blocks
 from refimpl.compress.compressor import Compressor, Layout, Wire, flat
 from refimpl.compress.sign import pack_bits, unpack_bits
 
@@ -44,11 +44,8 @@ class SignBlocks(Compressor):
     def add_to(self, total: Tensor, wire: Wire, sign: float = 1.0, turn: int = 0) -> None:
         scales, bits = wire[0].float(), wire[1]
         signs = unpack_bits(bits, torch.ones(1, device=bits.device))[: len(total)]
-        whole = len(total) // self.block * self.block
-        for here, start, end in ((scales[: whole // self.block], 0, whole), (scales[-1:], whole, len(total))):
-            if start < end:
-                rows = (len(here), -1)
-                total[start:end].view(rows).addcmul_(signs[start:end].view(rows), here[:, None], value=sign)
+        for here, its, scale in by_scale(scales, self.block, total, signs):
+            here.addcmul_(its, scale, value=sign)
 
     def error_bound(self, n: int) -> float:
         return 1 - (1 - 2**-16) / min(self.block, n) if n else 0.0  # a scale is off by 2^-9 of it at most

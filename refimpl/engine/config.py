@@ -224,6 +224,15 @@ def load_config(
     return settings
 
 
+# Which key asks for an axis.
+AXIS_KEYS = {
+    "pp": "pipeline.stages",
+    "cp": "sequence_parallel_size",
+    "tp": "tensor_parallel.autotp_size",
+    "shard": "zero_optimization.mics_shard_size",
+}
+
+
 def axes_asked(raw: Mapping[str, Any]) -> dict[str, int]:
     """The ranks on each axis that a configuration names, 1 where it names none, see `Axes`.
 

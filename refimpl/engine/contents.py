@@ -3,7 +3,7 @@
     weight/NAME     this rank's elements of a parameter, [n], fp32 where there are masters
     exp_avg/NAME    the same of the optimizer's state, whatever its keys are
     buffer/NAME     this rank's buffer, whole
-    error/NUMBER    what compression still owes on this rank, if something travels compressed
+    compression...  what was not sent yet on this rank, if something travels compressed
 
 Bytes: 12 a parameter with AdamW, in fp32 and bf16 alike (weights of low precision are the rounded masters), each once,
 so 12 Psi / N a rank, also in stage 0, where every rank has everything.
@@ -106,7 +106,6 @@ def contents(
             states[part.name] = begins
     for name, buffer in engine.module.named_buffers():
         tensors[f"buffer/{saved(name)}"] = buffer
-    tensors |= {f"error/{name}": error for name, error in engine.stage.update.errors().items()}
     scheduler, scaler = engine.lr_scheduler, engine.stage.scaler
     plain = {
         "groups": [{k: v for k, v in group.items() if k not in ("params", MASK)} for group in param_groups(engine)],
@@ -115,7 +114,7 @@ def contents(
         "lr_scheduler": None if scheduler is None else dict(scheduler.state_dict()),
         "random": random_state.get(engine.group.device),
         "data": engine.data_state(),
-        "compression": None if (sent := engine.stage.compressed) is None else sent.state_dict(),
+        "compression": None if (owing := engine.stage.owing) is None else owing.state_dict(),
         "extra_state": {saved(name): state for name, state in extra_states(engine.module).items()},
         "client_state": dict(client_state),
     }

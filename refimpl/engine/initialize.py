@@ -17,7 +17,7 @@ from refimpl.comm import levels
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
 from refimpl.engine.build import MakeOptimizer, Parameters, build
-from refimpl.engine.config import axes_asked, raw_config
+from refimpl.engine.config import AXIS_KEYS, axes_asked, raw_config
 from refimpl.engine.cut import AUTOTP_SIZE
 from refimpl.engine.engine import Engine
 from refimpl.engine.keys import ConfigError
@@ -84,10 +84,19 @@ def laid_out(raw: Mapping[str, Any], model: nn.Module, mpu: Any, world: Group) -
     if any(other != said[0] for other in said):
         raise ConfigError(f"the ranks ask for different axes: {said}; give all of them the same configuration")
     if not isinstance(model, PipelineModule):
-        return Axes.of_sizes(asked, world) if mpu is None else Axes.of_mpu(mpu, world)
+        return of_keys(asked, world) if mpu is None else Axes.of_mpu(mpu, world)
     if mpu is not None:
         raise ValueError("mpu: a PipelineModule has its own layout of the ranks; leave mpu out")
     return model.axes
+
+
+def of_keys(asked: Mapping[str, int], world: Group) -> Axes:
+    """The axes of these sizes. ConfigError, by the keys that ask for them, where they do not divide the ranks."""
+    try:
+        return Axes.of_sizes(asked, world)
+    except ValueError as error:
+        keys = ", ".join(AXIS_KEYS[axis] for axis, size in asked.items() if size > 1)
+        raise ConfigError(f"{keys}: {error}") from error
 
 
 def connect(dist_init_required: bool | None = None) -> Group:

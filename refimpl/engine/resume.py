@@ -189,18 +189,12 @@ def restore_training(engine: TrainingState, folder: Folder, wanted: Wanted, grou
 def restore_errors(engine: TrainingState, folder: Folder) -> None:
     """What compression still owed on this rank, of gradients or of a momentum: of as many ranks alone."""
     rank, alike = engine.axes.world.rank, folder.ranks == engine.axes.world.size
-    if engine.stage.update.errors():
-        reader = folder.reader(rank) if alike else None
-        names = [] if reader is None else [name for name in reader.names() if name.startswith("error/")]
-        engine.stage.update.restore_errors(
-            {name.removeprefix("error/"): reader.tensor(name) for name in names if reader is not None}
-        )
-    if engine.stage.compressed is None:
+    if engine.stage.owing is None:
         return
     saved = folder.value(rank if alike else 0, "compression")
     if saved is not None and not alike:
         saved["ranks"] = folder.ranks  # whatever they were laid out as: others than here
-    engine.stage.compressed.load_state_dict(saved)
+    engine.stage.owing.load_state_dict(saved)
 
 
 def set_option(group: dict[str, Any], key: str, value: Any) -> None:

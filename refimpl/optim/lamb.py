@@ -70,14 +70,14 @@ class Lamb(torch.optim.Optimizer):
         for p, group in moved:
             self.moments(p, group)
         # [K, 2]; K may be 0 here, and other ranks then wait for this one all the same
-        squares = [torch.stack([squared(p), squared(self.direction(p, group))]) for p, group in moved]
+        squares = [torch.stack([squared(p), squared(direction(p, self.state[p], group))]) for p, group in moved]
         norms = self.whole_squares(
             [p for p, _ in moved], torch.stack(squares) if squares else torch.zeros(0, 2, dtype=torch.float64)
         )
         rows: list[list[float]] = norms.sqrt().tolist()
         self.ratios = [ratio(row[0], row[1], group) for row, (_, group) in zip(rows, moved, strict=True)]
         for held, (p, group) in zip(self.ratios, moved, strict=True):
-            p.sub_(self.direction(p, group).mul_(self.length(self.state[p], group) * held))
+            p.sub_(direction(p, self.state[p], group).mul_(length(float(self.state[p]["step"]), group) * held))
         return loss
 
     def moments(self, p: Tensor, group: dict[str, Any]) -> None:
@@ -90,21 +90,6 @@ class Lamb(torch.optim.Optimizer):
         state["step"] += 1
         state["exp_avg"].mul_(beta1).add_(p.grad, alpha=1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-
-    def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """u, in new memory."""
-        state = self.state[p]
-        u: Tensor = state["exp_avg"] / denominator(state["exp_avg_sq"], group)
-        return u.add_(p, alpha=group["weight_decay"]) if group["weight_decay"] else u
-
-    def length(self, state: dict[str, Any], group: dict[str, Any]) -> Tensor | float:
-        """What the ratio is multiplied by."""
-        lr: Tensor | float = group["lr"]
-        if not group["bias_correction"]:
-            return lr
-        t, (beta1, beta2) = float(state["step"]), group["betas"]
-        length: Tensor | float = lr * (math.sqrt(1 - beta2**t) / (1 - beta1**t))
-        return length
 
     def whole_squares(self, params: list[Tensor], squares: Tensor) -> Tensor:
         """Sums of squares [K, 2] of the parts of parameters that are `params` -> of the whole parameters.
@@ -134,6 +119,22 @@ def denominator(variance: Tensor, group: dict[str, Any]) -> Tensor:
     """sqrt(v) + eps, or sqrt(v + eps); in new memory."""
     eps: float = group["eps"]
     return (variance + eps).sqrt_() if group["eps_inside_sqrt"] else variance.sqrt().add_(eps)
+
+
+def direction(
+    p: Tensor, state: dict[str, Any], group: dict[str, Any], root: Tensor | None = None, correction: float = 1.0
+) -> Tensor:
+    """u = m / root / correction + weight_decay * p, in new memory; root: sqrt(v) + eps if it is not given."""
+    u: Tensor = state["exp_avg"] / (denominator(state["exp_avg_sq"], group) if root is None else root)
+    u = u if correction == 1 else u.div_(correction)
+    return u.add_(p, alpha=group["weight_decay"]) if group["weight_decay"] else u
+
+
+def length(step: float, group: dict[str, Any]) -> Tensor | float:
+    """What the ratio of a parameter's step number `step` is multiplied by."""
+    lr: Tensor | float = group["lr"]
+    beta1, beta2 = group["betas"]
+    return lr * (math.sqrt(1 - beta2**step) / (1 - beta1**step)) if group["bias_correction"] else lr
 
 
 def squared(x: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ A stage hands them an `Exchange`: the mean over ranks of some tensors, compresse
 kept at both ends. It asks `takes_mean_gradient` before each backward whether it is to average the gradients itself, in
 full precision. Alone, or on one rank, there is nothing to average and nothing is compressed.
 
-`bias_correction` is Adam's, as torch's AdamW has it (LAMB: see lamb.py), with the count at which the variance was
-frozen. The papers have none, and DeepSpeed's option of that name has no effect there: False gives what both compute.
+`bias_correction` is Adam's, as torch's AdamW has it, with the count at which the variance was frozen (LAMB: see
+one_bit_lamb.py). The papers have none, and DeepSpeed's option of that name has no effect there: False gives what both
+compute.
 
 One bit cannot say zero. An element that never had a gradient has no variance either, so that one bit of noise, divided
 by eps, would blow it up: such elements are left out of the exchange and keep their weights, and a warning counts them
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from refimpl.optim.lamb import check_adam, denominator
+from refimpl.optim.lamb import check_adam, denominator, direction
 
 MASK = "exp_avg_mask"
 Backend = Literal["nccl", "gloo", "compressed", "mpi", "hccl"]
@@ -133,9 +134,7 @@ class Travelling(torch.optim.Optimizer, ABC):
     def adams(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """Adam's direction, m / (sqrt(v) + eps) + weight_decay * p, both corrected; in new memory."""
         correction, _ = self.corrections(p, group)
-        u: Tensor = self.state[p]["exp_avg"] / self.root(p, group)
-        u = u if correction == 1 else u.div_(correction)
-        return u.add_(p, alpha=group["weight_decay"]) if group["weight_decay"] else u
+        return direction(p, self.state[p], group, self.root(p, group), correction)
 
     def mean(self, params: list[Tensor], values: list[Tensor], groups: list[dict[str, Any]]) -> None:
         """Replace values [...] of `params` by their mean over ranks, compressed, and 0 where there is no variance."""

@@ -16,7 +16,6 @@ ZeRO-2 and ZeRO-3 have no room for it: an error is as large as a whole gradient.
 is the way. Karimireddy et al. 2019, arXiv:1901.09847. DeepSpeed has it for its 1-bit optimizers alone, up to 0.19.6.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from refimpl.compress.exchange import Exchange, Op
 from refimpl.compress.powersgd import LowRank
 from refimpl.zero.flat import Bucket
 from refimpl.zero.gradients import Reduction
+from refimpl.zero.owing import place, warn_of_loss
 
 if TYPE_CHECKING:
     from refimpl.zero.stage import Stage
@@ -134,8 +134,8 @@ class Compressed:
     def state_dict(self) -> dict[str, Any]:
         """This rank's errors by the parameter's name, measured in a loss scale of 1: copies."""
         state: dict[str, Any] = {
-            "rank": self.stage.group.rank, "ranks": self.stage.group.size, "way": self.compression.way,
-            "steps": self.steps, "turns": {}, "worker": {}, "server": {}, "q": {},
+            **place(self.stage.group), "way": self.compression.way, "steps": self.steps,
+            "turns": {}, "worker": {}, "server": {}, "q": {},
         }  # fmt: skip
         for bucket, exchange in self.exchanges.items():
             for p, start, end in placed(bucket):
@@ -158,14 +158,11 @@ class Compressed:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """The inverse on the same rank of as many; None, or another rank's: errors begin at zero, with a warning."""
-        here = {"rank": self.stage.group.rank, "ranks": self.stage.group.size, "way": self.compression.way}
+        group, way = self.stage.group, self.compression.way
+        here = {**place(group), "way": way}
         if state is not None and {key: state[key] for key in here} != here:
-            if self.stage.group.rank == 0:
-                warnings.warn(
-                    f"compression: the saved errors are of {state['ranks']} ranks ({state['way']}), here are "
-                    f"{here['ranks']} ({here['way']}): error feedback begins at zero, what was not sent yet is lost",
-                    stacklevel=2,
-                )
+            saved = f"{state['ranks']} ranks ({state['way']})"
+            warn_of_loss(group, "compression", saved, f"{group.size} ({way})")
             state = {"steps": state["steps"], "turns": state["turns"], "worker": {}, "server": {}, "q": {}}
         self.exchanges, self._scale, self._dropped = {}, 1.0, False
         self._loaded = None if state is None else dict(state)

@@ -12,6 +12,11 @@ import torch
 from refimpl.compress.compression import Compression
 from refimpl.offload.homes import Disk, Host
 
+PLUS = (
+    "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_hpz_partition_size",
+    "zero_quantized_gradients", "zeropp_loco_param", "mics_hierarchical_params_gather",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class LoCo:
@@ -103,14 +108,7 @@ class ZeroConfig:
 
     def asks_for_plus(self) -> list[str]:
         """The keys of ZeRO++ and MiCS that are set, by name."""
-        return [
-            name
-            for name, off in (
-                ("zero_quantized_weights", False), ("zero_quantized_nontrainable_weights", False),
-                ("zero_hpz_partition_size", 1), ("zero_quantized_gradients", False), ("zeropp_loco_param", None),
-                ("mics_hierarchical_params_gather", False),
-            ) if getattr(self, name) != off
-        ]  # fmt: skip
+        return [name for name in PLUS if getattr(self, name) != getattr(ZeroConfig, name)]
 
     def _check_plus(self) -> None:
         size = self.zero_hpz_partition_size

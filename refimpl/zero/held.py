@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from refimpl.offload.homes import is_here
 from refimpl.optim.loss_scale import LossScaler
 from refimpl.zero.compressed import Compressed
+from refimpl.zero.owing import Owing
 from refimpl.zero.parameter import DATA, Freed
 
 if TYPE_CHECKING:
@@ -41,11 +42,11 @@ class Held(ABC):
     def state_dict(self) -> dict[str, Any]:
         """What this rank owns (references, not copies): optimizer state, fp32 weights, loss scale.
 
-        With compression also what it has not sent yet (copies).
+        Where something travels compressed also what it has not sent yet.
         """
         self.catch_up()
         self.update.refuse_torn()
-        more = {"compression": self.compressed.state_dict()} if self.compressed is not None else {}
+        more = {"compression": self.owing.state_dict()} if self.owing is not None else {}
         return {"stage": type(self).__name__, "ranks": self.group.size, **self.update.state_dict(), **more}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -56,9 +57,14 @@ class Held(ABC):
                 raise ValueError(f"this state was saved with {key} = {state[key]}, here {key} = {value}")
         self.catch_up()
         self.update.load_state_dict(state)
-        if self.compressed is not None:
-            self.compressed.load_state_dict(state.get("compression"))
+        if self.owing is not None:
+            self.owing.load_state_dict(state.get("compression"))
         self.gather()
+
+    @property
+    def owing(self) -> Owing | None:
+        """Who keeps what was not sent yet, if something travels compressed with feedback."""
+        return self.compressed or self.update.owing
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The model's weights by name on rank 0, None elsewhere: views of the model's own memory, not a copy."""

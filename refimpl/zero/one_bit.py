@@ -13,8 +13,7 @@ Tang et al. 2021, arXiv:2102.02888, figure 3. DeepSpeed until 0.19.6: deepspeed/
 runtime/comm/compressed.py, for ZeRO stage 0 only, as here; there each rank clips by its own norm.
 """
 
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +26,7 @@ from refimpl.compress.sign_blocks import SignBlocks
 from refimpl.optim.travelling import Travelling
 from refimpl.zero.flat import Bucket
 from refimpl.zero.gradients import Reduction
+from refimpl.zero.owing import place, warn_of_loss
 from refimpl.zero.slices import Slices
 from refimpl.zero.update import Update, sum_of_squares
 
@@ -60,8 +60,9 @@ class Means:
 
     slices: Slices
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, group: Group, name: str) -> None:
+        """`name`: the optimizer's."""
+        self.group, self.rank, self.name = group, group.rank, name
         self.served: dict[Bucket, Served] = {}
 
     def add(self, slices: Slices, buckets: Iterable[Bucket]) -> None:
@@ -129,19 +130,36 @@ class Means:
         return [tensor for served in self.served.values() for tensor in served.tensors()]
 
     def errors(self) -> dict[str, Tensor]:
-        """Every error of this rank, by bucket and place: for a checkpoint, of the same ranks and buckets alone."""
+        """Every error of this rank, by bucket and place."""
         return {
             f"{i}.{j}": feedback.error
             for i, served in enumerate(self.served.values())
             for j, (_, feedback) in enumerate(served.placed())
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        return {**place(self.group), "errors": self.errors()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Errors of the same ranks and buckets; else they begin at zero, as they do in DeepSpeed after every load."""
+        here, saved = self.errors(), state or {"ranks": 0, "errors": {}}
+        same_ranks = all(saved.get(key) == value for key, value in place(self.group).items())
+        shapes = ({key: e.shape for key, e in errors.items()} for errors in (here, saved["errors"]))
+        fits = same_ranks and next(shapes) == next(shapes)
+        for key, error in here.items():
+            error.copy_(saved["errors"][key]) if fits else error.zero_()
+        if here and not fits:
+            others = ", in other buckets" if same_ranks else ""
+            warn_of_loss(self.group, self.name, f"{saved['ranks']} ranks{others}", str(self.group.size))
+
 
 class OneBitUpdate(Update):
     """As `Update`, of an optimizer that may be handed each rank's own gradient, and averages by itself."""
 
     def __init__(self, optimizer: Travelling, owned: dict[Bucket, Tensor], group: Group, *args: Any) -> None:
-        self.averaging, self.means = optimizer, Means(group.rank)
+        self.averaging, self.means = optimizer, Means(group, type(optimizer).__name__)
+        self.owing = self.means
         super().__init__(optimizer, owned, group, *args)
         optimizer.exchange = self.means
 
@@ -169,27 +187,3 @@ class OneBitUpdate(Update):
 
     def state(self) -> list[Tensor]:
         return [*super().state(), *self.means.tensors()]
-
-    def errors(self) -> dict[str, Tensor]:
-        return self.means.errors()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "errors": self.errors()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.restore_errors(state.get("errors", {}))
-
-    def restore_errors(self, saved: dict[str, Tensor]) -> None:
-        """Take over errors of the same ranks and buckets; else begin without, and say so."""
-        here = self.errors()
-        fits = {k: t.shape for k, t in saved.items()} == {k: t.shape for k, t in here.items()}
-        for key, error in here.items():
-            error.copy_(saved[key]) if fits else error.zero_()
-        if not fits and self.group.rank == 0:
-            warnings.warn(
-                f"{type(self.averaging).__name__}: the saved compression errors are of other ranks or buckets: they "
-                "begin at zero, as they do in DeepSpeed after every load",
-                stacklevel=4,
-            )

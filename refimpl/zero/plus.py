@@ -24,6 +24,7 @@ A node is what `refimpl.comm.nodes` says.
 """
 
 import warnings
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -49,8 +50,11 @@ WEIGHTS, GRADIENTS = Blocks(bits=8), Blocks(bits=4)
 class Plus:
     """The ways of one stage's units and reductions."""
 
-    def __init__(self, group: Group, config: ZeroConfig, parted: bool = False) -> None:
-        """`parted`: some ranks have other experts. ValueError, by the key's name, for what the ranks cannot do."""
+    def __init__(self, group: Group, config: ZeroConfig, parted: bool = False, **of_errors: Any) -> None:
+        """`parted`: some ranks have other experts. `of_errors`: see `MovingErrors`.
+
+        ValueError, by the key's name, for what the ranks cannot do.
+        """
         self.group, self.config = group, config
         self.scratch = Scratch(group.streams, group.empty)
         self.errors: MovingErrors | None = None
@@ -73,7 +77,7 @@ class Plus:
         if config.zero_quantized_gradients:
             near, far = self.nodes()
             if config.zeropp_loco_param is not None:
-                self.errors = MovingErrors(GRADIENTS, config.zeropp_loco_param)
+                self.errors = MovingErrors(group, far.size, GRADIENTS, config.zeropp_loco_param, **of_errors)
             self.sum = QuantisedSum(near, far, GRADIENTS, self.scratch, self.errors)
 
     def nodes(self) -> tuple[Group, Group]:
@@ -129,10 +133,10 @@ class Plus:
             return self.sum.reduce_scatter(bucket, out, x, op)
         return bucket.group.reduce_scatter(out, x, op, async_op=True, tag="gradients")
 
-    def after_step(self, done: bool, factor: float) -> None:
-        """A step is over, or was skipped; `factor`: what the loss scale was multiplied by."""
+    def after_step(self, done: bool) -> None:
+        """A step is over, or was skipped."""
         if self.errors is not None:
-            self.errors.after_step(done, factor)
+            self.errors.after_step(done)
 
     def forget(self) -> None:
         """The weights were replaced: what rounding lost was of gradients at others."""

@@ -22,6 +22,7 @@ from refimpl.optim.loss_scale import LossScaler
 from refimpl.zero.beyond import Beyond
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
+from refimpl.zero.owing import Owing
 from refimpl.zero.slices import Slices
 from refimpl.zero.whole_squares import WholeSquares
 
@@ -36,6 +37,7 @@ class Update:
     """Check, unscale, clip and apply gradients to what this rank owns."""
 
     resting: "Resting | None" = None  # where gradients wait for the step, if not in memory
+    owing: Owing | None = None  # what compression has not sent yet, of what an optimizer averages by itself
 
     def __init__(
         self,
@@ -138,7 +140,7 @@ class Update:
     def adopt(self, bucket: Bucket) -> None:
         """The masters follow what was written to the weights from outside."""
         mine, master = self.owned[bucket], self.masters.get(bucket)
-        if master is not None and master.dtype != mine.dtype:
+        if master is not None and master.dtype != mine.dtype and mine.numel():
             follow(mine, master)
 
     def publish(self, bucket: Bucket) -> None:
@@ -213,13 +215,6 @@ class Update:
         """The state of elements low to high of what is owned: what has an element for each, flat, and the rest."""
         cut, rest = self.slices.state_at(bucket, low, high)
         return dict(cut), rest
-
-    def errors(self) -> dict[str, Tensor]:
-        """What compression has lost on this rank and still owes, for a checkpoint."""
-        return {}
-
-    def restore_errors(self, saved: dict[str, Tensor]) -> None:
-        """Nothing was compressed: see `OneBitUpdate`."""
 
     def brought(self, state: dict[str, Any]) -> dict[str, Any]:
         """An optimizer's `state_dict`, with copies of what rests elsewhere."""

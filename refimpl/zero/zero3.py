@@ -17,6 +17,7 @@ from refimpl.zero.experts import apart
 from refimpl.zero.fetch import Fetch
 from refimpl.zero.flat import Bucket, lay_out
 from refimpl.zero.gradients import Reduction
+from refimpl.zero.owing import Owing
 from refimpl.zero.owners import leaves, owners
 from refimpl.zero.parameter import DATA
 from refimpl.zero.path import Path
@@ -49,7 +50,7 @@ class Zero3(Stage):
         )  # fmt: skip
         share(self.model, {*large, *(p for b in self.kept for p in b.params)}, self.group, dtype, self.experts)
         self.units = [u for units in units_of.values() for u in units]
-        self.plus = Plus(self.group, self.config, self.parted)
+        self.plus = Plus(self.group, self.config, self.parted, scale=self.loss_scale, units=self.units_by_name)
         for unit in self.units:
             self.plus.outfit(unit)
         self.path = Path(self.group, self.config.check_order)
@@ -89,10 +90,21 @@ class Zero3(Stage):
         return gradients
 
     def apply(self, gradients: dict[Bucket, Tensor]) -> bool:
-        before = self.scaler.scale if self.scaler else 1.0
         finite = super().apply(gradients)
-        self.plus.after_step(finite, self.scaler.scale / before if self.scaler else 1.0)
+        self.plus.after_step(finite)
         return finite
+
+    def loss_scale(self) -> float:
+        """What the loss of the next backward is multiplied by."""
+        return self.scaler.scale if self.scaler else 1.0
+
+    def units_by_name(self) -> dict[str, Bucket]:
+        """By the name of its first parameter."""
+        return {self.names[unit.params[0]]: unit for unit in self.units}
+
+    @property
+    def owing(self) -> Owing | None:
+        return self.plus.errors
 
     def lay_out_more(self, params: list[nn.Parameter]) -> list[Bucket]:
         """A unit of which anything is trained is reduced and updated as one."""

@@ -1,6 +1,7 @@
 """The bench of compression: equal time by arithmetic, every method learns, what is drawn, what is refused."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from refimpl.bench.cli import app
 from refimpl.bench.compression import PERIOD, Learned, Measured, Task, curves, draw, measure, of_period
 from refimpl.bench.methods import FIRST, METHODS
+from refimpl.bench.table import markdown
 from refimpl.model.gpt import GPTConfig
 
 TINY = GPTConfig(vocab=256, context=8, width=8, layers=1, heads=2)
@@ -17,7 +19,7 @@ TINY = GPTConfig(vocab=256, context=8, width=8, layers=1, heads=2)
 
 def by_hand(steps: int = 100) -> Measured:
     """DDP learns from 3.0 on by 0.01 a step, top-k half as fast but in a quarter of its time; 1-bit Adam as DDP."""
-    fast, slow = [3.0 - 0.01 * step for step in range(steps)], [3.0 - 0.005 * step for step in range(steps)]
+    fast, slow = [3.0 - 0.01 * step for step in range(steps + 1)], [3.0 - 0.005 * step for step in range(steps + 1)]
     learned = {FIRST: Learned(fast, 1e6), "top-k 1%": Learned(slow, 1e4), "1-bit Adam": Learned(fast, 5e4)}
     ms = {FIRST: 40.0, "top-k 1%": 10.0, "1-bit Adam": 20.0}
     return Measured("1Gbit/s 100us", 2, Task(TINY, steps), learned, ms)
@@ -28,8 +30,8 @@ def test_losses_are_compared_after_equal_time() -> None:
     assert [row.seconds for row in (ddp, top, adam)] == pytest.approx([1.0] * 3)  # 100 steps of 10 ms
     assert (ddp.steps, top.steps) == (25, 100)
     assert adam.steps == 20 + (1000 - 20 * 40) // 20  # its warm-up of 20 steps takes DDP's time
-    assert ddp.loss == pytest.approx(3.0 - 0.01 * 19.5)  # the mean of steps 15 to 24
-    assert top.loss == pytest.approx(3.0 - 0.005 * 94.5)
+    assert ddp.loss == pytest.approx(3.0 - 0.01 * 25)
+    assert top.loss == pytest.approx(3.0 - 0.005 * 100)
     assert (ddp.pays, top.pays, adam.pays) == ("-", "yes", "yes")
     assert (top.times_ddp, top.sent_mb) == (0.25, 0.01)
 
@@ -53,7 +55,7 @@ def test_every_method_trains_and_sends_less_than_ddp() -> None:
     found = worlds.run(curves, Task(TINY, steps=3 * PERIOD, batch=2), names)[0]
     assert list(found) == names
     for name, one in found.items():
-        assert len(one.losses) == 3 * PERIOD
+        assert len(one.losses) == 3 * PERIOD + 1
         assert all(map(math.isfinite, one.losses)), name
         assert one.losses[0] == found[FIRST].losses[0]  # all begin with the same weights and texts
         assert (one.sent < found[FIRST].sent) == (name not in (FIRST, "LAMB")), name
@@ -71,6 +73,18 @@ def test_a_run_over_two_links(tmp_path: Path) -> None:
     assert [[row.method for row in one.rows()] for one in found] == [names] * 2
     draw(found, tmp_path / "losses.png")
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readmes_table_has_a_line_a_method_and_a_column_a_link() -> None:
+    one, other = by_hand(), by_hand()
+    other.link, other.step_ms = "10Gbit/s", {FIRST: 10.0, "top-k 1%": 20.0, "1-bit Adam": 10.0}
+    lines = markdown([asdict(row) for found in (one, other) for row in found.rows()]).splitlines()
+    assert lines[0] == "| method | MB sent a step | 1Gbit/s 100us | 10Gbit/s |"
+    assert lines[2:] == [
+        "| DDP | 1.00 | 1.00, 2.75 | 1.00, 2.00 |",
+        "| top-k 1% | 0.01 | 0.25, 2.50 **pays** | 2.00, 2.75 no |",
+        "| 1-bit Adam | 0.05 | 0.50, 2.70 **pays** | 1.00, 2.00 even |",
+    ]
 
 
 @pytest.mark.parametrize(

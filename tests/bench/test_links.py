@@ -31,11 +31,13 @@ def test_rows_of_a_run_on_two_nodes_of_two() -> None:
         ("latency", 1000.0),
         ("bandwidth of a pair", 1.0),
         ("bandwidth of a node", 1.0),
+        ("a message itself", None),
     ]
     for row in figures:
         assert (row.link, row.nodes, row.ranks) == ("1 Gbit/s, 1000 us", 2, 4)
-        assert row.asked is not None
-        assert row.ratio == row.delivered / row.asked
+        assert isinstance(row, Figure)
+        assert row.ratio == (None if row.asked is None else row.delivered / row.asked)
+    assert figures[-1].delivered < figures[0].delivered
     assert [row.way for row in reduced] == [DIRECT, RING, TWO_LEVEL]
     assert [row.way for row in swapped] == [DIRECT, TWO_LEVEL]
     for row in (*reduced, *swapped):

@@ -4,6 +4,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,12 +163,15 @@ def test_a_message_arrives_when_its_last_byte_has_left_and_latency_later(way: st
         return found
 
     by_call = list(zip(*run(spans, ranks=2), strict=True))
+    back = 1e-4  # at most so much is taken off, for the caller's way back
     after = [
-        [end - by_call[c][1 - r][0] for r, (_, end) in enumerate(by_call[c])] for c in range(5)
+        [back + end - by_call[c][1 - r][0] for r, (_, end) in enumerate(by_call[c])] for c in range(5)
     ]  # since it was sent
     assert after[0][1] >= 0.02
     assert min(after[1]) >= 0.04 + 0.02  # 40,000 bytes, and both directions at once
-    assert min(end - begun for begun, end in by_call[2]) >= 2 * (0.02 + 0.02)  # two halves of 20,000, there and back
+    assert min(back + end - begun for begun, end in by_call[2]) >= 2 * (
+        0.02 + 0.02
+    )  # two halves of 20,000, there and back
     assert min(after[3]) >= 0.02 + 0.02
     assert by_call[4][0][1] - by_call[4][0][0] >= 0.04  # the root's own end
     assert after[4][1] >= 0.04 + 0.02
@@ -211,6 +215,30 @@ def test_the_ranks_of_a_node_share_its_cable_and_wait_in_line() -> None:
             last = 3 if rank < 2 else 1
             assert left == arrivals[rank, last, 1] - latency
             assert crossed == (300 + 400 if rank < 2 else 100 + 200) + 2 * 10
+
+
+def late() -> list[int]:
+    """How much sooner a rank stops waiting that comes back 30 us late, then 10 ms late; and with 5 us of latency."""
+    group, found = Group.world(), []
+    for latency in (1e-3, 5e-6):
+        cables = Cables(Link(1e9, latency), group.handle)  # type: ignore[arg-type]
+        cables.send(COLLECTIVE, {1 - group.rank: 8}, 0)
+        group.barrier()
+        words, now = cables.expect(COLLECTIVE, {1 - group.rank: 8}), [0]
+        at, links.time = cables.due(words), SimpleNamespace(monotonic_ns=lambda now=now: now[0])  # type: ignore[assignment]
+        for way_back in (30_000, 10_000_000):
+            for _ in range(100):
+                cables.waited(1_000_000_000)
+                now[0] = 1_000_000_000 + way_back
+                cables.returned()
+                cables.returned()  # a call that has not waited
+            found.append(at - cables.due(words))
+        links.time = time  # type: ignore[assignment]
+    return found
+
+
+def test_the_way_back_is_taken_off_the_latency_and_no_more_than_that() -> None:
+    assert launch.run(late, ranks=2, device="cpu") == [[30_000, 100_000, 5_000, 5_000]] * 2
 
 
 def test_what_crosses_is_counted_by_collective_and_by_tag(monkeypatch: pytest.MonkeyPatch) -> None:

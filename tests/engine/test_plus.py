@@ -1,5 +1,6 @@
 """ZeRO++ and MiCS by the keys of DeepSpeed's JSON: trained, saved, loaded into another kind of ZeRO-3, refused."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,13 @@ def config(**zero: Any) -> dict[str, Any]:
     }
 
 
-def engine_of(patch: pytest.MonkeyPatch, zero: dict[str, Any], seed: int = 0) -> Any:
+def engine_of(patch: pytest.MonkeyPatch, zero: dict[str, Any], seed: int = 0, **more: Any) -> Any:
     patch.setenv("REFIMPL_RANKS_PER_NODE", "2")
     torch.manual_seed(seed)
     with Init():
         model = GPT(SHAPE)
     model.wpe.requires_grad_(False)
-    return initialize(model=model, config=config(**zero))[0]
+    return initialize(model=model, config={**config(**zero), **more})[0]
 
 
 def losses(engine: Any, steps: range) -> list[float]:
@@ -91,6 +92,68 @@ def test_a_checkpoint_goes_on_in_another_kind_of_zero3(
         assert found == pytest.approx(expected, rel=0.02), "the weights are equal; rounding moves the loss a little"
 
 
+FP16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 3}}
+FEEDBACK = {key: value for key, value in ZEROPP.items() if "nontrainable" not in key}
+
+
+def loco(engine: Any) -> dict[str, Any]:
+    state = engine.stage.owing.state_dict()
+    return {f"{saved['unit']} {saved['hop']}": saved for saved in state["errors"]}
+
+
+def stopped(folder: Path) -> tuple[list[float], dict[str, Any], dict[str, Tensor]]:
+    """After three steps, which are saved: the losses of two more, the errors saved, the weights at the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        engine = engine_of(patch, FEEDBACK, **FP16)
+        losses(engine, range(3))
+        engine.save_checkpoint(folder)
+        errors = loco(engine)
+        return losses(engine, range(3, 5)), errors, weights_of(engine)
+
+
+def gone_on(folder: Path) -> tuple[list[float], dict[str, Any], dict[str, Tensor]]:
+    with pytest.MonkeyPatch.context() as patch:
+        engine = engine_of(patch, FEEDBACK, seed=7, **FP16)
+        losses(engine, range(1))
+        engine.load_checkpoint(folder)
+        errors = loco(engine)
+        return losses(engine, range(3, 5)), errors, weights_of(engine)
+
+
+def weights_of(engine: Any) -> dict[str, Tensor]:
+    return {name: engine.stage.full_parameter(name) for name in engine.stage.names.values()}
+
+
+def test_what_rounding_owes_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Losses and weights are equal only if the errors of both hops are, the loss scale's growth between included."""
+    there, here = run(stopped, tmp_path, ranks=4), run(gone_on, tmp_path, ranks=4)
+    for (expected, saved, weights), (found, loaded, end) in zip(there, here, strict=True):
+        assert {key.rpartition(" ")[2] for key in saved} == {"near", "far"}
+        assert saved.keys() == loaded.keys()
+        assert any(s["codes"].any() for s in saved.values())
+        for key, s in saved.items():
+            assert all(torch.equal(s[part], loaded[key][part]) for part in ("scales", "codes")), key
+        assert found == expected
+        assert all(torch.equal(end[name], w) for name, w in weights.items())
+
+
+def without_errors(folder: Path) -> tuple[list[str], int]:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = engine_of(patch, {**FEEDBACK, "zero_hpz_partition_size": 1}, seed=7, **FP16)
+        engine.load_checkpoint(folder)
+        kept = len(loco(engine))
+        losses(engine, range(3, 4))
+    return [str(w.message) for w in caught if "zeropp_loco_param" in str(w.message)], kept
+
+
+def test_on_another_number_of_ranks_what_rounding_owes_is_dropped(tmp_path: Path) -> None:
+    run(stopped, tmp_path, ranks=4)
+    (said, kept), (other, _) = run(without_errors, tmp_path, ranks=2)
+    assert "errors are of 4 ranks on 2 nodes, here are 2 on 1: error feedback begins at zero" in said[0]
+    assert (len(said), other, kept) == (1, [], 0)
+
+
 def asked(zero: dict[str, Any], **more: Any) -> str:
     with pytest.raises(ConfigError) as error:
         initialize(model=nn.Linear(4, 4), config={**config(**zero), **more})
@@ -110,6 +173,17 @@ def asked(zero: dict[str, Any], **more: Any) -> str:
 )  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(zero: dict[str, Any], said: str) -> None:
     assert said in asked(zero)
+
+
+def too_few(config: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        initialize(model=nn.Linear(4, 4), config=config)
+    return str(error.value)
+
+
+def test_shards_that_do_not_divide_the_ranks_are_refused_by_the_keys_name() -> None:
+    (said, _) = run(too_few, config(mics_shard_size=3), ranks=2)
+    assert said == "zero_optimization.mics_shard_size: 2 ranks are no multiple of shard 3 = 3: start a multiple of 3"
 
 
 def test_a_disk_for_parameters_and_second_shards_exclude_each_other(tmp_path: Path) -> None:

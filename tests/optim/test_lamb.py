@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from refimpl.optim.lamb import Lamb
+from refimpl.optim.one_bit_lamb import OneBitLamb
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6}
 
@@ -102,3 +103,21 @@ def test_resuming_changes_nothing() -> None:
 def test_bad_options(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="Lamb"):
         Lamb([nn.Parameter(torch.ones(1))], **bad)
+
+
+def test_one_bit_lambs_correction_is_a_schedule_that_the_freeze_does_not_end() -> None:
+    """The same bits as without it, at rates that are corrected by hand, before the freeze at step 3 and after it."""
+    torch.manual_seed(0)
+    start, grads = torch.randn(7, 5), torch.randn(9, 7, 5)
+    ends = []
+    for by_hand in (False, True):
+        p = nn.Parameter(start.clone())
+        optimizer = OneBitLamb([p], lr=1e-2, freeze_step=3, weight_decay=0.1, bias_correction=not by_hand)
+        for t, grad in enumerate(grads, 1):
+            if by_hand:
+                optimizer.param_groups[0]["lr"] = 1e-2 * (math.sqrt(1 - 0.999**t) / (1 - 0.9**t))
+            p.grad = grad.clone()
+            optimizer.step()
+        ends.append(p.detach())
+    assert torch.equal(*ends)
+    assert not torch.equal(ends[0], start)

@@ -227,3 +227,24 @@ def told_of_what_is_dropped(stage_name: str) -> list[str]:
 def test_gradients_dropped_with_an_exception_are_told(stage: str) -> None:
     for (told,) in run(told_of_what_is_dropped, stage, ranks=2):
         assert "the backward before this forward raised" in told
+
+
+def with_nothing_in_it(kind: str, dtype: torch.dtype) -> list[Tensor]:
+    """A layer whose weight has no elements, trained beside another; the weights of the other at the end."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"some": nn.Linear(5, 3), "none": nn.Linear(0, 3, bias=False)}).to(dtype)
+    stage = STAGES[kind](model, torch.optim.AdamW(model.parameters(), lr=1e-2), Group.world(), ZeroConfig())  # type: ignore[call-arg]
+    for step in range(2):
+        x = batch(step, Group.world().rank).to(dtype)
+        stage.backward((model["some"](x) + model["none"](x[:, :0])).float().square().mean())
+        assert stage.step()
+    return [stage.full_parameter("some.weight"), stage.full_parameter("none.weight")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_without_elements_is_trained_along(dtype: torch.dtype) -> None:
+    expected, nothing = run(with_nothing_in_it, "ddp", dtype, ranks=3)[0]
+    assert nothing.numel() == 0
+    for kind in ("zero1", "zero2", "zero3"):
+        for found, _ in run(with_nothing_in_it, kind, dtype, ranks=3):
+            assert torch.equal(found, expected), kind

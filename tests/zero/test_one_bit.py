@@ -167,16 +167,16 @@ def test_an_overflow_leaves_momentum_and_errors_alone(name: str) -> None:
         stage = DDP(model, optimizer, group, ZeroConfig(reduce_bucket_size=700), DynamicLossScaler(256.0))
         for step in range(12):
             poisoned = step in (1, 5, 9)
-            before = {k: t.clone() for k, t in stage.update.errors().items()}
+            before = {k: t.clone() for k, t in stage.update.means.errors().items()}
             state = [t.clone() for t in stage.update.slices.state()]
             loss = model(tokens(step, group.rank))
             stage.backward(loss * float("inf") if poisoned and group.rank == 1 else loss)
             assert stage.step() == (not poisoned)
             if poisoned:
-                assert all(torch.equal(before[k], t) for k, t in stage.update.errors().items())
+                assert all(torch.equal(before[k], t) for k, t in stage.update.means.errors().items())
                 assert all(torch.equal(a, b) for a, b in zip(state, stage.update.slices.state(), strict=True))
-        assert any(t.any() for t in stage.update.errors().values())
-        assert all(t.isfinite().all() for t in [*stage.update.errors().values(), *model.parameters()])
+        assert any(t.any() for t in stage.update.means.errors().values())
+        assert all(t.isfinite().all() for t in [*stage.update.means.errors().values(), *model.parameters()])
 
     run(go)
 

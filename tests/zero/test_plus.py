@@ -363,15 +363,18 @@ def test_what_rounding_loses_comes_back() -> None:
     rows = torch.randn(3, 500, generator=torch.Generator().manual_seed(0))
     for beta, share in ((0.0, 0.1), (0.8, 0.5)):
         plain = sent_in(None, rows, 40) / 40 - rows
-        kept = sent_in(MovingErrors(Blocks(bits=4), LoCo(err_beta=beta)), rows, 40) / 40 - rows
+        kept = sent_in(MovingErrors(Group(None), 1, Blocks(bits=4), LoCo(err_beta=beta)), rows, 40) / 40 - rows
         assert kept.norm() < share * plain.norm(), beta
-    errors = MovingErrors(Blocks(bits=4), LoCo(reset_T=2))
+    loss_scale = [4.0]
+    errors = MovingErrors(Group(None), 1, Blocks(bits=4), LoCo(reset_T=2), lambda: loss_scale[0])
     errors.compress(HOP, rows)
     before = [wire[0].clone() for wire in errors.wires()]
-    errors.after_step(done=True, factor=0.5)
+    errors.after_step(done=True)
+    loss_scale[0] = 2.0
+    errors.measure()
     for wire, scale in zip(errors.wires(), before, strict=True):
         assert torch.equal(wire[0], scale / 2), "the errors are of scaled gradients"
-    errors.after_step(done=True, factor=1)
+    errors.after_step(done=True)
     assert errors.wires() == [], "every reset_T steps"
 
 

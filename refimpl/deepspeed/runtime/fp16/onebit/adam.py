@@ -1,18 +1,8 @@
 """1-bit Adam under DeepSpeed's name. DeepSpeed until 0.19.6: deepspeed/runtime/fp16/onebit/adam.py."""
 
-from typing import Any
-
-from torch.optim.optimizer import ParamsT
-
-from refimpl.deepspeed.ops.lamb import refuse_clipping
+from refimpl.deepspeed.runtime.fp16.onebit.arguments import Arguments
 from refimpl.optim.one_bit_adam import OneBitAdam
 
 
-class OnebitAdam(OneBitAdam):
-    """refimpl's, with DeepSpeed's order of arguments: `deepspeed`, an engine there, is not looked at."""
-
-    def __init__(
-        self, params: ParamsT, deepspeed: object = None, lr: float = 1e-3, max_grad_norm: float = 0.0, **options: Any
-    ) -> None:
-        refuse_clipping("OnebitAdam", max_grad_norm)
-        super().__init__(params, lr, **options)
+class OnebitAdam(Arguments, OneBitAdam):
+    """refimpl's, with DeepSpeed's order of arguments."""
