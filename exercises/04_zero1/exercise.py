@@ -50,7 +50,10 @@ class ShardedOptimizer:
     """
 
     def __init__(
-        self, model: nn.Module, group: Group, make_optimizer: Callable[[list[nn.Parameter]], optim.Optimizer]
+        self,
+        model: nn.Module,
+        group: Group,
+        make_optimizer: Callable[[list[nn.Parameter]], optim.Optimizer],
     ) -> None:
         """Flatten the model, give all ranks rank 0's parameters, frozen ones too, and make self.optimizer.
 
