@@ -666,8 +666,8 @@ Knobs(draw, table, model=list(MODELS), precision=precisions, sequences=[4, 1, 2,
 # %% [markdown]
 # **Is it fast?** A step does about $6\Psi$ operations a token. The share of what the hardware could have done in that
 # time is the **model FLOPs utilization**, MFU. It counts what the model needs, not what was done: recomputed
-# activations do not raise it. Large trainings on GPUs reach 35 to 50%. Here against this core's own best product, in
-# fp32:
+# activations do not raise it. Large trainings have told of 38 to 43% (Llama 3, 405B), 46% (PaLM, on TPUs) and 55%
+# (MegaScale). Here against this core's own best product, in fp32:
 
 # %% tags=["nbval-ignore-output"]
 from refimpl.measure.clock import Clock
