@@ -378,9 +378,9 @@ plt.show()
 
 # %% tags=["hide-input"]
 CARDS = {
-    "H100, NVLink": (989e12, 450e9),
-    "H100, InfiniBand": (989e12, 50e9),
-}  # operations/s in bf16, bytes/s: what the makers state
+    "H100, NVLink": (990e12, 450e9),
+    "H100, InfiniBand": (990e12, 50e9),
+}  # operations/s in bf16, bytes/s
 pd.DataFrame(
     {
         name: {

@@ -515,6 +515,45 @@ for number, buckets in enumerate(steps):
     )
 
 # %% [markdown]
+# Two more things, on a module with a layer that nobody uses and a batch norm:
+
+
+# %%
+class Spare(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.used(x))
+
+
+def running_means(ddp):
+    """How many different ones the ranks have."""
+    means = [None] * dist.get_world_size()
+    dist.all_gather_object(means, ddp.module.norm.running_mean.tolist())
+    return len(set(map(tuple, means)))
+
+
+def two_steps(find):
+    """Whether the second step comes; then the running means, and again after one more forward."""
+    ddp = DistributedDataParallel(Spare(), find_unused_parameters=find)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    try:
+        for _ in range(2):
+            ddp(x).square().sum().backward()
+    except RuntimeError as error:
+        return str(error).partition(".")[0]
+    before = running_means(ddp)
+    ddp.eval()(x)
+    return f"trains; {before} different running means, a forward later {running_means(ddp)}"
+
+
+for find in (False, True):
+    print(f"find_unused_parameters={find}: {run(two_steps, find, ranks=2)[0]}")
+
+# %% [markdown]
 # - **Buckets are rebuilt.** In the first step all lies in one bucket, because torch does not know yet in which order
 #   gradients come. It writes the order down and deals new buckets before the second forward. (refimpl guesses, last
 #   parameter first, and keeps to it.)
@@ -524,8 +563,8 @@ for number, buckets in enumerate(steps):
 # - **`find_unused_parameters`** walks the graph after each forward and counts what it does not find as ready. Off by
 #   default, for the walk costs time; then an unused parameter is an error at the next forward. With it buckets are not
 #   rebuilt. `static_graph=True` says that every step uses the same parameters, and walks once.
-# - **`broadcast_buffers`** sends rank 0's buffers (the running means of a batch norm) to all before each forward.
-#   refimpl does the same.
+# - **Buffers** (the running means of a batch norm) each rank changes by itself in forward; before the next one rank 0's
+#   are sent to all (`broadcast_buffers`, of late `forward_sync_buffers`). refimpl does the same.
 
 # %% [markdown]
 # ## 5. Measure it

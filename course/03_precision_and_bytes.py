@@ -199,7 +199,8 @@ pd.Series(ends).unstack().loc[["float32", "float16", "bfloat16"]]
 # From 1, both 16-bit formats stay at 1. From 0.02 they move, because small numbers lie closer. fp16 ends too high,
 # since every sum was rounded, and bf16 stops at 0.031: from $2^{-5} = 0.03125$ on, half a gap is more than the update.
 #
-# **Master weights.** Your turn; `%hint 03_precision_and_bytes MasterWeights` helps.
+# **Master weights** are your turn. Write the class and run the cell: it is saved in your exercise's file and graded in a
+# second or two. `%hint 03_precision_and_bytes MasterWeights` helps.
 
 
 # %%

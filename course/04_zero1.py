@@ -143,6 +143,7 @@ class ShardedOptimizer:
 
     A step: one reduce-scatter of all gradients, in their dtype, the update of this rank's shard, one all-gather of all
     weights. Between steps nothing is kept but the weights and the shard's state: no gradient, no second buffer.
+    The padding stays zero.
     """
 
     def __init__(
@@ -562,14 +563,14 @@ print(f"norm of my shard {local:.1f}, of the whole gradient {square.sqrt():.1f}"
 #
 # **An optimizer that is not element-wise.** LAMB scales each layer's update by $\lVert w\rVert / \lVert u\rVert$, the
 # norms of the layer's weights and of its update. On a shard these are norms of whatever happens to lie there. It
-# trains, and it is another optimizer. `Zero1` refuses what it does not know:
+# trains, and it is another optimizer. `Zero1` refuses what it does not know, such as LARS, which does so without Adam:
 
 # %% tags=["raises-exception"]
 # %%ranks 4
 from refimpl.zero.zero1 import Zero1
 
 
-class Lamb(torch.optim.SGD):
+class Lars(torch.optim.SGD):
     """Steps each parameter by a share of its own norm."""
 
     @torch.no_grad()
@@ -579,7 +580,7 @@ class Lamb(torch.optim.SGD):
 
 
 model = GPT(config)
-Zero1(model, Lamb(model.parameters()), group)
+Zero1(model, Lars(model.parameters()), group)
 
 # %% [markdown]
 # ## 7. Prove it

@@ -160,7 +160,7 @@ for again in (False, True):
 
 # %% tags=["hide-input"]
 predict(
-    "What happens to a unit in a step?",
+    "What happens to a layer's weights in a step?",
     ["gather", "forward", "free", "gather again", "backward", "reduce-scatter"],
     order=True,
 )
@@ -240,7 +240,7 @@ class Zero3:
 
         zero = Zero3(model, group)
         model(batch).mean().backward()
-        zero.grads[module]            # [S], the mean over ranks, in the layout of zero.units[module].mine
+        zero.grads[module]            # [S], the mean over ranks, laid out as zero.units[module].mine, padding zero
 
     Each module with parameters of its own (module.parameters(recurse=False)) is a unit. It is gathered before the
     module's forward and freed after it; gathered again before its backward, and freed when all its gradients are

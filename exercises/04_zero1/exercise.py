@@ -47,6 +47,7 @@ class ShardedOptimizer:
 
     A step: one reduce-scatter of all gradients, in their dtype, the update of this rank's shard, one all-gather of all
     weights. Between steps nothing is kept but the weights and the shard's state: no gradient, no second buffer.
+    The padding stays zero.
     """
 
     def __init__(

@@ -71,6 +71,8 @@ def judge_flights(watched: WatchedGroup, buffers: list[weakref.ref[UntypedStorag
     )
     youngest = [e.call for e in starts(watched.ledger)][-room:]
     require(flying == youngest, "launch waits for one that was launched later: the oldest arrives first, wait for that")
+    copied = [ref for ref in buffers[-room:] if ref() is None]
+    require(not copied, "`flat` is copied before it travels, and costs its memory twice: send `flat` itself")
     alive = [i for i, ref in enumerate(buffers[:-room]) if (s := ref()) is not None and s.nbytes()]
     require(
         len(alive) <= 1,  # gloo lets go of its last buffer a little late
