@@ -90,9 +90,7 @@ class Collector:
         self.flying = [full]
         full[: p.numel()] = p.grad.flatten()
         p.grad = None
-        mine = torch.empty(
-            len(full) // world_size
-        )  # [S], its own memory, so that `full` can go
+        mine = torch.empty(len(full) // world_size)  # [S], not a view of `full`, which must go
         group.reduce_scatter(mine, full, "mean")
         self.shards[p] = self.shards[p] + mine if p in self.shards else mine
         self.flying = []
