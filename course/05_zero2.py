@@ -132,9 +132,10 @@ for name, as_they_come in (("when backward is over", False), ("as they come", Tr
     print(f"{name:24}  {peak / psi:4.2f}   {after / psi:10.2f}")
 
 # %% [markdown]
-# In fp32 a whole gradient is 4 bytes a parameter, and whoever waits for the end of backward has had all of it. As they
-# come, the peak is what must remain, $4/N = 1$, and little more than one gradient: it, and the copy that travels. Same
-# numbers? Gather the shards and compare them with the mean gradient that an all-reduce computes:
+# In fp32 a whole gradient is 4 bytes a parameter. Whoever waits for the end of backward has had all of it, and then
+# copies what travels. As they come, the peak is what must remain, $4/N = 1$, and for a moment one gradient beside its
+# copy. (In a model this small that is nearly as much again. In a large one it hardly counts.) Same numbers? Gather the
+# shards and compare them with the mean gradient that an all-reduce computes:
 
 # %%
 # %%ranks 4
