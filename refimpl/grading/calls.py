@@ -51,7 +51,7 @@ class Calls:
             yield
         finally:
             sys.setprofile(before[0])
-            threading.setprofile(before[1])  # type: ignore[arg-type]
+            threading.setprofile(before[1])
             require(not self.cheat, self.cheat)
 
     def look(self, frame: FrameType, event: str, arg: object) -> None:
