@@ -241,9 +241,9 @@ print(
 )
 
 # %% [markdown]
-# How fast depends on the **topology**: which link is between two ranks. The table has usual links of a GPU server, in
-# each direction, and how long the gradients of a 7B model in 16 bits take on each, by the all-reduce's $2n$ bytes a
-# rank.
+# How fast depends on the **topology**: which link is between two ranks. The table has usual links of a GPU server, as
+# their makers state them, but for one direction (of NVLink 4 and PCIe 5 they mostly state both together, 900 and 128
+# GB/s), and how long the gradients of a 7B model in 16 bits take on each, by the all-reduce's $2n$ bytes a rank.
 
 # %% tags=["hide-input"]
 GB_A_SECOND = {
@@ -265,7 +265,8 @@ pd.DataFrame(
 
 # %% [markdown]
 # Inside a node a link is 9 times as fast as between nodes, and a slow network makes it 360 times. That is why groups
-# that send much are put inside a node.
+# that send much are put inside a node. (Nobody reaches line rates. NCCL itself reckons with 20.6 of the 25 GB/s that
+# each of an H100's 18 NVLinks is said to do, 371 GB/s in all, and a ring comes to about that.)
 
 # %% [markdown]
 # ## 5. Measure it

@@ -546,17 +546,20 @@ table.round(2).rename_axis("bytes, 4 ranks; ms")
 # By the formula 4 ranks win little with a tree: 4 rounds in place of 6. They win more, because in a round of the tree a
 # rank waits for one other, and in a step of the ring all wait for all. On 1024 ranks it is 20 rounds in place of 2046,
 # and the formula lets the tree win far into the megabytes. **NCCL**, the library behind collectives on NVIDIA's GPUs,
-# asks a model of this kind at every call, with the latencies and bandwidths that it found when it started:
+# asks a model of this kind at every call. The bandwidths are those of the links that it found when it started. The
+# latencies stand in its source, by kind of link: a step of a ring costs 3.4 microseconds over NVLink and 14 over a
+# network (0.6 and 2.7 by the protocol for small messages, which halves the bandwidth).
 #
 # | NCCL's algorithm | what it is | when it is taken |
 # |---|---|---|
 # | Ring | the ring above, chunks cut finer so that steps overlap; several rings at once | large buffers, few nodes |
-# | Tree | two binary trees, half of the buffer in each; who is a leaf in one is a branch in the other | small buffers, many nodes |
-# | NVLS | the NVLink switch adds: a GPU sends $n$ once and gets the sum back (Hopper and later, inside a node) | all-reduce in a node |
+# | Tree | between nodes two binary trees, half of the buffer in each; who is a leaf in one is a branch in the other. A chain inside a node | small buffers, many nodes |
+# | NVLS | the NVLink switch adds what it fetches from all GPUs (Hopper and later) | in a node; NVLSTree goes on between nodes |
 # | CollNet | the switches of an InfiniBand network add (SHARP) | where there are such switches |
 #
 # `NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING` prints the choice, `NCCL_ALGO` overrides it. With NVLS and CollNet ranks no
-# longer add, so "no algorithm sends less than $2n\frac{N-1}{N}$" does not hold for them: they send $n$.
+# longer add, so "no algorithm sends less than $2n\frac{N-1}{N}$" does not hold for them. With NVLS a GPU sends
+# $n\frac{N+1}{N}$: its buffer, which the switch fetches, and its $N$-th of the sum, which the switch hands to all.
 
 # %% [markdown]
 # **The way.** All of that went through TCP, although all ranks are on one host: messages between two ranks always do
@@ -575,7 +578,7 @@ table.round(2).rename_axis("bytes, 4 ranks; ms")
 # ```
 #
 # An H100 reaches its seven neighbours at 450 GB/s in each direction, and other nodes at 50 GB/s through one 400 Gbit/s
-# card. NCCL chooses for each pair of ranks, and says so under `NCCL_DEBUG=INFO` (`via P2P`, `via SHM`, `via NET`).
+# card, by the makers' figures. NCCL chooses for each pair of ranks, and says so under `NCCL_DEBUG=INFO` (`via P2P`, `via SHM`, `via NET`).
 # `Group` does the same for ranks on CPUs: shared memory where all are on one host, else TCP through gloo.
 # `REFIMPL_TRANSPORT=gloo` asks for TCP. The algorithm, the bytes in the ledger and the bits are the same. The time is
 # not:

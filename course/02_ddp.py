@@ -252,27 +252,34 @@ print("different models after 3 steps:", fingerprints(trained.parameters()))
 # What is wrong with it? 28 calls, each of which costs an $\alpha$; and not one of them begins before backward is over.
 
 # %% [markdown]
-# **Buckets.** Pack gradients end to end until the bucket is full, send the bucket, unpack. (Packing is a part of the
-# task above. Here two functions of torch do it: `_flatten_dense_tensors` puts tensors end to end in a new one,
-# `_unflatten_dense_tensors` gives views of its pieces.) The order is the one in which backward makes gradients: roughly
-# the last parameter first.
+# **Buckets.** So let several gradients travel together. Which ones? Those that backward makes one after the other:
+# roughly from the last parameter to the first. `%hint 02_ddp assign_buckets` helps.
 
+
+# %%
+# %%task 02_ddp assign_buckets
+def assign_buckets(params: Sequence[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
+    """Parameters, less the frozen ones, in buckets, in the order in which backward completes them.
+
+    Backward reaches parameters from the last to the first. A bucket holds at most `limit` elements, or one parameter
+    that is larger alone. Fill a bucket until the next parameter does not fit, then begin another.
+    Example: sizes [4, 3, 9, 2], limit 6 -> sizes [[2], [9], [3], [4]]; limit 7 -> [[2], [9], [3, 4]].
+    """
+    raise NotImplementedError("assign_buckets")
+
+
+# %% [markdown]
+# Pack a bucket's gradients end to end, send the bucket, unpack. (`yours` brings your function, once it has passed, and
+# until then one that does the same. Packing is a part of the first task; here two functions of torch do it:
+# `_flatten_dense_tensors` puts tensors end to end in a new one, `_unflatten_dense_tensors` gives views of its pieces.)
 
 # %%
 # %%ranks
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from refimpl.notebook.yours import yours
 
-def deal(model, size):
-    """Lists of parameters, at most `size` elements each (or one larger), the last one first."""
-    buckets, room = [], 0
-    for p in reversed(list(model.parameters())):
-        if p.numel() > room:
-            buckets.append([])
-            room = size
-        buckets[-1].append(p)
-        room -= p.numel()
-    return buckets
+assign_buckets = yours("02_ddp", "assign_buckets")
 
 
 def pack(bucket):
@@ -287,7 +294,7 @@ def unpack(flat, bucket):
 model.zero_grad()
 group.ledger.reset()
 model(*batches.batch(0, rank)).backward()
-for bucket in deal(model, size=30_000):
+for bucket in assign_buckets(list(model.parameters()), 30_000):
     flat = pack(bucket)
     group.all_reduce(flat, "mean")
     unpack(flat, bucket)
@@ -297,9 +304,78 @@ print(
 print(group.ledger.calls(), group.ledger.sent_bytes())
 
 # %% [markdown]
-# The same bytes in fewer calls. **Overlap.** A hook on each parameter runs inside backward, at the moment its
-# gradient is complete. The hook that fills a bucket starts the bucket's all-reduce and does not wait; `finish` waits
-# for all of them when backward is over.
+# The same bytes in fewer calls. **Overlap.** A hook on each parameter runs inside backward, at the moment its gradient
+# is complete. It can start an all-reduce and not wait for it. In its bare form, without buckets, every gradient travels
+# alone, and all of them are waited for when backward is over:
+
+
+# %%
+# %%ranks
+def order(events):
+    """On one line: . a gradient is complete, [ an all-reduce starts, ] one has ended."""
+    return "".join({"mark": ".", "start": "[", "end": "]"}[event.phase] for event in events)
+
+
+def leave(p):
+    group.ledger.mark("gradient")
+    flights.append(group.all_reduce(p.grad, "mean", async_op=True))
+
+
+model, flights = fresh(), []
+for p in model.parameters():
+    p.register_post_accumulate_grad_hook(leave)
+group.ledger.reset()
+model(*batches.batch(0, rank)).backward()
+for work in flights:
+    work.wait()
+print(
+    "same bits as before:", all(map(torch.equal, naive, (p.grad for p in model.parameters())))
+)
+print(order(group.ledger.events))
+
+# %% [markdown]
+# Each `[` comes right behind its dot: backward has not stopped for it. But these are 28 calls again. **Your turn: both
+# together.** The hook that fills a bucket sends the bucket. Two things make it harder than it sounds: backward does not
+# keep to the order of the buckets, and a rank may leave a parameter unused (section 6 shows what the hooks above do
+# then). `%hint 02_ddp Ddp` helps.
+
+
+# %%
+# %%task 02_ddp Ddp
+class Ddp:
+    """Data parallel around a model: gradients travel in buckets while backward still computes.
+
+        ddp = Ddp(model, group, limit=1000)
+        with ddp.no_sync():
+            model(first).backward()      # this micro-batch only adds to .grad
+        model(last).backward()           # the hooks start one all-reduce a bucket
+        ddp.finish()                     # every .grad is the mean over ranks; then optimizer.step()
+
+    Every rank must launch the same buckets in the same order, also if it left some parameters unused. Traffic a step:
+    one all-reduce a bucket, in the gradients' dtype, however many micro-batches. After finish() no second copy of the
+    gradients stays. Backward runs the hooks in the order gradients are complete.
+    """
+
+    def __init__(self, model: nn.Module, group: Group, limit: int) -> None:
+        """Give all ranks rank 0's parameters and buffers; put a hook on every parameter that is not frozen."""
+        raise NotImplementedError("Ddp.__init__")
+
+    def on_gradient(self, p: nn.Parameter) -> None:
+        """Runs inside backward, when p.grad is complete: launch the buckets that are full now, in order."""
+        raise NotImplementedError("Ddp.on_gradient")
+
+    def launch(self) -> None:
+        """Start the all-reduce of the next bucket, and do not wait for it."""
+        raise NotImplementedError("Ddp.launch")
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients only add up on this rank: nothing is sent. Over with the block, also after an exception."""
+        raise NotImplementedError("Ddp.no_sync")
+
+    def finish(self) -> None:
+        """After backward: launch what never filled, wait for all, and put the means into .grad."""
+        raise NotImplementedError("Ddp.finish")
 
 
 # %% tags=["hide-input"]
@@ -313,38 +389,11 @@ predict(
 
 # %%
 # %%ranks
-class Overlapped:
-    def __init__(self, model, size):
-        self.buckets = deal(model, size)
-        self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
-        self.missing = [len(bucket) for bucket in self.buckets]
-        self.flights = []
-        for p in self.bucket_of:
-            p.register_post_accumulate_grad_hook(self.arrive)
-
-    def arrive(self, p):
-        group.ledger.mark("gradient")
-        i = self.bucket_of[p]
-        self.missing[i] -= 1
-        if not self.missing[i]:
-            flat = pack(self.buckets[i])
-            self.flights.append((i, flat, group.all_reduce(flat, "mean", async_op=True)))
-
-    def finish(self):
-        for i, flat, work in self.flights:
-            work.wait()
-            unpack(flat, self.buckets[i])
-            self.missing[i] = len(self.buckets[i])
-        self.flights.clear()
-
-
-def order(events):
-    """On one line: . a gradient is complete, [ an all-reduce starts, ] one has ended."""
-    return "".join({"mark": ".", "start": "[", "end": "]"}[event.phase] for event in events)
-
-
+Ddp = yours("02_ddp", "Ddp")
 model = fresh()
-ddp = Overlapped(model, size=30_000)
+for p in model.parameters():
+    p.register_post_accumulate_grad_hook(lambda p: group.ledger.mark("gradient"))
+ddp = Ddp(model, group, limit=30_000)
 group.ledger.reset()
 model(*batches.batch(0, rank)).backward()
 ddp.finish()
@@ -401,22 +450,25 @@ from refimpl.zero.gradients import Gradients
 show.source(DDP)
 
 # %% [markdown]
-# `Gradients` is your `Overlapped`, grown up: `arrive` is the hook, `launch` sends a bucket.
+# `Gradients` is `Ddp` grown up: `arrive` is the hook, `launch` sends a bucket.
 
 # %%
 show.source(Gradients.arrive, Gradients._launch_full, Gradients.launch)
 
 # %% [markdown]
-# What it does that yours does not:
+# What it has in common with the exercise:
 #
 # - **It launches in one fixed order.** `_launch_full` stops at the first bucket that is not full, even if a later one
 #   is. Section 6 shows why.
 # - **An unused parameter counts as zero.** Its bucket goes out when backward is over (`launch_rest`).
+#
+# And what it does besides:
+#
 # - **At most two buckets travel at a time** (`IN_FLIGHT`), so the memory for receiving stays small.
 # - **`p.grad` is emptied at once.** The gradient's home is the bucket; packing costs one copy and no second tensor.
 # - **`sync=False` keeps the gradients at home.** With A micro-batches a step, DDP still sends once.
 #
-# And what torch's own `DistributedDataParallel` does besides. A **communication hook** is called for each bucket; this
+# What torch's own `DistributedDataParallel` adds. A **communication hook** is called for each bucket; this
 # one only writes down what is in it:
 
 
@@ -463,6 +515,45 @@ for number, buckets in enumerate(steps):
     )
 
 # %% [markdown]
+# Two more things, on a module with a layer that nobody uses and a batch norm:
+
+
+# %%
+class Spare(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.used(x))
+
+
+def running_means(ddp):
+    """How many different ones the ranks have."""
+    means = [None] * dist.get_world_size()
+    dist.all_gather_object(means, ddp.module.norm.running_mean.tolist())
+    return len(set(map(tuple, means)))
+
+
+def two_steps(find):
+    """Whether the second step comes; then the running means, and again after one more forward."""
+    ddp = DistributedDataParallel(Spare(), find_unused_parameters=find)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    try:
+        for _ in range(2):
+            ddp(x).square().sum().backward()
+    except RuntimeError as error:
+        return str(error).partition(".")[0]
+    before = running_means(ddp)
+    ddp.eval()(x)
+    return f"trains; {before} different running means, a forward later {running_means(ddp)}"
+
+
+for find in (False, True):
+    print(f"find_unused_parameters={find}: {run(two_steps, find, ranks=2)[0]}")
+
+# %% [markdown]
 # - **Buckets are rebuilt.** In the first step all lies in one bucket, because torch does not know yet in which order
 #   gradients come. It writes the order down and deals new buckets before the second forward. (refimpl guesses, last
 #   parameter first, and keeps to it.)
@@ -472,8 +563,8 @@ for number, buckets in enumerate(steps):
 # - **`find_unused_parameters`** walks the graph after each forward and counts what it does not find as ready. Off by
 #   default, for the walk costs time; then an unused parameter is an error at the next forward. With it buckets are not
 #   rebuilt. `static_graph=True` says that every step uses the same parameters, and walks once.
-# - **`broadcast_buffers`** sends rank 0's buffers (the running means of a batch norm) to all before each forward.
-#   refimpl does the same.
+# - **Buffers** (the running means of a batch norm) each rank changes by itself in forward; before the next one rank 0's
+#   are sent to all (`broadcast_buffers`, of late `forward_sync_buffers`). refimpl does the same.
 
 # %% [markdown]
 # ## 5. Measure it

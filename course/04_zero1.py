@@ -109,67 +109,111 @@ group.ledger.sent_bytes()
 # ## 3. Build it: a sharded AdamW
 #
 # Two parts of a flat tensor must mean the same thing on all ranks, so first the parameters move end to end into one
-# buffer. Each parameter becomes a **view** of its piece, and so does its gradient: autograd then adds straight into
-# the flat gradient.
+# buffer, and each parameter becomes a **view** of its piece: whoever writes to the buffer changes the model.
+#
+# **Your turn.** Write the body and run the cell: it is saved in your exercise's file and graded on real ranks in a
+# second or two. `%hint 04_zero1 flatten` helps.
 
 
 # %%
-# %%ranks 4
-def flatten(model):
-    """The parameters end to end [P], a place for their gradients [P]; P is a multiple of N."""
-    params = list(model.parameters())
-    numel = sum(p.numel() for p in params)
-    padded = -(-numel // world_size) * world_size
-    flat, grad = torch.zeros(padded), torch.zeros(padded)
-    at = 0
-    for p in params:
-        piece = slice(at, at + p.numel())
-        flat[piece] = p.data.flatten()
-        p.data, p.grad = flat[piece].view_as(p), grad[piece].view_as(p)
-        at += p.numel()
-    return flat, grad
+# %%task 04_zero1 flatten
+def flatten(model: nn.Module, ranks: int) -> Tensor:
+    """Move the parameters that are trained into one buffer [P], and make each of them a view of its piece.
 
-
-def my_part(flat):
-    return flat.view(world_size, -1)[rank]  # [P] -> [S], S = P / N
+    P is the smallest multiple of `ranks` that holds them all; the padding at the end is zero. The order is that of
+    model.parameters(), which names a tied parameter once. Frozen parameters stay where they are. Values and shapes stay
+    the same. A parameter need not be contiguous. All trained parameters have one dtype, and the buffer has it too.
+    """
+    raise NotImplementedError("flatten")
 
 
 # %% [markdown]
-# Now two trainers that differ in three places: what AdamW is given, which collective brings the gradients, and what
-# happens after the step.
+# And the stage itself. It differs from data parallel training in three places: what AdamW is given, which collective
+# brings the gradients, and what happens after the step. `%hint 04_zero1 ShardedOptimizer` helps.
+
+
+# %%
+# %%task 04_zero1 ShardedOptimizer
+class ShardedOptimizer:
+    """Data parallel training in which each rank owns the optimizer's state of its shard only.
+
+        sharded = ShardedOptimizer(model, group, lambda params: optim.AdamW(params, lr=1e-3))
+        loss.backward()
+        sharded.step()               # all ranks have the same new weights, and no gradients
+
+    A step: one reduce-scatter of all gradients, in their dtype, the update of this rank's shard, one all-gather of all
+    weights. Between steps nothing is kept but the weights and the shard's state: no gradient, no second buffer.
+    The padding stays zero.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Group,
+        make_optimizer: Callable[[list[nn.Parameter]], optim.Optimizer],
+    ) -> None:
+        """Flatten the model, give all ranks rank 0's parameters, frozen ones too, and make self.optimizer.
+
+        self.optimizer = make_optimizer([shard]), where the shard is one nn.Parameter [S] in the memory of the buffer.
+        """
+        raise NotImplementedError("ShardedOptimizer.__init__")
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Mean gradient of my shard, update, everyone's new shards. A gradient that is None counts as zero."""
+        raise NotImplementedError("ShardedOptimizer.step")
+
+
+# %% [markdown]
+# How does one tell that it is right? By the weights of data parallel training, and by the bytes that AdamW keeps.
+# (`yours` brings your class, once it has passed, and until then one that does the same.)
 
 
 # %%
 # %%ranks 4
-class ByHand:
-    """Data parallel training; sharded=True: ZeRO-1."""
+from refimpl.notebook.yours import yours
 
-    def __init__(self, sharded):
+ShardedOptimizer = yours("04_zero1", "ShardedOptimizer")
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
+class Replicas:
+    """Data parallel training: AdamW has all parameters, on every rank."""
+
+    def __init__(self):
         torch.manual_seed(0)
-        self.model, self.sharded = GPT(config), sharded
-        self.flat, self.grad = flatten(self.model)
-        self.owned = torch.nn.Parameter(
-            my_part(self.flat) if sharded else self.flat
-        )  # shares memory with flat
-        self.adamw = torch.optim.AdamW([self.owned], lr=1e-3)
+        self.model = GPT(config)
+        self.optimizer = adamw(self.model.parameters())
 
-    def step(self, number):
-        self.grad.zero_()
-        loss = self.model(*batches.batch(number, micro=rank))
-        loss.backward()
-        if self.sharded:
-            self.owned.grad = my_part(self.grad)
-            group.reduce_scatter(self.owned.grad, self.grad, "mean")
-            self.adamw.step()
-            group.all_gather(self.flat, self.owned.data)
-        else:
-            group.all_reduce(self.grad, "mean")
-            self.owned.grad = self.grad
-            self.adamw.step()
-        return loss.item()
+    def update(self):
+        for p in self.model.parameters():
+            group.all_reduce(p.grad, "mean")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
-    def state_bytes(self):
-        return sum(t.nbytes for t in self.adamw.state[self.owned].values())
+
+class Sharded:
+    """ZeRO-1: AdamW has this rank's part."""
+
+    def __init__(self, through=group):
+        torch.manual_seed(0)
+        self.model = GPT(config)
+        stage = ShardedOptimizer(self.model, through, adamw)
+        self.optimizer, self.update = stage.optimizer, stage.step
+
+
+def train(trainer, number):
+    loss = trainer.model(*batches.batch(number, micro=rank))
+    loss.backward()
+    trainer.update()
+    return loss.item()
+
+
+def state_bytes(optimizer):
+    return sum(t.nbytes for state in optimizer.state.values() for t in state.values())
 
 
 # %% tags=["hide-input"]
@@ -181,23 +225,26 @@ predict(
 
 # %%
 # %%ranks 4
-ddp, zero1 = ByHand(sharded=False), ByHand(sharded=True)
+ddp, zero1 = Replicas(), Sharded()
 for number in range(5):
-    ddp.step(number)
-    zero1.step(number)
-print("equal bits after 5 steps:", torch.equal(ddp.flat, zero1.flat))
-print(f"optimizer state: {ddp.state_bytes():,} bytes and {zero1.state_bytes():,}")
+    train(ddp, number)
+    train(zero1, number)
+both = zip(ddp.model.parameters(), zero1.model.parameters(), strict=True)
+print("equal bits after 5 steps:", all(torch.equal(a, b) for a, b in both))
+print(
+    f"optimizer state: {state_bytes(ddp.optimizer):,} bytes and {state_bytes(zero1.optimizer):,}"
+)
 
 # %% [markdown]
 # A quarter of the state, and the same weights to the last bit. Why may one cut the parameters anywhere, even through
 # the middle of a matrix? Because AdamW is **element-wise**: the new value of an element depends on its own gradient
 # and its own two means, and on nothing else. Section 6 shows what happens to an optimizer for which that is not so.
 #
-# (The 4 bytes left over are AdamW's step count.)
+# (Beside its means AdamW counts steps, 4 bytes for each tensor that it is given: 28 of them, and 1.)
 
 # %% [markdown]
-# **Your turn.** Write the body and run the cell: it is saved in your exercise's file and graded on real ranks in a
-# second or two. `%hint 04_zero1 pieces_of` helps. Then read on.
+# A checkpoint, or a learning rate for biases alone, asks the other way round: what of which parameter lies in my part?
+# `%hint 04_zero1 pieces_of` helps. Then read on.
 
 
 # %%
@@ -330,7 +377,7 @@ memory_knobs(
 # %% [markdown]
 # **What the clock says.** Equal bytes are not equal time. DDP's all-reduce can travel under backward. Of ZeRO-1's two
 # halves only the reduce-scatter can: new weights exist after the update, and by then there is nothing left to compute
-# in this step. Time that nothing hides is **exposed**. The parts of a step of `ByHand`, on 2 ranks:
+# in this step. Time that nothing hides is **exposed**. The parts of a ZeRO-1 step, on 2 ranks:
 
 # %% tags=["nbval-ignore-output"]
 from refimpl.measure.clock import Clock
@@ -372,45 +419,48 @@ pd.Series(times).round(1).to_frame("ms")
 # first travel under computation. (Megatron's distributed optimizer has it as `--overlap-param-gather`. refimpl's ZeRO-1
 # gathers at the end of the step, so that `step()` leaves whole weights behind; its ZeRO-3 has no choice but to gather
 # under forward.)
+#
+# The stage need not know of it. Here it is your class again, once for each part of the model, through a group that
+# begins an all-gather and does not wait:
 
 
 # %%
 # %%ranks 4
+class Later:
+    """The group, except that an all-gather is only begun."""
+
+    def __getattr__(self, name):
+        return getattr(group, name)
+
+    def all_gather(self, out, x):
+        self.flight = group.all_gather(out, x, async_op=True, tag="parameters")
+
+
 class UnderForward:
     """ZeRO-1 in parts; each part's new weights arrive while the parts before it compute."""
 
     def __init__(self):
         torch.manual_seed(0)
-        self.model, self.flying = GPT(config), {}
-        self.parts = [self.model.wte, self.model.wpe, *self.model.blocks, self.model.ln]
-        self.flats, self.grads = zip(*map(flatten, self.parts), strict=True)
-        self.owned = [torch.nn.Parameter(my_part(flat)) for flat in self.flats]
-        self.adamw = torch.optim.AdamW(self.owned, lr=1e-3)
-        for part in self.parts:
+        self.model, self.later, self.stages = GPT(config), {}, []
+        for part in [self.model.wte, self.model.wpe, *self.model.blocks, self.model.ln]:
+            self.later[part] = Later()
+            self.stages.append(ShardedOptimizer(part, self.later[part], adamw))
             part.register_forward_pre_hook(self.arrive)
 
     def arrive(self, part, args):
-        if part in self.flying:
-            group.ledger.mark("forward needs a part")
-            self.flying.pop(part).wait()
+        group.ledger.mark("forward needs a part")
+        if hasattr(self.later[part], "flight"):
+            self.later[part].flight.wait()
 
-    def step(self, number):
-        torch._foreach_zero_(self.grads)
-        self.model(*batches.batch(number, micro=rank)).backward()
-        for owned, grad in zip(self.owned, self.grads, strict=True):
-            owned.grad = my_part(grad)
-            group.reduce_scatter(owned.grad, grad, "mean")
-        self.adamw.step()
-        for part, flat, owned in zip(self.parts, self.flats, self.owned, strict=True):
-            self.flying[part] = group.all_gather(
-                flat, owned.data, async_op=True, tag="parameters"
-            )
+    def update(self):
+        for stage in self.stages:
+            stage.step()
 
 
 late = UnderForward()
 for number in range(5):
     group.ledger.reset()
-    late.step(number)
+    train(late, number)
 late.model(*batches.batch(5, micro=rank))  # waits for what is still on its way
 events = [e for e in group.ledger.events if e.tag == "parameters" or e.phase == "mark"]
 begin = next(i for i, e in enumerate(events) if e.phase == "start")
@@ -441,26 +491,27 @@ predict(
 
 # %%
 # %%ranks 4
-class Forgetful(ByHand):
-    def step(self, number):
-        self.grad.zero_()
-        loss = self.model(*batches.batch(number, micro=rank))
-        loss.backward()
-        self.owned.grad = my_part(self.grad)
-        group.reduce_scatter(self.owned.grad, self.grad, "mean")
-        self.adamw.step()  # and no all_gather
-        return loss.item()
+class Forgetful(Later):
+    def all_gather(self, out, x):
+        pass
 
 
-good, bad = ByHand(sharded=True), Forgetful(sharded=True)
+good, bad = Sharded(), Sharded(through=Forgetful())
 curves = []
 for number in range(30):
-    pair = torch.tensor([good.step(number), bad.step(number)])
+    pair = torch.tensor([train(good, number), train(bad, number)])
     group.all_reduce(pair, "mean")
     curves.append(pair.tolist())
-models = len(
-    set(group.all_gather_object(hashlib.sha256(bad.flat.numpy().tobytes()).hexdigest()))
-)
+
+
+def end_to_end(tensors):
+    """[P], a multiple of N: as a stage lays them out."""
+    flat = torch.cat([t.detach().flatten() for t in tensors])
+    return torch.nn.functional.pad(flat, (0, -len(flat) % world_size))
+
+
+flat = end_to_end(bad.model.parameters())
+models = len(set(group.all_gather_object(hashlib.sha256(flat.numpy().tobytes()).hexdigest())))
 print(f"{models} different models on {world_size} ranks")
 
 # %% tags=["hide-input"] alt="Two loss curves that both fall; the one without the all-gather falls more slowly"
@@ -480,10 +531,10 @@ plt.show()
 
 # %%
 # %%ranks 4
-everyone = torch.empty(world_size, bad.flat.numel())
-group.all_gather(everyone, bad.flat)
+everyone = torch.empty(world_size, flat.numel())
+group.all_gather(everyone, flat)
 parts = everyone.view(world_size, world_size, -1)  # [whose copy, which part, S]
-first = good.__class__(sharded=True).flat.view(world_size, -1)  # the weights before training
+first = end_to_end(Sharded().model.parameters()).view(world_size, -1)  # before training
 [
     "fresh" if not torch.equal(parts[rank, part], first[part]) else "stale"
     for part in range(world_size)
@@ -495,9 +546,13 @@ first = good.__class__(sharded=True).flat.view(world_size, -1)  # the weights be
 
 # %%
 # %%ranks 4
-fresh = ByHand(sharded=True)
-fresh.step(0)
-local = fresh.owned.grad.norm()
+torch.manual_seed(0)
+model = GPT(config)
+model(*batches.batch(0, micro=rank)).backward()
+gradient = end_to_end(p.grad for p in model.parameters())
+mine = torch.empty(len(gradient) // world_size)
+group.reduce_scatter(mine, gradient, "mean")
+local = mine.norm()
 square = local.square()
 group.all_reduce(square)  # 4 bytes from each rank mend it
 print(f"norm of my shard {local:.1f}, of the whole gradient {square.sqrt():.1f}")
@@ -508,14 +563,14 @@ print(f"norm of my shard {local:.1f}, of the whole gradient {square.sqrt():.1f}"
 #
 # **An optimizer that is not element-wise.** LAMB scales each layer's update by $\lVert w\rVert / \lVert u\rVert$, the
 # norms of the layer's weights and of its update. On a shard these are norms of whatever happens to lie there. It
-# trains, and it is another optimizer. `Zero1` refuses what it does not know:
+# trains, and it is another optimizer. `Zero1` refuses what it does not know, such as LARS, which does so without Adam:
 
 # %% tags=["raises-exception"]
 # %%ranks 4
 from refimpl.zero.zero1 import Zero1
 
 
-class Lamb(torch.optim.SGD):
+class Lars(torch.optim.SGD):
     """Steps each parameter by a share of its own norm."""
 
     @torch.no_grad()
@@ -525,7 +580,7 @@ class Lamb(torch.optim.SGD):
 
 
 model = GPT(config)
-Zero1(model, Lamb(model.parameters()), group)
+Zero1(model, Lars(model.parameters()), group)
 
 # %% [markdown]
 # ## 7. Prove it

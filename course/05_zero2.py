@@ -70,9 +70,87 @@ predict(
 # %% [markdown]
 # ## 3. Build it
 #
-# PyTorch calls a **post-accumulate hook** the moment a parameter's gradient is complete, in the middle of backward. The
-# collector below hangs one on each parameter. Its `reduce` is the whole of ZeRO-2: send, keep my part, forget the rest.
+# PyTorch calls a **post-accumulate hook** the moment a parameter's gradient is complete, in the middle of backward. In
+# the bare form below there are no buckets: every gradient leaves by itself. `reduce` is the whole of ZeRO-2: send, keep
+# my part, forget the rest.
 
+
+# %%
+# %%ranks 4
+class Collector:
+    """Each gradient is reduced as it comes, or when backward is over; this rank keeps its part."""
+
+    def __init__(self, model, as_they_come=True):
+        self.params, self.shards, self.flying = list(model.parameters()), {}, []
+        for p in self.params if as_they_come else []:
+            p.register_post_accumulate_grad_hook(self.reduce)
+
+    def reduce(self, p):
+        full = torch.zeros(-(-p.numel() // world_size) * world_size)  # [P], a multiple of N
+        self.flying = [full]
+        full[: p.numel()] = p.grad.flatten()
+        p.grad = None
+        mine = torch.empty(len(full) // world_size)  # [S], not a view of `full`, which must go
+        group.reduce_scatter(mine, full, "mean")
+        self.shards[p] = self.shards[p] + mine if p in self.shards else mine
+        self.flying = []
+
+    def tensors(self):
+        grads = [p.grad for p in self.params if p.grad is not None]
+        return {"gradients": [*grads, *self.flying, *self.shards.values()]}
+
+
+# %% [markdown]
+# The meter watches every operation of backward and remembers the highest count:
+
+
+# %%
+# %%ranks 4
+def whole_gradient():
+    torch.manual_seed(0)
+    model = GPT(config)
+    model(*batches.batch(0, micro=rank)).backward()
+    return model
+
+
+def collected(as_they_come):
+    torch.manual_seed(0)
+    model = GPT(config)
+    collector = Collector(model, as_they_come)
+    with MemoryMeter(collector.tensors) as meter:
+        model(*batches.batch(0, micro=rank)).backward()
+        for p in collector.params:
+            if p.grad is not None:
+                collector.reduce(p)
+    return collector, meter.peak["gradients"], meter.now()["gradients"]
+
+
+psi = config.parameters
+print("bytes per parameter       peak   afterwards")
+for name, as_they_come in (("when backward is over", False), ("as they come", True)):
+    collector, peak, after = collected(as_they_come)
+    print(f"{name:24}  {peak / psi:4.2f}   {after / psi:10.2f}")
+
+# %% [markdown]
+# In fp32 a whole gradient is 4 bytes a parameter. Whoever waits for the end of backward has had all of it, and then
+# copies what travels. As they come, the peak is what must remain, $4/N = 1$, and for a moment one gradient beside its
+# copy. (In a model this small that is nearly as much again. In a large one it hardly counts.) Same numbers? Gather the
+# shards and compare them with the mean gradient that an all-reduce computes:
+
+# %%
+# %%ranks 4
+collector, _, _ = collected(as_they_come=True)
+equal = []
+for mine, plain in zip(collector.params, whole_gradient().parameters(), strict=True):
+    group.all_reduce(plain.grad, "mean")
+    shard = collector.shards[mine]
+    gathered = torch.empty(len(shard) * world_size)
+    group.all_gather(gathered, shard)
+    equal.append(torch.equal(gathered[: plain.numel()], plain.grad.flatten()))
+print(sum(equal), "of", len(equal), "gradients equal")
+
+# %% [markdown]
+# But 28 messages, most of them tiny. So several gradients share a bucket, and it leaves when it is full.
 
 # %% tags=["hide-input"]
 predict(
@@ -86,106 +164,74 @@ predict(
     order=True,
 )
 
+# %% [markdown]
+# **Your turn.** Write the class and run the cell: it is saved in your exercise's file and graded on real ranks in a
+# second or two. (Chapter 2's buckets are given there.) `%hint 05_zero2 GradientShards` helps.
+
 
 # %%
-# %%ranks 4
-class Collector:
-    """Reduces gradients bucket by bucket inside backward; keeps only this rank's shards."""
+# %%task 05_zero2 GradientShards
+class GradientShards:
+    """Reduce-scatters gradients bucket by bucket inside backward; keeps this rank's shards and nothing else.
 
-    def __init__(self, model, bucket_size):
-        self.buckets, self.shards, self.flying = [[]], {}, []
-        for p in reversed(
-            list(model.parameters())
-        ):  # the order in which backward gets there, roughly
-            if (
-                self.buckets[-1]
-                and sum(q.numel() for q in [*self.buckets[-1], p]) > bucket_size
-            ):
-                self.buckets.append([])
-            self.buckets[-1].append(p)
-            p.register_post_accumulate_grad_hook(self.arrive)
-        self.number = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
-        self.waiting = [set(bucket) for bucket in self.buckets]
+        gradients = GradientShards(model, group, limit=1000)
+        for micro_batch in step:
+            model(micro_batch).backward()   # the hooks launch the buckets, in one order on every rank
+            gradients.finish()              # all have travelled, and added to gradients.shards
+        update(gradients.shards)            # bucket number -> [S], mean over ranks, sum over micro-batches
+        gradients.shards.clear()
 
-    def arrive(self, p):
-        i = self.number[p]
-        self.waiting[i].remove(p)
-        if not self.waiting[i]:
-            self.reduce(i)
-            self.waiting[i] = set(self.buckets[i])
+    At most one bucket is under way, in the dtype of the gradients. Memory besides the shards: the bucket under way, and
+    the gradients that wait for their bucket to fill. Traffic: one reduce-scatter a bucket and micro-batch.
+    """
 
-    def reduce(self, i):
-        numel = sum(p.numel() for p in self.buckets[i])
-        full = torch.zeros(-(-numel // world_size) * world_size)  # [P], a multiple of N
-        self.flying = [full]
-        torch.cat([p.grad.flatten() for p in self.buckets[i]], out=full[:numel])
-        for p in self.buckets[i]:
-            p.grad = None
-        mine = torch.empty(
-            len(full) // world_size
-        )  # [S], memory of its own, so that `full` can go
-        group.reduce_scatter(mine, full, "mean")
-        self.shards[i] = self.shards[i] + mine if i in self.shards else mine
-        self.flying = []
+    def __init__(self, model: nn.Module, group: Group, limit: int) -> None:
+        """Put a hook on every parameter that is not frozen. All ranks have the same weights already."""
+        raise NotImplementedError("GradientShards.__init__")
 
-    def tensors(self):
-        grads = [p.grad for p in self.number if p.grad is not None]
-        return {"gradients": [*grads, *self.flying, *self.shards.values()]}
+    def on_gradient(self, p: nn.Parameter) -> None:
+        """Runs inside backward, when p.grad is complete: launch the buckets that are full now, in order."""
+        raise NotImplementedError("GradientShards.on_gradient")
+
+    def launch(self) -> None:
+        """Copy the next bucket's gradients into a flat buffer, free them, and start its reduce-scatter."""
+        raise NotImplementedError("GradientShards.launch")
+
+    def settle(self) -> None:
+        """If a bucket is under way: wait for it, add its result to the shards, and let go of its buffer."""
+        raise NotImplementedError("GradientShards.settle")
+
+    def finish(self) -> None:
+        """After each backward: launch what never filled, wait for the last one, and be ready for the next backward."""
+        raise NotImplementedError("GradientShards.finish")
 
 
 # %% [markdown]
-# The meter watches every operation of backward and remembers the highest count. One bucket for the whole model means
-# "reduce when backward is over". Then smaller and smaller buckets:
-
+# How large should a bucket be? (`yours` brings your class, once it has passed, and until then one that does the same.)
 
 # %%
 # %%ranks 4
-def whole_gradient():
+from refimpl.notebook.yours import yours
+
+GradientShards = yours("05_zero2", "GradientShards")
+print("bucket size   messages   kept after backward, bytes per parameter")
+for limit in (10**9, 40_000, 16_384, 1):
     torch.manual_seed(0)
     model = GPT(config)
+    gradients = GradientShards(model, group, limit)
+    group.ledger.reset()
     model(*batches.batch(0, micro=rank)).backward()
-    return model
-
-
-def collected(bucket_size):
-    torch.manual_seed(0)
-    model = GPT(config)
-    collector = Collector(model, bucket_size)
-    with MemoryMeter(collector.tensors) as meter:
-        model(*batches.batch(0, micro=rank)).backward()
-    return collector, meter.peak["gradients"], meter.now()["gradients"]
-
-
-psi = config.parameters
-print("bucket size     buckets   peak, bytes per parameter   after backward")
-for bucket_size in (10**9, 40_000, 16_384, 1):
-    collector, peak, after = collected(bucket_size)
-    print(
-        f"{bucket_size:13,}   {len(collector.buckets):7}   {peak / psi:25.2f}   {after / psi:14.2f}"
-    )
+    gradients.finish()
+    messages = group.ledger.calls()["reduce_scatter"]
+    kept = sum(shard.nbytes for shard in gradients.shards.values())
+    print(f"{limit:13,}   {messages:6}   {kept / psi:12.2f}")
 
 # %% [markdown]
-# In fp32 a whole gradient is 4 bytes a parameter. Collected at the end, the peak is twice that, because the flat copy
-# stands beside the gradients. In buckets it comes down towards what must remain, which is $4/N = 1$. A bucket cannot
-# be smaller than its largest parameter (16,384 elements), so the last row gains nothing over the third.
-#
-# Same numbers? Gather the shards and compare them with the mean gradient that an all-reduce computes:
-
-# %%
-# %%ranks 4
-collector, _, _ = collected(40_000)
-plain = reversed(list(whole_gradient().parameters()))
-equal = []
-for i, bucket in enumerate(collector.buckets):
-    mean = torch.cat([next(plain).grad.flatten() for _ in bucket])
-    group.all_reduce(mean, "mean")
-    gathered = torch.empty(len(collector.shards[i]) * world_size)
-    group.all_gather(gathered, collector.shards[i])
-    equal.append(torch.equal(gathered[: len(mean)], mean))
-equal
+# What remains is the same. One bucket for the whole model means "when backward is over"; what the others cost meanwhile
+# is counted in section 5.
 
 # %% [markdown]
-# One thing is missing. `reduce` waits: while a bucket travels, backward stands still. The order of events says so (`.`
+# One thing is missing. `Collector.reduce` waits: while a bucket travels, backward stands still. The order of events says so (`.`
 # a gradient, `[` a reduce-scatter begins, `]` it is done), and beside it stands that of the real stage:
 
 
@@ -201,13 +247,13 @@ def order():
 
 
 class Marked(Collector):
-    def arrive(self, p):
+    def reduce(self, p):
         group.ledger.mark("gradient")
-        super().arrive(p)
+        super().reduce(p)
 
 
 model = GPT(config)
-waits = Marked(model, 16_384)
+waits = Marked(model)
 group.ledger.reset()
 model(*batches.batch(0, micro=rank)).backward()
 print("Collector", order())
@@ -233,8 +279,7 @@ predict(
 
 # %% [markdown]
 # **Your turn.** Which buckets are under way, and what must be kept of each? Write the class and run the cell: it is
-# saved in your exercise's file and graded on real ranks in a second or two. `%hint 05_zero2 InFlight` helps. (The
-# exercise `GradientShards` is `Collector` with one bucket under way.)
+# saved in your exercise's file and graded on real ranks in a second or two. `%hint 05_zero2 InFlight` helps.
 
 
 # %%
@@ -506,7 +551,7 @@ memory_knobs(
 # ## 6. Break it
 #
 # **Reading `p.grad`.** Most training loops have a line that clips gradients between backward and step. Under ZeRO-2 the
-# gradients have left by then. What does the line do to your `Collector`?
+# gradients have left by then. What does the line do to a `Collector`?
 
 # %% tags=["hide-input"]
 predict(
@@ -520,7 +565,7 @@ predict(
 # %%ranks 4
 torch.manual_seed(0)
 model = GPT(config)
-collector = Collector(model, 40_000)
+collector = Collector(model)
 model(*batches.batch(0, micro=rank)).backward()
 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)  # the famous line
 print("clip_grad_norm_ says:", norm.item())
@@ -547,7 +592,7 @@ stage.step()
 print(f"clip_grad_norm_ says {norm.item():.1f}, the step saw {stage.grad_norm:.1f}")
 
 # %% [markdown]
-# **The lost micro-batch.** In `Collector.reduce` there is a sum: `self.shards[i] + mine`. Leave it out, as is natural
+# **The lost micro-batch.** In `Collector.reduce` there is a sum: `self.shards[p] + mine`. Leave it out, as is natural
 # with a single micro-batch in mind, and each backward overwrites what the one before had reduced. The loss still falls.
 # A test that finds it needs no reference: feed the **same** micro-batch $A$ times, and the gradient must be $A$ times
 # as large.
@@ -556,15 +601,15 @@ print(f"clip_grad_norm_ says {norm.item():.1f}, the step saw {stage.grad_norm:.1
 # %%
 # %%ranks 4
 class Overwriting(Collector):
-    def reduce(self, i):
-        self.shards.pop(i, None)  # has the effect of `self.shards[i] = mine`
-        super().reduce(i)
+    def reduce(self, p):
+        self.shards.pop(p, None)  # has the effect of `self.shards[p] = mine`
+        super().reduce(p)
 
 
 def norm_of(kind, backwards):
     torch.manual_seed(0)
     model = GPT(config)
-    collector = kind(model, 40_000)
+    collector = kind(model)
     for _ in range(backwards):
         model(*batches.batch(0, micro=rank)).backward()
     square = torch.stack([s.square().sum() for s in collector.shards.values()]).sum()

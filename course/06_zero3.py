@@ -160,7 +160,7 @@ for again in (False, True):
 
 # %% tags=["hide-input"]
 predict(
-    "What happens to a unit in a step?",
+    "What happens to a layer's weights in a step?",
     ["gather", "forward", "free", "gather again", "backward", "reduce-scatter"],
     order=True,
 )
@@ -195,70 +195,84 @@ print(f"after storage.resize_:  {saved.untyped_storage().nbytes():9,} bytes are 
 # With an empty `.data` the parameter looks freed, and every byte is still there until backward. Freeing the storage
 # frees it for all views at once, and refilling it serves them all, including the one that autograd saved.
 #
-# **A part of a model.** Its parameters live in one flat buffer that exists only between `gather` and `free`. Four hooks
-# do the rest: before forward, after forward, before backward (the moment when the gradient of the output is known), and
-# when a gradient is complete.
+# **A part of a model** is a flat buffer, of which the parameters are views, that has memory only while it is needed,
+# and a shard that stays.
+#
+# **Your turn.** Write the class and run the cell: it is saved in your exercise's file and graded on real ranks in a
+# second or two. `%hint 06_zero3 ShardedParams` helps.
 
 
 # %%
-# %%ranks 4
-from refimpl.model.gpt import Block, GPTConfig
+# %%task 06_zero3 ShardedParams
+class ShardedParams:
+    """Parameters that are whole between gather() and free(), and a shard for the rest of the time.
 
+    unit = ShardedParams(module.parameters(), group)    # freed; unit.mine [S] is what this rank keeps
+    unit.gather()                                       # the parameters can be used
+    unit.free()                                         # they have no memory; shapes stay as they are
+    """
 
-class Part:
-    """One module under ZeRO-3: its shard always, all of it only while it computes."""
+    def __init__(self, params: Sequence[nn.Parameter], group: Group) -> None:
+        """Take rank 0's values: make self.full [P], of which the parameters are views, and self.mine [S]; free full.
 
-    def __init__(self, module):
-        self.params = list(module.parameters())
-        numel = sum(p.numel() for p in self.params)
-        self.full = torch.zeros(-(-numel // world_size) * world_size)  # [P]
-        torch.cat([p.data.flatten() for p in self.params], out=self.full[:numel])
-        for p, piece in zip(
-            self.params, self.full[:numel].split([p.numel() for p in self.params]), strict=True
-        ):
-            p.data = piece.view_as(p)
-            p.register_post_accumulate_grad_hook(self.arrive)
-        self.mine = torch.nn.Parameter(self.full.view(world_size, -1)[rank].clone())  # [S]
-        module.register_forward_pre_hook(self.before_forward)
-        module.register_forward_hook(self.after_forward)
-        self.waiting = set(self.params)
-        self.free()
+        self.mine has memory of its own. `params` have one dtype, and need not be contiguous.
+        """
+        raise NotImplementedError("ShardedParams.__init__")
 
-    def gather(self):
-        self.full.untyped_storage().resize_(self.full.numel() * 4)
-        group.all_gather(self.full, self.mine.data, tag="parameters")
+    def gather(self) -> None:
+        """Everyone's shards -> self.full. Nothing, and no traffic, if it is whole already."""
+        raise NotImplementedError("ShardedParams.gather")
 
-    def free(self):
-        self.full.untyped_storage().resize_(0)
-
-    def before_forward(self, module, args):
-        self.gather()
-
-    def after_forward(self, module, args, output):
-        self.free()
-        output.register_hook(self.before_backward)
-
-    def before_backward(self, grad):
-        self.gather()
-
-    def arrive(self, p):
-        self.waiting.remove(p)
-        if not self.waiting:
-            local = torch.zeros(self.full.shape)
-            torch.cat(
-                [p.grad.flatten() for p in self.params],
-                out=local[: sum(p.numel() for p in self.params)],
-            )
-            self.mine.grad = torch.empty_like(self.mine)
-            group.reduce_scatter(self.mine.grad, local, "mean", tag="gradients")
-            self.free()
-            self.waiting = set(self.params)
-            for p in self.params:
-                p.grad = None
+    def free(self) -> None:
+        """Give the memory of self.full back."""
+        raise NotImplementedError("ShardedParams.free")
 
 
 # %% [markdown]
-# Train a stack of four transformer blocks with it, beside the same stack under a plain all-reduce.
+# **And when?** Four hooks say it: before a module's forward, after it, before its backward (the moment when the gradient
+# of its output is known), and when a gradient is complete. `%hint 06_zero3 Zero3` helps.
+
+
+# %%
+# %%task 06_zero3 Zero3
+class Zero3:
+    """Trains a model of which no rank ever holds more than a module or two.
+
+        zero = Zero3(model, group)
+        model(batch).mean().backward()
+        zero.grads[module]            # [S], the mean over ranks, laid out as zero.units[module].mine, padding zero
+
+    Each module with parameters of its own (module.parameters(recurse=False)) is a unit. It is gathered before the
+    module's forward and freed after it; gathered again before its backward, and freed when all its gradients are
+    complete. They are reduce-scattered at once, and further backwards add up. Every parameter is trained, none is
+    shared, every module returns one tensor. Traffic of a forward and backward: 2 all-gathers and 1 reduce-scatter a
+    unit.
+    """
+
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        """Make self.units, {module: ShardedParams}, and self.grads = {}; put the hooks below on modules and parameters.
+
+        module.register_forward_pre_hook(fn) calls fn(module, args); module.register_forward_hook(fn) calls
+        fn(module, args, output); p.register_post_accumulate_grad_hook(fn) calls fn(p) when p.grad is complete.
+        """
+        raise NotImplementedError("Zero3.__init__")
+
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """The module is about to compute."""
+        raise NotImplementedError("Zero3.before_forward")
+
+    def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        """It has: free it. And ask to be called before its backward: output.register_hook(fn) calls fn(gradient)."""
+        raise NotImplementedError("Zero3.after_forward")
+
+    def on_gradient(self, module: nn.Module, p: nn.Parameter) -> None:
+        """One gradient is complete. If it is the module's last: reduce-scatter them, free gradients and parameters."""
+        raise NotImplementedError("Zero3.on_gradient")
+
+
+# %% [markdown]
+# Train a stack of four transformer blocks with it, beside the same stack under a plain all-reduce. (`yours` brings your
+# class, once it has passed, and until then one that does the same.)
 
 
 # %% tags=["hide-input"]
@@ -270,6 +284,10 @@ predict(
 
 # %%
 # %%ranks 4
+from refimpl.model.gpt import Block, GPTConfig
+from refimpl.notebook.yours import yours
+
+Zero3 = yours("06_zero3", "Zero3")
 config = GPTConfig(width=64, heads=2, layers=4)
 
 
@@ -283,14 +301,17 @@ def data(step):
 
 
 plain, sharded = stack(), stack()
-parts = [Part(block) for block in sharded]
+psi = sum(p.numel() for p in plain.parameters())
+zero = Zero3(sharded, group)
 adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-adamw_of_shards = torch.optim.AdamW([part.mine for part in parts], lr=1e-2)
+adamw_of_shards = torch.optim.AdamW([unit.mine for unit in zero.units.values()], lr=1e-2)
 group.ledger.reset()
 for step in range(3):
     sharded(data(step)).square().mean().backward()
+    for module, unit in zero.units.items():
+        unit.mine.grad = zero.grads.pop(module)
     adamw_of_shards.step()
-sent = group.ledger.sent_bytes(by="tag")
+sent = group.ledger.sent_bytes()
 
 for step in range(3):
     plain(data(step)).square().mean().backward()
@@ -299,24 +320,21 @@ for step in range(3):
     adamw.step()
     adamw.zero_grad()
 
-between_steps = sum(part.full.untyped_storage().nbytes() for part in parts)
-for part in parts:
-    part.gather()
+between_steps = sum(unit.full.untyped_storage().nbytes() for unit in zero.units.values())
+for unit in zero.units.values():
+    unit.gather()
 equal = all(
     torch.equal(a, b) for a, b in zip(plain.parameters(), sharded.parameters(), strict=True)
 )
-psi = sum(p.numel() for p in plain.parameters())
 print(f"equal bits after 3 steps: {equal}; whole weights between steps: {between_steps} bytes")
-print(
-    {tag: f"{n / (3 * psi * 4 * 3 / 4):.2f} times Ψb(N-1)/N a step" for tag, n in sent.items()}
-)
+print({op: f"{n / (3 * psi * 4 * 3 / 4):.2f} times Ψb(N-1)/N a step" for op, n in sent.items()})
 
 # %% [markdown]
 # Two gathers and one reduction a step, $3\Psi$, and the bits of data parallel training.
 
 # %% [markdown]
-# **Your turn.** Write the body and run the cell: it is saved in your exercise's file and graded on real ranks in a
-# second or two. `%hint 06_zero3 zero3_bytes` helps. Then read on.
+# The last task is on paper: how much is kept, and how much is whole at once? `%hint 06_zero3 zero3_bytes` helps. Then
+# read on.
 
 
 # %%

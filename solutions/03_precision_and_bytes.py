@@ -57,7 +57,7 @@ class DynamicLossScaler:
     `hysteresis` - 1 again. An overflow at scale 1 raises OverflowError: the loss itself is not finite.
     """
 
-    def __init__(self, scale: float = 2.0**16, window: int = 1000, hysteresis: int = 2) -> None:  # given
+    def __init__(self, scale: float = 2**16, window: int = 1000, hysteresis: int = 2):  # given
         self.scale, self.window, self.hysteresis = scale, window, hysteresis
         self.left = hysteresis  # the overflow that finds 1 left halves the scale
         self.good_steps = 0  # since the last overflow
@@ -86,7 +86,11 @@ class MasterWeights:
     keep their memory: others may hold views of it.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], make_optimizer: Callable[[list[nn.Parameter]], optim.Optimizer]):
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        make_optimizer: Callable[[list[nn.Parameter]], optim.Optimizer],
+    ) -> None:
         """Make self.masters, fp32 parameters like `params`, and self.optimizer = make_optimizer(self.masters)."""
         self.params = list(params)
         self.masters = [nn.Parameter(p.detach().float()) for p in self.params]

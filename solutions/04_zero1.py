@@ -63,10 +63,14 @@ class ShardedOptimizer:
 
     A step: one reduce-scatter of all gradients, in their dtype, the update of this rank's shard, one all-gather of all
     weights. Between steps nothing is kept but the weights and the shard's state: no gradient, no second buffer.
+    The padding stays zero.
     """
 
     def __init__(
-        self, model: nn.Module, group: Group, make_optimizer: Callable[[list[nn.Parameter]], optim.Optimizer]
+        self,
+        model: nn.Module,
+        group: Group,
+        make_optimizer: Callable[[list[nn.Parameter]], optim.Optimizer],
     ) -> None:
         """Flatten the model, give all ranks rank 0's parameters, frozen ones too, and make self.optimizer.
 

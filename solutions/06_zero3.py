@@ -69,7 +69,7 @@ class Zero3:
 
         zero = Zero3(model, group)
         model(batch).mean().backward()
-        zero.grads[module]            # [S], the mean over ranks, in the layout of zero.units[module].mine
+        zero.grads[module]            # [S], the mean over ranks, laid out as zero.units[module].mine, padding zero
 
     Each module with parameters of its own (module.parameters(recurse=False)) is a unit. It is gathered before the
     module's forward and freed after it; gathered again before its backward, and freed when all its gradients are
@@ -198,7 +198,8 @@ def sharded_init(group: Group, *classes: type[nn.Module]) -> Iterator[list[Shard
         with sharded_init(group, nn.Linear) as units:
             model = Large()              # never whole: at most one nn.Linear at a time is
 
-    Every rank gets rank 0's values. Afterwards, also after an exception, the classes are as they were before.
+    A unit has all parameters inside the module. Every rank gets rank 0's values. Afterwards, also after an exception,
+    the classes are as they were before.
     """
     units: list[ShardedParams] = []
     originals = {cls: cls.__init__ for cls in classes}

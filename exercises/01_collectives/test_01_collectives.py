@@ -91,6 +91,9 @@ def test_ring_all_reduce(answer: Answer, group: WatchedGroup) -> None:
             oracle = group.oracle()
             ring.all_reduce(oracle, x.clone())
             same_traffic(watched, oracle, "ring_all_reduce", itemsize=dtype.itemsize)
+        together, enough = sum(group.everyone(sent["send"])), messages * n * x.element_size()
+        padded = f"all ranks together send {together} bytes, and {enough} are enough: is x padded? Cut it unevenly"
+        require(together == enough, padded, *watched.transcript())
         one_at_a_time(watched, "ring_all_reduce")
         all_done(watched, "ring_all_reduce")
         require(x.data_ptr() == place, "x has new memory: write into the old, of which others may hold views")
@@ -163,10 +166,10 @@ def test_ring_all_reduce_seconds(answer: Answer, group: WatchedGroup) -> None:
     alpha, beta = 0.5, 0.25
     messages, sent = oracle.ledger.calls()["send"], oracle.ledger.sent_bytes()["send"]
     seconds(answer, 4 * n, group.size, alpha, beta, messages * alpha + sent * beta)
-    for ranks in (1, 64):
-        case(f"1 MB on {ranks} ranks")
-        steps = [1e-5 + 1e6 / ranks * 1e-9 for _ in range(2 * (ranks - 1))]
-        seconds(answer, 1e6, ranks, 1e-5, 1e-9, sum(steps))
+    for nbytes, ranks in ((1e6, 1), (1e6, 64), (10, 4)):
+        case(f"{nbytes:g} bytes on {ranks} ranks")
+        steps = [1e-9 + nbytes / ranks * 1e-9 for _ in range(2 * (ranks - 1))]
+        seconds(answer, nbytes, ranks, 1e-9, 1e-9, sum(steps))
 
 
 def seconds(answer: Answer, nbytes: float, ranks: int, alpha: float, beta: float, expected: float) -> None:
@@ -176,6 +179,9 @@ def seconds(answer: Answer, nbytes: float, ranks: int, alpha: float, beta: float
         "each message carries a chunk of nbytes / N, not all of nbytes": 2 * (ranks - 1) * (alpha + nbytes * beta),
         "that is one half: an all-reduce is a reduce-scatter and an all-gather": expected / 2,
         "alpha is paid for every message, not once": alpha + expected - 2 * (ranks - 1) * alpha,
+        "nbytes / N is rounded down: on average a chunk has that many bytes": 2
+        * (ranks - 1)
+        * (alpha + nbytes // ranks * beta),
     }
     tensors = {k: torch.tensor(float(v), dtype=torch.float64) for k, v in known.items()}
     exact = torch.tensor(expected, dtype=torch.float64)

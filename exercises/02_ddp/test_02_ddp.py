@@ -91,6 +91,13 @@ def test_average_gradients(answer: Answer, group: WatchedGroup) -> None:
     known = {"it is still this rank's own: the mean was written into a copy": local[group.rank]}
     equal(p.grad, torch.stack(local).mean(0), "the gradient", ranks=group.size, known=known)
 
+    case("40000 in fp16 on every rank: their mean fits, their sum does not")
+    p = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    p.grad = torch.full((3,), 40000.0, dtype=torch.float16)
+    answer.average_gradients(group.fresh(), [p])
+    known = {"it is Inf: fp16 ends at 65504, and the sum is beyond: all-reduce the mean": torch.full_like(p, torch.inf)}
+    equal(p.grad, torch.full_like(p, 40000.0), "the gradient", known=known)
+
 
 def judge_gradients(found: list[dict[str, Tensor]], group: WatchedGroup, dtype: torch.dtype) -> None:
     """Beside one process's of fp32, which takes bf16 for near enough."""

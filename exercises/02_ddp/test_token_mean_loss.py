@@ -12,7 +12,8 @@ from refimpl.grading.traffic import WatchedGroup, same_traffic
 
 @on_ranks(2, 3, 4)
 def test_token_mean_loss(answer: Answer, group: WatchedGroup) -> None:
-    for counts in ([1, 3, 2, 7][: group.size], [5, 0, 1, 2][: group.size], [0] * group.size):
+    for counts in ([1, 3, 2, 7], [5, 0, 1, 2], [300, 1, 2, 8], [0, 0, 0, 0]):
+        counts = counts[: group.size]
         case(f"{counts} tokens on the ranks")
         # One row more on every rank, which is masked.
         rows = [torch.randn(n + 1, 4, generator=torch.Generator().manual_seed(r)) for r, n in enumerate(counts)]
@@ -26,18 +27,25 @@ def test_token_mean_loss(answer: Answer, group: WatchedGroup) -> None:
         require(
             isinstance(found, Tensor) and found.requires_grad, "the result is no loss that backward can be called on"
         )
-        (mean,) = torch.autograd.grad(found, weight)
+        (mean,) = torch.autograd.grad(found, weight, allow_unused=True)
+        require(
+            mean is not None,
+            f"with {counts[group.rank]} tokens of its own this rank returns a constant: no gradient comes from it, and "
+            "the others wait for this rank's; return loss_sum times a number",
+        )
         if not sum(counts):
             masked = "no rank has any token, and the gradient is NaN: 0/0; it must be 0, or the step spoils all weights"
             require(bool(mean.isfinite().all()), masked)
         group.all_reduce(mean, "mean")
         squares = [2 * (d @ torch.ones(4)) @ d for d in data]  # each rank's gradient of its sum
         total = torch.stack(squares).sum(0)
+        rounded = max(1.0, float(torch.tensor(float(sum(counts))).bfloat16()))
         each = torch.stack([s / max(1, n) for s, n in zip(squares, counts, strict=True)])
         known = {
             "it is the mean of the ranks' means: a token on a rank with few weighs more": each.mean(0),
             "it is the sum over tokens: nothing divides by their number": total,
             "each loss is divided by this rank's own number of tokens, and summed": each.sum(0),
+            "the number of tokens is rounded: 16 bits count to 256 only": total / rounded,
         }
         equal(mean, total / max(1, sum(counts)), "the averaged gradient", ranks=group.size, known=known)
         most = group.oracle()

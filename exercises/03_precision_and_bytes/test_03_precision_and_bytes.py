@@ -82,6 +82,7 @@ def test_unscale_and_clip(answer: Answer, group: WatchedGroup) -> None:
         (65536.0, 0.5, 0.2, both),
         (1.0, 100.0, 300.0, both),
         (8.0, 1.0, 0.0, both),
+        (65536.0, 1.0, 1e-7, both),
         (1.0, 1.0, 1e25, both[1:]),
     ):
         for dtype in dtypes:
@@ -114,8 +115,12 @@ def test_unscale_and_clip(answer: Answer, group: WatchedGroup) -> None:
                     * min(1.0, limit / (float(r.norm()) or 1.0)),
                     "it is multiplied by limit / norm although the norm is within the limit": r * (limit / norm),
                     "it is still scaled": p.grad.float() * scale,
+                    f"it went through {dtype} again after it was unscaled: small ones are lost; stay in fp32": r.to(
+                        dtype
+                    ).float()
+                    * min(1.0, limit / norm),
                 }
-                equal(f, p.grad.float(), f"gradient {i}", known=known)
+                equal(f, p.grad.float(), f"gradient {i}", known=known, atol=1e-12)
 
 
 def judge_norm(found: object, norm: float, scale: float, limit: float, raw: list[Tensor]) -> None:

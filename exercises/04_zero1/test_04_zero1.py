@@ -1,6 +1,7 @@
 """Grades chapter 04: one buffer and its shards, the state that a rank really keeps, weights equal to one process's."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
@@ -79,7 +80,9 @@ def test_flatten(answer: Answer, group: WatchedGroup) -> None:
         values = [p.detach().reshape(-1).to(dtype) for p in trained]
         expected = torch.cat([*values, torch.zeros(padded - numel, dtype=dtype)])
         if isinstance(flat, Tensor) and flat.shape != expected.shape:
-            judge_length(flat.numel(), numel, padded, ranks)
+            where = flat.untyped_storage().data_ptr()
+            moved = [n for n, p in model.named_parameters() if p.untyped_storage().data_ptr() == where]
+            judge_length(flat.numel(), numel, padded, ranks, any(n.startswith("frozen") for n in moved))
         equal(flat, expected, "the buffer")
         own_memory(flat, "the buffer")
         same = all(p is q for p, q in zip(identities, model.parameters(), strict=True))
@@ -101,12 +104,16 @@ def test_flatten(answer: Answer, group: WatchedGroup) -> None:
         require(moved, "after flat.fill_(7) not every parameter is 7: some piece lies elsewhere")
 
 
-def judge_length(found: int, numel: int, padded: int, ranks: int) -> None:
+def judge_length(found: int, numel: int, padded: int, ranks: int, has_frozen: bool) -> None:
     evidence = f"{numel} elements in {ranks} shards: expected {padded} in all"
-    frozen = sum(p.numel() for p in Net(seed=0).parameters()) - numel
+    frozen, tied = sum(p.numel() for p in Net(seed=0).parameters()) - numel, Net(seed=0).outer.weight.numel()
     require(found % ranks == 0, f"the buffer has {found} elements, which {ranks} ranks cannot share evenly", evidence)
-    if found != padded + ranks and found == -(-(numel + frozen) // ranks) * ranks:
+    if has_frozen:
         raise Wrong(f"the buffer has {found} elements: {frozen} of them are frozen parameters", evidence)
+    if found != padded + ranks and found == -(-(numel + tied) // ranks) * ranks:
+        raise Wrong(
+            f"the buffer has {found} elements: the tied weight, one tensor of two names, is in it twice", evidence
+        )
     raise Wrong(
         f"the buffer has {found} elements: more padding than needed" if found > padded else "too short", evidence
     )
@@ -147,7 +154,9 @@ def train(answer: Answer, group: WatchedGroup, make: Make, dtype: torch.dtype) -
         loss(model, group.rank, step).backward()
         sharded.step()
         all_done(watched, "step")
-        state = judge_state(sharded, padded // group.size, dtype)
+        shard = padded // group.size
+        state = judge_state(sharded, shard, dtype)
+        judge_padding(sharded, shard, min(shard, max(0, shard * (group.rank + 1) - numel)))
         if dtype == F32:
             history.append(weights(model))
             judge_weights(history, truth, group, step, plain=make is MAKERS["SGD"])
@@ -158,7 +167,7 @@ def train(answer: Answer, group: WatchedGroup, make: Make, dtype: torch.dtype) -
         kept.judge(room, f"step {step}", "weights, and the state of a shard, may stay; is a buffer or a copy kept?")
         same_traffic(watched, wanted(group, padded, dtype), f"step {step}", itemsize=dtype.itemsize)
     if dtype != F32:
-        moved = sum(float((p.float() - truth[0][n].float()).abs().sum()) for n, p in model.named_parameters())
+        moved = sum(float((p.detach().float() - truth[0][n].float()).abs().sum()) for n, p in model.named_parameters())
         require(moved > 0, f"no weight has moved in {dtype}")
 
 
@@ -184,6 +193,16 @@ def judge_state(sharded: object, shard: int, dtype: torch.dtype) -> int:
     room = dtype.itemsize * shard * len(kept)
     require(alive <= room, f"the state keeps {alive} bytes alive, its elements are {room}: is it a view?", evidence)
     return alive
+
+
+def judge_padding(sharded: Any, shard: int, padding: int) -> None:
+    """Behind the last weight the shard stays zero, whatever the optimizer does."""
+    mine = torch.cat([p.detach().reshape(-1) for g in sharded.optimizer.param_groups for p in g["params"]])
+    require(
+        not mine[shard - padding :].any(),
+        "the padding behind the last weight is not zero after a step: its gradient is memory that nobody wrote",
+        f"  {mine[shard - padding :].tolist()[:6]}",
+    )
 
 
 def judge_weights(

@@ -29,6 +29,7 @@ def test_InFlight(answer: Answer, group: WatchedGroup) -> None:
         kept = Kept(watched)
         flights = answer.InFlight(watched, most)
         buffers: list[weakref.ref[UntypedStorage]] = []
+        copied = False  # what is under way is not what was handed over
         for turn, number in enumerate(numbers):
             flat = sent_by(group.rank, turn, number, group.size, dtype)
             buffers.append(weakref.ref(flat.untyped_storage()))
@@ -37,6 +38,7 @@ def test_InFlight(answer: Answer, group: WatchedGroup) -> None:
             for done, shard in flights.shards.items():
                 own_memory(shard, f"shards[{done}]", "give the result memory of its own")
             judge_flights(watched, buffers, most)
+            copied |= buffers[-1]() is None
         flights.land()
         all_done(watched, "land")
         judge_landed(group, flights.shards, numbers, dtype)
@@ -45,6 +47,7 @@ def test_InFlight(answer: Answer, group: WatchedGroup) -> None:
             mine = torch.zeros(3 + number, dtype=dtype)
             oracle.reduce_scatter(mine, mine.repeat(group.size))
         same_traffic(watched, oracle, "InFlight", itemsize=dtype.itemsize)
+        require(not copied, "`flat` is copied before it travels, and costs its memory twice: send `flat` itself")
         room = sum(3 + number for number in set(numbers)) * dtype.itemsize
         kept.judge(room, "after land() InFlight", "the shards alone may stay; is what has arrived let go?")
         flights.land()  # once more: nothing is under way

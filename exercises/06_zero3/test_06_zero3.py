@@ -209,6 +209,7 @@ def judge_gradients(
             text = f"step {step}, the gradient of {what}"
             loose = (1e-4, 1e-5) if truth.dtype == torch.float32 else (0.1, 0.1 * float(truth.abs().max()))
             equal(found, truth, text, ranks=group.size, known=known, rtol=loose[0], atol=loose[1])
+        require(not flat[at:].any(), f"step {step}: the padding of self.grads of {name} is not zero: a norm counts it")
 
 
 def judge_calls(watched: WatchedGroup, expected: int, step: int) -> None:
@@ -225,5 +226,10 @@ def judge_traffic(watched: WatchedGroup, oracle: WatchedGroup, step: int, itemsi
     require(
         2 * gathers != wanted,
         f"step {step}: every unit is gathered once, expected twice: it must be freed between forward and backward",
+    )
+    require(
+        gathers >= wanted,
+        f"step {step}: {gathers} gathers, expected {wanted}: {wanted - gathers} of the units are still whole when "
+        "backward comes to them: free each one after its forward",
     )
     same_traffic(watched, oracle, f"step {step}", itemsize=itemsize)

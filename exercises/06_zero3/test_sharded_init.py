@@ -10,6 +10,14 @@ from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
 
 
+class Pair(nn.Module):
+    """Has parameters through its layers alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 3, bias=False)
+
+
 class Large(nn.Module):
     """Looks, after each layer that it makes, at how much is whole; ends in an exception if told to."""
 
@@ -62,3 +70,11 @@ def test_sharded_init(answer: Answer, group: WatchedGroup) -> None:
     require(kinds == asked, lost, f"  built  {kinds}", f"  asked  {asked}")
     for (name, p), truth in zip(model.named_parameters(), plain.parameters(), strict=True):
         equal(p.detach(), truth.detach(), f"{name} after gather()")
+
+    case("a class whose parameters are those of its layers")
+    with answer.sharded_init(group.fresh(), Pair) as made:
+        pair = Pair()
+    whole = [name for name, p in pair.named_parameters() if p.untyped_storage().nbytes()]
+    left = f"{', '.join(whole)} stay whole: shard all that is inside, as one unit"
+    require(not whole, left)
+    require(len(made) == 1, f"{len(made)} units for one module with two layers: shard all that is inside, as one unit")

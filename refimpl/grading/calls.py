@@ -2,13 +2,17 @@
 
 cheats.py reads the file's text, so it does not see a name that is made at run time (importlib, sys.modules, getattr).
 Here Python itself reports each call (`sys.setprofile`), and one that comes straight from a line of the answer's file is
-judged by where its function stands. The grader's oracle may call what it likes.
+judged by where its function stands. The grader's oracle may call what it likes. Threads that begin meanwhile are looked
+at too, with what is handed to them. Code that the answer makes by `exec` has no file to be judged by, so `exec` itself
+is named: no exercise needs it.
 
-Not seen: calls in another thread, and those of code that the answer makes by `exec`. Whoever goes that far knows it.
+Not seen: refimpl's text, read from its file and pasted. Whoever goes that far knows it.
 """
 
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from inspect import CO_GENERATOR, getmro, isclass
 from pathlib import Path
@@ -23,6 +27,11 @@ from refimpl.grading.compare import require
 REFIMPL = Path(refimpl.__file__).parent
 SOLUTIONS, DISTRIBUTED = REFIMPL.parent / "solutions", Path(dist.__file__).parent
 HANDED = "refimpl.grading.traffic"  # the group that an answer is given
+MAKERS = (exec, eval, compile)
+ON = {
+    threading.Thread.__init__.__code__: "target",
+    ThreadPoolExecutor.submit.__code__: "fn",
+}  # who calls which argument
 
 
 class Calls:
@@ -35,23 +44,31 @@ class Calls:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, calls are looked at. At the end, whatever else went wrong, Wrong if one was a way round."""
-        before = sys.getprofile()
+        before = sys.getprofile(), threading.getprofile()
         sys.setprofile(self.look)
+        threading.setprofile(self.look)
         try:
             yield
         finally:
-            sys.setprofile(before)
+            sys.setprofile(before[0])
+            threading.setprofile(before[1])
             require(not self.cheat, self.cheat)
 
     def look(self, frame: FrameType, event: str, arg: object) -> None:
         """Python calls this at every call of a function."""
-        caller = frame.f_back
-        if event != "call" or caller is None or caller.f_code.co_filename != self.path:
+        caller = frame if event == "c_call" else frame.f_back  # a function in C has no frame of its own
+        if event not in ("call", "c_call") or caller is None or caller.f_code.co_filename != self.path or self.cheat:
             return
-        if frame.f_code not in self.known:
-            self.known[frame.f_code] = self.called(frame)
-        if not self.cheat and self.known[frame.f_code]:
-            self.cheat = f"{Path(self.path).name} line {caller.f_lineno}: {self.known[frame.f_code]}"
+        if event == "c_call":
+            said = made(arg) if arg in MAKERS else ""
+        elif name := ON.get(frame.f_code):
+            said = of(frame.f_locals[name])
+        else:
+            if frame.f_code not in self.known:
+                self.known[frame.f_code] = self.called(frame)
+            said = self.known[frame.f_code]
+        if said:
+            self.cheat = f"{Path(self.path).name} line {caller.f_lineno}: {said}"
 
     def called(self, frame: FrameType) -> str:
         """What is wrong with a call of this function, or ""."""
@@ -67,14 +84,27 @@ class Calls:
         if not path.is_relative_to(REFIMPL):
             return ""
         module = ".".join(path.relative_to(REFIMPL.parent).with_suffix("").parts)
-        if module == HANDED:
-            return for_graders(name) if name in GRADERS else ""
         if name == "__getattr__":  # of a package that imports what is asked for: nothing is called yet
             return ""
-        return closed(f"{module}.{frame.f_code.co_qualname}")
+        return own(module, frame.f_code.co_qualname)
 
     def inherited(self, task: object) -> None:
         """Look whether the task itself is refimpl's, or derived from a class of it."""
         kin = getmro(task) if isclass(task) else (task,)
-        names = [f"{getattr(k, '__module__', '')}.{getattr(k, '__qualname__', '')}" for k in kin]
-        self.cheat = self.cheat or next(filter(None, map(closed, names)), "")
+        self.cheat = self.cheat or next(filter(None, map(of, kin)), "")
+
+
+def of(thing: object) -> str:
+    """What is wrong with using this function or class, or ""."""
+    return own(getattr(thing, "__module__", ""), getattr(thing, "__qualname__", ""))
+
+
+def own(module: str, name: str) -> str:
+    if module == HANDED:
+        name = name.rpartition(".")[2]
+        return for_graders(name) if name in GRADERS else ""
+    return closed(f"{module}.{name}")
+
+
+def made(maker: object) -> str:
+    return f"{getattr(maker, '__name__', '')} makes code at run time, which nobody can look at: write the answer out"

@@ -56,7 +56,8 @@ def grade_here(check: Check, path: Path, task: str) -> None:
     gc.freeze()  # what was there before costs `memory.alive` no time
     process, calls = Process(), Calls(path)
     try:
-        answer = import_file(path, path.stem)
+        with calls.watched():
+            answer = import_file(path, path.stem)
         launch.report(ALIVE)  # importing takes a while
         process.reset_switches()  # set while the file was read, e.g. by set_grad_enabled(False): not for the grader
         if not hasattr(answer, task):

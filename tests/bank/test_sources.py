@@ -11,6 +11,7 @@ import torch
 
 from refimpl.bank.load import load
 
+ROOT = Path(__file__).parents[2]
 LIST: dict[str, Any] = tomllib.loads(Path(__file__).with_name("sources.toml").read_text("utf-8"))
 CITED = {source: card.id for card in load().values() for source in card.sources}
 
@@ -63,6 +64,12 @@ def test_every_section_is_listed_as_looked_up_or_as_remembered() -> None:
         if source.startswith("arXiv:") and sections(source):
             cited.setdefault(source[6:16], set()).update(sections(source))
     assert cited == listed
+
+
+@pytest.mark.parametrize("chapter", LIST["figures"])
+def test_a_chapter_says_what_was_looked_up(chapter: str) -> None:
+    text = (ROOT / "course" / f"{chapter}.py").read_text("utf-8").replace("\n# ", " ")
+    assert [figure for figure in LIST["figures"][chapter] if figure not in text] == []
 
 
 @pytest.mark.parametrize(

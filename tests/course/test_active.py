@@ -41,3 +41,21 @@ def test_a_chapter_has_a_task_that_is_its_exercises_stub(path: Path) -> None:
         expected = next(d for d in definitions(ast.parse(source)) if d.name == task)
         assert name == path.stem
         assert cell.strip() == segment(source, expected)  # its decorators too
+
+
+def printed(cell: str) -> set[str]:
+    """What a cell shows the code of: its own definitions, and what `show.source` prints."""
+    tree = ast.parse("\n".join(line for line in cell.splitlines() if not line.startswith("%")))
+    made = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "show.source"]
+    names = [
+        ast.unparse(arg).split(".") for call in calls for arg in call.args
+    ]  # a class's method, or a module's function
+    return made | {words[0] for words in names} | {words[-1] for words in names if words[0].islower()}
+
+
+@pytest.mark.parametrize("path", CHAPTERS[1:], ids=lambda path: path.stem)
+def test_no_cell_prints_what_a_task_asks_for(path: Path) -> None:
+    tasks = set(find_chapter(path.stem, ROOT).tasks)
+    cells = [cell.source for cell in execute.read(path).cells if cell.cell_type == "code"]
+    assert {name for cell in cells if not cell.startswith("%%task") for name in printed(cell) & tasks} == set()

@@ -24,6 +24,17 @@ BODIES = {
         "refimpl.zero.stage.Stage.__init__ is refimpl's own",
     ),
     "map": (f"import importlib\nlist(map(importlib.import_module{RING}.all_reduce, [group], [x]))", OWN),
+    "handed to a thread": (
+        "import importlib, threading\n"
+        f"threading.Thread(target=importlib.import_module{RING}.all_reduce, args=(group, x)).start()",
+        OWN,
+    ),
+    "handed to a pool": (
+        "import importlib, concurrent.futures\n"
+        f"concurrent.futures.ThreadPoolExecutor(1).submit(importlib.import_module{RING}.all_reduce, group, x).result()",
+        OWN,
+    ),
+    "exec": ("exec('from refimpl' + '.comm import ring; ring.all_reduce(group, x)')", "exec makes code at run time"),
     "torch.distributed": ("getattr(torch, 'distri' + 'buted').all_reduce(x)", AROUND),
     "the grader's own": ("getattr(group, 'every' + 'one')(1)", "group.everyone is for the grader"),
     "a solution": (
@@ -51,6 +62,29 @@ def test_a_call_is_named_with_its_line(how: str, tmp_path: Path) -> None:
     assert verdict.outcome == "fail"
     assert says in verdict.headline
     assert verdict.headline.startswith(f"exercise.py line {4 + len(body.splitlines())}: ")
+
+
+def test_a_thread_of_the_answer_is_looked_at(tmp_path: Path) -> None:
+    body = (
+        "import importlib, threading\n"
+        "def go():\n"
+        f"    importlib.import_module{RING}.all_reduce(group, x)\n"
+        "thread = threading.Thread(target=go)\nthread.start()\nthread.join()\nreturn x"
+    )
+    assert OWN in graded(tmp_path, body).headline
+
+
+def test_what_a_file_makes_while_it_is_read_is_named_too(tmp_path: Path) -> None:
+    head = "import torch\nexec('def twice(x): return x * 2')"
+    assert "line 2: exec makes code at run time" in graded(tmp_path, "return twice(x)", head).headline
+
+
+def test_an_answer_may_have_a_thread_of_its_own(tmp_path: Path) -> None:
+    body = (
+        "import threading\ny = x.clone()\nthread = threading.Thread(target=group.all_reduce, args=(y,))\n"
+        "thread.start()\nthread.join()\nreturn y"
+    )
+    assert graded(tmp_path, body).outcome == "pass"
 
 
 def test_a_task_that_is_refimpls_own_function_is_named(tmp_path: Path) -> None:
