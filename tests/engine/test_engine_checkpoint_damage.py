@@ -183,7 +183,7 @@ def test_a_checkpoint_of_pickles_is_not_read_and_its_weights_are_named(saved: Pa
         ("global_step9", r"global_step9.*no such file.*latest names it.*complete checkpoints.*global_step1"),
         ("../a/global_step1", r"latest: .* is no tag"),
         ("\x00", r"latest: .* is no tag"),
-        (b"\xff\xfe", r"latest: UnicodeDecodeError"),
+        (b"\xff\xfe", r"latest: damaged, it is no text; write a tag into it, or pass one"),
     ],
 )
 def test_a_latest_that_names_nothing(latest: str | bytes, match: str, saved: Path, other: refimpl.Engine) -> None:
