@@ -23,7 +23,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -209,6 +208,8 @@ def total(block: memoryview) -> int:
 
     By numpy, in the one thread that calls: torch would start a team of threads for each block under way.
     """
+    import numpy as np  # the stages need torch alone until something rests on a disk
+
     return int(np.frombuffer(block, dtype=np.uint64).sum())
 
 
