@@ -1,6 +1,6 @@
 """torch's process groups: one for each list of ranks, what it says of itself, and a group for control.
 
-A group of gloo is 2 threads and a socket to every other member, one of NCCL a communicator with buffers, and torch
+A group of gloo is 3 threads and a socket to every other member, one of NCCL a communicator with buffers, and torch
 keeps each until the job's end. So whoever needs one of these ranks gets the one that was made before (`of_rows`);
 torch's own table of groups is where it is found, and it goes with the world.
 """
