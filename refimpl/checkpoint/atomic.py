@@ -61,14 +61,11 @@ def write_file(path: Path, fill: Callable[[Path], object]) -> None:
     sync(path.parent)
 
 
-def replace_folder(new: Path, folder: Path, mark: str, ours: Callable[[str], bool]) -> None:
-    """Give the folder `new` the name `folder`. What had it is deleted, but for files in it that are not `ours`.
-
-    `mark`: the file without which a folder is not whole.
-    """
+def replace_folder(new: Path, folder: Path, ours: Callable[[str], bool]) -> None:
+    """Give the folder `new` the name `folder`. What had it is deleted, but for files in it that are not `ours`."""
     old = retired(folder)
     if os.path.lexists(folder):
-        discard(old, mark)
+        discard(old)
         os.rename(folder, old)
     try:
         os.rename(new, folder)
@@ -78,7 +75,7 @@ def replace_folder(new: Path, folder: Path, mark: str, ours: Callable[[str], boo
         raise
     sync(folder.parent)  # before anything of the old one is deleted
     inherit(old, folder, ours)
-    discard(old, mark)
+    discard(old)
 
 
 def inherit(old: Path, folder: Path, ours: Callable[[str], bool]) -> None:
@@ -89,12 +86,16 @@ def inherit(old: Path, folder: Path, ours: Callable[[str], bool]) -> None:
                 os.rename(entry, folder / entry.name)
 
 
-def discard(path: Path, mark: str) -> None:
-    """Delete a file, a link or a folder, as far as it can be deleted: what stays behind is not taken for whole."""
+def discard(path: Path) -> None:
+    """Delete a leftover, as far as it can be deleted: what stays behind is not taken for whole.
+
+    A folder gets another name first: a rank that is still writing into it finds none, and adds nothing meanwhile.
+    """
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
-            (path / mark).unlink(missing_ok=True)
-            shutil.rmtree(path, ignore_errors=True)
+            doomed = path.with_name(path.name.rpartition("-")[0] + f"-{new_id()}")
+            os.rename(path, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
         else:
             path.unlink()
 
@@ -132,4 +133,4 @@ def clear(folder: Path, mark: str, ours: Callable[[str], bool]) -> None:
                 os.rename(entry, successor)
                 continue
             inherit(entry, successor, ours)
-        discard(entry, mark)
+        discard(entry)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from refimpl.checkpoint import atomic, manifest, unpickle
+from refimpl.checkpoint import atomic, unpickle
 from refimpl.checkpoint.deepspeed_files import Written, given
 from refimpl.checkpoint.errors import naming
 from refimpl.checkpoint.find import checked_tag
@@ -48,7 +48,7 @@ def import_folder(folder: Path, out: Path) -> Path:
             write_notes(new, digest, {"save": {"id": id_, "rank": 0}} | notes)
             finish(target, new, {"id": id_} | about(source, frozen), save_latest=True)
         except Exception:
-            atomic.discard(new, manifest.NAME)
+            atomic.discard(new)
             raise
     return target
 

@@ -65,7 +65,7 @@ def finish(folder: Path, new: Path, about: dict[str, Any], save_latest: bool) ->
         atomic.sync(new / manifest.NAME)
         atomic.sync(new)
     with naming(folder):
-        atomic.replace_folder(new, folder, manifest.NAME, manifest.ours)
+        atomic.replace_folder(new, folder, manifest.ours)
     if save_latest:
         latest = folder.parent / "latest"
         with naming(latest):

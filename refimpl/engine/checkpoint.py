@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import Tensor
 
-from refimpl.checkpoint import atomic, manifest
+from refimpl.checkpoint import atomic
 from refimpl.checkpoint.errors import CheckpointError, together
 from refimpl.checkpoint.find import checked_tag
 from refimpl.checkpoint.folder import notes_file
@@ -74,7 +74,7 @@ def save(
             together(group, lambda: finish(folder, new, about, save_latest) if group.rank == 0 else None)
     except Exception:
         if group.rank == 0:
-            atomic.discard(new, manifest.NAME)
+            atomic.discard(new)
         held.close()
         raise
     if not asynchronous:
@@ -105,10 +105,11 @@ def write_behind(
                 finish(folder, new, about, save_latest)
         except BaseException as error:
             if rank == 0:
-                atomic.discard(new, manifest.NAME)
-            elif new.is_dir():
+                atomic.discard(new)
+                raise
+            try:
                 (new / f"{rank}{FAILED}").write_text(str(error))
-            else:
+            except FileNotFoundError:
                 raise CheckpointError(f"{new}: rank 0 has given the save up; what failed is rank 0's error") from error
             raise
 
