@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from refimpl.bank.load import load
+from refimpl.grading.chapters import find_chapter
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -23,3 +26,12 @@ def test_two_lines_are_more_than_one_process_needs() -> None:
     assert script.count("#+ ") == 2
     for line in ("loss.backward()", "optimizer.step()", "optimizer.zero_grad()"):
         assert f"    {line}" in script
+
+
+def test_its_tables_count_what_is_there() -> None:
+    shown = re.findall(r"\[(\d+) tasks\]\(exercises/(\w+)\)", README)
+    assert {name: int(count) for count, name in shown} == {
+        path.parent.name: len(find_chapter(path.parent.name, ROOT).tasks)
+        for path in (ROOT / "exercises").glob("*/exercise.py")
+    }
+    assert f" {len(load())} cards," in README

@@ -1,82 +1,32 @@
 """`refimpl bench zero`, `parallel`, `moe`, `sparse`, `kernels`, `comm`, `hierarchy`, `overlap` and more."""
 
 import json
-import os
-import platform
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from typer.core import TyperCommand
 
+from refimpl.bench.options import (
+    JsonOption,
+    Lists,
+    Ranks,
+    RoundsOption,
+    StagesOption,
+    StepsOption,
+    TurnsOption,
+    axis,
+    count,
+    mixture,
+    precision,
+    writable,
+)
+from refimpl.bench.publish import environment, publish
 from refimpl.bench.race import Turns
 
 app = typer.Typer(help="Measure side by side with peers.", no_args_is_help=True, pretty_exceptions_enable=False)
 
 BUCKETS: list[Any] = ["20K", "100K", "300K", "1M", "10M"]  # elements, as they are typed
-SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9}
-
-
-class Lists(TyperCommand):
-    """Reads `--ranks 2 4` as `--ranks 2 --ranks 4`: a bare word that follows a value belongs to the same option."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, spread(args))
-
-
-def spread(args: list[str]) -> list[str]:
-    """Repeat an option before each further value of it."""
-    result: list[str] = []
-    option = ""
-    for word in args:
-        if word.startswith("-"):
-            option = "" if "=" in word else word
-        elif option and result[-1] != option:
-            result.append(option)
-        result.append(word)
-    return result
-
-
-def count(text: str) -> int:
-    """25M -> 25_000_000; K, M and B are powers of a thousand."""
-    number, scale = (text[:-1], SUFFIXES[text[-1].upper()]) if text[-1:].upper() in SUFFIXES else (text, 1)
-    try:
-        value = int(float(number) * scale)
-    except (ValueError, OverflowError):
-        raise typer.BadParameter(f"{text!r} is not a number such as 25M") from None
-    if value < 1:
-        raise typer.BadParameter(f"{text!r} must be at least 1")
-    return value
-
-
-def precision(text: str) -> str:
-    """fp32 or bf16."""
-    if text not in ("fp32", "bf16"):
-        raise typer.BadParameter(f"{text!r}: choose from fp32, bf16")
-    return text
-
-
-def writable(file: Path) -> Path:
-    """The report's file, opened before anything is measured, and left as it was."""
-    new = not file.exists()
-    try:
-        file.open("a").close()
-    except OSError as error:
-        raise typer.BadParameter(f"--json {file}: cannot write there: {error.strerror}") from None
-    if new:
-        file.unlink()
-    return file
-
-
-Ranks = Annotated[list[int], typer.Option(min=2, help="Numbers of ranks.")]
-StagesOption = Annotated[list[int], typer.Option(min=0, max=3, help="ZeRO stages; 0 is DDP.")]
-TurnsOption = Annotated[int, typer.Option("--turns", min=1, help="Times each contestant's turn comes.")]
-StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Steps (or calls) in a turn.")]
-RoundsOption = Annotated[int, typer.Option("--rounds", min=1, help="Fresh worlds, of each kind of memory pages.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the report here.")]
 
 
 @app.command(cls=Lists)
@@ -98,13 +48,6 @@ def zero(
     file = writable(file) if file else None
     workloads = [Workload(p, batch, context, Turns(turns, steps), dtype) for p in params for dtype in dtypes]
     publish("Median step of the slowest rank", HEAT, measure(ranks, workloads, stages, rounds), file)
-
-
-def axis(text: str) -> str:
-    """tensor, pipeline or context."""
-    if text not in ("tensor", "pipeline", "context"):
-        raise typer.BadParameter(f"{text!r}: choose from tensor, pipeline, context")
-    return text
 
 
 @app.command(cls=Lists)
@@ -141,14 +84,6 @@ def parallel(
     file = writable(file) if file else None
     heats = measure(ranks, axes, workload, kinds or (), rounds)
     publish("Step of the slowest rank, beside torch's", HEAT, heats, file)
-
-
-def mixture(text: str) -> str:
-    """TOKENS,WIDTH,HIDDEN,EXPERTS,K."""
-    numbers = [int(number) for number in text.split(",") if number.isdigit()]
-    if len(numbers) != 5 or min(numbers) < 1 or numbers[4] > numbers[3]:
-        raise typer.BadParameter(f"{text!r} is not TOKENS,WIDTH,HIDDEN,EXPERTS,K, such as 1024,256,512,16,2")
-    return ",".join(map(str, numbers))
 
 
 @app.command(cls=Lists)
@@ -450,54 +385,3 @@ def table(
         raise typer.BadParameter(
             f"{report}: not a report of `refimpl bench zero --json` or compression: {error!r}"
         ) from None
-
-
-def environment() -> dict[str, Any]:
-    """What the times depend on."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads_per_rank": 1,
-        "gpus": gpus,
-    }
-
-
-def publish(title: str, common: Sequence[str], heats: Iterable[Sequence[Any]], file: Path | None) -> None:
-    """Show a table for each heat as soon as it is over, then write the report.
-
-    A heat is rows of one dataclass that agree in the fields `common`, which stand above the table.
-    """
-    from rich.console import Console
-    from rich.table import Table
-
-    rows = []
-    for heat in heats:
-        lines = [asdict(line) for line in heat]
-        table = Table(title=f"{title}: {', '.join(f'{name} {shown(lines[0][name])}' for name in common)}")
-        columns = [name for name in lines[0] if name not in common]
-        for name in columns:
-            # Words of a heading stand below each other, so that 80 columns are enough; where not, names are cut.
-            text, width = isinstance(lines[0][name], str), max(len(shown(line[name])) for line in lines)
-            table.add_column(
-                name.replace("_", "\n"),
-                justify="left" if text else "right",
-                no_wrap=True,
-                min_width=None if text else width,
-            )
-        for line in lines:
-            table.add_row(*(shown(line[name]) for name in columns))
-        Console().print(table)
-        rows += lines
-    if file:
-        file.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
-
-
-def shown(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float) and 0 < abs(value) < 0.1:
-        return f"{value:.1g}"
-    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

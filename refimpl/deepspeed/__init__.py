@@ -36,8 +36,8 @@ from refimpl.deepspeed.runtime.dataloader import RepeatingLoader
 from refimpl.deepspeed.runtime.engine import DeepSpeedEngine
 from refimpl.deepspeed.utils import OnDevice, log_dist, logger
 from refimpl.engine import initialize as _engine
-from refimpl.engine.build import MakeOptimizer, Parameters
 from refimpl.engine.cut import AUTOTP_SIZE
+from refimpl.engine.trained import MakeOptimizer, Parameters
 
 __version__ = VERSION
 __version_major__, __version_minor__, __version_patch__ = map(int, VERSION.partition("+")[0].split("."))

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.quote import quote
-from refimpl.engine.sections import Positive
+from refimpl.engine.values import Positive
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 

@@ -17,7 +17,7 @@ from refimpl.compress.powersgd import PowerSGD
 from refimpl.compress.randomk import RandomK
 from refimpl.compress.sign import Sign
 from refimpl.compress.topk import TopK
-from refimpl.engine.sections import Count, Number, Positive, Section, as_number, lower
+from refimpl.engine.values import Count, Number, Positive, Section, as_number, lower
 
 # The operators that a key is of; the others are of all.
 OF = {

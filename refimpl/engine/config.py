@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from refimpl.engine import arguments
 from refimpl.engine import sections as section
+from refimpl.engine import values as value
 from refimpl.engine.answer import answer, table
 from refimpl.engine.auto import resolve
 from refimpl.engine.batch import complete
@@ -27,38 +28,38 @@ from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler
 from refimpl.zero.config import ZeroConfig
 
 
-class DeepSpeedConfig(section.Section):
+class DeepSpeedConfig(value.Section):
     """Every honoured key of a DeepSpeed configuration, resolved for one world size. Made by `load_config`.
 
     Defaults are DeepSpeed's. One of them is easily overlooked: since 0.19.3 (#8068) gradients are clipped at a global
     norm of 1.0 where `gradient_clipping` is not set, in every stage and precision; 0 turns it off.
     """
 
-    train_batch_size: section.Positive = Field(description="samples an optimizer step, over all ranks")
-    train_micro_batch_size_per_gpu: section.Positive = Field(description="samples a rank feeds to one forward")
-    gradient_accumulation_steps: section.Positive = Field(description="micro-batches a rank adds up before a step")
+    train_batch_size: value.Positive = Field(description="samples an optimizer step, over all ranks")
+    train_micro_batch_size_per_gpu: value.Positive = Field(description="samples a rank feeds to one forward")
+    gradient_accumulation_steps: value.Positive = Field(description="micro-batches a rank adds up before a step")
     managed_gradient_accumulation: bool = Field(
         default=True, description="the engine counts micro-batches; false: every step() is an optimizer step"
     )
     dataloader_drop_last: bool = Field(default=False, description="the dataloader drops the last incomplete batch")
 
-    steps_per_print: Annotated[section.Positive | None, BeforeValidator(section.never)] = Field(
+    steps_per_print: Annotated[value.Positive | None, BeforeValidator(value.never)] = Field(
         default=None, description="steps between reports; unset: none"
     )
-    gradient_clipping: section.Number = Field(
+    gradient_clipping: value.Number = Field(
         default=1.0, description="bound on the global L2 norm; 0 means off, unset is 1.0, as in DeepSpeed since 0.19.3"
     )
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(section.lower)] = Field(
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(value.lower)] = Field(
         default="mean", description="what a gradient over ranks is"
     )
     gradient_compression: GradientCompression | None = Field(
         default=None, description="gradients travel compressed; DeepSpeed has no such key"
     )
     prescale_gradients: bool = Field(default=False, description="divide before the reduction instead of after it")
-    gradient_predivide_factor: section.Number = Field(
+    gradient_predivide_factor: value.Number = Field(
         default=1.0, gt=0, description="without prescale: divide by this before, by the rest after"
     )
-    communication_data_type: section.Dtype | None = Field(
+    communication_data_type: value.Dtype | None = Field(
         default=None, description="dtype on the wire; unset: the model's"
     )
     data_types: section.DataTypes = Field(
@@ -71,7 +72,7 @@ class DeepSpeedConfig(section.Section):
     memory_breakdown: bool = Field(default=False, description="report live bytes by class")
     dump_state: bool = Field(default=False, description="print this configuration at the start")
     log_level: Annotated[
-        Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None, BeforeValidator(section.upper)
+        Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None, BeforeValidator(value.upper)
     ] = Field(default=None, description="level of the logger `refimpl`")
 
     fp16: section.FP16 = Field(default_factory=section.FP16, description="mixed precision with a loss scale")
@@ -91,8 +92,8 @@ class DeepSpeedConfig(section.Section):
     expert_parallel: section.ExpertParallel = Field(
         default_factory=section.ExpertParallel, description="data-parallel ranks that share the experts of a layer"
     )
-    sequence_parallel_size: section.Positive = Field(default=1, description="ranks that share every sequence")
-    data_parallel_size: section.Positive | None = Field(
+    sequence_parallel_size: value.Positive = Field(default=1, description="ranks that share every sequence")
+    data_parallel_size: value.Positive | None = Field(
         default=None, description="ranks that read other batches; checked: it follows from the number of ranks"
     )
     sparse_attention: section.SparseAttention | None = Field(

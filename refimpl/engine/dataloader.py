@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, default_collate
 
 
 class StatefulDistributedSampler(DistributedSampler[Any]):
@@ -108,3 +108,11 @@ def make_dataloader(
         collate_fn=collate_fn,
         generator=torch.Generator(),  # every iterator draws from it; torch's own stays as it was for who goes on
     )
+
+
+def first_batch(dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any] | None) -> Any:
+    """Two samples as a micro-batch, to see what the model does with it; None of a stream."""
+    if isinstance(dataset, IterableDataset):
+        return None
+    samples = [dataset[0], dataset[len(dataset) - 1]]  # type: ignore[arg-type]
+    return (collate_fn or default_collate)(samples)

@@ -16,12 +16,13 @@ from refimpl import launch
 from refimpl.comm import levels
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
-from refimpl.engine.build import MakeOptimizer, Parameters, build
+from refimpl.engine.build import build
 from refimpl.engine.config import AXIS_KEYS, axes_asked, raw_config
 from refimpl.engine.cut import AUTOTP_SIZE
 from refimpl.engine.engine import Engine
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.pipeline import PipelineEngine
+from refimpl.engine.trained import MakeOptimizer, Parameters
 from refimpl.parallel.pipeline.module import PipelineModule
 
 

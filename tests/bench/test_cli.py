@@ -7,7 +7,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from refimpl.bench.cli import app, count, spread
+from refimpl.bench.cli import app
+from refimpl.bench.options import count, spread
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import refimpl
-from refimpl.bench.cli import writable
+from refimpl.bench.options import writable
 from refimpl.cli.main import main
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from refimpl.engine.arguments import read
-from refimpl.engine.build import make_scheduler, named_optimizer
 from refimpl.engine.config import load_config
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.sections import Scheduler
+from refimpl.engine.trained import make_scheduler, named_optimizer
 
 NAN, INF = math.nan, math.inf
 OPTIMIZERS = ("Adam", "AdamW", "Lion", "SGD", "Adagrad", "RMSprop", "Adadelta", "NAdam", "Adafactor")

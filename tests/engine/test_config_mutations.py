@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from refimpl.engine.build import make_scheduler, named_optimizer
 from refimpl.engine.config import load_config
 from refimpl.engine.keys import ConfigError
+from refimpl.engine.trained import make_scheduler, named_optimizer
 
 GOOD: list[dict[str, Any]] = [
     {

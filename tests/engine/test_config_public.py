@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from refimpl.engine.build import make_scheduler, named_optimizer
 from refimpl.engine.config import DeepSpeedConfig, load_config
 from refimpl.engine.keys import ConfigWarning
+from refimpl.engine.trained import make_scheduler, named_optimizer
 
 Config = dict[str, Any]
 

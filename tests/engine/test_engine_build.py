@@ -10,9 +10,9 @@ import worlds
 from torch import Tensor, nn
 
 import refimpl
-from refimpl.engine.build import named_optimizer
 from refimpl.engine.config import load_config
 from refimpl.engine.keys import ConfigError
+from refimpl.engine.trained import named_optimizer
 from refimpl.optim.schedule import WarmupLR
 
 

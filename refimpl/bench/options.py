@@ -1,0 +1,83 @@
+"""What the benches' options have in common: lists of values, sizes such as 25M, a file that can be written."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9}
+
+
+class Lists(TyperCommand):
+    """Reads `--ranks 2 4` as `--ranks 2 --ranks 4`: a bare word that follows a value belongs to the same option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, spread(args))
+
+
+def spread(args: list[str]) -> list[str]:
+    """Repeat an option before each further value of it."""
+    result: list[str] = []
+    option = ""
+    for word in args:
+        if word.startswith("-"):
+            option = "" if "=" in word else word
+        elif option and result[-1] != option:
+            result.append(option)
+        result.append(word)
+    return result
+
+
+def count(text: str) -> int:
+    """25M -> 25_000_000; K, M and B are powers of a thousand."""
+    number, scale = (text[:-1], SUFFIXES[text[-1].upper()]) if text[-1:].upper() in SUFFIXES else (text, 1)
+    try:
+        value = int(float(number) * scale)
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is not a number such as 25M") from None
+    if value < 1:
+        raise typer.BadParameter(f"{text!r} must be at least 1")
+    return value
+
+
+def precision(text: str) -> str:
+    """fp32 or bf16."""
+    if text not in ("fp32", "bf16"):
+        raise typer.BadParameter(f"{text!r}: choose from fp32, bf16")
+    return text
+
+
+def axis(text: str) -> str:
+    """tensor, pipeline or context."""
+    if text not in ("tensor", "pipeline", "context"):
+        raise typer.BadParameter(f"{text!r}: choose from tensor, pipeline, context")
+    return text
+
+
+def mixture(text: str) -> str:
+    """TOKENS,WIDTH,HIDDEN,EXPERTS,K."""
+    numbers = [int(number) for number in text.split(",") if number.isdigit()]
+    if len(numbers) != 5 or min(numbers) < 1 or numbers[4] > numbers[3]:
+        raise typer.BadParameter(f"{text!r} is not TOKENS,WIDTH,HIDDEN,EXPERTS,K, such as 1024,256,512,16,2")
+    return ",".join(map(str, numbers))
+
+
+def writable(file: Path) -> Path:
+    """The report's file, opened before anything is measured, and left as it was."""
+    new = not file.exists()
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise typer.BadParameter(f"--json {file}: cannot write there: {error.strerror}") from None
+    if new:
+        file.unlink()
+    return file
+
+
+Ranks = Annotated[list[int], typer.Option(min=2, help="Numbers of ranks.")]
+StagesOption = Annotated[list[int], typer.Option(min=0, max=3, help="ZeRO stages; 0 is DDP.")]
+TurnsOption = Annotated[int, typer.Option("--turns", min=1, help="Times each contestant's turn comes.")]
+StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Steps (or calls) in a turn.")]
+RoundsOption = Annotated[int, typer.Option("--rounds", min=1, help="Fresh worlds, of each kind of memory pages.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the report here.")]

@@ -1,0 +1,56 @@
+"""What must be so before an engine is built, for ranks that disagree would wait for each other for ever."""
+
+from torch import nn
+from torch.optim import Optimizer
+
+from refimpl.comm.axes import Axes
+from refimpl.engine.config import DeepSpeedConfig
+from refimpl.engine.keys import ConfigError
+from refimpl.optim.travelling import Travelling
+
+ALIKE = ("zero_optimization", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
+
+
+def check_layout(config: DeepSpeedConfig, axes: Axes, own_stages: bool) -> None:
+    """ConfigError where the file asks for another layout than there is: a PipelineModule and an mpu have their own."""
+    asked = {
+        "pipeline.stages": (None if own_stages else config.pipeline.stages, axes.pipeline.size),
+        "tensor_parallel.autotp_size": (config.tensor_parallel.autotp_size, axes.tensor.size),
+        "sequence_parallel_size": (config.sequence_parallel_size, axes.context.size),
+    }
+    wrong = [(key, size, there) for key, (size, there) in asked.items() if (size or 1) > 1 and size != there]
+    if config.data_parallel_size not in (None, axes.feeds):
+        wrong.append(("data_parallel_size", config.data_parallel_size, axes.feeds))
+    if (shard := config.zero_optimization.mics_shard_size) > 0 and shard != axes.shards.size:
+        wrong.append(("zero_optimization.mics_shard_size", shard, axes.shards.size))
+    if wrong:
+        raise ConfigError(
+            "\n".join(f"{key} = {size}, but the ranks are laid out with {there}" for key, size, there in wrong)
+        )
+
+
+def check_agreed(config: DeepSpeedConfig, axes: Axes) -> None:
+    """ConfigError on all ranks where they were given other configurations: they would wait for each other for ever."""
+    said = axes.world.all_gather_object(config.model_dump(include=set(ALIKE), mode="json"))
+    for key in ALIKE:
+        values = [one[key] for one in said]
+        if any(value != values[0] for value in values):
+            each = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise ConfigError(f"{key} differs between ranks: {each}; give all of them the same configuration")
+
+
+def check_whole(optimizer: Optimizer | None, axes: Axes, copies: list[nn.Parameter]) -> None:
+    """ConfigError for an optimizer that would see parts where it needs whole parameters. A collective of one kind.
+
+    copies: see `counted_elsewhere`. A momentum that travels compressed would no longer be the same in all copies.
+    """
+    name, travels = type(optimizer).__name__, isinstance(optimizer, Travelling)
+    if axes.tensor.size > 1 and (travels or getattr(optimizer, "layerwise", False)):
+        raise ConfigError(
+            f"optimizer.type {name}: tensor ranks have parts of the layers that it treats as wholes; "
+            "set tensor_parallel.autotp_size to 1"
+        )
+    if travels and any(axes.model.all_gather_object(bool(copies))):
+        raise ConfigError(
+            f"optimizer.type {name}: pipeline stages that share a layer would not compress it alike; tie no layers"
+        )

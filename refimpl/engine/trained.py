@@ -1,0 +1,107 @@
+"""What is trained, by which optimizer and on which schedule: the caller's, or what the configuration names.
+
+DeepSpeed's counterpart: `_configure_basic_optimizer` and `_configure_lr_scheduler` in deepspeed/runtime/engine.py.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from refimpl.engine import arguments
+from refimpl.engine.keys import ConfigError
+from refimpl.engine.names import optimizer_named, schedule_named
+from refimpl.engine.sections import Optimizer as OptimizerSection
+from refimpl.engine.sections import Scheduler as SchedulerSection
+from refimpl.parallel.pipeline.module import PipelineModule
+
+Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
+MakeOptimizer = Callable[[list[Any]], Optimizer]
+T = TypeVar("T")
+
+
+def names_of(model: nn.Module, parameters: Parameters | None, optimizer: Any) -> list[dict[str, Any]]:
+    """What is to be optimized, in groups, by its names in the model before it is cut."""
+    if isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            "optimizer: its tensors are the whole model's, of which each rank keeps a part: give a callable that makes "
+            "one of the parameters it is called with, or `optimizer` in the configuration"
+        )
+    names = {p: name for name, p in model.named_parameters()}
+    return [{**group, "params": [names[p] for p in group["params"]]} for group in trainable(model, parameters)]
+
+
+def found_again(model: nn.Module, named: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same groups of what this rank has of them."""
+    whole = model.name_in_whole if isinstance(model, PipelineModule) else str
+    here = {whole(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    here |= {model.first_of(p): p for p in model.repeated} if isinstance(model, PipelineModule) else {}
+    return [{**group, "params": [here[name] for name in group["params"] if name in here]} for group in named]
+
+
+def trainable(model: nn.Module, parameters: Parameters | None, is_stage: bool = False) -> list[Any]:
+    """The tensors or parameter groups to optimize; all of the model's by default. Frozen ones wait to be unfrozen.
+
+    is_stage: others may have all that is trained, as pipeline stages and ranks with other experts.
+
+    ValueError when one of them is not a parameter of `model`: its gradient would never be reduced.
+    """
+    known = set(model.parameters())
+    given = list(model.parameters()) if parameters is None else list(parameters)
+    groups = [dict(g) for g in given if isinstance(g, dict)] or [{"params": given}]
+    for number, group in enumerate(groups):
+        tensors = group["params"]
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        for tensor in tensors:
+            if tensor not in known:
+                shape = tuple(tensor.shape)
+                raise ValueError(f"model_parameters: group {number} has a tensor {shape} that `model` does not have")
+        group["params"] = tensors
+    if not is_stage and not any(tensor.requires_grad for group in groups for tensor in group["params"]):
+        raise ValueError("model_parameters: nothing to train; every parameter has requires_grad=False")
+    return groups
+
+
+def make_optimizer(
+    client: Optimizer | MakeOptimizer | None, section: OptimizerSection | None, parameters: list[Any]
+) -> Optimizer:
+    """The caller's optimizer, or what its callable makes of `parameters`, or the one that the file names."""
+    if isinstance(client, Optimizer):
+        return client
+    if client is not None:
+        made = client(parameters)
+        if not isinstance(made, Optimizer):
+            raise TypeError(f"optimizer: the callable returned {type(made).__name__}, not a torch.optim.Optimizer")
+        return made
+    assert section is not None
+    return named_optimizer(section.type, parameters, section.params)
+
+
+def named_optimizer(name: str, parameters: list[Any], params: Mapping[str, Any]) -> Optimizer:
+    """An optimizer by DeepSpeed's or torch's name; `names.optimizer_named` says what the names mean."""
+    make, options = optimizer_named(name, params)
+    return checked("optimizer", make, parameters, options)
+
+
+def make_scheduler(client: Any | None, section: SchedulerSection | None, optimizer: Optimizer) -> Any | None:
+    """The caller's schedule, or what its callable makes of the optimizer, or the one that the file names, or None.
+
+    ValueError for two schedules: DeepSpeed then drops the caller's without a word.
+    """
+    if client is not None and section is not None:
+        raise ValueError("lr_scheduler: given twice, as an argument and as `scheduler` in config; keep one")
+    if client is not None:
+        return client(optimizer) if callable(client) else client
+    if section is None:
+        return None
+    return checked("scheduler", schedule_named(section.type), optimizer, section.params)
+
+
+def checked(section: str, make: Callable[..., T], first: Any, params: Mapping[str, Any]) -> T:
+    """make(first, **params), after a check of the parameters. ConfigError names the parameter, else the section."""
+    values = arguments.read(section, make, params)
+    try:
+        return make(first, **values)
+    except Exception as error:  # whatever a class of torch has to say about its arguments
+        raise ConfigError(f"{section}.params: {getattr(make, '__name__', make)}: {error}") from error
