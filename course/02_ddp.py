@@ -169,10 +169,12 @@ print("different models after: ", fingerprints(model.parameters()))
 # %%
 # %%task 02_ddp average_gradients
 def average_gradients(group: Group, params: Sequence[nn.Parameter]) -> None:
-    """After backward: replace the gradient of each parameter that is not frozen by its mean over ranks.
+    """After backward: replace the gradient of each parameter that is not frozen by its mean
+    over ranks.
 
-    One all-reduce of one flat buffer, whatever the number of parameters: 2n(N - 1)/N elements sent, in the dtype of the
-    gradients, which is one for all. Gradients need not be contiguous. No second copy of them may stay.
+    One all-reduce of one flat buffer, whatever the number of parameters: 2n(N - 1)/N elements
+    sent, in the dtype of the gradients, which is one for all. Gradients need not be contiguous.
+    No second copy of them may stay.
     """
     raise NotImplementedError("average_gradients")
 
@@ -259,11 +261,14 @@ print("different models after 3 steps:", fingerprints(trained.parameters()))
 # %%
 # %%task 02_ddp assign_buckets
 def assign_buckets(params: Sequence[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-    """Parameters, less the frozen ones, in buckets, in the order in which backward completes them.
+    """Parameters, less the frozen ones, in buckets, in the order in which backward completes
+    them.
 
-    Backward reaches parameters from the last to the first. A bucket holds at most `limit` elements, or one parameter
-    that is larger alone. Fill a bucket until the next parameter does not fit, then begin another.
-    Example: sizes [4, 3, 9, 2], limit 6 -> sizes [[2], [9], [3], [4]]; limit 7 -> [[2], [9], [3, 4]].
+    Backward reaches parameters from the last to the first. A bucket holds at most `limit`
+    elements, or one parameter that is larger alone. Fill a bucket until the next parameter does
+    not fit, then begin another.
+    Example: sizes [4, 3, 9, 2], limit 6 -> sizes [[2], [9], [3], [4]]; limit 7 -> [[2], [9],
+    [3, 4]].
     """
     raise NotImplementedError("assign_buckets")
 
@@ -349,19 +354,25 @@ class Ddp:
         with ddp.no_sync():
             model(first).backward()      # this micro-batch only adds to .grad
         model(last).backward()           # the hooks start one all-reduce a bucket
-        ddp.finish()                     # every .grad is the mean over ranks; then optimizer.step()
+        ddp.finish()                     # every .grad is the mean over ranks
+        optimizer.step()
 
-    Every rank must launch the same buckets in the same order, also if it left some parameters unused. Traffic a step:
-    one all-reduce a bucket, in the gradients' dtype, however many micro-batches. After finish() no second copy of the
-    gradients stays. Backward runs the hooks in the order gradients are complete.
+    Every rank must launch the same buckets in the same order, also if it left some parameters
+    unused. Traffic a step: one all-reduce a bucket, in the gradients' dtype, however many
+    micro-batches. After finish() no second copy of the gradients stays. Backward runs the hooks
+    in the order gradients are complete.
     """
 
     def __init__(self, model: nn.Module, group: Group, limit: int) -> None:
-        """Give all ranks rank 0's parameters and buffers; put a hook on every parameter that is not frozen."""
+        """Give all ranks rank 0's parameters and buffers; put a hook on every parameter that is
+        not frozen.
+        """
         raise NotImplementedError("Ddp.__init__")
 
     def on_gradient(self, p: nn.Parameter) -> None:
-        """Runs inside backward, when p.grad is complete: launch the buckets that are full now, in order."""
+        """Runs inside backward, when p.grad is complete: launch the buckets that are full now,
+        in order.
+        """
         raise NotImplementedError("Ddp.on_gradient")
 
     def launch(self) -> None:
@@ -370,11 +381,14 @@ class Ddp:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients only add up on this rank: nothing is sent. Over with the block, also after an exception."""
+        """Inside, gradients only add up on this rank: nothing is sent.
+
+        Over with the block, also after an exception.
+        """
         raise NotImplementedError("Ddp.no_sync")
 
     def finish(self) -> None:
-        """After backward: launch what never filled, wait for all, and put the means into .grad."""
+        """After backward: launch what never filled, wait for all, put the means into .grad."""
         raise NotImplementedError("Ddp.finish")
 
 

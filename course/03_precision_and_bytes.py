@@ -206,10 +206,11 @@ pd.Series(ends).unstack().loc[["float32", "float16", "bfloat16"]]
 # %%
 # %%task 03_precision_and_bytes MasterWeights
 class MasterWeights:
-    """An fp32 copy of 16-bit parameters that the optimizer updates, so that small updates are not rounded away.
+    """An fp32 copy of 16-bit parameters that the optimizer updates, so that small updates are
+    not rounded away.
 
-    Memory: 4 bytes a parameter for the masters and 8 for Adam's state, all fp32; nothing else is kept. The parameters
-    keep their memory: others may hold views of it.
+    Memory: 4 bytes a parameter for the masters and 8 for Adam's state, all fp32; nothing else
+    is kept. The parameters keep their memory: others may hold views of it.
     """
 
     def __init__(
@@ -217,12 +218,16 @@ class MasterWeights:
         params: Sequence[nn.Parameter],
         make_optimizer: Callable[[list[nn.Parameter]], optim.Optimizer],
     ) -> None:
-        """Make self.masters, fp32 parameters like `params`, and self.optimizer = make_optimizer(self.masters)."""
+        """Make self.masters, fp32 parameters like `params`, and
+        self.optimizer = make_optimizer(self.masters).
+        """
         raise NotImplementedError("MasterWeights.__init__")
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor]) -> None:
-        """Update the masters with `grads` (fp32), round them into the parameters, and keep no gradient alive."""
+        """Update the masters with `grads` (fp32), round them into the parameters, and keep no
+        gradient alive.
+        """
         raise NotImplementedError("MasterWeights.step")
 
 
@@ -396,9 +401,10 @@ for name, way in {
 class DynamicLossScaler:
     """Finds the largest loss scale at which fp16 gradients do not overflow.
 
-    The scale doubles on the good step that follows `window` good ones in a row, and again after every `window` more.
-    The first `hysteresis` - 1 overflows are endured; every one after them halves the scale, until a doubling allows
-    `hysteresis` - 1 again. An overflow at scale 1 raises OverflowError: the loss itself is not finite.
+    The scale doubles on the good step that follows `window` good ones in a row, and again after
+    every `window` more. The first `hysteresis` - 1 overflows are endured; every one after them
+    halves the scale, until a doubling allows `hysteresis` - 1 again. An overflow at scale 1
+    raises OverflowError: the loss itself is not finite.
     """
 
     def __init__(self, scale: float = 2**16, window: int = 1000, hysteresis: int = 2):  # given
@@ -440,7 +446,8 @@ print(" ".join(told))
 # %%
 # %%task 03_precision_and_bytes overflowed
 def overflowed(group: Group, grads: Sequence[Tensor]) -> bool:
-    """Whether any gradient on any rank holds Inf or NaN: the same answer on all ranks, so that all skip the step.
+    """Whether any gradient on any rank holds Inf or NaN: the same answer on all ranks, so that
+    all skip the step.
 
     `grads` may be empty on some ranks. One all-reduce of one number.
     """

@@ -118,11 +118,13 @@ group.ledger.sent_bytes()
 # %%
 # %%task 04_zero1 flatten
 def flatten(model: nn.Module, ranks: int) -> Tensor:
-    """Move the parameters that are trained into one buffer [P], and make each of them a view of its piece.
+    """Move the parameters that are trained into one buffer [P], and make each of them a view of
+    its piece.
 
-    P is the smallest multiple of `ranks` that holds them all; the padding at the end is zero. The order is that of
-    model.parameters(), which names a tied parameter once. Frozen parameters stay where they are. Values and shapes stay
-    the same. A parameter need not be contiguous. All trained parameters have one dtype, and the buffer has it too.
+    P is the smallest multiple of `ranks` that holds them all; the padding at the end is zero.
+    The order is that of model.parameters(), which names a tied parameter once. Frozen
+    parameters stay where they are. Values and shapes stay the same. A parameter need not be
+    contiguous. All trained parameters have one dtype, and the buffer has it too.
     """
     raise NotImplementedError("flatten")
 
@@ -141,9 +143,9 @@ class ShardedOptimizer:
         loss.backward()
         sharded.step()               # all ranks have the same new weights, and no gradients
 
-    A step: one reduce-scatter of all gradients, in their dtype, the update of this rank's shard, one all-gather of all
-    weights. Between steps nothing is kept but the weights and the shard's state: no gradient, no second buffer.
-    The padding stays zero.
+    A step: one reduce-scatter of all gradients, in their dtype, the update of this rank's
+    shard, one all-gather of all weights. Between steps nothing is kept but the weights and the
+    shard's state: no gradient, no second buffer. The padding stays zero.
     """
 
     def __init__(
@@ -152,15 +154,20 @@ class ShardedOptimizer:
         group: Group,
         make_optimizer: Callable[[list[nn.Parameter]], optim.Optimizer],
     ) -> None:
-        """Flatten the model, give all ranks rank 0's parameters, frozen ones too, and make self.optimizer.
+        """Flatten the model, give all ranks rank 0's parameters, frozen ones too, and make
+        self.optimizer.
 
-        self.optimizer = make_optimizer([shard]), where the shard is one nn.Parameter [S] in the memory of the buffer.
+        self.optimizer = make_optimizer([shard]), where the shard is one nn.Parameter [S] in the
+        memory of the buffer.
         """
         raise NotImplementedError("ShardedOptimizer.__init__")
 
     @torch.no_grad()
     def step(self) -> None:
-        """Mean gradient of my shard, update, everyone's new shards. A gradient that is None counts as zero."""
+        """Mean gradient of my shard, update, everyone's new shards.
+
+        A gradient that is None counts as zero.
+        """
         raise NotImplementedError("ShardedOptimizer.step")
 
 
@@ -250,11 +257,14 @@ print(
 # %%
 # %%task 04_zero1 pieces_of
 def pieces_of(sizes: Sequence[int], ranks: int, rank: int) -> list[tuple[int, int, int]]:
-    """What of which parameter lies in the shard of `rank`: (number, start, stop), in elements of that parameter.
+    """What of which parameter lies in the shard of `rank`: (number, start, stop), in elements
+    of that parameter.
 
-    `sizes`: elements of each parameter, in the order of the buffer. A parameter may lie across several shards, and a
-    shard may hold several parameters, or padding only; padding is nobody's piece.
-    Example: sizes [3, 4], 2 ranks, shards of 4 -> rank 0: [(0, 0, 3), (1, 0, 1)]; rank 1: [(1, 1, 4)].
+    `sizes`: elements of each parameter, in the order of the buffer. A parameter may lie across
+    several shards, and a shard may hold several parameters, or padding only; padding is
+    nobody's piece.
+    Example: sizes [3, 4], 2 ranks, shards of 4 -> rank 0: [(0, 0, 3), (1, 0, 1)]; rank 1:
+    [(1, 1, 4)].
     """
     raise NotImplementedError("pieces_of")
 

@@ -172,37 +172,51 @@ predict(
 # %%
 # %%task 05_zero2 GradientShards
 class GradientShards:
-    """Reduce-scatters gradients bucket by bucket inside backward; keeps this rank's shards and nothing else.
+    """Reduce-scatters gradients bucket by bucket inside backward; keeps this rank's shards and
+    nothing else.
 
         gradients = GradientShards(model, group, limit=1000)
         for micro_batch in step:
-            model(micro_batch).backward()   # the hooks launch the buckets, in one order on every rank
-            gradients.finish()              # all have travelled, and added to gradients.shards
-        update(gradients.shards)            # bucket number -> [S], mean over ranks, sum over micro-batches
+            model(micro_batch).backward()   # the hooks launch the buckets, in one order
+            gradients.finish()              # all have travelled, and added to the shards
+        update(gradients.shards)            # bucket number -> [S]: mean over ranks, sum over
+                                            # micro-batches
         gradients.shards.clear()
 
-    At most one bucket is under way, in the dtype of the gradients. Memory besides the shards: the bucket under way, and
-    the gradients that wait for their bucket to fill. Traffic: one reduce-scatter a bucket and micro-batch.
+    At most one bucket is under way, in the dtype of the gradients. Memory besides the shards:
+    the bucket under way, and the gradients that wait for their bucket to fill. Traffic: one
+    reduce-scatter a bucket and micro-batch.
     """
 
     def __init__(self, model: nn.Module, group: Group, limit: int) -> None:
-        """Put a hook on every parameter that is not frozen. All ranks have the same weights already."""
+        """Put a hook on every parameter that is not frozen.
+
+        All ranks have the same weights already.
+        """
         raise NotImplementedError("GradientShards.__init__")
 
     def on_gradient(self, p: nn.Parameter) -> None:
-        """Runs inside backward, when p.grad is complete: launch the buckets that are full now, in order."""
+        """Runs inside backward, when p.grad is complete: launch the buckets that are full now,
+        in order.
+        """
         raise NotImplementedError("GradientShards.on_gradient")
 
     def launch(self) -> None:
-        """Copy the next bucket's gradients into a flat buffer, free them, and start its reduce-scatter."""
+        """Copy the next bucket's gradients into a flat buffer, free them, and start its
+        reduce-scatter.
+        """
         raise NotImplementedError("GradientShards.launch")
 
     def settle(self) -> None:
-        """If a bucket is under way: wait for it, add its result to the shards, and let go of its buffer."""
+        """If a bucket is under way: wait for it, add its result to the shards, and let go of
+        its buffer.
+        """
         raise NotImplementedError("GradientShards.settle")
 
     def finish(self) -> None:
-        """After each backward: launch what never filled, wait for the last one, and be ready for the next backward."""
+        """After each backward: launch what never filled, wait for the last one, and be ready
+        for the next backward.
+        """
         raise NotImplementedError("GradientShards.finish")
 
 
@@ -285,17 +299,19 @@ predict(
 # %%
 # %%task 05_zero2 InFlight
 class InFlight:
-    """Reduce-scatters on their way, at most `most` at a time, so that backward need not wait for the bucket before.
+    """Reduce-scatters on their way, at most `most` at a time, so that backward need not wait
+    for the bucket before.
 
         flights = InFlight(group, most=2)
-        flights.launch(0, flat)   # flat [P], padded -> its reduce-scatter is under way; `flat` is not copied
+        flights.launch(0, flat)   # flat [P], padded, is under way, and is not copied
         flights.launch(1, other)
-        flights.launch(0, third)  # waits for the first of them, then starts: bucket 0 of the next micro-batch
+        flights.launch(0, third)  # bucket 0 of the next micro-batch: first waits for `flat`
         flights.land()            # all have arrived
-        flights.shards            # bucket number -> [S], mean over ranks, summed over the launches of that number
+        flights.shards            # bucket number -> [S]: mean over ranks, sum over its launches
 
-    A launch waits only if `most` are under way, and then for the oldest alone. What has arrived is added to its shard,
-    in memory of its own and in the dtype of the buffer, and the buffer is let go.
+    A launch waits only if `most` are under way, and then for the oldest alone. What has arrived
+    is added to its shard, in memory of its own and in the dtype of the buffer, and the buffer
+    is let go.
     """
 
     def __init__(self, group: Group, most: int) -> None:
@@ -323,12 +339,14 @@ class InFlight:
 # %%
 # %%task 05_zero2 clip_global_norm
 def clip_global_norm(group: Group, shards: Mapping[str, Tensor], limit: float) -> float:
-    """Clip, in place, gradients of which this rank holds the shards; returns their L2 norm before clipping.
+    """Clip, in place, gradients of which this rank holds the shards; returns their L2 norm
+    before clipping.
 
-    The norm is that of the whole gradient over all ranks, and when it exceeds `limit`, every element is multiplied by
-    limit / norm: the same number on every rank. `shards` may be empty on some ranks. A tied parameter has two names for
-    one and the same tensor, and counts once. Shards are fp32 or 16 bits (fp16 ends at 65504, and the square
-    of 1e20 is too large for fp32). One all-reduce of one number.
+    The norm is that of the whole gradient over all ranks, and when it exceeds `limit`, every
+    element is multiplied by limit / norm: the same number on every rank. `shards` may be empty
+    on some ranks. A tied parameter has two names for one and the same tensor, and counts once.
+    Shards are fp32 or 16 bits (fp16 ends at 65504, and the square of 1e20 is too large for
+    fp32). One all-reduce of one number.
     """
     raise NotImplementedError("clip_global_norm")
 

@@ -205,15 +205,17 @@ print(f"after storage.resize_:  {saved.untyped_storage().nbytes():9,} bytes are 
 # %%
 # %%task 06_zero3 ShardedParams
 class ShardedParams:
-    """Parameters that are whole between gather() and free(), and a shard for the rest of the time.
+    """Parameters that are whole between gather() and free(), and a shard for the rest of the
+    time.
 
-    unit = ShardedParams(module.parameters(), group)    # freed; unit.mine [S] is what this rank keeps
+    unit = ShardedParams(module.parameters(), group)    # freed; this rank keeps unit.mine [S]
     unit.gather()                                       # the parameters can be used
-    unit.free()                                         # they have no memory; shapes stay as they are
+    unit.free()                                         # they have no memory; shapes stay
     """
 
     def __init__(self, params: Sequence[nn.Parameter], group: Group) -> None:
-        """Take rank 0's values: make self.full [P], of which the parameters are views, and self.mine [S]; free full.
+        """Take rank 0's values: make self.full [P], of which the parameters are views, and
+        self.mine [S]; free full.
 
         self.mine has memory of its own. `params` have one dtype, and need not be contiguous.
         """
@@ -240,20 +242,23 @@ class Zero3:
 
         zero = Zero3(model, group)
         model(batch).mean().backward()
-        zero.grads[module]            # [S], the mean over ranks, laid out as zero.units[module].mine, padding zero
+        zero.grads[module]            # [S], the mean over ranks, laid out as
+                                      # zero.units[module].mine; padding zero
 
-    Each module with parameters of its own (module.parameters(recurse=False)) is a unit. It is gathered before the
-    module's forward and freed after it; gathered again before its backward, and freed when all its gradients are
-    complete. They are reduce-scattered at once, and further backwards add up. Every parameter is trained, none is
-    shared, every module returns one tensor. Traffic of a forward and backward: 2 all-gathers and 1 reduce-scatter a
-    unit.
+    Each module with parameters of its own (module.parameters(recurse=False)) is a unit. It is
+    gathered before the module's forward and freed after it; gathered again before its backward,
+    and freed when all its gradients are complete. They are reduce-scattered at once, and
+    further backwards add up. Every parameter is trained, none is shared, every module returns
+    one tensor. Traffic of a forward and backward: 2 all-gathers and 1 reduce-scatter a unit.
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
-        """Make self.units, {module: ShardedParams}, and self.grads = {}; put the hooks below on modules and parameters.
+        """Make self.units, {module: ShardedParams}, and self.grads = {}; put the hooks below on
+        modules and parameters.
 
-        module.register_forward_pre_hook(fn) calls fn(module, args); module.register_forward_hook(fn) calls
-        fn(module, args, output); p.register_post_accumulate_grad_hook(fn) calls fn(p) when p.grad is complete.
+        module.register_forward_pre_hook(fn) calls fn(module, args);
+        module.register_forward_hook(fn) calls fn(module, args, output);
+        p.register_post_accumulate_grad_hook(fn) calls fn(p) when p.grad is complete.
         """
         raise NotImplementedError("Zero3.__init__")
 
@@ -262,11 +267,15 @@ class Zero3:
         raise NotImplementedError("Zero3.before_forward")
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        """It has: free it. And ask to be called before its backward: output.register_hook(fn) calls fn(gradient)."""
+        """It has: free it. And ask to be called before its backward: output.register_hook(fn)
+        calls fn(gradient).
+        """
         raise NotImplementedError("Zero3.after_forward")
 
     def on_gradient(self, module: nn.Module, p: nn.Parameter) -> None:
-        """One gradient is complete. If it is the module's last: reduce-scatter them, free gradients and parameters."""
+        """One gradient is complete. If it is the module's last: reduce-scatter them, free
+        gradients and parameters.
+        """
         raise NotImplementedError("Zero3.on_gradient")
 
 
@@ -340,14 +349,18 @@ print({op: f"{n / (3 * psi * 4 * 3 / 4):.2f} times Ψb(N-1)/N a step" for op, n 
 # %%
 # %%task 06_zero3 zero3_bytes
 def zero3_bytes(units: Sequence[int], ranks: int, itemsize: int, budget: int) -> dict[str, int]:
-    """Bytes on a rank with AdamW: "kept", and "gathered", the most that is whole at once in an iteration.
+    """Bytes on a rank with AdamW: "kept", and "gathered", the most that is whole at once in an
+    iteration.
 
-    units: elements of each, multiples of `ranks`, in the order of forward; backward uses them in the opposite order.
-    kept: the shards of parameters and gradients (`itemsize` bytes an element), AdamW's two fp32 numbers, and fp32
-    masters below fp32. gathered: at each use, first the unit itself is whole; then the next ones of the iteration that
-    are not are sent for, until one would bring those that fly (sent for, and not yet used) to more than `budget`
-    elements. After its use a unit is freed.
-    Example: units [4, 8, 4], fp32, 2 ranks: kept 8 * 16. gathered with budget 0: 8 * 4; with budget 4: 12 * 4.
+    units: elements of each, multiples of `ranks`, in the order of forward; backward uses them
+    in the opposite order.
+    kept: the shards of parameters and gradients (`itemsize` bytes an element), AdamW's two fp32
+    numbers, and fp32 masters below fp32. gathered: at each use, first the unit itself is whole;
+    then the next ones of the iteration that are not are sent for, until one would bring those
+    that fly (sent for, and not yet used) to more than `budget` elements. After its use a unit
+    is freed.
+    Example: units [4, 8, 4], fp32, 2 ranks: kept 8 * 16. gathered with budget 0: 8 * 4; with
+    budget 4: 12 * 4.
     """
     raise NotImplementedError("zero3_bytes")
 

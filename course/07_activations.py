@@ -195,13 +195,16 @@ print(alive(lambda fn, x: fn(x)), "kept by a plain run,", alive(Twice.apply), "b
 # %%
 # %%task 07_activations stretches
 def stretches(layers: int, saved: float) -> list[tuple[int, int]]:
-    """Cut a chain of equal layers into stretches [first, stop) of k layers, each checkpointed as a whole.
+    """Cut a chain of equal layers into stretches [first, stop) of k layers, each checkpointed
+    as a whole.
 
     The last may be shorter. Choose the k with the least peak, and the smallest of those.
 
-    The peak, in units of a layer's input: one input for each stretch, and while a stretch of k runs again, for each of
-    its layers what the layer keeps beside its input (`saved`), and for all but the first the input as well.
-    Examples: stretches(9, 0) -> [(0, 3), (3, 6), (6, 9)], the peak is 3 + 2; stretches(4, 15) -> every layer by itself.
+    The peak, in units of a layer's input: one input for each stretch, and while a stretch of k
+    runs again, for each of its layers what the layer keeps beside its input (`saved`), and for
+    all but the first the input as well.
+    Examples: stretches(9, 0) -> [(0, 3), (3, 6), (6, 9)], the peak is 3 + 2; stretches(4, 15)
+    -> every layer by itself.
     """
     raise NotImplementedError("stretches")
 

@@ -252,11 +252,14 @@ from refimpl.grading.drive import PAGE, LateDisk
 # %%
 # %%task 08_offload write_bytes
 def write_bytes(disk: LateDisk, start: int, data: Tensor) -> None:
-    """data, uint8 [n], n > 0, to the bytes of the file from `start` on, by transfers of whole pages; done at return.
+    """data, uint8 [n], n > 0, to the bytes of the file from `start` on, by transfers of whole
+    pages; done at return.
 
-    What stands beside it in its first and its last page keeps its values. For that a page is read which data covers in
-    part, and no other; the pages that data touches, and no others, are written in one transfer. data keeps its values.
-    Example: 5000 bytes from 4000 on touch pages 0 to 2; pages 0 and 2 are read, all three are written.
+    What stands beside it in its first and its last page keeps its values. For that a page is
+    read which data covers in part, and no other; the pages that data touches, and no others,
+    are written in one transfer. data keeps its values.
+    Example: 5000 bytes from 4000 on touch pages 0 to 2; pages 0 and 2 are read, all three are
+    written.
     """
     raise NotImplementedError("write_bytes")
 
@@ -397,12 +400,14 @@ plt.show()
 # %%
 # %%task 08_offload read_ahead
 def read_ahead(disk: LateDisk, places: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-    """A generator: each place's bytes in turn, uint8 [nbytes], while the next place is being read.
+    """A generator: each place's bytes in turn, uint8 [nbytes], while the next place is being
+    read.
 
-    places: (offset, nbytes), whole pages; maybe none. When the bytes of one are handed out, the read of the next has
-    begun, and nobody has waited for it. They stay as they are until the caller asks for more. Two buffers, each as
-    large as the largest place, whatever there is to read. However it ends (a caller that stops early closes the
-    generator; a disk fails), no transfer is left under way.
+    places: (offset, nbytes), whole pages; maybe none. When the bytes of one are handed out, the
+    read of the next has begun, and nobody has waited for it. They stay as they are until the
+    caller asks for more. Two buffers, each as large as the largest place, whatever there is to
+    read. However it ends (a caller that stops early closes the generator; a disk fails), no
+    transfer is left under way.
     """
     raise NotImplementedError("read_ahead")
 

@@ -422,13 +422,15 @@ predict(
 def checkpoint_steps(step: float, write: float, between_failures: float, nodes: int) -> int:
     """How many steps to make between two checkpoints, so that the least time is lost.
 
-    step: seconds of a step. write: seconds for which a save stops training. between_failures: seconds until one node
-    fails, on average; a job on `nodes` of them ends with the first that does.
+    step: seconds of a step. write: seconds for which a save stops training. between_failures:
+    seconds until one node fails, on average; a job on `nodes` of them ends with the first that
+    does.
 
-    With t seconds between checkpoints the share of time that is lost is write / t + t / (2 MTBF): the saves, and half
-    an interval of work a failure. MTBF: seconds between two failures of the job. A checkpoint falls between two steps:
-    the result is a whole number, at least 1, the smaller one of two that are equally good. It can be many millions: do
-    not try them all.
+    With t seconds between checkpoints the share of time that is lost is
+    write / t + t / (2 MTBF): the saves, and half an interval of work a failure. MTBF: seconds
+    between two failures of the job. A checkpoint falls between two steps: the result is a whole
+    number, at least 1, the smaller one of two that are equally good. It can be many millions:
+    do not try them all.
     Example: checkpoint_steps(10, 60, 32 * 3000, 32) -> 60.
     """
     raise NotImplementedError("checkpoint_steps")
@@ -653,15 +655,18 @@ predict(
 # %%
 # %%task 09_infinity save
 def save(root: Path, tag: str, files: dict[str, bytes]) -> None:
-    """Write a checkpoint: the files into the folder root/tag, a manifest beside them, and the tag into root/latest.
+    """Write a checkpoint: the files into the folder root/tag, a manifest beside them, and the
+    tag into root/latest.
 
-    root/tag/manifest.json is {NAME: {"bytes": size, "sha256": hex digest}} of every file. `root` is there already, and
-    names in it that begin with a dot are yours while you write. FileExistsError if root/tag is there already.
+    root/tag/manifest.json is {NAME: {"bytes": size, "sha256": hex digest}} of every file.
+    `root` is there already, and names in it that begin with a dot are yours while you write.
+    FileExistsError if root/tag is there already.
 
-    The process can be killed between any two calls, and the power can fail: what was not flushed by os.fsync is lost
-    then, in whatever order. Whenever that happens, root/latest must name a whole checkpoint, the one before or this
-    one, and what is called root/tag must be whole. When `save` returns, all is on the disk.
-    A save that was killed leaves something behind: the next save of that tag works, and clears it.
+    The process can be killed between any two calls, and the power can fail: what was not
+    flushed by os.fsync is lost then, in whatever order. Whenever that happens, root/latest must
+    name a whole checkpoint, the one before or this one, and what is called root/tag must be
+    whole. When `save` returns, all is on the disk. A save that was killed leaves something
+    behind: the next save of that tag works, and clears it.
     """
     raise NotImplementedError("save")
 

@@ -164,13 +164,16 @@ predict(
 # %%
 # %%task 10_communication top_k
 def top_k(grad: Tensor, error: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k elements of grad + error that are largest in magnitude; the rest stays in the error.
+    """The k elements of grad + error that are largest in magnitude; the rest stays in the
+    error.
 
-    grad [n], fp32 or bf16; error [n] fp32, changed in place; k is at least 1, and may be above n
-    -> (values [k] in grad's dtype, indices [k] int32, ascending), of min(k, n) elements. Of equally large ones the
-    first are taken. Nothing is lost: what is sent and the new error add up to grad + error in fp32, also where a value
-    was rounded to grad's dtype. grad keeps its values.
-    Example: grad [3, -1, 2], error [0, -4, 0], k = 1 -> values [-5], indices [1]; the error is [3, 0, 2].
+    grad [n], fp32 or bf16; error [n] fp32, changed in place; k is at least 1, and may be above
+    n -> (values [k] in grad's dtype, indices [k] int32, ascending), of min(k, n) elements. Of
+    equally large ones the first are taken. Nothing is lost: what is sent and the new error add
+    up to grad + error in fp32, also where a value was rounded to grad's dtype. grad keeps its
+    values.
+    Example: grad [3, -1, 2], error [0, -4, 0], k = 1 -> values [-5], indices [1]; the error is
+    [3, 0, 2].
     """
     raise NotImplementedError("top_k")
 
@@ -285,10 +288,12 @@ pd.DataFrame.from_dict(ranks.pull("found")[0], orient="index", columns=columns)
 # %%
 # %%task 10_communication two_level_all_reduce
 def two_level_all_reduce(x: Tensor, near: Group, far: Group) -> None:
-    """x [n] becomes the sum over all ranks, in place, and only 1 / P of it crosses between nodes.
+    """x [n] becomes the sum over all ranks, in place, and only 1 / P of it crosses between
+    nodes.
 
-    near: the P ranks of this node. far: the ranks with this place in every node. n is any number, of any dtype.
-    One reduce-scatter in the node, one all-reduce across of ceil(n / P) elements, one all-gather in the node.
+    near: the P ranks of this node. far: the ranks with this place in every node. n is any
+    number, of any dtype. One reduce-scatter in the node, one all-reduce across of ceil(n / P)
+    elements, one all-gather in the node.
     """
     raise NotImplementedError("two_level_all_reduce")
 
@@ -361,11 +366,13 @@ def outer_step(
 ) -> None:
     """DiLoCo: after H steps of each rank by itself, one step of all, by Nesterov's momentum.
 
-    params: this rank's weights after its inner steps, fp32 or bf16. start: the weights from which all ranks began, and
-    momentum: fp32, both equal on all ranks. All three are changed in place, and afterwards equal on all ranks.
-    The outer gradient d is start minus the mean of the ranks' params, in fp32. momentum becomes mu momentum + d, start
-    becomes start - lr (d + mu momentum), and params go on from there. One all-reduce of fp32 a tensor.
-    Example: one rank, params [2], start [1], momentum [0], lr 0.5, mu 0.5: d = -1, momentum -1, start and params 1.75.
+    params: this rank's weights after its inner steps, fp32 or bf16. start: the weights from
+    which all ranks began, and momentum: fp32, both equal on all ranks. All three are changed in
+    place, and afterwards equal on all ranks. The outer gradient d is start minus the mean of
+    the ranks' params, in fp32. momentum becomes mu momentum + d, start becomes start - lr
+    (d + mu momentum), and params go on from there. One all-reduce of fp32 a tensor.
+    Example: one rank, params [2], start [1], momentum [0], lr 0.5, mu 0.5: d = -1, momentum -1,
+    start and params 1.75.
     """
     raise NotImplementedError("outer_step")
 
@@ -428,12 +435,15 @@ def best_buckets(
     beta: float,
     most: int,
 ) -> tuple[int, float]:
-    """In how many equal buckets should gradients travel? -> (number, seconds that backward does not hide).
+    """In how many equal buckets should gradients travel? -> (number, seconds that backward does
+    not hide).
 
-    Gradients of `nbytes` bytes come evenly over the `backward` seconds: bucket i of b is full at i / b of them. Buckets
-    travel one after the other, each in alpha seconds + beta a byte. Exposed is the time from the end of backward until
-    the last has arrived. The number is between 1 and `most`; of equally good ones the smallest.
-    Example: 100 bytes, 1 s, alpha 0.1, beta 0.005: 1 bucket exposes 0.6 s, 2 expose 0.35 s, 5 expose 0.2 s, the least.
+    Gradients of `nbytes` bytes come evenly over the `backward` seconds: bucket i of b is full
+    at i / b of them. Buckets travel one after the other, each in alpha seconds + beta a byte.
+    Exposed is the time from the end of backward until the last has arrived. The number is
+    between 1 and `most`; of equally good ones the smallest.
+    Example: 100 bytes, 1 s, alpha 0.1, beta 0.005: 1 bucket exposes 0.6 s, 2 expose 0.35 s, 5
+    expose 0.2 s, the least.
     """
     raise NotImplementedError("best_buckets")
 

@@ -196,11 +196,12 @@ print("the ranks' gradients, added:", torch.allclose(gradients, whole.grad, atol
 # %%
 # %%task 11_tensor_parallel enter
 def enter(x: Tensor, group: Group) -> Tensor:
-    """Where a whole tensor enters layers that are split over the ranks: x itself. Megatron-LM calls it f.
+    """Where a whole tensor enters layers that are split over the ranks: x itself.
 
-    x is equal on all ranks, of any shape and dtype, contiguous or not. In backward each rank has the gradient of what
-    it alone computed from the result; what goes on is their sum, by one all-reduce. Forward sends nothing.
-    The gradient that arrives may belong to somebody else too: it keeps its values. So do x and its other uses.
+    Megatron-LM calls it f. x is equal on all ranks, of any shape and dtype, contiguous or not.
+    In backward each rank has the gradient of what it alone computed from the result; what goes
+    on is their sum, by one all-reduce. Forward sends nothing. The gradient that arrives may
+    belong to somebody else too: it keeps its values. So do x and its other uses.
     """
     raise NotImplementedError("enter")
 
@@ -421,17 +422,22 @@ def vocab_cross_entropy(
     group: Group,
     ignore_index: int = -100,
 ) -> Tensor:
-    """F.cross_entropy(whole logits, targets, ignore_index=ignore_index), of which each rank has some columns.
+    """F.cross_entropy(whole logits, targets, ignore_index=ignore_index), of which each rank has
+    some columns.
 
-    logits [n, v]: the tokens first to first + v - 1 of V, fp32 or bf16; targets [n] int64, equal on all ranks ->
-    an fp32 scalar, the mean over the rows that count, equal on all ranks; 0 with zero gradients if none does.
+    logits [n, v]: the tokens first to first + v - 1 of V, fp32 or bf16; targets [n] int64,
+    equal on all ranks -> an fp32 scalar, the mean over the rows that count, equal on all ranks;
+    0 with zero gradients if none does.
 
-        loss of a row = log(sum over v of exp(z_v - m)) + m - z_target,   m the row's maximum, so that exp is at most 1
+        loss of a row = log(sum over v of exp(z_v - m)) + m - z_target
 
-    Three numbers a row travel, fp32: the maximum, the sum, the target's logit (0 from the ranks that have not got it).
-    Write a torch.autograd.Function: backward sends nothing, d loss of a row / d z_v = exp(z_v - m) / sum - [v is the
-    target], in the logits' dtype. At most one tensor of n v fp32 numbers is kept for it, nothing is as large as n V,
-    and logits and targets keep their values.
+    where m is the row's maximum, so that exp is at most 1.
+
+    Three numbers a row travel, fp32: the maximum, the sum, the target's logit (0 from the ranks
+    that have not got it). Write a torch.autograd.Function: backward sends nothing, d loss of a
+    row / d z_v = exp(z_v - m) / sum - [v is the target], in the logits' dtype. At most one
+    tensor of n v fp32 numbers is kept for it, nothing is as large as n V, and logits and
+    targets keep their values.
     """
     raise NotImplementedError("vocab_cross_entropy")
 
@@ -718,15 +724,18 @@ def dropout_seed(
     tensor_ranks: int,
     sequence: bool,
 ) -> int:
-    """The seed of the generator that dropout draws from at a place, on the rank (data, tensor) of a mesh.
+    """The seed of the generator that dropout draws from at a place, on the rank (data, tensor)
+    of a mesh.
 
-    place "inside": between a column layer and its row layer, as on attention's scores. There each rank of a tensor
-    group has other heads or features, and must drop by other numbers. place "outside": on the residual stream. There
-    the ranks of a tensor group hold the same tensor and must drop the same elements; but with `sequence` (parallelism)
-    each has other tokens. Ranks with another `data` see other samples: their numbers are others everywhere.
+    place "inside": between a column layer and its row layer, as on attention's scores. There
+    each rank of a tensor group has other heads or features, and must drop by other numbers.
+    place "outside": on the residual stream. There the ranks of a tensor group hold the same
+    tensor and must drop the same elements; but with `sequence` (parallelism) each has other
+    tokens. Ranks with another `data` see other samples: their numbers are others everywhere.
 
-    tensor: 0 to tensor_ranks - 1; data: 0 and up. Two generators get one seed only if they must draw the same numbers,
-    so for "outside" and "inside" of one rank it is never the same. At least `seed`, and the same each time.
+    tensor: 0 to tensor_ranks - 1; data: 0 and up. Two generators get one seed only if they must
+    draw the same numbers, so for "outside" and "inside" of one rank it is never the same. At
+    least `seed`, and the same each time.
     """
     raise NotImplementedError("dropout_seed")
 

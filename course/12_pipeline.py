@@ -194,11 +194,12 @@ predict(
 # %%
 # %%task 12_pipeline one_f_one_b
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:
-    """1F1B, the order of one stage: some forwards ahead, then one forward and one backward by turns, then backwards.
+    """1F1B, the order of one stage: some forwards ahead, then one forward and one backward by
+    turns, then backwards.
 
-    Ahead are as many forwards as there are stages behind this one. Micro-batches are in order, forward and backward.
-    So at most stages - stage micro-batches are between their forward and their backward; the bubble is GPipe's.
-    Any number of micro-batches, also fewer than stages.
+    Ahead are as many forwards as there are stages behind this one. Micro-batches are in order,
+    forward and backward. So at most stages - stage micro-batches are between their forward and
+    their backward; the bubble is GPipe's. Any number of micro-batches, also fewer than stages.
     Example: one_f_one_b(1, 3, 3) -> F0 F1 B0 F2 B1 B2, each as ("F", 1, 0) and so on.
     """
     raise NotImplementedError("one_f_one_b")
@@ -401,13 +402,15 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["bubble, ticks", "borders"
 # %%
 # %%task 12_pipeline split_linear
 def split_linear(x: Tensor, weight: Tensor, bias: Tensor, later: list[Later]) -> Tensor:
-    """x @ weight.T + bias, [..., i] -> [..., o], whose backward computes the gradient of x alone.
+    """x @ weight.T + bias, [..., i] -> [..., o], whose backward computes the gradient of x
+    alone.
 
-    Its weight half is put off: backward appends to `later` a function that adds the gradients to weight.grad [o, i]
-    and bias.grad [o], which may be None before, and which have no graph, like those that autograd makes. Each function
-    is called once, in any order and at any time, and lets go of all it has kept afterwards.
-    Write a torch.autograd.Function that is applied to x, weight and bias, so that autograd calls it also where x needs
-    no gradient; then no gradient of x is computed. If weight and bias are frozen, nothing is put off.
+    Its weight half is put off: backward appends to `later` a function that adds the gradients
+    to weight.grad [o, i] and bias.grad [o], which may be None before, and which have no graph,
+    like those that autograd makes. Each function is called once, in any order and at any time,
+    and lets go of all it has kept afterwards. Write a torch.autograd.Function that is applied
+    to x, weight and bias, so that autograd calls it also where x needs no gradient; then no
+    gradient of x is computed. If weight and bias are frozen, nothing is put off.
     """
     raise NotImplementedError("split_linear")
 

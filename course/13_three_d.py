@@ -132,10 +132,10 @@ predict(
 def merge(one: Part, other: Part) -> Part:
     """Attention over two sets of keys, from attention over each of them.
 
-    Of each set: out [..., Q, D], softmax attention of Q queries over it, and lse [..., Q], the log of the sum of
-    exp(score) over it; both fp32. Returned are those of all keys together. A query that sees no key of a set has lse
-    -inf and out 0 there; if it sees none of either, so has the result. Scores may be in the thousands. Inputs are not
-    changed.
+    Of each set: out [..., Q, D], softmax attention of Q queries over it, and lse [..., Q], the
+    log of the sum of exp(score) over it; both fp32. Returned are those of all keys together. A
+    query that sees no key of a set has lse -inf and out 0 there; if it sees none of either, so
+    has the result. Scores may be in the thousands. Inputs are not changed.
     Example: lse 0 and 0 -> the mean of both outs, lse log(2). lse 3 and -inf -> the first.
     """
     raise NotImplementedError("merge")
@@ -322,10 +322,12 @@ for zigzag in (False, True):
 # %%
 # %%task 13_three_d zigzag
 def zigzag(tokens: int, ranks: int) -> list[Tensor]:
-    """Where each rank's tokens stand in a sequence of `tokens`, so that causal attention is equal work for all.
+    """Where each rank's tokens stand in a sequence of `tokens`, so that causal attention is
+    equal work for all.
 
-    The sequence is cut into 2 N equal chunks. Rank r has chunk r, then chunk 2 N - 1 - r, each from its first token to
-    its last. -> for every rank int64 [tokens / N]. ValueError if there are no 2 N equal chunks.
+    The sequence is cut into 2 N equal chunks. Rank r has chunk r, then chunk 2 N - 1 - r, each
+    from its first token to its last. -> for every rank int64 [tokens / N]. ValueError if there
+    are no 2 N equal chunks.
     Example: zigzag(8, 2) -> [0, 1, 6, 7] and [2, 3, 4, 5].
     """
     raise NotImplementedError("zigzag")
@@ -438,10 +440,11 @@ for prompt, zigzag in ((40, False), (20, False), (20, True)):
 def token_weight(group: Group, targets: Sequence[Tensor]) -> float:
     """What a rank multiplies each micro-batch's *sum* of losses with before backward.
 
-    `group`: the data-parallel times the context ranks; their gradients are averaged, those of micro-batches add up.
-    targets: one int64 tensor of any shape for each of this rank's micro-batches, perhaps none. The gradient must be
-    that of the mean loss over all tokens of the step, whoever has them; IGNORED ones do not count. Without any token:
-    a finite number. One all-reduce of one number.
+    `group`: the data-parallel times the context ranks; their gradients are averaged, those of
+    micro-batches add up.
+    targets: one int64 tensor of any shape for each of this rank's micro-batches, perhaps none.
+    The gradient must be that of the mean loss over all tokens of the step, whoever has them;
+    IGNORED ones do not count. Without any token: a finite number. One all-reduce of one number.
     Example: 1 token on rank 0, and 2 + 1 on rank 1: 2 / 4 on both.
     """
     raise NotImplementedError("token_weight")
@@ -553,11 +556,13 @@ mesh_knobs(
 # %%
 # %%task 13_three_d mesh_groups
 def mesh_groups(axes: Mapping[str, int], along: Sequence[str]) -> list[list[int]]:
-    """The groups along some axes: ranks are in one group if their coordinates on all *other* axes are equal.
+    """The groups along some axes: ranks are in one group if their coordinates on all *other*
+    axes are equal.
 
-    Each group is in the order of its ranks, and groups in that of their first ranks. Every rank is in one of them.
-    Examples, axes {"dp": 2, "tp": 2}: along ["tp"] -> [[0, 1], [2, 3]], ["dp"] -> [[0, 2], [1, 3]],
-    ["tp", "dp"] -> [[0, 1, 2, 3]], [] -> [[0], [1], [2], [3]].
+    Each group is in the order of its ranks, and groups in that of their first ranks. Every rank
+    is in one of them.
+    Examples, axes {"dp": 2, "tp": 2}: along ["tp"] -> [[0, 1], [2, 3]], ["dp"] -> [[0, 2],
+    [1, 3]], ["tp", "dp"] -> [[0, 1, 2, 3]], [] -> [[0], [1], [2], [3]].
     """
     raise NotImplementedError("mesh_groups")
 

@@ -239,9 +239,10 @@ print(f"operations on floats: {c.operations}, of them exponentials: {c.exps}")
 def logsumexp_kernel(x_ptr, out_ptr, cols, x_stride, BLOCK: tl.constexpr):
     """out[r] = log(sum over c of exp(x[r, c])), fp32 [rows]; x [rows, cols], fp32 or fp16.
 
-    Grid (rows,). A row may be longer than BLOCK, and is loaded once all the same, BLOCK elements at a time: keep the
-    maximum so far, and the sum of exp(x - maximum so far), which must be rescaled when the maximum grows. Elements may
-    be -inf, a whole block of them too; but not a whole row.
+    Grid (rows,). A row may be longer than BLOCK, and is loaded once all the same, BLOCK
+    elements at a time: keep the maximum so far, and the sum of exp(x - maximum so far), which
+    must be rescaled when the maximum grows. Elements may be -inf, a whole block of them too;
+    but not a whole row.
     """
     raise NotImplementedError("logsumexp_kernel")
 
@@ -337,11 +338,13 @@ def matmul_kernel(
     a_ptr, b_ptr, c_ptr, M, N, K, a_row, a_col, b_row, b_col, c_row,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """c = a b: a [M, K], b [K, N], fp32 or fp16, any strides (a_row is from one row to the next); c [M, N].
+    """c = a b: a [M, K], b [K, N], fp32 or fp16, any strides (a_row is from one row to the
+    next); c [M, N].
 
-    Grid (cdiv(M, BM), cdiv(N, BN)): program (m, n) makes one tile of c, BK of K at a time, by tl.dot, and sums in fp32
-    also where a and b are fp16. All of a is loaded cdiv(N, BN) times, all of b cdiv(M, BM) times, c is stored once.
-    fp32 is multiplied as fp32, not as tf32: input_precision="ieee".
+    Grid (cdiv(M, BM), cdiv(N, BN)): program (m, n) makes one tile of c, BK of K at a time, by
+    tl.dot, and sums in fp32 also where a and b are fp16. All of a is loaded cdiv(N, BN) times,
+    all of b cdiv(M, BM) times, c is stored once. fp32 is multiplied as fp32, not as tf32:
+    input_precision="ieee".
     """
     raise NotImplementedError("matmul_kernel")
 
@@ -432,16 +435,19 @@ def flash_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, T, group, scale, q_head, q_token, kv_head, kv_token,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Causal attention without its T x T scores: out = softmax(scale q k^T, keys up to the query's own) v.
+    """Causal attention without its T x T scores: out = softmax(scale q k^T, keys up to the
+    query's own) v.
 
-    q [heads, T, D] with strides q_head, q_token and 1; k and v [heads / group, T, D], both with strides kv_head,
-    kv_token and 1, where query head h reads key head h // group; out [heads, T, D] and lse [heads, T] (fp32, the log of
-    the sum of exp(scores), for backward), contiguous. q, k, v, out are fp32 or fp16.
+    q [heads, T, D] with strides q_head, q_token and 1; k and v [heads / group, T, D], both with
+    strides kv_head, kv_token and 1, where query head h reads key head h // group; out
+    [heads, T, D] and lse [heads, T] (fp32, the log of the sum of exp(scores), for backward),
+    contiguous. q, k, v, out are fp32 or fp16.
 
-    Grid (cdiv(T, BM), heads): a program has BM queries, and goes through keys and values BN at a time with a running
-    maximum, sum and result, as in logsumexp_kernel. q is loaded once; a block of keys and values once by each program
-    that needs it, and not at all if all its keys come after all its queries. Per block two products:
-    4 BM BN D operations. No block is larger than BM or BN by BM, BN or D. Sums are fp32; input_precision="ieee".
+    Grid (cdiv(T, BM), heads): a program has BM queries, and goes through keys and values BN at
+    a time with a running maximum, sum and result, as in logsumexp_kernel. q is loaded once; a
+    block of keys and values once by each program that needs it, and not at all if all its keys
+    come after all its queries. Per block two products: 4 BM BN D operations. No block is larger
+    than BM or BN by BM, BN or D. Sums are fp32; input_precision="ieee".
     """
     raise NotImplementedError("flash_kernel")
 

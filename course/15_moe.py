@@ -137,11 +137,13 @@ predict(
 def top_k_gate(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k experts with the highest probabilities, and what their answers are multiplied with.
 
-    logits [T, E], fp32 or bf16 -> (experts [T, k] int64, the best first; weights [T, k] fp32, with a gradient).
-    The probabilities are a softmax over all E in fp32. For k > 1 a token's weights are divided by their sum, as in
-    GShard and Mixtral. For k = 1 the weight is the probability itself, as in Switch: divided by itself it would be 1,
-    and the gate would learn nothing. Of equal logits the expert with the lower number is taken (torch.topk takes any).
-    Example: logits log([0.6, 0.1, 0.3]), k = 2 -> experts [0, 2], weights [2/3, 1/3]; k = 1 -> [0], [0.6].
+    logits [T, E], fp32 or bf16 -> (experts [T, k] int64, the best first; weights [T, k] fp32,
+    with a gradient). The probabilities are a softmax over all E in fp32. For k > 1 a token's
+    weights are divided by their sum, as in GShard and Mixtral. For k = 1 the weight is the
+    probability itself, as in Switch: divided by itself it would be 1, and the gate would learn
+    nothing. Of equal logits the expert with the lower number is taken (torch.topk takes any).
+    Example: logits log([0.6, 0.1, 0.3]), k = 2 -> experts [0, 2], weights [2/3, 1/3]; k = 1 ->
+    [0], [0.6].
     """
     raise NotImplementedError("top_k_gate")
 
@@ -251,11 +253,13 @@ predict(
 def dispatch(rows: Tensor, counts: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """Each row goes to the rank that has its expert, and nowhere else.
 
-    rows [R, M] of any dtype, by expert, as `permute` laid them; counts [E] int64: how many are each expert's
-    -> (arrived [R', M]: rank 0's rows for this rank's experts, in their order, then rank 1's, ...;
+    rows [R, M] of any dtype, by expert, as `permute` laid them; counts [E] int64: how many are
+    each expert's -> (arrived [R', M]: rank 0's rows for this rank's experts, in their order,
+    then rank 1's, ...;
         sizes [N, E/N] int64: how many rank s sent to this rank's j-th expert).
-    Two all-to-alls: E int64 numbers, then the rows in uneven parts. Backward sends each row's gradient back, by one
-    all-to-all: it knows the numbers. An expert may get nothing, a rank may have no tokens: it takes part all the same.
+    Two all-to-alls: E int64 numbers, then the rows in uneven parts. Backward sends each row's
+    gradient back, by one all-to-all: it knows the numbers. An expert may get nothing, a rank
+    may have no tokens: it takes part all the same.
     """
     raise NotImplementedError("dispatch")
 
@@ -548,13 +552,15 @@ for name, over, divisor in (
 def average_gradients(
     dense: Sequence[nn.Parameter], experts: Sequence[nn.Parameter], world: Group, same: Group
 ) -> None:
-    """After backward: every gradient becomes the mean over the world's ranks of what their tokens gave it.
+    """After backward: every gradient becomes the mean over the world's ranks of what their
+    tokens gave it.
 
-    dense: parameters that all ranks have. experts: those of this rank's experts, which the ranks of `same` have too,
-    and no others. Each rank's loss is the mean over its own tokens. An expert's gradient already holds what the tokens
-    of other ranks gave it: they came here. A parameter that requires a gradient and has None (no token came) counts as
-    zeros, and has a gradient afterwards. Frozen ones are left out. Gradients are sent in their own dtype, those of
-    experts over `same` alone.
+    dense: parameters that all ranks have. experts: those of this rank's experts, which the
+    ranks of `same` have too, and no others. Each rank's loss is the mean over its own tokens.
+    An expert's gradient already holds what the tokens of other ranks gave it: they came here. A
+    parameter that requires a gradient and has None (no token came) counts as zeros, and has a
+    gradient afterwards. Frozen ones are left out. Gradients are sent in their own dtype, those
+    of experts over `same` alone.
     """
     raise NotImplementedError("average_gradients")
 

@@ -130,8 +130,9 @@ predict(
 def fixed_layout(n: int, local: int, causal: bool) -> Tensor:
     """Sparse Transformers' fixed pattern: bool [n, n].
 
-    The sequence is cut in stretches of `local` blocks, the last one perhaps shorter. A row reads its own stretch, and
-    of every stretch the last block: its representative. causal: a row reads nothing that comes after it.
+    The sequence is cut in stretches of `local` blocks, the last one perhaps shorter. A row
+    reads its own stretch, and of every stretch the last block: its representative. causal: a
+    row reads nothing that comes after it.
 
     fixed_layout(4, 2, True) is
         #...
@@ -209,12 +210,13 @@ def sparse_forward(
     layout: Tensor,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(D)) v over the blocks of `layout` [n, n]: (out [T, D], lse [T]), fp32.
+    """softmax(q k^T / sqrt(D)) v over the blocks of `layout` [n, n]: (out [T, D], lse [T]),
+    fp32.
 
-    q, k, v [T, D], one head. lse is the log of the sum of a row's exponentials. causal: token i sees no token after i;
-    blocks that are in the layout but wholly in the future are then not read either. A row of tokens that sees nothing
-    gives zeros, and lse -inf. Cost: 4 b^2 D FLOPs a block that is read, and no tensor larger than a row of blocks,
-    b x T.
+    q, k, v [T, D], one head. lse is the log of the sum of a row's exponentials. causal: token i
+    sees no token after i; blocks that are in the layout but wholly in the future are then not
+    read either. A row of tokens that sees nothing gives zeros, and lse -inf. Cost: 4 b^2 D
+    FLOPs a block that is read, and no tensor larger than a row of blocks, b x T.
     """
     raise NotImplementedError("sparse_forward")
 
@@ -242,12 +244,13 @@ def sparse_backward(
     layout: Tensor,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of sparse_forward's q, k, v, each [T, D], from what it returned and the gradient of `out`.
+    """The gradients of sparse_forward's q, k, v, each [T, D], from what it returned and the
+    gradient of `out`.
 
-    With p = exp(scores - lse), s = scores and the row sums d = sum(out_grad * out):
-    dv = p^T out_grad, dp = out_grad v^T, ds = p (dp - d), dq = ds k / sqrt(D), dk = ds^T q / sqrt(D).
-    Cost: 10 b^2 D FLOPs a block that is read (scores are made again), and no tensor larger than b x T. A block of keys
-    is read by many rows: its gradient is the sum over them.
+    With p = exp(scores - lse), s = scores and the row sums d = sum(out_grad * out): dv = p^T
+    out_grad, dp = out_grad v^T, ds = p (dp - d), dq = ds k / sqrt(D), dk = ds^T q / sqrt(D).
+    Cost: 10 b^2 D FLOPs a block that is read (scores are made again), and no tensor larger than
+    b x T. A block of keys is read by many rows: its gradient is the sum over them.
     """
     raise NotImplementedError("sparse_backward")
 
@@ -342,10 +345,12 @@ predict(
 # %%
 # %%task 16_sparse_attention layers_to_see
 def layers_to_see(layout: Tensor) -> Tensor:
-    """How many layers it takes until a block has heard of another: int64 [n, n]; -1 where it never does.
+    """How many layers it takes until a block has heard of another: int64 [n, n]; -1 where it
+    never does.
 
-    In one layer row r takes from the blocks that it reads. In the next it takes what those have taken, and so on. A
-    block knows itself after 0 layers. With a window of 3 blocks, [0, 2] is 2. The layout is the same in all layers.
+    In one layer row r takes from the blocks that it reads. In the next it takes what those have
+    taken, and so on. A block knows itself after 0 layers. With a window of 3 blocks, [0, 2] is
+    2. The layout is the same in all layers.
     """
     raise NotImplementedError("layers_to_see")
 
@@ -389,12 +394,14 @@ pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 # %%
 # %%task 16_sparse_attention select_blocks
 def select_blocks(q: Tensor, k: Tensor, block: int, count: int) -> Tensor:
-    """Native sparse attention's choice: which blocks each block of queries reads: bool [n, n]; causal.
+    """Native sparse attention's choice: which blocks each block of queries reads: bool [n, n];
+    causal.
 
-    q, k [T, D], one head. A block of keys is represented by its mean. Each token attends to the means of the blocks
-    that ended before it: softmax(q mean^T / sqrt(D)); a token that has none gives nothing. A row wishes for a block
-    by the sum of these probabilities over its own tokens. It reads the `count` blocks before it that it wishes for most
-    (all, if there are fewer), and its own. Cost: 2 T n D FLOPs, no tensor larger than T x n and T x D.
+    q, k [T, D], one head. A block of keys is represented by its mean. Each token attends to the
+    means of the blocks that ended before it: softmax(q mean^T / sqrt(D)); a token that has none
+    gives nothing. A row wishes for a block by the sum of these probabilities over its own
+    tokens. It reads the `count` blocks before it that it wishes for most (all, if there are
+    fewer), and its own. Cost: 2 T n D FLOPs, no tensor larger than T x n and T x D.
     """
     raise NotImplementedError("select_blocks")
 

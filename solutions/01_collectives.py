@@ -5,8 +5,9 @@
     group.send(x, to, async_op=True) -> work     # work.wait(): the send is over, x may change
     group.recv(x, source)                        # fills x; returns when it is there
 
-Everything must travel through `group`, so that its ledger can count the bytes, in the dtype that x has. In a ring each
-rank has one message to the right and one from the left under way at a time.
+Everything must travel through `group`, so that its ledger can count the bytes, in the dtype
+that x has. In a ring each rank has one message to the right and one from the left under way at
+a time.
 Letters in shapes: N ranks, s elements a chunk, n elements in all.
 """
 
@@ -19,14 +20,16 @@ from refimpl.comm.group import Group
 
 
 def ring_reduce_scatter(group: Group, x: Tensor) -> Tensor:
-    """x [N*s] on every rank -> [s]: chunk `rank` of the sum over ranks, in memory of its own. x must keep its values.
+    """x [N*s] on every rank -> [s]: chunk `rank` of the sum over ranks, in memory of its own.
 
-    Each rank sends to its right neighbour (rank + 1) and receives from its left only: N - 1 messages of one chunk,
-    s (N - 1) elements. Example with 2 ranks: x = [1, 2] on rank 0 and [10, 20] on rank 1 -> [11] and [22].
+    x must keep its values. Each rank sends to its right neighbour (rank + 1) and receives from
+    its left only: N - 1 messages of one chunk, s (N - 1) elements. Example with 2 ranks: x =
+    [1, 2] on rank 0 and [10, 20] on rank 1 -> [11] and [22].
     """
     rank, ranks = group.rank, group.size
     chunks = x.chunk(ranks)
-    partial = chunks[rank - 1]  # chunk c starts at rank c + 1, and is complete when it reaches rank c
+    # Chunk c starts at rank c + 1, and is complete when it reaches rank c.
+    partial = chunks[rank - 1]
     for step in range(1, ranks):
         mine = chunks[(rank - 1 - step) % ranks]
         arriving = torch.empty_like(mine)
@@ -40,7 +43,8 @@ def ring_reduce_scatter(group: Group, x: Tensor) -> Tensor:
 def ring_all_gather(group: Group, x: Tensor) -> Tensor:
     """x [s] on every rank -> [N*s]: all of them, in rank order, on every rank.
 
-    To the right only, N - 1 messages of s elements. Example: [11] on rank 0 and [22] on rank 1 -> [11, 22] on both.
+    To the right only, N - 1 messages of s elements. Example: [11] on rank 0 and [22] on rank 1
+    -> [11, 22] on both.
     """
     rank, ranks = group.rank, group.size
     whole = torch.empty(ranks * x.numel(), dtype=x.dtype)
@@ -56,8 +60,8 @@ def ring_all_gather(group: Group, x: Tensor) -> Tensor:
 def ring_all_reduce(group: Group, x: Tensor) -> None:
     """Replace x [n] by its sum over ranks, in place; the same bits on every rank.
 
-    n is any number, also smaller than N or no multiple of it. To the right only, 2(N - 1) messages of n/N elements,
-    rounded up or down: 2n(N - 1)/N elements in all.
+    n is any number, also smaller than N or no multiple of it. To the right only, 2(N - 1)
+    messages of n/N elements, rounded up or down: 2n(N - 1)/N elements in all.
     """
     rank, ranks = group.rank, group.size
     chunks = x.tensor_split(ranks)  # views of x; their sizes differ by one at most
@@ -76,8 +80,9 @@ def ring_all_reduce(group: Group, x: Tensor) -> None:
 def tree_broadcast(group: Group, x: Tensor, root: int = 0) -> None:
     """Fill x on every rank with the x of rank `root`, in ceil(log2 N) rounds.
 
-    In a round a rank sends or receives one message; who has x already sends it on. N - 1 messages of n elements in
-    all. Example with 4 ranks and root 0: round 0: 0 -> 1; round 1: 0 -> 2 and 1 -> 3. A ring would need 3 rounds.
+    In a round a rank sends or receives one message; who has x already sends it on. N - 1
+    messages of n elements in all. Example with 4 ranks and root 0: round 0: 0 -> 1; round 1: 0
+    -> 2 and 1 -> 3. A ring would need 3 rounds.
     """
     place = (group.rank - root) % group.size  # as if the root were 0
     distance = 1  # how many have x
@@ -92,7 +97,8 @@ def tree_broadcast(group: Group, x: Tensor, root: int = 0) -> None:
 def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """The least-squares line seconds = alpha + beta * size through measurements of one message.
 
-    alpha: seconds a message costs before its first byte; beta: seconds a byte. Sizes are bytes, up to 1e9.
+    alpha: seconds a message costs before its first byte; beta: seconds a byte. Sizes are bytes,
+    up to 1e9.
     Example: sizes [0, 1e6, 2e6], seconds [1e-4, 3e-4, 5e-4] -> (1e-4, 2e-10).
     """
     count = len(sizes)
@@ -104,9 +110,11 @@ def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[fl
 
 
 def ring_all_reduce_seconds(nbytes: float, ranks: int, alpha: float, beta: float) -> float:
-    """How long `ring_all_reduce` of nbytes takes on `ranks` ranks, if a message of b bytes takes alpha + b beta.
+    """How long `ring_all_reduce` of nbytes takes on `ranks` ranks, if a message of b bytes
+    takes alpha + b beta.
 
-    All ranks send at once, each one message a step; adding costs nothing. One rank needs no message.
+    All ranks send at once, each one message a step; adding costs nothing. One rank needs no
+    message.
     """
     steps = 2 * (ranks - 1)
     return steps * (alpha + nbytes / ranks * beta)

@@ -1,13 +1,15 @@
-"""Chapter 02, data parallel: every rank computes its own gradients, then all take their mean, while backward runs.
+"""Chapter 02, data parallel: every rank computes its own gradients, then all take their mean,
+while backward runs.
 
 `group` is a refimpl Group: `group.rank`, `group.size`, and
 
     group.broadcast(x, root=0)                          # x of the root on every rank
     group.all_reduce(x, "sum" | "mean") -> work         # in place, x contiguous
-    group.all_reduce(x, "mean", async_op=True) -> work  # returns at once; x must rest until work.wait()
+    group.all_reduce(x, "mean", async_op=True) -> work  # returns at once; x must rest
+                                                        # until work.wait()
 
-A parameter that requires no gradient is frozen: it is not reduced. A parameter whose `.grad` is None was not used by
-this rank; other ranks may have used it, so its gradient counts as zero.
+A parameter that requires no gradient is frozen: it is not reduced. A parameter whose `.grad` is
+None was not used by this rank; other ranks may have used it, so its gradient counts as zero.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,23 +23,29 @@ from refimpl.comm.work import Work
 
 
 def average_gradients(group: Group, params: Sequence[nn.Parameter]) -> None:
-    """After backward: replace the gradient of each parameter that is not frozen by its mean over ranks.
+    """After backward: replace the gradient of each parameter that is not frozen by its mean
+    over ranks.
 
-    One all-reduce of one flat buffer, whatever the number of parameters: 2n(N - 1)/N elements sent, in the dtype of the
-    gradients, which is one for all. Gradients need not be contiguous. No second copy of them may stay.
+    One all-reduce of one flat buffer, whatever the number of parameters: 2n(N - 1)/N elements
+    sent, in the dtype of the gradients, which is one for all. Gradients need not be contiguous.
+    No second copy of them may stay.
     """
     trained = [p for p in params if p.requires_grad]
-    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in trained])
+    flat = torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in trained]
+    )
     group.all_reduce(flat, "mean")
     for p, piece in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
         p.grad = piece.view_as(p)
 
 
 def token_mean_loss(group: Group, loss_sum: Tensor, tokens: int) -> Tensor:
-    """The loss to call backward on, when ranks hold different numbers of tokens and gradients are averaged over ranks.
+    """The loss to call backward on, when ranks hold different numbers of tokens and gradients
+    are averaged over ranks.
 
-    loss_sum [] is the sum of this rank's losses, one a token; `tokens` may be 0 on some ranks. The averaged gradients
-    must be those of the mean over all tokens of all ranks; where no rank has any, zeros. One all-reduce of one number.
+    loss_sum [] is the sum of this rank's losses, one a token; `tokens` may be 0 on some ranks.
+    The averaged gradients must be those of the mean over all tokens of all ranks; where no rank
+    has any, zeros. One all-reduce of one number.
     Example: 1 token on rank 0 and 3 on rank 1: each token weighs 1/4, not 1/2 and 1/6.
     """
     total = torch.tensor([float(tokens)])
@@ -46,11 +54,14 @@ def token_mean_loss(group: Group, loss_sum: Tensor, tokens: int) -> Tensor:
 
 
 def assign_buckets(params: Sequence[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-    """Parameters, less the frozen ones, in buckets, in the order in which backward completes them.
+    """Parameters, less the frozen ones, in buckets, in the order in which backward completes
+    them.
 
-    Backward reaches parameters from the last to the first. A bucket holds at most `limit` elements, or one parameter
-    that is larger alone. Fill a bucket until the next parameter does not fit, then begin another.
-    Example: sizes [4, 3, 9, 2], limit 6 -> sizes [[2], [9], [3], [4]]; limit 7 -> [[2], [9], [3, 4]].
+    Backward reaches parameters from the last to the first. A bucket holds at most `limit`
+    elements, or one parameter that is larger alone. Fill a bucket until the next parameter does
+    not fit, then begin another.
+    Example: sizes [4, 3, 9, 2], limit 6 -> sizes [[2], [9], [3], [4]]; limit 7 -> [[2], [9],
+    [3, 4]].
     """
     buckets: list[list[nn.Parameter]] = []
     room = 0
@@ -72,15 +83,19 @@ class Ddp:
         with ddp.no_sync():
             model(first).backward()      # this micro-batch only adds to .grad
         model(last).backward()           # the hooks start one all-reduce a bucket
-        ddp.finish()                     # every .grad is the mean over ranks; then optimizer.step()
+        ddp.finish()                     # every .grad is the mean over ranks
+        optimizer.step()
 
-    Every rank must launch the same buckets in the same order, also if it left some parameters unused. Traffic a step:
-    one all-reduce a bucket, in the gradients' dtype, however many micro-batches. After finish() no second copy of the
-    gradients stays. Backward runs the hooks in the order gradients are complete.
+    Every rank must launch the same buckets in the same order, also if it left some parameters
+    unused. Traffic a step: one all-reduce a bucket, in the gradients' dtype, however many
+    micro-batches. After finish() no second copy of the gradients stays. Backward runs the hooks
+    in the order gradients are complete.
     """
 
     def __init__(self, model: nn.Module, group: Group, limit: int) -> None:
-        """Give all ranks rank 0's parameters and buffers; put a hook on every parameter that is not frozen."""
+        """Give all ranks rank 0's parameters and buffers; put a hook on every parameter that is
+        not frozen.
+        """
         self.group = group
         for tensor in [*model.parameters(), *model.buffers()]:
             group.broadcast(tensor.data)
@@ -93,22 +108,31 @@ class Ddp:
                 p.register_post_accumulate_grad_hook(self.on_gradient)
 
     def on_gradient(self, p: nn.Parameter) -> None:
-        """Runs inside backward, when p.grad is complete: launch the buckets that are full now, in order."""
+        """Runs inside backward, when p.grad is complete: launch the buckets that are full now,
+        in order.
+        """
         if not self.syncing:
             return
         self.ready.add(p)
-        while len(self.flights) < len(self.buckets) and self.ready.issuperset(self.buckets[len(self.flights)]):
+        while len(self.flights) < len(self.buckets) and self.ready.issuperset(
+            self.buckets[len(self.flights)]
+        ):
             self.launch()
 
     def launch(self) -> None:
         """Start the all-reduce of the next bucket, and do not wait for it."""
         bucket = self.buckets[len(self.flights)]
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
+        flat = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket]
+        )
         self.flights.append((self.group.all_reduce(flat, "mean", async_op=True), flat))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients only add up on this rank: nothing is sent. Over with the block, also after an exception."""
+        """Inside, gradients only add up on this rank: nothing is sent.
+
+        Over with the block, also after an exception.
+        """
         self.syncing = False
         try:
             yield
@@ -116,7 +140,7 @@ class Ddp:
             self.syncing = True
 
     def finish(self) -> None:
-        """After backward: launch what never filled, wait for all, and put the means into .grad."""
+        """After backward: launch what never filled, wait for all, put the means into .grad."""
         while len(self.flights) < len(self.buckets):
             self.launch()
         for bucket, (work, flat) in zip(self.buckets, self.flights, strict=True):

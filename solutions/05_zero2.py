@@ -1,15 +1,17 @@
-"""Chapter 05, ZeRO-2: gradients leave for their owners while backward runs, and their memory goes with them.
+"""Chapter 05, ZeRO-2: gradients leave for their owners while backward runs, and their memory
+goes with them.
 
-A bucket of parameters has one flat gradient [P], padded with zeros to a multiple of the number of ranks N; a rank keeps
-1/N of its mean over ranks, the shard [S].
+A bucket of parameters has one flat gradient [P], padded with zeros to a multiple of the number
+of ranks N; a rank keeps 1/N of its mean over ranks, the shard [S].
 
 `group` is a refimpl Group: `group.rank`, `group.size`, and
 
-    group.reduce_scatter(out, x, "mean", async_op=True) -> work   # x [P] on every rank -> out [S]
-    group.all_reduce(x, "sum")                                    # in place
+    group.reduce_scatter(out, x, "mean", async_op=True) -> work  # x [P] on every rank, out [S]
+    group.all_reduce(x, "sum")                                   # in place
 
-An async work is done after work.wait(); until then neither x nor out may be touched. A parameter whose `.grad` is None
-was not used by this rank; its gradient counts as zero. Strategies are called "ddp", "zero1" and "zero2".
+An async work is done after work.wait(); until then neither x nor out may be touched. A
+parameter whose `.grad` is None was not used by this rank; its gradient counts as zero.
+Strategies are called "ddp", "zero1" and "zero2".
 """
 
 from collections import deque
@@ -22,8 +24,12 @@ from refimpl.comm.group import Group
 from refimpl.comm.work import Work
 
 
-def assign_buckets(params: Sequence[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:  # given
-    """Parameters, less the frozen ones, in buckets of at most `limit` elements, in the order of backward."""
+def assign_buckets(
+    params: Sequence[nn.Parameter], limit: int
+) -> list[list[nn.Parameter]]:  # given
+    """Parameters, less the frozen ones, in buckets of at most `limit` elements, in the order of
+    backward.
+    """
     buckets: list[list[nn.Parameter]] = []
     room = 0
     for p in reversed(params):
@@ -38,21 +44,27 @@ def assign_buckets(params: Sequence[nn.Parameter], limit: int) -> list[list[nn.P
 
 
 class GradientShards:
-    """Reduce-scatters gradients bucket by bucket inside backward; keeps this rank's shards and nothing else.
+    """Reduce-scatters gradients bucket by bucket inside backward; keeps this rank's shards and
+    nothing else.
 
         gradients = GradientShards(model, group, limit=1000)
         for micro_batch in step:
-            model(micro_batch).backward()   # the hooks launch the buckets, in one order on every rank
-            gradients.finish()              # all have travelled, and added to gradients.shards
-        update(gradients.shards)            # bucket number -> [S], mean over ranks, sum over micro-batches
+            model(micro_batch).backward()   # the hooks launch the buckets, in one order
+            gradients.finish()              # all have travelled, and added to the shards
+        update(gradients.shards)            # bucket number -> [S]: mean over ranks, sum over
+                                            # micro-batches
         gradients.shards.clear()
 
-    At most one bucket is under way, in the dtype of the gradients. Memory besides the shards: the bucket under way, and
-    the gradients that wait for their bucket to fill. Traffic: one reduce-scatter a bucket and micro-batch.
+    At most one bucket is under way, in the dtype of the gradients. Memory besides the shards:
+    the bucket under way, and the gradients that wait for their bucket to fill. Traffic: one
+    reduce-scatter a bucket and micro-batch.
     """
 
     def __init__(self, model: nn.Module, group: Group, limit: int) -> None:
-        """Put a hook on every parameter that is not frozen. All ranks have the same weights already."""
+        """Put a hook on every parameter that is not frozen.
+
+        All ranks have the same weights already.
+        """
         self.group = group
         self.buckets = assign_buckets(list(model.parameters()), limit)
         self.shards: dict[int, Tensor] = {}
@@ -64,13 +76,19 @@ class GradientShards:
                 p.register_post_accumulate_grad_hook(self.on_gradient)
 
     def on_gradient(self, p: nn.Parameter) -> None:
-        """Runs inside backward, when p.grad is complete: launch the buckets that are full now, in order."""
+        """Runs inside backward, when p.grad is complete: launch the buckets that are full now,
+        in order.
+        """
         self.ready.add(p)
-        while self.launched < len(self.buckets) and self.ready.issuperset(self.buckets[self.launched]):
+        while self.launched < len(self.buckets) and self.ready.issuperset(
+            self.buckets[self.launched]
+        ):
             self.launch()
 
     def launch(self) -> None:
-        """Copy the next bucket's gradients into a flat buffer, free them, and start its reduce-scatter."""
+        """Copy the next bucket's gradients into a flat buffer, free them, and start its
+        reduce-scatter.
+        """
         self.settle()
         bucket, ranks = self.buckets[self.launched], self.group.size
         shard = -(-sum(p.numel() for p in bucket) // ranks)
@@ -85,7 +103,9 @@ class GradientShards:
         self.launched += 1
 
     def settle(self) -> None:
-        """If a bucket is under way: wait for it, add its result to the shards, and let go of its buffer."""
+        """If a bucket is under way: wait for it, add its result to the shards, and let go of
+        its buffer.
+        """
         if self.flight is None:
             return
         work, _, mine = self.flight
@@ -95,7 +115,9 @@ class GradientShards:
         self.flight = None
 
     def finish(self) -> None:
-        """After each backward: launch what never filled, wait for the last one, and be ready for the next backward."""
+        """After each backward: launch what never filled, wait for the last one, and be ready
+        for the next backward.
+        """
         while self.launched < len(self.buckets):
             self.launch()
         self.settle()
@@ -104,17 +126,19 @@ class GradientShards:
 
 
 class InFlight:
-    """Reduce-scatters on their way, at most `most` at a time, so that backward need not wait for the bucket before.
+    """Reduce-scatters on their way, at most `most` at a time, so that backward need not wait
+    for the bucket before.
 
         flights = InFlight(group, most=2)
-        flights.launch(0, flat)   # flat [P], padded -> its reduce-scatter is under way; `flat` is not copied
+        flights.launch(0, flat)   # flat [P], padded, is under way, and is not copied
         flights.launch(1, other)
-        flights.launch(0, third)  # waits for the first of them, then starts: bucket 0 of the next micro-batch
+        flights.launch(0, third)  # bucket 0 of the next micro-batch: first waits for `flat`
         flights.land()            # all have arrived
-        flights.shards            # bucket number -> [S], mean over ranks, summed over the launches of that number
+        flights.shards            # bucket number -> [S]: mean over ranks, sum over its launches
 
-    A launch waits only if `most` are under way, and then for the oldest alone. What has arrived is added to its shard,
-    in memory of its own and in the dtype of the buffer, and the buffer is let go.
+    A launch waits only if `most` are under way, and then for the oldest alone. What has arrived
+    is added to its shard, in memory of its own and in the dtype of the buffer, and the buffer
+    is let go.
     """
 
     def __init__(self, group: Group, most: int) -> None:
@@ -145,12 +169,14 @@ class InFlight:
 
 
 def clip_global_norm(group: Group, shards: Mapping[str, Tensor], limit: float) -> float:
-    """Clip, in place, gradients of which this rank holds the shards; returns their L2 norm before clipping.
+    """Clip, in place, gradients of which this rank holds the shards; returns their L2 norm
+    before clipping.
 
-    The norm is that of the whole gradient over all ranks, and when it exceeds `limit`, every element is multiplied by
-    limit / norm: the same number on every rank. `shards` may be empty on some ranks. A tied parameter has two names for
-    one and the same tensor, and counts once. Shards are fp32 or 16 bits (fp16 ends at 65504, and the square
-    of 1e20 is too large for fp32). One all-reduce of one number.
+    The norm is that of the whole gradient over all ranks, and when it exceeds `limit`, every
+    element is multiplied by limit / norm: the same number on every rank. `shards` may be empty
+    on some ranks. A tied parameter has two names for one and the same tensor, and counts once.
+    Shards are fp32 or 16 bits (fp16 ends at 65504, and the square of 1e20 is too large for
+    fp32). One all-reduce of one number.
     """
     once = list({id(shard): shard for shard in shards.values()}.values())
     squares = torch.zeros(1, dtype=torch.float64)
@@ -164,13 +190,18 @@ def clip_global_norm(group: Group, shards: Mapping[str, Tensor], limit: float) -
     return norm
 
 
-def accumulated_bytes(strategy: str, params: int, ranks: int, itemsize: int, samples: int, room: int) -> dict[str, int]:
-    """Bytes a rank sends in a step over `samples` samples, if memory has room for `room` of them at once.
+def accumulated_bytes(
+    strategy: str, params: int, ranks: int, itemsize: int, samples: int, room: int
+) -> dict[str, int]:
+    """Bytes a rank sends in a step over `samples` samples, if memory has room for `room` of
+    them at once.
 
-    So backward runs ceil(samples / room) times. DDP and ZeRO-1 keep whole gradients, and send them after the last;
-    ZeRO-2 cannot. ZeRO-1 and 2 gather the new weights once. `params` is a multiple of `ranks`. Keys: the collectives
-    used, of "all_reduce", "reduce_scatter", "all_gather".
-    Example: "zero2", 8 parameters of 4 bytes, 2 ranks, 5 samples, room for 2 -> 48 by reduce_scatter, 16 by all_gather.
+    So backward runs ceil(samples / room) times. DDP and ZeRO-1 keep whole gradients, and send
+    them after the last; ZeRO-2 cannot. ZeRO-1 and 2 gather the new weights once. `params` is a
+    multiple of `ranks`. Keys: the collectives used, of "all_reduce", "reduce_scatter",
+    "all_gather".
+    Example: "zero2", 8 parameters of 4 bytes, 2 ranks, 5 samples, room for 2 -> 48 by
+    reduce_scatter, 16 by all_gather.
     """
     once = params // ranks * (ranks - 1) * itemsize
     if strategy == "ddp":
@@ -180,11 +211,14 @@ def accumulated_bytes(strategy: str, params: int, ranks: int, itemsize: int, sam
 
 
 def peak_gradient_bytes(buckets: Sequence[int], ranks: int, itemsize: int) -> int:
-    """The most bytes that gradients take on a rank during the first backward of ZeRO-2, one bucket after another.
+    """The most bytes that gradients take on a rank during the first backward of ZeRO-2, one
+    bucket after another.
 
-    A bucket of n elements is a flat buffer, padded to a multiple of `ranks`; its shard is a buffer of its own, made
-    before the bucket travels. When it has arrived, the flat buffer is freed, and the next bucket begins. Shards stay.
-    Example: buckets [8, 4], 2 ranks, 1 byte -> 12: 8 + 4 while the first travels, 4 + 2 + 4 = 10 for the second.
+    A bucket of n elements is a flat buffer, padded to a multiple of `ranks`; its shard is a
+    buffer of its own, made before the bucket travels. When it has arrived, the flat buffer is
+    freed, and the next bucket begins. Shards stay.
+    Example: buckets [8, 4], 2 ranks, 1 byte -> 12: 8 + 4 while the first travels,
+    4 + 2 + 4 = 10 for the second.
     """
     kept = peak = 0
     for numel in buckets:

@@ -1,10 +1,12 @@
 """Chapter 16, sparse attention: blocks of queries that read some blocks of keys, and no others.
 
-A layout says which: a bool tensor [n, n], True where the block of queries of that row reads the block of keys of that
-column. With T tokens in blocks of b, n = T / b. Rows and columns count from 0.
+A layout says which: a bool tensor [n, n], True where the block of queries of that row reads the
+block of keys of that column. With T tokens in blocks of b, n = T / b. Rows and columns count
+from 0.
 
-What a grader looks at besides the result: absent blocks of k and v hold NaN, so whoever reads them shows it; products
-(matmul, bmm, einsum, @) are counted; and so is the largest tensor that is made.
+What a grader looks at besides the result: absent blocks of k and v hold NaN, so whoever reads
+them shows it; products (matmul, bmm, einsum, @) are counted; and so is the largest tensor that
+is made.
 """
 
 import random
@@ -16,8 +18,9 @@ from torch import Tensor
 def fixed_layout(n: int, local: int, causal: bool) -> Tensor:
     """Sparse Transformers' fixed pattern: bool [n, n].
 
-    The sequence is cut in stretches of `local` blocks, the last one perhaps shorter. A row reads its own stretch, and
-    of every stretch the last block: its representative. causal: a row reads nothing that comes after it.
+    The sequence is cut in stretches of `local` blocks, the last one perhaps shorter. A row
+    reads its own stretch, and of every stretch the last block: its representative. causal: a
+    row reads nothing that comes after it.
 
     fixed_layout(4, 2, True) is
         #...
@@ -50,10 +53,12 @@ def bigbird_layout(n: int, width: int, first: int, each: int, rng: random.Random
 
 
 def layers_to_see(layout: Tensor) -> Tensor:
-    """How many layers it takes until a block has heard of another: int64 [n, n]; -1 where it never does.
+    """How many layers it takes until a block has heard of another: int64 [n, n]; -1 where it
+    never does.
 
-    In one layer row r takes from the blocks that it reads. In the next it takes what those have taken, and so on. A
-    block knows itself after 0 layers. With a window of 3 blocks, [0, 2] is 2. The layout is the same in all layers.
+    In one layer row r takes from the blocks that it reads. In the next it takes what those have
+    taken, and so on. A block knows itself after 0 layers. With a window of 3 blocks, [0, 2] is
+    2. The layout is the same in all layers.
     """
     n = len(layout)
     layers = torch.full((n, n), -1)
@@ -66,11 +71,12 @@ def layers_to_see(layout: Tensor) -> Tensor:
 
 
 def block_lists(layout: Tensor) -> tuple[Tensor, Tensor]:
-    """A layout [heads, n, n] as a kernel walks it: (starts int64 [heads n + 1], blocks int64 [present]).
+    """A layout [heads, n, n] as a kernel walks it: (starts int64 [heads n + 1], blocks int64
+    [present]).
 
-    The rows of all heads, one after the other. Row r of head h reads blocks[starts[h n + r] : starts[h n + r + 1]], in
-    ascending order; a row may read nothing. starts ends with the number of blocks present. No loop over rows: a layout
-    has many thousands of them.
+    The rows of all heads, one after the other. Row r of head h reads blocks[starts[h n + r] :
+    starts[h n + r + 1]], in ascending order; a row may read nothing. starts ends with the
+    number of blocks present. No loop over rows: a layout has many thousands of them.
     """
     counts = layout.sum(-1).flatten()
     starts = torch.zeros(counts.numel() + 1, dtype=torch.int64)
@@ -85,12 +91,13 @@ def sparse_forward(
     layout: Tensor,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(D)) v over the blocks of `layout` [n, n]: (out [T, D], lse [T]), fp32.
+    """softmax(q k^T / sqrt(D)) v over the blocks of `layout` [n, n]: (out [T, D], lse [T]),
+    fp32.
 
-    q, k, v [T, D], one head. lse is the log of the sum of a row's exponentials. causal: token i sees no token after i;
-    blocks that are in the layout but wholly in the future are then not read either. A row of tokens that sees nothing
-    gives zeros, and lse -inf. Cost: 4 b^2 D FLOPs a block that is read, and no tensor larger than a row of blocks,
-    b x T.
+    q, k, v [T, D], one head. lse is the log of the sum of a row's exponentials. causal: token i
+    sees no token after i; blocks that are in the layout but wholly in the future are then not
+    read either. A row of tokens that sees nothing gives zeros, and lse -inf. Cost: 4 b^2 D
+    FLOPs a block that is read, and no tensor larger than a row of blocks, b x T.
     """
     (length, width), n = q.shape, len(layout)
     b = length // n
@@ -116,12 +123,13 @@ def sparse_backward(
     layout: Tensor,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of sparse_forward's q, k, v, each [T, D], from what it returned and the gradient of `out`.
+    """The gradients of sparse_forward's q, k, v, each [T, D], from what it returned and the
+    gradient of `out`.
 
-    With p = exp(scores - lse), s = scores and the row sums d = sum(out_grad * out):
-    dv = p^T out_grad, dp = out_grad v^T, ds = p (dp - d), dq = ds k / sqrt(D), dk = ds^T q / sqrt(D).
-    Cost: 10 b^2 D FLOPs a block that is read (scores are made again), and no tensor larger than b x T. A block of keys
-    is read by many rows: its gradient is the sum over them.
+    With p = exp(scores - lse), s = scores and the row sums d = sum(out_grad * out): dv = p^T
+    out_grad, dp = out_grad v^T, ds = p (dp - d), dq = ds k / sqrt(D), dk = ds^T q / sqrt(D).
+    Cost: 10 b^2 D FLOPs a block that is read (scores are made again), and no tensor larger than
+    b x T. A block of keys is read by many rows: its gradient is the sum over them.
     """
     (length, width), n = q.shape, len(layout)
     b = length // n
@@ -141,9 +149,13 @@ def sparse_backward(
 
 
 def rows_of(layout: Tensor, causal: bool) -> list[tuple[int, Tensor]]:  # given
-    """(row, its columns in ascending order) of every row that reads something; causal: none after the row itself."""
+    """(row, its columns in ascending order) of every row that reads something; causal: none
+    after the row itself.
+    """
     read = layout.tril() if causal else layout
-    return [(row, cols) for row, line in enumerate(read) if len(cols := line.nonzero().flatten())]
+    return [
+        (row, cols) for row, line in enumerate(read) if len(cols := line.nonzero().flatten())
+    ]
 
 
 def tokens_of(blocks: Tensor, b: int) -> Tensor:  # given
@@ -152,12 +164,14 @@ def tokens_of(blocks: Tensor, b: int) -> Tensor:  # given
 
 
 def select_blocks(q: Tensor, k: Tensor, block: int, count: int) -> Tensor:
-    """Native sparse attention's choice: which blocks each block of queries reads: bool [n, n]; causal.
+    """Native sparse attention's choice: which blocks each block of queries reads: bool [n, n];
+    causal.
 
-    q, k [T, D], one head. A block of keys is represented by its mean. Each token attends to the means of the blocks
-    that ended before it: softmax(q mean^T / sqrt(D)); a token that has none gives nothing. A row wishes for a block
-    by the sum of these probabilities over its own tokens. It reads the `count` blocks before it that it wishes for most
-    (all, if there are fewer), and its own. Cost: 2 T n D FLOPs, no tensor larger than T x n and T x D.
+    q, k [T, D], one head. A block of keys is represented by its mean. Each token attends to the
+    means of the blocks that ended before it: softmax(q mean^T / sqrt(D)); a token that has none
+    gives nothing. A row wishes for a block by the sum of these probabilities over its own
+    tokens. It reads the `count` blocks before it that it wishes for most (all, if there are
+    fewer), and its own. Cost: 2 T n D FLOPs, no tensor larger than T x n and T x D.
     """
     (length, width), n = q.shape, len(q) // block
     means = k.view(n, block, width).mean(1)
@@ -166,7 +180,9 @@ def select_blocks(q: Tensor, k: Tensor, block: int, count: int) -> Tensor:
     wish = scores.softmax(-1).nan_to_num(0).view(n, block, n).sum(1)  # [n, n]
     past = torch.ones(n, n, dtype=torch.bool).tril(-1)
     best = wish.masked_fill(~past, -1).topk(min(count, n), -1).indices
-    return torch.zeros(n, n, dtype=torch.bool).scatter(1, best, True) & past | torch.eye(n, dtype=torch.bool)
+    return torch.zeros(n, n, dtype=torch.bool).scatter(1, best, True) & past | torch.eye(
+        n, dtype=torch.bool
+    )
 
 
 HINTS = {

@@ -1,15 +1,19 @@
-"""Chapter 09, infinity: what a job must survive. Tasks about checkpoints: how often, by what steps, read by whom.
+"""Chapter 09, infinity: what a job must survive. Tasks about checkpoints: how often, by what
+steps, read by whom.
 
-No collectives here: a checkpoint is what is left when no rank is. What the operating system offers:
+No collectives here: a checkpoint is what is left when no rank is. What the operating system
+offers:
 
-    os.fsync(descriptor)       returns when the content of a file, or the names in a folder, are on the disk
-    os.open(path, os.O_RDONLY) gives such a descriptor, of a folder too; os.close(descriptor) ends it
-    os.rename, os.replace      another name for a file or a folder, at one moment: before it or after it, never between
+    os.fsync(descriptor)        returns when a file's content, or a folder's names, are on disk
+    os.open(path, os.O_RDONLY)  gives such a descriptor, of a folder too; os.close ends it
+    os.rename, os.replace       another name for a file or a folder, at one moment: never half
 
 Files that torch.save wrote are read with an unpickler of one's own like this:
 
     from types import SimpleNamespace
-    door = SimpleNamespace(Unpickler=TensorsOnly, UnpicklingError=pickle.UnpicklingError, __name__="door")
+    door = SimpleNamespace(
+        Unpickler=TensorsOnly, UnpicklingError=pickle.UnpicklingError, __name__="door"
+    )
     torch.load(path, weights_only=False, pickle_module=door)
 """
 
@@ -29,37 +33,44 @@ import torch
 def checkpoint_steps(step: float, write: float, between_failures: float, nodes: int) -> int:
     """How many steps to make between two checkpoints, so that the least time is lost.
 
-    step: seconds of a step. write: seconds for which a save stops training. between_failures: seconds until one node
-    fails, on average; a job on `nodes` of them ends with the first that does.
+    step: seconds of a step. write: seconds for which a save stops training. between_failures:
+    seconds until one node fails, on average; a job on `nodes` of them ends with the first that
+    does.
 
-    With t seconds between checkpoints the share of time that is lost is write / t + t / (2 MTBF): the saves, and half
-    an interval of work a failure. MTBF: seconds between two failures of the job. A checkpoint falls between two steps:
-    the result is a whole number, at least 1, the smaller one of two that are equally good. It can be many millions: do
-    not try them all.
+    With t seconds between checkpoints the share of time that is lost is
+    write / t + t / (2 MTBF): the saves, and half an interval of work a failure. MTBF: seconds
+    between two failures of the job. A checkpoint falls between two steps: the result is a whole
+    number, at least 1, the smaller one of two that are equally good. It can be many millions:
+    do not try them all.
     Example: checkpoint_steps(10, 60, 32 * 3000, 32) -> 60.
     """
     raise NotImplementedError("checkpoint_steps")
 
 
 class TensorsOnly(pickle.Unpickler):
-    """An unpickler for files of tensors and plain containers, which runs nothing else that a file asks for."""
+    """An unpickler for files of tensors and plain containers, which runs nothing else that a
+    file asks for.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a file means by module.name; pickle.UnpicklingError, with that name in it, for all that is not allowed.
+        """What a file means by module.name; pickle.UnpicklingError, with that name in it, for
+        all that is not allowed.
 
-        Allowed are four: collections.OrderedDict, torch.Size, and what tensors and parameters are rebuilt by:
-        torch._utils._rebuild_tensor_v2 and torch._utils._rebuild_parameter. (Dictionaries, lists, tuples, numbers and
-        strings ask for no name.) A name may have dots. No module is imported for what is refused: to import is to run.
+        Allowed are four: collections.OrderedDict, torch.Size, and what tensors and parameters
+        are rebuilt by: torch._utils._rebuild_tensor_v2 and torch._utils._rebuild_parameter.
+        (Dictionaries, lists, tuples, numbers and strings ask for no name.) A name may have
+        dots. No module is imported for what is refused: to import is to run.
         """
         raise NotImplementedError("TensorsOnly.find_class")
 
 
 class ResumableSampler:
-    """The samples of one rank of `ranks`: another order every epoch, and each sample is taken by exactly one rank.
+    """The samples of one rank of `ranks`: another order every epoch, and each sample is taken
+    by exactly one rank.
 
     sampler = ResumableSampler(10, ranks=4, rank=1)
-    for index in sampler: ...                 # what is left of the epoch; the next `for` is the next epoch
-    state = sampler.state_dict()              # between two samples: the same on all ranks that have drawn as many
+    for index in sampler: ...                 # what is left of the epoch; then the next epoch
+    state = sampler.state_dict()              # the same on all ranks that have drawn as many
     """
 
     def __init__(self, size: int, ranks: int, rank: int, seed: int = 0) -> None:  # given
@@ -68,11 +79,13 @@ class ResumableSampler:
         self.taken = 0  # samples of this epoch's order that all ranks together have taken
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's share of what is left of the epoch: of every `ranks` samples in a row the one at its own place.
+        """This rank's share of what is left of the epoch: of every `ranks` samples in a row the
+        one at its own place.
 
-        The order of an epoch is torch.randperm(size) of a generator with seed `seed + epoch`; torch's own generator is
-        left alone. Nothing is padded or dropped: where the last row is short, ranks at its end get nothing of it.
-        An iterator that is left in the middle is followed by one that goes on behind it.
+        The order of an epoch is torch.randperm(size) of a generator with seed `seed + epoch`;
+        torch's own generator is left alone. Nothing is padded or dropped: where the last row is
+        short, ranks at its end get nothing of it. An iterator that is left in the middle is
+        followed by one that goes on behind it.
         """
         raise NotImplementedError("ResumableSampler.__iter__")
 
@@ -81,36 +94,45 @@ class ResumableSampler:
         raise NotImplementedError("ResumableSampler.state_dict")
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on behind a `state_dict()` that any number of ranks has saved; behind a whole epoch with the next one."""
+        """Go on behind a `state_dict()` that any number of ranks has saved; behind a whole
+        epoch with the next one.
+        """
         raise NotImplementedError("ResumableSampler.load_state_dict")
 
 
 def reads(
     saved: dict[str, int], writers: int, here: dict[str, int], ranks: int, rank: int
 ) -> list[tuple[int, int, int, int]]:
-    """What rank `rank` of `ranks` must read of a checkpoint that `writers` ranks have saved: (file, begin, end, at).
+    """What rank `rank` of `ranks` must read of a checkpoint that `writers` ranks have saved:
+    (file, begin, end, at).
 
-    Both runs lay their parameters (name -> elements) one behind the other in a flat buffer, in the order of the dict,
-    pad it at the end to a multiple of the number of ranks, and cut it into equal shards. File r is the r-th shard of
-    `saved`. `here` has the same parameters, perhaps in another order; rank r needs the r-th shard of it.
+    Both runs lay their parameters (name -> elements) one behind the other in a flat buffer, in
+    the order of the dict, pad it at the end to a multiple of the number of ranks, and cut it
+    into equal shards. File r is the r-th shard of `saved`. `here` has the same parameters,
+    perhaps in another order; rank r needs the r-th shard of it.
 
-    Elements [begin, end) of `file` belong at element `at` of the shard and behind it. Ordered by `at`. Each element of
-    a parameter in the shard is read once, padding never, and no read is empty.
-    Examples, with saved = {"a": 5, "b": 2}, here = {"b": 2, "a": 5}, writers = 2, ranks = 3: rank 1 has elements 1 to 3
-    of "a", [(0, 1, 4, 0)]; rank 2 has the last of "a" and padding, [(1, 0, 1, 0)].
+    Elements [begin, end) of `file` belong at element `at` of the shard and behind it. Ordered
+    by `at`. Each element of a parameter in the shard is read once, padding never, and no read
+    is empty.
+    Examples, with saved = {"a": 5, "b": 2}, here = {"b": 2, "a": 5}, writers = 2, ranks = 3:
+    rank 1 has elements 1 to 3 of "a", [(0, 1, 4, 0)]; rank 2 has the last of "a" and padding,
+    [(1, 0, 1, 0)].
     """
     raise NotImplementedError("reads")
 
 
 def save(root: Path, tag: str, files: dict[str, bytes]) -> None:
-    """Write a checkpoint: the files into the folder root/tag, a manifest beside them, and the tag into root/latest.
+    """Write a checkpoint: the files into the folder root/tag, a manifest beside them, and the
+    tag into root/latest.
 
-    root/tag/manifest.json is {NAME: {"bytes": size, "sha256": hex digest}} of every file. `root` is there already, and
-    names in it that begin with a dot are yours while you write. FileExistsError if root/tag is there already.
+    root/tag/manifest.json is {NAME: {"bytes": size, "sha256": hex digest}} of every file.
+    `root` is there already, and names in it that begin with a dot are yours while you write.
+    FileExistsError if root/tag is there already.
 
-    The process can be killed between any two calls, and the power can fail: what was not flushed by os.fsync is lost
-    then, in whatever order. Whenever that happens, root/latest must name a whole checkpoint, the one before or this
-    one, and what is called root/tag must be whole. When `save` returns, all is on the disk.
-    A save that was killed leaves something behind: the next save of that tag works, and clears it.
+    The process can be killed between any two calls, and the power can fail: what was not
+    flushed by os.fsync is lost then, in whatever order. Whenever that happens, root/latest must
+    name a whole checkpoint, the one before or this one, and what is called root/tag must be
+    whole. When `save` returns, all is on the disk. A save that was killed leaves something
+    behind: the next save of that tag works, and clears it.
     """
     raise NotImplementedError("save")

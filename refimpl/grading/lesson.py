@@ -46,9 +46,10 @@ predict("Rank r of 2 holds 10 r. What is the mean over the ranks?", (0 + 10) / 2
 # %%
 # %%task NN_name mean_of_ranks
 def mean_of_ranks(group: Group, x: Tensor) -> Tensor:
-    """x [n] on every rank -> [n]: the mean over the ranks, the same on each. x must keep its values.
+    """x [n] on every rank -> [n]: the mean over ranks, the same on each. x must keep its values.
 
-    One all-reduce of n elements. Example with 2 ranks: x = [1, 2] on rank 0 and [3, 6] on rank 1 -> [2, 4] on both.
+    One all-reduce of n elements.
+    Example with 2 ranks: x = [1, 2] on rank 0 and [3, 6] on rank 1 -> [2, 4] on both.
     """
     raise NotImplementedError("mean_of_ranks")
 
@@ -108,9 +109,10 @@ from refimpl.comm.group import Group
 
 
 def mean_of_ranks(group: Group, x: Tensor) -> Tensor:
-    """x [n] on every rank -> [n]: the mean over the ranks, the same on each. x must keep its values.
+    """x [n] on every rank -> [n]: the mean over ranks, the same on each. x must keep its values.
 
-    One all-reduce of n elements. Example with 2 ranks: x = [1, 2] on rank 0 and [3, 6] on rank 1 -> [2, 4] on both.
+    One all-reduce of n elements.
+    Example with 2 ranks: x = [1, 2] on rank 0 and [3, 6] on rank 1 -> [2, 4] on both.
     """
     mean = x.clone()
     group.all_reduce(mean, "mean")

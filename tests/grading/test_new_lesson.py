@@ -24,6 +24,7 @@ COPIED = (
     "pyproject.toml",
     "course/ruff.toml",
     "exercises/ruff.toml",
+    "solutions/ruff.toml",
     "exercises/conftest.py",
     "solutions/01_collectives.py",
 )

@@ -1,5 +1,6 @@
 """Stubs come from the solutions, match those in exercises/, and never replace what a learner wrote."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,11 @@ def test_the_stubs_in_exercises_match_their_solutions(chapter: Chapter) -> None:
     if touched(chapter):
         pytest.skip(f"{chapter.exercise} is being worked on")
     assert chapter.exercise.read_text() == stub(chapter.solution.read_text()), "run: python -m refimpl.grading.stubs"
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_stub_is_as_narrow_as_a_chapters_code(chapter: Chapter) -> None:
+    """It is written in a chapter's cells and in JupyterLab's editor: nothing is to scroll sideways."""
+    width = tomllib.loads((ROOT / "course" / "ruff.toml").read_text("utf-8"))["line-length"]
+    lines = enumerate(stub(chapter.solution.read_text()).splitlines(), 1)
+    assert {number: line for number, line in lines if len(line) > width} == {}
