@@ -72,7 +72,7 @@ predict(
 #
 # PyTorch calls a **post-accumulate hook** the moment a parameter's gradient is complete, in the middle of backward. In
 # the bare form below there are no buckets: every gradient leaves by itself. `reduce` is the whole of ZeRO-2: send, keep
-# my part, forget the rest.
+# my part, forget the rest. (Four ranks divide every parameter of this GPT, so nothing needs padding.)
 
 
 # %%
@@ -81,23 +81,19 @@ class Collector:
     """Each gradient is reduced as it comes, or when backward is over; this rank keeps its part."""
 
     def __init__(self, model, as_they_come=True):
-        self.params, self.shards, self.flying = list(model.parameters()), {}, []
+        self.params, self.shards = list(model.parameters()), {}
         for p in self.params if as_they_come else []:
             p.register_post_accumulate_grad_hook(self.reduce)
 
     def reduce(self, p):
-        full = torch.zeros(-(-p.numel() // world_size) * world_size)  # [P], a multiple of N
-        self.flying = [full]
-        full[: p.numel()] = p.grad.flatten()
+        mine = torch.empty(p.numel() // world_size)  # [n] -> [n/N]
+        group.reduce_scatter(mine, p.grad.flatten(), "mean")
         p.grad = None
-        mine = torch.empty(len(full) // world_size)  # [S], not a view of `full`, which must go
-        group.reduce_scatter(mine, full, "mean")
-        self.shards[p] = self.shards[p] + mine if p in self.shards else mine
-        self.flying = []
+        self.shards[p] = self.shards.get(p, 0) + mine
 
     def tensors(self):
         grads = [p.grad for p in self.params if p.grad is not None]
-        return {"gradients": [*grads, *self.flying, *self.shards.values()]}
+        return {"gradients": [*grads, *self.shards.values()]}
 
 
 # %% [markdown]
@@ -132,10 +128,9 @@ for name, as_they_come in (("when backward is over", False), ("as they come", Tr
     print(f"{name:24}  {peak / psi:4.2f}   {after / psi:10.2f}")
 
 # %% [markdown]
-# In fp32 a whole gradient is 4 bytes a parameter. Whoever waits for the end of backward has had all of it, and then
-# copies what travels. As they come, the peak is what must remain, $4/N = 1$, and for a moment one gradient beside its
-# copy. (In a model this small that is nearly as much again. In a large one it hardly counts.) Same numbers? Gather the
-# shards and compare them with the mean gradient that an all-reduce computes:
+# In fp32 a whole gradient is 4 bytes a parameter. Whoever waits for the end of backward has had all of it. As they come,
+# the peak is what must remain, $4/N = 1$, and for a moment the gradient of one parameter. (In a large model that hardly
+# counts.) Same numbers? Gather the shards and compare them with the mean gradient that an all-reduce computes:
 
 # %%
 # %%ranks 4
@@ -245,8 +240,8 @@ for limit in (10**9, 40_000, 16_384, 1):
 # is counted in section 5.
 
 # %% [markdown]
-# One thing is missing. `Collector.reduce` waits: while a bucket travels, backward stands still. The order of events says so (`.`
-# a gradient, `[` a reduce-scatter begins, `]` it is done), and beside it stands that of the real stage:
+# One thing is missing. `Collector.reduce` waits: while a gradient travels, backward stands still. The order of events
+# says so (`.` a gradient, `[` a reduce-scatter begins, `]` it is done), and beside it stands that of the real stage:
 
 
 # %%
@@ -610,7 +605,7 @@ stage.step()
 print(f"clip_grad_norm_ says {norm.item():.1f}, the step saw {stage.grad_norm:.1f}")
 
 # %% [markdown]
-# **The lost micro-batch.** In `Collector.reduce` there is a sum: `self.shards[p] + mine`. Leave it out, as is natural
+# **The lost micro-batch.** In `Collector.reduce` there is a sum: `self.shards.get(p, 0) + mine`. Leave it out, as is natural
 # with a single micro-batch in mind, and each backward overwrites what the one before had reduced. The loss still falls.
 # A test that finds it needs no reference: feed the **same** micro-batch $A$ times, and the gradient must be $A$ times
 # as large.
