@@ -232,3 +232,28 @@ def test_the_ema_of_shards_is_the_shard_of_the_ema() -> None:
     for _ in range(1000):
         low.lerp_(torch.full_like(low, 2.0), 1e-3)
     assert low.item() == 1, "in bf16 it never moves"
+
+
+def test_only_behind_accumulation_is_a_gradient_complete() -> None:
+    """Two uses and an earlier micro-batch: what a tensor's, a parameter's and a module's hook find."""
+    layer = nn.Linear(1, 1, bias=False)
+    weight, x, seen = layer.weight, torch.ones(1, requires_grad=True), dict[str, list[float | None]]()
+
+    def note(hook: str, gradient: Tensor | None) -> None:
+        seen.setdefault(hook, []).append(None if gradient is None else gradient.item())
+
+    def early(gradient: Tensor) -> None:
+        note("handed to the tensor's", gradient)
+        note("in .grad", weight.grad)
+        weight.grad = None  # in vain
+
+    layer(3 * x).backward()  # an earlier micro-batch: 3
+    weight.register_hook(early)
+    weight.register_post_accumulate_grad_hook(lambda p: note("post-accumulate", p.grad))
+    layer.register_full_backward_hook(lambda *_: note("module's", weight.grad))
+    layer(2 * layer(x)).backward()  # two uses
+    uses = 2 * 2 * weight.item()
+    assert seen["handed to the tensor's"] == pytest.approx([uses])
+    assert seen["in .grad"] == [3.0]
+    assert seen["post-accumulate"] == pytest.approx([uses])  # the tensor's hook has dropped the 3, and no more
+    assert seen["module's"][0] != pytest.approx(uses)
