@@ -394,7 +394,7 @@ class Ddp:
 
 # %% tags=["hide-input"]
 predict(
-    "Which bucket's all-reduce can not run beside backward?",
+    "Which bucket's all-reduce cannot run beside backward?",
     "the last to fill",
     options=["the first to fill", "the last to fill"],
     why="It is full when backward ends.",
@@ -925,7 +925,7 @@ print([event.op for event in group.ledger.events if event.phase == "mark"])
 #
 # Five steps of `refimpl.DDP`, whose ranks begin with other weights each, against its **twin**: one process of plain torch
 # that reads all ranks' micro-batches, adds their gradients in rank order, divides once, and calls the same AdamW.
-# (Sums over ranks first, or micro-batches first? Chapter 5 needs that.) Every weight, every bit, on 2, 3 and 4 ranks.
+# (`ranks_first` is for chapter 5, where a step has several micro-batches.) Every weight, every bit, on 2, 3 and 4 ranks.
 
 # %%
 show.source(twin._one_process)

@@ -573,7 +573,7 @@ print(f"norm of my shard {local:.1f}, of the whole gradient {square.sqrt():.1f}"
 #
 # **An optimizer that is not element-wise.** LAMB scales each layer's update by $\lVert w\rVert / \lVert u\rVert$, the
 # norms of the layer's weights and of its update. On a shard these are norms of whatever happens to lie there. It
-# trains, and it is another optimizer. `Zero1` refuses what it does not know, such as LARS, which does so without Adam:
+# trains, and it is another optimizer. `Zero1` refuses what it does not know, such as LARS, the same idea around SGD:
 
 # %% tags=["raises-exception"]
 # %%ranks 4

@@ -8,7 +8,7 @@ from torch import Tensor
 from refimpl.comm import ring
 from refimpl.grading.compare import Wrong, equal, require
 from refimpl.grading.grade import on_ranks
-from refimpl.grading.memory import own_memory, untouched
+from refimpl.grading.memory import Kept, own_memory, untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup, all_done, one_at_a_time, same_traffic, starts
 
@@ -39,10 +39,16 @@ def test_ring_reduce_scatter(answer: Answer, group: WatchedGroup) -> None:
         }
         known |= {"it is the whole sum, all N chunks; only this rank's is asked": total}
         equal(found, expected, "this rank's chunk", ranks=group.size, known=known)
-        kept = torch.equal(x, inputs[group.rank])
-        require(kept, "x was changed: partial sums were written into the input", f"  x is now {x.tolist()[:6]}")
+        same = torch.equal(x, inputs[group.rank])
+        require(same, "x was changed: partial sums were written into the input", f"  x is now {x.tolist()[:6]}")
         judge_ring(watched, oracle, "ring_reduce_scatter", dtype)
         own_memory(found, "the result", "return a tensor of one chunk, or a clone")
+    case("200 elements of torch.float32 a rank: what stays alive")
+    x = torch.ones(200 * group.size)
+    watched = group.fresh()
+    kept = Kept(watched)
+    found = answer.ring_reduce_scatter(watched, x)
+    kept.judge(found.nbytes, "ring_reduce_scatter", "the result alone may stay; where is what has arrived?")
 
 
 @on_ranks(2, 3, 4)
@@ -63,6 +69,7 @@ def test_ring_all_gather(answer: Answer, group: WatchedGroup) -> None:
         }
         equal(found, expected, "the gathered tensor", known=known)
         judge_ring(watched, oracle, "ring_all_gather", dtype)
+        own_memory(found, "the result", "make it N chunks long, and no longer")
 
 
 @on_ranks(2, 3, 4, 5)
@@ -114,6 +121,7 @@ def test_tree_broadcast(answer: Answer, group: WatchedGroup) -> None:
         answer.tree_broadcast(watched, x, root)
         known = {f"it is the x of rank {r}, not of the root": inputs[r] for r in range(group.size) if r != root}
         equal(x, inputs[root], "x after the call", known=known)
+        one_at_a_time(watched, "tree_broadcast")
         all_done(watched, "tree_broadcast")
         require(x.data_ptr() == place, "x has new memory: write into the old, of which others may hold views")
         words = [(e.op, int(e.tag.split()[-1])) for e in starts(watched.ledger) if e.op in ("send", "recv")]
@@ -134,6 +142,7 @@ def test_fit_alpha_beta(answer: Answer, group: WatchedGroup) -> None:
         ([1e3, 1e4, 1e5, 1e6, 1e7, 1e9], 5e-5, 1e-9, 0.0),
         ([1e3, 2e3, 4e3, 8e3, 1.6e4, 3.2e4], 1e-3, 1e-7, 1e-4),
         ([8e3, 1e3, 3.2e4, 3.2e4, 2e3, 9e3], 1e-3, 1e-7, 1e-4),  # in no order, and one of them twice
+        ([1e3, 2e3, 4e3], -1e-5, 1e-7, 0.0),  # as a line through noisy measurements may have it
     ):
         case(f"{len(sizes)} sizes, alpha {alpha:g}, beta {beta:g}" + (", with noise" if shake else ""))
         n = torch.tensor(sizes, dtype=torch.float64)
@@ -151,6 +160,7 @@ def test_fit_alpha_beta(answer: Answer, group: WatchedGroup) -> None:
                 "it is the other one: return (alpha, beta)": best[0] if name == "beta" else best[1],
                 "it is the slope of a line through the origin: a message of 0 bytes costs alpha": slope,
                 "it is the slope between two points: least squares uses them all": ends,
+                "a line may cross the axis below 0: return what fits best": 0.0,
             }
             value = torch.tensor(float(mine), dtype=torch.float64)
             candidates = {k: torch.as_tensor(v, dtype=torch.float64) for k, v in known.items()}

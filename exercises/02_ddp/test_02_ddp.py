@@ -91,6 +91,17 @@ def test_average_gradients(answer: Answer, group: WatchedGroup) -> None:
     known = {"it is still this rank's own: the mean was written into a copy": local[group.rank]}
     equal(p.grad, torch.stack(local).mean(0), "the gradient", ranks=group.size, known=known)
 
+    case("a frozen parameter that has a gradient from before it was frozen, and a million elements beside it")
+    p, frozen = nn.Parameter(torch.zeros(2**20)), nn.Parameter(torch.zeros(3))
+    p.grad, frozen.grad = torch.full_like(p, group.rank), torch.ones(3)
+    frozen.requires_grad_(False)
+    watched, oracle = group.fresh(), group.oracle()
+    answer.average_gradients(watched, [frozen, p])
+    require(frozen.grad is not None and bool((frozen.grad == 1).all()), "a frozen parameter's gradient was changed")
+    equal(p.grad, torch.full_like(p, (group.size - 1) / 2), "the gradient", ranks=group.size)
+    oracle.all_reduce(torch.zeros(2**20))
+    same_traffic(watched, oracle, "average_gradients")
+
     case("40000 in fp16 on every rank: their mean fits, their sum does not")
     p = nn.Parameter(torch.zeros(3, dtype=torch.float16))
     p.grad = torch.full((3,), 40000.0, dtype=torch.float16)

@@ -20,6 +20,7 @@ def test_assign_buckets(answer: Answer, group: WatchedGroup) -> None:
         ([1, 2, 3, 4, 5, 6], 7, (1, 5)),
         ([20, 1, 20], 5, ()),
         ([3], 100, ()),
+        ([3, 2], 100, (0, 1)),
     ):
         case(f"sizes {sizes}, limit {limit}" + (f", numbers {frozen} frozen" if frozen else ""))
         params = [nn.Parameter(torch.zeros(n), requires_grad=i not in frozen) for i, n in enumerate(sizes)]

@@ -83,7 +83,10 @@ def test_flatten(answer: Answer, group: WatchedGroup) -> None:
             where = flat.untyped_storage().data_ptr()
             moved = [n for n, p in model.named_parameters() if p.untyped_storage().data_ptr() == where]
             judge_length(flat.numel(), numel, padded, ranks, any(n.startswith("frozen") for n in moved))
-        equal(flat, expected, "the buffer")
+        backwards = torch.cat([*reversed(values), torch.zeros(padded - numel, dtype=dtype)])
+        known = {"the parameters lie in the reverse order: take that of model.parameters()": backwards}
+        equal(flat, expected, "the buffer", known=known)
+        require(not flat.requires_grad, "the buffer requires a gradient: it is memory, and no parameter of its own")
         own_memory(flat, "the buffer")
         same = all(p is q for p, q in zip(identities, model.parameters(), strict=True))
         require(same, "the model has other parameters now: keep them, and change their .data")
@@ -94,7 +97,7 @@ def test_flatten(answer: Answer, group: WatchedGroup) -> None:
                 require(inside, f"{name} is a copy: it must be a view of the buffer, so that both change together")
             else:
                 require(not inside, f"{name} is frozen, and yet in the buffer")
-        del values, expected
+        del values, expected, backwards, known
         frozen = storage_bytes(p for p in model.parameters() if not p.requires_grad)
         advice = "the buffer and the frozen parameters alone may stay; where are the first values, or a copy?"
         kept.judge(padded * dtype.itemsize + frozen, "flatten", advice)
@@ -126,6 +129,7 @@ def test_ShardedOptimizer(answer: Answer, group: WatchedGroup) -> None:
         train(answer, group, make, F32)
     case("3 steps of SGD in bf16")
     train(answer, group, MAKERS["SGD"], torch.bfloat16)
+    few_gradients(answer, group)
     case("ranks begin with different weights")
     model = Net(seed=group.rank)
     answer.ShardedOptimizer(model, group.fresh(), MAKERS["SGD"])
@@ -169,6 +173,35 @@ def train(answer: Answer, group: WatchedGroup, make: Make, dtype: torch.dtype) -
     if dtype != F32:
         moved = sum(float((p.detach().float() - truth[0][n].float()).abs().sum()) for n, p in model.named_parameters())
         require(moved > 0, f"no weight has moved in {dtype}")
+
+
+def few_gradients(answer: Answer, group: WatchedGroup) -> None:
+    """AdamW's means and weight decay move every weight of the shards, also where no gradient is."""
+    model, plain = Net(seed=0), Net(seed=0)
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    optimizer, history = MAKERS["AdamW"](trained), [weights(plain)]
+    sharded = answer.ShardedOptimizer(model, group.fresh(), MAKERS["AdamW"])
+    for step, (users, said) in enumerate(
+        ((group.size, "a step whose gradients are not contiguous"), (1, "one in which rank 0 alone has any"),
+         (0, "one in which nobody has any"))
+    ):  # fmt: skip
+        case(f"AdamW: {said}; a gradient that is None counts as zero")
+        for p in trained:
+            p.grad = torch.zeros_like(p)
+        for rank in range(users):
+            (loss(plain, rank, step) / group.size).backward()
+        optimizer.step()
+        history.append(weights(plain))
+        if group.rank < users:
+            loss(model, group.rank, step).backward()
+        for p in model.parameters():
+            if p.grad is not None and p.dim() == 2:
+                p.grad = p.grad.t().contiguous().t()
+        sharded.step()
+        known = {
+            n: {"it is as before the step: the update must run all the same": history[step][n]} for n in history[0]
+        }
+        first_divergence([weights(model)], [history[-1]], "the value", ranks=group.size, known=known)
 
 
 def wanted(group: WatchedGroup, padded: int, dtype: torch.dtype) -> WatchedGroup:

@@ -52,7 +52,7 @@ def judge_pieces(found: object, sizes: list[int], ranks: int, rank: int) -> None
     require(not short, "the shards are rounded down: the last elements belong to nobody", *evidence)
     whole, split = (all((a, b) == (0, sizes[n]) for n, a, b in pieces) for pieces in (found, expected))
     require(
-        split or not whole,
+        split or not whole or not found,
         "whole parameters are given out: a parameter that lies across shards has a piece in each",
         *evidence,
     )

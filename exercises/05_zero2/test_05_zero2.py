@@ -226,7 +226,7 @@ def overlap(answer: Answer, group: WatchedGroup) -> None:
 
 
 def freed(answer: Answer, group: WatchedGroup) -> None:
-    """Ten equal layers: of .grad, a few at a time are alive; of everything, the shards and a few buckets."""
+    """Ten equal layers: of .grad, one at a time is alive; of everything, the shards and a few buckets."""
     watched, layers, size = group.fresh(), 10, 900
     model = nn.Sequential(*(nn.Linear(30, 30, bias=False) for _ in range(layers)))
     grads: list[weakref.ref[UntypedStorage]] = []
@@ -248,7 +248,7 @@ def freed(answer: Answer, group: WatchedGroup) -> None:
     most = max(alive)
     evidence = f"gradients of layers alive at the same time, as backward went on: {', '.join(map(str, alive))}"
     require(
-        most <= 3,
+        most <= 1,
         f"{most} of {layers} gradients were alive at once: free each as soon as it is in its bucket",
         evidence,
     )

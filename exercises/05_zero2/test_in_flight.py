@@ -23,7 +23,7 @@ F32 = torch.float32
 @on_ranks(2, 3, 4)
 def test_InFlight(answer: Answer, group: WatchedGroup) -> None:
     for most, dtype in ((2, F32), (1, F32), (3, F32), (2, torch.bfloat16)):
-        numbers = [0, 1, 2, 3, 1, 1, 0]  # bucket 1 is launched again while it is under way
+        numbers = [0, 1, 2, 3, 1, 1, 0, 1, 1, 0, 0, 0]  # bucket 1 again while it is under way, five times in all
         case(f"at most {most} under way, {dtype}: buckets {numbers}")
         watched = group.fresh()
         kept = Kept(watched)
@@ -94,6 +94,7 @@ def judge_landed(group: WatchedGroup, shards: dict[int, Tensor], numbers: list[i
         whole = torch.stack(parts).sum(0)
         known = {"only the launch that came last is there: add to the shard": parts[-1].to(dtype)}
         lost = "launch {} of {} of this bucket is missing: add when it arrives, to what is there then"
+        known["it is the mean over its launches: add them up"] = (whole / len(parts)).to(dtype)
         if len(parts) > 1:
             known |= {lost.format(i, len(parts)): (whole - part).to(dtype) for i, part in enumerate(parts, 1)}
         equal(shards[number], whole.to(dtype), f"shards[{number}]", ranks=group.size, known=known)

@@ -54,14 +54,17 @@ def refimpl_trace(trace: list[str], at: int, units: dict[str, Fake]) -> Trace:
 
 @on_ranks(1)
 def test_prefetch(answer: Answer, group: WatchedGroup) -> None:
-    for seed in range(60):
+    for seed in range(90):
         trace, at, units = draw(seed)
         rng = random.Random(1000 + seed)
-        budget, most_live = rng.randint(0, 40), rng.choice((1000, rng.randint(10, 60)))
         sizes = {name: u.numel for name, u in units.items()}
         live, flying = (
             {n for n, u in units.items() if test(u)} for test in (lambda u: not u.is_free, lambda u: u.in_flight)
         )
+        budget, most_live = rng.randint(0, 40), rng.choice((1000, rng.randint(10, 60)))
+        if seed >= 60:  # no budget, and the limits themselves
+            budget = (0, sum(sizes[u] for u in {*flying, *trace[at : at + 1]}), 1000)[seed % 3]
+            most_live = 1000 if seed % 3 < 2 else sum(sizes[u] for u in {*live, *trace[at : at + 2]})
         case(f"trace {' '.join(trace)}, at {at}")
         fetch = object.__new__(Fetch)
         fetch.gathered = {unit for unit in units.values() if not unit.is_free}  # type: ignore[misc]
@@ -79,12 +82,12 @@ def test_prefetch(answer: Answer, group: WatchedGroup) -> None:
             f"  found    {found}",
         ]
         require(isinstance(found, list), f"the result is {found!r}, expected a list of names", *evidence)
-        judge_prefetch(found, expected, sizes, live, flying, budget, most_live, evidence)
+        judge_prefetch(found, expected, trace, at, sizes, live, flying, budget, most_live, evidence)
 
 
 def judge_prefetch(
-    found: list[str], expected: list[str], sizes: dict[str, int], live: set[str], flying: set[str], budget: int,
-    most_live: int, evidence: list[str],
+    found: list[str], expected: list[str], trace: list[str], at: int, sizes: dict[str, int], live: set[str],
+    flying: set[str], budget: int, most_live: int, evidence: list[str],
 ) -> None:  # fmt: skip
     require(not live & set(found), "a unit that is live already is gathered again", *evidence)
     require(len(set(found)) == len(found), "a unit is chosen twice", *evidence)
@@ -96,6 +99,8 @@ def judge_prefetch(
     require(not alone, "a unit larger than the budget is never gathered ahead, although nothing else flies", *evidence)
     alive = sum(sizes[u] for u in {*found, *live})
     require(alive <= most_live, f"{alive} bytes would be live, most_live is {most_live}", *evidence)
+    gone = [u for u in found if u not in trace[at:]]
+    require(not gone, f"{', '.join(gone)}: this iteration does not use it again; look at trace[at:]", *evidence)
     skipped = found[: len(expected)] == expected
     require(
         not skipped, "a later unit is taken although one before it does not fit: it would come too early", *evidence

@@ -31,6 +31,7 @@ ALIVE = None  # a report that says no more than that the clock may start anew
 MEMORY = 4 << 30  # bytes that a rank may hold beyond what it starts with
 LONGEST = 160  # characters of an exception's own text
 FREED = "out of bounds for storage of size 0"  # torch's words for a view of memory that was resized to 0
+SHORT = re.compile(r"storage size of (\d+) are out of bounds for storage of size (\d+)")
 NO_TRITON = (
     "Its wheels are for Linux: pip install 'triton>=3.6,<3.8'. No GPU is needed.",
     "On macOS or Windows run the course in a Linux container, in WSL, or on a hosted notebook.",
@@ -96,6 +97,8 @@ def explained(error: BaseException, path: Path, task: str, left: Sequence[str] =
         return WrongFile(f"{path.name} cannot be imported: {text}", *lines, *missing)
     if FREED in text:
         return Wrong(NO_MEMORY, *lines, "It was freed after forward, and nothing gathered it for what comes next.")
+    if short := SHORT.search(text):
+        return Wrong(f"a tensor has {short[2]} bytes of memory and needs {short[1]}: resize_ counts bytes", *lines)
     if not own and left:
         return Wrong(left[0], f"Then the grader could not go on: {name}: {brief}")
     if not own:

@@ -1,0 +1,19 @@
+"""A budget of 0 lets one unit fly.
+
+task: prefetch
+says: the budget is 0
+"""
+
+
+def prefetch(trace, at, sizes, live, flying, budget, most_live):
+    in_air, alive = sum(sizes[u] for u in flying), sum(sizes[u] for u in live)
+    chosen = []
+    for unit in trace[at:]:
+        if unit in live or unit in chosen:
+            continue
+        flies_alone = in_air == 0
+        in_air, alive = in_air + sizes[unit], alive + sizes[unit]
+        if (in_air > budget and (not flies_alone)) or alive > most_live:
+            break
+        chosen.append(unit)
+    return chosen
