@@ -148,11 +148,19 @@ def judge_norm(found: object, norm: float, scale: float, limit: float, raw: list
 
 @on_ranks(1)
 def test_DynamicLossScaler(answer: Answer, group: WatchedGroup) -> None:
-    for window, hysteresis, share in ((1000, 1, 1.0), (2, 1, 0.0), (3, 2, 0.3), (1, 3, 0.3), (4, 2, 0.1)):
-        case(f"window {window}, hysteresis {hysteresis}")
+    high = 2.0**8
+    for start, window, hysteresis, share in (
+        (high, 1000, 1, 1.0),
+        (high, 2, 1, 0.0),
+        (high, 3, 2, 0.3),
+        (high, 1, 3, 0.3),
+        (high, 4, 2, 0.1),
+        (1.0, 1000, 3, 1.0),
+    ):
+        case(f"window {window}, hysteresis {hysteresis}, from a scale of {start:g}")
         random.seed(window)
-        mine = answer.DynamicLossScaler(scale=2.0**8, window=window, hysteresis=hysteresis)
-        oracle = Oracle(2.0**8, window, hysteresis)
+        mine = answer.DynamicLossScaler(scale=start, window=window, hysteresis=hysteresis)
+        oracle = Oracle(start, window, hysteresis)
         story: list[str] = []
         for step in range(40):
             overflow = random.random() < share
@@ -162,7 +170,8 @@ def test_DynamicLossScaler(answer: Answer, group: WatchedGroup) -> None:
             if raised[1]:
                 require(raised[0], "no OverflowError, although the scale is 1 and the gradients overflow", *story[-6:])
                 break
-            require(not raised[0], "OverflowError although the scale could still be halved", *story[-6:])
+            early = "the scale could still be halved" if oracle.scale > 1 else "hysteresis endures this overflow"
+            require(not raised[0], f"OverflowError although {early}", *story[-6:])
             scales = f"step {step}: the scale is {mine.scale:g}, expected {oracle.scale:g}"
             require(mine.scale == oracle.scale, f"{scales}: {why(mine, oracle, overflow, story)}", *story[-6:])
 
