@@ -1,6 +1,7 @@
 """A rank without any gradient leaves before the others reduce theirs.
 
 task: ShardedOptimizer
+says: the update must run all the same
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Gradients that are not contiguous are taken for zero.
 
 task: ShardedOptimizer
+says: a step whose gradients are not contiguous
 """
 
 import torch
