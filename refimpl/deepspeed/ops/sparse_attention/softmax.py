@@ -1,5 +1,5 @@
-"""The softmax of a block-sparse matrix's rows, in place as DeepSpeed's, ops/sparse_attention/softmax.py; and zeros where
-a row has nothing that it may see.
+"""The softmax of a block-sparse matrix's rows, in place as DeepSpeed's (ops/sparse_attention/softmax.py); zeros where a
+row has nothing that it may see.
 """
 
 import torch
