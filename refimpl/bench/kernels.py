@@ -60,7 +60,7 @@ def measure(word: str = "", seconds: float = 420.0, device: torch.device | None 
     """The limits, then every case whose name holds `word`; after `seconds` only ours and eager's."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     deadline = time.monotonic() + seconds
-    torch._logging.set_logs(dynamo=logging.ERROR)  # not a warning for each break of a graph
+    torch._logging.set_logs(dynamo=logging.ERROR)  # type: ignore[attr-defined]  # no warning for each break of a graph
     limits, rows = find_limits(device)
     yield rows
     chosen = [case for case in cases(small=device.type == "cpu") if word in case.name]
