@@ -262,7 +262,7 @@ def sparse_backward(
 # read the same blocks are one taller tile. The scores of a few tiles are all that is ever alive:
 
 # %%
-from refimpl.model.tiles import BlockSparse
+from refimpl.model.blocked import BlockSparse
 
 show.source(BlockSparse.forward, docstrings=False)
 
@@ -510,7 +510,7 @@ print("two patterns, one length, two results:", not torch.equal(fixed(x, x, x), 
 #   [test_sparse_swap.py](../tests/model/test_sparse_swap.py) (transformers' models),
 #   [test_native_sparse.py](../tests/model/test_native_sparse.py), [test_needle.py](../tests/model/test_needle.py).
 # - **Code:** [parts.py](../refimpl/model/patterns/parts.py), [tiles.py](../refimpl/model/tiles.py),
-#   [sparse.py](../refimpl/model/sparse.py), [native_sparse.py](../refimpl/model/native_sparse.py),
+#   [blocked.py](../refimpl/model/blocked.py), [sparse.py](../refimpl/model/sparse.py), [native_sparse.py](../refimpl/model/native_sparse.py),
 #   [block_sparse_attention.py](../refimpl/kernels/block_sparse_attention.py).
 # - **DeepSpeed:** [its tutorial](https://www.deepspeed.ai/tutorials/sparse-attention/), and deepspeed/ops/sparse_attention/
 #   in releases before 0.19.7.

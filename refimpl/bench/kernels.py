@@ -4,14 +4,17 @@ What it can do is measured in the same run: bytes a second of a plain copy, FLOP
 kernel's bytes are those that it must move (its docstring's formula), so a share below 1 counts what it moves in vain
 too. On a GPU the kernels are Triton's, compiled; on a CPU they are torch's own operators, at smaller sizes, and what is
 compared is torch.compile (C++ made by inductor, where there is a compiler) with eager.
-Every way gets inputs of its own, made from one seed; a peer that raises is listed with its error's name; `off` is its
-greatest difference from eager's result.
+Every way gets inputs of its own, made from one seed; a peer that raises is listed with its error's name, and one whose
+first calls take longer than PATIENCE with a TimeoutError; `off` is its greatest difference from eager's result.
 """
 
+import logging
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -26,6 +29,7 @@ from refimpl.kernels.case import Case, cases, outputs, wave
 
 HEAT = ("case",)
 TURNS, SAMPLES, SECONDS = 3, 20, 0.1  # of each way; in a turn at most so many calls, and about so long
+PATIENCE = 40.0  # seconds for a peer's first calls: inductor's C++ of ten rounds of integers is not done in 15 minutes
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ def measure(word: str = "", seconds: float = 420.0, device: torch.device | None 
     """The limits, then every case whose name holds `word`; after `seconds` only ours and eager's."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     deadline = time.monotonic() + seconds
+    torch._logging.set_logs(dynamo=logging.ERROR)  # type: ignore[attr-defined]  # no warning for each break of a graph
     limits, rows = find_limits(device)
     yield rows
     chosen = [case for case in cases(small=device.type == "cpu") if word in case.name]
@@ -109,8 +114,10 @@ def heat(case: Case, device: torch.device, limits: Limits, deadline: float) -> I
                 absent.append(Row(case.name, "", way, None, None, None, None, None, None, note))
                 continue
             try:
-                for step, once in passes(call, case, device):
-                    results[step, way] = [y.detach().clone() for y in outputs(once())]
+                with at_most(PATIENCE if way not in ("ours", "eager") else 0):
+                    found = [(step, once, outputs(once())) for step, once in passes(call, case, device)]
+                for step, once, made in found:
+                    results[step, way] = [y.detach().clone() for y in made]
                     calls[step, way] = once
             except Exception as error:
                 if way in ("ours", "eager"):
@@ -125,6 +132,22 @@ def heat(case: Case, device: torch.device, limits: Limits, deadline: float) -> I
         row = (case.name, step, way, t, moved / t / 1e9, rate, share / t * 1e3, t / ms[step, "eager"], off)
         yield Row(*row)
     yield from absent
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """TimeoutError in the middle of what takes longer; 0 is for ever."""
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def passes(call: Callable[..., Any], case: Case, device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:

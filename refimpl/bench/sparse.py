@@ -2,8 +2,9 @@
 
 Ours reads the pattern's blocks: its bound is density times what dense attention takes. Peers: torch's fused attention
 over everything (`F.scaled_dot_product_attention`), and FlexAttention, compiled by inductor, with a block mask made of
-the same layout. Forward and backward, unless `forward` alone; CPU time of one process, of which the least of the
-turns counts. FlexAttention has no backward on CPUs, and needs a C++ compiler there.
+the same layout. Forward and backward, unless `forward` alone; CPU time of one thread (of two, their waiting for each
+other would count), of which the least of the turns counts. FlexAttention has no backward on CPUs, and needs a C++
+compiler there.
 """
 
 import shutil
@@ -43,6 +44,7 @@ def measure(
     tokens: Sequence[int], patterns: Sequence[str], blocks: Sequence[int], heads: int, width: int, turns: int
 ) -> Iterator[list[Row]]:
     """A heat for each length, pattern and block; bidirectional, fp32, one sequence."""
+    torch.set_num_threads(1)
     for length in tokens:
         for name in patterns:
             for block in blocks:

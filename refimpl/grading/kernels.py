@@ -132,7 +132,12 @@ def _table(counts: "Counts", loaded: Limits, stored: Limits) -> list[str]:
 
 
 def multiplied(counts: "Counts", flops: int, advice: str) -> None:
-    """Raise Wrong unless tl.dot did so many operations."""
+    """Raise Wrong unless tl.dot did so many operations, none of them on fp32 as TF32."""
+    require(
+        not counts.tf32,
+        "fp32 tiles are multiplied as TF32, with 10 bits, which the interpreter does not show: tl.dot needs "
+        'input_precision="ieee"',
+    )
     require(counts.flops, f"tl.dot multiplies nothing, expected {flops:,} operations by it: it is what tensor cores do")
     require(
         counts.flops == flops,

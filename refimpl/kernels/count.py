@@ -160,9 +160,11 @@ class _Watch:
         everywhere = self.module.TensorHandle(np.ones(pointers.data.shape, dtype=bool), self.module.tl.int1)
         return original(self.access("atomic", pointers, everywhere)[0], *rest)
 
-    def dot(self, original: Callable[..., Any], a: Any, b: Any, d: Any, *rest: Any) -> Any:
-        self.counts.flops += 2 * d.data.size * a.data.shape[-1]
-        return original(a, b, d, *rest)
+    def dot(self, original: Callable[..., Any], a: Any, b: Any, d: Any, precision: Any, *rest: Any) -> Any:
+        flops = 2 * d.data.size * a.data.shape[-1]
+        self.counts.flops += flops
+        self.counts.tf32 += flops * (a.dtype.scalar.is_fp32() and precision.name != "IEEE")
+        return original(a, b, d, precision, *rest)
 
     def elementwise(self, original: Callable[..., Any], arg: Any, *rest: Any) -> Any:
         result = original(arg, *rest)

@@ -4,7 +4,9 @@
 
 One program a block of keys adds up dk and dv over all queries that see it, of all heads of its group; one a block of
 queries adds up dq. That is 7 products of tiles where 5 would do if dq were added up in memory by atomics; but nothing
-is added in an order that varies, so the same inputs give the same bits. FlashAttention-2 (arXiv:2307.08691), 3.1.
+is added in an order that varies, so the same inputs give the same bits. `out` comes back in the inputs' dtype, as
+FlashAttention reads it too: in 16 bits its rounding, through delta, is nearly all of the error of dq and dk.
+FlashAttention-2 (arXiv:2307.08691), 3.1.
 """
 
 import torch

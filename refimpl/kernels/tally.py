@@ -32,6 +32,7 @@ class Counts:
     stored_to: Counter[str] = field(default_factory=Counter)
     outside: Counter[str] = field(default_factory=Counter)  # bytes at addresses that are no element of the argument
     flops: int = 0  # of tl.dot: 2 M N K
+    tf32: int = 0  # those of fp32 tiles that a GPU would round to TF32's 10 bits; the interpreter does not
     operations: int = 0  # elementwise on floats, one a lane, masked lanes too; a reduction has one for each input
     exps: int = 0  # exp and exp2, counted among the operations too
     programs: int = 0

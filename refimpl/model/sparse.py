@@ -1,7 +1,7 @@
 """Attention over the blocks that a layout names: the function, and a module's attention made of a pattern.
 
-Work and memory are the layout's density times dense attention's (`tiles.py` has the formulas). On a GPU with Triton the
-kernel in refimpl/kernels/ runs, where no bias is given; everywhere else `tiles.py`.
+Work and memory are the layout's density times dense attention's (`blocked.py` has the formulas). On a GPU with Triton
+the kernel in refimpl/kernels/ runs, where no bias is given; everywhere else `blocked.py`.
 DeepSpeed: deepspeed/ops/sparse_attention/sparse_self_attention.py.
 """
 
@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from refimpl.model.blocked import BlockSparse, Problem
 from refimpl.model.patterns.base import SparsityConfig
-from refimpl.model.tiles import BlockSparse, Plan, Problem
+from refimpl.model.tiles import Plan
 
 FIRST = 2048  # tokens that a layout is made for, at first: max_seq_length of DeepSpeed's SparseSelfAttention
 

@@ -108,6 +108,29 @@ def test_nothing_gives_nothing(device: torch.device, queries: int, keys: int) ->
     assert q.grad.count_nonzero() == k.grad.count_nonzero() == 0
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_sixteen_bits_lose_less_than_plain_attention_in_sixteen_bits(device: torch.device, causal: bool) -> None:
+    """The bounds of flash-attention's own tests (test_flash_attn_bwd_overflow), with its inputs, most of them large."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 5, 37, 32, device=device).mul(n).half().requires_grad_() for n in (5, 3, 3))
+    g = torch.randn_like(q)
+
+    def plain(*qkv: Tensor) -> Tensor:
+        scores = qkv[0] @ (qkv[1] / 32**0.5).mT
+        mask = torch.ones(37, 37, dtype=torch.bool, device=device).triu(1 if causal else 37)
+        return scores.masked_fill(mask, -torch.inf).softmax(-1) @ qkv[2]
+
+    def results(out: Tensor, *inputs: Tensor) -> list[Tensor]:
+        return [x.detach().double() for x in (out, *torch.autograd.grad(out, inputs, g.to(out.dtype)))]
+
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    right = results(plain(*exact), *exact)
+    ours, theirs = results(flash_attention(q, k, v, causal=causal), q, k, v), results(plain(q, k, v), q, k, v)
+    lost = [[float((x - y).abs().max()) for x, y in zip(some, right, strict=True)] for some in (ours, theirs)]
+    assert lost[0][0] <= 2 * lost[1][0]
+    assert all(mine <= 5 * their + 1e-3 for mine, their in zip(*(some[1:] for some in lost), strict=True)), lost
+
+
 def test_scores_of_hundreds_do_not_overflow(device: torch.device) -> None:
     q, k, v = (torch.randn(1, 1, 50, 32, device=device, dtype=torch.float16) * 8 for _ in "qkv")
     out = flash_attention(q, k, v, scale=1.0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from refimpl.model import tiles
+from refimpl.model.blocked import Problem
 from refimpl.model.patterns.fixed import FixedSparsityConfig
 from refimpl.model.patterns.sliding import BigBirdSparsityConfig, BSLongformerSparsityConfig
 from refimpl.model.sparse import SparseAttention, block_sparse_attention
@@ -125,13 +126,13 @@ def test_work_is_density_times_dense(causal: bool) -> None:
 
 def test_scores_of_a_few_tiles_are_all_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    take = tiles.Problem.scratch
+    take = Problem.scratch
 
-    def noted(self: tiles.Problem, name: str, *shape: int) -> Tensor:
+    def noted(self: Problem, name: str, *shape: int) -> Tensor:
         sizes.append(math.prod(shape))
         return take(self, name, *shape)
 
-    monkeypatch.setattr(tiles.Problem, "scratch", noted)
+    monkeypatch.setattr(Problem, "scratch", noted)
     q, k, v = qkv(1, 2, 2, 4096, 4, torch.float32)
     block_sparse_attention(q, k, v, BSLongformerSparsityConfig(2, 32).make_layout(4096), 32).sum().backward()
     assert len(sizes) > 20
@@ -145,7 +146,7 @@ def test_a_plan_is_made_once_and_takes_any_batch() -> None:
         q, k, v = qkv(batch, heads, heads, 16, 4)
         mask = tokens(torch.eye(4), 4).tril()
         torch.testing.assert_close(block_sparse_attention(q, k, v, plan, 4), masked(q, k, v, mask))
-    assert len(plan.chunks) == 3
+    assert len(plan.kept) == 3
     assert plan.density == pytest.approx(4 / 10)
 
 

@@ -1,5 +1,5 @@
-"""The softmax of a block-sparse matrix's rows. DeepSpeed's, in ops/sparse_attention/softmax.py, writes into its input;
-this one gives a new tensor, and zeros where a row has nothing that it may see.
+"""The softmax of a block-sparse matrix's rows, in place as DeepSpeed's (ops/sparse_attention/softmax.py); zeros where a
+row has nothing that it may see.
 """
 
 import torch
@@ -26,7 +26,8 @@ class Softmax:
         attn_mask_mode: str = "add",
     ) -> Tensor:
         """scale x + rpe [like x, or of a shape that goes with it], with key_padding_mask [Z, N] and attn_mask [M, N],
-        each added ("add") or forbidding where it is 0 ("mul"). ValueError for a mask of another dtype, or mode.
+        each added ("add") or forbidding where it is 0 ("mul"). What comes back is x itself, written over: a leaf that
+        wants a gradient is torch's RuntimeError. ValueError for a mask of another dtype, or mode.
         """
         for name, mask in (("rpe", rpe), ("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None and mask.dtype != x.dtype:
@@ -46,4 +47,4 @@ class Softmax:
             if mode not in MODES:
                 raise ValueError(f"a mask's mode is {mode!r}: choose from {', '.join(MODES)}")
             added, sees = (added + mask, sees) if mode == "add" else (added, sees & (mask != 0))
-        return softmax(x, layout, self.block, scale, added, sees)
+        return x.copy_(softmax(x, layout, self.block, scale, added, sees))
