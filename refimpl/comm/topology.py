@@ -22,6 +22,7 @@ import torch
 
 from refimpl.comm.alpha_beta import AlphaBeta, Levels, fit
 from refimpl.comm.group import Group
+from refimpl.comm.link import Link
 
 SIZES = (8, 65_536, 1 << 20, 1 << 23)  # bytes
 LONG = 0.02  # seconds: after a message that took so long, the pair sends no larger ones (but two sizes at least)
@@ -107,6 +108,18 @@ def measure(group: Group, sizes: Sequence[int] = SIZES, repeats: int = 4) -> Top
         apart = {nodes[0][0]: nodes[1][0], nodes[0][1]: nodes[2][0]}
         pairwise = fit(sent, _together(group, apart, sent, repeats)).beta < 1.5 * pairs[first].beta
     return Topology(group.size, pairs, crowd, alone.gamma, pairwise)
+
+
+def itself(group: Group, repeats: int = 4) -> float | None:
+    """Seconds that a message takes where no link slows it: no latency below that can be had. A collective.
+
+    None where the group has no link.
+    """
+    if group.link is None:
+        return None
+    fast = group.throttled(Link(math.inf))
+    fast.share_messages()
+    return median(pair.alpha for pair in measure(fast, SIZES[:2], repeats).pairs.values())
 
 
 def _one_after_another(group: Group, sizes: Sequence[int], repeats: int) -> dict[Pair, list[float]]:
