@@ -55,7 +55,7 @@ def test_top_k(answer: Answer, group: WatchedGroup) -> None:
             truth = judge_top_k(values, indices, error, grad, truth, k)
 
     case("two sums that bf16 has not apart")
-    grad, error = torch.ones(3, dtype=BF16), torch.tensor([0.0, 0.001, 0.002])
+    grad, error = torch.tensor([0.0, 0.5, 1.0], dtype=BF16), torch.tensor([1.0, 0.0, 0.002])
     before = error.clone()
     values, indices = pair(answer.top_k(grad, error, 1), "values, indices")
     judge_top_k(values, indices, error, grad, before, 1)

@@ -68,7 +68,9 @@ def test_trust_ratios(answer: Answer, group: WatchedGroup) -> None:
             "0 where the weight is 0: it would never move": torch.where(u > 0, w / u, 1.0),
             "infinite where there is no update: 1 is asked": torch.where(w > 0, w / u, 1.0),
             "squared in bf16: in fp32": ratio(*low),
-            "something is added to |u|, which makes the ratio of a small update smaller": ratio(w, u + 1e-6),
+            "something is added to |u|, which makes the ratio of a small update smaller": torch.where(
+                (w > 0) & (u > 0), w / (u + 1e-6), 1.0
+            ),
             "held between bounds, which nobody asks for here": right.clamp(0.01, 10),
         }
         expected = right.float()
