@@ -54,6 +54,12 @@ def test_top_k(answer: Answer, group: WatchedGroup) -> None:
                 values, indices = pair(answer.top_k(grad, error, k), "values, indices")
             truth = judge_top_k(values, indices, error, grad, truth, k)
 
+    case("two sums that bf16 has not apart")
+    grad, error = torch.tensor([0.0, 0.5, 1.0], dtype=BF16), torch.tensor([1.0, 0.0, 0.002])
+    before = error.clone()
+    values, indices = pair(answer.top_k(grad, error, 1), "values, indices")
+    judge_top_k(values, indices, error, grad, before, 1)
+
 
 def judge_top_k(values: Any, indices: Any, error: Tensor, grad: Tensor, before: Tensor, k: int) -> Tensor:
     """Raise Wrong unless these are sent and kept; returns the error as it should be."""
@@ -62,6 +68,7 @@ def judge_top_k(values: Any, indices: Any, error: Tensor, grad: Tensor, before: 
     known = {
         "the largest of grad alone: what earlier steps did not send is forgotten": largest(grad.float().abs(), k),
         "the largest, not the largest in magnitude": largest(whole, k),
+        "compared after they were rounded to 16 bits: grad + error is fp32": largest(whole.to(grad.dtype).abs(), k),
         "the first of them in order of size, not ascending": whole.abs().argsort(descending=True, stable=True)[:k],
         "of equally large ones the first are to be taken": (len(whole) - 1 - largest(whole.abs().flip(0), k)).sort()[0],
     }

@@ -31,7 +31,7 @@ def layers_of(ranks: int, dtype: torch.dtype) -> tuple[list[list[Tensor]], list[
         updates.append([(1 + random(c, seed=99 * i + r)).to(dtype) for r, c in enumerate(cut)])
     weights[4] = [w * 0 for w in weights[4]]
     updates[5] = [u * 0 for u in updates[5]]
-    updates[7], weights[8] = [u / 64 for u in updates[7]], [w / 1024 for w in weights[8]]  # ratios far from 1
+    updates[7], weights[8] = [u / 2**20 for u in updates[7]], [w / 1024 for w in weights[8]]  # ratios far from 1
     return weights, updates
 
 
@@ -68,6 +68,9 @@ def test_trust_ratios(answer: Answer, group: WatchedGroup) -> None:
             "0 where the weight is 0: it would never move": torch.where(u > 0, w / u, 1.0),
             "infinite where there is no update: 1 is asked": torch.where(w > 0, w / u, 1.0),
             "squared in bf16: in fp32": ratio(*low),
+            "something is added to |u|, which makes the ratio of a small update smaller": torch.where(
+                (w > 0) & (u > 0), w / (u + 1e-6), 1.0
+            ),
             "held between bounds, which nobody asks for here": right.clamp(0.01, 10),
         }
         expected = right.float()

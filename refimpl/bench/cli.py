@@ -236,9 +236,11 @@ def compression(
     train: Annotated[int, typer.Option("--train", min=1, help="Steps that each method learns.")] = 200,
     turns: TurnsOption = 5,
     plot: Annotated[Path | None, typer.Option(help="Draw the losses here, as PNG.")] = None,
+    hooks: Annotated[bool, typer.Option("--hooks", help="Instead: beside torch's hooks, without a link.")] = False,
     file: JsonOption = None,
 ) -> None:
     """When does it pay to send less: steps and losses after equal time, each method beside DDP, on slow links."""
+    from refimpl.bench import compress_peers
     from refimpl.bench.compression import HEAT, Measured, Task, draw, measure
     from refimpl.bench.methods import FIRST, METHODS
     from refimpl.comm.link import Link
@@ -247,6 +249,9 @@ def compression(
     file = writable(file) if file else None
     names = [FIRST, *(name for name in methods or [method.name for method in METHODS] if name != FIRST)]
     task = Task(GPTConfig(vocab=256, context=context, width=width, layers=layers, heads=4), train, batch, turns)
+    if hooks:
+        rows = compress_peers.measure(ranks, task.gpt, batch, Turns(turns))
+        return publish("Beside torch's hooks", compress_peers.HEAT, [rows], file)
     done: list[Measured] = []
     try:
         for link in links:

@@ -3,11 +3,12 @@
     PowerSGD     DDP with `Compression(PowerSGD(rank))`    torch DDP with `powerSGD_hook`, the same rank
     bf16, fp16   DDP with `communication_data_type`        torch DDP with `bf16_compress_hook`, `fp16_compress_hook`
 
-`measure(ranks=2)` gives each pair's ratio of step times, ours to torch's. torch's PowerSGD sends its first two steps
-whole; they are warm-up here. Its bf16 hook is refused on gloo by its name alone, so it is called by another.
+Both of every pair take turns on the same ranks. torch's PowerSGD sends its first two steps whole; they are warm-up
+here. Its bf16 hook is refused on gloo by its name alone, so it is called by another.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -18,18 +19,31 @@ from torch import nn
 
 from refimpl import launch
 from refimpl.bench.peers import BUCKET, Step, adamw, plain_step
-from refimpl.bench.race import Times, race, slowest
-from refimpl.bench.zero import Workload
+from refimpl.bench.race import Times, Turns, race, slowest
 from refimpl.comm.group import Group
 from refimpl.compress.compression import Compression
 from refimpl.compress.powersgd import PowerSGD
-from refimpl.model.gpt import GPT
+from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.ddp import DDP
 
 ONE_BUCKET = 10_000  # MB: with two, torch's PowerSGD on gloo begins their all-reduces in another order on each rank
 PAIRS = ("PowerSGD", "bf16", "fp16")
+HEAT = ("ranks", "parameters", "rank")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Median steps of the slowest rank. `ratio`: ours to torch's, 0.5 is twice as fast. `rank`: PowerSGD's."""
+
+    wire: str
+    ranks: int
+    parameters: int
+    rank: int
+    ours_ms: float
+    torch_ms: float
+    ratio: float
 
 
 def ours(model: nn.Module, group: Group, pair: str, rank: int) -> Step:
@@ -60,23 +74,22 @@ def torchs(model: nn.Module, group: Group, pair: str, rank: int) -> Step:
     return plain_step(wrapped, adamw(model.parameters()))
 
 
-def heat(workload: Workload, rank: int) -> Times:
+def heat(gpt: GPTConfig, batch: int, turns: Turns, rank: int) -> Times:
     """Runs on every rank: both of every pair take turns."""
     group = Group.world()
-    text = torch.randint(
-        256, (workload.batch, workload.context + 1), generator=torch.Generator().manual_seed(group.rank)
-    )
+    text = torch.randint(256, (batch, gpt.context + 1), generator=torch.Generator().manual_seed(group.rank))
     contestants: dict[str, Callable[[], object]] = {}
     for pair in PAIRS:
         for name, build in (("ours", ours), ("torch", torchs)):
             torch.manual_seed(0)
-            step = build(GPT(workload.gpt).to(group.device), group, pair, rank)
+            step = build(GPT(gpt).to(group.device), group, pair, rank)
             contestants[f"{pair} {name}"] = partial(step, text[:, :-1], text[:, 1:])
-    return race(group, contestants, workload.turns)
+    return race(group, contestants, turns)
 
 
-def measure(ranks: int = 2, workload: Workload | None = None, rank: int = 4) -> dict[str, tuple[float, float, float]]:
-    """Of each pair: milliseconds of our step and of torch's, the median over steps of the slowest rank; their ratio."""
-    times = slowest(launch.run(heat, workload or Workload(), rank, ranks=ranks, timeout=600))
-    found = {pair: (median(times[f"{pair} ours"]), median(times[f"{pair} torch"])) for pair in PAIRS}
-    return {pair: (mine, theirs, mine / theirs) for pair, (mine, theirs) in found.items()}
+def measure(ranks: int, gpt: GPTConfig, batch: int, turns: Turns, rank: int = 4) -> list[Row]:
+    """A row a pair; `batch`: sequences a rank. The untimed turns must hold two steps, which torch sends whole."""
+    times = slowest(launch.run(heat, gpt, batch, turns, rank, ranks=ranks, timeout=600))
+    ms = {name: median(steps) for name, steps in times.items()}
+    both = [(pair, ms[f"{pair} ours"], ms[f"{pair} torch"]) for pair in PAIRS]
+    return [Row(pair, ranks, gpt.parameters, rank, mine, theirs, mine / theirs) for pair, mine, theirs in both]

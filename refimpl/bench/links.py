@@ -8,7 +8,6 @@ latency that is less than that cannot be had here. Then each collective, by each
 formula (`refimpl.comm.alpha_beta`) of what was asked; inside a node it has what was measured there.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +27,7 @@ from refimpl.comm.axes import neighbours
 from refimpl.comm.group import Group
 from refimpl.comm.link import VARIABLE, Link
 from refimpl.comm.nodes import RANKS_PER_NODE, ranks_per_node
-from refimpl.comm.topology import SIZES, Topology, measure
+from refimpl.comm.topology import SIZES, Topology, itself, measure
 
 HEAT = ("link", "nodes", "ranks")
 CALLS = (*HEAT, "collective", "bytes")
@@ -119,11 +118,7 @@ def everything(sizes: Sequence[int], collectives: Sequence[str], turns: Turns, m
     group.share_messages()
     near, far = neighbours(group, ranks_per_node(group.size) % group.size or 1)
     found, together = measure(group, messages, REPEATS), at_once(group, near.size, messages)
-    message = None
-    if group.link is not None:
-        fast = group.throttled(Link(math.inf))
-        fast.share_messages()
-        message = median(pair.alpha for pair in measure(fast, messages[:2], REPEATS).pairs.values())
+    message = itself(group, REPEATS)
     times = dict[tuple[str, int], Times]()
     for collective in collectives:
         for n in (numbers(size, group.size) for size in sizes):
@@ -178,7 +173,8 @@ def figures(
     each = found.ranks // nodes
     far = found.by_nodes(each).far
     latency, bandwidth = (1e6 * link.latency, link.bits_per_second / 1e9) if link else (None, None)
-    measured = [("latency, us", 1e6 * far.alpha, latency)]
+    floor = " (less than a message itself: cannot be had)" if link and message and link.latency < message else ""
+    measured = [(f"latency, us{floor}", 1e6 * far.alpha, latency)]
     if far.beta:
         measured.append(("bandwidth of a pair, Gbit/s", 8e-9 / far.beta, bandwidth))
     measured.append(("bandwidth of a node, Gbit/s", together / 1e9, bandwidth))

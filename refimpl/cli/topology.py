@@ -15,8 +15,9 @@ from rich.text import Text
 from refimpl import launch
 from refimpl.comm.alpha_beta import AlphaBeta, Choice, choose, predict
 from refimpl.comm.group import Group
+from refimpl.comm.link import VARIABLE, Link
 from refimpl.comm.nodes import RANKS_PER_NODE, ranks_per_node
-from refimpl.comm.topology import Topology, measure
+from refimpl.comm.topology import Topology, itself, measure
 
 SIZES = (10_000, 1_000_000, 100_000_000)  # bytes of the all-reduces that are predicted
 COLOURS = ((46, 125, 50), (249, 205, 70), (198, 40, 40))  # green, yellow, red
@@ -40,11 +41,21 @@ READINGS: dict[str, tuple[Reading, bool]] = {  # title -> what is read, and whet
 }
 
 
-def on_rank() -> Topology:
-    """Measure what the collectives of this world go through: shared memory where the ranks have it."""
+def on_rank() -> tuple[Topology, str]:
+    """Measure what the collectives of this world go through: shared memory where the ranks have it; and `floor`."""
     group = Group.world()
     group.share_messages()
-    return measure(group)
+    return measure(group), floor(group.link, itself(group))
+
+
+def floor(link: Link | None, message: float | None) -> str:
+    """Where a message takes more, in seconds, than the link should: that its latency is not to be had here."""
+    if link is None or message is None or message <= link.latency:
+        return ""
+    return (
+        f"a message takes {1e6 * message:.0f} us by itself, more than the {1e6 * link.latency:g} us of {VARIABLE}: "
+        "this machine plays no shorter latency"
+    )
 
 
 def run(ranks: int | None, picture: Path | None) -> None:
@@ -54,14 +65,16 @@ def run(ranks: int | None, picture: Path | None) -> None:
         group = Group.world()
         if ranks not in (None, group.size):
             raise ValueError(f"--ranks {ranks}: {group.size} ranks were started; leave --ranks out")
-        found = on_rank()
+        found, note = on_rank()
         if group.rank:
             return
     elif ranks is not None and ranks < 2:
         raise ValueError(f"--ranks {ranks}: at least 2 are needed, to send each other something")
     else:
-        found = launch.run(on_rank, ranks=ranks or 4, device="cpu", timeout=600)[0]
+        found, note = launch.run(on_rank, ranks=ranks or 4, device="cpu", timeout=600)[0]
     show(found, Console())
+    if note:
+        print(note)
     if picture is not None:
         draw(found, picture)
         print(f"written: {picture}")

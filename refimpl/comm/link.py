@@ -9,10 +9,11 @@ A cable leads from each node to each other one, one way. All ranks of the node s
 
 That is a token bucket of depth 0: in no interval does a cable carry more than its bandwidth, and it is never idle while
 messages wait. The bytes themselves go another way, in memory or through gloo, and are there before; what is slow is
-when a rank may have them. A rank that waits sleeps, so others compute; what it takes to come back from waiting, some
-tens of microseconds, is learnt and taken off the latency. What a message takes by itself, 30 to 90 us between two
-processes here, is a floor: no link is faster than that. Instants are those of the machine's monotonic
-clock, which all its processes share, as they share the file that says when a cable is free.
+when a rank may have them. A rank that waits sleeps, so others compute. A message is on its way from the moment it is
+sent, so what its sender does after that goes on within the latency; what a receiver takes to come back from waiting,
+some tens of microseconds, is measured, and the least of its last returns taken off. What a message takes by itself, 30
+to 90 us between two processes here, is a floor: no link is faster than that. Instants are those of the machine's
+monotonic clock, which all its processes share, as they share the file that says when a cable is free.
 
     REFIMPL_LINK="1Gbit/s 100us" REFIMPL_RANKS_PER_NODE=2   four ranks, two nodes; without the second every rank is one
     Group.world(link=Link(1e9, 100e-6)), group.throttled(Link(1e9, 100e-6, pairs=((0, 2),)))
@@ -28,6 +29,7 @@ import shutil
 import tempfile
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +42,7 @@ from refimpl.comm.mapped import host
 from refimpl.comm.nodes import ranks_per_node
 
 VARIABLE = "REFIMPL_LINK"
-LONGEST, LEARNT = 100_000, 8  # ns of a way back from waiting that counts; the mean is of about so many
+LONGEST, LEARNT = 100_000, 4  # ns of a way back from waiting that counts; so many last ones are remembered
 KEPT = 4096  # messages between two ranks whose arrival is known; of older ones only that they are not later
 COLLECTIVE, MESSAGE = 0, 1  # what a receiver meets in the order in which it was sent, each for itself
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -118,7 +120,7 @@ class Cables:
         self._from = {a for a, b in cables if b == self.me}
         self._ns_per_byte, self._latency = 8e9 / link.bits_per_second, round(link.latency * 1e9)
         self.crossed = 0  # bytes that this rank has sent over cables
-        self._late = 0.0  # ns from when a rank stops waiting for a message to when its caller goes on, on the mean
+        self._late = deque([0], LEARNT)  # ns from when a rank stopped waiting for a message to when its caller went on
         self._waited = 0  # when the call under way stopped, or was to stop, waiting; 0: it has not waited
         if self.apart:
             folder, name = _folder(), f"{link.bits_per_second:g}-{link.latency:g}"
@@ -150,10 +152,10 @@ class Cables:
     def due(self, words: list[int]) -> int:
         """When to stop waiting for the last of these, in ns: for a receiver that has it when it arrives.
 
-        What its caller's way back takes is taken off the latency; no more than that, and no longer than the latency.
+        What its caller's way back takes at least is taken off the latency, and no more than the latency.
         """
         arrives = max((self._stamps[word] for word in words), default=0)
-        return arrives - min(round(self._late), self._latency)
+        return arrives - min(*self._late, self._latency)
 
     def waited(self, until: int) -> None:
         """Somebody waited, or should have waited, until then."""
@@ -162,8 +164,7 @@ class Cables:
     def returned(self) -> None:
         """A call is over: learn how long its way back was."""
         if self._waited:
-            late = min(time.monotonic_ns() - self._waited, LONGEST)
-            self._late += (late - self._late) / LEARNT
+            self._late.append(min(time.monotonic_ns() - self._waited, LONGEST))
             self._waited = 0
 
     def _next(self, kind: int, sender: int, receiver: int, received: bool) -> int:

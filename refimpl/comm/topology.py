@@ -3,8 +3,9 @@
 A pair's alpha and beta are fitted to the least of several times (what the link can do, not what a busy machine gave).
 Sorted by the time of one middle-sized message, the pairs of a machine of nodes fall into two heaps; where the gap
 between two neighbours in that order is the widest, and wide enough, lies the border. Who is joined by near pairs is a
-node. With nodes found, all ranks of two nodes send at once, and two ranks of a node to two others: that tells how many
-cables there are (`alpha_beta.crowd`).
+node. With nodes found, all ranks send to a neighbour inside at once, as in a collective: they share memory and cores,
+and what a message takes then is the near link. All ranks of two nodes send at once, and two ranks of a node to two
+others: that tells how many cables there are (`alpha_beta.crowd`).
 
 N ranks: N(N-1)/2 pairs one after another, each a fraction of a second.
 nccl-tests and NCCL's own search (src/graph/topo.cc reads PCI and NVLink from the system) ask the hardware; this asks
@@ -22,6 +23,7 @@ import torch
 
 from refimpl.comm.alpha_beta import AlphaBeta, Levels, fit
 from refimpl.comm.group import Group
+from refimpl.comm.link import Link
 
 SIZES = (8, 65_536, 1 << 20, 1 << 23)  # bytes
 LONG = 0.02  # seconds: after a message that took so long, the pair sends no larger ones (but two sizes at least)
@@ -34,13 +36,17 @@ Pair = tuple[int, int]  # the lower rank first
 
 @dataclass(frozen=True)
 class Topology:
-    """`pairs`: every two ranks, the lower first. `crowd`, `pairwise`: see `alpha_beta`; 1 and False for one level."""
+    """`pairs`: every two ranks, the lower first. `crowd`, `pairwise`: see `alpha_beta`; 1 and False for one level.
+
+    `inside`: a link in a node while all ranks use theirs; None for one level.
+    """
 
     ranks: int
     pairs: Mapping[Pair, AlphaBeta]
     crowd: float
     gamma: float
     pairwise: bool = False
+    inside: AlphaBeta | None = None
 
     def of(self, a: int, b: int) -> AlphaBeta:
         """The link between two ranks. KeyError for a rank and itself."""
@@ -59,14 +65,14 @@ class Topology:
         return self.by_nodes(each) if self.pairs and regular else None
 
     def by_nodes(self, each: int) -> Levels:
-        """What predicts collectives on nodes of `each` consecutive ranks: medians over near and over far pairs.
+        """What predicts collectives on nodes of `each` consecutive ranks: `inside`, or medians over near and far pairs.
 
         Where there is one level only, both links are the same.
         """
         near = [link for (a, b), link in self.pairs.items() if a // each == b // each]
         far = [link for (a, b), link in self.pairs.items() if a // each != b // each]
-        middle = _middle(near or far), _middle(far or near)
-        return Levels(each, self.ranks // each, *middle, self.crowd, self.gamma, self.pairwise)
+        links = self.inside or _middle(near or far), _middle(far or near)
+        return Levels(each, self.ranks // each, *links, self.crowd, self.gamma, self.pairwise)
 
 
 def neighbourhoods(ranks: int, seconds: Mapping[Pair, float], gap: float = GAP) -> list[list[int]]:
@@ -97,6 +103,9 @@ def measure(group: Group, sizes: Sequence[int] = SIZES, repeats: int = 4) -> Top
     each = min(len(node) for node in nodes)
     if each == 1 or len(nodes) == 1:
         return alone
+    neighbours = {a: b for node in nodes for a, b in zip(node[::2], node[1::2], strict=False)}
+    sent = sorted(sizes)[: len(measured[nodes[0][0], nodes[0][1]])]
+    inside = fit(sent, _together(group, neighbours, sent, repeats))
     lines = dict(zip(nodes[0][:each], nodes[1][:each], strict=True))
     first = min(nodes[0][0], nodes[1][0]), max(nodes[0][0], nodes[1][0])
     sent = sorted(sizes)[: len(measured[first])]
@@ -106,7 +115,19 @@ def measure(group: Group, sizes: Sequence[int] = SIZES, repeats: int = 4) -> Top
     if len(nodes) > 2 and crowd > 1 + each / 4:  # they share: is that one cable for all nodes?
         apart = {nodes[0][0]: nodes[1][0], nodes[0][1]: nodes[2][0]}
         pairwise = fit(sent, _together(group, apart, sent, repeats)).beta < 1.5 * pairs[first].beta
-    return Topology(group.size, pairs, crowd, alone.gamma, pairwise)
+    return Topology(group.size, pairs, crowd, alone.gamma, pairwise, inside)
+
+
+def itself(group: Group, repeats: int = 4) -> float | None:
+    """Seconds that a message takes where no link slows it: no latency below that can be had. A collective.
+
+    None where the group has no link.
+    """
+    if group.link is None:
+        return None
+    fast = group.throttled(Link(math.inf))
+    fast.share_messages()
+    return median(pair.alpha for pair in measure(fast, SIZES[:2], repeats).pairs.values())
 
 
 def _one_after_another(group: Group, sizes: Sequence[int], repeats: int) -> dict[Pair, list[float]]:

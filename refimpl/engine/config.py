@@ -218,6 +218,7 @@ def load_config(
     problems = _wrong_arguments(values)
     try:
         settings = DeepSpeedConfig.model_validate(values)
+        problems += _other_clipping(raw, settings.gradient_clipping)
     except ValidationError as error:
         problems += _readable(error)
     if problems:
@@ -287,6 +288,19 @@ def _wrong_arguments(values: Mapping[str, Any]) -> list[str]:
         except ConfigError as error:
             problems.append(str(error))
     return problems
+
+
+def _other_clipping(raw: Mapping[str, Any], bound: float) -> list[str]:
+    """An optimizer that is to clip at another norm than the engine does: DeepSpeed refuses any, tutorials write one."""
+    optimizer = raw.get("optimizer")
+    params = optimizer.get("params") if isinstance(optimizer, Mapping) else None
+    asked = params.get("max_grad_norm") if isinstance(params, Mapping) else None
+    if not asked or asked in ("auto", bound):
+        return []
+    return [
+        f"optimizer.params.max_grad_norm = {quote(asked)}: no optimizer clips here, the engine does, at "
+        f"gradient_clipping = {bound:g}: set that key instead"
+    ]
 
 
 def _readable(error: ValidationError) -> list[str]:

@@ -50,7 +50,7 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "bf16.bf16_optimizer_states": ("optimizer states stay in fp32", [False]),
     "bf16.check_grad_overflow": ("a non-finite gradient on any rank always skips the step on all", [True]),
     "bf16.immediate_grad_update": ("gradients are always moved as backward makes them", [True]),
-    "optimizer.params.max_grad_norm": ("set gradient_clipping instead", [0, None]),
+    "optimizer.params.max_grad_norm": ("gradient_clipping says the same, and is what counts", [0, None]),
     "optimizer.params.cuda_aware": ("there is no MPI here: ranks talk over the engine's own groups", [False]),
     "optimizer.params.set_grad_none": ("gradients are always released after a step", [True]),
     "optimizer.params.fp32_optimizer_states": ("optimizer states stay in fp32", [True]),

@@ -6,6 +6,7 @@ from torch.optim import Optimizer
 from refimpl.comm.axes import Axes
 from refimpl.engine.config import DeepSpeedConfig
 from refimpl.engine.keys import ConfigError
+from refimpl.optim.one_bit_lamb import OneBitLamb
 from refimpl.optim.travelling import Travelling
 
 ALIKE = ("zero_optimization", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
@@ -42,13 +43,16 @@ def check_agreed(config: DeepSpeedConfig, axes: Axes) -> None:
 def check_whole(optimizer: Optimizer | None, axes: Axes, copies: list[nn.Parameter]) -> None:
     """ConfigError for an optimizer that would see parts where it needs whole parameters. A collective of one kind.
 
-    copies: see `counted_elsewhere`. A momentum that travels compressed would no longer be the same in all copies.
+    copies: see `counted_elsewhere`. A momentum that travels compressed would no longer be the same in all copies: they
+    share the scales of their blocks with numbers that are not copies.
     """
     name, travels = type(optimizer).__name__, isinstance(optimizer, Travelling)
-    if axes.tensor.size > 1 and (travels or getattr(optimizer, "layerwise", False)):
+    by_layer = getattr(optimizer, "layerwise", False) or isinstance(optimizer, OneBitLamb)
+    if axes.tensor.size > 1 and (travels or by_layer):
+        parts, alike = "parts of the layers that it treats as wholes", "copies that it would not compress alike"
         raise ConfigError(
-            f"optimizer.type {name}: tensor ranks have parts of the layers that it treats as wholes; "
-            "set tensor_parallel.autotp_size to 1"
+            f"optimizer.type {name}: tensor ranks have {parts if by_layer else alike}; set tensor_parallel.autotp_size "
+            "to 1"
         )
     if travels and any(axes.model.all_gather_object(bool(copies))):
         raise ConfigError(

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from refimpl.bench import namespaces
 from refimpl.bench.cli import app
-from refimpl.bench.links import DIRECT, RING, TWO_LEVEL, Call, Figure, bandwidth, heats, levels
+from refimpl.bench.links import DIRECT, RING, TWO_LEVEL, Call, Figure, bandwidth, figures, heats, levels
 from refimpl.bench.race import Turns, slowest
 from refimpl.comm.alpha_beta import AlphaBeta, Choice, predict
 from refimpl.comm.group import Group
@@ -25,25 +25,31 @@ def two_namespaces() -> None:
 
 def test_rows_of_a_run_on_two_nodes_of_two() -> None:
     found = list(heats([4], [4000], 2, Link(1e9, 1e-3), ["all_reduce", "all_to_all"], Turns(1, 1)))
-    figures, reduced, swapped = found
-    assert all(isinstance(row, Figure) for row in figures)
-    assert [(row.figure.split(",")[0], row.asked) for row in figures] == [
+    delivered, reduced, swapped = found
+    assert all(isinstance(row, Figure) for row in delivered)
+    assert [(row.figure.split(",")[0], row.asked) for row in delivered] == [
         ("latency", 1000.0),
         ("bandwidth of a pair", 1.0),
         ("bandwidth of a node", 1.0),
         ("a message itself", None),
     ]
-    for row in figures:
+    for row in delivered:
         assert (row.link, row.nodes, row.ranks) == ("1 Gbit/s, 1000 us", 2, 4)
         assert isinstance(row, Figure)
         assert row.ratio == (None if row.asked is None else row.delivered / row.asked)
-    assert figures[-1].delivered < figures[0].delivered
+    assert delivered[-1].delivered < delivered[0].delivered
     assert [row.way for row in reduced] == [DIRECT, RING, TWO_LEVEL]
     assert [row.way for row in swapped] == [DIRECT, TWO_LEVEL]
     for row in (*reduced, *swapped):
         assert isinstance(row, Call)
         assert (row.bytes, row.ratio) == (4000, row.ms / row.formula_ms)
     assert reduced[0].ms >= 2 * 1.0  # two halves, each at least as long as the latency
+
+
+def test_a_latency_below_a_message_itself_is_said_to_be_out_of_reach() -> None:
+    found = Topology(2, {(0, 1): AlphaBeta(6e-5, 8e-9)}, 1.0, 1e-10)
+    below, above = (figures("", 2, found, 1e9, Link(1e9, latency), 5e-5)[0].figure for latency in (1e-5, 1e-4))
+    assert (below, above) == ("latency, us (less than a message itself: cannot be had)", "latency, us")
 
 
 def test_a_nodes_bandwidth_is_what_its_ranks_have_together_whoever_was_first_on_the_cable() -> None:

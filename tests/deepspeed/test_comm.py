@@ -12,6 +12,7 @@ from foreign import run_python
 from torch import Tensor
 
 from refimpl.deepspeed import comm as dist
+from refimpl.deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from refimpl.deepspeed.utils import groups
 
 
@@ -162,3 +163,20 @@ def test_ranks_that_name_a_meeting_point_themselves(tmp_path: object) -> None:
         file.write(code)
     said = run_python("-m", "refimpl.as_deepspeed", script, f"file://{tmp_path}/meet", "0")
     assert said.split() == ["met", "met"]
+
+
+def coalesced() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float32, torch.float16):
+        every = [[row(r, n).to(dtype).view(-1, 1) for n in (6, 7, 1, 0)] for r in range(size)]
+        parts = reduce_scatter_coalesced(every[rank], dist.get_world_group())
+        for i, part in enumerate(parts):
+            mean = torch.stack([one[i].double() for one in every]).mean(0).view(-1)
+            c = -(-len(mean) // size)
+            assert torch.allclose(part.double(), mean[rank * c : (rank + 1) * c], rtol=2e-3)
+            assert part.dtype == dtype
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_rank_gets_its_part_of_the_mean_of_many_tensors(ranks: int) -> None:
+    worlds.run(coalesced, ranks=ranks, device="cpu")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from refimpl.engine.config import DeepSpeedConfig, load_config
-from refimpl.engine.keys import ConfigWarning
+from refimpl.engine.keys import ConfigError, ConfigWarning
 from refimpl.engine.trained import make_scheduler, named_optimizer
 
 Config = dict[str, Any]
@@ -145,6 +145,20 @@ def test_it_loads_and_its_parts_can_be_made(kind: str) -> None:
     if schedule is not None:
         schedule.step(10)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-5)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "OneBitAdam", "ZeroOneAdam", "Lamb"])
+def test_an_optimizers_own_clipping_is_the_engines_or_refused(kind: str) -> None:
+    """DeepSpeed raises for any; to clip at another norm, or not at all, would train another model in silence."""
+
+    def asked(norm: object, **more: object) -> Config:
+        return {"train_batch_size": 4, "optimizer": {"type": kind, "params": {"max_grad_norm": norm}}, **more}
+
+    for norm, more in ((1.0, {}), (0.5, {"gradient_clipping": 0.5}), (0.0, {}), (None, {}), ("auto", {})):
+        assert load(asked(norm, **more)).gradient_clipping == more.get("gradient_clipping", 1.0)
+    for norm, more in ((5.0, {}), (1.0, {"gradient_clipping": 0})):
+        with pytest.raises(ConfigError, match=r"max_grad_norm = .*at gradient_clipping = \d: set that key instead"):
+            load(asked(norm, **more))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "DeepSpeedExamples"])

@@ -1,5 +1,6 @@
 """LAMB and the 1-bit optimizers by DeepSpeed's JSON: trained, saved, resumed, and refused where they cannot be."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +162,13 @@ def test_what_has_no_effect_is_said() -> None:
     load(asked("OneBitAdam", cuda_aware=False, comm_backend_name="nccl"))
 
 
-def test_tensor_ranks_have_no_whole_layers() -> None:
+def test_tensor_ranks_have_parts_and_copies() -> None:
     def go() -> None:
         model = GPT(GPTConfig(vocab=19, context=8, width=64, layers=1, heads=2))
-        config = {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2}, **asked("Lamb")}
-        with pytest.raises(ConfigError, match=r"optimizer\.type Lamb: tensor ranks have parts of the layers"):
-            refimpl.initialize(model=model, config=config)
+        for kind, why in {"Lamb": "parts of", "OneBitLamb": "parts of", "OneBitAdam": "copies that"}.items():
+            config = {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2}, **asked(kind)}
+            with pytest.raises(ConfigError, match=rf"optimizer\.type {kind}: tensor ranks have {why}"):
+                refimpl.initialize(model=copy.deepcopy(model), config=config)
 
     worlds.run(go)
 

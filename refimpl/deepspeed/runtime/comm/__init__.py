@@ -1,0 +1,1 @@
+"""Collectives on several tensors at once. DeepSpeed: deepspeed/runtime/comm."""
