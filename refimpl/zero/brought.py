@@ -163,7 +163,9 @@ class Brought(Update):
         found: dict[str, Tensor] = {}
         for part in self.home.rounds(self._parts(bucket, low, high), back=False):
             for key, here, where in self._inside(part, low, high, keys):
-                found.setdefault(key, here.new_empty(high - low))[where] = here
+                if key not in found:
+                    found[key] = here.new_empty(high - low)
+                found[key][where] = here
         return found
 
     def _inside(self, part: Part, low: int, high: int, keys: Collection[str]) -> Iterator[tuple[str, Tensor, slice]]:

@@ -126,9 +126,11 @@ Tensor reshape_alias(const Tensor& self, SymIntArrayRef size, SymIntArrayRef str
 }
 
 Tensor& set_(Tensor& self, at::Storage storage, SymInt offset, SymIntArrayRef size, SymIntArrayRef stride) {
-  self.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
-  self.unsafeGetTensorImpl()->set_sizes_and_strides(
-      C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), offset.expect_int());
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(storage);
+  impl->set_storage_offset(offset.expect_int());
+  if (stride.empty()) impl->set_sizes_contiguous(C10_AS_INTARRAYREF_SLOW(size));
+  else impl->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
   return self;
 }
 
