@@ -933,7 +933,7 @@ scratch.cleanup()
 # | Megatron-LM, `--optimizer-cpu-offload` | host, a fraction (`--optimizer-offload-fraction`) | torch's AdamW at the host | `--overlap-cpu-optimizer-d2h-h2d` |
 # | refimpl, `optimizer_home` | host or disk, a `ratio` | the user's torch optimizer, part by part | `pipelined`, four buffers; `delayed_update` |
 #
-# refimpl's disk was timed on CPUs only; on a GPU its `Host` has not run yet.
+# refimpl's disk was timed on CPUs only; on a GPU its homes have not run yet.
 #
 # - **See it whole:** `refimpl demo --infinity` gives each rank a memory limit in which DDP, ZeRO-2 and ZeRO-3 die, and
 #   trains with all of the state on the disk.

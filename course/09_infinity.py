@@ -773,7 +773,6 @@ before = whole(engine)
 engine.save_checkpoint(saved, "behind", asynchronous=True)
 train(engine, 2)  # while a thread writes
 engine.wait_for_checkpoint()
-group.barrier()
 with Folder(*given(Path(saved))) as opened:
     file = dict(weights_in(opened, torch.float32))
 print("of the call:", torch.equal(file["0.weight"], before[0].cpu()))

@@ -58,14 +58,9 @@ def heat(stage: int, parameters: int, folder: str, turns: Turns) -> Times:
     engine.step()
     times: Times = {}
     for name, save in contestants(engine, Path(folder)).items():  # one contestant's writing must not be another's wait
-        blocked = race(group, {name: save, f"{name}, written": lambda: wait(engine)}, turns)
+        blocked = race(group, {name: save, f"{name}, written": engine.wait_for_checkpoint}, turns)
         times |= blocked
     return times
-
-
-def wait(engine: Engine) -> None:
-    engine.wait_for_checkpoint()
-    engine.group.barrier()
 
 
 def contestants(engine: Engine, folder: Path) -> dict[str, Callable[[], object]]:

@@ -50,7 +50,7 @@ class Place:
 
     def first(self, ranks: int) -> int:
         """The rank whose file holds element 0, and what is not cut: the optimizer's count of steps."""
-        return min(self.at // (self.of // ranks), ranks - 1)
+        return min(self.at // max(1, self.of // ranks), ranks - 1)  # nothing but empty parameters: rank 0's
 
     def pieces(self, begin: int, end: int, ranks: int) -> Iterator[tuple[int, int, int]]:
         """Elements [begin, end) as they lie in the files: (rank, begin, end) with what that rank's file has of them."""

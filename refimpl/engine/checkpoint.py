@@ -13,8 +13,8 @@ makes files of whole weights of it.
 Asynchronous (`checkpoint.writer.decoupled`, as in DeepSpeed): the ranks copy what they own to host memory, 12 Psi / N
 bytes, and go on training; a thread on each writes. Threads may hold no collective, so rank 0's waits for the others'
 files in the folder that all see. What fails there is raised by the next `step`, `save_checkpoint` or `load_checkpoint`.
-A program waits for it when it ends; a rank of `launch.run` is ended with its function, so that it must call
-`engine.wait_for_checkpoint()`.
+Whoever wants to read what was saved calls `engine.wait_for_checkpoint()` on every rank. A program waits for its own
+rank's thread when it ends; a rank of `launch.run` is ended with its function, and must wait before.
 DeepSpeed: `save_checkpoint` in deepspeed/runtime/engine.py, which writes into the folder itself, without checksums.
 """
 

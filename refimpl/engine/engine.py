@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from refimpl.checkpoint.errors import together
 from refimpl.engine import checkpoint, resume, weights
 from refimpl.engine.activations import checkpointer
 from refimpl.engine.asked import Asked
@@ -260,8 +261,11 @@ class Engine(ModuleState, Asked):
         return checkpoint.save(self, save_dir, tag, state, save_latest, exclude_frozen_parameters, behind)
 
     def wait_for_checkpoint(self) -> None:
-        """Return when an asynchronous save is on the disk; raise what made it fail on this rank."""
-        self.saving.wait()
+        """Return when an asynchronous save is whole on the disk and `latest` names it. Every rank must call it.
+
+        CheckpointError on every rank if it has failed on one.
+        """
+        together(self.axes.world, self.saving.wait)
 
     def load_checkpoint(
         self,

@@ -2,12 +2,12 @@
 
     device    on a CPU                              on a GPU
     none      stays                                 stays
-    cpu       stays: it is in the host's memory     masters, state, the update and (stage 2, 3) the shards of
-                                                    gradients: `Host`. Parameters: refused
-    nvme      a file of each rank; from stage 2 on  the same; parameters refused
+    cpu       stays: it is in the host's memory     `Host`: masters, state and update, from stage 2 on the shards of
+                                                    gradients; shards of parameters
+    nvme      a file of each rank; from stage 2 on  the same
               the shards of gradients wait there
 
-The masters of parameters on a disk are in the host's memory, if not on a disk too.
+The masters of parameters that rest elsewhere are in the host's memory, if not on a disk.
 With delayed_update gradients wait in memory: of the host, beside a GPU.
 DeepSpeed: deepspeed/runtime/zero/offload_config.py, deepspeed/runtime/swap_tensor/aio_config.py.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from refimpl.engine.config import DeepSpeedConfig
-from refimpl.engine.keys import NOT_YET, ConfigError
+from refimpl.engine.keys import ConfigError
 from refimpl.engine.sections import OffloadOptimizer, OffloadParam
 from refimpl.offload.blocks import Aio
 from refimpl.offload.homes import Disk, Host
@@ -36,11 +36,6 @@ def with_homes(zero: ZeroConfig, settings: DeepSpeedConfig, device: torch.device
         raise ConfigError(
             f"zero_optimization.offload_param.device = {param.device!r}: parameters are sharded in stage 3 only, "
             f"not in stage {section.stage}"
-        )
-    if param.device != "none" and device.type != "cpu":
-        raise ConfigError(
-            f"zero_optimization.offload_param.device = {param.device!r}: {NOT_YET} on a GPU: its reads end in the "
-            "host's memory; set it to 'none' (offload_optimizer works there), or use more ranks"
         )
     size = section.sub_group_size or ZeroConfig.sub_group_size
     size = min(max(size, aio.block_size // 4), 1 << 40)  # elements: no part is smaller than one request
@@ -60,13 +55,15 @@ def with_homes(zero: ZeroConfig, settings: DeepSpeedConfig, device: torch.device
         in_memory = Host() if gradients_leave else None
         gradients = disk if section.stage >= 2 and not late else in_memory
         zero = replace(zero, optimizer_home=disk, gradient_home=gradients, delayed_update=late)
-    elif param.device == "nvme" or (optimizer.device == "cpu" and (device.type != "cpu" or late)):
+    elif param.device == "nvme" or late or (device.type != "cpu" and "cpu" in (optimizer.device, param.device)):
         gradients = Host() if gradients_leave and optimizer.device == "cpu" else None
         zero = replace(zero, optimizer_home=Host(), gradient_home=gradients, delayed_update=late)
     if param.device == "nvme":
         most = param.buffer_size * zero_itemsize(zero)
         home = Disk(folder("offload_param", param), param.buffer_count, aio, most)
         zero = replace(zero, parameter_home=home, max_in_host=param.max_in_cpu)
+    elif param.device == "cpu" and device.type != "cpu":
+        zero = replace(zero, parameter_home=Host())
     return zero
 
 

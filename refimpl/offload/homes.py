@@ -2,7 +2,8 @@
 
     home    fp32 masters and optimizer state rest   the update runs       bytes a step over the link, a parameter
     (none)  where the model is                      there                 0
-    Host    in the host's memory (pinned)           on the host's cores   2 or 4 up (gradient), 2 or 4 down (weight)
+    Host    in the host's memory (pinned)           on the host's cores   2 or 4 up (gradient), 2 or 4 up (weight: was
+                                                                          it written to?), 2 or 4 down (weight)
     Disk    in a file of this rank                  on the host's cores   12 read and 12 written with AdamW
 
 On a CPU the device's memory is the host's: `Host` then keeps fp32 masters apart from the model's weights and moves
@@ -66,6 +67,9 @@ class Host:
     def rounds(self, parts: Iterable[Part], back: bool = True) -> Iterator[Part]:
         """Each part in turn while it can be computed with; what was changed is kept, if `back`."""
         yield from parts
+
+    def arrived(self, *records: Record) -> None:
+        """Wait for what is on its way there: nothing is."""
 
     def memory(self) -> list[Tensor]:
         """Buffers of its own."""
@@ -191,7 +195,7 @@ class Disk(Host):
 def away(tensor: Tensor) -> Tensor:
     """What stands for a tensor that is not here: its shape, and NaN."""
     nothing = float("nan") if tensor.dtype.is_floating_point else 0
-    return torch.tensor(nothing, dtype=tensor.dtype).expand(tensor.shape)
+    return torch.tensor(nothing, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def is_here(tensor: Tensor) -> bool:

@@ -1,4 +1,9 @@
-"""A shelf: a flat tensor that rests on a disk, read whole when it is needed and written run by run.
+"""A shelf: a flat tensor that rests elsewhere, read whole when it is needed and written run by run.
+
+    Shelf        on a disk
+    HostShelf    in the host's memory, of a tensor whose device is another: 2 or 4 bytes a parameter over the link
+
+On a disk:
 
     state      memory            what ends it
     away       none              `begin`, `read`
@@ -6,16 +11,18 @@
 
 `begin` is for what will be needed soon: the disk works meanwhile. How many may be read ahead is the home's
 `buffer_count`; one buffer more is for what nobody foresaw. Writes go on behind the caller's back (`Disk.send`); whoever
-reads what is still being written waits for it. ZeRO-3 keeps a unit's shard like this (`offload_param`).
+reads what is still being written waits for it. ZeRO-3 keeps a unit's shard like this (`offload_param`). On a GPU the
+buffers are in the host's memory, not pinned: a read or a write waits for the GPU.
 DeepSpeed: deepspeed/runtime/swap_tensor/partitioned_param_swapper.py.
 """
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from refimpl.offload.blocks import Buffer, Record, Transfer
-from refimpl.offload.homes import Disk
+from refimpl.offload.homes import Disk, Host
 
 
 class Shelf:
@@ -88,3 +95,30 @@ class Shelf:
             transfers.append(self.disk.file.read(record, buffer, at))
             at += record.nbytes
         return buffer, transfers
+
+
+class HostShelf(Shelf):
+    """`flat` [S] in the host's memory from now on, pinned beside a GPU."""
+
+    is_begun = True  # there is nothing to read ahead
+
+    def __init__(self, host: Host, flat: Tensor) -> None:
+        self.kept, self.device = host.place(flat), flat.device
+        self.was_written = False
+
+    def begin(self) -> None:
+        """Nothing: the copy takes its turn in the device's queue."""
+
+    def read(self, out: Tensor) -> Tensor:
+        return out.copy_(self.kept, non_blocking=True)
+
+    def drop(self) -> None:
+        """Nothing: see `begin`."""
+
+    def write(self, start: int, values: Tensor) -> None:
+        torch.accelerator.synchronize(self.device)  # a copy of what was here may still be queued
+        self.kept[start : start + values.numel()] = values
+
+    def tensors(self) -> Sequence[Tensor]:
+        """Its memory."""
+        return (self.kept,)

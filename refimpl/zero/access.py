@@ -188,10 +188,10 @@ class ByName:
 
 @torch.no_grad()
 def whole(bucket: Bucket, flat: Tensor, p: nn.Parameter) -> Tensor:
-    """p's piece of flat ([P], or [S] on each rank), fp32, in p's shape and in memory of its own. A collective."""
+    """p's piece of flat ([P], or [S] on each rank): a copy in fp32, in p's shape, on p's device. A collective."""
     if flat.numel() == bucket.padded:
-        return bucket.piece(flat, p).to(torch.float32, copy=True)
-    result = torch.empty(p.numel(), dtype=torch.float32, device=flat.device)
+        return bucket.piece(flat, p).to(bucket.device, torch.float32, copy=True)
+    result = torch.empty(p.numel(), dtype=torch.float32, device=bucket.device)
     at = 0
     for rank in range(bucket.group.size):
         start, end = bucket.span(p, rank)

@@ -64,8 +64,8 @@ class ZeroConfig:
     leaf_modules: tuple[type | str, ...] = ()  # modules gathered whole: classes, class names or ends of paths
     gather_blocks: bool | None = None  # gather whole what a ModuleList repeats; None: on a GPU
     module_granularity_threshold: int = 0  # gather whole what has fewer parameters for each module inside
-    parameter_home: Disk | None = None  # where sharded parameters rest; None: on the device
-    max_in_host: int = 0  # elements of shards that stay in memory all the same
+    parameter_home: Host | None = None  # where sharded parameters rest; None: on the device
+    max_in_host: int = 0  # elements of shards that stay in the host's memory all the same, beside a disk
     zero_quantized_weights: bool = False  # gathers carry int8
     zero_quantized_nontrainable_weights: bool = False  # frozen shards rest as int8, and travel so
     zero_hpz_partition_size: int = 1  # neighbours that share a second shard, gathered from until the next update
@@ -96,11 +96,10 @@ class ZeroConfig:
             raise ValueError(f"ZeroConfig.gradient_predivide_factor = {self.gradient_predivide_factor}: must be > 0")
 
     def _check_homes(self) -> None:
-        for name, kind in {"optimizer_home": Host, "gradient_home": Host, "parameter_home": Disk}.items():
+        for name in ("optimizer_home", "gradient_home", "parameter_home"):
             home = getattr(self, name)
-            if home is not None and not isinstance(home, kind):
-                wanted = "Host() or Disk(folder)" if kind is Host else "Disk(folder)"
-                raise ValueError(f"ZeroConfig.{name} = {home!r}: give {wanted}, or None")
+            if home is not None and not isinstance(home, Host):
+                raise ValueError(f"ZeroConfig.{name} = {home!r}: give Host() or Disk(folder), or None")
         if not 0 <= self.offload_ratio <= 1:
             raise ValueError(f"ZeroConfig.offload_ratio = {self.offload_ratio}: must be between 0 and 1")
         if self.max_in_host < 0:

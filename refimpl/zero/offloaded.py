@@ -6,37 +6,24 @@ more than the home's buffers. The arithmetic is that of `Update`, on the same el
 DeepSpeed: deepspeed/runtime/zero/stage3.py, `_optimizer_step` over sub-groups.
 """
 
-import math
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from refimpl.checkpoint.tensors import Later
-from refimpl.offload.blocks import OffloadError
-from refimpl.offload.homes import Disk, Host, away
+from refimpl.offload.homes import Disk, away
+from refimpl.zero.brought import Brought
 from refimpl.zero.flat import ALIGN, Bucket, round_up
-from refimpl.zero.parameter import DATA
-from refimpl.zero.parts import WEIGHTS, Part, size_of
+from refimpl.zero.parts import Part, size_of
 from refimpl.zero.resting import resting
-from refimpl.zero.slices import Slice
-from refimpl.zero.update import Update, follow, master_of
+from refimpl.zero.update import master_of
 
 Handed = tuple[Tensor, float, set[nn.Parameter]]  # mean gradient, its factor, the parameters to leave alone
 
 
-class OffloadedUpdate(Update):
+class OffloadedUpdate(Brought):
     """As `Update`, with masters and optimizer state in the home that the configuration names."""
-
-    home: Host
-
-    def __init__(self, *args: Any) -> None:
-        self.parts: list[Part] = []
-        self.torn = False  # whether a step was interrupted in its middle
-        super().__init__(*args)
 
     def add(self, owned: dict[Bucket, Tensor]) -> None:
         """Bucket by bucket: no more than one has its masters in two places."""
@@ -105,14 +92,6 @@ class OffloadedUpdate(Update):
             raise RuntimeError("an optimizer that asks for the loss itself cannot rest elsewhere: no optimizer_home")
         self.refuse_torn()
 
-    def refuse_torn(self) -> None:
-        """OffloadError if half of the parts have taken a step that the others have not."""
-        if self.torn:
-            raise OffloadError(
-                "an earlier step was interrupted in the middle of its update: load a checkpoint with its optimizer "
-                "state"
-            )
-
     @torch.no_grad()
     def update_parts(self, handed: dict[Bucket, Handed], settings: list[dict[str, Any]]) -> None:
         """Each part in turn: its gradient, the optimizer's step with these settings of its groups, the weights."""
@@ -132,149 +111,3 @@ class OffloadedUpdate(Update):
         if self.config.parameter_home is not None:
             self.config.parameter_home.arrived()
         self.torn = False
-
-    def follow(self, part: Part) -> None:
-        """As `adopt`, of a part that is here. What rests on a shelf is only looked at if it was written."""
-        if part.bucket.shelf is None:
-            follow(self.owned[part.bucket][part.start : part.end], part.weights)
-        elif part.bucket.shelf.was_written:
-            follow(part.bucket.now()[part.start : part.end], part.weights)
-
-    def round(self, part: Part) -> None:
-        """The weights, rounded, to where the model has them."""
-        shelf = part.bucket.shelf
-        if shelf is not None:
-            shelf.write(part.start, part.weights)
-            shelf.was_written &= part.end < self.owned[part.bucket].numel()  # the last part of it
-        else:
-            self.owned[part.bucket][part.start : part.end].copy_(part.weights, non_blocking=True)
-
-    def adopt(self, bucket: Bucket) -> None:
-        """What is offloaded follows whenever a part of it is looked at."""
-        if bucket not in self.gone:
-            super().adopt(bucket)
-
-    def publish(self, bucket: Bucket) -> None:
-        if bucket not in self.gone:
-            super().publish(bucket)
-
-    def weights(self, bucket: Bucket) -> Tensor:
-        """As in `Update`; a copy, where they rest on a disk."""
-        if bucket not in self.gone:
-            return super().weights(bucket)
-        found = torch.empty(self.masters[bucket].shape) if self.is_away() else self.masters[bucket]
-        for part in self.home.rounds(self._parts(bucket), back=False):
-            self.follow(part)
-            if self.is_away():
-                found[part.start : part.end] = part.weights
-        return found
-
-    def is_away(self) -> bool:
-        """Whether nothing of it is in memory between steps."""
-        return any(part.record is not None for part in self.parts)
-
-    def pieces(self, bucket: Bucket, p: nn.Parameter, key: str, back: bool) -> Iterator[tuple[Tensor, slice]]:
-        """What this rank has of p's state `key` ("": its weight), a flat view at a time, and where in its part of p."""
-        start, end = self.slices.span(bucket, p)
-        for part in self.home.rounds(self._parts(bucket, start, end), back):
-            self.follow(part)
-            for s in part.members():
-                first, last = max(start, s.start), min(end, s.end)
-                tensor = self.slices.tensors(s).get(key)
-                if first < last and tensor is not None:
-                    flat = DATA.__get__(tensor).view(-1)
-                    yield flat[first - s.start : last - s.start], slice(first - start, last - start)
-            if back and key == WEIGHTS:
-                self.round(part)
-
-    def _parts(self, bucket: Bucket, start: float = 0, end: float = math.inf) -> list[Part]:
-        """A bucket's parts that have some of the elements start to end, by default all."""
-        return [part for part in self.parts if part.bucket is bucket and part.start < end and start < part.end]
-
-    def state_part(self, bucket: Bucket, p: nn.Parameter, key: str) -> Tensor | None:
-        """As in `Update`, a copy."""
-        start, end = self.slices.span(bucket, p)
-        found: Tensor | None = None
-        for here, where in self.pieces(bucket, p, key, back=False):
-            found = here.new_empty(end - start) if found is None else found
-            found[where] = here
-        return self.slices.state_part(bucket, p, key) if found is None else found
-
-    def put_state(self, bucket: Bucket, p: nn.Parameter, key: str, value: Tensor) -> None:
-        for here, where in self.pieces(bucket, p, key, back=True):
-            here.copy_(value[where])
-
-    @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
-        """As in `Update`. Copies: this rank's whole shard is in memory while they are kept."""
-        self.refuse_under_way()
-        self.refuse_torn()
-        whole = {b: self.weights(b) for b in self.masters}
-        state = super().state_dict()
-        return state | {"optimizer": self.brought(state["optimizer"]), "masters": list(whole.values())}
-
-    @torch.no_grad()
-    def brought(self, state: dict[str, Any]) -> dict[str, Any]:
-        self.refuse_under_way()
-        self.refuse_torn()
-        copies: dict[int, Tensor] = {}
-        for part in self.home.rounds(self.parts, back=False) if self.is_away() else ():
-            state_of = [self.slices.tensors(s) for s in part.members()]
-            copies |= {id(t): t.clone() for tensors in state_of for key, t in tensors.items() if key != WEIGHTS}
-        return tree_map_only(Tensor, lambda t: copies.get(id(t), t), state)  # type: ignore[no-any-return]
-
-    @torch.no_grad()
-    def restore(self, bucket: Bucket, saved: Tensor) -> None:
-        if bucket not in self.gone:
-            super().restore(bucket, saved)
-        for part in self.home.rounds(self._parts(bucket)):
-            part.weights.copy_(saved[part.start : part.end])
-            self.round(part)
-
-    @torch.no_grad()
-    def keep_state(self, bucket: Bucket) -> None:
-        parts = self._parts(bucket)
-        given = {s.param: dict(self._given(s)) for part in parts for s in part.members()}
-        for part in self.home.rounds(parts):
-            for s in part.members():
-                for key, values in given[s.param].items():
-                    DATA.__get__(self.slices.tensors(s)[key]).copy_(values)
-
-    def replaced(self) -> None:
-        self.torn = False
-
-    @torch.no_grad()
-    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor | Later], dict[str, Any]]:
-        """As in `Update`, with the weights ("") too; all of it is read when the first of it is asked for."""
-        if bucket not in self.gone:
-            return super().state_at(bucket, low, high)
-        s = next(s for s in self.slices.of[bucket] if low < s.end)
-        known = {key: tensor.dtype for key, tensor in self.slices.tensors(s).items()}
-        read: dict[str, Tensor] = {}
-
-        def bring(key: str) -> Tensor:
-            if key not in read:
-                read.update(self._read(bucket, low, high))
-            return read.pop(key)
-
-        later = {key: Later(dtype, (high - low,), partial(bring, key)) for key, dtype in known.items()}
-        return dict(later), self.slices.state_at(bucket, max(low, s.start), min(high, s.end))[1]
-
-    @torch.no_grad()
-    def _read(self, bucket: Bucket, low: int, high: int) -> dict[str, Tensor]:
-        """Copies of the weights ("") and states of elements low to high."""
-        found: dict[str, Tensor] = {}
-        for part in self.home.rounds(self._parts(bucket, low, high), back=False):
-            self.follow(part)
-            for s in part.members():
-                first, last = max(low, s.start), min(high, s.end)
-                for key, value in self.slices.tensors(s).items() if first < last else ():
-                    flat = DATA.__get__(value).view(-1)[first - s.start : last - s.start]
-                    if key not in found:
-                        found[key] = flat.new_empty(high - low)
-                    found[key][first - low : last - low] = flat
-        return found
-
-    def _given(self, s: Slice) -> Iterator[tuple[str, Tensor]]:
-        """The state that torch has put there, before its place in a buffer is taken up."""
-        return ((key, DATA.__get__(t)) for key, t in self.slices.tensors(s).items() if key != WEIGHTS)

@@ -136,7 +136,7 @@ def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool,
     if optimizer and slices.optimizer is not None:
         slices.optimizer.state.clear()
         slices.apart = {p for p, name in stage.names.items() if name in set(apart)}
-        for bucket in slices.of:
+        for bucket in sorted(slices.of, key=lambda bucket: bucket.group_index):  # as a step makes them
             restore_states(stage, bucket, source, wanted)
             stage.update.keep_state(bucket)
         stage.update.replaced()

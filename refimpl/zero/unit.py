@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from refimpl.comm.group import Group
 from refimpl.comm.work import Work
-from refimpl.offload.homes import Disk, away
-from refimpl.offload.shelf import Shelf
+from refimpl.offload.homes import Disk, Host, away
+from refimpl.offload.shelf import HostShelf, Shelf
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import ALIGN, Bucket, round_up
 from refimpl.zero.parameter import DATA, Freed, Managed, place, stage_of
@@ -67,15 +67,12 @@ class Unit(Bucket):
         self.is_free = False
         self.free()
 
-    def shelve(self, disk: Disk, most: int) -> None:
-        """From now on the shard rests on this disk, in runs of `most` elements. ValueError on a GPU."""
-        if self.device.type != "cpu":
-            raise ValueError(
-                f"parameter_home: {self.name} is on {self.device}, and what is read from a disk ends in the host's "
-                "memory: not implemented yet on a GPU. Leave parameter_home out (optimizer_home works there), or use "
-                "more ranks"
-            )
-        self.rest_on(Shelf(disk, self.mine, most))
+    def shelve(self, home: Host, most: int) -> None:
+        """From now on the shard rests there; on a disk in runs of `most` elements. On a CPU it is at the host."""
+        if isinstance(home, Disk):
+            self.rest_on(Shelf(home, self.mine, most))
+        elif self.device.type != "cpu":
+            self.rest_on(HostShelf(home, self.mine))
 
     def rest_on(self, shelf: Shelf) -> None:
         """From now on the shard rests there; `mine` only shows its shape."""
@@ -87,7 +84,7 @@ class Unit(Bucket):
 
     def now(self) -> Tensor:
         """This rank's shard [S]; a copy, where it rests on a disk."""
-        return self.mine if self.shelf is None else self.shelf.read(torch.empty(self.mine.shape, dtype=self.dtype))
+        return self.mine if self.shelf is None else self.shelf.read(self.mine.new_empty(self.mine.shape))
 
     def room(self, dtype: torch.dtype) -> Tensor:
         """Memory that can be given back."""
@@ -233,8 +230,9 @@ def make_units(
         with whole(members):
             unit = Unit(members, ranks, index, path or "the model", config.dtype)
         kept += unit.mine.numel()
-        if config.parameter_home is not None and kept > config.max_in_host:
-            unit.shelve(config.parameter_home, round_up(config.sub_group_size, ALIGN))
+        if config.parameter_home is not None:
+            home = config.parameter_home if kept > config.max_in_host else Host()
+            unit.shelve(home, round_up(config.sub_group_size, ALIGN))
         units.setdefault(path, []).append(unit)
     return units
 

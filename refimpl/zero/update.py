@@ -289,11 +289,11 @@ def sum_of_squares(x: Tensor, exact: bool) -> Tensor:
 
 
 def follow(weights: Tensor, master: Tensor) -> None:
-    """A weight that no longer is its rounded master was written from outside: the master follows."""
-    for weight, wide in zip(torch.split(weights, NORM_BLOCK), torch.split(master, NORM_BLOCK), strict=True):
-        rounded = wide.to(weight.dtype)
+    """A weight that no longer is its rounded master was written from outside: the master follows, where it is."""
+    for there, wide in zip(torch.split(weights, NORM_BLOCK), torch.split(master, NORM_BLOCK), strict=True):
+        weight, rounded = there.to(wide.device), wide.to(there.dtype)
         # Eight bytes at a time, four times as fast: slices are multiples of 64 elements.
-        if weight.device.type != "cpu" or not torch.equal(rounded.view(torch.int64), weight.view(torch.int64)):
+        if wide.device.type != "cpu" or not torch.equal(rounded.view(torch.int64), weight.view(torch.int64)):
             wide.copy_(torch.where(rounded == weight, wide, weight.float()))
 
 

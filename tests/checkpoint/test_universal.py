@@ -138,6 +138,37 @@ def test_what_rests_on_a_disk_is_saved_and_loaded_a_layer_at_a_time(tmp_path: Pa
     assert max(loading) <= 12 * layer / 2 + 4 * layer
 
 
+class Hollow(nn.Module):
+    """One parameter has no elements, and a buffer of its own where stage 3 keeps what is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.none = nn.Linear(8, 8), nn.Parameter(torch.empty(0, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean() + self.none.sum()
+
+
+def hollow(folder: Path, stage: int, save: bool) -> list[float]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": {"type": "AdamW"}}
+    engine = refimpl.initialize(model=Hollow(), config=config)[0]
+    if save:
+        engine.backward(engine(torch.ones(1, 8)))
+        engine.step()
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+    return engine.stage.full_parameter("linear.weight").flatten().tolist()
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(3, 1), (3, 3), (0, 3)])
+def test_a_parameter_without_elements(saved: int, loaded: int, tmp_path: Path) -> None:
+    assert (
+        worlds.run(hollow, tmp_path, saved, True, ranks=2)[0] == worlds.run(hollow, tmp_path, loaded, False, ranks=3)[0]
+    )
+
+
 def read_here(folder: Path, stage: int) -> tuple[int, int]:
     engine = wide(stage)
     with Folder(*given(folder)) as opened:

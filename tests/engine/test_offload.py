@@ -12,7 +12,6 @@ from torch import Tensor
 import refimpl
 from refimpl.engine.config import load_config
 from refimpl.engine.homes import with_homes
-from refimpl.engine.keys import ConfigError
 from refimpl.launch import RankError
 from refimpl.offload.homes import Disk, Host
 from refimpl.zero.config import ZeroConfig
@@ -115,12 +114,12 @@ def test_on_a_gpu_a_late_updates_gradients_leave_for_the_host(tmp_path: Path) ->
     assert isinstance(homes_on("cuda", NVME, None, tmp_path).gradient_home, Disk)
 
 
-def test_parameters_on_a_gpu_have_no_disk(tmp_path: Path) -> None:
-    for device in ("cpu", "nvme"):
-        with pytest.raises(
-            ConfigError, match=rf"offload_param\.device = '{device}': not .* on a GPU: .* set it to 'none'"
-        ):
-            homes_on("cuda", CPU, {"device": device}, tmp_path)
+def test_parameters_leave_a_gpu_for_the_host_or_a_disk(tmp_path: Path) -> None:
+    for optimizer in (CPU, {"device": "none"}):
+        zero = homes_on("cuda", optimizer, {"device": "cpu"}, tmp_path)
+        assert type(zero.parameter_home) is type(zero.optimizer_home) is Host
+        assert isinstance(homes_on("cuda", optimizer, {"device": "nvme"}, tmp_path).parameter_home, Disk)
+    assert homes_on("cpu", CPU, {"device": "cpu"}, tmp_path).parameter_home is None
 
 
 @pytest.mark.parametrize("says", WRONG)

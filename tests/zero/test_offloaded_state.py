@@ -45,9 +45,9 @@ def steps(stage: Stage, first: int, last: int) -> None:
         stage.step()
 
 
-def looked_at(stage: str, disk: Disk | None) -> dict[str, Tensor | None]:
+def looked_at(stage: str, disk: Disk | None, ratio: float = 1.0) -> dict[str, Tensor | None]:
     """Runs on every rank: each parameter and its state, in the middle of training; then changed, and trained on."""
-    here = built(stage, disk)
+    here = built(stage, disk, ratio)
     steps(here, 0, 2)
     found: dict[str, Tensor | None] = {}
     for name in ("embed.weight", "blocks.1.up.bias", "norm.weight"):
@@ -60,9 +60,9 @@ def looked_at(stage: str, disk: Disk | None) -> dict[str, Tensor | None]:
     return found | {f"{name} at the end": here.full_parameter(name) for name in here.names.values()}
 
 
-@stages
-def test_parameters_and_state_by_name(stage: str, tmp_path: Path) -> None:
-    plain, offloaded = (run(looked_at, stage, disk, ranks=3)[0] for disk in (None, Disk(tmp_path)))
+@pytest.mark.parametrize(("stage", "ratio"), [("zero1", 0.3), ("zero1", 1.0), ("zero2", 1.0), ("zero3", 1.0)])
+def test_parameters_and_state_by_name(stage: str, ratio: float, tmp_path: Path) -> None:
+    plain, offloaded = (run(looked_at, stage, disk, ratio, ranks=3)[0] for disk in (None, Disk(tmp_path)))
     assert offloaded.keys() == plain.keys()
     assert [n for n, t in plain.items() if t is not None and not torch.equal(t, offloaded[n])] == []  # type: ignore[arg-type]
 

@@ -265,7 +265,7 @@ def test_state_from_other_slices_is_loaded_right_or_refused() -> None:
     ("option", "value"),
     [
         ("offload_ratio", 2.0), ("offload_ratio", float("nan")), ("max_in_host", -5), ("sub_group_size", 1.5),
-        ("optimizer_home", "/tmp"), ("optimizer_home", Disk), ("parameter_home", Host()), ("gradient_home", 3),
+        ("optimizer_home", "/tmp"), ("optimizer_home", Disk), ("parameter_home", "host"), ("gradient_home", 3),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_named(option: str, value: object) -> None:

@@ -1,0 +1,85 @@
+"""A rank whose tensors live on a device that pretends to be another: what mixes devices is an error, without a GPU.
+
+Collectives take the device's tensors alone, as NCCL does, and pass through the host.
+"""
+
+import os
+import subprocess
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import cpp_extension
+
+from refimpl.comm import group, route
+from refimpl.comm.collectives import Op
+from refimpl.comm.composed import Composed
+from refimpl.comm.transport import Transport
+from refimpl.comm.work import Steps
+
+SOURCE = Path(__file__).parent / "device.cpp"
+
+
+def built(folder: Path) -> Path:
+    """The device's library, made by g++ in `folder`."""
+    library = folder / "device.so"
+    include = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    where = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    made = ["g++", "-std=c++20", "-O0", "-fPIC", "-shared", abi, *include, str(SOURCE), "-o", str(library)]
+    subprocess.run([*made, *where, "-ltorch_cpu", "-lc10"], check=True, capture_output=True, text=True)
+    return library
+
+
+def live_on(library: Path) -> None:
+    """From now on this process has the device "pretend", and it is where this rank's tensors live."""
+    torch.ops.load_library(library)
+    torch.utils.rename_privateuse1_backend("pretend")
+    module = types.ModuleType("torch.pretend")
+    vars(module).update(
+        is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0, _is_in_bad_fork=lambda: False
+    )
+    torch._register_device_module("pretend", module)
+    torch.utils.generate_methods_for_privateuse1_backend()
+    os.environ["REFIMPL_DEVICE"] = "pretend:0"
+    vars(group)["backend_of"] = lambda handle, device: "gloo" if handle else "none"
+    whole = route.Route._library
+
+    def library_of(self: route.Route, handle: Any, wish: str, deterministic: bool) -> Transport:
+        return Staged(handle, "gloo", self.streams) if handle else whole(self, handle, wish, deterministic)
+
+    route.Route._library = library_of  # type: ignore[method-assign]
+
+
+def away(*tensors: Tensor) -> list[Tensor]:
+    """Copies at the host. RuntimeError if one is there already."""
+    if any(t.device.type != "pretend" for t in tensors):
+        raise RuntimeError("a collective of tensors on the CPU: NCCL has no way for it")
+    return [t.cpu() for t in tensors]
+
+
+class Staged(Composed):
+    """gloo's transport, of copies."""
+
+    def all_reduce(self, x: Tensor, op: Op) -> Steps:
+        (here,) = away(x)
+        yield from super().all_reduce(here, op)
+        x.copy_(here)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Steps:
+        result, here = away(out, x)
+        yield from super().reduce_scatter(result, here, op)
+        out.copy_(result)
+
+    def all_gather(self, chunks: list[Tensor], x: Tensor) -> Steps:
+        *here, mine = away(*chunks, x)
+        yield from super().all_gather(here, mine)
+        for chunk, there in zip(chunks, here, strict=True):
+            chunk.copy_(there)
+
+    def broadcast(self, x: Tensor, root: int) -> Steps:
+        (here,) = away(x)
+        yield from super().broadcast(here, root)
+        x.copy_(here)

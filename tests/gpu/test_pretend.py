@@ -1,0 +1,110 @@
+"""Every stage with every home on a device that is not the CPU: the same bits as on the CPU; nothing mixes the two."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pretend
+import pytest
+import torch
+import worlds
+from torch import Tensor, nn
+
+import refimpl
+from refimpl import launch
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the device with")
+together = pytest.mark.xdist_group("pretend")  # so that it is built once
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[launch.World]:
+    """Two, whose tensors live there."""
+    library = pretend.built(tmp_path_factory.mktemp("device"))
+    with launch.World(2, device="cpu") as world:
+        world.call(pretend.live_on, library)
+        yield world
+
+
+def there() -> None:
+    """It is a device: it computes, and does not take the CPU's tensors for its own."""
+    x = torch.ones(6, device="pretend").requires_grad_()
+    (x * 2).square().sum().backward()
+    assert x.grad is not None
+    assert x.grad.device.type == "pretend"
+    assert torch.equal(x.grad.cpu(), torch.full((6,), 8.0))
+    with pytest.raises(RuntimeError, match="tensors of the CPU and of the pretended device"):
+        torch.linalg.vecdot(x, torch.ones(6))
+    with pytest.raises(RuntimeError, match="NCCL has no way"):
+        pretend.away(torch.ones(6))
+
+
+@together
+def test_the_device_is_another(ranks: launch.World) -> None:
+    ranks.call(there)
+
+
+def trained(settings: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+    """Weights and states of five steps, of which two are taken again from a checkpoint, and one weight is replaced."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 65), nn.Tanh(), nn.Linear(65, 7))
+    model[4].bias.requires_grad_(False)
+    engine = refimpl.initialize(model=model, config=settings)[0]
+    for step in range(7):
+        seed = torch.Generator().manual_seed(10 * (step % 5) + engine.group.rank)
+        engine.backward(
+            engine(torch.randn(4, 33, generator=seed).to(engine.device, engine.config.dtype)).square().mean()
+        )
+        engine.step()
+        engine.stage.catch_up()
+        if step == 2:
+            engine.save_checkpoint(folder, asynchronous=True)
+        if step == 4:
+            engine.load_checkpoint(folder)
+            assert engine.global_steps == 3
+            engine.stage.set_full_parameter("2.weight", engine.stage.full_parameter("0.weight")[:, :1].expand(65, 65))
+    assert {p.device.type for p in engine.module.parameters()} == {engine.device.type}
+    stage, found = engine.stage, {}
+    for name in stage.names.values():
+        found |= {name: stage.full_parameter(name).cpu(), f"{name} of": stage.full_state(name, "exp_avg")}
+    return {name: value.cpu() for name, value in found.items() if value is not None}
+
+
+def settings(stage: int, bf16: bool, **homes: dict[str, Any]) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "sub_group_size": 900, **homes}
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "gradient_clipping": 0.1,
+        "bf16": {"enabled": bf16},
+        "aio": {"block_size": 4096},
+        "zero_optimization": zero,
+    }
+
+
+CPU, DISK = {"device": "cpu"}, {"device": "nvme"}
+HOMES: dict[str, dict[str, dict[str, Any]]] = {
+    "none": {},
+    "optimizer at the host": {"offload_optimizer": CPU},
+    "half of it": {"offload_optimizer": CPU | {"ratio": 0.5}},
+    "one step late": {"offload_optimizer": CPU | {"delayed_update": True}},
+    "optimizer on a disk": {"offload_optimizer": DISK},
+    "all at the host": {"offload_optimizer": CPU, "offload_param": CPU},
+    "parameters on a disk": {"offload_optimizer": CPU, "offload_param": DISK | {"max_in_cpu": 2000}},
+    "all on a disk": {"offload_optimizer": DISK, "offload_param": DISK | {"max_in_cpu": 0}},
+}
+
+
+CASES = [(stage, home) for stage in range(4) for home in HOMES if stage == 3 or "offload_param" not in HOMES[home]]
+
+
+@together
+@pytest.mark.parametrize(("stage", "home", "bf16"), [(*case, bool(i % 2)) for i, case in enumerate(CASES)])
+def test_the_bits_are_those_of_the_cpu(stage: int, home: str, bf16: bool, ranks: launch.World, tmp_path: Path) -> None:
+    homes = {key: section | {"nvme_path": str(tmp_path)} for key, section in HOMES[home].items()}
+    asked = settings(stage, bf16, **homes)
+    here = worlds.run(trained, asked, tmp_path / "here", ranks=2)[0]
+    there = ranks.call(trained, asked, tmp_path / "there")[0]
+    assert here.keys() == there.keys()
+    assert [name for name in here if not torch.equal(here[name], there[name])] == []
