@@ -64,6 +64,26 @@ def owners(model: nn.Module, leaf_paths: set[str]) -> dict[nn.Parameter, str]:
     return {p: _lowest_called(paths, modules) for p, paths in places.items()}
 
 
+def joined(model: nn.Module, owner: dict[nn.Parameter, str], most: int) -> dict[str, str]:
+    """The modules that share a unit: the path of each -> that of the first of them.
+
+    They stand side by side in one module, have no parts of their own, and at most `most` elements together.
+    """
+    sizes = Counter[str]()
+    for p, path in owner.items():
+        sizes[path] += p.numel()
+    first: dict[str, str] = {}
+    around, elements = "", most
+    for path, module in model.named_modules():
+        if path in sizes:
+            before, around = around, path.rpartition(".")[0]
+            elements += sizes[path]
+            if elements > most or around != before or any(module.children()):
+                run, elements = path, sizes[path] if not any(module.children()) else most
+            first[path] = run
+    return first
+
+
 def _is_called(module: nn.Module) -> bool:
     """Whether the module has a forward of its own: a ModuleList has none."""
     return type(module).forward is not nn.Module.forward

@@ -6,8 +6,7 @@ DeepSpeed: deepspeed/runtime/zero/partitioned_param_coordinator.py.
 """
 
 from collections.abc import Iterator
-from itertools import islice
-from typing import Literal, cast
+from typing import Literal
 
 from refimpl.zero.flat import Bucket
 from refimpl.zero.unit import Unit
@@ -31,6 +30,11 @@ class Trace:
         """What comes next as far as recorded; None at the end."""
         return self.order[self.at] if self.at < len(self.order) else None
 
+    @property
+    def last(self) -> tuple[Bucket, Pass] | None:
+        """What this iteration did last; None at its beginning."""
+        return self.order[self.at - 1] if self.at else None
+
     def visit(self, bucket: Bucket, during: Pass) -> None:
         """This iteration uses or reduces `bucket` now."""
         if self.next != (bucket, during):
@@ -39,9 +43,11 @@ class Trace:
 
     def ahead(self) -> Iterator[Unit]:
         """The units that are used next, as far as recorded."""
-        for bucket, during in islice(self.order, self.at, None):
+        for at in range(self.at, len(self.order)):
+            bucket, during = self.order[at]
             if during != "reduction":
-                yield cast(Unit, bucket)
+                assert isinstance(bucket, Unit)
+                yield bucket
 
     def distance(self, unit: Unit) -> int | None:
         """Elements to be gathered before `unit` is used again; None if it is not."""
