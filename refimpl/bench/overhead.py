@@ -173,7 +173,7 @@ def measure(
     top: int = 25,
     unit_sizes: Sequence[int] = UNIT_SIZES,
 ) -> Iterator[list[Row]]:
-    """The rows of one heat (ranks, stage, unit size) at a time: the `top` dearest functions, the rest, and the sums."""
+    """The rows of one heat (ranks, stage, unit size) at a time: the `top` dearest functions, the rest, the sums."""
     for count, stage in product(ranks, stages):
         for size in unit_sizes if stage == 3 else [0]:
             laps = launch.run(heat, stage, size, units, turns, steps, ranks=count, timeout=600)

@@ -239,7 +239,7 @@ def part_in_rows(left_out: tuple[tuple[int, int], ...], trains: bool) -> str:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_joined_units_part_where_the_ranks_would_send_something_else(ranks: int) -> None:
-    """A layer more or less in a row is no other gather; but a row is reduced elsewhere, without one of its gradients."""
+    """A layer less in a row gathers the same; but the row is reduced elsewhere, as one of its gradients is missing."""
     parted = {
         ALL_LAYERS[3:4]: ("reduction of rows.1.0 to rows.1.2", "backward of rows.0.0 to rows.0.2"),
         ALL_LAYERS[:3]: ("forward of rows.0.0 to rows.0.2", "forward of rows.1.0 to rows.1.2"),
