@@ -6,7 +6,7 @@ DeepSpeed: deepspeed/runtime/zero/partitioned_param_coordinator.py.
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, cast
 
 from refimpl.zero.flat import Bucket
 from refimpl.zero.unit import Unit
@@ -43,11 +43,8 @@ class Trace:
 
     def ahead(self) -> Iterator[Unit]:
         """The units that are used next, as far as recorded."""
-        for at in range(self.at, len(self.order)):
-            bucket, during = self.order[at]
-            if during != "reduction":
-                assert isinstance(bucket, Unit)
-                yield bucket
+        rest = (self.order[at] for at in range(self.at, len(self.order)))
+        return cast(Iterator[Unit], (bucket for bucket, during in rest if during != "reduction"))
 
     def distance(self, unit: Unit) -> int | None:
         """Elements to be gathered before `unit` is used again; None if it is not."""

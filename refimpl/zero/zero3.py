@@ -122,8 +122,7 @@ class Zero3(Stage):
         return super().home(p) or unit_of(p)
 
     def weights(self, bucket: Bucket) -> Tensor:
-        only_here = isinstance(bucket, Unit) and bucket not in self.update.masters
-        return bucket.now() if only_here else super().weights(bucket)
+        return super().weights(bucket) if bucket in self.update.masters else bucket.now()
 
     def put_weights(self, bucket: Bucket, flat: Tensor) -> None:
         super().put_weights(bucket, flat)
