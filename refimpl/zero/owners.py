@@ -73,13 +73,14 @@ def joined(model: nn.Module, owner: dict[nn.Parameter, str], most: int) -> dict[
     for p, path in owner.items():
         sizes[path] += p.numel()
     first: dict[str, str] = {}
-    around, elements = "", most
+    run, open_in, elements = "", None, 0  # where the run begins, the module in which it may go on, its length
     for path, module in model.named_modules():
         if path in sizes:
-            before, around = around, path.rpartition(".")[0]
+            around, has_parts = path.rpartition(".")[0], any(module.children())
             elements += sizes[path]
-            if elements > most or around != before or any(module.children()):
-                run, elements = path, sizes[path] if not any(module.children()) else most
+            if around != open_in or elements > most or has_parts:
+                run, elements = path, sizes[path]
+            open_in = None if has_parts else around
             first[path] = run
     return first
 
