@@ -60,7 +60,6 @@ class Update:
         self.handed: dict[Bucket, tuple[Tensor, float, set[nn.Parameter]]] = {}
         self.owned: dict[Bucket, Tensor] = {}
         self.masters: dict[Bucket, Tensor] = {}  # fp32; the owned slice itself where that is fp32
-        self.was_written = True  # whether some weight may no longer be its rounded master: all ranks say the same
         self.left_alone: set[nn.Parameter] = set()  # what the last step has not changed, as no rank has used it
         self.grad_norm: float | None = None
         self.steps = self.skipped_steps = 0
@@ -91,10 +90,8 @@ class Update:
         """
         self.steps += 1
         scale = self.scaler.scale if self.scaler else 1.0
-        exact = self.config.gradient_clipping > 0
-        squares, left_alone = self._agree(gradients, used, exact, doubtful=self.sees_writing())
-        self.was_written = not math.isfinite(squares) or self.group.device.type != "cpu"
-        if not math.isfinite(squares):  # or are the squares too large for fp32, or does a rank doubt its weights?
+        squares, left_alone = self._agree(gradients, used, exact=self.config.gradient_clipping > 0)
+        if not math.isfinite(squares):  # or are the squares too large for fp32?
             squares, _ = self._agree(gradients, used, exact=True)
         finite, self.left_alone = math.isfinite(squares), left_alone
         self.grad_norm = math.sqrt(squares) / scale
@@ -116,8 +113,7 @@ class Update:
     def apply(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's own step on the gradients that `prepare` handed out; returns what that returns."""
         for bucket in self.masters:
-            if self.was_written or closure is not None or self.owned[bucket].numel() < bucket.padded:
-                self.adopt(bucket)
+            self.adopt(bucket)
         result = self.slices.step(closure)
         self.slices.release_gradients()
         for bucket in self.masters:
@@ -153,20 +149,18 @@ class Update:
             self.owned[bucket].copy_(self.masters[bucket])
 
     def _agree(
-        self, gradients: dict[Bucket, Tensor], used: set[nn.Parameter], exact: bool, doubtful: bool = False
+        self, gradients: dict[Bucket, Tensor], used: set[nn.Parameter], exact: bool
     ) -> tuple[float, set[nn.Parameter]]:
         """What all ranks must know of the step, in one message: the sum of squares, and what no rank has used.
 
         `exact`: squared in fp64, three times the time. Then nothing overflows, and the norm rounds to the same fp32
-        number however the parameters are cut: clipping keeps the stages equal bit for bit. `doubtful`: this rank says
-        no number, so that all ask again.
+        number however the parameters are cut: clipping keeps the stages equal bit for bit.
         """
         members: dict[Group, list[nn.Parameter]] = {self.group: []}
         for bucket in self.owned:
             members.setdefault(bucket.group, []).extend(bucket.params)
         params = members.pop(self.group)
-        begin = math.nan if doubtful else 0.0
-        message = torch.tensor([begin, *(p not in used for p in params)], dtype=torch.float64, device=self.group.device)
+        message = torch.tensor([0.0, *(p not in used for p in params)], dtype=torch.float64, device=self.group.device)
         known = self.resting.squares if self.resting else {}
         for bucket, gradient in gradients.items():
             mine = bucket.shard(gradient) if gradient.numel() == bucket.padded else gradient  # of what every rank has
@@ -187,18 +181,6 @@ class Update:
         for group, experts in members.items():
             left_alone |= unused_by_all(group, experts, used)
         return squares, left_alone
-
-    def sees_writing(self) -> bool:
-        """Whether, where every rank has all weights, some were written from outside: each rank looks at its own 1/N.
-
-        What is written is the same on all ranks, so one of them sees it. Not on a GPU, where the host would wait.
-        """
-        return any(
-            not follows(bucket.shard(mine), bucket.shard(self.masters[bucket]))
-            for bucket, mine in self.owned.items()
-            if bucket in self.masters and bucket not in self.gone
-            and mine.numel() == bucket.padded and mine.dtype != self.masters[bucket].dtype and not mine.is_cuda
-        )  # fmt: skip
 
     def squares(self, gradient: Tensor, mine: Tensor, exact: bool) -> Tensor:
         """This rank's share of a mean gradient's sum of squares: that of `mine`, its shard of it."""
@@ -309,17 +291,10 @@ def sum_of_squares(x: Tensor, exact: bool) -> Tensor:
 def follow(weights: Tensor, master: Tensor) -> None:
     """A weight that no longer is its rounded master was written from outside: the master follows."""
     for weight, wide in zip(torch.split(weights, NORM_BLOCK), torch.split(master, NORM_BLOCK), strict=True):
-        if not follows(weight, wide):
-            wide.copy_(torch.where(wide.to(weight.dtype) == weight, wide, weight.float()))
-
-
-def follows(weights: Tensor, master: Tensor) -> bool:
-    """Whether the weights are the master, rounded. False on a GPU: the host would wait for the answer."""
-    blocks = zip(torch.split(weights, NORM_BLOCK), torch.split(master, NORM_BLOCK), strict=True)
-    # Eight bytes at a time, four times as fast: slices are multiples of 64 elements.
-    return weights.device.type == "cpu" and all(
-        torch.equal(wide.to(weight.dtype).view(torch.int64), weight.view(torch.int64)) for weight, wide in blocks
-    )
+        rounded = wide.to(weight.dtype)
+        # Eight bytes at a time, four times as fast: slices are multiples of 64 elements.
+        if weight.device.type != "cpu" or not torch.equal(rounded.view(torch.int64), weight.view(torch.int64)):
+            wide.copy_(torch.where(rounded == weight, wide, weight.float()))
 
 
 def master_of(bucket: Bucket, mine: Tensor) -> Tensor:
