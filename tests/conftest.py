@@ -4,9 +4,9 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 
@@ -15,9 +15,12 @@ from refimpl.ranks.server import PRELOAD
 torch.set_num_threads(1)  # as in the ranks: a matmul split over threads may add in another order
 PRELOAD += ["refimpl.deepspeed", "refimpl.grading.rank"]  # what most ranks of these tests would import, each by itself
 
-# The same examples in every run, and few: seconds for all, and no test fails by chance.
-hypothesis.settings.register_profile("suite", derandomize=True, max_examples=50, deadline=None, database=None)
-hypothesis.settings.load_profile("suite")
+with suppress(ImportError):  # `make gpu-check` runs where torch and pytest are
+    import hypothesis
+
+    # The same examples in every run, and few: seconds for all, and no test fails by chance.
+    hypothesis.settings.register_profile("suite", derandomize=True, max_examples=50, deadline=None, database=None)
+    hypothesis.settings.load_profile("suite")
 
 for folder in sorted({p.parent for p in Path(__file__).parent.rglob("*.py")}):
     if str(folder) not in sys.path:

@@ -291,7 +291,10 @@ def overhead(
     top: Annotated[int, typer.Option(min=1, help="Functions to show.")] = 25,
     file: JsonOption = None,
 ) -> None:
-    """CPU time a step in our own Python, by function, on a model of 100 tiny units and 1,000 parameters."""
+    """CPU time a step in our own Python, by function, on a model of 100 tiny units and 1,000 parameters.
+
+    ZeRO-3 with each unit by itself, and with neighbours gathered as one.
+    """
     from refimpl.bench.overhead import HEAT, measure
 
     file = writable(file) if file else None

@@ -79,6 +79,7 @@ class Group:
             dist.get_process_group_ranks(handle) if handle else [dist.get_rank() if dist.is_initialized() else 0]
         )
         where = Path(directory or "")
+        self._job_rank = self.ranks[handle.rank()] if handle else 0
         self._board = Board(where, handle.group_name, self.ranks, handle.rank()) if handle and directory else None
         self.route = Route(handle, self.backend, self.device, self.streams, deterministic, transport, link)
         self.rank, self.size = self.route.direct.rank, self.route.direct.size
@@ -175,7 +176,7 @@ class Group:
     def _agreed(self, what: str, tag: str, parts: Sequence[Part] = ()) -> Agreed:
         """What is begun only when no rank is seen to begin something else; `what` must be equal on all ranks."""
         board = self._board if self.size > 1 else None
-        return Agreed(board, self.patience, dist.get_rank() if self.handle else 0, what, tag, parts)
+        return Agreed(board, self.patience, self._job_rank, what, tag, parts)
 
     def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
         """Replace x [n] by its sum, mean or maximum over ranks, the same bits on every rank. Any n; x contiguous.

@@ -9,7 +9,7 @@ has each collective's begin and end recorded on the stream that it runs on: see 
 """
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -46,8 +46,8 @@ class Total:
 class Ledger:
     """Events of one rank, in the order in which they happened. Not shared between threads.
 
-    `sent_bytes`, `calls` and `table` are exact over everything since `reset`. `events` is a list that forgets: it holds
-    the last `keep` events at least (an eighth more before the oldest go), so that a long training does not fill memory.
+    `sent_bytes`, `calls` and `table` are exact over everything since `reset`. `events` forgets: it holds the last
+    `keep` events, so that a long training does not fill memory.
     """
 
     log: "CommsLog | None" = None  # who also wants to know each collective's latency: see `CommsLog`
@@ -59,18 +59,18 @@ class Ledger:
         self.keep, self.timed = keep, timed
         # Plain tuples, of which every gradient makes one: as fast to make as can be, and the garbage collector, which
         # would walk over 100,000 events now and then, leaves a tuple of strings and numbers out.
-        self._events: list[Entry] = []
+        self._events: deque[Entry] = deque(maxlen=keep)
         self._started: dict[int, Entry] = {}
         self._totals: dict[tuple[str, str], Total] = {}  # (op, tag) -> since the last reset
         self._calls = 0
-        self._held: list[tuple[int, int]] = []
+        self._held: deque[tuple[int, int]] = deque(maxlen=keep)
         self._spans: dict[int, tuple[Any, Any]] = {}  # call -> (begun, done), events of the collective's stream
 
     def start(self, op: str, sent_bytes: int, tag: str = "") -> int:
         """A collective begins. `sent_bytes`: what this rank sends. Returns the id to hand to `end`."""
         call, self._calls = self._calls, self._calls + 1
         event: Entry = ("start", op, tag, call, sent_bytes, time.perf_counter_ns())
-        self._append(event)
+        self._events.append(event)
         self._started[call] = event
         total = self._totals.setdefault((op, tag), Total())
         total.calls += 1
@@ -87,10 +87,8 @@ class Ledger:
             self._spans[call] = (span[0], span[1])
             if len(self._spans) > self.keep:
                 del self._spans[next(iter(self._spans))]
-        self._append(("end", begun[1], begun[2], call, 0, time.perf_counter_ns()))
+        self._events.append(("end", begun[1], begun[2], call, 0, time.perf_counter_ns()))
         self._held += held
-        if len(self._held) > self.keep + self.keep // 8:
-            del self._held[: -self.keep]
 
     def cross(self, op: str, crossed_bytes: int, tag: str = "") -> None:
         """So many bytes of a collective under way go over a slow link (see `refimpl.comm.link`)."""
@@ -98,7 +96,7 @@ class Ledger:
 
     def mark(self, name: str) -> None:
         """A named instant, so that its place among the collectives can be compared."""
-        self._append(("mark", name, "", -1, 0, time.perf_counter_ns()))
+        self._events.append(("mark", name, "", -1, 0, time.perf_counter_ns()))
 
     def reset(self) -> None:
         """Forget all events and sums. Collectives that are still open stay open."""
@@ -128,11 +126,6 @@ class Ledger:
     def held(self) -> list[tuple[int, int]]:
         """From when to when, in ns of `Event.time_ns`, the host stood still for a collective; see the class."""
         return list(self._held)
-
-    def _append(self, event: Entry) -> None:
-        self._events.append(event)
-        if len(self._events) > self.keep + self.keep // 8:  # many at once: a list is slow to lose its first
-            del self._events[: -self.keep]
 
     def sent_bytes(self, by: Literal["op", "tag"] = "op") -> dict[str, int]:
         """Bytes this rank sent, summed by collective or by tag."""

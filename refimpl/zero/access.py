@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from refimpl.offload.homes import is_here
 from refimpl.zero.flat import Bucket
 from refimpl.zero.parameter import DATA
-from refimpl.zero.unit import Unit
 from refimpl.zero.unit import whole as whole_units
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class ByName:
         """Replace the fp32 weight, and what is rounded from it, by `value`: the same on every rank."""
         p = self.parameter(p)
         bucket = self.home(p)
-        if isinstance(bucket, Unit) and bucket.shelf is not None:
+        if bucket is not None and bucket.shelf is not None:
             with whole_units([p]):
                 put(bucket, bucket.full, p, value)
                 bucket.keep()

@@ -63,6 +63,7 @@ class ZeroConfig:
     max_reuse_distance: int = 0  # keep what is used again before this many elements are gathered; 0 keeps nothing
     leaf_modules: tuple[type | str, ...] = ()  # modules gathered whole: classes, class names or ends of paths
     gather_blocks: bool | None = None  # gather whole what a ModuleList repeats; None: on a GPU
+    unit_size: int = 0  # elements: neighbours are gathered as one up to this many; 0: each module by itself
     module_granularity_threshold: int = 0  # gather whole what has fewer parameters for each module inside
     parameter_home: Host | None = None  # where sharded parameters rest; None: on the device
     max_in_host: int = 0  # elements of shards that stay in the host's memory all the same, beside a disk

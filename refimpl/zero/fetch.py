@@ -55,10 +55,11 @@ class Fetch:
         self.complete = complete
         self.names = {m: name or "the model" for name, m in model.named_modules()}
         self.units_of = {m: list(units_of.get(name, [])) for name, m in model.named_modules()}
-        self.units = [u for units in units_of.values() for u in units]
+        self.units = list(dict.fromkeys(u for units in units_of.values() for u in units))
         self.gathered = {u for u in self.units if not u.is_free}
         self.unit_at = {u.full.untyped_storage()._cdata: u for u in self.units}
         self.running: list[Running] = []  # outermost first
+        self.leaving: dict[Unit, None] = {}  # freed as soon as something else is needed: of several modules in a row
         self.is_recorded = False  # whether the backward under way is
         self.keeps = False  # nothing is freed before the backward after a recorded one is over
         self.handles: list[Any] = []
@@ -117,7 +118,9 @@ class Fetch:
                     tensor.register_hook(Hook(lambda _: self.before_backward(module)))  # type: ignore[no-untyped-call]
         if not in_backward():
             busy = [u for inside in self.running for u in self.units_of[inside.module]]
-            self.release([u for u in self.units_of[module] if u not in busy and not self._soon_again(u)])
+            self.leave([u for u in self.units_of[module] if u not in busy and not self._soon_again(u)])
+            if not self.running:
+                self.release(list(self.leaving))
 
     def before_backward(self, module: nn.Module) -> None:
         self.sign()
@@ -129,7 +132,7 @@ class Fetch:
     def after_backward(self, units: list[Unit]) -> None:
         """Free units of which no gradient will say that backward is through with them."""
         if not self.keeps:
-            self.release(units)
+            self.leave(units)
 
     def watch_saved(self, module: nn.Module) -> None:
         """Look at what autograd saves while `module` runs: what lies in a unit must be there when it is unpacked.
@@ -144,7 +147,7 @@ class Fetch:
             outer = getattr(around[0], "__self__", None) if around else None
             if isinstance(outer, Watch) and outer.fetch is self:
                 return
-            watch = Watch(self, *(around or (same, same)))
+            watch = Watch(self, *(around or (None, None)))
             torch._C._autograd._push_saved_tensors_default_hooks(watch.pack, watch.unpack)
             running.is_watched = True
 
@@ -159,9 +162,12 @@ class Fetch:
         units = self.units_of[module]
         if not units:
             return
-        for unit in units:
+        fresh = [u for u in units if not (u.is_joined and self.path.trace.last == (u, during))]
+        for unit in fresh:
             self.path.visit(unit, during)
-        gather(units, self._ahead(units))
+        if self.leaving:
+            self.release([u for u in self.leaving if u not in units])
+        gather(units, self._ahead(units) if fresh else ())
 
     def _ahead(self, now: list[Unit]) -> list[Unit]:
         """What to prefetch beside the units needed now: the next of the trace that fit both budgets, in elements."""
@@ -183,9 +189,15 @@ class Fetch:
         distance = self.path.trace.distance(unit) if self.config.max_reuse_distance else None
         return distance is not None and distance < self.config.max_reuse_distance
 
+    def leave(self, units: list[Unit]) -> None:
+        """A module is through with its units; its neighbour may be about to need the same."""
+        self.leaving |= dict.fromkeys(u for u in units if u.is_joined)
+        self.release([u for u in units if not u.is_joined])
+
     def release(self, units: list[Unit]) -> None:
         for unit in units:
             unit.free()
+            self.leaving.pop(unit, None)
 
     def used(self, unit: Unit, what: str) -> None:
         """`what` computes with a parameter of `unit`, which is freed: it is external to the module that runs now.
@@ -222,29 +234,25 @@ class Watch:
     """What autograd saves while a module runs: for the hooks `around`, and noted if it lies in a unit."""
 
     fetch: Fetch
-    pack_around: Callable[[Tensor], Any]
-    unpack_around: Callable[[Any], Tensor]
+    pack_around: Callable[[Tensor], Any] | None
+    unpack_around: Callable[[Any], Tensor] | None
 
     def pack(self, tensor: Tensor) -> tuple[Unit | None, Any]:
         unit = self.fetch.unit_at.get(tensor.untyped_storage()._cdata)
         if unit is not None and tensor.is_leaf:
             tensor = tensor.detach()  # a parameter itself is put elsewhere when it is freed; what it is a view of stays
-        return unit, self.pack_around(tensor)
+        return unit, self.pack_around(tensor) if self.pack_around else tensor
 
     def unpack(self, packed: tuple[Unit | None, Any]) -> Tensor:
         unit, kept = packed
-        tensor = self.unpack_around(kept)  # which may run a checkpointed function again
-        if unit is not None:
+        # Which may run a checkpointed function again.
+        tensor: Tensor = self.unpack_around(kept) if self.unpack_around else kept
+        if unit is not None and not unit.is_whole:
             self.fetch.unpack(unit)
         return tensor
 
 
 def of_several(module: nn.Module, units: list[Unit]) -> bool:
     """Whether these units of `module` have parameters of modules inside it too."""
-    own = set(module.parameters(recurse=False))
-    return any(p not in own for unit in units for p in unit.params)
-
-
-def same(tensor: Tensor) -> Tensor:
-    """Hooks that are not there."""
-    return tensor
+    inside = set(module.parameters()).difference(module.parameters(recurse=False))
+    return any(p in inside for unit in units for p in unit.params)

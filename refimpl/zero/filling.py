@@ -27,18 +27,18 @@ class Filling:
         if p in self.arrived:
             self.copy_kept()
             self.bucket.piece(self.buffer, p).add_(grad)
-        elif grad.numel() < SMALL or grad.is_cuda:
-            self.arrived[p] = grad
-        else:
+            return
+        self.arrived[p] = grad
+        if grad.numel() >= SMALL and not grad.is_cuda:
             self.bucket.piece(self.buffer, p).copy_(grad)
             self.arrived[p] = None
 
     def copy_kept(self) -> None:
         """Copy what was kept into the buffer."""
-        kept = {p: grad for p, grad in self.arrived.items() if grad is not None}
+        kept = [(self.bucket.piece(self.buffer, p), grad) for p, grad in self.arrived.items() if grad is not None]
         if kept:
-            torch._foreach_copy_([self.bucket.piece(self.buffer, p) for p in kept], list(kept.values()))
-            self.arrived.update(dict.fromkeys(kept))
+            torch._foreach_copy_([piece for piece, _ in kept], [grad for _, grad in kept])
+            self.arrived = dict.fromkeys(self.arrived)
 
     def of(self, p: nn.Parameter) -> Tensor | None:
         """The gradient of p so far, a view in p's shape."""

@@ -32,6 +32,7 @@ class Bucket:
     """Parameters of one optimizer group and dtype; their data become views of one buffer [P], with rank 0's values."""
 
     awaited = 0  # uses by modules that are gathered whole, of which backward is not through yet: see `Fetch.hold`
+    is_cut = False  # whether each rank has 1/N of the parameters between two uses: see `Unit`
     shelf: Shelf | None = None  # where this rank's shard rests, if not in memory: see `Unit`
 
     def __init__(
@@ -82,6 +83,9 @@ class Bucket:
 
     def free(self) -> None:
         """Nothing: `full` stays, here. See `Unit`."""
+
+    def keep(self) -> None:
+        """`full` was written on every rank alike: nothing to do, here. See `Unit`."""
 
     def changed(self) -> None:
         """What the ranks own was written from outside: nothing to do, here. See `Unit`."""

@@ -16,6 +16,7 @@ Li et al. 2020, arXiv:2006.15704, section 3.2; DeepSpeed: deepspeed/runtime/zero
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from refimpl.offload.homes import is_here
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.filling import Filling
 from refimpl.zero.flat import Bucket
-from refimpl.zero.parameter import take_raw_grad
+from refimpl.zero.parameter import REQUIRES_GRAD, take_raw_grad
 from refimpl.zero.resting import Resting
 
 IN_FLIGHT = 2  # two buckets travel while a third fills
@@ -105,7 +106,8 @@ class Gradients:
         for bucket in buckets:
             for p in bucket.params:
                 self.bucket_of[p] = bucket
-                self._handles.append(p.register_post_accumulate_grad_hook(self.arrive))  # type: ignore[no-untyped-call]
+                hook = partial(self.arrive, bucket, f"grad {self.names[p]}")
+                self._handles.append(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def take(self, numel: int, like: Tensor) -> Tensor:
         """A [numel] buffer of like's dtype for the result of a reduction."""
@@ -118,7 +120,8 @@ class Gradients:
         while self.flights:  # of a backward that raised
             self._give_back(self.flights.popleft())
         with torch._C.DisableTorchFunctionSubclass():  # a freed parameter's way of being asked, which takes longer
-            self._missing = {b: missing for b in self.buckets if (missing := {p for p in b.params if p.requires_grad})}
+            trained = {b: set(filter(REQUIRES_GRAD.__get__, b.params)) for b in self.buckets}
+            self._missing = {bucket: params for bucket, params in trained.items() if params}
         self.first_finite = None
 
     def end(self, asked: bool) -> None:
@@ -142,27 +145,28 @@ class Gradients:
         self.dropping()
         self.clear()
 
-    def arrive(self, p: nn.Parameter) -> None:
+    def arrive(self, bucket: Bucket, mark: str, p: nn.Parameter) -> None:
         """Runs inside backward when p's gradient is complete: add it to the bucket, and launch what is now full."""
         self.sign()
-        self.group.ledger.mark(f"grad {self.names[p]}")
+        self.group.ledger.mark(mark)
         grad = take_raw_grad(p)
         assert grad is not None
-        bucket = self.add(p, grad if self.divisor == 1 else grad / self.divisor)
-        if self._missing and bucket in self._missing:
-            self._missing[bucket].discard(p)
-            self._launch_full(bucket)
+        self.add(p, grad if self.divisor == 1 else grad / self.divisor, bucket)
+        missing = self._missing.get(bucket) if self._missing else None
+        if missing is not None:
+            missing.discard(p)
+            if not missing:
+                self._launch_full(bucket)
 
-    def add(self, p: nn.Parameter, grad: Tensor) -> Bucket:
+    def add(self, p: nn.Parameter, grad: Tensor, bucket: Bucket | None = None) -> None:
         """Add this rank's own gradient of p to its bucket, to be reduced later."""
-        bucket = self.bucket_of[p]
+        bucket = bucket or self.bucket_of[p]
         grad = grad.detach() if grad.requires_grad else grad  # recorded: create_graph
         grad = grad.to_dense() if grad.is_sparse else grad
         if self.first_finite is None:
             self.first_finite = grad.isfinite().all()
         self.used.add(p)
-        self._open(bucket).add(p, grad)
-        return bucket
+        (self.filling.get(bucket) or self._open(bucket)).add(p, grad)
 
     def waiting(self, p: nn.Parameter) -> Tensor | None:
         """This rank's own gradient of p that is not reduced yet, in p's shape."""

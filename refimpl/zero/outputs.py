@@ -8,6 +8,8 @@ from torch.utils import _pytree as pytree
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """Every tensor in `tree`, once. Modules inside are not entered: their parameters are not outputs."""
+    if isinstance(tree, Tensor):  # nearly always, and once a module
+        return [tree]
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
     open_ = [tree]

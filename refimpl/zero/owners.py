@@ -64,6 +64,27 @@ def owners(model: nn.Module, leaf_paths: set[str]) -> dict[nn.Parameter, str]:
     return {p: _lowest_called(paths, modules) for p, paths in places.items()}
 
 
+def joined(model: nn.Module, owner: dict[nn.Parameter, str], most: int) -> dict[str, str]:
+    """The modules that share a unit: the path of each -> that of the first of them.
+
+    They stand side by side in one module, have no parts of their own, and at most `most` elements together.
+    """
+    sizes = Counter[str]()
+    for p, path in owner.items():
+        sizes[path] += p.numel()
+    first: dict[str, str] = {}
+    run, open_in, elements = "", None, 0  # where the run begins, the module in which it may go on, its length
+    for path, module in model.named_modules():
+        if path in sizes:
+            around, has_parts = path.rpartition(".")[0], any(module.children())
+            elements += sizes[path]
+            if around != open_in or elements > most or has_parts:
+                run, elements = path, sizes[path]
+            open_in = None if has_parts else around
+            first[path] = run
+    return first
+
+
 def _is_called(module: nn.Module) -> bool:
     """Whether the module has a forward of its own: a ModuleList has none."""
     return type(module).forward is not nn.Module.forward

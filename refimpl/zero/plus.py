@@ -129,7 +129,7 @@ class Plus:
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, x: Tensor, op: Op) -> Work:
         """Begin to reduce x [N * S] -> out [S]. What stays whole on every rank, being small, is reduced exactly."""
-        if self.sum is not None and isinstance(bucket, Unit):
+        if self.sum is not None and bucket.is_cut:
             return self.sum.reduce_scatter(bucket, out, x, op)
         return bucket.group.reduce_scatter(out, x, op, async_op=True, tag="gradients")
 

@@ -6,7 +6,6 @@ DeepSpeed: deepspeed/runtime/zero/partitioned_param_coordinator.py.
 """
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Literal, cast
 
 from refimpl.zero.flat import Bucket
@@ -31,6 +30,11 @@ class Trace:
         """What comes next as far as recorded; None at the end."""
         return self.order[self.at] if self.at < len(self.order) else None
 
+    @property
+    def last(self) -> tuple[Bucket, Pass] | None:
+        """What this iteration did last; None at its beginning."""
+        return self.order[self.at - 1] if self.at else None
+
     def visit(self, bucket: Bucket, during: Pass) -> None:
         """This iteration uses or reduces `bucket` now."""
         if self.next != (bucket, during):
@@ -39,9 +43,8 @@ class Trace:
 
     def ahead(self) -> Iterator[Unit]:
         """The units that are used next, as far as recorded."""
-        for bucket, during in islice(self.order, self.at, None):
-            if during != "reduction":
-                yield cast(Unit, bucket)
+        rest = (self.order[at] for at in range(self.at, len(self.order)))
+        return cast(Iterator[Unit], (bucket for bucket, during in rest if during != "reduction"))
 
     def distance(self, unit: Unit) -> int | None:
         """Elements to be gathered before `unit` is used again; None if it is not."""

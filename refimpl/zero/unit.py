@@ -5,6 +5,8 @@
     in flight   [P], being filled   Freed            False       True          wait (free waits first)
     available   [P]                 Managed          False       False         free
 
+Neighbours may share a unit (`ZeroConfig.unit_size`): 100 tiny modules are then a few gathers. It is freed when another
+one is needed, not after each of them.
 `p.zero_unit` is the unit that shards p; read it with `unit_of`. When the ranks have parted (see `RollCall`) a gather
 under way never ends: `free` leaves it alone, and its memory, into which a peer may still write, to the library.
 
@@ -37,6 +39,8 @@ class Unit(Bucket):
     While it has none its parameters are `Freed`; who computes with one asks `on_use`, which may gather the unit.
     """
 
+    is_cut = True
+
     def __init__(
         self,
         params: list[nn.Parameter],
@@ -47,6 +51,8 @@ class Unit(Bucket):
     ) -> None:
         """`params` whole on this rank. Rank 0's values are taken, cut, and freed. `name`: the module, for messages."""
         for p in params:
+            if (before := unit_of(p)) is not None:
+                before.let_go(p)
             p.zero_unit = self  # type: ignore[attr-defined]
         super().__init__(params, group, group_index, name, dtype)
         self.mine = group.empty(self.padded // group.size, self.dtype, self.device).copy_(self.shard(self.full))  # [S]
@@ -55,6 +61,7 @@ class Unit(Bucket):
         self.on_use: Callable[[Unit, str], None] | None = None
         self.among: set[Unit] = set()  # the units that have memory now, of which this is one while it has
         self.state_dicts: Any = None  # before there is a stage: the hooks that bring it whole into a state_dict
+        self.is_joined = False  # whether several modules need it, one after the other
         self.is_placeholder = False  # while a state_dict is made of the names
         nothing = float("nan") if self.dtype.is_floating_point else 0
         scalar = torch.tensor(nothing, dtype=self.dtype, device=self.device)
@@ -142,22 +149,25 @@ class Unit(Bucket):
 
     def wait(self) -> None:
         """Return when the parameters may be used."""
-        self.start()
+        if self.is_free:
+            self.start()
         if self._work is not None:
             self._work.wait()
             self._work = None
             self.attach()
 
     def attach(self) -> None:
-        """As in `Bucket`, for the parameters that no other unit has taken over since."""
-        place(self._own(self.views), Managed)
+        super().attach()
         self.versions = [p._version for p in self.params]
 
-    def _own(self, memory_of: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Of these parameters those that no other unit has taken over since."""
-        if all(p.__dict__.get("zero_unit") is self for p in memory_of):
-            return memory_of
-        return {p: memory for p, memory in memory_of.items() if unit_of(p) is self}
+    def let_go(self, p: nn.Parameter) -> None:
+        """From now on p is another's: its memory stays where that puts it."""
+        del self.views[p], self._nothings[p]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its parameters may be used."""
+        return not self.is_free and self._work is None
 
     @property
     def in_flight(self) -> bool:
@@ -175,7 +185,7 @@ class Unit(Bucket):
             return
         self.wait()
         written = self.versions != [p._version for p in self.params]
-        place(self._own(self._nothings), Freed)
+        place(self._nothings, Freed)
         self.group.streams.followed_by(self._allocated_on)  # whose next tensor may get this memory
         self.full.untyped_storage().resize_(0)
         self.is_free = True
@@ -215,25 +225,34 @@ def unit_of(p: nn.Parameter) -> Unit | None:
 def make_units(
     params: list[nn.Parameter],
     owner: dict[nn.Parameter, str],
+    first: dict[str, str],
     group_of: dict[nn.Parameter, int],
     group: Group,
     config: ZeroConfig,
     experts: Mapping[nn.Parameter, Group],
 ) -> dict[str, list[Unit]]:
-    """Units by path of the module that needs them: one a module, optimizer group, dtype, ranks; frozen ones apart."""
+    """Units by path of the module that needs them: one a module, optimizer group, dtype, ranks; frozen ones apart.
+
+    `first`: the modules that share their units, by path: that of the first of them (see `joined`).
+    """
     together: dict[tuple[str, int, torch.dtype, Group], list[nn.Parameter]] = {}
     for p in params:
-        together.setdefault((owner[p], group_of.get(p, -1), p.dtype, experts.get(p, group)), []).append(p)
+        key = (first.get(owner[p], owner[p]), group_of.get(p, -1), p.dtype, experts.get(p, group))
+        together.setdefault(key, []).append(p)
     units: dict[str, list[Unit]] = {}
     kept = 0  # elements
-    for (path, index, _, ranks), members in together.items():
+    for (_, index, _, ranks), members in together.items():
+        paths = list(dict.fromkeys(owner[p] for p in members))
+        name = " to ".join(path or "the model" for path in dict.fromkeys((paths[0], paths[-1])))
         with whole(members):
-            unit = Unit(members, ranks, index, path or "the model", config.dtype)
+            unit = Unit(members, ranks, index, name, config.dtype)
+        unit.is_joined = len(paths) > 1
         kept += unit.mine.numel()
         if config.parameter_home is not None:
             home = config.parameter_home if kept > config.max_in_host else Host()
             unit.shelve(home, round_up(config.sub_group_size, ALIGN))
-        units.setdefault(path, []).append(unit)
+        for path in paths:
+            units.setdefault(path, []).append(unit)
     return units
 
 
@@ -283,6 +302,7 @@ def make_whole(params: list[nn.Parameter]) -> None:
     """Parameters that `zero.Init` sharded get data of their own again. A collective, in the order of `params`."""
     with whole(params):
         for p in params:
-            if unit_of(p) is not None:
+            if (unit := unit_of(p)) is not None:
+                unit.let_go(p)
                 del p.zero_unit  # type: ignore[attr-defined]
                 place({p: DATA.__get__(p).clone()}, Managed)

@@ -18,7 +18,7 @@ from refimpl.zero.fetch import Fetch
 from refimpl.zero.flat import Bucket, lay_out
 from refimpl.zero.gradients import Reduction
 from refimpl.zero.owing import Owing
-from refimpl.zero.owners import leaves, owners
+from refimpl.zero.owners import joined, leaves, owners
 from refimpl.zero.parameter import DATA
 from refimpl.zero.path import Path
 from refimpl.zero.plus import Plus
@@ -43,13 +43,15 @@ class Zero3(Stage):
             unit.state_dicts.remove()  # from now on the stage's own
         whole_modules = leaves(self.model, self.config, on_gpu=self.group.device.type == "cuda")
         whole_modules |= {path for path, _, _ in apart(self.model, self.experts)}
-        units_of = make_units(large, owners(self.model, whole_modules), trained, self.group, self.config, self.experts)
+        owner = owners(self.model, whole_modules)
+        first = joined(self.model, {p: owner[p] for p in large}, self.config.unit_size)
+        units_of = make_units(large, owner, first, trained, self.group, self.config, self.experts)
         self.kept = lay_out(
             [p for p in params if p in small], trained, self.group, self.config.reduce_bucket_size, dtype,
             self.experts,
         )  # fmt: skip
         share(self.model, {*large, *(p for b in self.kept for p in b.params)}, self.group, dtype, self.experts)
-        self.units = [u for units in units_of.values() for u in units]
+        self.units = list(dict.fromkeys(u for units in units_of.values() for u in units))
         self.plus = Plus(self.group, self.config, self.parted, scale=self.loss_scale, units=self.units_by_name)
         for unit in self.units:
             self.plus.outfit(unit)
@@ -120,8 +122,7 @@ class Zero3(Stage):
         return super().home(p) or unit_of(p)
 
     def weights(self, bucket: Bucket) -> Tensor:
-        only_here = isinstance(bucket, Unit) and bucket not in self.update.masters
-        return bucket.now() if only_here else super().weights(bucket)
+        return super().weights(bucket) if bucket in self.update.masters else bucket.now()
 
     def put_weights(self, bucket: Bucket, flat: Tensor) -> None:
         super().put_weights(bucket, flat)

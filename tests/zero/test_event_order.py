@@ -74,14 +74,16 @@ class Seen:
     last: int = 0
 
 
-def train(stage: str, net: str = "an unused layer", micro_batches: int = 1, deterministic: bool = False) -> Seen:
+def train(
+    stage: str, net: str = "an unused layer", micro_batches: int = 1, deterministic: bool = False, unit_size: int = 0
+) -> Seen:
     recorder = Recorder()
     group = Group(dist.group.WORLD, deterministic=deterministic, streams=recorder)
     torch.manual_seed(0)
     with Watch(recorder) as watch:
         model = NETS[net]()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        config = ZeroConfig(reduce_bucket_size=700, check_order=False)
+        config = ZeroConfig(reduce_bucket_size=700, check_order=False, unit_size=unit_size)
         seen = Seen(recorder, STAGES[stage](model, optimizer, group, config))
         for step in range(3):
             seen.last, before = len(recorder.log), watch.syncs
@@ -99,6 +101,11 @@ def test_no_two_accesses_race(stage: str, deterministic: bool, ranks: int) -> No
     for net, micro_batches in itertools.product(NETS, (1, 2)):
         seen = train(stage, net, micro_batches, deterministic)
         assert races(seen.recorder.log) == [], (net, micro_batches)
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_joined_units_do_not_race(net: str, ranks: int) -> None:
+    assert races(train("zero3", net, unit_size=2000).recorder.log) == []
 
 
 @pytest.mark.parametrize(

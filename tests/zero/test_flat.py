@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from refimpl.comm.group import Group
 from refimpl.zero.flat import ALIGN, ALIGN_PARAMETER, Bucket, cut_into_buckets, round_up
+from refimpl.zero.owners import joined, owners
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 RANKS = st.integers(1, 5)
@@ -124,3 +125,23 @@ def test_no_bucket_ends_while_the_next_parameter_fits(
         if later:
             following = min(later, key=lambda b: turn[b[0]])
             assert sum(p.numel() for p in a) + following[0].numel() > size
+
+
+@given(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=5), min_size=1, max_size=4), st.integers(0, 120))
+def test_neighbours_join_as_long_as_they_fit(widths: list[list[int]], most: int) -> None:
+    """Rows of layers: a run is of one row, in order, within the size, and no shorter than it may be."""
+    model = nn.ModuleList(nn.Sequential(*(nn.Linear(w, w) for w in row)) for row in widths)
+    owner = owners(model, set())
+    first = joined(model, owner, most)
+    sizes = {path: sum(p.numel() for p in model.get_submodule(path).parameters()) for path in first}
+    assert set(first) == set(owner.values())
+    runs: dict[str, list[str]] = {}
+    for path, of in first.items():
+        runs.setdefault(of, []).append(path)
+    assert [path for run in runs.values() for path in run] == list(dict.fromkeys(owner.values()))
+    for run in runs.values():
+        assert len({path.split(".")[0] for path in run}) == 1
+        assert len(run) == 1 or sum(sizes[path] for path in run) <= most
+    for one, other in pairwise(runs.values()):
+        fits = sum(sizes[path] for path in [*one, other[0]]) <= most
+        assert not (fits and one[0].split(".")[0] == other[0].split(".")[0])

@@ -100,6 +100,26 @@ def test_weights_can_be_loaded_into_a_stage(stage: str, dtype: torch.dtype) -> N
     assert all(run(loaded, stage, dtype, ranks=3))
 
 
+def one_weight_written(stage_name: str) -> list[bool]:
+    """Before each step one weight of another parameter is written; whether each stays what was written."""
+    model = Net().to(torch.bfloat16)
+    stage = STAGES[stage_name](model, torch.optim.AdamW(model.parameters(), lr=1e-6))
+    params = [p for p in model.parameters() if p.requires_grad][::4]
+    for step, p in enumerate(params):
+        stage.backward(model(tokens(step, stage.group.rank)))
+        p.data.view(-1)[-1] = 7 + step
+        stage.step()
+    return [p.data.view(-1)[-1].item() == 7 + step for step, p in enumerate(params)]
+
+
+@pytest.mark.parametrize("stage", ["ddp", "zero1"])
+def test_one_weight_that_is_written_is_what_the_update_starts_from(stage: str) -> None:
+    """Wherever it lies in its bucket: under DDP each rank looks at its own 1/N alone."""
+    for stayed in run(one_weight_written, stage, ranks=3):
+        assert len(stayed) > 4
+        assert all(stayed)
+
+
 def copied(stage_name: str) -> tuple[list[str], list[str], bool]:
     model, optimizer, stage = stage_of_small(stage_name)
     plain(model, optimizer, lambda step: batch(step, stage.group.rank))

@@ -200,6 +200,59 @@ def test_in_the_first_step_too(name: str) -> None:
     assert told[0] == told[1]
 
 
+class Rows(nn.Module):
+    """Two rows of three layers, each row a unit; `plan` says which layers run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(nn.ModuleList(nn.Linear(8, 8) for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: Tensor, plan: tuple[tuple[int, int], ...]) -> Tensor:
+        for row, layer in plan:
+            x = x + self.rows[row][layer](x)  # type: ignore[index]
+        return x.square().mean()
+
+
+ALL_LAYERS = tuple(product(range(2), range(3)))
+
+
+def part_in_rows(left_out: tuple[tuple[int, int], ...], trains: bool) -> str:
+    """What the ranks are told if the last one leaves out these layers; "" if nothing."""
+    torch.manual_seed(0)
+    model, group = Rows(), Group(dist.new_group())
+    group.patience.stall = group.patience.again = 0.05
+    stage = Zero3(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group, ZeroConfig(unit_size=1000))
+    assert [u.name for u in stage.units] == ["rows.0.0 to rows.0.2", "rows.1.0 to rows.1.2"]
+    other = tuple(layer for layer in ALL_LAYERS if layer not in left_out)
+    try:
+        for step in range(4):
+            with torch.set_grad_enabled(trains):
+                plan = other if step == 2 and group.rank == group.size - 1 else ALL_LAYERS
+                loss = model(torch.ones(2, 8), plan)
+            if trains:
+                stage.backward(loss)
+                stage.step()
+    except RankDivergence as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_joined_units_part_where_the_ranks_would_send_something_else(ranks: int) -> None:
+    """A layer less in a row gathers the same; but the row is reduced elsewhere, as one of its gradients is missing."""
+    parted = {
+        ALL_LAYERS[3:4]: ("reduction of rows.1.0 to rows.1.2", "backward of rows.0.0 to rows.0.2"),
+        ALL_LAYERS[:3]: ("forward of rows.0.0 to rows.0.2", "forward of rows.1.0 to rows.1.2"),
+    }
+    with World(ranks, compare=False) as world:
+        assert world.call(part_in_rows, ((0, 1), (1, 0)), False) == [""] * ranks
+        told = [world.call(part_in_rows, left_out, True) for left_out in parted]
+        world.kill()
+    for texts, (usual, other) in zip(told, parted.values(), strict=True):
+        lines = "; ".join(f"rank {rank}: {other if rank == ranks - 1 else usual}" for rank in range(ranks))
+        assert all(f"through the model. {lines}. ZeRO-3" in text for text in texts), texts
+
+
 def part_and_go_on() -> list[str]:
     """After the ranks have parted in the middle of a step nothing hangs: whatever is tried says why."""
     stage = built()

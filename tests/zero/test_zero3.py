@@ -10,7 +10,7 @@ import torch
 from test_stages import GPT_JOB, Scored
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training import STAGES, Block, Job, Net, differing, oracle, tokens, train
+from training import STAGES, Block, Job, Net, adamw, differing, oracle, tokens, train
 from worlds import run
 
 from refimpl.comm.group import Group
@@ -115,6 +115,8 @@ def test_awkward_models_keep_their_bits(stage: str, make: Callable[[], nn.Module
         {"leaf_modules": ("blocks.1", "up", nn.LayerNorm)},
         {"gather_blocks": True},
         {"module_granularity_threshold": 600},
+        {"unit_size": 700},
+        {"unit_size": 10**6, "prefetch_bucket_size": 0},
         {"param_persistence_threshold": 100},
         {"param_persistence_threshold": 600, "model_persistence_threshold": 1000},
         {"max_reuse_distance": 1_000_000},
@@ -168,6 +170,66 @@ def units_with_blocks(leaf: Any) -> list[str]:
 
 def units_with_repeated() -> list[str]:
     return units_with(gather_blocks=True)
+
+
+def test_neighbours_are_gathered_as_one_up_to_a_size() -> None:
+    """Of one module, without parts of their own; trained and frozen ones, and optimizer groups, stay apart."""
+    of_a_block = sum(p.numel() for p in Block(13).parameters())
+    assert set(run(units_up_to, of_a_block, ranks=1)[0]) == {
+        *(f"blocks.{i}.up to blocks.{i}.down" for i in range(3)),  # matrices
+        *(f"blocks.{i}.norm to blocks.{i}.down" for i in range(3)),  # vectors, which have no weight decay
+        "frozen", "unused", "unused to norm", "the model",  # whose embedding the head is tied to
+    }  # fmt: skip
+    assert "blocks.0.up" in run(units_up_to, of_a_block - 1, ranks=1)[0]
+    assert run(units_up_to, 0, ranks=1)[0] == run(units_up_to, 1, ranks=1)[0]
+
+
+def units_up_to(size: int) -> list[str]:
+    model = Net()
+    return [u.name for u in Zero3(model, adamw(model), Group.world(), ZeroConfig(unit_size=size)).units]
+
+
+class Row(nn.Module):
+    """Layers in a row, then one that is used twice, with another between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(13, 13) for _ in range(4)))
+        self.again = nn.ModuleList(nn.Linear(13, 13) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        return self.layers[0](self.again[1](self.again[0](x))).square().mean()  # type: ignore[no-any-return]
+
+
+def gathers_of_a_row(unit_size: int, prefetch: int, frozen: bool) -> list[tuple[int, int, int]]:
+    """All-gathers of a step, bytes, and what is still whole after it, step by step."""
+    model, found = Row(), list[tuple[int, int, int]]()
+    model.layers.requires_grad_(not frozen)
+    stage = built(model, unit_size=unit_size, prefetch_bucket_size=prefetch)
+    ledger = stage.group.ledger
+    for _ in range(3):
+        ledger.reset()
+        stage.backward(model(torch.ones(2, 13, requires_grad=True)))
+        sent = ledger.calls("tag")["parameters"], ledger.sent_bytes("tag")["parameters"]
+        found.append((*sent, sum(not u.is_free for u in stage.units)))
+        stage.step()
+    return found
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("prefetch", [0, 10**6])
+def test_joined_units_are_gathered_once_for_a_run_of_modules(prefetch: int, frozen: bool) -> None:
+    """Forward: the row, the two, the row once more. Backward: the same in reverse, from the first step on.
+
+    What is trained stays in backward until its last gradient is there, and is gathered once.
+    """
+    joined, alone = (run(gathers_of_a_row, size, prefetch, frozen, ranks=2)[0] for size in (10**6, 0))
+    assert [calls for calls, _, _ in joined] == [3 + (3 if frozen else 2)] * 3
+    assert [calls for calls, _, _ in alone] == [7 + (7 if frozen else 6)] * 3
+    assert [left for _, _, left in joined] == [0] * 3
+    row, two = 4 * (176 + 16), 2 * (176 + 16)  # 169 and 13 elements, each from a multiple of 8; multiples of 2 * 64
+    assert [sent for _, sent, _ in joined] == [4 / 2 * ((4 if frozen else 3) * row + 2 * two)] * 3
 
 
 @pytest.mark.parametrize(("on_gpu", "asked", "expected"), [(True, None, 3), (True, False, 0), (False, None, 0)])
