@@ -113,13 +113,12 @@ def numbers(
     many, (rows, dealt) = Split((shares[0],), shares[0], ranks), shares
     counts, sizes = {rows: [many]} if rows > 1 else {}, {width: [many] for width in widths}
     for name, (blocks, several) in dealt.items():
-        own = {n for _, n in units.alone.get(name, ()) if n < units.width}
         for length, number in blocks:
             copies = several if number < ranks else 1
             if copies == ranks:
                 continue  # the same numbers as in the whole
             split = Split((number,), number, ranks, copies=copies)
-            heads = {number} if copies > 1 else {number, *own}
+            heads = {number} if copies > 1 else {number, *units.heads[name]}
             for known, values in ((counts, heads - {1}), (sizes, {length, found.exits[name][0].shape[-1]})):
                 for n in values:
                     if n % number == 0 and split not in known.setdefault(n, []):

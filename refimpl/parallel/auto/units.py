@@ -48,6 +48,7 @@ class Units:
     width: int  # of the rows' inputs
     blocks: dict[str, tuple[int, ...]]
     alone: dict[str, tuple[tuple[int, int], ...]]  # of q alone there may be more units than of q and k together
+    heads: dict[str, set[int]]  # into how many pieces some outputs of a layer fall, however they lie
 
     @property
     def most(self) -> int:
@@ -93,7 +94,8 @@ def find_units(found: Trace, rows: Sequence[str], columns: Sequence[str]) -> Uni
     if silent or any(packed is None for packed in blocks.values()):
         return None
     alone = {name: runs for name, outputs in most.items() if (runs := packed_runs(outputs))}
-    return Units(number, width, {name: packed for name, packed in blocks.items() if packed is not None}, alone)
+    heads = {name: {n for n, _ in outputs if n < width} for name, outputs in most.items()}
+    return Units(number, width, {name: packed for name, packed in blocks.items() if packed is not None}, alone, heads)
 
 
 def packed_runs(outputs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...] | None:
