@@ -41,6 +41,7 @@ def text(feed: int) -> dict[str, Tensor]:
 
 def trained(sp: int, stage: int) -> tuple[list[float], list[float]]:
     """Losses and norms of `STEPS` steps of AdamW; with sp the batches come through the adapter."""
+    parallel_state_sp._made.world = None  # the tests' worlds end all groups between runs
     model, rank = llama(), dist.get_rank()
     settings = {"micro_batch_size": 1, "seq_length_is_variable": True}
     mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", sp, **settings)  # type: ignore[arg-type]
@@ -101,6 +102,7 @@ def test_any_number_of_heads_and_evaluation_alone() -> None:
 
 
 def refused(what: str) -> None:
+    parallel_state_sp._made.world = None
     model, kind = llama(), "sdpa"
     if what == "another":
         kind = "flash_attention_2"
@@ -125,7 +127,7 @@ def refused(what: str) -> None:
             "core_attn_implementation='flash_attention_2' does not match model config attn_implementation='sdpa'",
         ),
         ("eager", "eager needs a mask of all tokens: use sdpa"),
-        ("size", "sequence_parallel_size 4: 2 or more, and 2 ranks a multiple"),
+        ("size", "sequence_parallel_size 4: must be 2 or more, and divide 2 ranks"),
         ("packed", "position_ids begin anew, as of packed or left-padded sequences, which sdpa knows by a mask alone"),
         ("no positions", "a batch without position_ids"),
     ],

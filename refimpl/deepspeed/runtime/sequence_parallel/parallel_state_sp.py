@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 class _Made:
     """What `initialize_sequence_parallel` has made: DeepSpeed's functions take no object that could hold it."""
 
+    world: ProcessGroup | None = None  # in which they were made
     sequence: ProcessGroup | None = None
     everybody: ProcessGroup | None = None
 
@@ -24,20 +25,22 @@ _made = _Made()
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
     """Blocks of so many consecutive ranks share sequences. A collective.
 
-    ValueError for a size that is not 2 or more, or does not divide the ranks; RuntimeError if they share already.
+    ValueError for a size that is not 2 or more, or does not divide the ranks; RuntimeError if they share by another.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if sequence_parallel_size < 2 or ranks % sequence_parallel_size:
         raise ValueError(
-            f"sequence_parallel_size {sequence_parallel_size}: {ranks} ranks are no multiple of it above 1"
+            f"sequence_parallel_size {sequence_parallel_size}: it must be 2 or more, and divide {ranks} ranks"
         )
-    if _made.sequence is not None:
-        raise RuntimeError("the ranks share sequences already: initialize_sequence_parallel is called once")
+    if _made.world is dist.group.WORLD:
+        if (size := get_sequence_parallel_world_size()) != sequence_parallel_size:
+            raise RuntimeError(f"the ranks share sequences already, {size} of them each, not {sequence_parallel_size}")
+        return
     for first in range(0, ranks, sequence_parallel_size):
         block = dist.new_group(list(range(first, first + sequence_parallel_size)))
         if first <= rank < first + sequence_parallel_size:
             _made.sequence = block
-    _made.everybody = dist.new_group(list(range(ranks)))
+    _made.everybody, _made.world = dist.new_group(list(range(ranks))), dist.group.WORLD
 
 
 def get_sequence_parallel_group() -> ProcessGroup:

@@ -78,6 +78,8 @@ class UlyssesSPAttentionHF:
         parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size)
         group = group_of(parallel_state_sp.get_sequence_parallel_group())
         core = attentions[core_attn_implementation]
+        if getattr(core, "func", None) is attend:  # registered before
+            core = core.args[0]
         masked = core_attn_implementation in MASKED
         attentions[core_attn_implementation] = partial(attend, core, group, masked, disable_in_eval)
         return parallel_state_sp
