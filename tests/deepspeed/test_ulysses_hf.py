@@ -127,7 +127,7 @@ def refused(what: str) -> None:
             "core_attn_implementation='flash_attention_2' does not match model config attn_implementation='sdpa'",
         ),
         ("eager", "eager needs a mask of all tokens: use sdpa"),
-        ("size", "sequence_parallel_size 4: must be 2 or more, and divide 2 ranks"),
+        ("size", "sequence_parallel_size 4: it must be 2 or more, and divide 2 ranks"),
         ("packed", "position_ids begin anew, as of packed or left-padded sequences, which sdpa knows by a mask alone"),
         ("no positions", "a batch without position_ids"),
     ],
