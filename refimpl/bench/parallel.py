@@ -7,9 +7,12 @@ machine does falls out as far as it is slow; below 1 is faster.
 
 A pipeline is also held to its formula: a third contestant computes every operation of a rank's program, in its order,
 and neither sends nor waits. What a step should take is that, and the bubble that the table states for the durations
-of forward and backward measured there. Where backward is split the simulated clock says it, with each stage's own: a
-first stage has no input half, all of its backward is the weights', and formulas are for stages that are alike. With
-fewer cores than ranks there is no such ratio: a rank that computes in another's bubble then takes its core.
+of forward and backward measured there. Where backward is split the simulated clock says it, with each stage's own
+durations: a first stage has no input half, all of its backward is the weights', and the formulas are for stages that
+are alike. That is no way out: on stages that are alike the clock and the formula agree (a test holds every schedule to
+it), it knows of no message and no overhead, so no runner of the table is faster, and it takes no duration from the
+runner that is judged. With fewer cores than ranks there is no such ratio: a rank that computes in another's bubble then
+takes its core.
 On a machine that others use too, the fastest steps say more than the median.
 """
 

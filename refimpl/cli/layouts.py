@@ -32,7 +32,8 @@ def shape_of(params: str | None, model: Path | None, context: int | None) -> "Sh
     """From a size, or from a transformers `config.json`. ValueError for neither, both, or what cannot be read."""
     from dataclasses import replace
 
-    from refimpl.plan.shape import of_config, of_size
+    from refimpl.plan.public import of_config
+    from refimpl.plan.shape import of_size
 
     if (params is None) == (model is None):
         raise ValueError("give either --params 7B or --model config.json")

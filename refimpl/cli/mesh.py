@@ -81,6 +81,8 @@ def asked(
     model = GPTConfig(context=context, width=width, layers=layers, heads=width // 64)
     try:
         found.check(of_gpt(model))
+        if layers % pp:  # formulas hold where stages are alike
+            raise ValueError(f"{layers} layers over pipeline stages: does not divide by {pp}")
     except ValueError as reason:
         raise ValueError(f"--mesh {mesh}: {reason}") from None
     check_memory(30 * 10**6 + TRAIN_BYTES * model.parameters, found.gpus)

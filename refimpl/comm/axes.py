@@ -127,6 +127,8 @@ class Axes:
         if replicas is None:
             raise TypeError(f"mpu: {type(mpu).__name__} has no get_data_parallel_group that answers")
         model, pipeline = group("model", "tensor_model"), group("pipeline_model", "pipe")
+        if context is not None and model is not None and model.ranks == context.ranks:
+            tensor = model = None  # in DeepSpeed's parallel_state_sp another name for the ranks of a sequence
         parts = tensor or alone, pipeline or alone, model or alone
         return cls(world, replicas, context or alone, *parts, replicas, alone, group("data") or alone, alone, replicas)
 

@@ -73,7 +73,7 @@ def about_rank(engine: TrainingState, exclude_frozen: bool) -> dict[str, Any]:
 def counted_elsewhere(engine: TrainingState) -> frozenset[nn.Parameter]:
     """What another rank of this replica saves."""
     beyond = engine.stage.update.beyond
-    return frozenset() if beyond is None else beyond.counted_elsewhere
+    return frozenset() if beyond is None else frozenset(filter(beyond.counts_none_of, engine.stage.names))
 
 
 def identity(engine: TrainingState) -> dict[str, Any]:

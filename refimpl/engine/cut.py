@@ -33,6 +33,7 @@ from refimpl.parallel.pipeline.module import PipelineModule
 from refimpl.parallel.split import Split
 from refimpl.parallel.swap import Plan, called, gpt_plan, parallelize
 from refimpl.parallel.tensor import cuts
+from refimpl.zero.beyond import Spans
 from refimpl.zero.unit import unit_of
 
 AUTOTP_SIZE = "_autotp_size"  # of a model: asked for by deepspeed.tp_model_init
@@ -181,17 +182,20 @@ def routing_losses(loss: nn.Module) -> str:
     return ", ".join(found)
 
 
-def counted_elsewhere(model: nn.Module, axes: Axes) -> list[nn.Parameter]:
+def counted_elsewhere(model: nn.Module, axes: Axes) -> dict[nn.Parameter, Spans | None]:
     """Copies that another rank of this replica has and counts: where the norm, and what is saved, are of each once.
 
     Of a layer that several stages use the first stage's counts; of what tensor ranks all have whole, rank 0's; of heads
     of keys that several have, the first one's. A model cut by others says which parameters are parts by their attribute
-    `model_parallel` or `tensor_model_parallel`.
+    `model_parallel` or `tensor_model_parallel`. -> which elements of each, laid out flat; None: all.
     """
-    repeated = list(model.repeated) if isinstance(model, PipelineModule) else []
-    if axes.tensor.rank == 0:
-        return repeated
-    rank = axes.tensor.rank
-    parts = {p for p, (split, _, _) in cuts(model).items() if rank % split.copies == 0}
-    parts |= {p for p in model.parameters() if any(getattr(p, flag, False) for flag in OTHERS_FLAGS)}
-    return repeated + [p for p in model.parameters() if p not in parts and p not in set(repeated)]
+    found = dict[nn.Parameter, Spans | None]()
+    parts, rank = cuts(model), axes.tensor.rank
+    for p in model.parameters() if rank > 0 else ():
+        if p not in parts:
+            found |= {} if any(getattr(p, flag, False) for flag in OTHERS_FLAGS) else {p: None}
+        elif rank % parts[p][0].copies:
+            split, dim, _ = parts[p]
+            row = p.numel() // p.shape[dim]
+            found[p] = tuple((span.start * row, span.stop * row) for span in split.copied(rank))
+    return found | (dict.fromkeys(model.repeated) if isinstance(model, PipelineModule) else {})

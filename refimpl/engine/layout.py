@@ -1,5 +1,7 @@
 """What must be so before an engine is built, for ranks that disagree would wait for each other for ever."""
 
+from collections.abc import Collection
+
 from torch import nn
 from torch.optim import Optimizer
 
@@ -40,7 +42,7 @@ def check_agreed(config: DeepSpeedConfig, axes: Axes) -> None:
             raise ConfigError(f"{key} differs between ranks: {each}; give all of them the same configuration")
 
 
-def check_whole(optimizer: Optimizer | None, axes: Axes, copies: list[nn.Parameter]) -> None:
+def check_whole(optimizer: Optimizer | None, axes: Axes, copies: Collection[nn.Parameter]) -> None:
     """ConfigError for an optimizer that would see parts where it needs whole parameters. A collective of one kind.
 
     copies: see `counted_elsewhere`. A momentum that travels compressed would no longer be the same in all copies: they

@@ -4,6 +4,8 @@
     Split((4, 4), units=2, ranks=2)     [a a | b b] [c c | d d]          two blocks, each cut by itself: a fused q, k
                                          rank 0: a a c c   rank 1: b b d d
     Split((4,), units=2, ranks=4, copies=2)   [a a | b b]                2 heads of keys: ranks 0 and 1 have the first
+    Split((4, 1), (4, 1), ranks=2, copies=2)  [a b | c d] [e]            4 heads of queries and 1 of keys in one matrix
+                                         rank 0: a b e   rank 1: c d e
 
 A unit is never cut. A count that the ranks do not divide is dealt out unevenly, the first ranks having one unit more;
 so a vocabulary of 257 on 2 ranks has 129 and 128 rows, and no padding that later has to be masked. (Megatron-LM pads it
@@ -24,11 +26,11 @@ from refimpl.comm.group import Group
 class Split:
     """`blocks`: lengths that are cut one by one, each in `units` equal pieces; `of`: what is cut, for the errors.
 
-    `copies`: ranks that have the same units.
+    `units`: of all blocks, or of each. `copies`: ranks that have the same units, of blocks with fewer units than ranks.
     """
 
     blocks: tuple[int, ...]
-    units: int
+    units: int | tuple[int, ...]
     ranks: int
     of: str = "dimension"
     copies: int = 1
@@ -37,30 +39,51 @@ class Split:
         """ValueError for blocks that are no whole units, and for fewer units than ranks."""
         if self.ranks % self.copies:
             raise ValueError(f"{self.of}: {self.ranks} ranks are no multiple of {self.copies} copies")
-        for block in self.blocks:
-            if block % self.units:
-                raise ValueError(f"{self.of}: {block} features are not {self.units} equal units")
-        if self.units < self.ranks // self.copies:
-            raise ValueError(
-                f"{self.of}: {self.units} units of {self.blocks[0] // self.units} cannot be dealt to {self.ranks} "
-                f"ranks, each of which needs one: use at most {self.units} ranks"
-            )
+        for block, units in zip(self.blocks, self.each, strict=True):
+            if block % units:
+                raise ValueError(f"{self.of}: {block} features are not {units} equal units")
+            if units < self.ranks // self.copies_of(units):
+                raise ValueError(
+                    f"{self.of}: {units} units of {block // units} cannot be dealt to {self.ranks} "
+                    f"ranks, each of which needs one: use at most {units} ranks"
+                )
 
-    def units_of(self, rank: int) -> range:
-        """The units that this rank has."""
-        place = rank // self.copies
-        each, more = divmod(self.units, self.ranks // self.copies)
+    @property
+    def each(self) -> tuple[int, ...]:
+        """Every block's units."""
+        return self.units if isinstance(self.units, tuple) else (self.units,) * len(self.blocks)
+
+    def copies_of(self, units: int) -> int:
+        """Ranks that have the same units of a block of so many."""
+        return self.copies if units < self.ranks else 1
+
+    def units_of(self, rank: int, block: int = 0) -> range:
+        """The units that this rank has of a block."""
+        copies = self.copies_of(self.each[block])
+        each, more = divmod(self.each[block], self.ranks // copies)
+        place = rank // copies
         first = place * each + min(place, more)
         return range(first, first + each + (place < more))
 
     def spans(self, rank: int) -> list[slice]:
         """Where this rank's parts lie in the whole, a slice a block."""
-        mine, spans, start = self.units_of(rank), list[slice](), 0
-        for block in self.blocks:
-            unit = block // self.units
+        spans, start = list[slice](), 0
+        for index, (block, units) in enumerate(zip(self.blocks, self.each, strict=True)):
+            mine, unit = self.units_of(rank, index), block // units
             spans.append(slice(start + mine.start * unit, start + mine.stop * unit))
             start += block
         return spans
+
+    def copied(self, rank: int) -> list[slice]:
+        """Where in this rank's part lies what other ranks have too."""
+        found, start = list[slice](), 0
+        for span, units in zip(self.spans(rank), self.each, strict=True):
+            end = start + span.stop - span.start
+            if self.copies_of(units) > 1:
+                begin = found.pop().start if found and found[-1].stop == start else start
+                found.append(slice(begin, end))
+            start = end
+        return found
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -81,10 +104,11 @@ class Split:
     def join(self, parts: list[Tensor], dim: int) -> Tensor:
         """Every rank's part, in rank order -> the whole."""
         blocks: list[list[Tensor]] = [[] for _ in self.blocks]
-        for rank, part in list(enumerate(parts))[:: self.copies]:
+        for rank, part in enumerate(parts):
             lengths = [span.stop - span.start for span in self.spans(rank)]
-            for block, piece in zip(blocks, part.split(lengths, dim), strict=True):  # type: ignore[no-untyped-call]
-                block.append(piece)
+            pieces = part.split(lengths, dim)  # type: ignore[no-untyped-call]
+            for block, units, piece in zip(blocks, self.each, pieces, strict=True):
+                block += [piece] if rank % self.copies_of(units) == 0 else []
         return torch.cat([piece for block in blocks for piece in block], dim)
 
     def gather(self, part: Tensor, group: Group, dim: int, tag: str) -> Tensor:

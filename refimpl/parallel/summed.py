@@ -1,10 +1,11 @@
 """Parameters that every rank holds whole, but uses for its own tokens or heads: their gradients are parts of a sum.
 
-A norm under sequence parallelism, a norm over the features of a head. A hook on the parameter sums what each rank has,
-2 n (N-1)/N bytes for n. It is set at a call of the module, because a copy of a module has the module's hooks, but not
-those of its parameters.
+A norm under sequence parallelism, a norm over the features of a head; or in part: keys in a matrix that has queries
+too. A hook on the parameter sums what each rank has, 2 n (N-1)/N bytes for n. It is set at a call of the module, for a
+copy of a module has the module's hooks, but not those of its parameters.
 """
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,21 +14,29 @@ from torch import Tensor, nn
 
 from refimpl.comm.group import Group
 
+Where = tuple[int, Sequence[slice]]  # of a parameter: these spans along this dimension
 
-def sum_gradients(module: nn.Module, names: list[str], group: Group) -> None:
-    """Of the module's own parameters that are called `names`."""
+
+def sum_gradients(module: nn.Module, names: list[str], group: Group, where: Mapping[str, Where] | None = None) -> None:
+    """Of the module's own parameters that are called `names`; of those in `where` these spans alone."""
     if group.size > 1:
-        module.register_forward_pre_hook(partial(_hook, names, group))
+        module.register_forward_pre_hook(partial(_hook, names, group, where or {}))
 
 
-def _hook(names: list[str], group: Group, module: nn.Module, args: Any) -> None:
+def _hook(names: list[str], group: Group, where: Mapping[str, Where], module: nn.Module, args: Any) -> None:
     for name in names:
         p = module._parameters[name]
         if p is not None and p.requires_grad and not hasattr(p, "summed"):
-            p.summed = p.register_hook(partial(_summed, group))  # type: ignore[attr-defined, no-untyped-call]
+            p.summed = p.register_hook(partial(_summed, group, where.get(name)))  # type: ignore[attr-defined, no-untyped-call]
 
 
-def _summed(group: Group, grad: Tensor) -> Tensor:
+def _summed(group: Group, where: Where | None, grad: Tensor) -> Tensor:
     grad = grad.clone(memory_format=torch.contiguous_format)
-    group.all_reduce(grad, tag="tensor, whole parameters")
+    dim, spans = where or (0, [slice(0, grad.shape[0])])
+    for span in spans:
+        part = grad.narrow(dim, span.start, span.stop - span.start)
+        summed = part.contiguous()
+        group.all_reduce(summed, tag="tensor, whole parameters")
+        if summed is not part:
+            part.copy_(summed)
     return grad

@@ -56,7 +56,7 @@ class Where:
 class Columns:
     """-> ColumnParallelLinear."""
 
-    units: int | None = None
+    units: int | tuple[int, ...] | None = None
     blocks: tuple[int, ...] | int = 1
     gathered: bool = False
     copies: int = 1
@@ -189,9 +189,10 @@ def sum_copies(model: nn.Module) -> None:
     """Where several ranks have the same outputs of a column layer: each uses them for its own heads of queries, and has
     a part of their gradient. It is summed over these ranks, 2 n (R-1)/R bytes for n on R of them. A collective."""
     for layer in model.modules():
-        if isinstance(layer, ColumnParallelLinear) and layer.split.copies > 1:
+        if isinstance(layer, ColumnParallelLinear) and (spans := layer.split.copied(layer.group.rank)):
             same, _ = neighbours(layer.group, layer.split.copies)
-            sum_gradients(layer, list(layer._parameters), same)
+            where = {name: (dim, spans) for name, (_, dim) in layer.splits.items()}
+            sum_gradients(layer, list(layer._parameters), same, where)
 
 
 def swap(

@@ -102,7 +102,7 @@ class ColumnParallelLinear(Parted):
         plain: Any,  # nn.Linear or Conv1D
         group: Group,
         *,
-        units: int | None = None,
+        units: int | tuple[int, ...] | None = None,
         blocks: tuple[int, ...] | int = 1,
         copies: int = 1,
         gathered: bool = False,
@@ -113,9 +113,10 @@ class ColumnParallelLinear(Parted):
         """From an `nn.Linear`, or a layer like it, that is equal on all ranks: each keeps its part.
 
         `units`: outputs are dealt out in that many equal pieces, such as heads (default: one by one). `blocks`: their
-        number or their sizes, where several matrices lie side by side in one, as in a fused qkv. `copies`: ranks that
-        have the same outputs, for keys and values of fewer heads than ranks; see `swap.sum_copies`. `gathered`: return
-        all outputs. `enter`: what brings the input in. `draws`: see `draws.py`. ValueError if it cannot be dealt out.
+        number or their sizes, where several matrices lie side by side in one, as in a fused qkv; `units` may be one a
+        block. `copies`: ranks that have the same outputs of blocks with fewer units than ranks, keys and values of few
+        heads; see `swap.sum_copies`. `gathered`: return all outputs. `enter`: what brings the input in. `draws`: see
+        `draws.py`. ValueError if it cannot be dealt out.
         """
         super().__init__(group)
         self.outputs_dim, self.multiply = how(plain)
@@ -126,6 +127,8 @@ class ColumnParallelLinear(Parted):
         if gathered and copies > 1:
             raise ValueError(f"{name}: outputs that are gathered are one of a kind: copies must be 1, not {copies}")
         self.split = Split(sizes, sizes[0] if units is None else units, group.size, name, copies)
+        if self.outputs_dim and self.split.copied(0) not in ([], [slice(0, self.split.sizes[0])]):
+            raise ValueError(f"{name}: outputs of which some are copied must be the weight's first dimension")
         self.gathered, self.enter, self.draws = gathered, enter, draws
         self.leave: Exchange = partial(gather, split=self.split) if gathered else local
         self.keep("weight", plain.weight, self.split, self.outputs_dim)

@@ -2,7 +2,9 @@
 
     tensor (tp)     matrices and vocabulary / tp, and what lies between them; by sequence parallelism also what lies
                     outside, but for the inputs of the cut matrices (Megatron-LM gathers these again in backward)
-    pipeline (pp)   layers / pp; stage 0 has up to pp micro-batches alive (1F1B), the last one the head
+    pipeline (pp)   layers / pp; stage 0 has up to pp micro-batches alive (1F1B), the last one the head. If pp does not
+                    divide them the first stages have one more, and all wait for these (the engine balances parameters:
+                    where the vocabulary is large its first stage may have fewer)
     data (dp)       sequences; ZeRO divides state over dp x cp
     context (cp)    tokens of a sequence: activations / cp, attention in a ring
 
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from refimpl.plan import formulas
 from refimpl.plan.shape import Shape
 from refimpl.plan.time import bubble
-from refimpl.plan.traffic import busiest, parameters_of
+from refimpl.plan.traffic import busiest, layers_of, parameters_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,6 @@ class Mesh:
     def check(self, shape: Shape) -> None:
         """ValueError for a layout that cannot be, with its reason."""
         for what, whole, parts in (
-            ("layers over pipeline stages", shape.layers, self.pp),
             ("heads over tensor ranks", shape.heads, self.tp),
             ("vocabulary over tensor ranks", shape.vocab, self.tp),
             ("sequences over ranks and micro-batches", self.batch, self.dp * self.micro),
@@ -77,6 +78,8 @@ class Mesh:
         ):
             if whole % parts:
                 raise ValueError(f"{whole} {what}: does not divide by {parts}")
+        if self.pp > shape.layers:
+            raise ValueError(f"{shape.layers} layers over {self.pp} pipeline stages: each needs one")
         if shape.kv_heads % self.tp and self.tp % shape.kv_heads:
             raise ValueError(f"{shape.kv_heads} heads of keys and values over {self.tp} tensor ranks: neither divides")
         if self.pp > 1 and self.zero in ("zero2", "zero3"):
@@ -104,8 +107,9 @@ class Verdict:
 
     @property
     def limit(self) -> str:
-        """What a step waits for most, beside compute."""
-        return max((s, name) for name, s in self.seconds.items() if name != "compute")[1]
+        """What a step waits for most, beside compute; that, if for nothing."""
+        seconds, name = max((s, name) for name, s in self.seconds.items() if name != "compute")
+        return name if seconds > 0 else "compute"
 
 
 def judge(shape: Shape, mesh: Mesh, machine: Machine) -> Verdict:
@@ -114,7 +118,8 @@ def judge(shape: Shape, mesh: Mesh, machine: Machine) -> Verdict:
     fullest = max((state(shape, mesh, stage) for stage in {0, mesh.pp - 1}), key=lambda found: sum(found.values()))
     sent = busiest(shape, mesh)
     done = shape.flops(mesh.batch, mesh.recompute) / mesh.gpus
-    compute = done / (machine.peak * machine.efficiency)
+    uneven = layers_of(shape, mesh, 0) * mesh.pp / shape.layers
+    compute = uneven * done / (machine.peak * machine.efficiency)
     idle = bubble(mesh.pp, mesh.micro_batches)
     inside = mesh.tp <= machine.in_node
     last = compute / mesh.micro_batches * (3 if mesh.recompute else 2) / (4 if mesh.recompute else 3)
@@ -146,7 +151,8 @@ def activations(shape: Shape, mesh: Mesh, alive: int, head: bool) -> int:
     With `recompute` each block keeps its input, and one block, or the head, is there whole at a time. Temporaries come
     on top, as while the loss is computed 8 bytes a logit.
     """
-    layers, block, last = shape.layers // mesh.pp, kept_of_block(shape, mesh), kept_of_head(shape, mesh) if head else 0
+    layers = layers_of(shape, mesh, mesh.pp - 1 if head else 0)
+    block, last = kept_of_block(shape, mesh), kept_of_head(shape, mesh) if head else 0
     if not mesh.recompute:
         return alive * layers * block + last
     border = mesh.tokens(shape) * shape.width * mesh.itemsize // mesh.between
@@ -156,7 +162,7 @@ def activations(shape: Shape, mesh: Mesh, alive: int, head: bool) -> int:
 def kept_of_block(shape: Shape, mesh: Mesh) -> int:
     """Inputs of the norms, of qkv and of the MLP; q, k, v, what attention gives and the MLP's; statistics in fp32."""
     w, hidden, tokens = shape.width, shape.hidden, mesh.tokens(shape)
-    split = 2 * w + (2 if shape.matrices == 2 else 4) * hidden
+    split = 2 * shape.queries + (2 if shape.matrices == 2 else 4) * hidden
     elements = 2 * w * tokens // mesh.between + (2 * w + 2 * shape.keys(mesh.tp)) * tokens + split * tokens // mesh.tp
     return elements * mesh.itemsize + 2 * statistics(shape, mesh) + 4 * tokens * shape.heads // mesh.tp
 

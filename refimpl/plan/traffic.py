@@ -53,7 +53,7 @@ def traffic(shape: Shape, mesh: Mesh, stage: int, padding: int = 0) -> dict[str,
     tokens = mesh.micro * shape.context // mesh.cp
     n = tokens * shape.width * mesh.itemsize
     first, last = stage == 0, stage == mesh.pp - 1
-    layers = shape.layers // mesh.pp
+    layers = layers_of(shape, mesh, stage)
 
     def all_reduce(size: int) -> int:
         return 2 * size * (mesh.tp - 1) // mesh.tp
@@ -88,9 +88,14 @@ def busiest(shape: Shape, mesh: Mesh) -> dict[str, int]:
     return {axis: max(sent[axis] for sent in stages) for axis in AXES}
 
 
+def layers_of(shape: Shape, mesh: Mesh, stage: int) -> int:
+    """Of a stage; of layers that the stages do not divide the first ones have one more."""
+    return shape.layers // mesh.pp + (stage < shape.layers % mesh.pp)
+
+
 def parameters_of(shape: Shape, mesh: Mesh, stage: int) -> int:
     """On one rank of a stage, before ZeRO divides them. A tied head of another stage is a copy of its own."""
-    count = shape.layers // mesh.pp * shape.block(mesh.tp)
+    count = layers_of(shape, mesh, stage) * shape.block(mesh.tp)
     if stage == 0:
         count += shape.embedding // mesh.tp + shape.positions * shape.context * shape.width
     if stage == mesh.pp - 1:

@@ -110,10 +110,12 @@ class Bucket:
         """Start and end of what flat, [P] or this rank's [S], holds of p."""
         return (self.offset[p], self.offset[p] + p.numel()) if flat.numel() == self.padded else self.span(p)
 
-    def part(self, flat: Tensor, p: nn.Parameter) -> Tensor:
-        """What flat, [P] or this rank's [S], holds of p: a flat view."""
-        start, end = self.within(flat, p)
-        return flat[start:end]
+    def part(self, flat: Tensor, p: nn.Parameter, begin: int = 0, end: int | None = None) -> Tensor:
+        """What flat, [P] or this rank's [S], holds of p, or of p's elements from begin to end: a flat view."""
+        start, stop = self.within(flat, p)
+        first = 0 if flat.numel() == self.padded else self.group.rank * (self.padded // self.group.size)
+        at = self.offset[p] - first  # where p begins, before flat or in it
+        return flat[max(start, at + begin) : max(start, stop if end is None else min(stop, at + end))]
 
     def cut(self, whole: Tensor, p: nn.Parameter, numel: int) -> Tensor:
         """What of `whole`, in p's shape, belongs to a part of `numel` elements: all of it, or this rank's span."""

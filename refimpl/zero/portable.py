@@ -72,7 +72,7 @@ def parts(stage: Stage) -> Iterator[Part]:
         return
     at = {p: i for i, p in enumerate(p for bucket in stage.buckets for p in bucket.params)}
     for p, name in sorted(stage.names.items(), key=lambda item: at.get(item[0], len(at))):
-        if beyond is not None and p in beyond.counted_elsewhere:
+        if beyond is not None and beyond.counts_none_of(p):
             continue
         bucket, place = stage.home(p), place_of(stage, p)
         ranks = stage.experts.get(p, stage.group)

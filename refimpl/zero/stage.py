@@ -29,7 +29,7 @@ from refimpl.optim.loss_scale import LossScaler
 from refimpl.optim.travelling import Travelling
 from refimpl.zero.access import ByName
 from refimpl.zero.backward import BackwardPass, in_backward
-from refimpl.zero.beyond import Beyond
+from refimpl.zero.beyond import Beyond, Spans
 from refimpl.zero.buffers import Buffers
 from refimpl.zero.changing import Changing
 from refimpl.zero.compressed import Compressed
@@ -270,13 +270,17 @@ class Stage(Changing, ByName, Held, ABC):
             if p not in self.gradients.bucket_of:
                 take_raw_grad(p)
 
-    def spans(self, group: Group, counted_elsewhere: Iterable[nn.Parameter] = ()) -> None:
+    def spans(
+        self, group: Group, counted_elsewhere: Iterable[nn.Parameter] | Mapping[nn.Parameter, Spans | None] = ()
+    ) -> None:
         """The ranks of `group` hold other parts of the model: the gradient's norm and what follows are of all parts.
 
         Clipping is by `ZeroConfig.gradient_clipping` then. counted_elsewhere: this rank's copies of parameters that
-        another part's rank counts. On all these ranks, before the first step.
+        another part's rank counts, or what of each is such a copy (None: all of it). On all these ranks, before the
+        first step.
         """
-        self.update.beyond, self.view.parted = Beyond(group, frozenset(counted_elsewhere)), True
+        copies = counted_elsewhere if isinstance(counted_elsewhere, Mapping) else dict.fromkeys(counted_elsewhere)
+        self.update.beyond, self.view.parted = Beyond(group, copies), True
 
     @torch.no_grad()
     def replicate(self, group: Group) -> None:

@@ -165,9 +165,9 @@ class Update:
         for bucket, gradient in gradients.items():
             mine = bucket.shard(gradient) if gradient.numel() == bucket.padded else gradient  # of what every rank has
             message[0] += known[bucket] if bucket in known else self.squares(gradient, mine, exact)
-            if self.beyond and (copies := self.beyond.counted_elsewhere & set(bucket.params)):
+            if self.beyond and not self.beyond.counted_elsewhere.keys().isdisjoint(bucket.params):
                 seen = self.resting.whole(bucket) if self.resting and bucket in known else mine
-                message[0] -= sum(sum_of_squares(bucket.part(seen, p), exact) for p in copies)
+                message[0] -= sum(sum_of_squares(copy, exact) for copy in self.beyond.copies(bucket, seen))
         self.group.all_reduce(message, "sum", tag="norm")
         self.group.settle()
         ranks = self.group.size

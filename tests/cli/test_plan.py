@@ -80,7 +80,7 @@ def test_the_layout_of_a_deepspeed_configuration(
         (["--params", "many"], "--params many: a number of parameters, such as 125M, 7B or 1T"),
         (["--params", "7B", "--gpu-memory", "big"], "--gpu-memory big: a number of bytes"),
         (["--model", "nowhere.json"], "--model nowhere.json: "),
-        (["--params", "7B", "--gpus", "7", "--batch", "5"], "no layout divides them all; change the batch"),
+        (["--params", "7B", "--gpus", "37", "--batch", "5"], "no layout divides them all; change the batch"),
     ],
 )
 def test_layouts_refused_in_one_line(

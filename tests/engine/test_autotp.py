@@ -84,7 +84,7 @@ def test_a_strangers_model_is_cut_by_what_its_data_shows(tp: int, tmp_path: Path
         torch.testing.assert_close(together[key], w, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["one_key", "shared_keys"])
+@pytest.mark.parametrize("name", ["one_key", "shared_keys", "joined", "joined_one"])
 def test_heads_of_keys_that_several_ranks_have_count_once(name: str, tmp_path: Path) -> None:
     """In the norm that clips, in what is saved, and in three steps of AdamW."""
     from safetensors.torch import load_file
@@ -94,11 +94,14 @@ def test_heads_of_keys_that_several_ranks_have_count_once(name: str, tmp_path: P
         torch.testing.assert_close(w, expected[key], rtol=1e-4, atol=1e-5)
 
 
-def carried_on(tp: int, load: Path | None, save: Path, steps: int) -> tuple[dict[str, Tensor], list[float]]:
+def carried_on(
+    name: str, tp: int, stage: int, load: Path | None, save: Path, steps: int
+) -> tuple[dict[str, Tensor], list[float]]:
     """The whole weights, and the losses of so many steps after what was loaded."""
     torch.manual_seed(0)
-    model = models.shared_keys()
+    model = getattr(models, name)()
     config = {"train_batch_size": 4, "optimizer": ADAMW, "tensor_parallel": {"autotp_size": tp}}
+    config |= {"gradient_clipping": 0.1, "zero_optimization": {"stage": stage}}
     engine, *_ = initialize(model=model, training_data=Texts("ids"), config=config)
     if load is not None:
         engine.load_checkpoint(load)
@@ -113,12 +116,13 @@ def carried_on(tp: int, load: Path | None, save: Path, steps: int) -> tuple[dict
     return {k: w.clone() for k, w in whole_state_dict(engine.module).items()}, losses
 
 
-def test_a_checkpoint_of_copied_heads_goes_on_at_other_degrees(tmp_path: Path) -> None:
-    """Their AdamW too: 4 ranks, then 1, then 2, beside one process all the way."""
-    ((whole, losses),) = run(carried_on, 1, None, tmp_path / "alone", 6, ranks=1)
+@pytest.mark.parametrize("name", ["shared_keys", "joined"])
+def test_a_checkpoint_of_copied_heads_goes_on_at_other_degrees(name: str, tmp_path: Path) -> None:
+    """Their AdamW too: 4 tensor ranks, then 1, then 2 beside 2 that are data-parallel in ZeRO-3; and one process."""
+    ((whole, losses),) = run(carried_on, name, 1, 0, None, tmp_path / "alone", 6, ranks=1)
     found, before = list[float](), None
-    for tp in (4, 1, 2):
-        weights, some = run(carried_on, tp, before, tmp_path / str(tp), 2, ranks=tp)[0]
+    for tp, ranks, stage in ((4, 4, 1), (1, 1, 0), (2, 4, 3)):
+        weights, some = run(carried_on, name, tp, stage, before, tmp_path / str(tp), 2, ranks=ranks)[0]
         found, before = found + some, tmp_path / str(tp)
     assert found == pytest.approx(losses, rel=1e-4)
     for key, w in whole.items():

@@ -182,6 +182,47 @@ def test_sequence_ranks_of_an_mpu() -> None:
         run(by_mpu, False, ranks=4)
 
 
+class Sequences(Mpu):
+    """DeepSpeed's parallel_state_sp: all that it answers of the model's axis is the sequence's by another name."""
+
+    def __init__(self) -> None:
+        super().__init__(core=False)
+        self.get_model_parallel_group = self.get_sequence_parallel_group
+
+    def get_sequence_data_parallel_group(self) -> Any:
+        return self.mesh.group("dp", "cp").handle
+
+
+def clipped(stage: int, shared: bool) -> tuple[float, list[float]]:
+    """The norm of two steps over two texts of 6 tokens; a layer that looks at each token alone."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.1, "zero_optimization": {"stage": stage},
+        "gradient_accumulation_steps": 1 if shared else 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+    }  # fmt: skip
+    model = nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.Linear(5, 3))
+    engine, *_ = initialize(model=model, config=config, mpu=Sequences() if shared else None)
+    texts = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(2):
+        mine = [texts[engine.axes.feed].chunk(2)[engine.axes.context.rank]] if shared else texts
+        for x in mine:
+            loss = engine(x).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return engine.get_global_grad_norm() or 0.0, losses
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_sequence_ranks_that_an_mpu_calls_model_ranks_too_count_every_gradient_once(stage: int) -> None:
+    ((norm, losses),) = run(clipped, 0, False, ranks=1)
+    found = run(clipped, stage, True, ranks=4)
+    assert [seen for seen, _ in found] == [pytest.approx(norm, rel=1e-5)] * 4
+    steps = [sum(each[step] for _, each in found) / 4 for step in range(2)]
+    assert steps == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2], rel=1e-5)
+
+
 def test_the_name_checkpoint_is_the_function_whatever_was_imported() -> None:
     code = (
         "import refimpl.checkpoint.tree, refimpl; from refimpl import checkpoint, initialize; "

@@ -1,6 +1,7 @@
 """Models that `autotp` has never seen: transformers' families with tiny random weights, and strangers' own."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -122,6 +123,23 @@ class Share(nn.Module):
         return self.sum_up(mixed.transpose(1, 2).reshape(b, t, -1))
 
 
+class Joined(nn.Module):
+    """Heads of queries and fewer of keys and values in one matrix, one after the other, as ChatGLM and Phi-3 have them;
+    numbers in a configuration that all layers share."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.config, self.few, size = config, config.few, config.size
+        self.all, self.sum_up = nn.Linear(24, (config.many + 2 * config.few) * size), nn.Linear(config.many * size, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        many, size = self.config.many, self.config.size
+        heads = self.all(x).split([many * size, self.few * size, self.few * size], -1)
+        q, k, v = (y.unflatten(-1, (-1, size)).transpose(1, 2) for y in heads)
+        k, v = (y.repeat_interleave(many // self.few, 1) for y in (k, v))
+        return self.sum_up(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
 class Think(nn.Module):
     """Squeezed after, not before: x + norm(...); dropout between its matrices."""
 
@@ -204,6 +222,32 @@ class Alibi(Look):
         k, v = (y.unflatten(-1, (-1, self.each)).transpose(1, 2) for y in self.tell(x).chunk(2, -1))
         far = torch.arange(t).view(1, 1, 1, t) * self.slope.view(1, -1, 1, 1)[:, : q.shape[1]]
         return self.sum_up(((q @ k.mT * self.heat + far).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Sloped(Look):
+    """A slope a head that the model around hands to each layer by keyword, as BLOOM and MPT do."""
+
+    def forward(self, x: Tensor, far: Tensor) -> Tensor:
+        b, t = x.shape[:2]
+        q = self.ask(x).view(b, t, self.n, self.each).transpose(1, 2).flatten(0, 1)
+        k, v = (y.reshape(b, t, self.n, self.each).transpose(1, 2).flatten(0, 1) for y in self.tell(x).chunk(2, -1))
+        y = torch.baddbmm(far, q, k.mT).softmax(-1) @ v
+        return self.sum_up(y.view(b, self.n, t, self.each).transpose(1, 2).flatten(2))
+
+
+class Slopes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.say = nn.Embedding(VOCAB, 24), nn.Linear(24, VOCAB)
+        self.looks = nn.ModuleList(Sloped(24, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        slopes = 2.0 ** -torch.arange(4.0, device=x.device, dtype=x.dtype)
+        far = torch.arange(ids.shape[1], dtype=x.dtype) * slopes.repeat(len(ids)).view(-1, 1, 1)  # [B n, 1, T]
+        for look in self.looks:
+            x = x + look(x, far=far)
+        return self.say(x)
 
 
 class Transposed(Look):
@@ -310,6 +354,55 @@ def shared_keys() -> nn.Module:
 
 def one_key() -> nn.Module:
     return Stranger(lambda: Share(24, 4, 1))
+
+
+def joined(many: int = 8, few: int = 2) -> nn.Module:
+    config = SimpleNamespace(many=many, few=few, size=3, eps=1e-5)
+    return Stranger(lambda: Joined(config))
+
+
+def joined_one() -> nn.Module:
+    """7 heads of queries: ranks have unequal numbers of them."""
+    return joined(7, 1)
+
+
+def slopes() -> nn.Module:
+    return Slopes()
+
+
+def phi3() -> nn.Module:
+    """One matrix for q, k and v, one for gate and up; the forward asks the configuration for the number of heads."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    common = COMMON | {"num_attention_heads": 8}
+    return Phi3ForCausalLM(Phi3Config(**common, num_key_value_heads=2, pad_token_id=0))
+
+
+def falcon(**more: Any) -> nn.Module:
+    from transformers import FalconConfig, FalconForCausalLM
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8}
+    return FalconForCausalLM(FalconConfig(**sizes, alibi=False, **more))
+
+
+def falcon_groups() -> nn.Module:
+    """The heads of a group side by side: its queries, its key, its value."""
+    return falcon(new_decoder_architecture=True, num_kv_heads=4)
+
+
+def bigcode() -> nn.Module:
+    from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
+
+    return GPTBigCodeForCausalLM(GPTBigCodeConfig(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=8))
+
+
+def bloom() -> nn.Module:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    return BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=8))
+
+
+FUSED = [phi3, falcon, falcon_groups, bigcode, bloom]
 
 
 def llama_one_key() -> nn.Module:

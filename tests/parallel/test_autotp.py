@@ -161,6 +161,35 @@ def test_transformers_models_with_few_heads_of_keys() -> None:
         assert kinds(report) == LLAMA
 
 
+@hf
+def test_transformers_models_with_queries_and_few_keys_in_one_matrix() -> None:
+    reports = run(compare, [family.__name__ for family in models.FUSED], ranks=4, timeout=300)[0]
+    for name, report in reports.items():
+        whole = {layer for layer, kind in kinds(report).items() if kind == "whole"}
+        assert whole == ({"transformer.wpe"} if name == "bigcode" else set()), name
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_queries_and_few_keys_in_one_matrix(ranks: int) -> None:
+    """2 heads of keys for 2 ranks are dealt out, for 4 copied, for 3 refused; one is on all."""
+    names = ["joined", "joined_one", "slopes"]
+    reports, *others = run(compare, names, ranks=ranks)
+    assert all(reports == other for other in others)
+    details = [reports[name].details["stack.0.a.all"] for name in names[:2]]
+    copied, heads = ", each on 2 ranks", "nor 8 heads of queries in equal parts: use 2 ranks"
+    says = {
+        2: "2 units in each of (24, 6, 6)",
+        3: f"2 units cannot be dealt to 3 ranks, each of which needs one, {heads}",
+        4: f"8 units in 24 + 2 units in 6{copied} + 2 units in 6{copied}",
+    }
+    assert details[0] == says[ranks]
+    assert details[1] == f"7 units in 21 + 1 units in 6, each on {ranks} ranks"
+    sizes = {attribute for _, attribute in reports["joined"].cut.sizes}
+    assert sizes == (set() if ranks == 3 else {"config.many", "few"})
+    assert {attribute for _, attribute in reports["slopes"].cut.sizes} == {"n", "far="}
+    assert "whole" not in kinds(reports["slopes"]).values()
+
+
 STRANGERS = {  # which of its layers stay whole
     "stranger": {"place"},
     "beside": {"place"},
@@ -198,7 +227,7 @@ def says(reports: dict[str, Report]) -> None:
     }
     why = {name: report.details for name, report in reports.items()}
     assert why["stranger"]["place"] == "of a Stranger, which is no plain linear layer or embedding"
-    assert why["alibi"]["stack.0.a.ask"] == "the gradient of stack.0.a.ask.weight is no part of the whole's"
+    assert why["alibi"]["stack.0.a.ask"] == "the gradient of stack.0.a.ask.weight is no part of the whole's (n divided)"
     assert why["leaky"]["stack.0.a.sum_up"].startswith("what feeds it feeds other layers too: ")
     assert "does not fall into equal runs of features" in why["transposed"]["stack.0.a.ask"]
     drops = "its dropout of [2, 6, 24], whole [2, 6, 24], stands between a column and a row layer: "

@@ -142,6 +142,26 @@ def test_parts_join_to_the_whole_and_cut_no_unit(blocks: tuple[int, ...], units:
     assert [unit for rank in range(ranks) for unit in split.units_of(rank)] == list(range(units))
 
 
+@pytest.mark.parametrize(
+    ("blocks", "units", "ranks", "copies"),
+    [((48, 4, 4), (12, 1, 1), 4, 4), ((48, 8, 8), (12, 2, 2), 4, 2), ((28, 8), (7, 1), 3, 3), ((4,), 2, 4, 2)],
+)
+def test_blocks_of_few_units_are_on_several_ranks(
+    blocks: tuple[int, ...], units: int | tuple[int, ...], ranks: int, copies: int
+) -> None:
+    split = Split(blocks, units, ranks, copies=copies)
+    x = torch.arange(2 * sum(blocks)).view(2, -1)
+    parts = [split.part(x, rank, 1) for rank in range(ranks)]
+    assert [part.shape[1] for part in parts] == split.sizes
+    assert torch.equal(split.join(parts, 1), x)
+    for rank, part in enumerate(parts):
+        first = rank - rank % copies
+        (mine,), (theirs,) = split.copied(rank), split.copied(first)
+        assert torch.equal(part[:, mine], parts[first][:, theirs]), "ranks with the same heads of keys"
+    counted = sum(split.sizes) - sum(s.stop - s.start for r in range(ranks) if r % copies for s in split.copied(r))
+    assert counted == sum(blocks), "each once"
+
+
 def test_what_cannot_be_dealt_out_is_refused_with_its_sizes() -> None:
     with pytest.raises(ValueError, match=r"k_proj: 2 units of 8 cannot be dealt to 4 ranks, .* use at most 2 ranks"):
         Split((16,), 2, 4, "k_proj")

@@ -1,6 +1,7 @@
 """Whole models over part of a sequence on each rank: a GPT under ZeRO, and transformers' Llama with grouped heads."""
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
@@ -103,3 +104,22 @@ def test_transformers_llama_with_grouped_heads(how: str, ranks: int) -> None:
     torch.testing.assert_close(layout.join([part for part, _ in found]), logits.detach(), rtol=1e-4, atol=1e-5)
     expected = model.model.layers[0].self_attn.k_proj.weight.grad
     torch.testing.assert_close(found[0][1], expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dropout": 0.1}, "no dropout"),
+        ({"mask": torch.ones(1, 6)}, "a mask is not known"),
+        ({"sliding_window": 4}, "a sliding window is not known"),
+        ({"softcap": 30.0}, "a softcap is not known"),
+        ({"is_causal": False}, "attention both ways is not known"),
+    ],
+)
+def test_what_is_not_causal_attention_is_refused(options: dict[str, Any], says: str) -> None:
+    module, q = torch.nn.Module(), torch.zeros(1, 2, 6, 4)
+    attention = attention_function(Group(None), Layout(6, 1, zigzag=False))
+    assert attention(module, q, q, q, None, scaling=0.5)[0].shape == (1, 6, 2, 4)
+    module.is_causal = options.pop("is_causal", True)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=says):
+        attention(module, q, q, q, options.pop("mask", None), **options)

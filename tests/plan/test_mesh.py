@@ -22,10 +22,11 @@ from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.parallel.swap import gpt_plan, parallelize
 from refimpl.plan import formulas
 from refimpl.plan.mesh import Machine, Mesh, activations, judge
+from refimpl.plan.public import FAMILIES, of_config
 from refimpl.plan.published import LLAMA, MEGATRON, Run
 from refimpl.plan.search import search
-from refimpl.plan.shape import Shape, of_config, of_gpt, of_size
-from refimpl.plan.traffic import by_axis, parameters_of, traffic
+from refimpl.plan.shape import Shape, of_gpt, of_size
+from refimpl.plan.traffic import by_axis, layers_of, parameters_of, traffic
 from refimpl.plan.transformer import activation_bytes, flops_per_token, tensor_parallel_sent
 
 # Rajbhandari et al. 2020, arXiv:1910.02054, table 1: GB of model state a device, for 7.5, 128 and 1,000 billion
@@ -187,6 +188,19 @@ PUBLIC: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PUBLIC["mistral"] = PUBLIC["llama"] | {"model_type": "mistral"}
 PUBLIC["qwen2"] = PUBLIC["llama"] | {"model_type": "qwen2", "tie_word_embeddings": True}
+PUBLIC["biased"] = PUBLIC["llama"] | {"attention_bias": True, "mlp_bias": True, "head_dim": 8}
+for like in ("phi3", "gemma", "gemma2", "granite", "qwen3", "starcoder2", "gpt_neox", "phi"):
+    more = {"pad_token_id": 0} | ({"head_dim": 8} if like in ("gemma", "gemma2", "qwen3") else {})
+    PUBLIC[like] = PUBLIC["llama"] | {"model_type": like} | more
+PUBLIC["gpt_neox"].pop("num_key_value_heads")
+PUBLIC["gptj"] = PUBLIC["gpt2"] | {"model_type": "gptj", "rotary_dim": 4}
+PUBLIC["gpt_bigcode"] = PUBLIC["gpt2"] | {"model_type": "gpt_bigcode"}
+PUBLIC["opt"] = PUBLIC["llama"] | {"model_type": "opt", "ffn_dim": 80, "word_embed_proj_dim": 48}
+PUBLIC["bloom"] = {"model_type": "bloom", "hidden_size": 48, "n_layer": 3, "n_head": 4, "vocab_size": 101}
+FALCON = PUBLIC["llama"] | {"model_type": "falcon"}
+PUBLIC["falcon"] = FALCON | {"alibi": False}
+PUBLIC["falcon groups"] = FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}
+PUBLIC["falcon biased"] = FALCON | {"multi_query": False, "parallel_attn": False, "bias": True}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers (the hf extra)")
@@ -198,7 +212,9 @@ def test_a_public_configurations_parameters_are_transformers(family: str) -> Non
     config = AutoConfig.for_model(**settings)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert of_config(config.to_dict()).parameters == sum(p.numel() for p in model.parameters())
+    expected = sum(p.numel() for p in model.parameters())
+    assert of_config(config.to_dict()).parameters == of_config(settings).parameters == expected
+    assert {settings["model_type"] for settings in PUBLIC.values()} == set(FAMILIES)
 
 
 def test_known_models_by_their_published_shapes() -> None:
@@ -211,14 +227,30 @@ def test_known_models_by_their_published_shapes() -> None:
                       "n_positions": 1024}).parameters == 124_439_808  # fmt: skip
 
 
+def test_layers_that_the_stages_do_not_divide() -> None:
+    """126 layers of Llama 3 405B on 2^n GPUs: 16 stages, the first 14 of 8 layers, for which all wait."""
+    shape, mesh = replace(of_gpt(GPTConfig(layers=126)), tied=False), Mesh(2, 16, 1, 32)
+    each = [layers_of(shape, mesh, stage) for stage in range(16)]
+    assert each == [8] * 14 + [7] * 2
+    assert sum(parameters_of(shape, mesh, stage) for stage in range(16)) == shape.parameters
+    even = judge(replace(shape, layers=128), mesh, Machine())
+    found = judge(shape, mesh, Machine())
+    assert found.seconds["compute"] == pytest.approx(even.seconds["compute"], rel=0.02)  # but for the head's part
+    assert found.bytes == even.bytes, "the first stage is the fullest"
+    assert found.mfu < even.mfu
+    assert any(v.mesh.pp == 16 for v in search(replace(shape, layers=126), 64, 64, Machine()).fit)
+
+
 def test_what_is_not_known_is_named() -> None:
+    with pytest.raises(ValueError, match="'mixtral' has num_local_experts 8: mixtures of experts are not laid out"):
+        of_config(PUBLIC["llama"] | {"model_type": "mixtral", "num_local_experts": 8})
     with pytest.raises(ValueError, match="model_type 'mamba': known here are gpt2, llama"):
         of_config({"model_type": "mamba"})
     with pytest.raises(ValueError, match="a gpt2 configuration without 'n_embd'"):
         of_config({"model_type": "gpt2"})
     shape = of_gpt(GPTConfig(layers=6, heads=4))
     for mesh, says in (
-        (Mesh(1, 4, 1, 8), "6 layers over pipeline stages: does not divide by 4"),
+        (Mesh(1, 7, 1, 8), "6 layers over 7 pipeline stages: each needs one"),
         (Mesh(1, 1, 8, 8), "4 heads over tensor ranks: does not divide by 8"),
         (Mesh(3, 1, 1, 8), "8 sequences over ranks and micro-batches: does not divide by 3"),
         (Mesh(2, 2, 1, 8, zero="zero3"), "zero3 with 2 pipeline stages"),

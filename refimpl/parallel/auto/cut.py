@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from refimpl.comm.group import Group
-from refimpl.parallel.auto.sizes import divided
+from refimpl.parallel.auto.sizes import divided, get, part_of_argument, put
 from refimpl.parallel.draws import Draws
 from refimpl.parallel.split import Split
 from refimpl.parallel.swap import Style, swap
@@ -35,6 +37,7 @@ class Cut:
         plain = {name: model.get_submodule(name) for name in self.styles}
         replaced: list[tuple[nn.Module, str, nn.Module]] = []
         kept: dict[tuple[str, str], Any] = {}
+        hooks = list[RemovableHandle]()
 
         def undo() -> None:
             for module, key, layer in replaced:
@@ -43,6 +46,8 @@ class Cut:
                 module._parameters[key] = p
             for (name, attribute), value in kept.items():
                 setattr(model.get_submodule(name), attribute, value)
+            for hook in hooks:
+                hook.remove()
 
         try:
             replaced += swap(model, self.styles, group, draws=draws)
@@ -54,9 +59,13 @@ class Cut:
                     if q is p
                 )
             for (name, attribute), split in self.sizes.items():
-                module = model.get_submodule(name)
-                kept[name, attribute] = value = getattr(module, attribute)
-                setattr(module, attribute, divided(value, split, group.rank))
+                module, (holder, *_) = model.get_submodule(name), attribute.split(".")
+                if attribute.endswith("="):
+                    hook = partial(part_of_argument, attribute[:-1], split, group.rank)
+                    hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                    continue
+                kept.setdefault((name, holder), getattr(module, holder))
+                put(module, attribute, divided(get(module, attribute), split, group.rank))
         except Exception:
             undo()
             raise

@@ -78,14 +78,16 @@ def cut(found: Trace, rows: list[str], columns: list[str], near: dict[str, set[s
             f"what {short(columns)} give {short(rows)} does not fall into equal runs of features that are independent"
         )
     if shares is None:
-        return too_few(units, ranks, columns)
+        return too_few(units, ranks)
     styles: dict[str, Style] = {name: Rows(units=shares[0]) for name in rows}
     for name in columns:
-        number, blocks, copies = shares[1][name]
+        dealt, copies = shares[1][name]
+        lengths, heads = tuple(length for length, _ in dealt), tuple(number for _, number in dealt)
         if isinstance(found.layers[name], nn.Embedding):
-            styles[name] = EmbeddingColumns(units=number)
+            styles[name] = EmbeddingColumns(units=heads[0])
         else:
-            styles[name] = Columns(units=number, blocks=blocks, copies=copies)
+            number = heads if len(set(heads)) > 1 else heads[0]
+            styles[name] = Columns(units=number, blocks=lengths, copies=copies if min(heads) < ranks else 1)
     around = dict[str, None]()
     for row in rows:
         feeds = [name for name in near[row] if not isinstance(found.layers[name], nn.Embedding)]
@@ -94,11 +96,10 @@ def cut(found: Trace, rows: list[str], columns: list[str], near: dict[str, set[s
     return Region(styles, units, list(around), *numbers(found, units, shares, widths, ranks))
 
 
-def too_few(units: Units, ranks: int, columns: list[str]) -> str:
+def too_few(units: Units, ranks: int) -> str:
     """Why so few units cannot be dealt out, not even several times."""
-    most = max(units.alone[name].units if name in units.alone else units.number for name in columns)
-    heads = f", nor {most} heads of queries in equal parts" if most > units.number else ""
-    fit = [n for n in range(2, ranks) if n <= units.number or (n % units.number == 0 and most % n == 0)]
+    heads = f", nor {units.most} heads of queries in equal parts" if units.most > units.number else ""
+    fit = [n for n in range(2, ranks) if units.dealt(n)]
     return (
         f"{units.number} units cannot be dealt to {ranks} ranks, each of which needs one{heads}: "
         f"use {', '.join(map(str, fit)) or 'no more than one'} ranks"
@@ -111,18 +112,20 @@ def numbers(
     """Numbers of heads, and widths, that a module may know -> what each may count."""
     many, (rows, dealt) = Split((shares[0],), shares[0], ranks), shares
     counts, sizes = {rows: [many]} if rows > 1 else {}, {width: [many] for width in widths}
-    for name, (number, blocks, copies) in dealt.items():
-        if copies == ranks:
-            continue  # the same numbers as in the whole
-        split = Split((number,), number, ranks, copies=copies)
-        heads = {number} if copies > 1 else {number, units.alone[name].units if name in units.alone else number}
-        for known, values in ((counts, heads - {1}), (sizes, {*blocks, found.exits[name][0].shape[-1]})):
-            for n in values:
-                if n % number == 0 and split not in known.setdefault(n, []):
-                    known[n].append(split)
-        if copies > 1:  # heads of queries that share one of keys: fewer do on a rank
-            group = Split((copies,), copies, ranks, copies=number)
-            counts[rows // number] = list(dict.fromkeys([*counts.get(rows // number, []), group]))
+    for name, (blocks, several) in dealt.items():
+        for length, number in blocks:
+            copies = several if number < ranks else 1
+            if copies == ranks:
+                continue  # the same numbers as in the whole
+            split = Split((number,), number, ranks, copies=copies)
+            heads = {number} if copies > 1 else {number, *units.heads[name]}
+            for known, values in ((counts, heads - {1}), (sizes, {length, found.exits[name][0].shape[-1]})):
+                for n in values:
+                    if n % number == 0 and split not in known.setdefault(n, []):
+                        known[n].append(split)
+            if copies > 1:  # heads of queries that share one of keys: fewer do on a rank
+                group = Split((copies,), copies, ranks, copies=number)
+                counts[rows // number] = list(dict.fromkeys([*counts.get(rows // number, []), group]))
     return counts, {n: splits for n, splits in sizes.items() if n not in counts}
 
 

@@ -70,6 +70,12 @@ def words_of(style: Any) -> str:
     if isinstance(style, Columns) and style.gathered:
         return "by tokens, gathered"
     copies = f", each on {style.copies} ranks" if getattr(style, "copies", 1) > 1 else ""
-    units = f"{style.units} units{copies}"
     blocks: Any = getattr(style, "blocks", 1)
+    if isinstance(style.units, tuple):
+        several = min(style.units)
+        return " + ".join(
+            f"{n} units in {length}{copies if n == several else ''}"
+            for n, length in zip(style.units, blocks, strict=True)
+        )
+    units = f"{style.units} units{copies}"
     return units if blocks == 1 or len(blocks) == 1 else f"{units} in each of {blocks}"

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from refimpl.comm.group import Group
@@ -15,7 +16,7 @@ from refimpl.parallel.auto import rehearsal
 from refimpl.parallel.auto.cut import Cut
 from refimpl.parallel.auto.regions import Region, pattern
 from refimpl.parallel.auto.rehearsal import Notes, whole_run
-from refimpl.parallel.auto.sizes import Attribute, choices
+from refimpl.parallel.auto.sizes import Attribute, choices, get, keywords
 from refimpl.parallel.auto.trace import Call
 from refimpl.parallel.split import Split
 
@@ -34,11 +35,13 @@ class Stage:
     def __init__(self, twin: nn.Module, call: Call, group: Group) -> None:
         self.twin, self.call, self.group = twin, call, group
         self.whole = {learning: whole_run(twin, call, learning) for learning in (True, False)}
+        with rehearsal.seeded(None), torch.no_grad():
+            self.given = keywords(twin, call)
 
     def best(self, alike: list[Region]) -> Cut | str:
         """The cut of these regions with the first set of attributes that lets it pass, or why none does."""
         reasons = list[str]()
-        for chosen in choices(self.twin, alike[0]):
+        for chosen in choices(self.twin, alike[0], self.given):
             cut = Cut({name: style for region in alike for name, style in region.styles.items()})
             for region in alike:
                 cut.sizes |= self.sizes(region, chosen)
@@ -46,8 +49,9 @@ class Stage:
             if not isinstance(verdict, str):
                 cut.summed = verdict
                 return self.fewer(cut)
-            reasons.append(verdict)
-        return reasons[0]
+            divided = ", ".join(attribute for attribute, _, _ in chosen)
+            reasons.append(verdict + (f" ({divided} divided)" if chosen else ""))
+        return reasons[min(1, len(reasons) - 1)]
 
     def fewer(self, cut: Cut) -> Cut:
         """Without the attributes that need not be divided."""
@@ -62,8 +66,13 @@ class Stage:
             (name, attribute): split
             for name in region.around
             for attribute, value, split in chosen
-            if same(getattr(self.twin.get_submodule(name), attribute, None), value)
+            if same(self.value(name, attribute), value)
         }
+
+    def value(self, name: str, attribute: str) -> Any:
+        if attribute.endswith("="):
+            return self.given.get(name, {}).get(attribute[:-1])
+        return get(self.twin.get_submodule(name), attribute)
 
     def rehearse(self, cut: Cut) -> list[str] | str:
         """A collective. Whole parameters whose gradients must be summed, or the first rank's word on what is wrong."""

@@ -10,8 +10,10 @@ others, for each b; an output to which both come is of two pieces, else the bits
 
 With fewer units than ranks, 2 heads of keys for 4 ranks, each unit of k and v goes to ranks / U consecutive ranks, if q
 alone falls into a multiple of them (`dealt`): the heads of queries that a rank has are then of one group, whose keys
-and values it has whole, as some others have. Megatron-LM: megatron/core/transformer/attention.py,
-`num_query_groups_per_partition`. vLLM: vllm/model_executor/layers/linear.py, `num_kv_head_replicas`.
+and values it has whole, as some others have. q, k and v may lie in one matrix, of which one part is dealt out and one
+copied: each output is asked for itself, and runs of outputs that fall into as many pieces are a block. Megatron-LM:
+megatron/core/transformer/attention.py, `num_query_groups_per_partition`. vLLM: vllm/model_executor/layers/linear.py,
+`num_kv_head_replicas`.
 
 Where in a layer's outputs a unit's lie tells how they are packed: 0 0 1 1 is one block, 0 0 1 1 0 0 1 1 two, such as q
 and k in one matrix. No operation of the model need be known for any of this.
@@ -20,6 +22,7 @@ and k in one matrix. No operation of the model need be known for any of this.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -27,70 +30,104 @@ from torch import Tensor
 
 from refimpl.parallel.auto.trace import Trace
 
+UNSEEN, SEVERAL = -1, -2  # an output that has a part in no piece, or in more than one
+
 
 class Dealt(NamedTuple):
-    """One column layer's part in it: its outputs are `blocks` of `units` each, which `copies` ranks have alike."""
+    """One column layer's part in it: (length, units) of each block, and ranks that have a block of few units alike."""
 
-    units: int
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, int], ...]
     copies: int = 1
 
 
 @dataclass(frozen=True)
 class Units:
-    """What a region's layers have in common: `number` units; each column layer's blocks, and units of its own."""
+    """What a region's layers have in common: `number` units; each column layer's blocks, and units of their own."""
 
     number: int
+    width: int  # of the rows' inputs
     blocks: dict[str, tuple[int, ...]]
-    alone: dict[str, Dealt]  # of q alone there may be more than of q and k together
+    alone: dict[str, tuple[tuple[int, int], ...]]  # of q alone there may be more units than of q and k together
+    heads: dict[str, set[int]]  # into how many pieces some outputs of a layer fall, however they lie
+
+    @property
+    def most(self) -> int:
+        """Heads of queries: units of the blocks that have more of them than all have together.
+
+        There are none unless what they share is narrower than the rows' inputs, as heads of keys are.
+        """
+        found = [block for blocks in self.alone.values() for block in blocks]
+        more = {units for _, units in found} - {self.number}
+        wide = any(units == self.number and length >= self.width for length, units in found)
+        return self.number if wide or len(more) != 1 or self.alone.keys() != self.blocks.keys() else more.pop()
 
     def dealt(self, ranks: int) -> tuple[int, dict[str, Dealt]] | None:
-        """(units of the rows, each column layer's) for so many ranks; None if each rank cannot have one."""
+        """(units of the rows, each column layer's) for so many ranks; None if each rank cannot have one.
+
+        With fewer than ranks what has few is copied. One that all share lets a rank have any number of `most`.
+        """
         if self.number >= ranks:
-            return self.number, {name: Dealt(self.number, blocks) for name, blocks in self.blocks.items()}
-        more = {name: own for name, own in self.alone.items() if own.units > self.number}
-        numbers = {own.units for own in more.values()}
-        if ranks % self.number or len(numbers) != 1 or any(n % ranks or n % self.number for n in numbers):
+            return self.number, {
+                name: Dealt(tuple((length, self.number) for length in blocks)) for name, blocks in self.blocks.items()
+            }
+        even = self.number == 1 or (self.most % ranks == self.most % self.number == 0)
+        if ranks % self.number or self.most < ranks or not even:
             return None
-        same = ranks // self.number
-        few = {name: Dealt(self.number, blocks, same) for name, blocks in self.blocks.items() if name not in more}
-        return numbers.pop(), more | few
+        return self.most, {name: Dealt(blocks, ranks // self.number) for name, blocks in self.alone.items()}
 
 
 def find_units(found: Trace, rows: Sequence[str], columns: Sequence[str]) -> Units | None:
     """The most units into which all the rows' inputs and all the columns' outputs fall; None if none are seen."""
-    widths = [x.shape[-1] for name in rows for x in found.entries[name]]
-    alone: dict[str, tuple[int, Tensor]] = {}
-    for number in reversed(divisors(math.gcd(*widths))):
+    width = math.gcd(*(x.shape[-1] for name in rows for x in found.entries[name]))
+    most: dict[str, list[tuple[int, int]]] = {}  # each output's piece, of the most of which it is in one alone
+    for number in reversed(divisors(width)):
         codes = pieces_of(found, rows, columns, number)
-        known = {name: code for name, code in codes.items() if code is not None}
-        alone = {name: (number, code) for name, code in known.items()} | alone
-        if len(known) == len(columns):
+        for name, code in codes.items():
+            known = most.setdefault(name, [(0, SEVERAL)] * len(code))
+            most[name] = [
+                (number, new) if old == SEVERAL else (n, old) for (n, old), new in zip(known, code, strict=True)
+            ]
+        if not any(SEVERAL in code for code in codes.values()):
             break
-    silent = any((code < 0).float().mean() > 0.5 for code in known.values())  # as with a single token
-    blocks = {name: packing(code.tolist(), number) for name, code in known.items()}
+    silent = any(2 * code.count(UNSEEN) > len(code) for code in codes.values())  # as with a single token
+    blocks = {name: packing(code, number) for name, code in codes.items()}
     if silent or any(packed is None for packed in blocks.values()):
         return None
-    own = {name: Dealt(n, packed) for name, (n, code) in alone.items() if (packed := packing(code.tolist(), n))}
-    return Units(number, {name: packed for name, packed in blocks.items() if packed is not None}, own)
+    alone = {name: runs for name, outputs in most.items() if (runs := packed_runs(outputs))}
+    heads = {name: {n for n, _ in outputs if n < width} for name, outputs in most.items()}
+    return Units(number, width, {name: packed for name, packed in blocks.items() if packed is not None}, alone, heads)
 
 
-def pieces_of(found: Trace, rows: Sequence[str], columns: Sequence[str], number: int) -> dict[str, Tensor | None]:
-    """Column layer -> [M] which of `number` pieces each output has a part in, -1 for none; None if one has two."""
+def packed_runs(outputs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...] | None:
+    """(length, units) of each block of a column layer, of whose outputs (units, piece) is known; None if not so."""
+    blocks, like = list[tuple[int, int]](), 0
+    filled = [(like := like if piece == UNSEEN and like else units, piece) for units, piece in outputs]
+    for units, run in groupby(filled, key=lambda output: output[0]):
+        packed = packing([piece for _, piece in run], units)
+        if packed is None:
+            return None
+        blocks += [(length, units) for length in packed]
+    return tuple(blocks)
+
+
+def pieces_of(found: Trace, rows: Sequence[str], columns: Sequence[str], number: int) -> dict[str, list[int]]:
+    """Column layer -> of each output which of `number` pieces it has a part in, or UNSEEN, or SEVERAL. [M]"""
     exits = [(name, y) for name in columns for y in found.exits[name]]
     codes = {name: torch.zeros(found.exits[name][0].shape[-1], dtype=torch.int64) for name in columns}
     seen = {name: torch.zeros_like(code, dtype=torch.bool) for name, code in codes.items()}
-    mixed: set[str] = set()
+    mixed = {name: torch.zeros_like(code, dtype=torch.bool) for name, code in codes.items()}
     for bit in range(max(1, (number - 1).bit_length())):
         with_bit, without = (touched(found, rows, exits, number, bit, value) for value in (1, 0))
         for name in columns:
-            if bool((with_bit[name] & without[name]).any()):
-                mixed.add(name)
+            mixed[name] |= with_bit[name] & without[name]
             codes[name] += with_bit[name] << bit
             seen[name] |= with_bit[name] | without[name]
-        if len(mixed) == len(columns):
+        if all(bool(those.all()) for those in mixed.values()):
             break
-    return {name: None if name in mixed else codes[name].masked_fill(~seen[name], -1) for name in columns}
+    return {
+        name: code.masked_fill(~seen[name], UNSEEN).masked_fill(mixed[name], SEVERAL).tolist()
+        for name, code in codes.items()
+    }
 
 
 def touched(
@@ -113,13 +150,13 @@ def touched(
 
 
 def packing(codes: Sequence[int], number: int) -> tuple[int, ...] | None:
-    """Blocks in each of which the units lie one after the other, in equal shares; None if it is not so. -1: unknown."""
+    """Blocks in each of which the units lie one after the other, in equal shares; None if it is not so. UNSEEN fits."""
     length = len(codes)
     for count in range(1, length // number + 1):
         block, rest = divmod(length, count)
         if rest == 0 and block % number == 0:
             share = block // number
-            if all(code in (-1, place % block // share) for place, code in enumerate(codes)):
+            if all(code in (UNSEEN, place % block // share) for place, code in enumerate(codes)):
                 return (block,) * count
     blocks, start = list[int](), 0
     while start < length:

@@ -59,8 +59,8 @@ def context_parallel(model: GPT, group: Group, layout: Layout, how: str = "ring"
 def attention_function(group: Group, layout: Layout, how: str = "ring") -> Callable[..., tuple[Tensor, None]]:
     """An attention in the shape that transformers' `AttentionInterface.register` takes.
 
-    The model is called with `input_ids` and `position_ids` of this rank's tokens. ValueError for dropout: the ranks
-    would draw different numbers.
+    The model is called with `input_ids` and `position_ids` of this rank's tokens. ValueError for dropout, for which the
+    ranks would draw different numbers, and for what is not causal attention over all tokens before.
     """
 
     def attention(
@@ -68,6 +68,14 @@ def attention_function(group: Group, layout: Layout, how: str = "ring") -> Calla
     ) -> tuple[Tensor, None]:
         if options.get("dropout"):
             raise ValueError("attention over ranks has no dropout: set attention_dropout = 0")
+        asked = {
+            "a mask": attention_mask is not None,
+            "attention both ways": not (options.get("is_causal") or getattr(module, "is_causal", True)),
+            "a sliding window": options.get("sliding_window") not in (None, 0),
+            "a softcap": options.get("softcap") is not None,
+        }
+        if unknown := [what for what, is_asked in asked.items() if is_asked]:
+            raise ValueError(f"attention over ranks is causal, over all tokens: {unknown[0]} is not known here")
         return attend(group, layout, how, options.get("scaling"))(query, key, value).transpose(1, 2), None
 
     return attention

@@ -1,0 +1,1 @@
+"""Ulysses for transformers' models by DeepSpeed's names."""
