@@ -24,6 +24,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (random.getstate, random.setstate),
 )
 _CUDNN = ("benchmark", "deterministic", "enabled")
+_GROUPS = 64  # process groups that a call is taken to have made on each rank
 
 
 class Settings:
@@ -34,10 +35,12 @@ class Settings:
         self.cudnn = {name: getattr(torch.backends.cudnn, name) for name in _CUDNN}
         self.cuda = torch.cuda.get_rng_state() if _cuda_runs() else None
         self.numpy = _numpy_random().get_state() if _numpy_random() else None
+        self.calls = 0
 
     def restore(self) -> None:
         """Put all of them back, between calls. Seeds of what was not loaded then become new ones."""
-        _end_groups()
+        self.calls += 1
+        _end_groups(self.calls * _GROUPS)
         torch.set_default_device(None)  # a rank begins with none, and to set one, even the CPU, slows every call
         for put, value in self.values:
             put(value)
@@ -55,15 +58,21 @@ class Settings:
                 numpy.set_state(self.numpy)
 
 
-def _end_groups() -> None:
-    """Those that the last call made; all ranks have left it. gloo has three threads a group, and one hardly sleeps."""
+def _end_groups(count: int) -> None:
+    """Those that the last call made; all ranks have left it. gloo has three threads a group, and one hardly sleeps.
+
+    torch makes a group's name of how many there were: a second group of one name would look for the first one's
+    addresses, and ranks that count differently would wait for each other. So what has ended counts still, and all ranks
+    go on from `count`, however many groups each of them was in.
+    """
     known = distributed_c10d._world
+    count = max(count, len(known.pg_names), known.group_count)
     for handle in list(known.pg_map):
         if handle is not dist.group.WORLD:
-            name = known.pg_names[handle]
             dist.destroy_process_group(handle)
-            # torch makes names by counting these: a second group of one name would look for the first one's addresses.
-            known.pg_names[dist.ProcessGroup(0, 1)] = name  # type: ignore[call-arg]
+    while len(known.pg_names) < count:
+        known.pg_names[dist.ProcessGroup(0, 1)] = f"ended {len(known.pg_names)}"  # type: ignore[call-arg, assignment]
+    known.group_count = count
 
 
 def _cuda_runs() -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from refimpl import launch
@@ -89,6 +90,26 @@ def world_sum() -> float:
     x = torch.ones(1)
     Group.world().all_reduce(x)
     return x.item()
+
+
+def one_more_for_some() -> None:
+    """A group that rank 3 is not in, and does not know of."""
+    if dist.get_rank() < 3:
+        dist.new_group([0, 1, 2], use_local_synchronization=True)
+
+
+def sum_of_pairs() -> float:
+    pair = [dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1]
+    x = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(x, group=dist.new_group(pair, use_local_synchronization=True))
+    return x.item()
+
+
+def test_ranks_that_were_in_other_numbers_of_groups_make_new_ones() -> None:
+    """Their names are made of these numbers, by torch: ranks 2 and 3 would look for each other under two names."""
+    with launch.World(4, device="cpu") as world:
+        world.call(one_more_for_some)
+        assert world.call(sum_of_pairs, timeout=20) == [1.0, 1.0, 5.0, 5.0]
 
 
 @pytest.mark.parametrize("keep", [False, True])
