@@ -12,7 +12,7 @@ messages wait. The bytes themselves go another way, in memory or through gloo, a
 when a rank may have them. A rank that waits sleeps, so others compute. A message is on its way from the moment it is
 sent, so what its sender does after that goes on within the latency; what a receiver takes to come back from waiting,
 some tens of microseconds, is measured, and the least of its last returns taken off. What a message takes by itself, 30
-to 90 us between two processes here, is a floor: no link is faster than that. Instants are those of the machine's
+to 280 us between two processes here, is a floor: no link is faster than that. Instants are those of the machine's
 monotonic clock, which all its processes share, as they share the file that says when a cable is free.
 
     REFIMPL_LINK="1Gbit/s 100us" REFIMPL_RANKS_PER_NODE=2   four ranks, two nodes; without the second every rank is one

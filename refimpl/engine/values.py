@@ -21,9 +21,7 @@ DTYPES = {
 
 def as_number(value: Any) -> Any:
     """JSON has no 5e8 that is an integer, so `5e8`, `"5e8"` and `500000000` are the same count. A bool is no number."""
-    if isinstance(value, bool):
-        raise ValueError("must be a number, not true or false")
-    if not isinstance(value, str):
+    if not isinstance(no_bool(value), str):
         return value
     try:
         return float(value)

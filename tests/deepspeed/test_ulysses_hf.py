@@ -41,7 +41,6 @@ def text(feed: int) -> dict[str, Tensor]:
 
 def trained(sp: int, stage: int) -> tuple[list[float], list[float]]:
     """Losses and norms of `STEPS` steps of AdamW; with sp the batches come through the adapter."""
-    parallel_state_sp._made.world = None  # the tests' worlds end all groups between runs
     model, rank = llama(), dist.get_rank()
     settings = {"micro_batch_size": 1, "seq_length_is_variable": True}
     mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", sp, **settings)  # type: ignore[arg-type]
@@ -102,7 +101,6 @@ def test_any_number_of_heads_and_evaluation_alone() -> None:
 
 
 def refused(what: str) -> None:
-    parallel_state_sp._made.world = None
     model, kind = llama(), "sdpa"
     if what == "another":
         kind = "flash_attention_2"

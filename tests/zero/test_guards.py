@@ -114,7 +114,7 @@ def one_weight_written(stage_name: str) -> list[bool]:
 
 @pytest.mark.parametrize("stage", ["ddp", "zero1"])
 def test_one_weight_that_is_written_is_what_the_update_starts_from(stage: str) -> None:
-    """Wherever it lies in its bucket: under DDP each rank looks at its own 1/N alone."""
+    """Wherever it lies in its bucket."""
     for stayed in run(one_weight_written, stage, ranks=3):
         assert len(stayed) > 4
         assert all(stayed)

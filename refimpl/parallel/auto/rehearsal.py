@@ -209,13 +209,11 @@ def differences(model: nn.Module, whole: Notes, part: Notes, group: Group) -> tu
     parts, largest = cuts(model), largest_norm(whole.params)
     for name, p in model.named_parameters():
         cut, found, expected = parts.get(p), part.params.get(name), whole.params.get(name)
-        if (
-            cut is not None and expected is not None and cut[0].copies > 1
-        ):  # a part of a sum, where it lies in the whole
-            part.copied.append(name)
-            part.params[name] = spread(torch.zeros_like(p) if found is None else found, expected, cut, group.rank)
-            continue
         if cut is not None and expected is not None:
+            if cut[0].copies > 1:  # a part of a sum, where it lies in the whole
+                part.copied.append(name)
+                part.params[name] = spread(torch.zeros_like(p) if found is None else found, expected, cut, group.rank)
+                continue
             expected = cut[0].part(expected, group.rank, cut[1])
         zero = torch.zeros_like(p)
         if not close(zero if found is None else found, zero if expected is None else expected, largest):
