@@ -170,9 +170,10 @@ def deepspeed_stage(model: nn.Module, group: Group, dtype: torch.dtype, stage: i
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": dtype == torch.bfloat16},
     }
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=adamw(model.parameters()), config=config, dist_init_required=False
-    )
+    optimizer = adamw(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    for state in optimizer.state.values():  # its stage 0 has made a step without gradients, to have state in 16 bits:
+        state["step"].zero_()  # bias correction would be a step ahead, and the first update 0.74 of the others'
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = engine(tokens, targets)
