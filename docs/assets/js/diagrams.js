@@ -16,8 +16,10 @@
     const fontFamily = getComputedStyle(document.body).fontFamily;
     window.mermaid.initialize({ startOnLoad: false, theme: dark ? "dark" : "neutral", fontFamily });
     for (const [i, place] of places.entries()) {
-      place.innerHTML = (await window.mermaid.render(`diagram-${i}`, sources[i])).svg;
-      const svg = place.firstElementChild; // on a phone a wide one scrolls rather than shrinks out of sight
+      const narrow = place.clientWidth < 500; // a phone: from top to bottom
+      const source = narrow ? sources[i].replace("flowchart LR", "flowchart TB") : sources[i];
+      place.innerHTML = (await window.mermaid.render(`diagram-${i}`, source)).svg;
+      const svg = place.firstElementChild; // what is still too wide scrolls rather than shrinks out of sight
       svg.style.minWidth = `${0.55 * parseFloat(svg.style.maxWidth)}px`;
     }
   }
