@@ -16,6 +16,7 @@ DTYPES = {
     "half": torch.float16,
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
+    "bfp16": torch.bfloat16,  # so spelt by DeepSpeed until 0.13
 }
 
 

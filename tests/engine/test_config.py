@@ -94,7 +94,7 @@ def test_precision() -> None:
     assert load().dtype == torch.float32
     assert load(fp16={"enabled": True}).dtype == torch.float16
     assert load(bf16={"enabled": True}).dtype == torch.bfloat16
-    for spelling in ("torch.bfloat16", "BF16", "bfloat16"):
+    for spelling in ("bfp16", "torch.bfloat16", "BF16", "bfloat16"):
         assert load(data_types={"param_dtype": spelling}).dtype == torch.bfloat16
     assert load(gradient_allreduce_op="SUM").gradient_allreduce_op == "sum"
     with pytest.raises(ConfigError, match=r"fp16.enabled and bf16.enabled are both true"):
