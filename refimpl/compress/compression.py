@@ -46,6 +46,11 @@ class Compression:
             raise ValueError(f"Compression.exchange = {self.exchange!r}: must be one of {', '.join(get_args(Way))}")
         if self.exchange == "summed" and not self.compressor.linear:
             raise ValueError(f"Compression.exchange = 'summed': the wires of {self.compressor} cannot be added")
+        if self.exchange == "served" and self.compressor.linear and self.compressor.unbiased:
+            raise ValueError(
+                f"Compression.exchange = 'served': {self.compressor} would be scaled up twice, by who sends and by who "
+                "serves; leave the exchange open: its wires are added on their way"
+            )
         if (self.exchange == "low rank") and not isinstance(self.compressor, PowerSGD):
             raise ValueError(f"Compression.exchange = 'low rank': {self.compressor} is not PowerSGD")
         if self.start_step < 0:

@@ -50,12 +50,12 @@ def oracle(way: str, name: str, n: int, chunks: list[int], ranks: int, op: str) 
         for i, length in enumerate(pieces):
             total = torch.zeros(length)
             for rank in range(ranks):
-                draw = call * ranks + rank
+                draw = 2 * call * ranks + rank
                 wire = workers[rank][i].compress(numbers(rank, call, n).split(pieces)[i], draw)
                 total += operator.decompress(wire, length, turn=draw)
             total = total / ranks if op == "mean" else total
             if way == "served":
-                draw = call * ranks + i
+                draw = (2 * call + 1) * ranks + i
                 total = operator.decompress(servers[i].compress(total, draw), length, turn=draw)
             parts.append(total)
         means.append(torch.cat(parts))
@@ -76,6 +76,25 @@ def test_the_mean_is_of_what_was_decompressed(way: str, ranks: int, n: int, unev
             assert sent == formula
             for out, mean in zip(outs, expected, strict=True):
                 assert torch.equal(out, mean.split(parts)[rank] if way == "scattered" else mean)
+
+
+def served_on_average(draws: int) -> float:
+    """How far the mean of many calls without feedback is from the ranks' mean, in its standard deviations."""
+    group, n = Group.world(), 48
+    exchange, out = Served(group, OPERATORS["int4 stochastic"], n, feedback=False), torch.empty(n)
+    x, total, squares = numbers(group.rank, 0, n), torch.zeros(n).double(), torch.zeros(n).double()
+    for _ in range(draws):
+        exchange.mean(x, out).wait()
+        total += out
+        squares += out.double().square()
+    mean = total / draws
+    spread = ((squares / draws - mean.square()).clamp(min=0) / draws).sqrt()
+    exact = sum(numbers(rank, 0, n).double() for rank in range(group.size)) / group.size
+    return float(((mean - exact).abs() / (spread + 1e-4)).max())
+
+
+def test_rounded_twice_at_random_is_right_on_average() -> None:
+    assert max(worlds.run(served_on_average, 1500)) < 5
 
 
 def test_bytes_are_those_of_the_formulas() -> None:

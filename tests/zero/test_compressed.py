@@ -307,5 +307,7 @@ def test_what_is_refused() -> None:
         Compression(Sign(), feedback=False)
     with pytest.raises(ValueError, match="more than there is"):
         Compression(RandomK(0.5, rescaled=True))
+    with pytest.raises(ValueError, match="scaled up twice"):
+        Compression(RandomK(0.5, rescaled=True), "served", feedback=False)
     with pytest.raises(ValueError, match="is not PowerSGD"):
         Compression(Sign(), "low rank")
