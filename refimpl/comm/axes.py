@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from refimpl.comm.group import Group
 from refimpl.comm.mesh import Mesh
-from refimpl.comm.process_group import of_ranks
+from refimpl.comm.process_group import of_rows
 
 NAMES = ("pp", "dp", "shard", "cp", "tp")  # outermost first; with `shard`, dp counts the groups of shards
 
@@ -153,19 +153,17 @@ def expert_groups(data: Group, ep: int) -> tuple[Group, Group]:
 
 
 def neighbours(
-    group: Group, size: int, make: Callable[[list[int]], dist.ProcessGroup | None] = of_ranks
+    group: Group, size: int, make: Callable[[list[list[int]]], dist.ProcessGroup] = of_rows
 ) -> tuple[Group, Group]:
     """(this rank's block of `size` consecutive ranks, the ranks with its place in every block). A collective.
 
-    `size` divides the group's. `make`: what makes torch's group of some ranks; see `of_ranks` for who needs his own.
+    `size` divides the group's. `make`: what makes torch's group of a row; see `of_rows` for who needs his own.
     """
     if size in (1, group.size):
         alone = Group(None, group.ledger, group.device)
         return (alone, group) if size == 1 else (group, alone)
-    first = group.rank - group.rank % size
-    rows = group.ranks[first : first + size], group.ranks[group.rank % size :: size]
-    # Every rank is in one block and in one line across: each asks for its own two, in this order.
-    block, line = map(make, rows)
+    block = make([group.ranks[start : start + size] for start in range(0, group.size, size)])
+    line = make([group.ranks[place::size] for place in range(size)])
     return (
         Group(block, group.ledger, group.device, group.deterministic, link=group.link),
         Group(line, group.ledger, group.device, group.deterministic, link=group.link),

@@ -20,6 +20,8 @@ def reduction(call: str, op: str, x: Tensor, out: Tensor) -> None:
         raise ValueError(f"{call}: op must be one of {', '.join(NATIVE)}, not {op!r}")
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise ValueError(f"{call}: the mean of {x.dtype} is no {x.dtype}: sum it, or pass x.float()")
+    if op == "max" and x.is_complex():
+        raise ValueError(f"{call}: {x.dtype} has no greatest: take the maximum of x.abs()")
     if out.is_floating_point() != x.is_floating_point():
         raise ValueError(f"{call}: x is {x.dtype}, out is {out.dtype}: they must have one dtype")
 

@@ -33,6 +33,7 @@ from refimpl.comm.group import Group
 from refimpl.comm.hierarchy import Algorithm, AllReduce
 from refimpl.comm.mesh import Mesh
 from refimpl.comm.nodes import on_nodes
+from refimpl.comm.process_group import anew
 from refimpl.comm.topology import Topology, measure
 from refimpl.comm.transport import Transport
 from refimpl.comm.work import Steps
@@ -154,11 +155,10 @@ def two_level(group: Group, near: int | None = None, choose: Choose | None = Non
         return group
     if group.device.type != "cpu":
         raise NotImplementedError(f"two_level: for tensors on the CPU, not on {group.device.type}: NCCL has its own")
-    own = partial(dist.new_group, use_local_synchronization=True)  # the thread's, not to be shared with who else works
-    inside, line = neighbours(group, each, own)
+    inside, line = neighbours(group, each, anew)  # the thread's, not to be shared with who else works
     for part in (inside, line):
         part.ledger = Ledger()  # written by the thread alone
-    flat = Group(own(group.ranks), Ledger(), group.device, group.deterministic, link=group.link)
+    flat = Group(anew([group.ranks]), Ledger(), group.device, group.deterministic, link=group.link)
     result = Group(group.handle, group.ledger, group.device, group.deterministic, link=group.link)
     result.use(ByLevels(result.messages, inside, line, flat, choose))
     return result

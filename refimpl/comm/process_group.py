@@ -46,28 +46,32 @@ OURS = "refimpl"  # torch's description of the groups that are shared
 
 
 def of_rows(rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """torch's group of the row that this rank is in; the rows, ascending, share out all ranks of the job.
+    """torch's group of the row that this rank is in; each row is ascending.
 
-    The first time a collective of all ranks, then the same object ever after. Who calls from a thread of its own must
-    make a group of its own instead: calls of one group are matched by their order.
+    The first time a collective of all ranks in the rows (on NCCL of the job), then the same object ever after. Who
+    calls from a thread of its own takes a group of its own (`anew`): calls of one group are matched by their order.
     """
-    mine = next(row for row in rows if dist.get_rank() in row)
-    if found := _made(mine):
-        return found
-    groups = [dist.new_group(list(row), group_desc=OURS) for row in rows]
-    own: dist.ProcessGroup = groups[list(rows).index(mine)]
-    return own
+    return _made(_own(rows)) or anew(rows, OURS)
 
 
-def of_ranks(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The same where a rank knows its own row alone: the first time a collective of these ranks.
+def anew(rows: Sequence[Sequence[int]], description: str | None = None) -> dist.ProcessGroup:
+    """A group of this rank's row that nobody else has. A collective of all ranks in the rows.
 
-    (On NCCL of all, each with the row that it is in.) torch names such a group by how many the rank has: ranks that
-    were in different numbers of groups before would wait for each other for ever, so `of_rows` is to be preferred.
+    Rows that do not share out the whole job are made by their ranks alone: torch then names a group by how many the
+    rank has, and ranks that were in different numbers of groups before would wait for each other for ever.
     """
-    made = _made(ranks) or dist.new_group(list(ranks), use_local_synchronization=True, group_desc=OURS)
-    assert made is not None, f"rank {dist.get_rank()} is none of {list(ranks)}"
+    mine = _own(rows)
+    if sum(map(len, rows)) == dist.get_world_size():
+        groups = [dist.new_group(list(row), group_desc=description) for row in rows]
+        own: dist.ProcessGroup = groups[list(rows).index(mine)]
+        return own
+    made = dist.new_group(list(mine), use_local_synchronization=True, group_desc=description)
+    assert made is not None
     return made
+
+
+def _own(rows: Sequence[Sequence[int]]) -> Sequence[int]:
+    return next(row for row in rows if dist.get_rank() in row)
 
 
 def _made(ranks: Sequence[int]) -> dist.ProcessGroup | None:

@@ -249,6 +249,8 @@ def test_tensors_that_cannot_travel_are_refused_at_the_call():
             group.all_reduce(whole, "min")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"all_reduce: the mean of torch.int64 is no torch.int64"):
             group.all_reduce(torch.ones(2, dtype=torch.int64), "mean")
+        with pytest.raises(ValueError, match=r"all_reduce: torch.complex64 has no greatest"):
+            group.all_reduce(torch.ones(2, dtype=torch.complex64), "max")
         with pytest.raises(ValueError, match=r"all_gather: x is torch.float64, out is torch.float32"):
             group.all_gather(whole, torch.ones(24).double())
         with pytest.raises(ValueError, match=r"all_to_all: x has 3 rows, which 2 ranks cannot share equally"):

@@ -13,7 +13,9 @@ from given import everyone, given
 from torch import Tensor
 from training import STAGES, Job, adamw, tokens
 
+from refimpl import launch
 from refimpl.comm.alpha_beta import Choice
+from refimpl.comm.axes import neighbours
 from refimpl.comm.behind import Behind
 from refimpl.comm.group import Group
 from refimpl.comm.levels import ByLevels, of_mesh, two_level, world
@@ -115,6 +117,21 @@ def test_ddp_and_the_stages_end_with_one_processs_bits() -> None:
         for key, value in expected.items():
             assert torch.equal(weights[key], value), f"{name}: {key}"
     assert any(not torch.equal(flat[key], value) for key, value in expected.items())  # another order, other bits
+
+
+def after_a_group_of_some() -> list[float]:
+    """A script's own group, of ranks 0 and 1: from then on ranks are in different numbers of groups."""
+    dist.new_group([0, 1])
+    found = []
+    for group in (two_level(Group.world(), near=2), *neighbours(Group.world(), 2)):
+        x = torch.ones(1)
+        group.all_reduce(x)
+        found.append(x.item())
+    return found
+
+
+def test_ranks_may_have_been_in_different_numbers_of_groups() -> None:
+    assert launch.run(after_a_group_of_some, ranks=4, timeout=30, device="cpu") == [[4.0, 2.0, 2.0]] * 4
 
 
 def test_one_level_is_the_group_itself_and_what_does_not_fit_is_refused() -> None:

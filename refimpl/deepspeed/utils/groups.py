@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from refimpl.comm.axes import Axes, expert_groups, neighbours
 from refimpl.comm.group import Group
-from refimpl.comm.process_group import of_ranks
+from refimpl.comm.process_group import of_rows
 from refimpl.deepspeed import comm
 
 
@@ -162,7 +162,7 @@ def _experts(group_name: str) -> tuple[Group, Group]:
 def _handle(group: Group) -> ProcessGroup | None:
     """torch's group, made where this rank is alone in it; None without torch.distributed."""
     if group.handle is None and dist.is_initialized():
-        return of_ranks([dist.get_rank()])
+        return of_rows([[dist.get_rank()]])
     return group.handle
 
 
