@@ -62,12 +62,11 @@ def anew(rows: Sequence[Sequence[int]], description: str | None = None) -> dist.
     """
     mine = _own(rows)
     if sum(map(len, rows)) == dist.get_world_size():
-        groups = [dist.new_group(list(row), group_desc=description) for row in rows]
-        own: dist.ProcessGroup = groups[list(rows).index(mine)]
-        return own
-    made = dist.new_group(list(mine), use_local_synchronization=True, group_desc=description)
-    assert made is not None
-    return made
+        made = [dist.new_group(list(row), group_desc=description) for row in rows][list(rows).index(mine)]
+    else:
+        made = dist.new_group(list(mine), use_local_synchronization=True, group_desc=description)
+    own: dist.ProcessGroup = made
+    return own
 
 
 def _own(rows: Sequence[Sequence[int]]) -> Sequence[int]:
