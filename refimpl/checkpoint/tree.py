@@ -39,6 +39,8 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if kind in (Tensor, nn.Parameter):
         if value.layout != torch.strided or value.dtype not in NAMES:
             raise refused(path, f"a tensor of {value.dtype}, {value.layout}", "keep a dense one of an ordinary dtype")
+        while path in tensors:  # {"a.b": t} and {"a": {"b": t}}, or the keys 1 and "1": one path, two tensors
+            path += "'"
         tensors[path] = value.detach()
         return {"$tensor": path}
     for name, (known, to, _) in KINDS.items():

@@ -35,6 +35,11 @@ def there_and_back(value: Any) -> Any:
     return decode(json.loads(text), tensors.__getitem__)
 
 
+def leaf(item: Any) -> torch.Tensor:
+    """The tensor, or the one in a dictionary."""
+    return next(iter(item.values())) if isinstance(item, dict) else item
+
+
 def exactly(a: Any, b: Any) -> bool:
     """Equal, and of the same types all the way down (True is not 1, and a tuple no list)."""
     if type(a) is not type(b):
@@ -76,6 +81,18 @@ def test_tensors_go_beside_it_by_their_path() -> None:
     assert back["a"][1][0].dtype == torch.float64
     assert torch.equal(back["a"][0], torch.arange(3))
     assert torch.equal(back[7], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, "a.b'": torch.full((1,), 2.0)},
+        {1: torch.zeros(1), "1": torch.ones(1), (1,): {"": torch.full((1,), 2.0)}, "(1,).": torch.full((1,), 3.0)},
+    ],
+)
+def test_two_tensors_whose_paths_read_alike_stay_two(value: Any) -> None:
+    there = list(value.values())
+    assert [leaf(item).item() for item in there_and_back(value).values()] == [leaf(item).item() for item in there]
 
 
 @pytest.mark.parametrize(
