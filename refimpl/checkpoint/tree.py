@@ -25,11 +25,14 @@ from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.tensors import NAMES
 
 PLAIN = (type(None), bool, int, str)
+DEEPEST = 200  # levels, far below what Python's own recursion reaches; whoever holds itself gets there too
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """`value` as JSON; its tensors are put into `tensors` by their path. CheckpointError names what cannot be kept."""
     kind = type(value)
+    if path.count(".") > DEEPEST:
+        raise refused(f"{path[:60]}...", f"more than {DEEPEST} levels, or itself", "keep it flatter")
     if kind in PLAIN or (kind is float and isfinite(value)):
         return value
     if kind is list:
@@ -37,8 +40,9 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
     if kind in (Tensor, nn.Parameter):
-        if value.layout != torch.strided or value.dtype not in NAMES:
-            raise refused(path, f"a tensor of {value.dtype}, {value.layout}", "keep a dense one of an ordinary dtype")
+        if value.layout != torch.strided or value.dtype not in NAMES or value.is_meta:
+            what = f"a tensor of {value.dtype}, {value.layout}, on {value.device}"
+            raise refused(path, what, "keep a dense one of an ordinary dtype, with data")
         while path in tensors:  # {"a.b": t} and {"a": {"b": t}}, or the keys 1 and "1": one path, two tensors
             path += "'"
         tensors[path] = value.detach()

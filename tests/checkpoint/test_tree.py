@@ -103,9 +103,21 @@ def test_two_tensors_whose_paths_read_alike_stay_two(value: Any) -> None:
         (np.zeros(2), r"numpy.ndarray.*from_numpy"),
         (print, "builtin_function"),
         (torch.eye(2).to_sparse(), "sparse"),
+        (torch.empty(2, device="meta"), "on meta"),
         (type("Odd", (dict,), {})(), "Odd"),
     ],
 )
 def test_anything_else_is_refused_by_its_key(value: Any, what: str) -> None:
     with pytest.raises(CheckpointError, match=rf"client_state\.best\.1: holds .*{what}"):
         encode({"best": [0, value]}, "client_state", {})
+
+
+def test_what_holds_itself_or_is_too_deep_is_refused() -> None:
+    itself: dict[str, Any] = {}
+    itself["again"] = itself
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    for value in (itself, deep):
+        with pytest.raises(CheckpointError, match=r"client_state\..*\.\.\.: holds more than 200 levels, or itself"):
+            encode(value, "client_state", {})
