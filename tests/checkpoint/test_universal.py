@@ -1,6 +1,7 @@
 """Saved at any stage, world size and bucket size, loaded at any other: every bit, and no rank holds a whole copy."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from training import tokens
 
 import refimpl
+from refimpl.checkpoint import export
 from refimpl.checkpoint.find import given
 from refimpl.checkpoint.folder import Folder
 from refimpl.engine.resume import Saved
@@ -114,11 +116,14 @@ def test_no_rank_ever_holds_a_whole_copy(stage: int, tmp_path: Path) -> None:
     assert max(loading) < 12 * psi / 3 + 4 * psi / 8, "the new state of the optimizer, and less than one layer"
 
 
-def on_disk(folder: Path, save: bool) -> int:
-    """As `metered`, with all of stage 3 on a disk."""
+def away(folder: Path, home: str, save: bool) -> int:
+    """As `metered`, with stage 3's state at the host or on a disk."""
     nvme = {"device": "nvme", "nvme_path": str(folder / "disk")}
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 4000}
-    zero |= {"offload_optimizer": nvme, "offload_param": nvme}
+    zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 4000}
+    if home != "device":
+        zero |= {"offload_param": nvme}  # then the optimizer's state is at the host, if it is not on the disk too
+    if home == "disk":
+        zero |= {"offload_optimizer": nvme}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": {"type": "AdamW"}}
     engine = refimpl.initialize(model=Wide(), config=config | {"aio": {"block_size": 16_000}})[0]
     for _ in range(2 if save else 1):
@@ -130,12 +135,18 @@ def on_disk(folder: Path, save: bool) -> int:
     return meter.peak["other"] + meter.peak["activations"] + meter.peak["gathered"]
 
 
-def test_what_rests_on_a_disk_is_saved_and_loaded_a_layer_at_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("there", "here"), [("disk", "disk"), ("disk", "device"), ("host", "host"), ("device", "disk")]
+)
+def test_in_any_home_no_more_than_a_layer_is_in_memory(there: str, here: str, tmp_path: Path) -> None:
     layer, sub_group = 128 * 128, 4 * 4000
-    saving = worlds.run(on_disk, tmp_path, True, ranks=2)
-    loading = worlds.run(on_disk, tmp_path, False, ranks=3)
+    saving = worlds.run(away, tmp_path, there, True, ranks=2)
+    loading = worlds.run(away, tmp_path, here, False, ranks=3)
     assert max(saving) <= 12 * layer / 2 + sub_group, "weights and both moments of one layer of eight"
     assert max(loading) <= 12 * layer / 2 + 4 * layer
+    with Folder(*given(tmp_path)) as opened, MemoryMeter(dict) as meter:
+        export.export(opened, tmp_path / "out", torch.float32, 4 * layer)
+    assert meter.peak["other"] + meter.peak["activations"] <= 2 * 4 * layer, "a layer, and a file's pieces of it"
 
 
 class Hollow(nn.Module):
