@@ -1,6 +1,7 @@
 """`refimpl checkpoint`: what it shows, what it refuses, what it deletes."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from saving import Net, settings, start, train
 from typer.testing import CliRunner
 
 from refimpl.checkpoint import manifest
+from refimpl.checkpoint.find import given
+from refimpl.checkpoint.folder import Folder
 from refimpl.cli.checkpoint import app
 
 
@@ -70,6 +73,16 @@ def test_export(steps: Path, tmp_path: Path) -> None:
         status, text = run("export", steps, tmp_path / "out", *words)
         assert status == 2
         assert says in text
+
+
+def test_what_somebody_reads_is_not_pruned(steps: Path, tmp_path: Path) -> None:
+    steps = Path(shutil.copytree(steps, tmp_path / "steps"))
+    with Folder(*given(steps / "global_step2")):
+        status, text = run("prune", steps, "--keep", 1)
+    assert (status, text.count("\n")) == (2, 1)
+    assert f"{steps / 'global_step2'}: left, somebody is loading or exporting it" in text
+    assert {p.name for p in steps.iterdir()} == {"latest", "global_step2", "global_step6"}
+    assert run("prune", steps, "--keep", 1)[1].startswith(f"deleted {steps / 'global_step2'}")
 
 
 def test_prune(steps: Path) -> None:
