@@ -44,6 +44,8 @@ class Folder:
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         with naming(path / manifest.NAME):  # a seal says that nobody has changed it, not who has written it
             self.path, self.about, self.ranks = path, about, int(about["world_size"])
+            if set(about["files"]) != {of(rank) for rank in range(self.ranks) for of in (rank_file, notes_file)}:
+                raise CheckpointError(f"{path / manifest.NAME}: its files are not two of each of {self.ranks} ranks")
             self.places = {name: Place.of_json(place) for name, place in about["parameters"].items()}
         self._readers: dict[int, Reader] = {}
         self._notes: dict[int, dict[str, Any]] = {}
@@ -78,7 +80,8 @@ class Folder:
 
     def value(self, rank: int, name: str) -> Any:
         """What a rank's JSON has under `name`, with its tensors; None if it has nothing."""
-        return decode(self.notes(rank).get(name), self.reader(rank).tensor)
+        with naming(self.path / notes_file(rank)):
+            return decode(self.notes(rank).get(name), self.reader(rank).tensor)
 
     def check(self, files: list[str] | None = None) -> None:
         """CheckpointError names those files (default: all) that are not what the save wrote."""

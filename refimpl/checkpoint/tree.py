@@ -79,6 +79,14 @@ def pairs(mapping: Any) -> list[Pair]:
     return [Pair(item) for item in mapping.items()]
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """torch's dtype of this name, and nothing else of torch's."""
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return dtype
+
+
 # How it is called in JSON: (what it is, to a list or a string, and back)
 KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "$float": (float, repr, float),
@@ -88,7 +96,7 @@ KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "$counter": (Counter, pairs, lambda items: Counter(dict(items))),
     "$set": (set, lambda value: sorted(value, key=repr), set),
     "$size": (torch.Size, list, torch.Size),
-    "$dtype": (torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), lambda name: getattr(torch, name)),
+    "$dtype": (torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), dtype_named),
     "$device": (torch.device, str, torch.device),
     "$bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
 }

@@ -133,7 +133,10 @@ def test_a_manifest_that_another_program_has_sealed_is_named(steps: Path, tmp_pa
     for command in (["show"], ["verify"], ["export", str(tmp_path / "out")]):
         status, text = run(command[0], tmp_path / "copy", *command[1:])
         assert status == 2
-        assert "checkpoint.json: KeyError: 'parameters'" in text
+        assert "checkpoint.json: lacks parameters: another program has sealed it" in text
+    manifest.write(path, {key: value for key, value in about.items() if key != "version"} | {"world_size": 2})
+    status, text = run("verify", tmp_path / "copy")
+    assert (status, "its files are not two of each of 2 ranks" in text) == (2, True)
 
 
 def test_weights_are_not_exported_into_a_checkpoint(steps: Path) -> None:
