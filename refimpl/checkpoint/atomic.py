@@ -122,6 +122,28 @@ def lock(handle: int, kind: int) -> bool:
     return True
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[bool]:
+    """Whether nobody holds `folder` by `shared`, and nobody can in the block. True on a file system without flock."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        except OSError as error:
+            free = error.errno != errno.EWOULDBLOCK
+        yield free
+    finally:
+        os.close(handle)
+
+
+def shared(folder: Path) -> int:
+    """A handle that keeps `folder` from being pruned until it is closed, or its process ends."""
+    handle = os.open(folder, os.O_RDONLY)
+    lock(handle, fcntl.LOCK_SH)
+    return handle
+
+
 def clear(folder: Path, mark: str, ours: Callable[[str], bool]) -> None:
     for entry in sorted(folder.iterdir()):
         found = LEFTOVER.fullmatch(entry.name)

@@ -8,7 +8,9 @@ A weight is saved once, by one rank, in the widest precision there is (the fp32 
 """
 
 import json
+import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refimpl.checkpoint import manifest
+from refimpl.checkpoint import atomic, manifest
 from refimpl.checkpoint.errors import CheckpointError, naming
 from refimpl.checkpoint.place import Place, Portion
 from refimpl.checkpoint.tensors import PIECE, Reader
@@ -34,15 +36,21 @@ def notes_file(rank: int) -> str:
 
 
 class Folder:
-    """A checkpoint for reading. `about` is its manifest, `read_bytes` how much of the tensors has been read."""
+    """A checkpoint for reading; in a `with` block nobody prunes it.
+
+    `about` is its manifest, `read_bytes` how much of the tensors has been read.
+    """
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         with naming(path / manifest.NAME):  # a seal says that nobody has changed it, not who has written it
             self.path, self.about, self.ranks = path, about, int(about["world_size"])
+            if set(about["files"]) != {of(rank) for rank in range(self.ranks) for of in (rank_file, notes_file)}:
+                raise CheckpointError(f"{path / manifest.NAME}: its files are not two of each of {self.ranks} ranks")
             self.places = {name: Place.of_json(place) for name, place in about["parameters"].items()}
         self._readers: dict[int, Reader] = {}
         self._notes: dict[int, dict[str, Any]] = {}
         self._closed_bytes = 0
+        self._held: int | None = None
         self._last: tuple[Any, Tensor] = None, torch.empty(0)
 
     def reader(self, rank: int) -> Reader:
@@ -72,7 +80,8 @@ class Folder:
 
     def value(self, rank: int, name: str) -> Any:
         """What a rank's JSON has under `name`, with its tensors; None if it has nothing."""
-        return decode(self.notes(rank).get(name), self.reader(rank).tensor)
+        with naming(self.path / notes_file(rank)):
+            return decode(self.notes(rank).get(name), self.reader(rank).tensor)
 
     def check(self, files: list[str] | None = None) -> None:
         """CheckpointError names those files (default: all) that are not what the save wrote."""
@@ -160,6 +169,8 @@ class Folder:
         return self._closed_bytes + sum(reader.read_bytes for reader in self._readers.values())
 
     def __enter__(self) -> "Folder":
+        with suppress(OSError):  # of a folder that has just gone `check` tells, to all ranks
+            self._held = atomic.shared(self.path)
         return self
 
     def __exit__(
@@ -168,6 +179,9 @@ class Folder:
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
 
 def read_into(reader: Reader, name: str, begin: int, out: Tensor) -> None:

@@ -17,6 +17,10 @@ from refimpl.checkpoint.errors import CheckpointError, naming
 
 NAME = "checkpoint.json"
 VERSION = 4  # one more whenever what a save writes changes; 1, without checksums, did not say so
+NEEDED = (
+    "id", "files", "world_size", "parameters", "tied", "buffers", "apart", "optimizer", "parameter_groups", "scheduler",
+    "global_steps", "micro_steps", "global_samples",
+)  # fmt: skip
 RANK_FILE = re.compile(r"rank\d{5,}\.(safetensors|json|pt)|model\.safetensors")  # .pt and model: until version 3
 
 
@@ -57,6 +61,10 @@ def read(path: Path) -> dict[str, Any]:
         )
     if about.pop("sha256", None) != seal(about):
         raise CheckpointError(f"{path}: damaged or edited, its checksum differs; load another checkpoint")
+    if lacks := [key for key in NEEDED if key not in about]:
+        raise CheckpointError(
+            f"{path}: lacks {', '.join(lacks)}: another program has sealed it; load another checkpoint"
+        )
     return about
 
 

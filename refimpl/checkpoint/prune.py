@@ -58,26 +58,36 @@ def latest_of(folder: Path) -> str | None:
 
 
 def prune(folder: Path, keep: int, every: int | None = None, dry_run: bool = False) -> list[Found]:
-    """Delete the checkpoints that need not be kept; which. What a save beside it is writing is left alone."""
+    """Delete the checkpoints that need not be kept; which. What a save beside it is writing is left alone.
+
+    CheckpointError, when all others are gone, names those that somebody is loading or exporting: they are left.
+    """
     with naming(folder):
         doomed = to_delete(in_order(folder), keep, every, latest_of(folder))
         if not dry_run:
             with atomic.hold(folder, manifest.NAME, manifest.ours):
-                for each in doomed:
-                    delete(each.path)
+                left = [str(each.path) for each in doomed if not delete(each.path)]
+            if left:
+                raise CheckpointError(
+                    f"{', '.join(left)}: left, somebody is loading or exporting it; prune again when that is done"
+                )
     return doomed
 
 
-def delete(path: Path) -> None:
-    """The files of a checkpoint, its manifest first, and the folder if that was all."""
+def delete(path: Path) -> bool:
+    """The files of a checkpoint, its manifest first, and the folder if that was all. False if somebody reads it."""
     if path.is_symlink():
         path.unlink()
-        return
+        return True
     try:
-        (path / manifest.NAME).unlink()
-        for file in [file for file in path.iterdir() if manifest.ours(file.name)]:
-            file.unlink()
+        with atomic.alone(path) as free:
+            if not free:
+                return False
+            (path / manifest.NAME).unlink()
+            for file in [file for file in path.iterdir() if manifest.ours(file.name)]:
+                file.unlink()
     except OSError as error:
         raise CheckpointError(f"{error.filename}: {error.strerror}; change the permissions") from error
     with suppress(OSError):
         path.rmdir()
+    return True

@@ -25,11 +25,14 @@ from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.tensors import NAMES
 
 PLAIN = (type(None), bool, int, str)
+DEEPEST = 200  # levels, far below what Python's own recursion reaches; whoever holds itself gets there too
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """`value` as JSON; its tensors are put into `tensors` by their path. CheckpointError names what cannot be kept."""
     kind = type(value)
+    if path.count(".") > DEEPEST:
+        raise refused(f"{path[:60]}...", f"more than {DEEPEST} levels, or itself", "keep it flatter")
     if kind in PLAIN or (kind is float and isfinite(value)):
         return value
     if kind is list:
@@ -37,8 +40,11 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
     if kind in (Tensor, nn.Parameter):
-        if value.layout != torch.strided or value.dtype not in NAMES:
-            raise refused(path, f"a tensor of {value.dtype}, {value.layout}", "keep a dense one of an ordinary dtype")
+        if value.layout != torch.strided or value.dtype not in NAMES or value.is_meta:
+            what = f"a tensor of {value.dtype}, {value.layout}, on {value.device}"
+            raise refused(path, what, "keep a dense one of an ordinary dtype, with data")
+        while path in tensors:  # {"a.b": t} and {"a": {"b": t}}, or the keys 1 and "1": one path, two tensors
+            path += "'"
         tensors[path] = value.detach()
         return {"$tensor": path}
     for name, (known, to, _) in KINDS.items():
@@ -73,6 +79,14 @@ def pairs(mapping: Any) -> list[Pair]:
     return [Pair(item) for item in mapping.items()]
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """torch's dtype of this name, and nothing else of torch's."""
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return dtype
+
+
 # How it is called in JSON: (what it is, to a list or a string, and back)
 KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "$float": (float, repr, float),
@@ -82,7 +96,7 @@ KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "$counter": (Counter, pairs, lambda items: Counter(dict(items))),
     "$set": (set, lambda value: sorted(value, key=repr), set),
     "$size": (torch.Size, list, torch.Size),
-    "$dtype": (torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), lambda name: getattr(torch, name)),
+    "$dtype": (torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), dtype_named),
     "$device": (torch.device, str, torch.device),
     "$bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
 }

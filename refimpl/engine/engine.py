@@ -24,6 +24,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from refimpl.activation.checkpoint import Checkpoint
 from refimpl.checkpoint.errors import together
 from refimpl.engine import checkpoint, resume, weights
 from refimpl.engine.activations import checkpointer
@@ -54,10 +56,6 @@ class Engine(ModuleState, Asked):
         super().__init__(parts)
         self.report = Report(parts)
         self.device = self.group.device
-        # For the model's own use: engine.activation_checkpoint(block, x).
-        self.activation_checkpoint = checkpointer(
-            self.config.activation_checkpointing, self.axes.tensor, self.axes.world.rank
-        )
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.axes.world.rank))
         self._step_applied = False
         self._boundary: bool | None = None  # what the client said, if it did
@@ -65,6 +63,11 @@ class Engine(ModuleState, Asked):
         self._pending = 0  # micro-batches gone backward since the last call of step
         self._accumulated = 0  # micro-batches since the last update
         self.stage.gradients.divisor = self.config.gradient_accumulation_steps
+
+    @cached_property
+    def activation_checkpoint(self) -> Checkpoint:
+        """For the model's own use: engine.activation_checkpoint(block, x). ConfigError for an arena without a size."""
+        return checkpointer(self.config.activation_checkpointing, self.axes.tensor, self.axes.world.rank)
 
     def __getattr__(self, name: str) -> Any:
         """What an engine does not have is the model's: `engine.generate`."""

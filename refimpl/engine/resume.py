@@ -128,7 +128,7 @@ def check(engine: TrainingState, folder: Folder, wanted: Wanted, known: set[str]
     own = own_rank(engine, folder)
     mine = [rank_file(own), notes_file(own), *list(about["files"])[rank :: engine.axes.world.size]]
     folder.check(list(dict.fromkeys(mine)))
-    folder.notes(own)
+    folder.value(own, "client_state")
     weights.check_fits(engine, folder, wanted.strict and wanted.custom is None, known)
     if wanted.custom is not None and engine.axes.model.size > 1:
         raise CheckpointError("custom_load_fn: this rank has a part of the model; load without it")

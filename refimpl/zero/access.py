@@ -80,7 +80,7 @@ class ByName:
         bucket = self.gradients.bucket_of.get(p)
         part = None if bucket is None else self.update.state_part(bucket, p, key)
         mine = part if part is None or part.numel() == 1 != p.numel() else "cut" if part.numel() else None
-        # A rank that has nothing of p may have no state there, or a neighbour's, of another history.
+        # A rank that has nothing of p may have no state there.
         ranks = self.group if bucket is None else bucket.group
         known = next((one for one in ranks.all_gather_object(mine) if one is not None), None)
         if bucket is None or known is None or isinstance(known, Tensor):

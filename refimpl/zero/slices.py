@@ -184,6 +184,10 @@ class Slices:
             return bucket.offset[p], bucket.offset[p] + p.numel()
         return bucket.span(p)
 
+    def border_in(self, bucket: Bucket, low: int, high: int) -> bool:
+        """Whether a slice begins between elements low and high, both included."""
+        return any(low <= s.start <= high for s in self.of[bucket])
+
     def cut(self, bucket: Bucket, at: int) -> None:
         """Cut the slice that has `at` inside, with its state, in two."""
         slices, optimizer = self.of[bucket], self.optimizer
@@ -276,14 +280,19 @@ class Slices:
                 group["params"][:] = [p for p, index in group_of.items() if index == i]
 
     def state_part(self, bucket: Bucket, p: nn.Parameter, key: str) -> Tensor | None:
-        """This rank's part of p's state `key`, flat; None if the optimizer has none (yet)."""
+        """This rank's part of p's state `key`, flat; None if the optimizer has none (yet).
+
+        What is not cut (a count of steps) is None where this rank has nothing of p: the slice there is a neighbour's.
+        """
         start, end = self.span(bucket, p)
         for s in self.of.get(bucket, []):
             value = self.optimizer.state.get(s.param, {}).get(key) if self.optimizer else None
-            if isinstance(value, Tensor) and value.shape != s.param.shape and s.start <= start <= s.end:
-                return value
-            if isinstance(value, Tensor) and s.start <= start and end <= s.end:
+            if not isinstance(value, Tensor):
+                continue
+            if value.shape == s.param.shape and s.start <= start and end <= s.end:
                 return value.view(-1)[start - s.start : end - s.start]
+            if value.shape != s.param.shape and s.start <= start < min(s.end, end):
+                return value
         return None
 
     def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -35,6 +35,11 @@ def there_and_back(value: Any) -> Any:
     return decode(json.loads(text), tensors.__getitem__)
 
 
+def leaf(item: Any) -> torch.Tensor:
+    """The tensor, or the one in a dictionary."""
+    return next(iter(item.values())) if isinstance(item, dict) else item
+
+
 def exactly(a: Any, b: Any) -> bool:
     """Equal, and of the same types all the way down (True is not 1, and a tuple no list)."""
     if type(a) is not type(b):
@@ -79,6 +84,18 @@ def test_tensors_go_beside_it_by_their_path() -> None:
 
 
 @pytest.mark.parametrize(
+    "value",
+    [
+        {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, "a.b'": torch.full((1,), 2.0)},
+        {1: torch.zeros(1), "1": torch.ones(1), (1,): {"": torch.full((1,), 2.0)}, "(1,).": torch.full((1,), 3.0)},
+    ],
+)
+def test_two_tensors_whose_paths_read_alike_stay_two(value: Any) -> None:
+    there = list(value.values())
+    assert [leaf(item).item() for item in there_and_back(value).values()] == [leaf(item).item() for item in there]
+
+
+@pytest.mark.parametrize(
     ("value", "what"),
     [
         (Path("x"), r"PosixPath"),
@@ -86,9 +103,21 @@ def test_tensors_go_beside_it_by_their_path() -> None:
         (np.zeros(2), r"numpy.ndarray.*from_numpy"),
         (print, "builtin_function"),
         (torch.eye(2).to_sparse(), "sparse"),
+        (torch.empty(2, device="meta"), "on meta"),
         (type("Odd", (dict,), {})(), "Odd"),
     ],
 )
 def test_anything_else_is_refused_by_its_key(value: Any, what: str) -> None:
     with pytest.raises(CheckpointError, match=rf"client_state\.best\.1: holds .*{what}"):
         encode({"best": [0, value]}, "client_state", {})
+
+
+def test_what_holds_itself_or_is_too_deep_is_refused() -> None:
+    itself: dict[str, Any] = {}
+    itself["again"] = itself
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    for value in (itself, deep):
+        with pytest.raises(CheckpointError, match=r"client_state\..*\.\.\.: holds more than 200 levels, or itself"):
+            encode(value, "client_state", {})

@@ -1,15 +1,17 @@
 """Saved at any stage, world size and bucket size, loaded at any other: every bit, and no rank holds a whole copy."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import worlds
-from anywhere import Late, begin, go_on, joined, optimizer
+from anywhere import Late, begin, engine_of, go_on, joined, optimizer, train
 from torch import Tensor, nn
 from training import tokens
 
 import refimpl
+from refimpl.checkpoint import export
 from refimpl.checkpoint.find import given
 from refimpl.checkpoint.folder import Folder
 from refimpl.engine.resume import Saved
@@ -76,6 +78,25 @@ def test_into_another_precision(tmp_path: Path) -> None:
     assert torch.equal(loaded["frozen.weight"], saved["frozen.weight"].bfloat16())
 
 
+def borders(folder: Path, load: bool) -> list[list[int]]:
+    """Runs on every rank: where the optimizer's slices are cut, in a run that has saved, or in one that goes on."""
+    engine = engine_of(2, 10**6, seed=9 * load)
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        train(engine, range(4))  # from the fourth step on `unused` is used: fewer steps than its neighbours
+        engine.save_checkpoint(folder)
+    return [[s.start for s in cuts] for cuts in engine.stage.update.slices.of.values()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_goes_on_cuts_its_slices_where_it_did(ranks: int, tmp_path: Path) -> None:
+    """Another cut is other bits: fused AdamW computes the first and last few elements of a slice in another way."""
+    saving, loading = (worlds.run(borders, tmp_path, load, ranks=ranks) for load in (False, True))
+    assert max(len(cuts) for rank in saving for cuts in rank) > 1
+    assert saving == loading
+
+
 class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -114,11 +135,14 @@ def test_no_rank_ever_holds_a_whole_copy(stage: int, tmp_path: Path) -> None:
     assert max(loading) < 12 * psi / 3 + 4 * psi / 8, "the new state of the optimizer, and less than one layer"
 
 
-def on_disk(folder: Path, save: bool) -> int:
-    """As `metered`, with all of stage 3 on a disk."""
+def away(folder: Path, home: str, save: bool) -> int:
+    """As `metered`, with stage 3's state at the host or on a disk."""
     nvme = {"device": "nvme", "nvme_path": str(folder / "disk")}
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 4000}
-    zero |= {"offload_optimizer": nvme, "offload_param": nvme}
+    zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 4000}
+    if home != "device":
+        zero |= {"offload_param": nvme}  # then the optimizer's state is at the host, if it is not on the disk too
+    if home == "disk":
+        zero |= {"offload_optimizer": nvme}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": {"type": "AdamW"}}
     engine = refimpl.initialize(model=Wide(), config=config | {"aio": {"block_size": 16_000}})[0]
     for _ in range(2 if save else 1):
@@ -130,12 +154,18 @@ def on_disk(folder: Path, save: bool) -> int:
     return meter.peak["other"] + meter.peak["activations"] + meter.peak["gathered"]
 
 
-def test_what_rests_on_a_disk_is_saved_and_loaded_a_layer_at_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("there", "here"), [("disk", "disk"), ("disk", "device"), ("host", "host"), ("device", "disk")]
+)
+def test_in_any_home_no_more_than_a_layer_is_in_memory(there: str, here: str, tmp_path: Path) -> None:
     layer, sub_group = 128 * 128, 4 * 4000
-    saving = worlds.run(on_disk, tmp_path, True, ranks=2)
-    loading = worlds.run(on_disk, tmp_path, False, ranks=3)
+    saving = worlds.run(away, tmp_path, there, True, ranks=2)
+    loading = worlds.run(away, tmp_path, here, False, ranks=3)
     assert max(saving) <= 12 * layer / 2 + sub_group, "weights and both moments of one layer of eight"
     assert max(loading) <= 12 * layer / 2 + 4 * layer
+    with Folder(*given(tmp_path)) as opened, MemoryMeter(dict) as meter:
+        export.export(opened, tmp_path / "out", torch.float32, 4 * layer)
+    assert meter.peak["other"] + meter.peak["activations"] <= 2 * 4 * layer, "a layer, and a file's pieces of it"
 
 
 class Hollow(nn.Module):

@@ -1,6 +1,7 @@
 """`refimpl checkpoint`: what it shows, what it refuses, what it deletes."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from saving import Net, settings, start, train
 from typer.testing import CliRunner
 
 from refimpl.checkpoint import manifest
+from refimpl.checkpoint.find import given
+from refimpl.checkpoint.folder import Folder
 from refimpl.cli.checkpoint import app
 
 
@@ -72,6 +75,16 @@ def test_export(steps: Path, tmp_path: Path) -> None:
         assert says in text
 
 
+def test_what_somebody_reads_is_not_pruned(steps: Path, tmp_path: Path) -> None:
+    steps = Path(shutil.copytree(steps, tmp_path / "steps"))
+    with Folder(*given(steps / "global_step2")):
+        status, text = run("prune", steps, "--keep", 1)
+    assert (status, text.count("\n")) == (2, 1)
+    assert f"{steps / 'global_step2'}: left, somebody is loading or exporting it" in text
+    assert {p.name for p in steps.iterdir()} == {"latest", "global_step2", "global_step6"}
+    assert run("prune", steps, "--keep", 1)[1].startswith(f"deleted {steps / 'global_step2'}")
+
+
 def test_prune(steps: Path) -> None:
     (steps / "notes").mkdir()
     (steps / "notes/a.txt").write_text("mine")
@@ -120,7 +133,10 @@ def test_a_manifest_that_another_program_has_sealed_is_named(steps: Path, tmp_pa
     for command in (["show"], ["verify"], ["export", str(tmp_path / "out")]):
         status, text = run(command[0], tmp_path / "copy", *command[1:])
         assert status == 2
-        assert "checkpoint.json: KeyError: 'parameters'" in text
+        assert "checkpoint.json: lacks parameters: another program has sealed it" in text
+    manifest.write(path, {key: value for key, value in about.items() if key != "version"} | {"world_size": 2})
+    status, text = run("verify", tmp_path / "copy")
+    assert (status, "its files are not two of each of 2 ranks" in text) == (2, True)
 
 
 def test_weights_are_not_exported_into_a_checkpoint(steps: Path) -> None:

@@ -149,6 +149,11 @@ def test_an_arena_without_a_size_is_refused_with_its_key() -> None:
     config = CONFIG | {"activation_checkpointing": {"contiguous_memory_optimization": True}}
     with pytest.raises(ConfigError, match=r"needs activation_checkpointing\.number_checkpoints"):
         deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+    deepspeed.checkpointing.configure(None, deepspeed_config=config, num_checkpoints=3)  # as Megatron's scripts do
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+    assert checkpointing._configured.how.home.number == 3
+    with pytest.raises(ConfigError, match=r"needs activation_checkpointing\.number_checkpoints"):
+        _ = engine.activation_checkpoint
 
 
 def test_number_checkpoints_is_a_limit_and_reset_gives_the_memory_back() -> None:

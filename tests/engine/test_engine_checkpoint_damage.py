@@ -116,6 +116,18 @@ def test_a_rank_file_that_its_manifest_vouches_for_falsely(saved: Path, other: r
     refused(other, saved, match=r"rank00000.json: belongs to another save")
 
 
+@pytest.mark.parametrize("value", [{"$dtype": "save"}, {"$device": "nowhere"}, {"$tensor": "lost"}])
+def test_a_client_state_that_cannot_be_read_changes_nothing(
+    value: dict[str, str], saved: Path, other: refimpl.Engine
+) -> None:
+    path = saved / TAG / "rank00000.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"client_state": {"x": value}}))
+    about = manifest.read(saved / TAG / manifest.NAME)
+    about["files"]["rank00000.json"] = manifest.digest(path)
+    manifest.write(saved / TAG / manifest.NAME, about)
+    refused(other, saved, match=r"rank00000.json: (ValueError: torch.save is no dtype|RuntimeError|KeyError: 'lost')")
+
+
 def swapped(folder: Path) -> None:
     engine = start(settings(1))
     train(engine, range(1))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from training import STAGES, Net, adamw, differing, tokens
 from worlds import run
 
@@ -65,6 +65,37 @@ def test_parameters_and_state_by_name(stage: str, ratio: float, tmp_path: Path) 
     plain, offloaded = (run(looked_at, stage, disk, ratio, ranks=3)[0] for disk in (None, Disk(tmp_path)))
     assert offloaded.keys() == plain.keys()
     assert [n for n, t in plain.items() if t is not None and not torch.equal(t, offloaded[n])] == []  # type: ignore[arg-type]
+
+
+class Behind(nn.Module):
+    """`late` is used from the third step on, so that its count of steps is another one than its neighbours'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after, self.late, self.before = nn.Linear(13, 29), nn.Linear(5, 3), nn.Linear(13, 13)
+
+    def forward(self, step: int) -> Tensor:
+        late = self.late.weight.sum() + self.late.bias.sum() if step >= 2 else 0
+        return self.after(self.before(torch.ones(13))).square().sum() + late
+
+
+def counts(stage: str, disk: Disk | None) -> dict[str, float]:
+    """Runs on every rank: how often each parameter was updated."""
+    torch.manual_seed(0)
+    model = Behind()
+    config = ZeroConfig(reduce_bucket_size=10**6, optimizer_home=disk, sub_group_size=SUB_GROUP)
+    here = STAGES[stage](model, adamw(model), Group.world(), config)
+    for step in range(3):
+        here.backward(model(step))
+        here.step()
+    return {name: float(here.full_state(name, "step")) for name in here.names.values()}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("stage", "disk"), [("ddp", False), ("zero1", False), ("zero1", True), ("zero3", True)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_count_of_steps_is_not_a_neighbours(stage: str, disk: bool, ranks: int, tmp_path: Path) -> None:
+    for found in run(counts, stage, Disk(tmp_path) if disk else None, ranks=ranks):
+        assert {name: steps for name, steps in found.items() if steps != 3} == {"late.weight": 1, "late.bias": 1}
 
 
 def resumed(stage: str, disk: Disk, ratio: float) -> bool:

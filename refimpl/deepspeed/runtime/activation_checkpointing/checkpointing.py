@@ -94,9 +94,13 @@ def configure(
 
 
 def adopt(section: ActivationCheckpointing) -> None:
-    """The section of an engine's configuration, if it asks for anything and `configure` was not called."""
+    """The section of an engine's configuration, if it asks for anything and `configure` was not called.
+
+    Megatron's files leave number_checkpoints out: its scripts give it to `configure`, which then counts.
+    """
     if section != ActivationCheckpointing() and not _configured.enabled:
-        configure(**_arguments(section))
+        _configured.apply(section)
+        _configured.enabled = True
 
 
 def is_configured() -> bool:
@@ -146,18 +150,6 @@ def _neighbours(mpu: Any) -> Group:
         if hasattr(mpu, name):
             return Group(getattr(mpu, name)())
     return Group(None)
-
-
-def _arguments(section: ActivationCheckpointing) -> dict[str, Any]:
-    """The section as arguments of `configure`."""
-    return {
-        "partition_activations": section.partition_activations,
-        "contiguous_checkpointing": section.contiguous_memory_optimization,
-        "num_checkpoints": section.number_checkpoints,
-        "checkpoint_in_cpu": section.cpu_checkpointing,
-        "synchronize": section.synchronize_checkpoint_boundary,
-        "profile": section.profile,
-    }
 
 
 def __getattr__(name: str) -> Any:
