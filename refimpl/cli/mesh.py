@@ -26,7 +26,7 @@ from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.plan import formulas
 from refimpl.plan.mesh import Mesh
 from refimpl.plan.shape import of_gpt
-from refimpl.plan.traffic import AXES, by_axis, parameters_of, traffic
+from refimpl.plan.traffic import by_axis, parameters_of, traffic
 
 BOUND = 1e-4  # relative, of every step's loss
 MICRO, SEQUENCES = 4, 2  # micro-batches of a replica in a step, sequences in one
@@ -218,7 +218,7 @@ def draw(file: Path, mesh: Mesh, alone: Seen, ranks: list[Seen]) -> None:
     used = [axis for axis in ("pp", "dp", "cp", "tp") if getattr(mesh, axis) > 1]
     names = [f"{n}: " + " ".join(f"{axis}{r.place[axis]}" for axis in used) for n, r in enumerate(ranks)]
     for panel, values, kinds, title in (
-        (middle, [r.sent for r in ranks], [a for a in AXES if sizes(mesh)[a] > 1], "MB sent a step, by axis"),
+        (middle, [r.sent for r in ranks], [a for a, size in sizes(mesh).items() if size > 1], "MB sent a step, by axis"),
         (right, [r.kept for r in ranks], ["parameters", "optimizer"], "MB kept between steps"),
     ):
         start = [0.0] * len(ranks)
