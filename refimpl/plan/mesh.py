@@ -2,9 +2,8 @@
 
     tensor (tp)     matrices and vocabulary / tp, and what lies between them; by sequence parallelism also what lies
                     outside, but for the inputs of the cut matrices (Megatron-LM gathers these again in backward)
-    pipeline (pp)   layers / pp; stage 0 has up to pp micro-batches alive (1F1B), the last one the head. If pp does not
-                    divide them the first stages have one more, and all wait for these (the engine balances parameters:
-                    where the vocabulary is large its first stage may have fewer)
+    pipeline (pp)   layers / pp, cut where the engine does (`stages.py`): all wait for the stage with the most blocks;
+                    stage 0 has up to pp micro-batches alive (1F1B), the last one the head
     data (dp)       sequences; ZeRO divides state over dp x cp
     context (cp)    tokens of a sequence: activations / cp, attention in a ring
     expert (ep)     experts, over consecutive ranks of dp x cp: parameters / ep, and ZeRO divides their state over the
@@ -21,8 +20,9 @@ from dataclasses import dataclass
 
 from refimpl.plan import formulas
 from refimpl.plan.shape import Shape
+from refimpl.plan.stages import experts_of, kinds, layers_of, mixtures_of, most_blocks, parameters_of
 from refimpl.plan.time import bubble
-from refimpl.plan.traffic import busiest, experts_of, layers_of, mixtures_of, parameters_of, unlike
+from refimpl.plan.traffic import busiest
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,11 @@ class Verdict:
 def judge(shape: Shape, mesh: Mesh, machine: Machine) -> Verdict:
     """ValueError for a layout that cannot be."""
     mesh.check(shape)
-    fullest = max((state(shape, mesh, stage) for stage in unlike(shape, mesh)), key=lambda found: sum(found.values()))
+    stages = kinds(shape, mesh.pp, mesh.tp)
+    fullest = max((state(shape, mesh, stage) for stage in stages), key=lambda found: sum(found.values()))
     sent = busiest(shape, mesh)
     done = shape.flops(mesh.batch, mesh.recompute) / mesh.gpus
-    uneven = layers_of(shape, mesh, 0) * mesh.pp / shape.layers
+    uneven = most_blocks(shape, mesh.pp, mesh.tp) * mesh.pp / shape.layers
     compute = uneven * done / (machine.peak * machine.efficiency)
     idle = bubble(mesh.pp, mesh.micro_batches)
     inside = mesh.tp <= machine.in_node

@@ -155,13 +155,17 @@ class Shape:
         return self.vocab * self.width
 
     @property
+    def learned_positions(self) -> int:
+        return self.positions * self.context * self.width
+
+    @property
     def last_norm(self) -> int:
         """And what else is around the blocks."""
         return self.rest + self.width * (2 if self.biases == "all" else 1)
 
     @property
     def parameters(self) -> int:
-        around = self.embedding * (1 if self.tied else 2) + self.positions * self.context * self.width + self.last_norm
+        around = self.embedding * (1 if self.tied else 2) + self.learned_positions + self.last_norm
         experts = self.mixtures() * self.experts.count * self.expert if self.experts else 0
         return around + self.blocks(0, self.layers) + experts
 

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from refimpl.plan import expert, formulas
 from refimpl.plan.shape import Shape
+from refimpl.plan.stages import experts_of, kinds, layers_of, mixtures_of, parameters_of
 
 
 class Mesh(Protocol):
@@ -124,46 +125,5 @@ def by_axis(sent: Mapping[str, int]) -> dict[str, int]:
 
 def busiest(shape: Shape, mesh: Mesh) -> dict[str, int]:
     """By axis, of the stage that sends most there."""
-    stages = [traffic(shape, mesh, stage) for stage in unlike(shape, mesh)]
+    stages = [traffic(shape, mesh, stage) for stage in kinds(shape, mesh.pp, mesh.tp)]
     return {axis: max(sent[axis] for sent in stages) for axis in stages[0]}
-
-
-def unlike(shape: Shape, mesh: Mesh) -> list[int]:
-    """Stages among which are those that keep and send most: the first, the second, the last, and with mixtures the
-    first of those that have the most.
-    """
-    most = max(range(mesh.pp), key=lambda stage: mixtures_of(shape, mesh, stage)) if shape.experts else 0
-    return sorted({0, min(1, mesh.pp - 1), most, mesh.pp - 1})
-
-
-def first_layer(shape: Shape, mesh: Mesh, stage: int) -> int:
-    """Of a stage; of layers that the stages do not divide the first ones have one more."""
-    return stage * (shape.layers // mesh.pp) + min(stage, shape.layers % mesh.pp)
-
-
-def layers_of(shape: Shape, mesh: Mesh, stage: int) -> int:
-    """How many a stage has."""
-    return first_layer(shape, mesh, stage + 1) - first_layer(shape, mesh, stage)
-
-
-def mixtures_of(shape: Shape, mesh: Mesh, stage: int) -> int:
-    """How many of them have experts."""
-    return shape.mixtures(first_layer(shape, mesh, stage), first_layer(shape, mesh, stage + 1))
-
-
-def parameters_of(shape: Shape, mesh: Mesh, stage: int) -> int:
-    """On one rank of a stage, but for experts, before ZeRO divides them. A tied head of another stage is a copy."""
-    count = shape.blocks(first_layer(shape, mesh, stage), first_layer(shape, mesh, stage + 1), mesh.tp)
-    if stage == 0:
-        count += shape.embedding // mesh.tp + shape.positions * shape.context * shape.width
-    if stage == mesh.pp - 1:
-        count += shape.last_norm
-        if not shape.tied or mesh.pp > 1:
-            count += shape.embedding // mesh.tp
-    return count
-
-
-def experts_of(shape: Shape, mesh: Mesh, stage: int) -> int:
-    """Parameters of experts on one rank of a stage, whole on each tensor rank, before ZeRO divides them."""
-    each = shape.experts.count // mesh.ep * shape.expert if shape.experts else 0
-    return mixtures_of(shape, mesh, stage) * each

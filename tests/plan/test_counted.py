@@ -24,11 +24,13 @@ from refimpl.parallel.swap import gpt_plan, parallelize
 from refimpl.plan import formulas
 from refimpl.plan.mesh import Mesh, activations
 from refimpl.plan.shape import Experts, Shape, of_gpt
-from refimpl.plan.traffic import by_axis, experts_of, parameters_of, traffic
+from refimpl.plan.stages import experts_of, parameters_of
+from refimpl.plan.traffic import by_axis, traffic
 from refimpl.plan.transformer import tensor_parallel_sent
 from refimpl.zero.stage import Stage
 
 COUNTED = GPTConfig(vocab=16, context=8, width=64, layers=4, heads=4)
+LARGE = replace(COUNTED, vocab=2048, layers=5)  # as much as two and a half blocks
 # Of four layers the second and the fourth are mixtures, of GPT's MLPs, which have biases.
 MIXED = replace(of_gpt(COUNTED), experts=Experts(4, 2, 256, biases=5 * 64, dense=frozenset({0, 2})))
 
@@ -40,7 +42,7 @@ LEFT = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 def gpt(shape: Shape, recompute: bool) -> GPT:
     """A mixture's tokens in turn to all experts, as the planner has it. What is computed again balances nothing."""
     if shape.experts is None:
-        return GPT(COUNTED)
+        return GPT(LARGE if shape == of_gpt(LARGE) else COUNTED)
     count, k = shape.experts.count, shape.experts.k
     gates.choose = lambda logits, *_: torch.arange(len(logits) * k).view(-1, k) % count
     return mixtures(GPT(COUNTED), count, Routing(k=k), every=2, balance=0 if recompute else 0.1)
@@ -92,11 +94,17 @@ def name_of(value: object) -> str:
         (runs(1, 4, 1, 4, 2, zero="ddp"), 0), (runs(1, 1, 2, 2, cp=2), 1), (runs(2, 1, 1, 4, cp=2), 1),
         (runs(1, 1, 4, 2, zero="ddp"), 0), (runs(2, 2, 2, 4), 1), (runs(3, 1, 1, 6, zero="zero3"), 3),
         (runs(1, 2, 2, 4, 2, zero="ddp", recompute=True), 0), (runs(1, 4, 1, 6, zero="ddp", recompute=True), 0),
+        (runs(1, 3, 1, 6), 1),
     ],
     ids=name_of,
 )  # fmt: skip
 def test_every_byte_on_every_axis_and_in_every_class_is_counted(mesh: Mesh, stage: int) -> None:
     every_byte(of_gpt(COUNTED), mesh, stage)
+
+
+def test_a_large_vocabulary_takes_the_place_of_blocks() -> None:
+    every_byte(of_gpt(LARGE), runs(1, 3, 1, 6), 1)
+    every_byte(of_gpt(LARGE), runs(1, 2, 2, 4, zero="ddp"), 0)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +113,7 @@ def test_every_byte_on_every_axis_and_in_every_class_is_counted(mesh: Mesh, stag
         (runs(1, 1, 1, 2, zero="ddp"), 0), (runs(2, 1, 1, 4, ep=2), 1), (runs(4, 1, 1, 8, zero="zero3", ep=2), 3),
         (runs(4, 1, 1, 8, zero="zero2"), 2), (runs(2, 2, 1, 8, ep=2), 1), (runs(2, 1, 2, 4, ep=2), 1),
         (runs(1, 1, 2, 2, cp=2, ep=2), 1), (runs(2, 2, 2, 4, zero="ddp", ep=2), 0),
-        (runs(2, 2, 1, 8, zero="ddp", recompute=True, ep=2), 0),
+        (runs(2, 2, 1, 8, zero="ddp", recompute=True, ep=2), 0), (runs(1, 3, 1, 6, zero="ddp"), 0),
     ],
     ids=name_of,
 )  # fmt: skip
