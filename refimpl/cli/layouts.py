@@ -87,7 +87,8 @@ def show(shape: "Shape", found: "Found", machine: "Machine", gpus: int, top: int
     from rich.table import Table
 
     console = Console()
-    console.width = max(console.width, 185 if shape.experts else 165)  # the table's: lines that a terminal folds can be read, cut ones cannot
+    # The table's: lines that a terminal folds can be read, cut ones cannot.
+    console.width = max(console.width, 185 if shape.experts else 165)
     active = f", of which a token meets {shape.active / 1e9:,.1f}" if shape.experts else ""
     console.print(
         f"{shape.parameters / 1e9:,.1f} billion parameters{active}: {shape.layers} layers, width {shape.width}, "

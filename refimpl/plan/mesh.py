@@ -87,6 +87,11 @@ class Mesh:
             raise ValueError(f"{shape.kv_heads} heads of keys and values over {self.tp} tensor ranks: neither divides")
         if self.ep > 1 and shape.experts is None:
             raise ValueError(f"ep {self.ep}: the model has no mixtures of experts")
+        if shape.experts is not None and self.ep == 1 < self.tp and not self.sequence:
+            raise ValueError(
+                f"experts on {self.tp} tensor ranks, none dealt out: each would compute all tokens' experts; set "
+                "expert_parallel.autoep_size"
+            )
         if self.dp * self.cp % self.ep or (shape.experts is not None and shape.experts.count % self.ep):
             count = shape.experts.count if shape.experts else 0
             raise ValueError(
