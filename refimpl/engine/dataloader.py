@@ -98,7 +98,8 @@ def make_dataloader(
     """Micro-batches of `micro_batch` samples for this rank.
 
     An IterableDataset has no indices to share out: it is taken as it is and must give each rank its own samples.
-    `drop_last` drops an incomplete last micro-batch. shuffle: another order every epoch, else the dataset's. Batches are loaded in this process: the ranks are the workers.
+    `drop_last` drops an incomplete last micro-batch. shuffle: another order every epoch, else always the dataset's.
+    Batches are loaded in this process: the ranks are the workers.
     """
     stream = isinstance(dataset, IterableDataset)
     return DataLoader(
