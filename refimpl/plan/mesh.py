@@ -85,6 +85,9 @@ class Mesh:
             raise ValueError(f"{shape.layers} layers over {self.pp} pipeline stages: each needs one")
         if shape.kv_heads % self.tp and self.tp % shape.kv_heads:
             raise ValueError(f"{shape.kv_heads} heads of keys and values over {self.tp} tensor ranks: neither divides")
+        if shape.whole and self.tp > 1:
+            why = "latent, or with a norm over all heads or a parameter for each"
+            raise ValueError(f"attention on {self.tp} tensor ranks: {why}, it is not cut; use tp 1")
         if self.ep > 1 and shape.experts is None:
             raise ValueError(f"ep {self.ep}: the model has no mixtures of experts")
         if shape.experts is not None and self.ep == 1 < self.tp and not self.sequence:

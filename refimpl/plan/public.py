@@ -115,14 +115,16 @@ def qwen2_moe(c: Config) -> Shape:
 def olmoe(c: Config) -> Shape:
     """Norms over all queries and all keys."""
     shape = llama(c)
-    return mixture(replace(shape, each=shape.each + shape.queries + shape.keys()), c)
+    return mixture(replace(shape, each=shape.each + shape.queries + shape.keys(), joined=True), c)
 
 
 def gpt_oss(c: Config) -> Shape:
     """A learned number a head beside its scores; biases of attention, gates and experts."""
     shape = llama({"attention_bias": True, "head_dim": 64, **c})
     biases = 2 * c["intermediate_size"] + shape.width
-    return mixture(replace(shape, each=shape.each + shape.heads), c, beside=c["num_local_experts"], biases=biases)
+    return mixture(
+        replace(shape, each=shape.each + shape.heads, joined=True), c, beside=c["num_local_experts"], biases=biases
+    )
 
 
 def glm4_moe(c: Config) -> Shape:

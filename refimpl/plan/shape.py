@@ -6,8 +6,9 @@ around    embedding V w, learned positions C w, a last norm, and a head V w unle
 latent    queries w x q and q x H d, keys and values w x (c + r) and c x H (d - r + v), output H v x w, a norm of each
 mixture   in the place of an MLP: a gate w x E, E experts, and perhaps an MLP that every token passes
 
-Latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1. Tensor ranks cut what has heads, and have the rest whole;
-experts too are whole on each of them (`refimpl/parallel/expert/dispatch.py`).
+Latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1; it is not cut over tensor ranks, nor is attention with a
+norm over all heads or a parameter for each. Experts are whole on each of these ranks too
+(`refimpl/parallel/expert/dispatch.py`).
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class Latent:
 
     @property
     def kept(self) -> int:
-        """Elements a token that every tensor rank keeps: inputs of the norms and of the matrices behind them."""
+        """Elements a token for backward: inputs of the norms and of the matrices behind them."""
         return 2 * (self.queries + self.keys) + self.rotated
 
 
@@ -70,6 +71,12 @@ class Shape:
     rest: int = 0
     latent: Latent | None = None
     experts: Experts | None = None
+    joined: bool = False  # a norm over all heads, or a parameter of each, keeps attention in one piece
+
+    @property
+    def whole(self) -> bool:
+        """Whether attention is not cut over tensor ranks."""
+        return self.joined or self.latent is not None
 
     @property
     def queries(self) -> int:
@@ -102,7 +109,7 @@ class Shape:
 
     def values(self, tp: int = 1) -> int:
         """The same of values."""
-        return self.answers // tp if self.latent else self.keys(tp)
+        return self.answers if self.latent else self.keys(tp)
 
     def attention_parts(self, tp: int = 1) -> tuple[int, int]:
         """Elements of attention's matrices: (cut over all `tp` ranks, on each of them)."""
@@ -111,7 +118,7 @@ class Shape:
             return 2 * w * self.queries, 2 * self.keys(tp) * w
         q, c, r = self.latent.queries, self.latent.keys, self.latent.rotated
         heads = (q or w) * self.queries + c * (self.queries - self.heads * r + self.answers) + self.answers * w
-        return heads, w * (q + c + r)
+        return 0, heads + w * (q + c + r)
 
     def attention(self, tp: int = 1) -> int:
         """Parameters of a block beside its MLP on a rank: norms and the biases of sums are whole."""

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from refimpl.plan.mesh import Machine, Mesh, judge
 from refimpl.plan.public import FAMILIES, of_config
 from refimpl.plan.published import PUBLIC_MIXTURES
+from refimpl.plan.search import search
 
 PUBLIC: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_layer": 3, "n_embd": 48, "n_head": 4, "vocab_size": 101, "n_positions": 32},
@@ -102,6 +104,14 @@ def test_known_models_by_their_published_shapes() -> None:
     assert of_config(llama_2_70b).parameters == 68_976_648_192  # what its weights are
     assert of_config({**PUBLIC["gpt2"], "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257,
                       "n_positions": 1024}).parameters == 124_439_808  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "olmoe", "gpt_oss"])
+def test_attention_that_is_not_cut(family: str) -> None:
+    shape = of_config(PUBLIC[family] | {"vocab_size": 128})
+    with pytest.raises(ValueError, match="attention on 2 tensor ranks: latent, or with a norm over all heads"):
+        judge(shape, Mesh(1, 1, 2, 8), Machine())
+    assert {v.mesh.tp for v in search(shape, 8, 8, Machine()).fit} == {1}
 
 
 def test_what_is_not_known_is_named() -> None:
