@@ -13,6 +13,7 @@ COLUMNS = (
     *("dp", "pp", "cp", "tp", "micro", "m", "ZeRO", "recompute", "state GB", "activations GB", "GB", "bubble"),
     *("tp GB sent", "cp GB sent", "dp GB sent", "step s", "MFU"),
 )
+OF_MIXTURES = ("ep", "ep GB sent")
 COUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -68,11 +69,12 @@ def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine") -> "Found
         )
     dp = gpus // together
     settings = load_config(raw, world_size=dp, rank=1)  # its warnings are rank 0's
+    shared = settings.expert_parallel
     meshes = [
         Mesh(
             dp, axes["pp"], axes["tp"], settings.train_batch_size, settings.train_micro_batch_size_per_gpu,
             STRATEGIES[settings.zero_optimization.stage], recompute, settings.dtype.itemsize, axes["cp"],
-            sequence=False,
+            sequence=False, ep=shared.autoep_size if shared.enabled else 1,
         )
         for recompute in (False, True)
     ]  # fmt: skip
@@ -85,10 +87,12 @@ def show(shape: "Shape", found: "Found", machine: "Machine", gpus: int, top: int
     from rich.table import Table
 
     console = Console()
-    console.width = max(console.width, 165)  # the table's: lines that a terminal folds can be read, cut ones cannot
+    # The table's: lines that a terminal folds can be read, cut ones cannot.
+    console.width = max(console.width, 185 if shape.experts else 165)
+    active = f", of which a token meets {shape.active / 1e9:,.1f}" if shape.experts else ""
     console.print(
-        f"{shape.parameters / 1e9:,.1f} billion parameters: {shape.layers} layers, width {shape.width}, {shape.heads} "
-        f"heads, sequences of {shape.context}; {gpus} GPUs of {machine.memory / 1e9:.0f} GB, "
+        f"{shape.parameters / 1e9:,.1f} billion parameters{active}: {shape.layers} layers, width {shape.width}, "
+        f"{shape.heads} heads, sequences of {shape.context}; {gpus} GPUs of {machine.memory / 1e9:.0f} GB, "
         f"{machine.peak / 1e12:.0f} TFLOP/s of which large products reach {machine.efficiency:.0%}, "
         f"{machine.node / 1e9:.0f} GB/s in a node of {machine.in_node}, {machine.network / 1e9:.0f} GB/s out of it",
         highlight=False,
@@ -100,26 +104,30 @@ def show(shape: "Shape", found: "Found", machine: "Machine", gpus: int, top: int
         if not verdicts:
             continue
         table = Table(title=title)
-        for column in (*COLUMNS, by):
+        for column in (*COLUMNS, *(OF_MIXTURES if shape.experts else ()), by):
             table.add_column(column, justify="right")
         for verdict in verdicts[:top]:
-            table.add_row(*cells(verdict, fits=verdicts is found.fit))
+            of_mixtures = [str(verdict.mesh.ep), gigabytes(verdict.sent.get("expert", 0))] if shape.experts else []
+            table.add_row(*cells(verdict), *of_mixtures, verdict.limit if found.fit else verdict.largest)
         console.print(table)
     if not found.fit:
         console.print("nothing fits: more GPUs, more memory, a smaller model, or offload (refimpl demo --infinity)")
 
 
-def cells(verdict: "Verdict", fits: bool) -> list[str]:
+def gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f}"
+
+
+def cells(verdict: "Verdict") -> list[str]:
+    """Under COLUMNS."""
     mesh, activations = verdict.mesh, verdict.bytes["activations"]
-    largest = max(verdict.bytes, key=lambda name: verdict.bytes[name])
     return [
         *(str(n) for n in (mesh.dp, mesh.pp, mesh.cp, mesh.tp, mesh.micro, mesh.micro_batches)),
         mesh.zero.removeprefix("zero"),
         "yes" if mesh.recompute else "no",
-        *(f"{size / 1e9:.1f}" for size in (verdict.total - activations, activations, verdict.total)),
+        *(gigabytes(size) for size in (verdict.total - activations, activations, verdict.total)),
         f"{verdict.bubble:.0%}",
-        *(f"{verdict.sent[axis] / 1e9:.1f}" for axis in ("tensor", "context", "data")),
+        *(gigabytes(verdict.sent[axis]) for axis in ("tensor", "context", "data")),
         f"{verdict.step:.1f}",
         f"{verdict.mfu:.0%}",
-        verdict.limit if fits else largest,
     ]

@@ -26,7 +26,8 @@ from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.plan import formulas
 from refimpl.plan.mesh import Mesh
 from refimpl.plan.shape import of_gpt
-from refimpl.plan.traffic import AXES, by_axis, parameters_of, traffic
+from refimpl.plan.stages import parameters_of
+from refimpl.plan.traffic import by_axis, traffic
 
 BOUND = 1e-4  # relative, of every step's loss
 MICRO, SEQUENCES = 4, 2  # micro-batches of a replica in a step, sequences in one
@@ -81,8 +82,6 @@ def asked(
     model = GPTConfig(context=context, width=width, layers=layers, heads=width // 64)
     try:
         found.check(of_gpt(model))
-        if layers % pp:  # formulas hold where stages are alike
-            raise ValueError(f"{layers} layers over pipeline stages: does not divide by {pp}")
     except ValueError as reason:
         raise ValueError(f"--mesh {mesh}: {reason}") from None
     check_memory(30 * 10**6 + TRAIN_BYTES * model.parameters, found.gpus)
@@ -217,8 +216,9 @@ def draw(file: Path, mesh: Mesh, alone: Seen, ranks: list[Seen]) -> None:
     left.legend()
     used = [axis for axis in ("pp", "dp", "cp", "tp") if getattr(mesh, axis) > 1]
     names = [f"{n}: " + " ".join(f"{axis}{r.place[axis]}" for axis in used) for n, r in enumerate(ranks)]
+    axes = [axis for axis, size in sizes(mesh).items() if size > 1]
     for panel, values, kinds, title in (
-        (middle, [r.sent for r in ranks], [a for a in AXES if sizes(mesh)[a] > 1], "MB sent a step, by axis"),
+        (middle, [r.sent for r in ranks], axes, "MB sent a step, by axis"),
         (right, [r.kept for r in ranks], ["parameters", "optimizer"], "MB kept between steps"),
     ):
         start = [0.0] * len(ranks)

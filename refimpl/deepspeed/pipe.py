@@ -8,6 +8,7 @@ from torch import Tensor
 from refimpl.activation.checkpoint import Checkpoint
 from refimpl.comm.axes import Axes
 from refimpl.comm.mesh import Mesh
+from refimpl.deepspeed.grid import PipelineParallelGrid
 from refimpl.engine.initialize import connect
 from refimpl.engine.pipeline import PipelineEngine, PipelineError
 from refimpl.parallel.pipeline import module
@@ -88,6 +89,7 @@ class PipelineModule(module.PipelineModule):
             base_seed=base_seed if seed_layers else None,
         )
         self._topology = topology
+        self.grid = PipelineParallelGrid(topology)  # an engine's `grid` too, which asks its module
 
     @property
     def num_stages(self) -> int:

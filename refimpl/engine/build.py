@@ -83,6 +83,7 @@ def build(
     Without any optimizer the engine is for inference, and a schedule in the configuration has nothing to do.
     """
     settings = read(config, axes, model)
+    in_order = isinstance(model, PipelineModule)  # DeepSpeed shuffles the data of no pipeline
     if settings.sparse_attention is not None:
         sparse(model, settings.sparse_attention, axes)
     experts, shared = ExpertRanks(axes), settings.expert_parallel.autoep_size if settings.expert_parallel.enabled else 1
@@ -104,7 +105,7 @@ def build(
     loader = None
     if dataset is not None:
         micro_batch, drop_last = settings.train_micro_batch_size_per_gpu, settings.dataloader_drop_last
-        loader = make_dataloader(dataset, micro_batch, axes.feed, axes.feeds, drop_last, collate_fn)
+        loader = make_dataloader(dataset, micro_batch, axes.feed, axes.feeds, drop_last, collate_fn, not in_order)
     schedule = None if opt is None else make_scheduler(scheduler, settings.scheduler, opt)
     return Parts(settings, axes, model, stage, schedule, loader, Monitor(settings, axes.world.rank))
 

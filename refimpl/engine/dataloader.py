@@ -93,17 +93,19 @@ def make_dataloader(
     ranks: int,
     drop_last: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    shuffle: bool = True,
 ) -> DataLoader[Any]:
     """Micro-batches of `micro_batch` samples for this rank.
 
     An IterableDataset has no indices to share out: it is taken as it is and must give each rank its own samples.
-    `drop_last` drops an incomplete last micro-batch. Batches are loaded in this process: the ranks are the workers.
+    `drop_last` drops an incomplete last micro-batch. shuffle: another order every epoch, else always the dataset's.
+    Batches are loaded in this process: the ranks are the workers.
     """
     stream = isinstance(dataset, IterableDataset)
     return DataLoader(
         dataset,
         batch_size=micro_batch,
-        sampler=None if stream else StatefulDistributedSampler(dataset, num_replicas=ranks, rank=rank),
+        sampler=None if stream else StatefulDistributedSampler(dataset, ranks, rank, shuffle),
         drop_last=drop_last,
         collate_fn=collate_fn,
         generator=torch.Generator(),  # every iterator draws from it; torch's own stays as it was for who goes on

@@ -41,6 +41,7 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "sparse_gradients": ("a sparse gradient is accepted, and made dense before it is reduced", [False]),
     "disable_python_gc": ("Python's garbage collector is left as it is", [False]),
     "cuda_visible_devices": ("the launcher decides which devices a rank sees; DeepSpeed does not read it either", []),
+    "local_rank": ("the launcher says it, by LOCAL_RANK or an argument; DeepSpeed does not read it either", []),
     "comms_config": ("write comms_logger; DeepSpeed does not read this name either", []),
     "monitor_config": ("write csv_monitor, tensorboard or wandb; DeepSpeed does not read this name either", []),
     "zero_force_ds_cpu_optimizer": ("any element-wise optimizer runs on the host", [True]),

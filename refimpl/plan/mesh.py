@@ -2,16 +2,17 @@
 
     tensor (tp)     matrices and vocabulary / tp, and what lies between them; by sequence parallelism also what lies
                     outside, but for the inputs of the cut matrices (Megatron-LM gathers these again in backward)
-    pipeline (pp)   layers / pp; stage 0 has up to pp micro-batches alive (1F1B), the last one the head. If pp does not
-                    divide them the first stages have one more, and all wait for these (the engine balances parameters:
-                    where the vocabulary is large its first stage may have fewer)
+    pipeline (pp)   layers / pp, cut where the engine does (`stages.py`): all wait for the stage with the most blocks;
+                    stage 0 has up to pp micro-batches alive (1F1B), the last one the head
     data (dp)       sequences; ZeRO divides state over dp x cp
     context (cp)    tokens of a sequence: activations / cp, attention in a ring
+    expert (ep)     experts, over consecutive ranks of dp x cp: parameters / ep, and ZeRO divides their state over the
+                    dp x cp / ep that have the same ones. Experts are taken to get equally many tokens
 
 Time, each term stated: compute at `efficiency` of the peak; the bubble (pp - 1) / m of it; the all-reduces of tensor
 parallelism, which nothing hides, over `node` bandwidth (over `network` where tp exceeds a node); messages between
-stages; the gradients' reduction and the gathers over `network`, as far as they exceed the last micro-batch's
-backward.
+stages; tokens to their experts and back, which nothing hides; the gradients' reduction and the gathers over `network`,
+as far as they exceed the last micro-batch's backward.
 Narayanan et al. 2021, arXiv:2104.04473, sections 2 and 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.
 """
 
@@ -19,8 +20,9 @@ from dataclasses import dataclass
 
 from refimpl.plan import formulas
 from refimpl.plan.shape import Shape
+from refimpl.plan.stages import experts_of, kinds, layers_of, mixtures_of, most_blocks, parameters_of
 from refimpl.plan.time import bubble
-from refimpl.plan.traffic import busiest, layers_of, parameters_of
+from refimpl.plan.traffic import busiest
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Mesh:
     itemsize: int = 2
     cp: int = 1  # ranks that share a sequence
     sequence: bool = True  # tensor ranks divide the tokens outside the cut matrices (`parallelize(sequence=True)`)
+    ep: int = 1  # ranks that share the experts
 
     @property
     def between(self) -> int:
@@ -82,6 +85,21 @@ class Mesh:
             raise ValueError(f"{shape.layers} layers over {self.pp} pipeline stages: each needs one")
         if shape.kv_heads % self.tp and self.tp % shape.kv_heads:
             raise ValueError(f"{shape.kv_heads} heads of keys and values over {self.tp} tensor ranks: neither divides")
+        if shape.whole and self.tp > 1:
+            why = "latent, or with a norm over all heads or a parameter for each"
+            raise ValueError(f"attention on {self.tp} tensor ranks: {why}, it is not cut; use tp 1")
+        if self.ep > 1 and shape.experts is None:
+            raise ValueError(f"ep {self.ep}: the model has no mixtures of experts")
+        if shape.experts is not None and self.ep == 1 < self.tp and not self.sequence:
+            raise ValueError(
+                f"experts on {self.tp} tensor ranks, none dealt out: each would compute all tokens' experts; set "
+                "expert_parallel.autoep_size"
+            )
+        if self.dp * self.cp % self.ep or (shape.experts is not None and shape.experts.count % self.ep):
+            count = shape.experts.count if shape.experts else 0
+            raise ValueError(
+                f"{count} experts over ep {self.ep} of {self.dp * self.cp} data ranks: it divides not both"
+            )
         if self.pp > 1 and self.zero in ("zero2", "zero3"):
             raise ValueError(f"{self.zero} with {self.pp} pipeline stages: gradients or weights would travel m times")
 
@@ -106,6 +124,11 @@ class Verdict:
         return sum(self.seconds.values())
 
     @property
+    def largest(self) -> str:
+        """The class of which there are most bytes."""
+        return max(self.bytes, key=lambda name: self.bytes[name])
+
+    @property
     def limit(self) -> str:
         """What a step waits for most, beside compute; that, if for nothing."""
         seconds, name = max((s, name) for name, s in self.seconds.items() if name != "compute")
@@ -115,10 +138,11 @@ class Verdict:
 def judge(shape: Shape, mesh: Mesh, machine: Machine) -> Verdict:
     """ValueError for a layout that cannot be."""
     mesh.check(shape)
-    fullest = max((state(shape, mesh, stage) for stage in {0, mesh.pp - 1}), key=lambda found: sum(found.values()))
+    stages = kinds(shape, mesh.pp, mesh.tp)
+    fullest = max((state(shape, mesh, stage) for stage in stages), key=lambda found: sum(found.values()))
     sent = busiest(shape, mesh)
     done = shape.flops(mesh.batch, mesh.recompute) / mesh.gpus
-    uneven = layers_of(shape, mesh, 0) * mesh.pp / shape.layers
+    uneven = most_blocks(shape, mesh.pp, mesh.tp) * mesh.pp / shape.layers
     compute = uneven * done / (machine.peak * machine.efficiency)
     idle = bubble(mesh.pp, mesh.micro_batches)
     inside = mesh.tp <= machine.in_node
@@ -130,6 +154,7 @@ def judge(shape: Shape, mesh: Mesh, machine: Machine) -> Verdict:
         "tensor": sent["tensor"] / (machine.node if inside else machine.network),
         "pipeline": sent["pipeline"] / machine.network,
         "context": sent["context"] / (machine.node if mesh.tp * mesh.cp <= machine.in_node else machine.network),
+        "expert": sent.get("expert", 0) / (machine.node if mesh.tp * mesh.ep <= machine.in_node else machine.network),
         "data": max(0.0, sent["data"] / (machine.node if alone else machine.network) - last),
     }
     step = sum(seconds.values())
@@ -139,32 +164,70 @@ def judge(shape: Shape, mesh: Mesh, machine: Machine) -> Verdict:
 
 def state(shape: Shape, mesh: Mesh, stage: int) -> dict[str, int]:
     """Bytes by class."""
-    layout = formulas.Layout(parameters_of(shape, mesh, stage), padding=0, buckets=0)
-    found = formulas.memory_bytes(mesh.zero, mesh.dp * mesh.cp, mesh.itemsize, layout)
-    alive = min(mesh.pp - stage, mesh.micro_batches)
-    return found | {"activations": activations(shape, mesh, alive, head=stage == mesh.pp - 1)}
+    replicas, found = mesh.dp * mesh.cp, dict[str, int]()
+    for elements, ranks in (
+        (parameters_of(shape, mesh, stage), replicas),
+        (experts_of(shape, mesh, stage), replicas // mesh.ep),
+    ):
+        layout = formulas.Layout(elements, padding=0, buckets=0)
+        for name, size in formulas.memory_bytes(mesh.zero, ranks, mesh.itemsize, layout).items():
+            found[name] = found.get(name, 0) + size
+    return found | {"activations": activations(shape, mesh, stage)}
 
 
-def activations(shape: Shape, mesh: Mesh, alive: int, head: bool) -> int:
-    """What autograd keeps for backward at its fullest, of `alive` micro-batches of a stage; tokens' numbers aside.
+def activations(shape: Shape, mesh: Mesh, stage: int = 0) -> int:
+    """What autograd keeps for backward on a stage at its fullest, of as many micro-batches as 1F1B has alive there;
+    tokens' numbers aside.
 
     With `recompute` each block keeps its input, and one block, or the head, is there whole at a time. Temporaries come
     on top, as while the loss is computed 8 bytes a logit.
     """
-    layers = layers_of(shape, mesh, mesh.pp - 1 if head else 0)
-    block, last = kept_of_block(shape, mesh), kept_of_head(shape, mesh) if head else 0
+    alive = min(mesh.pp - stage, mesh.micro_batches)
+    layers, mixtures = layers_of(shape, mesh, stage), mixtures_of(shape, mesh, stage)
+    dense = kept_of_attention(shape, mesh) + kept_of_mlp(shape, mesh)
+    mixed = kept_of_attention(shape, mesh) + kept_of_mixture(shape, mesh) if mixtures else 0
+    last = kept_of_head(shape, mesh) if stage == mesh.pp - 1 else 0
     if not mesh.recompute:
-        return alive * layers * block + last
+        return alive * ((layers - mixtures) * dense + mixtures * mixed) + last
     border = mesh.tokens(shape) * shape.width * mesh.itemsize // mesh.between
+    block = max(dense if layers > mixtures else 0, mixed)
     return alive * layers * border + max(block - border, last)
 
 
-def kept_of_block(shape: Shape, mesh: Mesh) -> int:
-    """Inputs of the norms, of qkv and of the MLP; q, k, v, what attention gives and the MLP's; statistics in fp32."""
-    w, hidden, tokens = shape.width, shape.hidden, mesh.tokens(shape)
-    split = 2 * shape.queries + (2 if shape.matrices == 2 else 4) * hidden
-    elements = 2 * w * tokens // mesh.between + (2 * w + 2 * shape.keys(mesh.tp)) * tokens + split * tokens // mesh.tp
+def kept_of_attention(shape: Shape, mesh: Mesh) -> int:
+    """Inputs of both norms and of qkv; q, k, v, what attention gives, what is narrow; statistics in fp32."""
+    w, tokens = shape.width, mesh.tokens(shape)
+    whole = w + shape.keys(mesh.tp) + shape.values(mesh.tp) + (shape.latent.kept if shape.latent else 0)
+    split = shape.queries + shape.answers
+    elements = 2 * w * tokens // mesh.between + whole * tokens + split * tokens // mesh.tp
     return elements * mesh.itemsize + 2 * statistics(shape, mesh) + 4 * tokens * shape.heads // mesh.tp
+
+
+def kept_of_mlp(shape: Shape, mesh: Mesh, hidden: int = 0) -> int:
+    """Its input, and what its matrices make."""
+    tokens = mesh.tokens(shape)
+    return (shape.width * tokens + inside(shape) * (hidden or shape.hidden) * tokens // mesh.tp) * mesh.itemsize
+
+
+def inside(shape: Shape) -> int:
+    """Elements a token and hidden feature: before and after the activation; if gated both factors and the product."""
+    return 2 if shape.matrices == 2 else 4
+
+
+def kept_of_mixture(shape: Shape, mesh: Mesh) -> int:
+    """The gate's input, below fp32 once more in fp32, its probabilities and weights; logits for its losses, which
+    nothing that is computed again has; of each row the expert's input, what its matrices make, its answer and weight.
+    """
+    e, w = shape.experts, shape.width
+    assert e is not None
+    tokens = mesh.tokens(shape) // mesh.between
+    rows = mesh.tokens(shape) * e.k // mesh.tp
+    found = (tokens * w + rows * (2 * w + inside(shape) * e.hidden)) * mesh.itemsize
+    losses = 0 if mesh.recompute else tokens * (e.count + 1) + e.count
+    found += 4 * (tokens * (e.count + e.k + 2 + (mesh.itemsize < 4) * w) + losses + rows)
+    if e.shared:
+        found += kept_of_mlp(shape, mesh, e.shared) - (mesh.between == 1) * tokens * w * mesh.itemsize
+    return found
 
 
 def kept_of_head(shape: Shape, mesh: Mesh) -> int:

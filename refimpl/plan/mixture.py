@@ -12,6 +12,9 @@ Mixtral: Jiang et al. 2024, arXiv:2401.04088. DeepSeek-V3: arXiv:2412.19437, sec
 
 from dataclasses import dataclass
 
+from refimpl.plan.public import of_config
+from refimpl.plan.published import PUBLIC_MIXTURES
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -56,27 +59,20 @@ def dense_layers(layers: int, dense: int) -> int:
     return layers if dense else 0
 
 
-def deepseek_v3() -> int:
-    """Its rest: attention through narrow projections, three dense blocks, in the others a shared expert and a gate."""
-    width, heads, blocks, dense = 7168, 128, 61, 3
-    queries = width * 1536 + 1536 + 1536 * heads * (128 + 64)
-    keys = width * (512 + 64) + 512 + 512 * heads * (128 + 128)
-    each = queries + keys + heads * 128 * width + 2 * width
-    mlps = dense * 3 * width * 18_432 + (blocks - dense) * (3 * width * 2048 + 256 * width)
-    return blocks * each + mlps + 2 * 129_280 * width + width
-
-
-def mixtral() -> int:
-    width, blocks = 4096, 32
-    return blocks * (attention(width, 32, 128, 8) + 8 * width + 2 * width) + 2 * 32_000 * width + width
+def public(name: str) -> Mixture:
+    """One of `PUBLIC_MIXTURES`."""
+    shape = of_config(PUBLIC_MIXTURES[name][0])
+    layers, e = shape.mixtures(), shape.experts
+    assert e is not None
+    rest = shape.parameters - layers * e.count * shape.expert
+    return Mixture(layers, e.count, e.k, shape.width, e.hidden, rest, shape.matrices)
 
 
 SWITCH_C = Mixture(30, 2048, 1, 2080, 6144, t5(2080, 32, 15, 32_128, 2048, 0, tied=True))
 SWITCH_XXL = Mixture(
     24, 128, 1, 4096, 10_240, t5(4096, 64, 24, 32_128, 128, 24 * 3 * 4096 * 10_240, tied=False), matrices=3
 )
-MIXTRAL = Mixture(32, 8, 2, 4096, 14_336, mixtral(), matrices=3)
-DEEPSEEK_V3 = Mixture(58, 256, 8, 7168, 2048, deepseek_v3(), matrices=3)
+MIXTRAL, DEEPSEEK_V3 = public("Mixtral 8x7B"), public("DeepSeek-V3")
 
 # name -> (the model, billions in all and active as published; None where they are not).
 PUBLISHED: dict[str, tuple[Mixture, float, float | None]] = {

@@ -1,25 +1,31 @@
-"""The shape of a public model, from its transformers `config.json`: families of dense decoders, by `model_type`.
+"""The shape of a public model, from its transformers `config.json`: families of decoders, by `model_type`.
 
-What a configuration leaves out has transformers' default. Mixtures of experts are refused: where experts go is a choice
-of its own, see `mixture.py` and `expert.py`. So are models with another attention, such as latent or linear.
+What a configuration leaves out has transformers' default. Other families are refused by name: those with linear
+attention, encoders, or parts that see. Layers that predict further tokens (DeepSeek-V3's) are not counted, as in the
+sizes that are published.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from refimpl.plan.shape import Shape
+from refimpl.plan.shape import Experts, Latent, Shape
 
 Config = Mapping[str, Any]
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
-def llama(c: Config, biases: str = "none", tied: bool = False, norms: int = 2, head_norms: int = 0) -> Shape:
-    """Gated, rotated, norms without a bias. norms: of a block; head_norms: over the features of a head."""
+def llama(
+    c: Config, biases: str = "none", tied: bool = False, norms: int = 2, head_norms: int = 0, output: bool = True
+) -> Shape:
+    """Gated, rotated, norms without a bias. norms: of a block; head_norms: over the features of a head; output: whether
+    `attention_bias` is the output's too.
+    """
     heads, width = c["num_attention_heads"], c["hidden_size"]
     kv_heads, head = c.get("num_key_value_heads") or heads, c.get("head_dim") or width // heads
     asked = bool(c.get("attention_bias"))
-    each = width * (norms - 2) + head * head_norms + (width if asked else 0)  # the output's bias
+    each = width * (norms - 2) + head * head_norms + (width if asked and output else 0)
     each += 2 * c["intermediate_size"] + width if c.get("mlp_bias") else 0
     return Shape(
         c["num_hidden_layers"], width, heads, c["vocab_size"], c["max_position_embeddings"], c["intermediate_size"],
@@ -85,6 +91,64 @@ def bloom(c: Config) -> Shape:
     )
 
 
+def mixture(shape: Shape, c: Config, hidden: str = "intermediate_size", **more: Any) -> Shape:
+    """The same with mixtures. hidden: the key of an expert's features; more: of `Experts`."""
+    count = next((c[key] for key in EXPERTS if c.get(key)), 0)
+    if not 1 <= c["num_experts_per_tok"] <= count:
+        raise ValueError(f"num_experts_per_tok {c['num_experts_per_tok']} of {count} experts ({', '.join(EXPERTS)})")
+    return replace(shape, experts=Experts(count, c["num_experts_per_tok"], c[hidden], **more))
+
+
+def every_other(c: Config) -> frozenset[int]:
+    """Qwen's layers that have an MLP: those named, and of `decoder_sparse_step` all but the last."""
+    step, named = c.get("decoder_sparse_step", 1), c.get("mlp_only_layers") or ()
+    return frozenset(i for i in range(c["num_hidden_layers"]) if i in named or (i + 1) % step)
+
+
+def qwen2_moe(c: Config) -> Shape:
+    """A shared MLP with a gate of its own."""
+    shape = llama(c, biases="qkv" if c.get("qkv_bias", True) else "none")
+    shared = c["shared_expert_intermediate_size"]
+    return mixture(shape, c, "moe_intermediate_size", shared=shared, beside=shape.width, dense=every_other(c))
+
+
+def olmoe(c: Config) -> Shape:
+    """Norms over all queries and all keys."""
+    shape = llama(c)
+    return mixture(replace(shape, each=shape.each + shape.queries + shape.keys(), joined=True), c)
+
+
+def gpt_oss(c: Config) -> Shape:
+    """A learned number a head beside its scores; biases of attention, gates and experts."""
+    shape = llama({"attention_bias": True, "head_dim": 64, **c})
+    biases = 2 * c["intermediate_size"] + shape.width
+    return mixture(
+        replace(shape, each=shape.each + shape.heads, joined=True), c, beside=c["num_local_experts"], biases=biases
+    )
+
+
+def glm4_moe(c: Config) -> Shape:
+    shape = llama(c, head_norms=2 if c.get("use_qk_norm") else 0, output=False)
+    return after_dense(shape, c, 1)
+
+
+def after_dense(shape: Shape, c: Config, dense: int) -> Shape:
+    """Mixtures with shared experts, which are one MLP, behind the first few layers."""
+    first = c.get("first_k_dense_replace", dense) or 0
+    shared = (c.get("n_shared_experts") or 0) * c["moe_intermediate_size"]
+    return mixture(shape, c, "moe_intermediate_size", shared=shared, dense=frozenset(range(first)))
+
+
+def deepseek(c: Config, dense: int = 0) -> Shape:
+    """Latent attention. dense: layers that have an MLP, if the configuration does not say."""
+    latent = Latent(c["q_lora_rank"] or 0, c["kv_lora_rank"], c["qk_rope_head_dim"], c["v_head_dim"])
+    shape = llama({**c, "num_key_value_heads": None, "head_dim": c["qk_nope_head_dim"] + latent.rotated})
+    if c.get("attention_bias"):  # of the narrow projections, not of those that heads have
+        narrow = latent.queries + latent.keys + latent.rotated
+        shape = replace(shape, biases="none", each=shape.each + narrow)
+    return after_dense(replace(shape, latent=latent), c, dense)
+
+
 FAMILIES: dict[str, Callable[[Config], Shape]] = {
     "gpt2": gpt2,
     "llama": llama,
@@ -103,20 +167,28 @@ FAMILIES: dict[str, Callable[[Config], Shape]] = {
     "gpt_bigcode": lambda c: gpt2(c, kv_heads=1 if c.get("multi_query", True) else 0),
     "opt": opt,
     "bloom": bloom,
+    "mixtral": lambda c: mixture(llama(c), c),
+    "granitemoe": lambda c: mixture(llama(c), c),
+    "olmoe": olmoe,
+    "qwen2_moe": qwen2_moe,
+    "qwen3_moe": lambda c: mixture(llama(c, head_norms=2), c, "moe_intermediate_size", dense=every_other(c)),
+    "glm4_moe": glm4_moe,
+    "gpt_oss": gpt_oss,
+    "deepseek_v2": deepseek,
+    "deepseek_v3": partial(deepseek, dense=3),
+    "kimi_k2": partial(deepseek, dense=3),  # DeepSeek-V3's classes
 }
 
 
 def of_config(config: Config) -> Shape:
     """The shape of a transformers `config.json`. ValueError for a family that is not known here, or a missing key."""
     family = config.get("model_type")
-    if mixed := [key for key in EXPERTS if (config.get(key) or 0) > 1]:
-        raise ValueError(
-            f"model_type {family!r} has {mixed[0]} {config[mixed[0]]}: mixtures of experts are not laid out here; "
-            "refimpl.plan.mixture counts their parameters, refimpl.plan.expert their tokens"
-        )
     if family not in FAMILIES:
         raise ValueError(f"model_type {family!r}: known here are {', '.join(FAMILIES)}")
     try:
-        return FAMILIES[family](config)
+        shape = FAMILIES[family](config)
     except KeyError as error:
         raise ValueError(f"a {family} configuration without {error}") from None
+    if (mixed := [key for key in EXPERTS if (config.get(key) or 0) > 1]) and shape.experts is None:
+        raise ValueError(f"model_type {family!r} has {mixed[0]} {config[mixed[0]]}: its mixtures are not known here")
+    return shape

@@ -3,11 +3,13 @@
 Narayanan et al. 2021, arXiv:2104.04473, table 1: GPTs on A100 GPUs with 80 GB, 8 in a node; blocks recomputed,
 vocabulary 51,200, sequences of 2,048, micro-batches of one.
 Llama team 2024, arXiv:2407.21783, table 4: 405 billion parameters on H100 GPUs. Its TFLOP/s count no recomputation.
-Looked up on 2026-11-22 in stored copies, which agree with each other but for a data-parallel size that one has garbled;
-that follows from the others.
+Mixtures: their own config.json, as far as sizes go, and the sizes that their papers or model cards give.
+Runs looked up on 2026-11-22 in stored copies, which agree with each other but for a data-parallel size that one has
+garbled; that follows from the others.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from refimpl.plan.shape import Shape
 
@@ -66,3 +68,76 @@ LLAMA = (
     llama(8192, 16_384, 1, TOKENS // 8192, 400),
     llama(131_072, 16_384, 16, TOKENS // 131_072, 380),
 )
+
+
+def configuration(
+    family: str, layers: int, width: int, heads: int, hidden: int, vocab: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": family, "num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads,
+        "intermediate_size": hidden, "vocab_size": vocab, "max_position_embeddings": 4096, **more,
+    }  # fmt: skip
+
+
+def latent(queries: int | None, routed: int, shared: int, k: int, hidden: int, dense: int) -> dict[str, Any]:
+    """DeepSeek's keys; heads of 128 features, and 64 that are rotated."""
+    return {
+        "q_lora_rank": queries, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "n_routed_experts": routed, "n_shared_experts": shared, "num_experts_per_tok": k,
+        "moe_intermediate_size": hidden, "first_k_dense_replace": dense,
+    }  # fmt: skip
+
+
+def mixtral(layers: int, width: int, heads: int, hidden: int, vocab: int) -> dict[str, Any]:
+    more = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+    return configuration("mixtral", layers, width, heads, hidden, vocab, **more)
+
+
+def qwen(family: str, layers: int, width: int, heads: int, hidden: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    return configuration(family, layers, width, heads, hidden, 151_936, num_key_value_heads=kv_heads, **more)
+
+
+def routed(experts: int, k: int, hidden: int, **more: Any) -> dict[str, Any]:
+    return {"num_experts": experts, "num_experts_per_tok": k, "moe_intermediate_size": hidden, **more}
+
+
+# name -> (configuration, billions of parameters, billions that a token meets), as published.
+PUBLIC_MIXTURES: dict[str, tuple[dict[str, Any], float, float]] = {
+    "Mixtral 8x7B": (mixtral(32, 4096, 32, 14_336, 32_000), 46.7, 12.9),
+    "Mixtral 8x22B": (mixtral(56, 6144, 48, 16_384, 32_768), 141, 39),
+    "OLMoE": (configuration("olmoe", 16, 2048, 16, 1024, 50_304, num_experts=64, num_experts_per_tok=8), 6.9, 1.3),
+    "Qwen1.5-MoE-A2.7B": (
+        qwen("qwen2_moe", 24, 2048, 16, 5632, 16, **routed(60, 4, 1408, shared_expert_intermediate_size=5632)),
+        14.3, 2.7,
+    ),
+    "Qwen2-57B-A14B": (
+        qwen("qwen2_moe", 28, 3584, 28, 18_944, 4, **routed(64, 8, 2560, shared_expert_intermediate_size=20_480)),
+        57, 14,
+    ),
+    "Qwen3-30B-A3B": (qwen("qwen3_moe", 48, 2048, 32, 6144, 4, head_dim=128, **routed(128, 8, 768)), 30.5, 3.3),
+    "Qwen3-235B-A22B": (qwen("qwen3_moe", 94, 4096, 64, 12_288, 4, head_dim=128, **routed(128, 8, 1536)), 235, 22),
+    "GLM-4.5": (
+        configuration(
+            "glm4_moe", 92, 5120, 96, 12_288, 151_552, num_key_value_heads=8, head_dim=128, attention_bias=True,
+            use_qk_norm=True, n_routed_experts=160, n_shared_experts=1, num_experts_per_tok=8,
+            moe_intermediate_size=1536, first_k_dense_replace=3,
+        ), 355, 32,
+    ),
+    "gpt-oss-120b": (
+        configuration(
+            "gpt_oss", 36, 2880, 64, 2880, 201_088, num_key_value_heads=8, num_local_experts=128, num_experts_per_tok=4
+        ), 117, 5.1,
+    ),
+    "DeepSeek-V2-Lite": (
+        configuration("deepseek_v2", 27, 2048, 16, 10_944, 102_400, **latent(None, 64, 2, 6, 1408, 1)), 15.7, 2.4
+    ),
+    "DeepSeek-V2": (
+        configuration("deepseek_v2", 60, 5120, 128, 12_288, 102_400, **latent(1536, 160, 2, 6, 1536, 1)), 236, 21
+    ),
+    "DeepSeek-V3": (
+        configuration("deepseek_v3", 61, 7168, 128, 18_432, 129_280, **latent(1536, 256, 1, 8, 2048, 3)), 671, 37
+    ),
+    "Kimi K2": (
+        configuration("kimi_k2", 61, 7168, 64, 18_432, 163_840, **latent(1536, 384, 1, 8, 2048, 1)), 1040, 32.6
+    ),
+}  # fmt: skip

@@ -44,13 +44,14 @@ def meshes(shape: Shape, gpus: int, batch: int, machine: Machine) -> Iterator[Me
     """Those that can be, tensor parallelism no wider than a node."""
     tensor = [n for n in POWERS if n <= machine.in_node]
     context = [n for n in POWERS if n == 1 or shape.context // n >= TOKENS]
-    stages = range(1, shape.layers + 1)
+    stages, experts = range(1, shape.layers + 1), shape.experts.count if shape.experts else 1
     for tp, cp, pp in product(tensor, context, stages):
         if gpus % (tp * cp * pp):
             continue
         dp = gpus // (tp * cp * pp)
-        for micro, zero, recompute in product((1, 2, 4, 8), STRATEGIES[1:], (False, True)):
-            mesh = Mesh(dp, pp, tp, batch, micro, zero, recompute, cp=cp)
+        shared = [n for n in range(1, experts + 1) if experts % n == 0 and dp * cp % n == 0]
+        for ep, micro, zero, recompute in product(shared, (1, 2, 4, 8), STRATEGIES[1:], (False, True)):
+            mesh = Mesh(dp, pp, tp, batch, micro, zero, recompute, cp=cp, ep=ep)
             if dp * cp == 1 and zero != "zero1":
                 continue  # nothing to divide
             try:

@@ -3,9 +3,12 @@
 tensor     an all-reduce sends 2 n (tp - 1)/tp. Four of n = tokens x width a block and micro-batch, five if forward
            runs twice, up to what the last product needs (Megatron-LM runs it to its end: six); one for the embedding
            (forward), one for the head (backward), 12 bytes a token for the loss
+           in a mixture: two gathers of n in the place of two all-reduces, none under sequence parallelism; the sums of
+           the experts' gradients, which are whole on each rank, and of a gate's where each has other tokens
 pipeline   n to the next stage, n back; a tied head's gradient once, over to the embedding, and whether there is one
 context    keys and values in a ring: cp - 1 hops forward, cp - 1 in backward, and cp of their gradients in fp32
-data       `formulas.traffic` over dp x cp
+expert     each token to its k experts and back, forward and backward (`expert.py`), if all experts get as many
+data       `formulas.traffic` over dp x cp, of experts over the dp x cp / ep that have the same ones
 
 n: bytes of one micro-batch's activations between two blocks, on this rank
 """
@@ -13,8 +16,9 @@ n: bytes of one micro-batch's activations between two blocks, on this rank
 from collections.abc import Mapping
 from typing import Protocol
 
-from refimpl.plan import formulas
+from refimpl.plan import expert, formulas
 from refimpl.plan.shape import Shape
+from refimpl.plan.stages import experts_of, kinds, layers_of, mixtures_of, parameters_of
 
 
 class Mesh(Protocol):
@@ -29,6 +33,10 @@ class Mesh(Protocol):
     @property
     def cp(self) -> int: ...
     @property
+    def ep(self) -> int: ...
+    @property
+    def between(self) -> int: ...
+    @property
     def micro(self) -> int: ...
     @property
     def micro_batches(self) -> int: ...
@@ -41,65 +49,81 @@ class Mesh(Protocol):
 
 
 AXES = {  # -> the ledger's tags; what has another is a control message
-    "tensor": ("tensor",),
+    "tensor": ("tensor", "tokens, tensor", "experts, tensor"),
     "pipeline": ("pipeline activations", "pipeline gradients", "pipeline shared gradients"),
     "context": ("keys and values", "gradients of keys and values"),
     "data": ("gradients", "parameters"),
+    "expert": ("tokens", "tokens per expert"),  # where ep > 1
 }
 
 
-def traffic(shape: Shape, mesh: Mesh, stage: int, padding: int = 0) -> dict[str, int]:
-    """By axis, for a rank of a stage. `padding`: elements that the buckets of its data-parallel stage add."""
+def traffic(shape: Shape, mesh: Mesh, stage: int, padding: int = 0, of_experts: int = 0) -> dict[str, int]:
+    """By axis, for a rank of a stage. padding, of_experts: elements that the buckets of its data-parallel stage add,
+    those of dense parameters and those of experts.
+    """
     tokens = mesh.micro * shape.context // mesh.cp
     n = tokens * shape.width * mesh.itemsize
     first, last = stage == 0, stage == mesh.pp - 1
-    layers = layers_of(shape, mesh, stage)
+    layers, mixtures = layers_of(shape, mesh, stage), mixtures_of(shape, mesh, stage)
 
     def all_reduce(size: int) -> int:
         return 2 * size * (mesh.tp - 1) // mesh.tp
 
     tensor = (5 if mesh.recompute else 4) * layers * all_reduce(n) + (first + last) * all_reduce(n)
-    tensor += last * all_reduce(12 * tokens)
+    tensor += last * all_reduce(12 * tokens) + (mixtures * of_mixture(shape, mesh, tokens) if mixtures else 0)
     between = (not first) * n + (not last) * n
-    kv = 2 * tokens * shape.keys(mesh.tp) * mesh.itemsize  # of a block
+    kv = tokens * (shape.keys(mesh.tp) + shape.values(mesh.tp)) * mesh.itemsize  # of a block
     gradients = kv * 4 // mesh.itemsize
     forward = (2 if mesh.recompute else 1) * (mesh.cp - 1) * kv
     ring = layers * (forward + (mesh.cp - 1) * kv + mesh.cp * gradients) if mesh.cp > 1 else 0
-    layout = formulas.Layout(parameters_of(shape, mesh, stage), padding, buckets=0)
-    rows = formulas.traffic(mesh.zero, mesh.dp * mesh.cp, mesh.itemsize, layout, mesh.micro_batches)
+    replicas, data = mesh.dp * mesh.cp, 0
+    for elements, added, ranks in (
+        (parameters_of(shape, mesh, stage), padding, replicas),
+        (experts_of(shape, mesh, stage), of_experts, replicas // mesh.ep),
+    ):
+        layout = formulas.Layout(elements, added, buckets=0)
+        rows = formulas.traffic(mesh.zero, ranks, mesh.itemsize, layout, mesh.micro_batches)
+        data += sum(row.bytes for row in rows if row.tag in ("gradients", "parameters"))
     tied = shape.tied and first != last
-    return {
+    found = {
         "tensor": mesh.micro_batches * tensor,
         "pipeline": mesh.micro_batches * between + tied * (shape.embedding // mesh.tp + 1) * mesh.itemsize,
         "context": mesh.micro_batches * ring,
-        "data": sum(row.bytes for row in rows if row.tag in ("gradients", "parameters")),
+        "data": data,
     }
+    if mesh.ep > 1:
+        found["expert"] = mesh.micro_batches * mixtures * of_tokens(shape, mesh, tokens)
+    return found
+
+
+def of_mixture(shape: Shape, mesh: Mesh, tokens: int) -> int:
+    """What tensor ranks send more for a mixture than for an MLP: less than nothing but for the experts' gradients."""
+    e, others = shape.experts, mesh.tp - 1
+    assert e is not None
+    n, w = tokens * shape.width * mesh.itemsize, shape.width * mesh.itemsize
+    experts = 2 * (e.count // mesh.ep * shape.expert) * mesh.itemsize * others // mesh.tp
+    mlp = 0 if e.shared else 2 * 2 * n * others // mesh.tp
+    if mesh.between > 1:
+        return experts + 2 * e.count * w * others // mesh.tp - mlp
+    return experts + (2 * n + 4 * tokens * e.k) * others // mesh.tp - mlp
+
+
+def of_tokens(shape: Shape, mesh: Mesh, tokens: int) -> int:
+    """What the ranks that share the experts send for a mixture: of a rank's tokens each tensor rank sends its part."""
+    e, forwards = shape.experts, 2 if mesh.recompute else 1
+    assert e is not None
+    rows = expert.even_sent(tokens // mesh.tp, e.k, shape.width, mesh.ep, mesh.itemsize, forwards)
+    return int(rows) + forwards * expert.COUNT * e.count * (mesh.ep - 1)
 
 
 def by_axis(sent: Mapping[str, int]) -> dict[str, int]:
     """Bytes by the ledger's tags -> by axis, and those of "control" messages."""
-    found = {axis: sum(sent.get(tag, 0) for tag in tags) for axis, tags in AXES.items()}
+    there = {axis: tags for axis, tags in AXES.items() if axis != "expert" or not sent.keys().isdisjoint(tags)}
+    found = {axis: sum(sent.get(tag, 0) for tag in tags) for axis, tags in there.items()}
     return found | {"control": sum(sent.values()) - sum(found.values())}
 
 
 def busiest(shape: Shape, mesh: Mesh) -> dict[str, int]:
-    """By axis, of the stage that sends most there: the first, the last, or one between."""
-    stages = [traffic(shape, mesh, stage) for stage in sorted({0, min(1, mesh.pp - 1), mesh.pp - 1})]
-    return {axis: max(sent[axis] for sent in stages) for axis in AXES}
-
-
-def layers_of(shape: Shape, mesh: Mesh, stage: int) -> int:
-    """Of a stage; of layers that the stages do not divide the first ones have one more."""
-    return shape.layers // mesh.pp + (stage < shape.layers % mesh.pp)
-
-
-def parameters_of(shape: Shape, mesh: Mesh, stage: int) -> int:
-    """On one rank of a stage, before ZeRO divides them. A tied head of another stage is a copy of its own."""
-    count = layers_of(shape, mesh, stage) * shape.block(mesh.tp)
-    if stage == 0:
-        count += shape.embedding // mesh.tp + shape.positions * shape.context * shape.width
-    if stage == mesh.pp - 1:
-        count += shape.last_norm
-        if not shape.tied or mesh.pp > 1:
-            count += shape.embedding // mesh.tp
-    return count
+    """By axis, of the stage that sends most there."""
+    stages = [traffic(shape, mesh, stage) for stage in kinds(shape, mesh.pp, mesh.tp)]
+    return {axis: max(sent[axis] for sent in stages) for axis in stages[0]}

@@ -9,6 +9,7 @@ from test_main import refimpl_command
 
 from refimpl.activation.budget import Again
 from refimpl.cli.plan import bytes_of, words
+from refimpl.plan.published import PUBLIC_MIXTURES
 
 SMALL = ["--layers", "5", "--width", "64", "--heads", "2", "--context", "16", "--batch", "2"]
 
@@ -50,6 +51,21 @@ def test_layouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert len(re.findall(r"^│ +\d+ │", printed, re.MULTILINE)) == 3
     assert refimpl_command(monkeypatch, "plan", "--params", "1T", "--gpus", "8") == 0
     assert "nothing fits" in capsys.readouterr().out
+
+
+def test_layouts_of_a_mixture(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model, config = tmp_path / "config.json", tmp_path / "ds.json"
+    model.write_text(json.dumps(PUBLIC_MIXTURES["Mixtral 8x7B"][0]))
+    command = ("plan", "--model", str(model), "--gpus", "64")
+    assert refimpl_command(monkeypatch, *command) == 0
+    printed = capsys.readouterr().out
+    assert "46.7 billion parameters, of which a token meets 12.9" in printed
+    assert "ep GB sent" in printed
+    config.write_text(json.dumps({"expert_parallel": {"enabled": True, "autoep_size": 16}, "train_batch_size": 64}))
+    assert refimpl_command(monkeypatch, *command, "--config", str(config)) == 2
+    assert "8 experts over ep 16 of 64 data ranks" in capsys.readouterr().err
 
 
 def test_the_layout_of_a_deepspeed_configuration(

@@ -69,7 +69,7 @@ def test_keys_that_are_comments_are_left_out_at_the_top() -> None:
         load({"train_batch_size": 8, ZERO: {"_comment": "x"}})
 
 
-@pytest.mark.parametrize("name", ["comms_config", "monitor_config", "cuda_visible_devices"])
+@pytest.mark.parametrize("name", ["comms_config", "monitor_config", "cuda_visible_devices", "local_rank"])
 def test_names_that_deepspeed_does_not_read_and_its_examples_have(name: str) -> None:
     loaded, notes = load({"train_batch_size": 8, name: {"verbose": True}})
     assert [note.split(" ")[0] for note in notes] == [name]

@@ -284,6 +284,31 @@ def test_what_a_module_is_asked() -> None:
         }  # fmt: skip
 
 
+class Shown(nn.Linear):
+    """Remembers what it was called with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [*getattr(self, "seen", []), *x[:, 0].tolist()]
+        return super().forward(x)
+
+
+def grid_and_order() -> tuple[int, int, int, list[float]]:
+    data = [(torch.full((4,), float(i)), torch.zeros(4)) for i in range(8)]
+    module = PipelineModule([Shown(4, 4), nn.Linear(4, 4)], 2, loss_fn=F.mse_loss)
+    engine, *_ = initialize(model=module, config=config(gradient_accumulation_steps=2), training_data=data)
+    engine.train_batch()
+    grid = engine.grid
+    seen = [x for m in module.modules() if isinstance(m, Shown) for x in m.seen]
+    return grid.get_data_parallel_rank(), grid.get_stage_id(), grid.get_pipe_parallel_world_size(), seen
+
+
+def test_an_engine_knows_its_grid_and_reads_the_data_in_order() -> None:
+    """As DeepSpeed: samples of a micro-batch that stand together in the dataset may have a shape of their own."""
+    found = run(grid_and_order, ranks=4)
+    assert [(data, stage, stages) for data, stage, stages, _ in found] == [(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)]
+    assert [seen for *_, seen in found] == [[0, 2, 4, 6], [1, 3, 5, 7], [], []]
+
+
 def test_a_pipeline_error_is_one_class() -> None:
     assert issubclass(PipelineError, RuntimeError)
     with pytest.raises(ValueError, match="num_stages or topology"):

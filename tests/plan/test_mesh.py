@@ -1,32 +1,22 @@
 """The planner beside what others have published and beside what is counted: sizes, bytes, traffic, time."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
-from itertools import chain
-from typing import Any
 
 import pytest
 import torch
-from kept import counted as kept_for_backward
-from worlds import run
 
-from refimpl.comm.group import Group
-from refimpl.engine.initialize import initialize
-from refimpl.measure.memory import MemoryMeter
 from refimpl.model.gpt import GPT, GPTConfig
-from refimpl.parallel.swap import gpt_plan, parallelize
 from refimpl.plan import formulas
-from refimpl.plan.mesh import Machine, Mesh, activations, judge
-from refimpl.plan.public import FAMILIES, of_config
+from refimpl.plan.mesh import Machine, Mesh, judge
 from refimpl.plan.published import LLAMA, MEGATRON, Run
 from refimpl.plan.search import search
-from refimpl.plan.shape import Shape, of_gpt, of_size
-from refimpl.plan.traffic import by_axis, layers_of, parameters_of, traffic
+from refimpl.plan.shape import Experts, Shape, of_gpt, of_size
+from refimpl.plan.stages import layers_of, parameters_of
+from refimpl.plan.traffic import traffic
 from refimpl.plan.transformer import activation_bytes, flops_per_token, tensor_parallel_sent
 
 # Rajbhandari et al. 2020, arXiv:1910.02054, table 1: GB of model state a device, for 7.5, 128 and 1,000 billion
@@ -82,84 +72,6 @@ def test_a_gpts_parameters_flops_and_activations_are_the_formulas_and_the_models
     assert found == config.layers * activation_bytes(config, 2) + head
 
 
-# --- what the planner says, counted where it runs
-
-
-COUNTED = GPTConfig(vocab=16, context=8, width=64, layers=4, heads=4)
-
-
-# ZeRO-3 keeps small parameters whole, and those that are needed again soon; here all are small.
-LEFT = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-
-
-def counted(mesh: Mesh, stage: int) -> tuple[dict[str, int], dict[str, int], formulas.Layout, int]:
-    """Bytes sent by axis, kept by class (activations at the most, else before the update), layout, pipeline stage."""
-    config = {
-        "train_micro_batch_size_per_gpu": mesh.micro, "gradient_accumulation_steps": mesh.micro_batches,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": stage} | LEFT,
-        "pipeline": {"stages": mesh.pp, "activation_checkpoint_interval": int(mesh.recompute)},
-        "tensor_parallel": {"autotp_size": mesh.tp}, "sequence_parallel_size": mesh.cp,
-    }  # fmt: skip
-    engine, *_ = initialize(model=GPT(COUNTED), config=config)
-    ids = torch.zeros(mesh.micro, COUNTED.context, dtype=torch.int64)
-    kept: dict[str, int] = {}
-    engine.optimizer.register_step_pre_hook(lambda *_: kept.update(MemoryMeter(engine.stage.tensors).now()))
-    for _ in range(2):
-        engine.axes.world.ledger.reset()
-        with kept_for_backward(lambda: chain.from_iterable(engine.stage.tensors().values())) as activations:
-            engine.train_batch(iter([(ids, ids)] * mesh.micro_batches))
-        assert activations.now == 0
-    sent = by_axis(engine.axes.world.ledger.sent_bytes("tag"))
-    kept["activations"] = activations.peak
-    return sent, kept, formulas.layout_of(engine.stage), engine.axes.pipeline.rank
-
-
-runs = partial(Mesh, recompute=False, itemsize=4, sequence=False)  # in fp32, as a JSON asks for it
-
-
-@pytest.mark.parametrize(
-    ("mesh", "stage"),
-    [
-        (runs(2, 2, 1, 8), 1), (runs(1, 2, 2, 4, zero="ddp"), 0), (runs(2, 1, 2, 4, zero="zero2"), 2),
-        (runs(1, 4, 1, 4, 2, zero="ddp"), 0), (runs(1, 1, 2, 2, cp=2), 1), (runs(2, 1, 1, 4, cp=2), 1),
-        (runs(1, 1, 4, 2, zero="ddp"), 0), (runs(2, 2, 2, 4), 1), (runs(3, 1, 1, 6, zero="zero3"), 3),
-        (runs(1, 2, 2, 4, 2, zero="ddp", recompute=True), 0), (runs(1, 4, 1, 6, zero="ddp", recompute=True), 0),
-    ],
-    ids=lambda value: f"dp{value.dp}-pp{value.pp}-cp{value.cp}-tp{value.tp}" if isinstance(value, Mesh) else "",
-)  # fmt: skip
-def test_every_byte_on_every_axis_and_in_every_class_is_counted(mesh: Mesh, stage: int) -> None:
-    shape = of_gpt(COUNTED)
-    for sent, kept, layout, place in run(counted, mesh, stage, ranks=mesh.gpus):
-        expected = traffic(shape, mesh, place, layout.padding)
-        if mesh.recompute and place == 0:  # an interval of one layer: the pipeline runs its embeddings twice too
-            expected["tensor"] += mesh.micro_batches * tensor_parallel_sent(COUNTED, mesh.micro, mesh.tp, 4) // 4
-        assert sent.pop("control") < 1000
-        assert sent == expected
-        planned = formulas.Layout(parameters_of(shape, mesh, place), layout.padding, layout.buckets)
-        wanted = formulas.memory_bytes(mesh.zero, mesh.dp * mesh.cp, 4, planned)
-        alive = min(mesh.pp - place, mesh.micro_batches)
-        wanted["activations"] = activations(shape, mesh, alive, head=place == mesh.pp - 1)
-        assert {name: kept.get(name, 0) for name in wanted} == wanted
-
-
-def under_sequence_parallelism(mesh: Mesh) -> int:
-    """What autograd keeps of the whole model, its tokens divided between the cut matrices."""
-    model = GPT(COUNTED)
-    parallelize(model, gpt_plan(COUNTED.heads, COUNTED.vocab), Group.world(), sequence=mesh.sequence)
-    ids = torch.zeros(mesh.micro, COUNTED.context, dtype=torch.int64)
-    with kept_for_backward(model.parameters) as kept:
-        model(ids, ids).backward()
-    return kept.peak
-
-
-@pytest.mark.parametrize("sequence", [True, False])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_activations_under_sequence_parallelism_are_counted(ranks: int, sequence: bool) -> None:
-    mesh = Mesh(1, 1, ranks, 2, 2, "ddp", recompute=False, itemsize=4, sequence=sequence)
-    expected = activations(of_gpt(COUNTED), mesh, 1, head=True)
-    assert run(under_sequence_parallelism, mesh, ranks=ranks) == [expected] * ranks
-
-
 def test_recomputing_sends_forwards_all_reduces_again() -> None:
     config = GPTConfig(vocab=512, context=64, width=128, layers=4, heads=8)
     mesh = Mesh(2, 4, 4, 8, 1, "zero1", recompute=False)
@@ -179,75 +91,19 @@ def test_a_head_of_keys_that_several_ranks_have_is_whole_on_each() -> None:
         judge(replace(few, heads=12, width=768, kv_heads=3), Mesh(1, 1, 4, 8), Machine())
 
 
-PUBLIC: dict[str, dict[str, Any]] = {
-    "gpt2": {"model_type": "gpt2", "n_layer": 3, "n_embd": 48, "n_head": 4, "vocab_size": 101, "n_positions": 32},
-    "llama": {
-        "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 4, "vocab_size": 101,
-        "num_key_value_heads": 2, "intermediate_size": 80, "max_position_embeddings": 32,
-    },
-}  # fmt: skip
-PUBLIC["mistral"] = PUBLIC["llama"] | {"model_type": "mistral"}
-PUBLIC["qwen2"] = PUBLIC["llama"] | {"model_type": "qwen2", "tie_word_embeddings": True}
-PUBLIC["biased"] = PUBLIC["llama"] | {"attention_bias": True, "mlp_bias": True, "head_dim": 8}
-for like in ("phi3", "gemma", "gemma2", "granite", "qwen3", "starcoder2", "gpt_neox", "phi"):
-    more = {"pad_token_id": 0} | ({"head_dim": 8} if like in ("gemma", "gemma2", "qwen3") else {})
-    PUBLIC[like] = PUBLIC["llama"] | {"model_type": like} | more
-PUBLIC["gpt_neox"].pop("num_key_value_heads")
-PUBLIC["gptj"] = PUBLIC["gpt2"] | {"model_type": "gptj", "rotary_dim": 4}
-PUBLIC["gpt_bigcode"] = PUBLIC["gpt2"] | {"model_type": "gpt_bigcode"}
-PUBLIC["opt"] = PUBLIC["llama"] | {"model_type": "opt", "ffn_dim": 80, "word_embed_proj_dim": 48}
-PUBLIC["bloom"] = {"model_type": "bloom", "hidden_size": 48, "n_layer": 3, "n_head": 4, "vocab_size": 101}
-FALCON = PUBLIC["llama"] | {"model_type": "falcon"}
-PUBLIC["falcon"] = FALCON | {"alibi": False}
-PUBLIC["falcon groups"] = FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}
-PUBLIC["falcon biased"] = FALCON | {"multi_query": False, "parallel_attn": False, "bias": True}
-
-
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers (the hf extra)")
-@pytest.mark.parametrize("family", PUBLIC)
-def test_a_public_configurations_parameters_are_transformers(family: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings = PUBLIC[family]
-    config = AutoConfig.for_model(**settings)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    expected = sum(p.numel() for p in model.parameters())
-    assert of_config(config.to_dict()).parameters == of_config(settings).parameters == expected
-    assert {settings["model_type"] for settings in PUBLIC.values()} == set(FAMILIES)
-
-
-def test_known_models_by_their_published_shapes() -> None:
-    llama_2_70b = {
-        "model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 32000, "max_position_embeddings": 4096,
-    }  # fmt: skip
-    assert of_config(llama_2_70b).parameters == 68_976_648_192  # what its weights are
-    assert of_config({**PUBLIC["gpt2"], "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257,
-                      "n_positions": 1024}).parameters == 124_439_808  # fmt: skip
-
-
 def test_layers_that_the_stages_do_not_divide() -> None:
-    """126 layers of Llama 3 405B on 2^n GPUs: 16 stages, the first 14 of 8 layers, for which all wait."""
-    shape, mesh = replace(of_gpt(GPTConfig(layers=126)), tied=False), Mesh(2, 16, 1, 32)
-    each = [layers_of(shape, mesh, stage) for stage in range(16)]
-    assert each == [8] * 14 + [7] * 2
-    assert sum(parameters_of(shape, mesh, stage) for stage in range(16)) == shape.parameters
-    even = judge(replace(shape, layers=128), mesh, Machine())
-    found = judge(shape, mesh, Machine())
+    """Llama 3 405B on 16 stages: the first and the last have one of 126 layers less, for they have the vocabulary."""
+    shape = LLAMA[0].shape
+    mesh = Mesh(2, 16, 8, 32)
+    assert [layers_of(shape, mesh, stage) for stage in range(16)] == [7] + [8] * 14 + [7]
+    assert sum(parameters_of(shape, replace(mesh, tp=1), stage) for stage in range(16)) == shape.parameters
+    even, found = judge(replace(shape, layers=128), mesh, Machine()), judge(shape, mesh, Machine())
     assert found.seconds["compute"] == pytest.approx(even.seconds["compute"], rel=0.02)  # but for the head's part
-    assert found.bytes == even.bytes, "the first stage is the fullest"
     assert found.mfu < even.mfu
-    assert any(v.mesh.pp == 16 for v in search(replace(shape, layers=126), 64, 64, Machine()).fit)
+    assert any(v.mesh.pp == 16 for v in search(replace(shape, vocab=64), 64, 64, Machine()).over)
 
 
-def test_what_is_not_known_is_named() -> None:
-    with pytest.raises(ValueError, match="'mixtral' has num_local_experts 8: mixtures of experts are not laid out"):
-        of_config(PUBLIC["llama"] | {"model_type": "mixtral", "num_local_experts": 8})
-    with pytest.raises(ValueError, match="model_type 'mamba': known here are gpt2, llama"):
-        of_config({"model_type": "mamba"})
-    with pytest.raises(ValueError, match="a gpt2 configuration without 'n_embd'"):
-        of_config({"model_type": "gpt2"})
+def test_what_cannot_be_is_named() -> None:
     shape = of_gpt(GPTConfig(layers=6, heads=4))
     for mesh, says in (
         (Mesh(1, 7, 1, 8), "6 layers over 7 pipeline stages: each needs one"),
@@ -257,6 +113,15 @@ def test_what_is_not_known_is_named() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             judge(shape, mesh, Machine())
+    mixed = replace(shape, experts=Experts(4, 2, 16))
+    for of, mesh, says in (
+        (shape, Mesh(2, 1, 1, 8, ep=2), "ep 2: the model has no mixtures of experts"),
+        (mixed, Mesh(8, 1, 1, 8, ep=8), "4 experts over ep 8 of 8 data ranks: it divides not both"),
+        (mixed, Mesh(1, 1, 2, 8, sequence=False), "experts on 2 tensor ranks, none dealt out: each would compute all"),
+        (mixed, Mesh(3, 1, 1, 9, ep=2), "4 experts over ep 2 of 3 data ranks: it divides not both"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            judge(of, mesh, Machine())
 
 
 @pytest.mark.parametrize("billions", [0.1, 1, 7, 13, 70, 175, 530, 1000])
@@ -276,8 +141,8 @@ def test_the_search_finds_megatrons_way_for_a_trillion() -> None:
 
 
 def test_long_sequences_are_shared() -> None:
-    """A rank's part of the activations of 1 million tokens is what decides."""
-    found = search(of_size(7e9, context=2**20), 64, 4, Machine())
+    """A rank's part of the activations of 4 million tokens is what decides."""
+    found = search(replace(of_size(7e9, context=2**22), positions=False), 64, 4, Machine())
     assert found.fit
     assert all(v.mesh.cp > 1 for v in found.fit)
 

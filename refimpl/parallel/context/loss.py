@@ -18,7 +18,7 @@ IGNORED = -100  # a target that does not count, as in torch
 def token_mean(total: Tensor, tokens: Tensor | int, group: Group) -> Tensor:
     """total: the sum of this rank's losses; tokens: how many they are. -> what to call backward on; 0 without any."""
     count = torch.as_tensor(tokens, dtype=torch.float64, device=group.device).reshape(1).clone()
-    group.all_reduce(count, tag="tokens")
+    group.all_reduce(count, tag="counts")
     return total * (group.size / count.clamp(min=1).to(total.dtype)).squeeze(0)
 
 
