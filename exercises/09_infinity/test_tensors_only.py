@@ -18,6 +18,11 @@ from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
 
 TRAP = "trap_of_the_grader"  # a module whose import is noticed
+CLOSE = (  # what lists of allowed names have held: some are harmless, some call whatever a file hands them
+    ("builtins", "set"), ("builtins", "complex"), ("collections", "defaultdict"), ("collections", "Size"),
+    ("torch", "device"), ("torch._utils", "_rebuild_tensor"), ("torch.storage", "_load_from_bytes"),
+    ("torch._tensor", "_rebuild_from_type_v2"), ("torch.nn.parameter", "Parameter"),
+)  # fmt: skip
 
 
 def loaded(answer: Answer, data: bytes) -> Any:
@@ -100,6 +105,9 @@ def judge_refused(answer: Answer, ran: Path) -> None:
         "torch._utils.torch.hub.load": [asks_for("torch._utils", "torch.hub.load", "name", 4)],
         "torch.load": [asks_for("torch", "load", "nowhere.pt", 4)],
         "builtins.OrderedDict": [asks_for("builtins", "OrderedDict", "name", 4)],
+        "mycollections.OrderedDict": [asks_for("mycollections", "OrderedDict", "name", 4)],
+        "collections.OrderedDict.fromkeys": [asks_for("collections", "OrderedDict.fromkeys", "name", 4)],
+        **{f"{module}.{name}": [asks_for(module, name, "name", 4)] for module, name in CLOSE},
         **{
             f"{TRAP}.{name}": [asks_for(TRAP, name, "name", 4)]
             for name in ("OrderedDict", "Size", "_rebuild_tensor_v2")
@@ -117,7 +125,8 @@ def judge_refused(answer: Answer, ran: Path) -> None:
                 TRAP not in sys.modules,
                 f"{name} was refused after its module had been imported: what a module does then has run",
             )
-            require(said is not None, f"{name} was handed to the file, which could call it with whatever it likes")
+            handed = f"{name} was looked up for the file, which could call it with whatever it likes: four names, no more"
+            require(said is not None, handed)
             require(
                 name in str(said), f"the refusal does not say which name was asked for, {name}", f"  it says: {said}"
             )
