@@ -125,7 +125,9 @@ def judge_refused(answer: Answer, ran: Path) -> None:
                 TRAP not in sys.modules,
                 f"{name} was refused after its module had been imported: what a module does then has run",
             )
-            handed = f"{name} was looked up for the file, which could call it with whatever it likes: four names, no more"
+            handed = (
+                f"{name} was looked up for the file, which could call it with whatever it likes: four names, no more"
+            )
             require(said is not None, handed)
             require(
                 name in str(said), f"the refusal does not say which name was asked for, {name}", f"  it says: {said}"

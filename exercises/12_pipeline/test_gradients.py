@@ -71,7 +71,13 @@ def judge_sum(p: nn.Parameter, grads: list[Tensor | None], own: Tensor | None, i
     if own is not None:
         known |= {"this rank's own part, nothing was added": own, "this rank's own part counts twice": total + own}
     known = known if len(grads) > 1 else {}
-    equal(p.grad, total, f"{what}, added in the order of `ranks`,", known=known, rtol=2e-2 if p.dtype == torch.bfloat16 else 1e-5)
+    equal(
+        p.grad,
+        total,
+        f"{what}, added in the order of `ranks`,",
+        known=known,
+        rtol=2e-2 if p.dtype == torch.bfloat16 else 1e-5,
+    )
     assert p.grad is not None
     own_memory(p.grad, what, "it keeps the sums of all parameters alive; clone the part")
 
