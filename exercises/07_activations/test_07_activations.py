@@ -61,8 +61,8 @@ def partly(layer: Layer, x: Tensor, call: Call) -> Tensor:
     return outputs[0]
 
 
-def gradients(use: Callable[[Layer, Tensor, Call], Tensor], call: Call) -> tuple[dict[str, Tensor], int]:
-    """Output, gradients, and a random number drawn at the end; and how often the layer ran."""
+def gradients(use: Callable[[Layer, Tensor, Call], Tensor], call: Call) -> tuple[dict[str, Tensor], Layer]:
+    """Output, gradients, and a random number drawn at the end; and the layer."""
     layer, x = Layer(), torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
     torch.manual_seed(2)
     out = use(layer, x, call)
@@ -71,9 +71,7 @@ def gradients(use: Callable[[Layer, Tensor, Call], Tensor], call: Call) -> tuple
     found |= {f"the gradient of {name}": p.grad for name, p in layer.named_parameters() if p.requires_grad}
     for name, tensor in found.items():
         require(tensor is not None, f"{name} is missing: backward must reach it")
-    needless = "an argument that needs no gradient gets one in the second run: see ctx.needs_input_grad"
-    require(not layer.needless, needless)
-    return {**found, DRAWN: torch.rand(3)}, layer.runs  # type: ignore[dict-item]
+    return {**found, DRAWN: torch.rand(3)}, layer  # type: ignore[dict-item]
 
 
 def plain(fn: Call, *args: Any) -> Any:
@@ -88,10 +86,12 @@ def test_checkpoint(answer: Answer, group: WatchedGroup) -> None:
         "integers, a float, several outputs": mixed,
         "several outputs, of which only one is used": partly,
     }
+    needless = 0
     for name, use in cases.items():
         case(name)
-        (found, runs), (expected, once) = gradients(use, answer.checkpoint), gradients(use, plain)
-        judge_runs(runs, once)
+        (found, layer), (expected, once) = gradients(use, answer.checkpoint), gradients(use, plain)
+        judge_runs(layer.runs, once.runs)
+        needless += layer.needless
         for what, truth in expected.items():
             reason = "the second run must draw the same random numbers: set the generator back to where the first began"
             if what == DRAWN:
@@ -101,6 +101,8 @@ def test_checkpoint(answer: Answer, group: WatchedGroup) -> None:
             equal(found[what], truth, what)
     case("what is kept between forward and backward")
     judge_kept(answer.checkpoint)
+    why = "an argument that needs no gradient gets one in the second run: see ctx.needs_input_grad"
+    require(not needless, why)
     case("an argument is changed in place before backward")
     x = torch.ones(4, requires_grad=True) * 1
     y = answer.checkpoint(torch.sin, x)
@@ -315,8 +317,8 @@ def test_PartitionedInput(answer: Answer, group: WatchedGroup) -> None:
             held = answer.PartitionedInput(x, fresh)
         del x
         own_memory(held.mine, "mine", "copy it into memory of its own")
-        require(not held.mine.requires_grad, "mine holds the graph of x, and with it what comes before: detach x")
         require(held.mine.numel() == size, f"{held.mine.numel()} elements are kept, expected {size}: 1/N, rounded up")
+        require(not held.mine.requires_grad, "mine holds the graph of x, and with it what comes before: detach x")
         kept.judge(size * dtype.itemsize, "PartitionedInput", "this rank's part alone may stay, nothing of x")
         require(not fresh.ledger.events, "something was sent when x was cut: every rank has all of it already")
         expected = activation(shape, dtype).detach()

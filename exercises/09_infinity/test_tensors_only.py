@@ -105,14 +105,14 @@ def judge_refused(answer: Answer, ran: Path) -> None:
         "torch._utils.torch.hub.load": [asks_for("torch._utils", "torch.hub.load", "name", 4)],
         "torch.load": [asks_for("torch", "load", "nowhere.pt", 4)],
         "builtins.OrderedDict": [asks_for("builtins", "OrderedDict", "name", 4)],
-        "mycollections.OrderedDict": [asks_for("mycollections", "OrderedDict", "name", 4)],
-        "collections.OrderedDict.fromkeys": [asks_for("collections", "OrderedDict.fromkeys", "name", 4)],
-        **{f"{module}.{name}": [asks_for(module, name, "name", 4)] for module, name in CLOSE},
         **{
             f"{TRAP}.{name}": [asks_for(TRAP, name, "name", 4)]
             for name in ("OrderedDict", "Size", "_rebuild_tensor_v2")
         },
         f"{TRAP}.anything": [asks_for(TRAP, "anything", "name", 2), nested(TRAP, "anything", "name")],
+        "mycollections.OrderedDict": [asks_for("mycollections", "OrderedDict", "name", 4)],
+        "collections.OrderedDict.fromkeys": [asks_for("collections", "OrderedDict.fromkeys", "name", 4)],
+        **{f"{module}.{name}": [asks_for(module, name, "name", 4)] for module, name in CLOSE},
     }
     for name, payloads in files.items():
         for payload in payloads:
@@ -125,9 +125,7 @@ def judge_refused(answer: Answer, ran: Path) -> None:
                 TRAP not in sys.modules,
                 f"{name} was refused after its module had been imported: what a module does then has run",
             )
-            handed = (
-                f"{name} was looked up for the file, which could call it with whatever it likes: four names, no more"
-            )
+            handed = f"{name} was handed to the file, which could call it with whatever it likes: four names may be"
             require(said is not None, handed)
             require(
                 name in str(said), f"the refusal does not say which name was asked for, {name}", f"  it says: {said}"

@@ -54,6 +54,6 @@ def judge_cut(found: object, expected: Tensor, whole: Tensor, rank: int, ranks: 
         )
     equal(found, expected, f"the part of rank {rank}", known=known)
     assert isinstance(found, Tensor)
-    require(not found.requires_grad, "the part holds the graph of `whole`, and so all of it: detach")
     require(found.data_ptr() != whole.data_ptr(), "the part is `whole` itself, or a view: copy it")
+    require(not found.requires_grad, "the part holds the graph of `whole`, and so all of it: detach")
     own_memory(found, f"the part of rank {rank}")

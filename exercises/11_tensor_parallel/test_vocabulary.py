@@ -89,7 +89,7 @@ def logits_of(V: int, n: int, group: WatchedGroup, dtype: torch.dtype) -> tuple[
 
 @on_ranks(2, 3, 4)
 def test_vocab_cross_entropy(answer: Answer, group: WatchedGroup) -> None:
-    V, n = 242, 400
+    V, n = 242, 402
     first, stop = runs(V, group.size)[group.rank]
     for dtype in DTYPES:
         for ignore in (-100, 2):
@@ -181,6 +181,7 @@ def losses(whole: Tensor, targets: Tensor, counts: Tensor, group: WatchedGroup) 
             ((z_shifted.exp().sum(1).log() - taken) * counts).sum() / counts.sum()
         ),
         "divided by all rows, not by those that count": rows.sum() / len(rows),
+        "rows are counted in 16 bits, which know whole numbers up to 256 only": rows.sum() / counts.sum().bfloat16(),
         "the sum over the rows, not their mean": rows.sum(),
         "rows that do not count are counted": F.cross_entropy(z, targets.where(counts, 0)),
         "a softmax over this rank's logits alone": (

@@ -1,7 +1,7 @@
 """A fifth name, harmless.
 
 task: TensorsOnly
-says: four names are allowed
+says: four names may be
 """
 
 import pickle
