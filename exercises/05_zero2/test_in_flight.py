@@ -23,7 +23,7 @@ F32 = torch.float32
 @on_ranks(2, 3, 4)
 def test_InFlight(answer: Answer, group: WatchedGroup) -> None:
     for most, dtype in ((2, F32), (1, F32), (3, F32), (2, torch.bfloat16)):
-        numbers = [0, 0, 2, 3, 1, 1, 0, 1, 1, 1, 0, 0]  # bucket 1 again while it is under way, five times in all
+        numbers = [0, 1, 0, 2, 3, 1, 1, 1, 1, 0, 0, 0]  # bucket 1 again while it is under way, five times in all
         case(f"at most {most} under way, {dtype}: buckets {numbers}")
         watched = group.fresh()
         kept = Kept(watched)

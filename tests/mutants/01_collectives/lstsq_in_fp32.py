@@ -1,7 +1,7 @@
 """Least squares in fp32.
 
 task: fit_alpha_beta
-says: alpha has lost its digits
+says: digits are lost
 """
 
 import torch
