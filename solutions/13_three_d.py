@@ -158,9 +158,9 @@ def global_norm(
     gradients: for each parameter here its gradient, None if it has none, and the ranks of
     `group`, this one among them, in any order, that hold this very parameter with this very
     gradient: all tensor-parallel ranks for a norm's weight, first and last stage for a tied
-    embedding. It counts once. A rank may hold nothing. Gradients are fp32 or 16 bits, and squares may be too
-    large for either. What is not finite makes the norm so, on all ranks. One all-reduce of one
-    number.
+    embedding. It counts once. A rank may hold nothing. Gradients are fp32 or 16 bits, and
+    squares may be too large for either. What is not finite makes the norm so, on all ranks. One
+    all-reduce of one number.
     """
     squares = torch.zeros(1, dtype=torch.float64)
     for grad, holders in gradients:
