@@ -134,7 +134,8 @@ def merge(one: Part, other: Part) -> Part:
     Of each set: out [..., Q, D], softmax attention of Q queries over it, and lse [..., Q], the
     log of the sum of exp(score) over it; both fp32. Returned are those of all keys together. A
     query that sees no key of a set has lse -inf and out 0 there; if it sees none of either, so
-    has the result. Scores may be in the thousands. Inputs are not changed.
+    has the result. Scores may be in the thousands. A NaN in an out stays to be seen. Inputs
+    are not changed.
     Example: lse 0 and 0 -> the mean of both outs, lse log(2). lse 3 and -inf -> the first.
     """
     raise NotImplementedError("merge")

@@ -63,8 +63,9 @@ class DynamicLossScaler:
 
     The scale doubles on the good step that follows `window` good ones in a row, and again after
     every `window` more. The first `hysteresis` - 1 overflows are endured; every one after them
-    halves the scale, until a doubling allows `hysteresis` - 1 again. Where it would halve a
-    scale of 1 it raises OverflowError: the loss itself is not finite.
+    halves the scale, until a doubling allows `hysteresis` - 1 again. The scale begins as a
+    power of two, at least 1, and stays one. Where it would halve a scale of 1 it raises
+    OverflowError: the loss itself is not finite.
     """
 
     def __init__(self, scale: float = 2**16, window: int = 1000, hysteresis: int = 2):  # given
@@ -81,7 +82,7 @@ class DynamicLossScaler:
             elif self.scale <= 1:
                 raise OverflowError("gradients overflow at loss scale 1")
             else:
-                self.scale = max(1.0, self.scale / 2)
+                self.scale /= 2
             return
         if self.good_steps and self.good_steps % self.window == 0:
             self.scale *= 2

@@ -188,7 +188,7 @@ class PartitionedInput:
     def __init__(self, x: Tensor, group: Group) -> None:
         """x: any shape, dtype and number of elements, not necessarily contiguous.
 
-        The padding at the end is zero.
+        x may require a gradient; the part needs none. The padding at the end is zero.
         """
         self.group, self.shape = group, x.shape
         size = -(-x.numel() // group.size)

@@ -17,6 +17,7 @@ every byte.
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -144,8 +145,9 @@ def update_parts(
             update(k, memory)
             writing[k] = disk.write(offset, memory)
     finally:
-        for transfer in (*reading.values(), *writing.values()):
-            transfer.wait()
+        with ExitStack() as last:  # waits for every one, also if one fails
+            for transfer in (*reading.values(), *writing.values()):
+                last.callback(transfer.wait)
 
 
 class DelayedUpdate:
@@ -218,7 +220,7 @@ HINTS = {
     "update_parts": [
         "Which transfer must be over before k + 1 is read? Its buffer is number (k + 1) % 3.",
         "For each k: wait for write k - 2, begin read k + 1, wait for read k, update, begin write k.",
-        "In `finally` wait for all that is still under way, reads as well.",
+        "In `finally` wait for all that is still under way, reads as well, also if the wait for one of them fails.",
     ],
     "DelayedUpdate": [
         "step() has three parts: end the update before, hand gradients over, begin the next.",

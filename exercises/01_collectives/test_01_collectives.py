@@ -101,6 +101,9 @@ def test_ring_all_reduce(answer: Answer, group: WatchedGroup) -> None:
         together, enough = sum(group.everyone(sent["send"])), messages * n * x.element_size()
         padded = f"all ranks together send {together} bytes, and {enough} are enough: is x padded? Cut it unevenly"
         require(together == enough, padded, *watched.transcript())
+        each = {e.sent_bytes // x.element_size() for e in starts(watched.ledger, "send")}
+        even = f"messages of {sorted(each)} elements, expected {n}/{group.size} rounded up or down: cut evenly"
+        require(each <= {n // group.size, -(-n // group.size)}, even, *watched.transcript())
         one_at_a_time(watched, "ring_all_reduce")
         all_done(watched, "ring_all_reduce")
         require(x.data_ptr() == place, "x has new memory: write into the old, of which others may hold views")
@@ -156,11 +159,18 @@ def test_fit_alpha_beta(answer: Answer, group: WatchedGroup) -> None:
         slope = float((n * t).sum() / (n * n).sum())
         ends = float((t[-1] - t[0]) / (n[-1] - n[0]))
         for name, mine, theirs in (("beta", found[1], best[1]), ("alpha", found[0], best[0])):
+            weights = 1 / t.abs()
+            relative = torch.linalg.lstsq(scaled * weights[:, None], t * weights).solution / torch.tensor([1, n.max()])
+            rounded = not shake and math.isclose(found[1], best[1], rel_tol=1e-2)
             known = {
                 "it is the other one: return (alpha, beta)": best[0] if name == "beta" else best[1],
                 "it is the slope of a line through the origin: a message of 0 bytes costs alpha": slope,
                 "it is the slope between two points: least squares uses them all": ends,
                 "a line may cross the axis below 0: return what fits best": 0.0,
+                "relative errors are made small: least squares weighs each second of error alike": relative[
+                    int(name == "beta")
+                ],
+                "digits are lost: add in Python floats or fp64, not in fp32": mine if rounded else math.inf,
             }
             value = torch.tensor(float(mine), dtype=torch.float64)
             candidates = {k: torch.as_tensor(v, dtype=torch.float64) for k, v in known.items()}

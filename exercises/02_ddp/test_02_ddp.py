@@ -70,7 +70,7 @@ def descend(model: nn.Module, lr: float = 0.1) -> None:
 def test_average_gradients(answer: Answer, group: WatchedGroup) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         case(f"{dtype}, a layer unused on odd ranks, a frozen one, a tied weight")
-        watched, oracle, model = group.fresh(), group.oracle(), Net(seed=0).to(dtype)
+        watched, oracle, model = group.fresh(), group.tally(), Net(seed=0).to(dtype)
         params = list(model.parameters())
         loss(model, group.rank, step=0).backward()
         kept, trained = Kept(watched), sum(p.numel() for p in params if p.requires_grad) * dtype.itemsize
@@ -78,7 +78,7 @@ def test_average_gradients(answer: Answer, group: WatchedGroup) -> None:
         with untouched(params=params):
             answer.average_gradients(watched, params)
         kept.judge(trained - own, "average_gradients", "the old gradients, or a second copy of the new ones, stay")
-        judge_gradients([gradients(model)], group, dtype)
+        judge_gradients([gradients(model)], group, dtype, one_process(group.size, steps=1))
         require(model.frozen.weight.grad is None, "a frozen parameter got a gradient: skip what requires none")
         oracle.all_reduce(torch.zeros(trained // dtype.itemsize, dtype=dtype))
         same_traffic(watched, oracle, "average_gradients", itemsize=dtype.itemsize)
@@ -95,26 +95,29 @@ def test_average_gradients(answer: Answer, group: WatchedGroup) -> None:
     p, frozen = nn.Parameter(torch.zeros(2**20)), nn.Parameter(torch.zeros(3))
     p.grad, frozen.grad = torch.full_like(p, group.rank), torch.ones(3)
     frozen.requires_grad_(False)
-    watched, oracle = group.fresh(), group.oracle()
+    watched, oracle = group.fresh(), group.tally()
     answer.average_gradients(watched, [frozen, p])
     require(frozen.grad is not None and bool((frozen.grad == 1).all()), "a frozen parameter's gradient was changed")
     equal(p.grad, torch.full_like(p, (group.size - 1) / 2), "the gradient", ranks=group.size)
     oracle.all_reduce(torch.zeros(2**20))
     same_traffic(watched, oracle, "average_gradients")
 
-    case("40000 in fp16 on every rank: their mean fits, their sum does not")
-    p = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    case("40000 in fp16 on every rank: their mean fits, their sum does not; beside it one that no rank has used")
+    p, unused = (nn.Parameter(torch.zeros(3, dtype=torch.float16)) for _ in range(2))
     p.grad = torch.full((3,), 40000.0, dtype=torch.float16)
-    answer.average_gradients(group.fresh(), [p])
+    answer.average_gradients(group.fresh(), [p, unused])
+    require(unused.grad is not None, "a parameter that no rank has used has no gradient: its mean is zero")
     known = {"it is Inf: fp16 ends at 65504, and the sum is beyond: all-reduce the mean": torch.full_like(p, torch.inf)}
     equal(p.grad, torch.full_like(p, 40000.0), "the gradient", known=known)
 
 
-def judge_gradients(found: list[dict[str, Tensor]], group: WatchedGroup, dtype: torch.dtype) -> None:
+def judge_gradients(
+    found: list[dict[str, Tensor]], group: WatchedGroup, dtype: torch.dtype, truth: list[dict[str, Tensor]]
+) -> None:
     """Beside one process's of fp32, which takes bf16 for near enough."""
     if wrong := [n for n, g in found[-1].items() if g.dtype != dtype]:
         raise Wrong(f"the gradient of {wrong[0]} has dtype {found[-1][wrong[0]].dtype}, its parameter {dtype}")
-    truth, exact = one_process(group.size, len(found)), dtype == torch.float32
+    truth, exact = truth[: len(found)], dtype == torch.float32
     known = by_users(truth[-1], group.size, {"spare": (group.size + 1) // 2})
     loose = {} if exact else {"rtol": 0.1, "atol": 0.02}
     first_divergence(
@@ -125,11 +128,12 @@ def judge_gradients(found: list[dict[str, Tensor]], group: WatchedGroup, dtype: 
 
 @on_ranks(2, 3, 4)
 def test_Ddp(answer: Answer, group: WatchedGroup) -> None:
+    truth = one_process(group.size, steps=3)
     for limit in (40, 10_000, 1):
         case(f"3 steps, buckets of {limit} elements")
-        train(answer, group, limit, torch.float32)
+        train(answer, group, limit, torch.float32, truth)
     case("3 steps in bf16")
-    train(answer, group, 40, torch.bfloat16)
+    train(answer, group, 40, torch.bfloat16, truth)
     case("ranks begin with different weights")
     model = Net(seed=group.rank)
     answer.Ddp(model, group.fresh(), 40)
@@ -142,9 +146,11 @@ def test_Ddp(answer: Answer, group: WatchedGroup) -> None:
     accumulate(answer, group)
     case("an exception inside no_sync()")
     interrupted(answer, group)
+    case("two models of two layers, used in another order than they are registered in")
+    both_at_once(answer, group)
 
 
-def train(answer: Answer, group: WatchedGroup, limit: int, dtype: torch.dtype) -> None:
+def train(answer: Answer, group: WatchedGroup, limit: int, dtype: torch.dtype, truth: list[dict[str, Tensor]]) -> None:
     """Three steps; gradients, traffic and open work after each."""
     watched, history = group.fresh(), list[dict[str, Tensor]]()
     kept, model = Kept(watched), Net(seed=0).to(dtype)
@@ -160,7 +166,7 @@ def train(answer: Answer, group: WatchedGroup, limit: int, dtype: torch.dtype) -
         all_done(watched, "finish")
         not_too_early(watched.ledger.events, [names for names, _ in layout(limit)], "all_reduce")
         history.append(gradients(model))
-        judge_gradients(history if dtype == torch.float32 else history[:1], group, dtype)
+        judge_gradients(history if dtype == torch.float32 else history[:1], group, dtype, truth)
         same_traffic(watched, wanted(group, limit, dtype), f"step {step}", itemsize=dtype.itemsize)
         mine = room + sum(storage_bytes(h.values()) for h in history)
         kept.judge(mine, f"step {step}", "the model and its gradients, once, may stay; is a buffer or a copy kept?")
@@ -178,7 +184,7 @@ def layout(limit: int) -> list[tuple[list[str], int]]:
 
 def wanted(group: WatchedGroup, limit: int, dtype: torch.dtype = torch.float32) -> WatchedGroup:
     """A group that has made one step's all-reduces: one for each bucket that refimpl lays out."""
-    oracle = group.oracle()
+    oracle = group.tally()
     for _, numel in layout(limit):
         oracle.all_reduce(torch.zeros(numel, dtype=dtype))
     return oracle
@@ -212,6 +218,13 @@ def overlap(answer: Answer, group: WatchedGroup) -> None:
 def accumulate(answer: Answer, group: WatchedGroup) -> None:
     watched, model, history = group.fresh(), Net(seed=0), []
     ddp = answer.Ddp(model, watched, 40)
+    alone = Net(seed=0)
+    for rank in range(group.size):
+        (loss(alone, rank, step=0, part=group.size) / group.size).backward()
+    sentence = "only the last micro-batch's: what added up inside no_sync() is lost"
+    lost = {name: {sentence: grad} for name, grad in gradients(alone).items()}
+    parts = group.size + 1
+    truth = one_process(group.size, 2, parts)
     for step in range(2):
         watched.ledger.reset()
         model.zero_grad()
@@ -222,11 +235,38 @@ def accumulate(answer: Answer, group: WatchedGroup) -> None:
         loss(model, group.rank, step, part=group.size).backward()
         ddp.finish()
         history.append(gradients(model))
-        parts = group.size + 1
-        truth = one_process(group.size, step + 1, parts)
-        first_divergence(history, truth, "the gradient", ranks=group.size, parts=parts)
+        first_divergence(history, truth[: step + 1], "the gradient", ranks=group.size, parts=parts, known=lost)
         same_traffic(watched, wanted(group, 40), f"step {step}")
         descend(model)
+
+
+class Turned(nn.Module):
+    """Backward completes the second layer first, which no bucket has first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.second, self.first = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.tanh(self.first(x))).square().mean()
+        return out
+
+
+def both_at_once(answer: Answer, group: WatchedGroup) -> None:
+    models = [Turned(), Turned()]
+    ddps = [answer.Ddp(model, group.fresh(), 30) for model in models]
+    sentence = "all zeros: its bucket left before it was there, or what is under way is kept in the class, not in self"
+    for number, model in enumerate(models):
+        model(torch.full((2, 5), 1.0 + number + group.rank)).backward()
+    for number, (ddp, model) in enumerate(zip(ddps, models, strict=True)):
+        ddp.finish()
+        truth = Turned()
+        for rank in range(group.size):
+            (truth(torch.full((2, 5), 1.0 + number + rank)) / group.size).backward()
+        early = {n: {sentence: g * 0} for n, g in gradients(truth).items()}
+        what = f"model {number} of two whose backwards come before both finish(): the gradient"
+        first_divergence([gradients(model)], [gradients(truth)], what, ranks=group.size, known=early)
 
 
 def interrupted(answer: Answer, group: WatchedGroup) -> None:
@@ -235,8 +275,8 @@ def interrupted(answer: Answer, group: WatchedGroup) -> None:
     ddp = answer.Ddp(model, watched, 40)
     try:
         with ddp.no_sync():
-            raise ValueError("raised on purpose")
-    except ValueError:
+            raise KeyboardInterrupt  # as in a notebook whose cell is stopped
+    except KeyboardInterrupt:
         watched.ledger.reset()
     else:
         raise Wrong("an exception inside no_sync() is swallowed")

@@ -21,9 +21,11 @@ def test_assign_buckets(answer: Answer, group: WatchedGroup) -> None:
         ([20, 1, 20], 5, ()),
         ([3], 100, ()),
         ([3, 2], 100, (0, 1)),
+        ([1, 9, 3, 2], 6, (1,)),
     ):
         case(f"sizes {sizes}, limit {limit}" + (f", numbers {frozen} frozen" if frozen else ""))
-        params = [nn.Parameter(torch.zeros(n), requires_grad=i not in frozen) for i, n in enumerate(sizes)]
+        dtype = torch.bfloat16 if frozen else torch.float32
+        params = [nn.Parameter(torch.zeros(n, dtype=dtype), requires_grad=i not in frozen) for i, n in enumerate(sizes)]
         number = {p: i for i, p in enumerate(params)}
         trained = {p: 0 for p in params if p.requires_grad}
         expected = [[number[p] for p in b] for b in cut_into_buckets(list(trained), trained, limit)]

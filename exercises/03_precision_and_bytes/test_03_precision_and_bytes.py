@@ -1,6 +1,7 @@
 """Grades chapter 03: rounding, agreement between ranks, the loss scale, and master weights."""
 
 import functools
+import math
 import random
 
 import torch
@@ -52,7 +53,7 @@ def test_overflowed(answer: Answer, group: WatchedGroup) -> None:
         (group.size - 1, nan, 2),
         (0, -inf, 2),
         (0, inf, 0),
-        (group.size - 1, nan, 1),
+        *((rank, nan, 1) for rank in range(group.size)),
     ):
         where = f"{value} in gradient {place} of 3 on rank {bad}"
         case(where if bad is not None else f"all finite, {value:g} at the most")
@@ -92,6 +93,7 @@ def test_unscale_and_clip(answer: Answer, group: WatchedGroup) -> None:
         (1.0, 100.0, 300.0, both),
         (8.0, 1.0, 0.0, both),
         (65536.0, 1.0, 1e-7, both),
+        (1024.0, 1e-5, 0.001, both),
         (1.0, 1.0, 1e25, both[1:]),
     ):
         for dtype in dtypes:
@@ -131,6 +133,10 @@ def test_unscale_and_clip(answer: Answer, group: WatchedGroup) -> None:
                     * min(1.0, limit / norm),
                 }
                 equal(f, p.grad.float(), f"gradient {i}", known=known, atol=1e-12)
+
+    case("an Inf among the gradients")
+    _, found_norm = answer.unscale_and_clip([torch.tensor([1.0, torch.inf]).half()], 8.0, 1.0)
+    require(not math.isfinite(found_norm), f"the norm is {found_norm:g}, expected inf: an overflow must be seen")
 
 
 def judge_norm(found: object, norm: float, scale: float, limit: float, raw: list[Tensor]) -> None:
@@ -224,6 +230,12 @@ def test_MasterWeights(answer: Answer, group: WatchedGroup) -> None:
         judge_memory(master, params, dtype)
         moved = [p.data_ptr() for p in params] != places
         require(not moved, "a parameter has new memory: copy into the old, of which others may hold views")
+    case("plain SGD with gradients that 16 bits cannot hold")
+    given = torch.randn(50, generator=torch.Generator().manual_seed(1))
+    master = answer.MasterWeights([nn.Parameter(torch.ones(50).bfloat16())], lambda own: optim.SGD(own, lr=1.0))
+    master.step([given])
+    low = {"the gradient was rounded to 16 bits first: give it to the master in fp32": 1 - given.bfloat16().float()}
+    equal(master.masters[0].detach(), 1 - given, "the master", known=low, rtol=1e-6)
     case("a step from nothing: what stays?")
     params = [nn.Parameter(torch.ones(500, dtype=torch.bfloat16))]
     kept = Kept(group)

@@ -49,6 +49,9 @@ def test_memory_bytes(answer: Answer, group: WatchedGroup) -> None:
                 elif theirs == (mine or 0) * group.size:
                     hint = f": {name} does not shard it"
                 require(mine == theirs, f"{name}: {mine} bytes of {key}, counted {theirs}{hint}", *evidence)
+                require(
+                    isinstance(mine, int), f"{name}: {mine!r} bytes of {key}: bytes are whole numbers, divide by //"
+                )
             case(f"{name}, {dtype}, 32 times the parameters on 32 times the ranks")
             larger = answer.memory_bytes(name, 32 * padded, 32 * group.size, dtype.itemsize)
             for key in keys:

@@ -132,7 +132,9 @@ def test_ShardedOptimizer(answer: Answer, group: WatchedGroup) -> None:
     few_gradients(answer, group)
     case("ranks begin with different weights")
     model = Net(seed=group.rank)
-    answer.ShardedOptimizer(model, group.fresh(), MAKERS["SGD"])
+    given: list[object] = []
+    answer.ShardedOptimizer(model, group.fresh(), lambda params: given.append(params) or MAKERS["SGD"](params))
+    require(isinstance(given[0], list), f"make_optimizer is given a {type(given[0]).__name__}, expected a list")
     for name, p in model.named_parameters():
         advice = "broadcast rank 0's" if p.requires_grad else "frozen ones must be equal too: broadcast rank 0's"
         known = {f"it is still this rank's own: {advice}": weights(Net(seed=group.rank))[name]}
@@ -206,7 +208,7 @@ def few_gradients(answer: Answer, group: WatchedGroup) -> None:
 
 def wanted(group: WatchedGroup, padded: int, dtype: torch.dtype) -> WatchedGroup:
     """A group that has sent what a step sends."""
-    oracle, mine = group.oracle(), torch.zeros(padded // group.size, dtype=dtype)
+    oracle, mine = group.tally(), torch.zeros(padded // group.size, dtype=dtype)
     oracle.reduce_scatter(mine, mine.repeat(group.size))
     oracle.all_gather(mine.repeat(group.size), mine)
     return oracle

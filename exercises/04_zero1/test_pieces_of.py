@@ -17,6 +17,9 @@ def test_pieces_of(answer: Answer, group: WatchedGroup) -> None:
                 with untouched(sizes=sizes):
                     found = answer.pieces_of(sizes, ranks, rank)
                 judge_pieces(found, sizes, ranks, rank)
+    case("two parameters of a billion elements each, rank 2 of 4")
+    found = answer.pieces_of([10**9, 10**9], 4, 2)
+    require(found == [(1, 0, 5 * 10**8)], f"{str(found)[:100]}, expected {[(1, 0, 5 * 10**8)]}")
 
 
 def labelled(sizes: list[int], shard: int, rank: int) -> list[tuple[int, int, int]]:

@@ -51,6 +51,7 @@ def judge_traffic(found: object, expected: dict[str, tuple[int, int]], ranks: in
     )
     for op, (calls, sent) in expected.items():
         mine_calls, mine = found[op]
+        require(isinstance(mine, int), f"{mine!r} bytes by {op}: bytes are whole numbers, divide by //", *evidence)
         require(mine_calls == calls, f"{mine_calls} calls of {op}, the ledger counts {calls}: one a bucket", *evidence)
         if mine == sent:
             continue

@@ -41,11 +41,11 @@ class Scaled(nn.Module):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.rand(3) + 0.5)
+        self.gain, self.shift = nn.Parameter(torch.rand(3) + 0.5), nn.Parameter(torch.zeros(2))
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.tanh(self.inner(x)) * self.gain.mean()
+        out: Tensor = torch.tanh(self.inner(x) + self.shift.mean()) * self.gain.mean()  # gain's gradient comes first
         return out
 
 

@@ -34,7 +34,7 @@ class Large(nn.Module):
 
 @on_ranks(2, 3, 4)
 def test_sharded_init(answer: Answer, group: WatchedGroup) -> None:
-    originals = nn.Linear.__init__, nn.Embedding.__init__
+    originals, names = (nn.Linear.__init__, nn.Embedding.__init__), {*vars(nn.Linear), *vars(nn.Embedding)}
     seen: list[int] = []
     kept = Kept(group)
     for fail in (False, True):
@@ -51,6 +51,8 @@ def test_sharded_init(answer: Answer, group: WatchedGroup) -> None:
             model, units = built, made
         restored = (nn.Linear.__init__, nn.Embedding.__init__) == originals
         nn.Linear.__init__, nn.Embedding.__init__ = originals  # type: ignore[method-assign]
+        more = sorted({*vars(nn.Linear), *vars(nn.Embedding)} - names)
+        require(not more, f"the classes have new attributes afterwards: {', '.join(more)}")
         require(restored, "the classes' constructors are not what they were before: put them back in `finally`")
     evidence = f"bytes of whole parameters after each layer: {', '.join(map(str, seen))}"
     require(

@@ -77,6 +77,16 @@ def gather_and_free(answer: Answer, group: WatchedGroup, dtype: torch.dtype) -> 
     equal(
         stepped, padded[:numel] + 1, "the parameters", known={"they are what they were before the step": padded[:numel]}
     )
+    case(f"{dtype}, the shard changes while the parameters are whole")
+    with torch.no_grad():
+        unit.mine += 1
+    unit.free()
+    unit.gather()
+    stepped = torch.cat([p.detach().reshape(-1) for p in params])
+    kept_old = {
+        "free() has written the old parameters over the shard: it gives memory back, no more": padded[:numel] + 1
+    }
+    equal(stepped, padded[:numel] + 1 + 1, "the parameters", known=kept_old)
     case("autograd keeps a view of a parameter in forward; freed and gathered before backward")
     x = torch.ones(1, 5, requires_grad=True, dtype=dtype)
     y = x @ params[0].t()
@@ -87,8 +97,8 @@ def gather_and_free(answer: Answer, group: WatchedGroup, dtype: torch.dtype) -> 
     y.sum().backward()
     assert x.grad is not None
     loose = 1e-5 if dtype == torch.float32 else 0.02
-    equal(x.grad, (truth[0] + 1).sum(0, keepdim=True), "the gradient", rtol=loose, atol=loose)
-    del x, y, stepped
+    equal(x.grad, (truth[0] + 2).sum(0, keepdim=True), "the gradient", rtol=loose, atol=loose)
+    del x, y, stepped, kept_old
     unit.free()
     kept.judge(shard * itemsize, "after gather() and free(), the unit", "self.mine alone may stay")
 
@@ -99,6 +109,9 @@ def judge_shard(unit: object, expected: Tensor, known: dict[str, Tensor]) -> Non
     assert isinstance(mine, Tensor)
     nbytes = mine.untyped_storage().nbytes()
     require(mine.dtype == expected.dtype, f"self.mine has dtype {mine.dtype}, expected {expected.dtype}")
+    require(
+        not mine.requires_grad, "self.mine requires a gradient: it is a plain tensor, which a step changes in place"
+    )
     require(nbytes > 0, "self.mine has lost its memory: it is a view of the buffer that was freed; clone it")
     require(
         nbytes <= expected.numel() * expected.element_size(),

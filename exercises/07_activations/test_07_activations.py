@@ -30,15 +30,16 @@ class Layer(nn.Module):
         torch.manual_seed(0)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.runs = 0
+        self.runs = self.needless = 0
 
     def one(self, x: Tensor) -> Tensor:
         self.runs += 1
         return x + self.frozen(self.down(F.dropout(F.gelu(self.up(x)), 0.5)))
 
-    def several(self, x: Tensor, rows: Tensor, scale: float, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def several(self, x: Tensor, rows: Tensor, scale: float, other: Tensor) -> tuple[Tensor, ...]:
+        self.needless += other.requires_grad
         y = self.one(x)[rows] * scale
-        return y, other.sin(), y.detach().argmax(1)
+        return y, other.sin(), y.detach().argmax(1), x.square()
 
 
 def alone(layer: Layer, x: Tensor, call: Call) -> Tensor:
@@ -51,12 +52,17 @@ def chained(layer: Layer, x: Tensor, call: Call) -> Tensor:
 
 def mixed(layer: Layer, x: Tensor, call: Call) -> Tensor:
     rows = torch.arange(ROWS).flip(0)
-    y, other, best = call(layer.several, x, rows, 0.5, x.detach() * 2)
-    return y * other + best[:, None]
+    y, other, best, square = call(layer.several, x, rows, 0.5, x.detach() * 2)
+    return y * other + best[:, None] + square
 
 
-def gradients(use: Callable[[Layer, Tensor, Call], Tensor], call: Call) -> tuple[dict[str, Tensor], int]:
-    """Output, gradients, and a random number drawn at the end; and how often the layer ran."""
+def partly(layer: Layer, x: Tensor, call: Call) -> Tensor:
+    outputs: tuple[Tensor, ...] = call(layer.several, x, torch.arange(ROWS), 0.5, x.detach())
+    return outputs[0]
+
+
+def gradients(use: Callable[[Layer, Tensor, Call], Tensor], call: Call) -> tuple[dict[str, Tensor], Layer]:
+    """Output, gradients, and a random number drawn at the end; and the layer."""
     layer, x = Layer(), torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
     torch.manual_seed(2)
     out = use(layer, x, call)
@@ -65,7 +71,7 @@ def gradients(use: Callable[[Layer, Tensor, Call], Tensor], call: Call) -> tuple
     found |= {f"the gradient of {name}": p.grad for name, p in layer.named_parameters() if p.requires_grad}
     for name, tensor in found.items():
         require(tensor is not None, f"{name} is missing: backward must reach it")
-    return {**found, DRAWN: torch.rand(3)}, layer.runs  # type: ignore[dict-item]
+    return {**found, DRAWN: torch.rand(3)}, layer  # type: ignore[dict-item]
 
 
 def plain(fn: Call, *args: Any) -> Any:
@@ -78,11 +84,14 @@ def test_checkpoint(answer: Answer, group: WatchedGroup) -> None:
         "one layer": alone,
         "two layers, dropout between them": chained,
         "integers, a float, several outputs": mixed,
+        "several outputs, of which only one is used": partly,
     }
+    needless = 0
     for name, use in cases.items():
         case(name)
-        (found, runs), (expected, once) = gradients(use, answer.checkpoint), gradients(use, plain)
-        judge_runs(runs, once)
+        (found, layer), (expected, once) = gradients(use, answer.checkpoint), gradients(use, plain)
+        judge_runs(layer.runs, once.runs)
+        needless += layer.needless
         for what, truth in expected.items():
             reason = "the second run must draw the same random numbers: set the generator back to where the first began"
             if what == DRAWN:
@@ -92,6 +101,8 @@ def test_checkpoint(answer: Answer, group: WatchedGroup) -> None:
             equal(found[what], truth, what)
     case("what is kept between forward and backward")
     judge_kept(answer.checkpoint)
+    why = "an argument that needs no gradient gets one in the second run: see ctx.needs_input_grad"
+    require(not needless, why)
     case("an argument is changed in place before backward")
     x = torch.ones(4, requires_grad=True) * 1
     y = answer.checkpoint(torch.sin, x)
@@ -122,11 +133,21 @@ def judge_kept(checkpoint: Call) -> None:
         f"{found:,} bytes stay alive between forward and backward, expected {room:,}: the argument and the output",
         "what autograd recorded of fn is still there: forward of an autograd.Function records nothing by itself",
     )
+    with meter:
+        out.sum().backward()
+        kept = meter.now()
+    of_weights = sum(p.grad.nbytes for p in layer.parameters() if p.grad is not None)
+    found, room = kept["activations"] + kept["other"], room + middle.nbytes + of_weights
+    require(
+        found <= room + 6000,
+        f"{found:,} bytes stay alive after backward, expected {room:,}: the argument, the output, and gradients",
+        "what the second run has computed is still there: keep nothing of it on ctx",
+    )
 
 
 @on_ranks(1)
 def test_stretches(answer: Answer, group: WatchedGroup) -> None:
-    for layers, saved in itertools.product((1, 2, 4, 9, 10, 17, 48), (0, 0.5, 1, 3, 15)):
+    for layers, saved in itertools.product((1, 2, 4, 9, 10, 17, 36, 48), (0, 0.5, 1, 3, 15)):
         case(f"{layers} layers, {saved} kept beside each input")
         found = answer.stretches(layers, saved)
         require(isinstance(found, list), f"the result is {found!r}, expected a list of (first, stop)")
@@ -151,6 +172,7 @@ CHAINS: list[tuple[list[float], list[int], list[int]]] = [
     ([1, 1, 1, 1, 1], [1] * 5, [3] * 5),
     ([1, 10, 1, 1], [2, 1, 3, 1], [5, 2, 7, 3]),
     ([5, 1, 1, 4, 2], [1, 2, 1, 2, 1], [3, 9, 1, 4, 6]),
+    ([0.5, 0.25, 1.5], [1, 1, 1], [4, 4, 4]),
 ]
 
 
@@ -233,7 +255,9 @@ class Counter(TorchDispatchMode):
 def network(x: Tensor, weight: Tensor) -> Tensor:
     y = F.dropout(torch.mm(x, weight), 0.5)
     y = torch.mm(y.sin(), weight).mul_(2)  # in place: what is kept of the product must not change with it
-    return torch.mm(y.exp(), weight) + y * torch.rand(3, 3)
+    y = torch.add(torch.mm(y.exp(), weight), y, alpha=3)  # a keyword
+    y = y[torch.multinomial(torch.ones(3), 3)]
+    return (y + y * torch.rand(3, 3)).t().cos()  # in memory column by column
 
 
 @on_ranks(1)
@@ -243,26 +267,28 @@ def test_KeepResults(answer: Answer, group: WatchedGroup) -> None:
         "all but views": keepable,
         "none": lambda op: False,
     }
-    for name, keep in everything.items():
-        case(f"keep: {name}")
-        x, weight = torch.randn(3, 3), torch.randn(3, 3)
+    for (name, keep), dtype in itertools.product(everything.items(), (torch.float32, torch.bfloat16)):
+        case(f"keep: {name}, {str(dtype).removeprefix('torch.')}")
+        x, weight = torch.randn(3, 3).to(dtype), torch.randn(3, 3).to(dtype)
         torch.manual_seed(3)
         expected, after = network(x, weight), torch.rand(2)
         kept, outs = answer.KeepResults(keep), []
-        for run in range(3):
+        for run, what in enumerate(("first", "second", "third", "fourth")):
             torch.manual_seed(3)
             with Counter() as counter, kept:
                 outs.append(network(x, weight))
-            what = ("first", "second", "third")[run]
             equal(torch.rand(2), after, f"a random number drawn after the {what} run", known={})
             equal(outs[-1], expected, f"the {what} run's result")
+            strides = "elements lie in another order in memory than fn's own result: clone() keeps it"
+            require(outs[-1].stride() == expected.stride(), f"the {what} run's result: {strides}")
             computed = counter.seen.count("mm")
             if run and name != "none":
                 require(not computed, f"the {what} run computes {computed} products of which the results were kept")
             else:
                 require(computed == 3, f"{computed} products were computed in the {what} run, expected 3")
     case("results are kept without their graph")
-    kept, before = answer.KeepResults(everything["mm"]), Kept(group)
+    weight = torch.randn(3, 3)
+    x, kept, before = torch.randn(3, 3), answer.KeepResults(everything["mm"]), Kept(group)
     with kept:
         out = network(x.clone().requires_grad_(), weight)
     del out
@@ -281,20 +307,35 @@ def test_PartitionedInput(answer: Answer, group: WatchedGroup) -> None:
         ((8,), torch.float32),
         ((1,), torch.float32),
         ((7, 3), torch.bfloat16),
+        ((67, 31), torch.float32),
     ):
         case(f"{tuple(shape)} of {dtype}")
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-        x = x.t().contiguous().t() if x.ndim == 2 else x  # not contiguous
-        size = -(-x.numel() // group.size)
+        size = -(-math.prod(shape) // group.size)
         kept, fresh = Kept(group), group.fresh()
+        x = activation(shape, dtype)
         with untouched(x=x):
             held = answer.PartitionedInput(x, fresh)
+        del x
         own_memory(held.mine, "mine", "copy it into memory of its own")
         require(held.mine.numel() == size, f"{held.mine.numel()} elements are kept, expected {size}: 1/N, rounded up")
-        kept.judge(size * dtype.itemsize, "PartitionedInput", "this rank's part alone may stay")
+        require(not held.mine.requires_grad, "mine holds the graph of x, and with it what comes before: detach x")
+        kept.judge(size * dtype.itemsize, "PartitionedInput", "this rank's part alone may stay, nothing of x")
         require(not fresh.ledger.events, "something was sent when x was cut: every rank has all of it already")
-        found, expected = held.whole(), x.clone()
-        equal(found, expected, "whole()")
+        expected = activation(shape, dtype).detach()
+        padded = F.pad(expected.flatten(), (0, size * group.size - expected.numel()))
+        equal(held.mine, padded.view(group.size, size)[group.rank], "mine, a part of x with zeros behind its end,")
+        del expected, padded
         oracle = group.oracle()
-        oracle.all_gather(torch.empty(size * group.size, dtype=dtype), torch.zeros(size, dtype=dtype))
-        same_traffic(fresh, oracle, "whole()", itemsize=dtype.itemsize)
+        for time in ("first", "second"):
+            fresh.ledger.reset()
+            equal(held.whole(), activation(shape, dtype).detach(), f"the {time} whole()")
+            oracle.ledger.reset()
+            oracle.all_gather(torch.empty(size * group.size, dtype=dtype), torch.zeros(size, dtype=dtype))
+            same_traffic(fresh, oracle, "whole()", itemsize=dtype.itemsize)
+        kept.judge(size * dtype.itemsize, "after whole() PartitionedInput", "this rank's part alone may stay")
+
+
+def activation(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What a layer has computed: it has a graph, and where it has two dimensions it is not contiguous."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    return x.t().contiguous().t() if x.ndim == 2 else x * 1

@@ -94,6 +94,15 @@ def test_CheckedBlocks(answer: Answer, group: WatchedGroup) -> None:
         case(name)
         disk.poke(0, changed)
         judge_lie(blocks, disk, memory, good, changed)
+    case("one bit has changed, at one of 1000 places in block 2")
+    judge_bits(blocks, disk, memory, good)
+    case("the disk says that it wrote block 1, and did not")
+    disk.poke = lambda offset, values: None  # type: ignore[method-assign]
+    blocks.write(1, memory.copy_(numbers(SIZE, seed=21)))
+    del disk.poke
+    lost = "block 1 was not written, and nobody noticed: take the sum of what should be written, before"
+    require(refused(blocks, 1, memory, disk), lost)
+    blocks.write(1, memory.copy_(good[SIZE : 2 * SIZE]))
     case("a block that nobody wrote")
     disk.poke(0, good)
     require(refused(blocks, 4, memory, disk), "block 4 was never written, and yet it is read without an error")
@@ -104,13 +113,24 @@ def test_CheckedBlocks(answer: Answer, group: WatchedGroup) -> None:
     require(error, "a second CheckedBlocks knows sums of the first one's disk: keep them in the object")
 
 
+def judge_bits(blocks: Any, disk: LateDisk, memory: Tensor, good: Tensor) -> None:
+    """A sum of few bits, or of a part of the block, misses some."""
+    missed = 0
+    for at in torch.randint(2 * SIZE, 3 * SIZE, (1000,), generator=torch.Generator().manual_seed(5)).tolist():
+        disk.poke(at, good[at : at + 1] ^ (1 << at % 8))
+        missed += not refused(blocks, 2, memory, disk)
+        disk.poke(at, good[at : at + 1])
+    require(not missed, f"{missed} of 1000 changed bits go unnoticed: the sum must depend on every byte, and be long")
+
+
 def lies(good: Tensor) -> dict[str, Tensor]:
     """What a disk may hold in place of four blocks."""
     found = {}
     for name, at in {"first": 2 * SIZE, "last": 3 * SIZE - 1}.items():
         found[f"one bit of the {name} byte of block 2 has changed"] = good.clone()
         found[f"one bit of the {name} byte of block 2 has changed"][at] ^= 1
-    swapped, words, old, zeros = (good.clone() for _ in range(4))
+    swapped, words, pages, old, zeros = (good.clone() for _ in range(5))
+    pages[:PAGE], pages[PAGE : 2 * PAGE] = good[PAGE : 2 * PAGE], good[:PAGE]
     swapped[:SIZE], swapped[SIZE : 2 * SIZE] = good[SIZE : 2 * SIZE], good[:SIZE]
     words[8:16], words[16:24] = good[16:24], good[8:16]
     old[3 * SIZE :] = numbers(SIZE, seed=3)
@@ -118,6 +138,7 @@ def lies(good: Tensor) -> dict[str, Tensor]:
     return found | {
         "blocks 0 and 1 have changed places": swapped,
         "two words of block 0 have changed places": words,
+        "the two pages of block 0 have changed places": pages,
         "block 3 is as it was before its last write: the disk lost that": old,
         "block 1 is all zeros": zeros,
     }

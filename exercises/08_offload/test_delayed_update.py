@@ -125,6 +125,8 @@ def test_DelayedUpdate(answer: Answer, group: WatchedGroup) -> None:
         net.always.weight.zero_()
     late.finish()
     require(bool((net.always.weight == 0).all()), "a second finish() changes the weights: the update was given already")
+    case("float64, and the thread begins its work after the gradients were zeroed")
+    judge_late_start(answer)
     case("the optimizer raises an error in the thread")
     judge_error(answer)
 
@@ -180,6 +182,38 @@ def judge_weights(
         equal(found, expected[name], f"{name} {when}", known=known, rtol=0, atol=0)
 
 
+class Late:
+    """A thread that is busy until `may` is set."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.may = inner, Event()
+
+    def submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        def work() -> Any:
+            self.may.wait(PATIENCE)
+            return fn(*args, **kwargs)
+
+        return self.inner.submit(work)
+
+
+def judge_late_start(answer: Answer) -> None:
+    """What the thread is handed must be whole before step() returns."""
+    net, twin = Net().double(), Net().double()
+    late = answer.DelayedUpdate(list(net.parameters()), adamw)
+    late.thread = Late(late.thread)
+    for model in (net, twin):
+        model.always(torch.ones(7, dtype=torch.float64)).square().sum().backward()
+    adamw(twin.parameters()).step()
+    late.step()
+    net.zero_grad(set_to_none=False)
+    late.thread.may.set()
+    late.finish()
+    for name, found in weights(net).items():
+        expected = weights(twin)[name]
+        rounded = {"rounded to fp32 on its way: keep the parameter's dtype": expected.float().double()}
+        equal(found, expected, f"{name} after step() and finish()", known=rounded, rtol=1e-12, atol=0)
+
+
 def judge_error(answer: Answer) -> None:
     net = Net()
     late, gate = made(answer, net)
@@ -193,5 +227,10 @@ def judge_error(answer: Answer) -> None:
     try:
         late.step()
     except RuntimeError:
-        return
+        again = ""
+        try:
+            late.finish()
+        except RuntimeError as error:
+            again = str(error)
+        return require(not again, "the update's error is raised by every call from now on: forget the Future first")
     raise Wrong("the update failed in its thread, and the next step() does not say so: ask for the Future's result()")

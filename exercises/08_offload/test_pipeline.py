@@ -158,6 +158,11 @@ def test_update_parts(answer: Answer, group: WatchedGroup) -> None:
     scene = Scene([1] * 7, "part")
     scene.disk.broken = scene.places[4][0]
     failed(scene, lambda: answer.update_parts(scene.disk, scene.places, lambda k, memory: None))
+    for part in (3, 5, 6):
+        case(f"the disk fails at the write of part {part} of 7")
+        scene = Scene([1] * 7, "part")
+        scene.disk.broken, scene.disk.fails = scene.places[part][0], ("write",)
+        failed(scene, lambda scene=scene: answer.update_parts(scene.disk, scene.places, lambda k, memory: None))  # type: ignore[misc]
 
 
 def breaks(k: int, memory: Tensor, at: int) -> None:

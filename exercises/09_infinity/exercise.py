@@ -112,8 +112,8 @@ def reads(
     perhaps in another order; rank r needs the r-th shard of it.
 
     Elements [begin, end) of `file` belong at element `at` of the shard and behind it. Ordered
-    by `at`. Each element of a parameter in the shard is read once, padding never, and no read
-    is empty.
+    by `at`. Each element of a parameter in the shard is read once, padding never, no read is
+    empty, and each parameter takes at most one of each file, however large it is.
     Examples, with saved = {"a": 5, "b": 2}, here = {"b": 2, "a": 5}, writers = 2, ranks = 3:
     rank 1 has elements 1 to 3 of "a", [(0, 1, 4, 0)]; rank 2 has the last of "a" and padding,
     [(1, 0, 1, 0)].

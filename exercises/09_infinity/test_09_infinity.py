@@ -125,6 +125,7 @@ def test_save(answer: Answer, group: WatchedGroup) -> None:
             answer.save(root, "old", {"rank0.bin": b"other"})
         except FileExistsError:
             judge(root, "after a refused save", ("new",))
+            require(not left_over(root), f"a refused save leaves {left_over(root)} behind: look before you write")
         else:
             raise Wrong("a tag that is there already was written again: raise FileExistsError")
     judge_kills(answer)
@@ -148,6 +149,11 @@ def judge_kills(answer: Answer) -> None:
 def go_on(answer: Answer, root: Path) -> None:
     """The next start saves once more: the tag that was cut short, or, if that is there, the next."""
     tag, left = "next" if (root / "new").exists() else "new", left_over(root)
+    public = [name for name in left if not name.startswith(".")]
+    require(not public, f"a killed save has left {public}: only names that begin with a dot are yours")
+    for name in left:
+        if (root / name).is_dir():  # as a save of more files leaves it
+            (root / name / "rank9.bin").write_bytes(b"old")
     try:
         answer.save(root, tag, dict(FILES[tag]))
     except OSError as error:
@@ -156,6 +162,8 @@ def go_on(answer: Answer, root: Path) -> None:
             "what a killed save has left must be removed, or be written over, by the next one",
         ) from None
     judge(root, f"after a killed save and a save of {tag!r}", (tag,))
+    mixed = "a file that a killed save has left is in the new checkpoint: clear its folder before you write into it"
+    require(not (root / tag / "rank9.bin").exists(), mixed)
     if tag == "new":
         require(not left_over(root), f"a killed save has left {left}, and the next save of that tag leaves it there")
 

@@ -18,6 +18,11 @@ from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
 
 TRAP = "trap_of_the_grader"  # a module whose import is noticed
+CLOSE = (  # what lists of allowed names have held: some are harmless, some call whatever a file hands them
+    ("builtins", "set"), ("builtins", "complex"), ("collections", "defaultdict"), ("collections", "Size"),
+    ("torch", "device"), ("torch._utils", "_rebuild_tensor"), ("torch.storage", "_load_from_bytes"),
+    ("torch._tensor", "_rebuild_from_type_v2"), ("torch.nn.parameter", "Parameter"),
+)  # fmt: skip
 
 
 def loaded(answer: Answer, data: bytes) -> Any:
@@ -105,6 +110,9 @@ def judge_refused(answer: Answer, ran: Path) -> None:
             for name in ("OrderedDict", "Size", "_rebuild_tensor_v2")
         },
         f"{TRAP}.anything": [asks_for(TRAP, "anything", "name", 2), nested(TRAP, "anything", "name")],
+        "mycollections.OrderedDict": [asks_for("mycollections", "OrderedDict", "name", 4)],
+        "collections.OrderedDict.fromkeys": [asks_for("collections", "OrderedDict.fromkeys", "name", 4)],
+        **{f"{module}.{name}": [asks_for(module, name, "name", 4)] for module, name in CLOSE},
     }
     for name, payloads in files.items():
         for payload in payloads:
@@ -117,7 +125,8 @@ def judge_refused(answer: Answer, ran: Path) -> None:
                 TRAP not in sys.modules,
                 f"{name} was refused after its module had been imported: what a module does then has run",
             )
-            require(said is not None, f"{name} was handed to the file, which could call it with whatever it likes")
+            handed = f"{name} was handed to the file, which could call it with whatever it likes: four names may be"
+            require(said is not None, handed)
             require(
                 name in str(said), f"the refusal does not say which name was asked for, {name}", f"  it says: {said}"
             )

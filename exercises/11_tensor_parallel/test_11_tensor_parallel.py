@@ -27,6 +27,7 @@ def test_enter(answer: Answer, group: WatchedGroup) -> None:
         case(f"[3, 5] of {dtype}, {laid}")
         fresh, x = group.fresh(), LAID[laid](numbers(3, 5, seed=1, dtype=dtype)).requires_grad_()
         grads, other = of_ranks(group, 3, 5, seed=2, dtype=dtype), numbers(3, 5, seed=3, dtype=dtype)
+        grads[0] *= laid == "contiguous"  # a rank whose gradient is zero takes part too
         mine = LAID[laid](grads[group.rank])
         with untouched(x=x):
             y = attached(answer.enter(x, fresh), "what enter returns")
@@ -79,6 +80,11 @@ def test_leave(answer: Answer, group: WatchedGroup) -> None:
     x, kept = torch.ones(64, 64).requires_grad_(), Kept(group)
     y = answer.leave(x * 1, group.fresh())
     kept.judge(y.nbytes, "leave", "the sum alone may stay: backward needs nothing of x")
+    case("numbers that do not add exactly")
+    x = torch.randn(99, generator=torch.Generator().manual_seed(group.rank)).requires_grad_()
+    sums = group.everyone(answer.leave(x, group.fresh()).detach())
+    bits = "the sum has other bits on each rank: return what the all-reduce gave, and nothing added to it"
+    require(all(torch.equal(y, sums[0]) for y in sums), bits)
 
 
 def plain_linear(K: int, M: int, bias: bool, dtype: torch.dtype, frozen: bool) -> nn.Linear:

@@ -19,7 +19,7 @@ def test_cut_qkv(answer: Answer, group: WatchedGroup) -> None:
     for heads, kv_heads, d, ranks in SHAPES:
         case(f"{heads} heads, {kv_heads} of keys and values, {d} wide, {ranks} ranks")
         rows = (heads + 2 * kv_heads) * d
-        for whole in (numbers(rows, 5, seed=8), torch.arange(rows).bfloat16()):
+        for whole in (numbers(rows, 5, seed=8).requires_grad_(), torch.arange(rows).bfloat16()):
             for rank in range(ranks):
                 with untouched(whole=whole):
                     found = answer.cut_qkv(whole, heads, kv_heads, rank, ranks)
@@ -27,6 +27,7 @@ def test_cut_qkv(answer: Answer, group: WatchedGroup) -> None:
                 own = range(rank * kv_heads // ranks, (rank + 1) * kv_heads // ranks)
                 queries = [i for i in range(heads) if i // (heads // kv_heads) in own]
                 order = queries + [heads + j for j in own] + [heads + kv_heads + j for j in own]
+                whole = whole.detach()
                 expected = torch.cat([whole[i * d : (i + 1) * d] for i in order])
                 in_turn = [i for i in range(heads) if i % ranks == rank] + order[len(queries) :]
                 known = {
@@ -53,5 +54,6 @@ def judge_cut(found: object, expected: Tensor, whole: Tensor, rank: int, ranks: 
         )
     equal(found, expected, f"the part of rank {rank}", known=known)
     assert isinstance(found, Tensor)
-    if ranks > 1:
-        own_memory(found, f"the part of rank {rank}")
+    require(found.data_ptr() != whole.data_ptr(), "the part is `whole` itself, or a view: copy it")
+    require(not found.requires_grad, "the part holds the graph of `whole`, and so all of it: detach")
+    own_memory(found, f"the part of rank {rank}")

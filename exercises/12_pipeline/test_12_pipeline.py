@@ -1,5 +1,6 @@
 """Grades chapter 12's stage on real ranks: what it computes, sends and keeps at each tick."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,18 +12,18 @@ from refimpl.grading.memory import Kept, untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup, all_done, most_under_way, starts
 from refimpl.parallel.pipeline.schedules.named import schedule
-from refimpl.parallel.pipeline.schedules.table import Table
+from refimpl.parallel.pipeline.schedules.table import Op
 
 ROWS, WIDTH, HIDDEN, WORDS = 32, 24, 8, 11
 
 
 class Layers(nn.Module):
-    """Of one stage; the first begins with an embedding. The output's memory is not contiguous."""
+    """Of one stage; the first begins with an embedding, if there are words. The output's memory is not contiguous."""
 
-    def __init__(self, stage: int, dtype: torch.dtype) -> None:
+    def __init__(self, stage: int, dtype: torch.dtype, words: bool) -> None:
         super().__init__()
         torch.manual_seed(stage)
-        self.table = nn.Embedding(WORDS, WIDTH) if stage == 0 else None
+        self.table = nn.Embedding(WORDS, WIDTH) if words and stage == 0 else None
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
         self.up.bias.requires_grad_(False)
         self.to(dtype)
@@ -39,19 +40,21 @@ def loss(out: Tensor, target: Tensor) -> Tensor:
 class Scene:
     """A model over the ranks, the data of one step, and its gradients in one process."""
 
-    def __init__(self, group: WatchedGroup, micro: int, dtype: torch.dtype) -> None:
-        self.rank, self.last, self.scale = group.rank, group.size - 1, 1 / micro
+    def __init__(self, group: WatchedGroup, micro: int, dtype: torch.dtype, words: bool) -> None:
+        self.rank, self.last, self.scale, self.words = group.rank, group.size - 1, 1 / micro, words
         torch.manual_seed(50)
-        self.inputs = [torch.randint(WORDS, (ROWS,)) for _ in range(micro)]
+        drawn = [torch.randint(WORDS, (ROWS,)) for _ in range(micro)]
+        self.inputs = drawn if words else [torch.randn(ROWS, WIDTH, dtype=dtype) for _ in range(micro)]
         self.targets = [torch.randn(ROWS, WIDTH, dtype=dtype) for _ in range(micro)]
-        self.like, self.layers = torch.zeros(ROWS, WIDTH, dtype=dtype), Layers(group.rank, dtype)
-        self.layers.register_forward_pre_hook(lambda _, given: self.buffers.append(given[0].data_ptr()))
-        self.buffers: list[int] = []  # where the inputs of the micro-batches that are alive lie
+        self.like, self.layers = torch.zeros(ROWS, WIDTH, dtype=dtype), Layers(group.rank, dtype, words)
+        self.layers.register_forward_pre_hook(lambda _, given: self.seen.append(given[0].data_ptr()))
+        self.seen: list[int] = []  # where the inputs lie, in the order of the forwards
+        self.buffers: dict[int, int] = {}  # of the micro-batches that are alive
         self.expected, self.losses = self.one_process(group.size, dtype)
 
     def one_process(self, stages: int, dtype: torch.dtype) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         """The gradients of this rank's layers, and the loss of every micro-batch."""
-        model, losses = [Layers(s, dtype) for s in range(stages)], []
+        model, losses = [Layers(s, dtype, self.words) for s in range(stages)], []
         for x, target in zip(self.inputs, self.targets, strict=True):
             for layers in model:
                 x = layers(x).contiguous()
@@ -61,32 +64,38 @@ class Scene:
 
     def alive_bytes(self, alive: int) -> int:
         """What so many micro-batches keep: the input, what tanh gives, and on the last stage the difference squared."""
-        row = WIDTH + HIDDEN + WIDTH * (self.rank == self.last)
+        row = WIDTH * (self.words or self.rank > 0) + HIDDEN + WIDTH * (self.rank == self.last)
         return alive * ROWS * row * self.like.element_size()
 
 
 @on_ranks(1, 2, 3, 4)
 def test_Stage(answer: Answer, group: WatchedGroup) -> None:
-    for name, micro, dtype in (
-        ("1f1b", 5, torch.float32),
-        ("gpipe", 3, torch.bfloat16),
-        ("1f1b", 1, torch.float32),
+    for name, micro, dtype, words in (
+        ("1f1b", 5, torch.float32, True),
+        ("gpipe", 3, torch.bfloat16, True),
+        ("1f1b", 1, torch.float32, True),
+        ("gpipe, the last micro-batch goes back first", 3, torch.float32, False),
     ):
         case(f"{name}, {micro} micro-batch{'es' * (micro > 1)}, {str(dtype).removeprefix('torch.')}")
-        scene, fresh = Scene(group, micro, dtype), group.fresh()
+        scene, fresh = Scene(group, micro, dtype, words), group.fresh()
+        order: Sequence[Op] = schedule(name.partition(",")[0], group.size, micro).orders[group.rank]
+        if "," in name:
+            order = [*order[:micro], *reversed(order[micro:])]
         with untouched(inputs=scene.inputs, targets=scene.targets, like=scene.like):
             kept = Kept(group)
             stage = answer.Stage(scene.layers, fresh, loss, scene.like)
-            run(stage, scene, schedule(name, group.size, micro), kept)
-        judge_gradients(scene, micro)
-        judge_sends(fresh, scene, micro)
-        room = sum(p.grad.nbytes for p in scene.layers.parameters() if p.grad is not None)
-        kept.judge(room, "after finish() the stage", "the parameters' gradients alone may stay")
+            run(stage, scene, order, kept)
+            judge_gradients(scene, micro)
+            judge_sends(fresh, scene, micro)
+            own = [x for x in scene.inputs if x.requires_grad]
+            require(not own, "the caller's `inputs` require a gradient now: only what was received must")
+            room = sum(p.grad.nbytes for p in scene.layers.parameters() if p.grad is not None)
+            advice = "the parameters' gradients alone may stay: what of a micro-batch, or of a send, is still held?"
+            kept.judge(room, "after finish() the stage", advice)
 
 
-def run(stage: Any, scene: Scene, table: Table, kept: Kept) -> None:
-    """One step by the table; memory is looked at before the first backward, when the most is alive."""
-    order = table.orders[scene.rank]
+def run(stage: Any, scene: Scene, order: Sequence[Op], kept: Kept) -> None:
+    """One step in that order; memory is looked at before the first backward, when the most is alive."""
     ahead = [op.kind for op in order].index("B")
     for place, (kind, _, k) in enumerate(order):
         if place == ahead:
@@ -97,12 +106,22 @@ def run(stage: Any, scene: Scene, table: Table, kept: Kept) -> None:
             kept.judge(scene.alive_bytes(ahead) + under_way, what, advice)
         if kind == "F":
             judge_loss(forward(stage, scene, k), scene, k)
-            own = len(set(scene.buffers)) == len(scene.buffers)
+            scene.buffers[k] = scene.seen[-1]
+            own = len(set(scene.buffers.values())) == len(scene.buffers)
             require(own, "two micro-batches share the memory of their input: the second overwrites the first")
         else:
             stage.backward(k, scene.scale)
-            scene.buffers = scene.buffers[1:]
+            del scene.buffers[k]
+        judge_begun(stage.group, kind, scene)
     stage.finish()
+
+
+def judge_begun(group: WatchedGroup, kind: str, scene: Scene) -> None:
+    """Between two ticks the last send is under way: nobody has waited for it yet."""
+    to, what = (scene.rank + 1, "forward") if kind == "F" else (scene.rank - 1, "backward")
+    begun = any(e.tag == f"to {to}" for e in group.ledger.open_calls())
+    advice = "hand it to self.send, which begins and returns"
+    require(begun or not 0 <= to <= scene.last, f"{what} stands until rank {to} has what it sends: {advice}")
 
 
 def forward(stage: Any, scene: Scene, k: int) -> Tensor | None:

@@ -20,6 +20,7 @@ SMALL = [
     [7],
     [3, 1, 4, 1, 5, 9, 2, 6],
     [600, 400, 0.02, 600, 399.99],  # two cuts that differ in the sixth digit
+    [10**12 + n for n in (7, 3, 9, 1, 8, 2, 6)],  # in the twelfth
 ]
 
 
@@ -57,11 +58,13 @@ def judge_cut(answer: Answer, weights: list[float], stages: int, least: float) -
     require(not empty, f"bounds {found}: stage {', '.join(map(str, empty))} has no layer, and there are enough")
     worst = largest(weights, found)
     sums = [round(sum(weights[a:b]), 3) for a, b in itertools.pairwise(found)]
-    if worst <= least + 1e-9 * max(1, least):
+    if worst <= least + 1e-14 * max(1, least):
         return
     even = [round(s * len(weights) / stages) for s in range(stages + 1)]
     advice = "filling stage by stage is not enough: try every place where the last stage could begin"
     if found == even:
         advice = "an equal number of layers a stage does not balance their weights"
-    headline = f"the largest stage has {worst:g}, and {least:g} is possible: {advice}"
+    near = worst - least < 1e-6 * least
+    advice = "exactly: a search by halving needs sums of layers, or more halvings" if near else advice
+    headline = f"the largest stage has {worst:.15g}, and {least:.15g} is possible: {advice}"
     raise Wrong(headline, f"  bounds {found}, sums {sums}")

@@ -22,6 +22,7 @@ def test_tied_gradients(answer: Answer, group: WatchedGroup) -> None:
         ([0, N - 1], torch.float32, []),
         ([0, N - 1], torch.bfloat16, [N - 1]),
         ((N - 1, *range(N - 1)), torch.float32, []),
+        ([*range(N)[1:], 0], torch.float32, []),
         (list(range(1, N)), torch.float32, list(range(1, N))),
     ):
         none = f", no gradient of the first parameter on {missing}" if missing else ""
@@ -41,11 +42,15 @@ def test_tied_gradients(answer: Answer, group: WatchedGroup) -> None:
 
 
 def copies(rank: int, dtype: torch.dtype, is_missing: bool) -> list[nn.Parameter]:
-    """A rank's copies of two weights, with gradients of its own; one's memory is not contiguous."""
+    """A rank's copies of two weights, with gradients of its own; one's memory is not contiguous.
+
+    The second's begin with numbers whose sum depends on the order in which they are added.
+    """
     chance = torch.Generator().manual_seed(rank)
     params = [nn.Parameter(torch.ones(5, 3, dtype=dtype)), nn.Parameter(torch.ones(7, dtype=dtype))]
     params[0].grad = None if is_missing else torch.randn(3, 5, generator=chance).to(dtype).t()
     params[1].grad = torch.randn(7, generator=chance).to(dtype)
+    params[1].grad[0] = (1.0, 1e20, -1e20, 1.0)[rank]
     return params
 
 
@@ -66,14 +71,23 @@ def judge_sum(p: nn.Parameter, grads: list[Tensor | None], own: Tensor | None, i
     if own is not None:
         known |= {"this rank's own part, nothing was added": own, "this rank's own part counts twice": total + own}
     known = known if len(grads) > 1 else {}
-    equal(p.grad, total, what, known=known, rtol=2e-2 if p.dtype == torch.bfloat16 else 1e-5)
+    equal(
+        p.grad,
+        total,
+        f"{what}, added in the order of `ranks`,",
+        known=known,
+        rtol=2e-2 if p.dtype == torch.bfloat16 else 1e-5,
+    )
     assert p.grad is not None
     own_memory(p.grad, what, "it keeps the sums of all parameters alive; clone the part")
 
 
 def judge_bits(seen: list[Tensor], i: int) -> None:
+    what = f"the gradient of shared parameter {i} is None on some rank: a missing one counts as zeros"
+    require(all(grad is not None for grad in seen), what)
     alike = all(torch.equal(grad, seen[0]) for grad in seen)
-    digits = "  first element: " + ", ".join(repr(grad.flatten()[0].item()) for grad in seen)
+    at = int(max((grad != seen[0]).flatten().int().argmax() for grad in seen))
+    digits = f"  element {at}: " + ", ".join(repr(grad.flatten()[at].item()) for grad in seen)
     advice = "add in the order of `ranks`, your own in its place"
     require(alike, f"the gradient of shared parameter {i} has other bits on each rank: {advice}", digits)
 
@@ -115,6 +129,7 @@ def test_split_linear(answer: Answer, group: WatchedGroup) -> None:
         ((6, 5), torch.float32, ("bias",), False),
         ((6, 5), torch.float32, ("weight", "bias"), False),
         ((6, 5), torch.float32, (), True),
+        ((5,), torch.float32, (), False),
     ):
         words = [f"x {list(shape)}", str(dtype).removeprefix("torch."), *(f"{name} frozen" for name in frozen)]
         case(", ".join(words) + ", x needs no gradient" * first)
@@ -135,7 +150,8 @@ def judge_halves(
     answer: Answer, shape: tuple[int, ...], dtype: torch.dtype, frozen: tuple[str, ...], first: bool
 ) -> None:
     torch.manual_seed(3)
-    x = torch.randn(*shape[:-2], shape[-1], shape[-2]).to(dtype).mT.requires_grad_(not first)  # not contiguous
+    x = torch.randn(shape).to(dtype)
+    x = (x.mT.contiguous().mT if x.ndim > 1 else x).requires_grad_(not first)  # not contiguous
     gradient, rough = torch.randn(*shape[:-1], 4).to(dtype), 3e-2 if dtype == torch.bfloat16 else 1e-5
     twin, truth = x.detach().clone().requires_grad_(not first), weights(dtype, frozen)
     out = F.linear(twin, truth["weight"], truth["bias"])

@@ -196,6 +196,10 @@ def test_play(answer: Answer, group: WatchedGroup) -> None:
     alone = [Op("F", 0, 0), Op("F", 1, 0), Op("B", 1, 0), Op("B", 0, 0)]
     times = [(0.0, 1.0), (1.0, 2.0), (2.0, 4.0), (4.0, 6.0)]
     judge_played(answer, [[], alone], COSTS[0], dict(zip(alone, times, strict=True)))
+    case("one rank, 1200 micro-batches, of which forward takes no time")
+    long = [Op(kind, 0, k) for k in range(1200) for kind in "FB"]
+    spans = {op: (2.0 * op.micro, 2.0 * op.micro + 2.0 * (op.kind == "B")) for op in long}
+    judge_played(answer, [long], {"F": 0.0, "B": 2.0}, spans)
     case("no operations at all")
     require(answer.play([[], []], COSTS[0]) == {}, "play([[], []], ...) must be {}")
     for name, orders, stuck in DEADLOCKS:

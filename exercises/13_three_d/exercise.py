@@ -32,7 +32,8 @@ def merge(one: Part, other: Part) -> Part:
     Of each set: out [..., Q, D], softmax attention of Q queries over it, and lse [..., Q], the
     log of the sum of exp(score) over it; both fp32. Returned are those of all keys together. A
     query that sees no key of a set has lse -inf and out 0 there; if it sees none of either, so
-    has the result. Scores may be in the thousands. Inputs are not changed.
+    has the result. Scores may be in the thousands. A NaN in an out stays to be seen. Inputs
+    are not changed.
     Example: lse 0 and 0 -> the mean of both outs, lse log(2). lse 3 and -inf -> the first.
     """
     raise NotImplementedError("merge")
@@ -120,11 +121,11 @@ def global_norm(
     same float on every rank.
 
     gradients: for each parameter here its gradient, None if it has none, and the ranks of
-    `group`, this one among them, that hold this very parameter with this very gradient: all
-    tensor-parallel ranks for a norm's weight, first and last stage for a tied embedding. It
-    counts once. A rank may hold nothing. Gradients are fp32 or 16 bits, and squares may be too
-    large for either. What is not finite makes the norm so, on all ranks. One all-reduce of one
-    number.
+    `group`, this one among them, in any order, that hold this very parameter with this very
+    gradient: all tensor-parallel ranks for a norm's weight, first and last stage for a tied
+    embedding. It counts once. A rank may hold nothing. Gradients are fp32 or 16 bits, and
+    squares may be too large for either. What is not finite makes the norm so, on all ranks. One
+    all-reduce of one number.
     """
     raise NotImplementedError("global_norm")
 

@@ -41,6 +41,11 @@ def test_merge(answer: Answer, group: WatchedGroup) -> None:
             out, lse = attention(scale * q, k, v, seen)
             equal(both[1], lse.float(), "lse of three sets, merged one after the other", rtol=1e-4)
             equal(both[0], out.float(), "out of three sets, merged one after the other", rtol=1e-4, atol=1e-4)
+    case("one out holds a NaN")
+    spoilt, sound = (torch.tensor([[torch.nan, 1.0]]), torch.zeros(1)), (torch.ones(1, 2), torch.zeros(1))
+    out, _ = answer.merge(spoilt, sound)
+    advice = "fill only what a set of lse -inf gives, or what went wrong before passes unnoticed"
+    require(bool(out[0, 0].isnan()), f"a NaN in one out has become {out[0, 0]:g}: {advice}")
 
 
 def judge_merged(answer: Answer, one: Any, other: Any, parts: list[Any]) -> None:

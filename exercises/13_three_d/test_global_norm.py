@@ -37,9 +37,10 @@ def gradients(rank: int, ranks: int, size: float, dtype: torch.dtype, bad: float
         for part, holders in enumerate(sets):
             if rank in holders:
                 seed = number if name == "twin" else 10 * number + part
-                grad = size * torch.randn(3 + part % 2, 2, generator=torch.Generator().manual_seed(seed))
+                grad = size * torch.randn(2, 3 + part % 2, generator=torch.Generator().manual_seed(seed)).t()
                 grad[0, 0] = bad if (bad and part == len(sets) - 1 and number == 0) else grad[0, 0]
-                found.append((None if name == "frozen" else grad.to(dtype), list(holders)))
+                own_first = sorted(holders, key=lambda other: other != rank)
+                found.append((None if name == "frozen" else grad.to(dtype), own_first))
     return found
 
 

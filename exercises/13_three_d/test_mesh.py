@@ -19,6 +19,7 @@ MESHES = (
     {"pp": 2, "dp": 1, "cp": 3, "tp": 4},
     {"tp": 8},
     {"replicate": 2, "shard": 4},
+    {"dp": 2, "dp_shard": 3},
 )
 
 
@@ -94,6 +95,7 @@ def test_token_weight(answer: Answer, group: WatchedGroup) -> None:
         "several micro-batches; rank 1 has only ignored ones": [[[2, 1], [5]], [[0], [0]], [[1], [1, 1], [4]]],
         "rank 0 has no micro-batch": [[], [[2], [7]], [[3]]],
         "no token counts anywhere": [[[0]], [[0, 0]], []],
+        "5001 tokens on rank 0": [[[5001]], [[1]], [[8]]],
     }
     for name, counts in everyone.items():
         case(name)
@@ -136,6 +138,7 @@ def judge_weight(found: float, counts: list[list[list[int]]], rank: int) -> None
         return
     own, micro = sum(map(sum, counts[rank])), max(1, len(counts[rank]))
     above = sum(int((t > 0).sum()) for t in every)
+    rounded = torch.tensor(float(tokens)).bfloat16().item()
     known = {
         "this rank's own tokens divide: a token on a rank with few weighs more": ranks / max(1, own),
         "gradients are averaged over ranks: without the factor N each token weighs 1/N of it": 1 / tokens,
@@ -143,6 +146,7 @@ def judge_weight(found: float, counts: list[list[list[int]]], rank: int) -> None
         "multiplied by the number of this rank's micro-batches: their gradients add up": ranks * micro / tokens,
         "divided by the number of this rank's micro-batches too": ranks / tokens / micro,
         "target 0 is a token like any other: only IGNORED ones do not count": ranks / max(1, above),
+        "the count was rounded: bf16 knows whole numbers up to 256 only": ranks / rounded,
     }
     value, wanted = torch.tensor(found, dtype=torch.float64), torch.tensor(ranks / tokens, dtype=torch.float64)
     values = {k: torch.tensor(v, dtype=torch.float64) for k, v in known.items() if not math.isclose(v, ranks / tokens)}

@@ -59,7 +59,9 @@ def saved(path: Path) -> str:
 def grade(live: Live, tasks: list[str], console: Console) -> None:
     for task in tasks:
         begun = time.monotonic()
-        show(live.grade(task), time.monotonic() - begun, console)
+        with console.status(task) as line:  # on a terminal: how far it is
+            verdict = live.grade(task, told=line.update)
+        show(verdict, time.monotonic() - begun, console)
 
 
 def show(verdict: Verdict, seconds: float, console: Console) -> None:

@@ -21,8 +21,9 @@ A grader is a function that runs on every rank, once for each number of ranks, w
             equal(whole, expected, "the gathered tensor", known={"only your own chunk": ...})
         same_traffic(group, oracle, "ring_all_gather")         # bytes and calls, side by side with the expected
 
-Answers get `group` or a `group.fresh()` one with an empty ledger; the grader itself uses `group.oracle()` and
-`group.everyone(obj)`, which gathers over connections of its own.
+Answers get `group` or a `group.fresh()` one with an empty ledger; the grader itself uses `group.oracle()`, where only
+calls are to be counted `group.tally()`, which moves nothing, and `group.everyone(obj)`, which gathers over connections
+of its own.
 
 A result can be right and the answer wrong: see that nothing more stays alive (`Kept`, begun before the answer makes
 anything), that a shard has memory of its own (`own_memory`), that inputs keep their values and order (`untouched`),

@@ -53,6 +53,7 @@ class LateDisk:
         self.log: list[tuple[str, int, int]] = []  # kind, offset and length of each transfer
         self.buffers: list[Tensor] = []
         self.broken: int | None = None  # offset at which every transfer fails
+        self.fails = ("read", "write")  # of these kinds
 
     def buffer(self, nbytes: int) -> Tensor:
         """uint8 [nbytes, rounded up to pages], page-aligned, all EMPTY."""
@@ -75,7 +76,7 @@ class LateDisk:
         """What `Transfer.wait` does."""
         self.under_way.remove(transfer)
         self.events.append((f"{transfer.kind} ends", transfer.offset))
-        if transfer.offset == self.broken:
+        if transfer.offset == self.broken and transfer.kind in self.fails:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if transfer.kind == "read":
             if not bool((transfer.memory == EMPTY).all()):

@@ -68,8 +68,10 @@ class Grader:
         while self.worlds:  # a grader may be used again: it starts others
             self.worlds.popitem()[1].stop()
 
-    def grade(self, exercise: Exercise, path: Path, timeout: float | None = None) -> Verdict:
-        """The verdict on the answer in the file. `timeout` replaces the exercise's own."""
+    def grade(
+        self, exercise: Exercise, path: Path, timeout: float | None = None, told: Callable[[str], None] | None = None
+    ) -> Verdict:
+        """The verdict on the answer in the file. `timeout` replaces the exercise's own; `told` hears how far it is."""
         if timeout is not None:
             exercise = replace(exercise, timeout=timeout)
         if not path.is_file():
@@ -80,7 +82,10 @@ class Grader:
             return replace(fault, task=exercise.task)
         if said := cheat(path, exercise.task):
             return Verdict(exercise.task, "fail", said)
-        for ranks in exercise.ranks:
+        for place, ranks in enumerate(exercise.ranks):
+            if told:
+                right = "".join(f"right on {n}, " for n in exercise.ranks[:place])
+                told(f"{exercise.task}: {right}now on {ranks} rank{'s' * (ranks > 1)}")
             if failure := self._run(exercise, path.resolve(), ranks):
                 return failure
         return Verdict(exercise.task, "pass")

@@ -1,7 +1,7 @@
 """Grade one task at once, on ranks that stay warm: what `%%task` in a notebook and `refimpl exercise watch` share."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from refimpl.grading.chapters import Chapter, definitions, find_chapter, import_file
@@ -22,9 +22,9 @@ class Live:
         for ranks in sorted({n for exercise in self.exercises.values() for n in exercise.ranks}):
             self.grader.warm(ranks)
 
-    def grade(self, task: str, path: Path | None = None) -> Verdict:
+    def grade(self, task: str, path: Path | None = None, told: Callable[[str], None] | None = None) -> Verdict:
         """The verdict on the learner's answer, which is kept as their progress. KeyError for another task."""
-        verdict = self.grader.grade(self.exercises[task], path or self.chapter.exercise)
+        verdict = self.grader.grade(self.exercises[task], path or self.chapter.exercise, told=told)
         Progress.load().record({(self.chapter.name, task): verdict})
         return verdict
 

@@ -33,11 +33,13 @@ class WatchedGroup(Group):
 
     def __init__(self, handle: dist.ProcessGroup | None, control: Group, told: bool = True) -> None:
         super().__init__(handle, transport="gloo")  # what the chapters teach; how it hangs is part of that
-        self.control, self.told = control, told
+        self.control, self.told, self.moves = control, told, True
 
     def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps, *holds: Tensor) -> Work:
         if self.told:
             launch.report(Called(_words(op, tag, sent)))
+        if not self.moves:
+            steps = iter(())
         return super()._run(op, sent, tag, async_op, steps, *holds)
 
     def send(self, x: Tensor, to: int, *, async_op: bool = False, tag: str = "") -> Work:
@@ -58,6 +60,12 @@ class WatchedGroup(Group):
     def oracle(self) -> "WatchedGroup":
         """The same ranks with an empty ledger, for what the answer should do."""
         return self.fresh(told=False)
+
+    def tally(self) -> "WatchedGroup":
+        """As `oracle`, but calls are only entered in the ledger: nothing moves, no result is made, nobody waits."""
+        other = self.oracle()
+        other.moves = False
+        return other
 
     def everyone(self, obj: T) -> list[T]:
         """Every rank's obj, in rank order, by connections that the answer does not use."""

@@ -59,6 +59,10 @@ PICTURES: dict[str, tuple[SparsityConfig, str]] = {
         "#... ##.. .##. .###",
     ),
     "bigbird": (BigBirdSparsityConfig(1, 4, num_random_blocks=0), "##### ###.. ####. #.### #..##"),
+    "bigbird, causal": (
+        BigBirdSparsityConfig(1, 4, num_random_blocks=0, attention="unidirectional"),
+        "#.... ##... ###.. #.##. #..##",
+    ),
     "local": (LocalSlidingWindowSparsityConfig(1, 4, num_sliding_window_blocks=5), "#.... ##... ###.. .###. ..###"),
     "local, both ways": (
         LocalSlidingWindowSparsityConfig(1, 4, num_sliding_window_blocks=3, attention="bidirectional"),

@@ -1,7 +1,7 @@
 """A send is waited for at once: the next stage, which sends a gradient, never comes to it.
 
 task: Stage
-says: hangs
+says: forward stands until rank
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """One buffer receives every micro-batch's input.
 
 task: Stage
-says: the second overwrites the first
+says: after finish() the stage keeps
 """
 
 from collections.abc import Callable

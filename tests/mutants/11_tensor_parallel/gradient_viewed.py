@@ -1,0 +1,41 @@
+"""Takes the gradient that arrives for contiguous.
+
+task: gathered_linear
+says: view size is not compatible
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def _all_tokens(x, group):
+    out = x.new_empty(group.size, *x.shape)
+    group.all_gather(out, x.contiguous())
+    return out.transpose(0, 1).flatten(1, 2)
+
+
+def _own_tokens(x, group):
+    runs = torch.stack(x.chunk(group.size, 1))
+    mine = torch.empty_like(runs[0])
+    group.reduce_scatter(mine, runs)
+    return mine
+
+
+def gathered_linear(x, weight, bias, group):
+
+    class Gathered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, bias):
+            ctx.save_for_backward(x, weight)
+            return F.linear(_all_tokens(x, group), weight, bias)
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            rows = grad.view(-1, grad.shape[-1])
+            of_weight = None
+            if ctx.needs_input_grad[1]:
+                of_weight = rows.t() @ _all_tokens(x, group).flatten(0, 1)
+            return (_own_tokens(grad @ weight, group), of_weight, rows.sum(0))
+
+    return Gathered.apply(x, weight, bias)
