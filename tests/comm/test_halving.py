@@ -11,6 +11,7 @@ from given import SIZES, agrees, everyone, given
 from torch import Tensor
 
 from refimpl.comm import halving
+from refimpl.comm.alpha_beta import steps
 from refimpl.comm.group import Group
 
 run = functools.partial(worlds.run, device="cpu")
@@ -77,7 +78,7 @@ def test_bytes_messages_order_and_torchs_own(ranks: int) -> None:
 
     results = run(check, ranks=ranks)
     assert sum(size for starts, _, _ in results for _, size in starts) == 2 * 4 * n * (ranks - 1)
-    rounds = (ranks - 1).bit_length()
+    rounds = steps("halving", ranks)  # what the alpha-beta model charges
     for starts, x, theirs in results:
         assert [tag for tag, _ in starts] == ["halving"] * rounds + ["doubling"] * rounds
         assert torch.equal(x, results[0][1])
@@ -105,7 +106,7 @@ def test_the_order_of_six() -> None:
 def test_rounds_end_with_one_block_whatever_the_number() -> None:
     for size in range(1, 200):
         found = list(halving.rounds(size))
-        assert len(found) == (size - 1).bit_length()
+        assert len(found) == steps("halving", size) == (size - 1).bit_length()
         assert sum(there - kept for kept, there in found) == size - 1  # blocks sent: no more than a ring
         assert all(2 * kept >= there for kept, there in found)  # what arrives fits into what is kept
 
