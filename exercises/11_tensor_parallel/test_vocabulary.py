@@ -59,12 +59,12 @@ def mistaken(ids: Tensor, table: Tensor, group: WatchedGroup, first: int, stop: 
             sums[name] = sums.get(name, torch.zeros(())) + F.embedding(place, table[a:b])
     sentence = "a token of another rank's looks up a row of this one: its result must be zeros here"
     mine = (ids >= first) & (ids < stop)
-    alone = F.embedding((ids - first) * mine, table[first:stop]) * mine[..., None]
+    alone = F.embedding((ids - first) * mine, table[first:stop]).masked_fill(~mine[..., None], 0)
     equal_parts = torch.zeros(())
     for rank, (a, b) in enumerate(runs(len(table), group.size)):
         place = ids - rank * (b - a)
         here = (place >= 0) & (place < b - a)
-        equal_parts = equal_parts + F.embedding(place * here, table[a:b]) * here[..., None]
+        equal_parts = equal_parts + F.embedding(place * here, table[a:b]).masked_fill(~here[..., None], 0)
     return {
         sentence: sums["zeroth"],
         sentence + ".": sums["nearest"],
