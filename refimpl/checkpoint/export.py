@@ -21,7 +21,6 @@ from refimpl.checkpoint.errors import CheckpointError, naming
 from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.tensors import PIECE, Entry, Writer
 
-INDEX = "model.safetensors.index.json"
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -108,8 +107,7 @@ def export(
         with naming(out / name):
             atomic.write_file(out / name, lambda part, shard=shard: write_shard(folder, part, shard))  # type: ignore[misc]
     if len(shards) > 1:
-        write_index(out / INDEX, dict(zip(names, shards, strict=True)))
-        names.append(INDEX)  # without it nobody knows which file has which weight
+        write_index(out / "model.safetensors.index.json", dict(zip(names, shards, strict=True)))
     return [out / name for name in names]
 
 

@@ -87,7 +87,7 @@ def export(
             files = exports.export(opened, out, kinds[dtype], most, exclude_frozen)
     except (CheckpointError, ValueError) as reason:
         refuse("refimpl checkpoint export", reason)
-    for file in files:
+    for file in [*files, *out.glob("*.index.json")]:  # the index says which file has which weight
         print(f"{file}: {file.stat().st_size / 1e6:,.1f} MB")
 
 

@@ -49,8 +49,7 @@ def test_every_weight_and_its_masters(stage: int, section: str, most: str, tmp_p
         assert torch.equal(rounded[name], saved.to(rounded[name].dtype))
     model.load_state_dict(exact)
     assert torch.equal(model.head.weight, exact["embed.weight"])
-    assert sorted(files) == sorted((tmp_path / "fp32").iterdir()), "the index is told of too"
-    sizes = [path.stat().st_size for path in files if path.suffix == ".safetensors"]
+    sizes = [path.stat().st_size for path in files]
     largest = 4 * max(p.numel() for p in model.parameters())
     assert (len(sizes) > 1) == (most == "2KB")
     assert most == "5GB" or max(sizes) < max(2000, largest) + 2000, "the header comes on top"

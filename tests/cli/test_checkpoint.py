@@ -73,6 +73,8 @@ def test_export(steps: Path, tmp_path: Path) -> None:
         status, text = run("export", steps, tmp_path / "out", *words)
         assert status == 2
         assert says in text
+    status, text = run("export", steps, tmp_path / "parts", "--max-shard-size", "200")
+    assert sorted(line.split(": ")[0] for line in text.splitlines()) == sorted(map(str, (tmp_path / "parts").iterdir()))
 
 
 def test_what_somebody_reads_is_not_pruned(steps: Path, tmp_path: Path) -> None:
