@@ -98,7 +98,7 @@ class Mesh:
         if self.dp * self.cp % self.ep or (shape.experts is not None and shape.experts.count % self.ep):
             count = shape.experts.count if shape.experts else 0
             raise ValueError(
-                f"{count} experts over ep {self.ep} of {self.dp * self.cp} data ranks: it divides not both"
+                f"{count} experts over ep {self.ep} of {self.dp * self.cp} data ranks: it must divide both"
             )
         if self.pp > 1 and self.zero in ("zero2", "zero3"):
             raise ValueError(f"{self.zero} with {self.pp} pipeline stages: gradients or weights would travel m times")
