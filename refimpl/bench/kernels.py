@@ -122,7 +122,7 @@ def heat(case: Case, device: torch.device, limits: Limits, deadline: float) -> I
             except Exception as error:
                 if way in ("ours", "eager"):
                     raise
-                absent.append(Row(case.name, "", way, None, None, None, None, None, None, f"{type(error).__name__}"))
+                absent.append(Row(case.name, "", way, None, None, None, None, None, None, why(error)))
         ms = timed(calls, device)
     for step, way in sorted(calls, key=lambda key: key[0] != "forward"):
         moved, flops = (case.moved, case.flops) if step == "forward" else (case.moved_backward, case.flops_backward)
@@ -132,6 +132,14 @@ def heat(case: Case, device: torch.device, limits: Limits, deadline: float) -> I
         row = (case.name, step, way, t, moved / t / 1e9, rate, share / t * 1e3, t / ms[step, "eager"], off)
         yield Row(*row)
     yield from absent
+
+
+def why(error: BaseException) -> str:
+    """A peer's error in a word; a compiler wraps what stopped it, our patience included."""
+    within: BaseException | None = error
+    while within is not None and not isinstance(within, TimeoutError):
+        within = within.__cause__ or within.__context__
+    return type(error).__name__ if within is None else f"not there after {PATIENCE:g} s"
 
 
 @contextmanager
