@@ -21,7 +21,7 @@ from refimpl.model.data import Batches, corpus
 from refimpl.model.gpt import GPT, GPTConfig
 
 torch.manual_seed(0)
-text = corpus()  # the Python language reference: English that every Python carries
+text = corpus()  # the Python language reference, in English
 batches = Batches(text, context=64, size=4)
 model = GPT(GPTConfig(context=64, width=128, layers=2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
