@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from refimpl.checkpoint.errors import CheckpointError
+from refimpl.checkpoint.place import dtype_named
 from refimpl.checkpoint.tensors import NAMES
 
 PLAIN = (type(None), bool, int, str)
@@ -77,14 +78,6 @@ class Pair(tuple[Any, Any]):
 
 def pairs(mapping: Any) -> list[Pair]:
     return [Pair(item) for item in mapping.items()]
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """torch's dtype of this name, and nothing else of torch's."""
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch.{name} is no dtype")
-    return dtype
 
 
 # How it is called in JSON: (what it is, to a list or a string, and back)
