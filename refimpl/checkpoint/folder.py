@@ -9,7 +9,7 @@ A weight is saved once, by one rank, in the widest precision there is (the fp32 
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -86,11 +86,14 @@ class Folder:
         with naming(self.path / notes_file(rank)):
             return decode(self.notes(rank).get(name), self.reader(rank).tensor)
 
-    def check(self, files: list[str] | None = None) -> None:
-        """CheckpointError names those files (default: all) that are not what the save wrote."""
-        manifest.check(self.path, self.about["files"], self.about["files"] if files is None else files)
+    def check(self, ranks: Iterable[int] | None = None) -> None:
+        """CheckpointError names the files of these ranks (default: all) that are not what the save wrote, or says."""
+        ranks = list(range(self.ranks) if ranks is None else ranks)
+        manifest.check(self.path, self.about["files"], [of(rank) for rank in ranks for of in (rank_file, notes_file)])
+        for rank in ranks:
+            self._check_contents(rank)
 
-    def check_contents(self, rank: int) -> None:
+    def _check_contents(self, rank: int) -> None:
         """CheckpointError if a rank's files do not hold what the manifest says, or what nobody could go on with."""
         reader = self.reader(rank)
         with naming(reader.path):

@@ -17,9 +17,10 @@ from refimpl.checkpoint.errors import CheckpointError, naming
 
 NAME = "checkpoint.json"
 VERSION = 4  # one more whenever what a save writes changes; 1, without checksums, did not say so
-COUNTS = ("world_size", "parameter_groups", "global_steps", "micro_steps", "global_samples")
+COUNTS = ("world_size", "stage", "parameter_groups", "global_steps", "micro_steps", "global_samples")
 NEEDED: dict[str, Any] = dict.fromkeys(("files", "parameters", "tied", "buffers"), dict) | {
-    "id": str, "order": list, "left_out": list, "apart": list, "optimizer": str | None, "scheduler": str | None,
+    "id": str, "dtype": str, "optimizer": str | None, "scheduler": str | None,
+    "order": list, "left_out": list, "apart": list,
 } | dict.fromkeys(COUNTS, int)  # fmt: skip
 RANK_FILE = re.compile(r"rank\d{5,}\.(safetensors|json|pt)|model\.safetensors")  # .pt and model: until version 3
 

@@ -53,8 +53,8 @@ def verify(folder: Source) -> None:
     from refimpl.checkpoint.folder import Folder
 
     try:
-        opened = Folder(*given(folder))
-        opened.check()
+        with Folder(*given(folder)) as opened:
+            opened.check()
     except CheckpointError as reason:
         refuse("refimpl checkpoint verify", reason)
     total = sum(file["bytes"] for file in opened.about["files"].values())

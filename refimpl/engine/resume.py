@@ -23,7 +23,7 @@ from torch import Tensor
 from refimpl.checkpoint import manifest
 from refimpl.checkpoint.errors import CheckpointError, naming, together
 from refimpl.checkpoint.find import find
-from refimpl.checkpoint.folder import Folder, notes_file, rank_file
+from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.place import Portion
 from refimpl.engine import weights
 from refimpl.engine.contents import identity, schedule
@@ -87,11 +87,8 @@ def check(engine: TrainingState, folder: Folder, wanted: Wanted, known: set[str]
     """
     with naming(folder.path / manifest.NAME):
         check_kinds(engine, folder, wanted)
-        rank, own = engine.axes.world.rank, own_rank(engine, folder)
-        others = range(rank, folder.ranks, engine.axes.world.size)
-        folder.check([of(each) for each in dict.fromkeys([own, *others]) for of in (rank_file, notes_file)])
-        for each in others:
-            folder.check_contents(each)
+        own = own_rank(engine, folder)
+        folder.check(dict.fromkeys([own, *range(engine.axes.world.rank, folder.ranks, engine.axes.world.size)]))
         folder.value(own, "client_state")
         weights.check_fits(engine, folder, wanted.strict and wanted.custom is None, known)
     if wanted.custom is not None and engine.axes.model.size > 1:
