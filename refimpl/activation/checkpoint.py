@@ -155,7 +155,7 @@ class Again:
                     f"{name_of(slot.frame.fn)}: saved tensor number {self.seen} was {words(slot.meta)} when it ran "
                     f"first, and is {words(meta(tensor))} when it runs again for backward: it took another way"
                 )
-            slot.value = tensor.detach()
+            slot.value = tensor.detach() if tensor.requires_grad else tensor  # a constant is given back as it is
         self.seen += 1
         if self.stop and not self.wanted:
             raise Enough(self)
@@ -206,6 +206,10 @@ class Saver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise AssertionError("nobody has this function's output")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        """Forward-mode differentiation passes it by."""
 
 
 def recording() -> bool:
