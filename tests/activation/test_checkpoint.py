@@ -269,6 +269,7 @@ def test_the_default_device_is_that_of_the_first_run() -> None:
     assert made == ["meta", "meta", "cpu", "cpu"]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
 def test_forward_mode_goes_through() -> None:
     x, tangent = torch.randn(3), torch.randn(3)
     with forward_ad.dual_level():
