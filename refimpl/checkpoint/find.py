@@ -69,13 +69,14 @@ def missing(folder: Path, who: str, latest: Path) -> str:
 
 def given(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoint that a path means: its own folder, or one with a file `latest`. CheckpointError for neither."""
-    if (folder / manifest.NAME).is_file():
-        return folder, manifest.read(folder / manifest.NAME)
-    found = find(folder, None)
-    if found is None:
-        there = ", ".join(manifest.complete(folder)) if folder.is_dir() else ""
-        hint = f"complete checkpoints there: {there}" if there else "pass the folder of a checkpoint, or its parent"
-        raise CheckpointError(
-            f"{folder}: {missing(folder, 'load_checkpoint', folder)}: no {manifest.NAME}, no latest; {hint}"
-        )
-    return found
+    with naming(folder):
+        if (folder / manifest.NAME).is_file():
+            return folder, manifest.read(folder / manifest.NAME)
+        found = find(folder, None)
+        if found is None:
+            there = ", ".join(manifest.complete(folder)) if folder.is_dir() else ""
+            hint = f"complete checkpoints there: {there}" if there else "pass the folder of a checkpoint, or its parent"
+            raise CheckpointError(
+                f"{folder}: {missing(folder, 'load_checkpoint', folder)}: no {manifest.NAME}, no latest; {hint}"
+            )
+        return found

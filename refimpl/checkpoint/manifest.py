@@ -65,8 +65,8 @@ def read(path: Path) -> dict[str, Any]:
     wrong = [key for key, kind in NEEDED.items() if key not in about or not isinstance(about[key], kind)]
     if wrong := wrong or [key for key in COUNTS if about[key] < 0]:
         raise CheckpointError(
-            f"{path}: lacks {', '.join(wrong)}, or has something else there: another program has sealed it; load "
-            "another checkpoint"
+            f"{path}: {', '.join(wrong)}: missing, or of another kind: another program has sealed it; load another "
+            "checkpoint"
         )
     return about
 
