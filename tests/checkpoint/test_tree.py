@@ -86,7 +86,7 @@ def test_numpys_arrays(array: Any) -> None:
 
 def test_numpys_numbers_its_random_state_and_arguments() -> None:
     """What scripts put into a client_state: a best loss, the state of a generator, the arguments they were given."""
-    kind, keys, *rest = np.random.RandomState(3).get_state()  # type: ignore[misc]
+    kind, keys, *rest = np.random.RandomState(3).get_state()
     value = Namespace(
         best=np.float32(0.1), step=np.int64(3), done=np.bool_(True), random=(kind, *rest), args=Namespace()
     )
