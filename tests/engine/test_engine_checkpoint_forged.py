@@ -29,13 +29,14 @@ def sealed(folder: Path, change: Callable[[dict[str, Any]], object] = lambda abo
     manifest.write(folder / manifest.NAME, about)
 
 
-def noted(key: str, value: Any, name: str = JSON) -> Callable[[Path], None]:
-    """A rank's notes say something else, or nothing (None) under `key`."""
+def noted(key: str, value: Any, *names: str) -> Callable[[Path], None]:
+    """The notes of rank 1, or of `names`, say something else, or nothing (None) under `key`."""
 
     def forge(folder: Path) -> None:
-        notes = json.loads((folder / name).read_bytes())
-        notes.pop(key) if value is None else notes.update({key: value})
-        (folder / name).write_text(json.dumps(notes))
+        for name in names or (JSON,):
+            notes = json.loads((folder / name).read_bytes())
+            notes.pop(key) if value is None else notes.update({key: value})
+            (folder / name).write_text(json.dumps(notes))
         sealed(folder)
 
     return forge
@@ -122,8 +123,8 @@ FORGED: dict[str, Callable[[Path], None]] = {
     "random garbage": noted("random", {"torch": 3}),
     "a schedule of something": noted("lr_scheduler", {"a": 1}),
     "no schedule": noted("lr_scheduler", None),
-    "states as text": noted("state", {"into.weight": "x"}, FIRST),
-    "a state of nothing": noted("state", {"into.bias": {"exp_avg": "cut", "lost": "cut"}}, FIRST),
+    "states as text": noted("state", {"into.weight": "x"}, FIRST, JSON),
+    "a state of nothing": noted("state", {"into.bias": {"exp_avg": "cut", "lost": "cut"}}, FIRST, JSON),
     "no client_state": noted("client_state", {"$tensor": "lost"}),
     "nested without end": noted("client_state", {"$tuple": {"$dict": {"$float": [[]]}}}),
     "a scale as text": noted("scaler", {"scale": "x", "left": 1, "good_steps": 0}, FIRST),
@@ -168,7 +169,7 @@ def attacked(base: Path, stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_forgery_is_one_error_on_every_rank_and_changes_nothing(stage: int, tmp_path: Path) -> None:
     one, two = worlds.run(attacked, tmp_path, stage, ranks=2)
-    refused = re.compile(r"[^:]+: .*(checkpoint\.json|rank0000[01]\.(json|safetensors)): .*(?<!CHANGED)")
+    refused = re.compile(r"[^:]+: .*/a(/checkpoint\.json|/rank0000[01]\.(json|safetensors))?: .*(?<!CHANGED)")
     assert one == two
     odd = [text for text in one if not refused.fullmatch(text)]
     assert not odd, "\n".join(odd)
