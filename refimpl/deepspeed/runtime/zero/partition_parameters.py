@@ -58,8 +58,14 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 
     DeepSpeed: deepspeed/runtime/zero/stage3.py, which takes its hooks off meanwhile.
     """
-    with GatheredParameters(model.parameters()):
-        yield model
+    with GatheredParameters(model.parameters()) as units:
+        for unit in units:
+            unit.is_held = True
+        try:
+            yield model
+        finally:
+            for unit in units:
+                unit.is_held = False
 
 
 class ZeroParamType(Enum):
