@@ -15,10 +15,10 @@ import importlib.util
 import runpy
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 VERSION = "0.19.8+refimpl"  # the DeepSpeed whose behaviour is meant
 
@@ -79,6 +79,11 @@ class Alias(Loader):
         module = importlib.import_module(self.name)
         self.own_spec = module.__spec__
         return module
+
+    def get_code(self, name: str) -> CodeType | None:
+        """What `python -m` runs."""
+        found = importlib.util.find_spec(self.name)
+        return found.loader.get_code(self.name) if found and isinstance(found.loader, InspectLoader) else None
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self.own_spec  # the import system has just replaced it by the alias's

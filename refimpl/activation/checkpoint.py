@@ -9,12 +9,15 @@ saves. Time: one more forward of fn, of training's three units (backward takes t
 under ZeRO-3 the parameters that the second run needs are gathered for backward anyway.
 
 The two ways to build it. An `autograd.Function` that runs fn without gradients, and in backward again with them, is
-shortest (chapter 07 builds it); it needs an input that requires a gradient, returns no gradient to a tensor hidden in a
-list, cannot serve `torch.autograd.grad`, and must run fn to its end. This one lets autograd record the graph once, in
-forward, and replaces only what it saves (`torch.autograd.graph.saved_tensors_hooks`), so outputs, hooks, partial
-backwards, `create_graph`, closures and keyword arguments are the plain run's own. An autograd.Function is left where it
-does best: `Inputs` keeps the arguments, so that they are checked for in-place changes, and so that inside another
-checkpoint they become slots themselves. Nesting follows from that.
+shortest (chapter 07 builds it); it needs an input that requires a gradient, returns no gradient to a tensor hidden in
+a list, cannot serve `torch.autograd.grad`, and must run fn to its end. An argument that fn uses twice gets the sum of
+both gradients at once, where the plain run adds them one by one to those of later blocks: the same sum in another
+order, with other last bits (T5's encoder output, which each decoder layer takes for keys and values). This one lets
+autograd record the graph once, in forward, and replaces only what it saves
+(`torch.autograd.graph.saved_tensors_hooks`), so outputs, hooks, partial backwards, `create_graph`, closures and
+keyword arguments are the plain run's own. An autograd.Function is left where it does best: `Inputs` keeps the
+arguments, so that they are checked for in-place changes, and so that inside another checkpoint they become slots
+themselves. Nesting follows from that.
 
 Chen et al. 2016, arXiv:1604.06174. torch: torch/utils/checkpoint.py, `use_reentrant=False`; there a second access to
 one saved tensor is an error, here it runs fn again, and there fn runs until everything is recomputed, not only what is
@@ -152,7 +155,7 @@ class Again:
                     f"{name_of(slot.frame.fn)}: saved tensor number {self.seen} was {words(slot.meta)} when it ran "
                     f"first, and is {words(meta(tensor))} when it runs again for backward: it took another way"
                 )
-            slot.value = tensor.detach()
+            slot.value = tensor.detach() if tensor.requires_grad else tensor  # a constant is given back as it is
         self.seen += 1
         if self.stop and not self.wanted:
             raise Enough(self)
@@ -203,6 +206,10 @@ class Saver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise AssertionError("nobody has this function's output")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return torch.empty(0)  # forward-mode differentiation passes by
 
 
 def recording() -> bool:

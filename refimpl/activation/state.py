@@ -1,7 +1,8 @@
-"""What a computation depends on beside its arguments: random generators and autocast, as they were, for a second run.
+"""What a computation depends on beside its arguments: random generators, autocast, the default device, as they were.
 
-A dropout that is computed again must drop the same elements, and an autocast region must round in the same places; both
-are thread or process state that has moved on by the time backward runs. Bytes: 5,056 for the CPU's generator (a
+A dropout that is computed again must drop the same elements, an autocast region must round in the same places, and a
+constant made inside `with torch.device(...)` must be there again; all are thread or process state that has moved on by
+the time backward runs. Bytes: 5,056 for the CPU's generator (a
 Mersenne twister), 16 for a CUDA device's (Philox: a seed and an offset), in every checkpoint.
 torch: torch/utils/checkpoint.py, `get_device_states`. DeepSpeed adds named generators of Megatron-LM
 (deepspeed/runtime/activation_checkpointing/checkpointing.py, `CudaRNGStatesTracker`): here `trackers`.
@@ -80,16 +81,23 @@ class State:
 
     random: RandomState | None
     autocasts: list[Autocast]
+    device: torch.device  # the default one
 
     @classmethod
     def now(cls, tensors: Iterable[Tensor], random: bool, trackers: Sequence[Tracker]) -> "State":
         """`tensors`: the arguments, which say what devices matter."""
-        return cls(RandomState.now(cuda_devices(tensors), trackers) if random else None, Autocast.now())
+        return cls(
+            RandomState.now(cuda_devices(tensors), trackers) if random else None,
+            Autocast.now(),
+            torch.get_default_device(),
+        )
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """As it was, for a `with` block; afterwards all is where it stood before the block."""
         with ExitStack() as stack:
+            if torch.get_default_device() != self.device:
+                stack.enter_context(self.device)
             for autocast in self.autocasts:
                 stack.enter_context(autocast.again())
             if self.random is not None:

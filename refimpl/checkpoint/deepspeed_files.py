@@ -22,7 +22,7 @@ from torch import Tensor
 
 from refimpl.checkpoint import unpickle
 from refimpl.checkpoint.errors import CheckpointError, naming
-from refimpl.checkpoint.find import checked_tag
+from refimpl.checkpoint.find import checked_tag, named_by
 
 OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
@@ -152,5 +152,5 @@ def given(folder: Path) -> tuple[Path, str]:
         latest = folder / "latest"
         if not latest.is_file():
             raise CheckpointError(f"{folder}: no *_optim_states.pt and no latest; pass the folder of a checkpoint")
-        tag = checked_tag(latest.read_text().strip(), str(latest))
+        tag = checked_tag(named_by(latest), str(latest))
     return folder / tag, tag

@@ -27,6 +27,7 @@ REMEDIES = {
     errno.EISDIR: "a folder stands where a file is needed: move it away, or use another name",
     errno.ENOTEMPTY: "another run has put something there meanwhile: give each run a folder of its own",
     errno.ENAMETOOLONG: "choose a shorter tag or folder",
+    errno.ELOOP: "these links lead to each other: point them at a folder or file",
 }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from refimpl.checkpoint import atomic, manifest
 from refimpl.checkpoint.errors import CheckpointError, naming
 from refimpl.checkpoint.folder import Folder
+from refimpl.checkpoint.place import dtype_named
 from refimpl.checkpoint.tensors import PIECE, Entry, Writer
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -33,7 +34,7 @@ def entries(folder: Folder, dtype: torch.dtype | None, exclude_frozen: bool = Fa
             place = folder.places[known]
             if exclude_frozen and not place.trained:
                 continue
-            own, shape = getattr(torch, place.dtype), place.shape
+            own, shape = dtype_named(place.dtype), place.shape
         elif known in folder.about["buffers"]:
             own, shape = folder.reader(0).entry(f"buffer/{known}")
         else:

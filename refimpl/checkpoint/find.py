@@ -1,10 +1,13 @@
 """Which checkpoint is meant: a folder of checkpoints, a tag, and the file `latest`."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 from refimpl.checkpoint import manifest
 from refimpl.checkpoint.errors import CheckpointError, naming
+
+LONGEST = 4096  # bytes of `latest`
 
 
 def checked_tag(tag: str, who: str) -> str:
@@ -22,13 +25,13 @@ def find(load_dir: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None:
     """The folder of a checkpoint, and its manifest; None if no tag is asked for and there is no file `latest`."""
     latest = load_dir / "latest"
     with naming(load_dir):
-        there = manifest.complete(load_dir) if load_dir.exists() else []
+        there = manifest.complete(load_dir) if os.path.lexists(load_dir) else []
     complete = f"complete checkpoints in {load_dir}: {', '.join(there) or 'none'}"
     who = "load_checkpoint"
     if tag is None:
         if (load_dir / manifest.NAME).is_file():
             raise CheckpointError(f"{load_dir}: is a checkpoint itself; pass its parent, and tag={load_dir.name!r}")
-        if not latest.exists():
+        if not os.path.lexists(latest):  # a link to nowhere is damage, and no fresh start
             return None
         tag, who = named_by(latest), str(latest)
         if not tag:
@@ -42,10 +45,16 @@ def find(load_dir: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None:
 
 
 def named_by(latest: Path) -> str:
-    """The tag in a file `latest`. CheckpointError for what is no text."""
+    """The tag in a file `latest`. CheckpointError for what is no short text."""
     with naming(latest):
+        if latest.exists() and not (latest.is_file() or latest.is_dir()):  # reading a pipe would wait for ever
+            raise CheckpointError(f"{latest}: is no file; write a tag into one, or pass one")
+        with latest.open("rb") as file:
+            text = file.read(LONGEST + 1)
+        if len(text) > LONGEST:
+            raise CheckpointError(f"{latest}: damaged, it is longer than any tag; write a tag into it, or pass one")
         try:
-            return latest.read_text().strip()
+            return text.decode().strip()
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{latest}: damaged, it is no text; write a tag into it, or pass one") from error
 
@@ -60,13 +69,14 @@ def missing(folder: Path, who: str, latest: Path) -> str:
 
 def given(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoint that a path means: its own folder, or one with a file `latest`. CheckpointError for neither."""
-    if (folder / manifest.NAME).is_file():
-        return folder, manifest.read(folder / manifest.NAME)
-    found = find(folder, None)
-    if found is None:
-        there = ", ".join(manifest.complete(folder)) if folder.is_dir() else ""
-        hint = f"complete checkpoints there: {there}" if there else "pass the folder of a checkpoint, or its parent"
-        raise CheckpointError(
-            f"{folder}: {missing(folder, 'load_checkpoint', folder)}: no {manifest.NAME}, no latest; {hint}"
-        )
-    return found
+    with naming(folder):
+        if (folder / manifest.NAME).is_file():
+            return folder, manifest.read(folder / manifest.NAME)
+        found = find(folder, None)
+        if found is None:
+            there = ", ".join(manifest.complete(folder)) if folder.is_dir() else ""
+            hint = f"complete checkpoints there: {there}" if there else "pass the folder of a checkpoint, or its parent"
+            raise CheckpointError(
+                f"{folder}: {missing(folder, 'load_checkpoint', folder)}: no {manifest.NAME}, no latest; {hint}"
+            )
+        return found

@@ -9,7 +9,7 @@ A weight is saved once, by one rank, in the widest precision there is (the fp32 
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -44,9 +44,12 @@ class Folder:
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         with naming(path / manifest.NAME):  # a seal says that nobody has changed it, not who has written it
             self.path, self.about, self.ranks = path, about, int(about["world_size"])
-            if set(about["files"]) != {of(rank) for rank in range(self.ranks) for of in (rank_file, notes_file)}:
+            files, ranks = about["files"], range(min(self.ranks, len(about["files"])))
+            if not ranks or set(files) != {of(rank) for rank in ranks for of in (rank_file, notes_file)}:
                 raise CheckpointError(f"{path / manifest.NAME}: its files are not two of each of {self.ranks} ranks")
             self.places = {name: Place.of_json(place) for name, place in about["parameters"].items()}
+            for place in self.places.values():
+                place.refuse_odd(self.ranks)
         self._readers: dict[int, Reader] = {}
         self._notes: dict[int, dict[str, Any]] = {}
         self._closed_bytes = 0
@@ -83,9 +86,33 @@ class Folder:
         with naming(self.path / notes_file(rank)):
             return decode(self.notes(rank).get(name), self.reader(rank).tensor)
 
-    def check(self, files: list[str] | None = None) -> None:
-        """CheckpointError names those files (default: all) that are not what the save wrote."""
-        manifest.check(self.path, self.about["files"], self.about["files"] if files is None else files)
+    def check(self, ranks: Iterable[int] | None = None) -> None:
+        """CheckpointError names the files of these ranks (default: all) that are not what the save wrote, or says."""
+        ranks = list(range(self.ranks) if ranks is None else ranks)
+        manifest.check(self.path, self.about["files"], [of(rank) for rank in ranks for of in (rank_file, notes_file)])
+        for rank in ranks:
+            self._check_contents(rank)
+
+    def _check_contents(self, rank: int) -> None:
+        """CheckpointError if a rank's files do not hold what the manifest says, or what nobody could go on with."""
+        reader = self.reader(rank)
+        with naming(reader.path):
+            for name, whole in self.places.items():
+                first = self.first(name)
+                if first == rank:
+                    self.state(name, lambda dtype: None)
+                states = self.notes(first)["state"].get(name, {})
+                keys = ["weight", *(key for key, value in states.items() if value == "cut")]
+                for place in whole.parts or (whole,):
+                    files = self.files(place)
+                    begin, end = place.held(files.index(rank), len(files)) if rank in files else (0, 0)
+                    for key in keys if begin < end else ():
+                        expect(reader, f"{key}/{name}", [end - begin])
+                    if begin < end and reader.entry(f"weight/{name}")[0].is_floating_point != place.is_floating:
+                        raise CheckpointError(f"{reader.path}: weight/{name} is no {place.dtype}")
+            for name, buffer in self.about["buffers"].items():
+                if rank in buffer.get("ranks", range(self.ranks)):
+                    expect(reader, f"buffer/{name}", buffer["shape"])
 
     # Parameters.
 
@@ -182,6 +209,12 @@ class Folder:
         if self._held is not None:
             os.close(self._held)
             self._held = None
+
+
+def expect(reader: Reader, name: str, shape: list[int]) -> None:
+    """CheckpointError if a tensor has another shape than the manifest says."""
+    if list(reader.entry(name)[1]) != shape:
+        raise CheckpointError(f"{reader.path}: {name} is {list(reader.entry(name)[1])}, the manifest says {shape}")
 
 
 def read_into(reader: Reader, name: str, begin: int, out: Tensor) -> None:

@@ -17,10 +17,11 @@ from refimpl.checkpoint.errors import CheckpointError, naming
 
 NAME = "checkpoint.json"
 VERSION = 4  # one more whenever what a save writes changes; 1, without checksums, did not say so
-NEEDED = (
-    "id", "files", "world_size", "parameters", "tied", "buffers", "apart", "optimizer", "parameter_groups", "scheduler",
-    "global_steps", "micro_steps", "global_samples",
-)  # fmt: skip
+COUNTS = ("world_size", "stage", "parameter_groups", "global_steps", "micro_steps", "global_samples")
+NEEDED: dict[str, Any] = dict.fromkeys(("files", "parameters", "tied", "buffers"), dict) | {
+    "id": str, "dtype": str, "optimizer": str | None, "scheduler": str | None,
+    "order": list, "left_out": list, "apart": list,
+} | dict.fromkeys(COUNTS, int)  # fmt: skip
 RANK_FILE = re.compile(r"rank\d{5,}\.(safetensors|json|pt)|model\.safetensors")  # .pt and model: until version 3
 
 
@@ -61,9 +62,11 @@ def read(path: Path) -> dict[str, Any]:
         )
     if about.pop("sha256", None) != seal(about):
         raise CheckpointError(f"{path}: damaged or edited, its checksum differs; load another checkpoint")
-    if lacks := [key for key in NEEDED if key not in about]:
+    wrong = [key for key, kind in NEEDED.items() if key not in about or not isinstance(about[key], kind)]
+    if wrong := wrong or [key for key in COUNTS if about[key] < 0]:
         raise CheckpointError(
-            f"{path}: lacks {', '.join(lacks)}: another program has sealed it; load another checkpoint"
+            f"{path}: {', '.join(wrong)}: missing, or of another kind: another program has sealed it; load another "
+            "checkpoint"
         )
     return about
 

@@ -23,6 +23,14 @@ import torch
 from torch import Tensor
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """torch's dtype of this name, and nothing else of torch's. ValueError."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return dtype
+
+
 @dataclass(frozen=True)
 class Place:
     """One parameter of a checkpoint that N ranks wrote. `dtype`: the model's; the saved weight may be wider."""
@@ -41,6 +49,10 @@ class Place:
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def is_floating(self) -> bool:
+        return dtype_named(self.dtype).is_floating_point
 
     def held(self, rank: int, ranks: int) -> tuple[int, int]:
         """The elements [begin, end) that a rank's file holds; begin = end when that is none."""
@@ -74,6 +86,22 @@ class Place:
         spans = tuple((begin, end) for begin, end in about.get("spans", ()))
         lists = {"shape": tuple(about["shape"]), "ranks": tuple(about.get("ranks", ())), "spans": spans, "parts": parts}
         return Place(**(about | lists))
+
+    def refuse_odd(self, ranks: int) -> None:
+        """ValueError for what no save by so many ranks could have said."""
+        for part in self.parts:
+            part.refuse_odd(ranks)
+            lengths = [0 <= begin < end <= self.shape[part.dim or 0] and end - begin for begin, end in part.spans]
+            if part.dim is not None and (not all(lengths) or part.shape[part.dim] != sum(lengths)):
+                raise ValueError(f"{part.shape} is no part of {self.shape}, {part.spans} along {part.dim}")
+        numbers = (*self.shape, self.at, self.of, *self.ranks)
+        if any(type(n) is not int or n < 0 for n in numbers):
+            raise ValueError(f"one of its numbers is none: {numbers}")
+        dtype_named(self.dtype)
+        if max(self.ranks, default=0) >= ranks:
+            raise ValueError(f"it lies with ranks {self.ranks} of {ranks}")
+        if not self.parts and (self.at + self.numel > self.of or self.of % (len(self.ranks) or ranks)):
+            raise ValueError(f"{self.numel} elements at {self.at} are not in a buffer of {self.of} on so many ranks")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ A checkpoint loses its manifest first, so that what is half deleted is not taken
 folder if nobody else has put something into it. Folders that are no checkpoints of ours are not looked at.
 """
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ def to_delete(there: list[Found], keep: int, every: int | None, latest: str | No
 def latest_of(folder: Path) -> str | None:
     """The tag in the file `latest`, if there is one."""
     path = folder / "latest"
-    return named_by(path) if path.is_file() else None
+    return named_by(path) if os.path.lexists(path) else None
 
 
 def prune(folder: Path, keep: int, every: int | None = None, dry_run: bool = False) -> list[Found]:

@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -182,14 +183,19 @@ def header_of(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
     try:
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        ends = [0]
+        spans = [(0, 0)]
         for name, about in header.items():
             begin, end = about["data_offsets"]
-            if end - begin != prod(about["shape"]) * DTYPES[about["dtype"]].itemsize or begin < 0:
+            if any(type(n) is not int or n < 0 for n in (begin, end, *about["shape"])):
+                raise ValueError(f"{name} has a number that is none")
+            if end - begin != prod(about["shape"]) * DTYPES[about["dtype"]].itemsize:
                 raise ValueError(f"the size of {name}")
-            ends.append(end)
+            spans.append((begin, end))
+        spans.sort()
+        if any(before[1] != after[0] for before, after in pairwise(spans)):
+            raise ValueError("the tensors overlap, or leave gaps")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: its header is damaged ({error}); bring back the file that was saved") from error
-    if 8 + length + max(ends) != size:
-        raise CheckpointError(f"{path}: {size} bytes, its header says {8 + length + max(ends)}; it was cut short")
+    if (said := 8 + length + spans[-1][1]) != size:
+        raise CheckpointError(f"{path}: {size} bytes, its header says {said}; it was cut short")
     return header, 8 + length

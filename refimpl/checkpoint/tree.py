@@ -8,20 +8,24 @@ begins with "$", and its inverse is in the same line of the table below; a tenso
     inf             {"$float": "inf"}
     a tensor        {"$tensor": "client_state.rng"}       the tensor itself into the safetensors file
 
-Anything else (an object, a function, a numpy array) is refused when it is saved, under its path: to bring it back one
-would have to run what the file says, which is what a pickle is. DeepSpeed's client_state is pickled.
+numpy's numbers and arrays go as tensors. Anything else (an object, a function, an array of objects) is refused when it
+is saved, under its path: to bring it back one would have to run what the file says, which is what a pickle is.
+DeepSpeed's client_state is pickled.
 """
 
 import base64
+from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from math import isfinite
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from refimpl.checkpoint.errors import CheckpointError
+from refimpl.checkpoint.place import dtype_named
 from refimpl.checkpoint.tensors import NAMES
 
 PLAIN = (type(None), bool, int, str)
@@ -47,18 +51,30 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             path += "'"
         tensors[path] = value.detach()
         return {"$tensor": path}
-    for name, (known, to, _) in KINDS.items():
-        if kind is known:
-            return {name: inner(to(value), path, tensors)}
+    if (name := kind_of(value)) is not None:
+        return {name: inner(KINDS[name][1](value), path, tensors)}
     what = f"{kind.__module__}.{kind.__qualname__}"
-    remedy = "keep its plain value: .item(), .tolist(), torch.from_numpy(...), str(...) or vars(...)"
+    remedy = "keep its plain value: .tolist(), str(...) or vars(...)"
     raise refused(path, what, remedy)
+
+
+def kind_of(value: Any) -> str | None:
+    """What a value is called in JSON; None for what cannot be kept."""
+    if isinstance(value, np.ndarray | np.generic):
+        plain = value.dtype.kind in "biufc" and value.dtype.itemsize <= 8 and value.dtype.isnative
+        return None if not plain else "$number" if isinstance(value, np.generic) else "$array"
+    return next((name for name, (known, _, _) in KINDS.items() if type(value) is known), None)
+
+
+def as_tensor(value: Any) -> list[Tensor]:
+    """A number or an array of numpy's, copied, in a list."""
+    return [torch.from_numpy(np.array(value, order="C"))]
 
 
 def refused(path: str, what: str, remedy: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: holds {what}; a checkpoint keeps tensors, numbers, strings, bytes, None, lists, tuples, sets and "
-        f"dictionaries of them. Here, {remedy}"
+        f"{path}: holds {what}; a checkpoint keeps tensors, numbers, strings, bytes, None, lists, tuples, sets, "
+        f"dictionaries and namespaces of them. Here, {remedy}"
     )
 
 
@@ -79,14 +95,6 @@ def pairs(mapping: Any) -> list[Pair]:
     return [Pair(item) for item in mapping.items()]
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """torch's dtype of this name, and nothing else of torch's."""
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch.{name} is no dtype")
-    return dtype
-
-
 # How it is called in JSON: (what it is, to a list or a string, and back)
 KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "$float": (float, repr, float),
@@ -98,6 +106,9 @@ KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "$size": (torch.Size, list, torch.Size),
     "$dtype": (torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), dtype_named),
     "$device": (torch.device, str, torch.device),
+    "$array": (np.ndarray, as_tensor, lambda items: items[0].numpy()),
+    "$number": (np.generic, as_tensor, lambda items: items[0].numpy()[()]),
+    "$namespace": (Namespace, lambda value: pairs(vars(value)), lambda items: Namespace(**dict(items))),
     "$bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
 }
 

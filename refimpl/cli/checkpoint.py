@@ -18,11 +18,12 @@ def show(folder: Source) -> None:
     from rich.table import Table
 
     from refimpl.checkpoint import manifest, prune
-    from refimpl.checkpoint.errors import CheckpointError
+    from refimpl.checkpoint.errors import CheckpointError, naming
     from refimpl.checkpoint.folder import Folder
 
     try:
-        one = (folder / manifest.NAME).is_file()
+        with naming(folder):
+            one = (folder / manifest.NAME).is_file()
         found = [prune.found(folder)] if one else prune.in_order(folder)
         sizes = [sum(place.numel for place in Folder(f.path, f.about).places.values()) for f in found]
         latest = prune.latest_of(folder.parent if one else folder)
@@ -53,8 +54,8 @@ def verify(folder: Source) -> None:
     from refimpl.checkpoint.folder import Folder
 
     try:
-        opened = Folder(*given(folder))
-        opened.check()
+        with Folder(*given(folder)) as opened:
+            opened.check()
     except CheckpointError as reason:
         refuse("refimpl checkpoint verify", reason)
     total = sum(file["bytes"] for file in opened.about["files"].values())

@@ -41,7 +41,7 @@ from refimpl.engine.build import Parts
 from refimpl.engine.dataloader import RepeatingLoader
 from refimpl.engine.module_state import ModuleState
 from refimpl.engine.report import Report, mean_loss
-from refimpl.engine.resume import Wanted
+from refimpl.engine.small_states import Wanted
 from refimpl.zero.zero3 import Zero3
 
 
@@ -251,7 +251,9 @@ class Engine(ModuleState, Asked):
 
         A checkpoint of the same tag is replaced, at once, when all of the new one is on the disk. asynchronous (None:
         as checkpoint.writer.decoupled says): return when all is copied; what fails behind is raised by the next
-        `step`, `save_checkpoint`, `load_checkpoint` or `wait_for_checkpoint`.
+        `step`, `save_checkpoint`, `load_checkpoint` or `wait_for_checkpoint`. Gradients that wait for an update are not
+        saved, which a warning says: who goes on from there begins the batch anew, with the data that follows. (In
+        DeepSpeed, with those of its micro-batches that are left.)
         """
         if (open_ := self._accumulated + self._pending) and self.group.rank == 0:
             warnings.warn(
@@ -286,14 +288,18 @@ class Engine(ModuleState, Asked):
         From any stage, world size, bucket size and dtype to any other. load_module_only: the weights and nothing else;
         load_optimizer_states=False: all but the optimizer; custom_load_fn(src=weights by name, dst=module) then may do
         it. load_module_strict=False: weights that only one side has stay as they are. load_random_states=False: torch,
-        Python and numpy draw on from here. CheckpointError on every rank, the engine unchanged, if the checkpoint is
-        damaged or does not fit.
+        Python and numpy draw on from here. Gradients that wait here for an update are dropped. CheckpointError on every
+        rank, the engine unchanged, if the checkpoint is damaged or does not fit.
         """
         wanted = Wanted(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states,
             load_module_only, custom_load_fn, load_random_states,
         )  # fmt: skip
-        return resume.load(self, Path(load_dir), tag, wanted)
+        path, client_state = resume.load(self, Path(load_dir), tag, wanted)
+        if path is not None:
+            self._accumulated = self._pending = 0
+            self.stage.zero_grad()
+        return path, client_state
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -13,45 +13,26 @@ converted first (ds_to_universal.py) and loaded with checkpoint.load_universal, 
 """
 
 import warnings
-from collections.abc import Callable, Mapping
-from copy import deepcopy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from refimpl.checkpoint import manifest, random_state
+from refimpl.checkpoint import manifest
 from refimpl.checkpoint.errors import CheckpointError, naming, together
 from refimpl.checkpoint.find import find
-from refimpl.checkpoint.folder import Folder, notes_file, rank_file
+from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.place import Portion
 from refimpl.engine import weights
-from refimpl.engine.contents import COUNTERS, identity, param_groups, schedule
+from refimpl.engine.contents import identity, schedule
+from refimpl.engine.small_states import Wanted, own_rank, put_all
 from refimpl.engine.state import TrainingState
 from refimpl.engine.whole import portions_by_name
 from refimpl.parallel.autotp import common_numbers
 from refimpl.zero import portable
 from refimpl.zero.portable import restore
-
-SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # what a schedule writes into the optimizer's groups
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Which parts of a checkpoint to load; the arguments of `Engine.load_checkpoint`."""
-
-    strict: bool = True
-    optimizer: bool = True
-    scheduler: bool = True
-    module_only: bool = False
-    custom: Callable[..., object] | None = None
-    random: bool = True
-
-    @property
-    def weights_alone(self) -> bool:
-        """Not the state of the optimizer, nor what goes with it."""
-        return self.module_only or not self.optimizer
 
 
 @dataclass(frozen=True)
@@ -99,17 +80,24 @@ def load(
         return str(folder.path), folder.value(own_rank(engine, folder), "client_state")
 
 
-def own_rank(engine: TrainingState, folder: Folder) -> int:
-    """The rank whose buffers and client_state this one takes."""
-    return engine.axes.world.rank if engine.axes.world.rank < folder.ranks else 0
-
-
 def check(engine: TrainingState, folder: Folder, wanted: Wanted, known: set[str]) -> None:
     """CheckpointError if something is damaged or does not fit. The ranks share the files, so that each is read once.
 
     known: the names of the whole model's weights.
     """
-    about, rank = folder.about, engine.axes.world.rank
+    with naming(folder.path / manifest.NAME):
+        check_kinds(engine, folder, wanted)
+        own = own_rank(engine, folder)
+        folder.check(dict.fromkeys([own, *range(engine.axes.world.rank, folder.ranks, engine.axes.world.size)]))
+        folder.value(own, "client_state")
+        weights.check_fits(engine, folder, wanted.strict and wanted.custom is None, known)
+    if wanted.custom is not None and engine.axes.model.size > 1:
+        raise CheckpointError("custom_load_fn: this rank has a part of the model; load without it")
+
+
+def check_kinds(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
+    """CheckpointError if optimizer or schedule are of another kind."""
+    about = folder.about
     if not wanted.weights_alone:
         here = identity(engine) | ({"optimizer": None} if about["optimizer"] is None else {})  # an import may not know
         differ = [
@@ -125,21 +113,13 @@ def check(engine: TrainingState, folder: Folder, wanted: Wanted, known: set[str]
             f"{folder.path}: its schedule is {about['scheduler']}, here {schedule(engine)}; use the same, or keep the "
             "one here with load_lr_scheduler_states=False"
         )
-    own = own_rank(engine, folder)
-    mine = [rank_file(own), notes_file(own), *list(about["files"])[rank :: engine.axes.world.size]]
-    folder.check(list(dict.fromkeys(mine)))
-    folder.value(own, "client_state")
-    weights.check_fits(engine, folder, wanted.strict and wanted.custom is None, known)
-    if wanted.custom is not None and engine.axes.model.size > 1:
-        raise CheckpointError("custom_load_fn: this rank has a part of the model; load without it")
 
 
 def go_on(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
     """What was checked into the engine. Collective."""
     engine.stage.catch_up()
-    scheduler, groups, own = engine.lr_scheduler, param_groups(engine), own_rank(engine, folder)
-    if scheduler is not None and wanted.scheduler and not wanted.module_only:
-        restore_schedule(engine, folder.path / notes_file(own), folder.value(own, "lr_scheduler"))
+    own = own_rank(engine, folder)
+    put_all(engine, folder, wanted)
     if wanted.custom is not None:
         weights.read_with(engine, folder, wanted.custom)
     else:
@@ -153,37 +133,9 @@ def go_on(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
         )
         weights.read_buffers(engine, folder, 0 if wanted.weights_alone else own)
     if not wanted.weights_alone:
-        restore_training(engine, folder, wanted, groups)
-    if not wanted.module_only:
-        for name in COUNTERS:
-            setattr(engine, name, folder.about[name])
-
-
-def restore_training(engine: TrainingState, folder: Folder, wanted: Wanted, groups: list[dict[str, Any]]) -> None:
-    """What only a run that goes on takes: the groups' settings, loss scale, random numbers, position in the data."""
-    keep = SCHEDULED if engine.lr_scheduler is not None and not wanted.scheduler else ()
-    own = folder.value(own_rank(engine, folder), "groups")  # a pipeline's stages have their own
-    for group, saved in zip(groups, own if len(own) == len(groups) else folder.value(0, "groups"), strict=True):
-        for key, value in saved.items():
-            if key not in keep:
-                set_option(group, key, value)
-    scale = folder.value(0, "scaler")
-    if engine.stage.scaler is not None and scale is not None:
-        engine.stage.scaler.load_state_dict(scale)
-    engine.stage.update.skipped_steps = folder.value(0, "skipped_steps")
-    rank = engine.axes.world.rank
-    restore_errors(engine, folder)
-    if wanted.random and rank < folder.ranks and (state := folder.value(rank, "random")) is not None:
-        random_state.put(state, engine.group.device)
-    if engine.axes.tensor.size > 1:
-        common_numbers(engine.module, engine.axes.tensor)
-    data = folder.value(0, "data")  # a rank in mid-pipeline reads none
-    if data is not None and "taken" not in data:
-        data = folder.value(own_rank(engine, folder), "data")
-    if data is not None and engine.axes.world.size != folder.ranks and "taken" not in data:
-        warnings.warn(f"{folder.path}: a stream's position is each rank's own: it begins anew", stacklevel=6)
-        data = None
-    engine.go_on_with_data(data)
+        restore_errors(engine, folder)
+        if engine.axes.tensor.size > 1:
+            common_numbers(engine.module, engine.axes.tensor)
 
 
 def restore_errors(engine: TrainingState, folder: Folder) -> None:
@@ -195,30 +147,3 @@ def restore_errors(engine: TrainingState, folder: Folder) -> None:
     if saved is not None and not alike:
         saved["ranks"] = folder.ranks  # whatever they were laid out as: others than here
     engine.stage.owing.load_state_dict(saved)
-
-
-def set_option(group: dict[str, Any], key: str, value: Any) -> None:
-    """An option of an optimizer's group; a learning rate that is a tensor stays the tensor that others look at."""
-    if isinstance(group.get(key), Tensor):
-        group[key].fill_(value)
-    else:
-        group[key] = value
-
-
-def restore_schedule(engine: TrainingState, path: Path, state: dict[str, Any]) -> None:
-    """The saved schedule, and the rates it stands at. If any rank's fails, all have theirs back."""
-    scheduler: Any = engine.lr_scheduler
-    before = deepcopy(scheduler.state_dict())
-
-    def load_state() -> None:
-        with naming(path):
-            scheduler.load_state_dict(state)
-
-    try:
-        together(engine.axes.world, load_state)
-    except CheckpointError:
-        scheduler.load_state_dict(before)
-        raise
-    if hasattr(scheduler, "get_last_lr"):  # torch's do not write them when they are loaded
-        for group, rate in zip(param_groups(engine), scheduler.get_last_lr(), strict=True):
-            set_option(group, "lr", rate)

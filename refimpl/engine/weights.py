@@ -145,12 +145,14 @@ def shared_names(engine: TrainingState, folder: Folder) -> list[str]:
 
 @torch.no_grad()
 def read_buffers(engine: TrainingState, folder: Folder, rank: int) -> None:
-    """The buffers that a rank saved, and what modules keep beside them."""
+    """The buffers that a rank saved, and what modules keep beside them. A cache of another length stays as it is."""
     for own, buffer in engine.module.named_buffers():
         name = engine.saved_name(own)
         if name in folder.about["buffers"]:
             ranks = folder.about["buffers"][name].get("ranks", [rank])
-            buffer.copy_(folder.reader(rank if rank in ranks else ranks[0]).tensor(f"buffer/{name}"))
+            saved = folder.reader(rank if rank in ranks else ranks[0]).tensor(f"buffer/{name}")
+            if saved.shape == buffer.shape:  # or `check_fits` has refused it, if it is persistent
+                buffer.copy_(saved)
     modules = {engine.saved_name(name): module for name, module in engine.module.named_modules()}
     for name, state in folder.value(rank, "extra_state").items():
         if name in modules:

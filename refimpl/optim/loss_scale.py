@@ -26,7 +26,7 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
-        self.scale = state["scale"]
+        self.scale = float(state["scale"])
 
 
 class DynamicLossScaler(LossScaler):
@@ -85,4 +85,4 @@ class DynamicLossScaler(LossScaler):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
-        self.scale, self.left, self.good_steps = state["scale"], state["left"], state["good_steps"]
+        self.scale, self.left, self.good_steps = float(state["scale"]), int(state["left"]), int(state["good_steps"])

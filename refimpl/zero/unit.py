@@ -63,6 +63,7 @@ class Unit(Bucket):
         self.state_dicts: Any = None  # before there is a stage: the hooks that bring it whole into a state_dict
         self.is_joined = False  # whether several modules need it, one after the other
         self.is_placeholder = False  # while a state_dict is made of the names
+        self.is_held = False  # whole until somebody says otherwise, whoever is through with it
         nothing = float("nan") if self.dtype.is_floating_point else 0
         scalar = torch.tensor(nothing, dtype=self.dtype, device=self.device)
         self._nothings = {p: scalar.expand(p.shape) for p in params}
@@ -175,6 +176,8 @@ class Unit(Bucket):
 
     def free(self) -> None:
         """Give the memory of `full` back."""
+        if self.is_held:
+            return
         if self.is_free:
             if self.shelf is not None:
                 self.shelf.drop()

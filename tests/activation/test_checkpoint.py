@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torchs
 
@@ -228,6 +229,71 @@ def test_two_accesses_of_one_saved_tensor() -> None:
     checkpoint(fn, x).sum().backward()
     assert expected is not None
     assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+
+
+def test_an_argument_that_every_block_uses_twice() -> None:
+    """As a decoder's layers use the encoder's output. Ours adds up in the plain run's order, re-entrant not."""
+
+    def gradients(call: Call) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = [(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(3)]
+        memory, x = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
+        y = x
+        for keys, values in layers:
+            y = call(lambda y, memory, k=keys, v=values: (y + k(memory).sin() * v(memory)).tanh(), y, memory)
+        y.sum().backward()
+        assert memory.grad is not None
+        return [memory.grad, *(layer.weight.grad for pair in layers for layer in pair if layer.weight.grad is not None)]
+
+    expected, ours, theirs = (gradients(call) for call in (plain, checkpoint, partial(torchs, use_reentrant=True)))
+    assert all(map(torch.equal, ours, expected))
+    assert all(map(torch.equal, theirs[1:], expected[1:]))
+    torch.testing.assert_close(theirs[0], expected[0])
+    assert not torch.equal(theirs[0], expected[0])
+
+
+def test_the_default_device_is_that_of_the_first_run() -> None:
+    made: list[str] = []
+
+    def fn(x: Tensor) -> Tensor:
+        constant = torch.ones(3)
+        made.append(constant.device.type)
+        return (x * constant.to(x.device)).sin()
+
+    with torch.device("meta"):
+        y = checkpoint(fn, torch.randn(3, requires_grad=True)).sum()
+    y.backward()
+    y = checkpoint(fn, torch.randn(3, requires_grad=True)).sum()
+    with torch.device("meta"):
+        y.backward()
+    assert made == ["meta", "meta", "cpu", "cpu"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+def test_forward_mode_goes_through() -> None:
+    x, tangent = torch.randn(3), torch.randn(3)
+    with forward_ad.dual_level():
+        y = checkpoint(torch.sin, forward_ad.make_dual(x, tangent))
+        assert torch.equal(forward_ad.unpack_dual(y).tangent, tangent * x.cos())
+
+
+def test_a_saved_constant_is_the_object_itself() -> None:
+    """With what somebody has hung on it, as torch's checkpoint gives it back."""
+
+    class Times(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, constant: Tensor) -> Tensor:
+            ctx.save_for_backward(constant)
+            return x * constant
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            (saved,) = ctx.saved_tensors
+            assert saved is constant
+            return grad * saved, None
+
+    constant, x = torch.randn(3), torch.randn(3, requires_grad=True)
+    checkpoint(lambda x: Times.apply(x.sin(), constant), x).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def runs_of(fn: Call, call: Call, x: Tensor) -> list[str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn, optim
 import refimpl
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.deepspeed.checkpoint.ds_to_universal import main as to_universal
+from refimpl.deepspeed.checkpoint.ds_to_universal import parse_arguments
 from refimpl.optim.lion import Lion
 
 PLAIN = {"foreach": False}
@@ -105,6 +106,14 @@ def test_deepspeeds_converter_has_nothing_to_convert(tmp_path: Path) -> None:
     again = engine_of("amsgrad", 3)
     assert again.load_checkpoint(tmp_path, "step2_universal")[0] == str(tmp_path / "step2_universal")
     assert torch.equal(again.stage.full_parameter("layer.weight"), engine.stage.full_parameter("layer.weight"))
+    assert (tmp_path / "latest").read_text() == "step2"
+    words = f"--input_folder {tmp_path} --output_folder {tmp_path}/new/universal --num_extract_workers 4 --no_strict"
+    to_universal(parse_arguments(words.split()))
+    assert again.load_checkpoint(tmp_path / "new")[0] == str(tmp_path / "new/universal")
+    with pytest.raises(CheckpointError, match="new/universal: is there already; move it away"):
+        to_universal(parse_arguments(words.split()))
+    with pytest.raises(CheckpointError, match="pass the folder of a checkpoint"):
+        to_universal(SimpleNamespace(input_folder=tmp_path / "none", output_folder=tmp_path / "other"))
 
 
 def test_another_optimizers_state_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`refimpl checkpoint`: what it shows, what it refuses, what it deletes."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -127,6 +128,24 @@ def test_what_is_no_text_in_latest_is_named(steps: Path, tmp_path: Path) -> None
         assert "latest: damaged, it is no text; write a tag into it" in text
 
 
+@pytest.mark.parametrize("command", ["show", "verify", "export", "prune", "import"])
+def test_odd_folders_are_one_line(command: str, tmp_path: Path) -> None:
+    (tmp_path / "pipes").mkdir()
+    os.mkfifo(tmp_path / "pipes/latest")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    more = {"export": [str(tmp_path / "out")], "import": [str(tmp_path / "new")], "prune": ["--keep", "1"]}
+    for name, says in (
+        ("pipes", r"pipes/latest: is no file|no \*_optim_states.pt and no latest"),
+        ("pipe", "pipe: Not a directory; a file stands where a folder is needed"),
+        ("loop", "loop: Too many levels of symbolic links; these links lead to each other"),
+        ("x" * 300, "xxx: File name too long; choose a shorter tag or folder"),
+    ):
+        status, text = run(command, tmp_path / name, *more.get(command, []))
+        assert status == 2
+        assert re.search(says, text)
+
+
 def test_a_manifest_that_another_program_has_sealed_is_named(steps: Path, tmp_path: Path) -> None:
     os.system(f"cp -r {steps}/global_step6 {tmp_path}/copy")
     path = tmp_path / "copy/checkpoint.json"
@@ -135,7 +154,7 @@ def test_a_manifest_that_another_program_has_sealed_is_named(steps: Path, tmp_pa
     for command in (["show"], ["verify"], ["export", str(tmp_path / "out")]):
         status, text = run(command[0], tmp_path / "copy", *command[1:])
         assert status == 2
-        assert "checkpoint.json: lacks parameters: another program has sealed it" in text
+        assert "checkpoint.json: parameters: missing, or of another kind: another program has sealed it" in text
     manifest.write(path, {key: value for key, value in about.items() if key != "version"} | {"world_size": 2})
     status, text = run("verify", tmp_path / "copy")
     assert (status, "its files are not two of each of 2 ranks" in text) == (2, True)

@@ -143,3 +143,36 @@ def test_a_leaf_module_is_gathered_whole() -> None:
     assert worlds.run(leaves, True, ranks=2) == [[1] * 3] * 2
     with pytest.raises(RankError, match="experts"):
         worlds.run(leaves, False, ranks=2)
+
+
+def gathers(engine: deepspeed.DeepSpeedEngine) -> int:
+    """The collectives of two forwards."""
+    before = len(engine.group.ledger.events)
+    with torch.no_grad():
+        for _ in range(2):
+            engine.module(torch.ones(2, 8))
+    return len(engine.group.ledger.events) - before
+
+
+def generated() -> bool:
+    """Whether training goes on behind the block as without."""
+    losses = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        engine = deepspeed.initialize(model=nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), config=CONFIG)[0]
+        for step in range(3):
+            if inside and step == 1:
+                assert gathers(engine) > 0
+                with deepspeed.zero.unwrap_model_for_generation(engine):
+                    assert engine.module[0].weight.shape == (8, 8)
+                    assert gathers(engine) == 0
+                assert engine.module[0].weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+            loss = engine(torch.ones(2, 8)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses[:3] == losses[3:]
+
+
+def test_generation_gathers_once() -> None:
+    assert worlds.run(generated, ranks=2) == [True, True]

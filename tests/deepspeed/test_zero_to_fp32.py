@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import worlds
+from foreign import run_python
 from safetensors.torch import load_file
 from torch import nn
 
@@ -17,6 +18,7 @@ from refimpl.deepspeed.utils.zero_to_fp32 import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
+from refimpl.deepspeed.utils.zero_to_fp32 import main as zero_to_fp32
 
 
 class Tied(nn.Module):
@@ -76,6 +78,26 @@ def test_every_weight_in_full_precision(stage: int, extra: dict[str, Any], tmp_p
     assert all(torch.load(tmp_path / "small" / f, weights_only=True)[n].equal(state[n]) for n, f in index.items())
     convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ck", tmp_path / "out", safe_serialization=True)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == state.keys()
+
+
+def test_the_command_takes_deepspeeds_arguments(tmp_path: Path) -> None:
+    worlds.run(save, 2, str(tmp_path / "ck"), {}, ranks=2)
+    state = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ck")
+    command = ["-m", "refimpl.as_deepspeed", "-m", "deepspeed.utils.zero_to_fp32"]
+    run_python(*command, str(tmp_path / "ck"), str(tmp_path / "a"))
+    zero_to_fp32([f"{tmp_path}/ck/global_step3", f"{tmp_path}/b", "--safe_serialization", "-d"])
+    zero_to_fp32([f"{tmp_path}/ck", f"{tmp_path}/c", "--max_shard_size", "200", "-t", "global_step3"])
+    zero_to_fp32([f"{tmp_path}/ck", f"{tmp_path}/d", "--exclude_frozen_parameters"])
+    pickled = [torch.load(tmp_path / f"{folder}/pytorch_model.bin", weights_only=True) for folder in "ad"]
+    for written in (pickled[0], load_file(tmp_path / "b/model.safetensors")):
+        assert written.keys() == state.keys()
+        assert all(written[name].equal(state[name]) for name in state)
+    assert state.keys() - pickled[1].keys() == {"middle.bias"}
+    assert (tmp_path / "c/pytorch_model.bin.index.json").is_file()
+    with pytest.raises(SystemExit, match=r"zero_to_fp32: .*nonsense"):
+        zero_to_fp32([f"{tmp_path}/ck", f"{tmp_path}/e", "--tag", "nonsense"])
+    with pytest.raises(SystemExit, match="'5 parrots' is not a size"):
+        zero_to_fp32([f"{tmp_path}/ck", f"{tmp_path}/e", "--max_shard_size", "5 parrots"])
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

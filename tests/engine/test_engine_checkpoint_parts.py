@@ -1,6 +1,7 @@
 """Parts of a checkpoint: the weights alone, all but the optimizer, all but the schedule, all but what is frozen."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,45 @@ def test_saving_what_was_just_loaded_gives_the_same_files(tmp_path: Path) -> Non
     engine.load_checkpoint(tmp_path, load_optimizer_states=False, load_lr_scheduler_states=False)
     engine.save_checkpoint(tmp_path, "b")
     assert same(in_folder(tmp_path / "a"), in_folder(tmp_path / "b"))
+
+
+def resumed_between_micro_batches(stage: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights of who goes on from a save in the middle of a batch, and of who has never seen that half."""
+    config = settings(stage, gradient_accumulation_steps=2)
+    saving, resumed, expected = (start(config, seed) for seed in (0, 5, 0))
+    train(saving, range(5))
+    with pytest.warns(UserWarning, match=r"1 micro-batch.*not saved") if saving.group.rank == 0 else nullcontext():
+        saving.save_checkpoint(folder)
+    train(resumed, range(9, 12))  # has half a batch of its own
+    resumed.load_checkpoint(folder)
+    train(resumed, range(5, 9))
+    train(expected, range(4))
+    train(expected, range(5, 9))
+    assert resumed.global_steps == expected.global_steps == 4
+    names = dict(resumed.module.named_parameters())
+    of = [{name: w for name, w in weights(engine).items() if name in names} for engine in (resumed, expected)]
+    return of[0], of[1]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_who_goes_on_from_the_middle_of_a_batch_begins_it_anew(stage: int, tmp_path: Path) -> None:
+    resumed, expected = worlds.run(resumed_between_micro_batches, stage, tmp_path, ranks=2)[0]
+    assert len(expected) == 6
+    assert same(resumed, expected)
+
+
+class Cached(nn.Module):
+    """A table that is as long as this run needs, and no part of the weights."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(float(length)), persistent=False)
+
+
+def test_a_cache_of_another_length_stays_as_it_is(tmp_path: Path) -> None:
+    short, long = (refimpl.initialize(model=Cached(n), config=settings(1, scheduler=None))[0] for n in (8, 16))
+    short.save_checkpoint(tmp_path)
+    long.load_checkpoint(tmp_path)
+    assert torch.equal(long.module.table, torch.arange(16.0))
+    assert torch.equal(long.module.layer.weight, short.module.layer.weight)

@@ -1,10 +1,13 @@
 """Whole fp32 weights from a checkpoint of any stage, without the ranks that wrote it. DeepSpeed: utils/zero_to_fp32.py.
 
+    python -m refimpl.deepspeed.utils.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR [--safe_serialization] [-t TAG] ...
+
 The work is done by refimpl/checkpoint/export.py, piece by piece; `get_fp32_state_dict_from_zero_checkpoint` alone has
 all weights in memory, which is what it returns. lazy_mode leaves them on the disk, as in DeepSpeed.
 """
 
-from collections.abc import Mapping
+import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +57,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 def opened(checkpoint_dir: str | Path, tag: str | None) -> Folder:
     """The checkpoint, its files checked."""
-    found = find.find(Path(checkpoint_dir), tag)
-    if found is None:
-        raise CheckpointError(f"{checkpoint_dir}/latest: no such file; pass tag=..., or the folder of save_checkpoint")
-    folder = Folder(*found)
-    folder.check()
+    found = find.given(Path(checkpoint_dir)) if tag is None else find.find(Path(checkpoint_dir), tag)
+    assert found is not None, "a tag that is not there is an error"
+    with Folder(*found) as folder:
+        folder.check()
     return folder
 
 
@@ -105,3 +107,25 @@ def load_state_dict_from_zero_checkpoint(
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command, with DeepSpeed's arguments. Status 1 and one line for what cannot be read or written."""
+    parser = argparse.ArgumentParser("zero_to_fp32", description="Whole fp32 weights out of a checkpoint.")
+    parser.add_argument("checkpoint_dir", help="the folder given to save_checkpoint, or a checkpoint in it")
+    parser.add_argument("output_dir", help="folder for the weights")
+    parser.add_argument("--max_shard_size", default="5GB", help="bytes a file, such as 5GB")
+    parser.add_argument("--safe_serialization", action="store_true", help="safetensors instead of pickles")
+    parser.add_argument("-t", "--tag", help="which checkpoint; by default what the file latest names")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="trained weights alone")
+    parser.add_argument("-d", "--debug", action="store_true", help="has no effect")
+    options = vars(parser.parse_args(arguments))
+    options.pop("debug")
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(**options)
+    except (CheckpointError, ValueError) as reason:
+        raise SystemExit(f"zero_to_fp32: {reason}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ from refimpl.deepspeed.runtime.zero.partition_parameters import (
     ZeroParamType,
     register_external_parameter,
     unregister_external_parameter,
+    unwrap_model_for_generation,
 )
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "stage3",
     "stage_1_and_2",
     "unregister_external_parameter",
+    "unwrap_model_for_generation",
 ]
