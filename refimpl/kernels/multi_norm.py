@@ -37,17 +37,17 @@ def multi_norm(tensors: Sequence[Tensor | None], order: float = 2.0) -> Tensor:
     """
     named = {f"tensor {i}": t for i, t in enumerate(tensors)}
     floating("multi_norm", **named)
-    tensors = [t.detach() for t in named.values() if t is not None]
+    there = [t.detach() for t in named.values() if t is not None]
     if order not in (2, math.inf):
         raise ValueError(f"multi_norm: order is {order}; it must be 2 or inf")
-    if len({t.device for t in tensors}) > 1:
-        raise ValueError(f"multi_norm: the tensors are on {sorted({str(t.device) for t in tensors})}; one is needed")
-    tensors = [t for t in tensors if t.numel()]
-    if not tensors or not takes(*tensors):
-        return reference(tensors, order)
-    with on(tensors[0]):
-        kinds = sorted({t.dtype for t in tensors}, key=str)
-        parts = torch.cat([partial([t for t in tensors if t.dtype == kind], order) for kind in kinds])
+    if len({t.device for t in there}) > 1:
+        raise ValueError(f"multi_norm: the tensors are on {sorted({str(t.device) for t in there})}; one is needed")
+    there = [t for t in there if t.numel()]
+    if not there or not takes(*there):
+        return reference(there, order)
+    with on(there[0]):
+        kinds = sorted({t.dtype for t in there}, key=str)
+        parts = torch.cat([partial([t for t in there if t.dtype == kind], order) for kind in kinds])
     return parts.sum().sqrt().float() if order == 2 else parts.max()
 
 
