@@ -30,9 +30,9 @@ class Blocks(Compressor):
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
-            raise ValueError(f"Blocks: bits is {self.bits}; it must be 8 or 4")
-        if self.block < 1:
-            raise ValueError(f"Blocks: block is {self.block}; it must be at least 1 number")
+            raise ValueError(f"Blocks: bits is {self.bits!r}; it must be 8 or 4")
+        if not isinstance(self.block, int) or self.block < 1:
+            raise ValueError(f"Blocks: block is {self.block!r}; it must be a whole number, 1 or more")
 
     @property
     def unbiased(self) -> bool:

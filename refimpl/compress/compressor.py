@@ -63,8 +63,9 @@ class Compressor(ABC):
 
 def flat(x: Tensor) -> Tensor:
     """x as compressors take it. TypeError if it is not floating, ValueError if it is not flat."""
-    if not x.is_floating_point():
-        raise TypeError(f"compress: x is {x.dtype}; it must be floating")
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"compress: x is {kind}; it must be a floating tensor")
     if x.ndim != 1:
         raise ValueError(f"compress: x has shape {tuple(x.shape)}; it must be flat: x.view(-1)")
     return x.detach()

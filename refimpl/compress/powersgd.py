@@ -37,8 +37,8 @@ class PowerSGD(Compressor):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"PowerSGD: rank is {self.rank}; it must be at least 1")
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"PowerSGD: rank is {self.rank!r}; it must be a whole number, 1 or more")
 
     def layout(self, n: int, dtype: torch.dtype) -> Layout:
         rows, columns = square(n)

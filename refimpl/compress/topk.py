@@ -54,5 +54,5 @@ def index_dtype(n: int) -> torch.dtype:
 
 
 def check_ratio(who: str, ratio: float) -> None:
-    if not 0 < ratio <= 1:
-        raise ValueError(f"{who}: ratio is {ratio}; it must be above 0 and at most 1")
+    if not isinstance(ratio, float | int) or not 0 < ratio <= 1:
+        raise ValueError(f"{who}: ratio is {ratio!r}; it must be above 0 and at most 1")

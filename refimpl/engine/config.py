@@ -148,7 +148,10 @@ class DeepSpeedConfig(value.Section):
         return torch.float16 if self.fp16.enabled else torch.bfloat16 if self.bf16.enabled else torch.float32
 
     def loss_scaler(self) -> LossScaler | None:
-        """The scaler that fp16 asks for, static or dynamic; None without fp16."""
+        """The scaler that fp16 asks for, static or dynamic; None without fp16.
+
+        At its minimum a dynamic one ends the run in stages 1 to 3; stage 0 goes on skipping, as DeepSpeed's does.
+        """
         fp16 = self.fp16
         if not fp16.enabled:
             return None
@@ -160,6 +163,7 @@ class DeepSpeedConfig(value.Section):
             hysteresis=fp16.hysteresis,
             consecutive_hysteresis=fp16.consecutive_hysteresis,
             min_scale=fp16.min_loss_scale,
+            raise_at_min=self.zero_optimization.stage > 0,
         )
 
     def zero_config(self) -> ZeroConfig:

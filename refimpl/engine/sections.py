@@ -38,7 +38,9 @@ class FP16(Section):
     loss_scale_window: Positive = Field(default=1000, description="good steps before the dynamic scale doubles")
     hysteresis: Positive = Field(default=2, description="overflows endured before the dynamic scale halves")
     consecutive_hysteresis: bool = Field(default=False, description="a good step refills the hysteresis")
-    min_loss_scale: Positive = Field(default=1, description="an overflow at this dynamic scale ends the run")
+    min_loss_scale: Positive = Field(
+        default=1, description="an overflow at this dynamic scale ends the run; in stage 0 it warns"
+    )
     auto_cast: bool = Field(default=False, description="floating-point inputs are cast to fp16")
 
 

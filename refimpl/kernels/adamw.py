@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from refimpl.kernels.case import Case
-from refimpl.kernels.checks import floating, one_device, same_shape
+from refimpl.kernels.checks import floating, number, one_device, same_shape
 from refimpl.kernels.language import INTERPRETED, on, takes, tl, triton
 
 BLOCK = 1 << 14 if INTERPRETED else 2048
@@ -46,6 +46,12 @@ def adamw(
     the weights' device, as torch's fused optimizers take them. Raises TypeError or ValueError for what does not fit.
     """
     check(weights, grad, first, second, step, low, grad_scale, found_inf)
+    number("adamw", 0, eps=eps, weight_decay=weight_decay)
+    number("adamw", 0, math.nextafter(1, 0), **{f"betas[{i}]": beta for i, beta in enumerate(betas)})
+    if not isinstance(lr, Tensor):
+        number("adamw", -math.inf, lr=lr)
+    elif lr.numel() != 1:
+        raise ValueError(f"adamw: lr is {list(lr.shape)}; it must be one number")
     options = (lr, betas, eps, weight_decay, adam_w, low, grad_scale, found_inf)
     if weights.numel() == 0:
         return

@@ -9,25 +9,52 @@ from torch import Tensor
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def floating(operation: str, **tensors: Tensor | None) -> None:
+def tensors(operation: str, **given: Any) -> None:
+    """Raise TypeError unless each is a tensor, or None."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor | None):
+            raise TypeError(f"{operation}: {name} is a {type(x).__name__}; it must be a tensor")
+
+
+def number(operation: str, least: float, most: float = math.inf, **values: Any) -> None:
+    """Raise TypeError unless each is a number, ValueError unless it is from `least` to `most`."""
+    for name, value in values.items():
+        if not hasattr(value, "__float__") or isinstance(value, Tensor):
+            raise TypeError(f"{operation}: {name} is {value!r}; it must be a number")
+        if not least <= value <= most:
+            limits = f"between {least:g} and {most:g}" if math.isfinite(most) else f"a number, {least:g} or more"
+            raise ValueError(f"{operation}: {name} is {value}; it must be {limits}")
+
+
+def whole(operation: str, **values: Any) -> None:
+    """Raise TypeError unless each is a whole number."""
+    for name, value in values.items():
+        if not hasattr(value, "__index__") or isinstance(value, Tensor):
+            raise TypeError(f"{operation}: {name} is {value!r}; it must be a whole number")
+
+
+def floating(operation: str, **given: Tensor | None) -> None:
     """Raise TypeError unless each is fp32, bf16, fp16 (or fp64, which torch's operator takes)."""
-    for name, tensor in tensors.items():
+    tensors(operation, **given)
+    for name, tensor in given.items():
         if tensor is not None and tensor.dtype not in FLOATS:
             raise TypeError(f"{operation}: {name} is {tensor.dtype}; it must be float32, bfloat16 or float16")
 
 
-def integer(operation: str, **tensors: Tensor | None) -> None:
+def integer(operation: str, **given: Tensor | None) -> None:
     """Raise TypeError unless each is int32 or int64."""
-    for name, tensor in tensors.items():
+    tensors(operation, **given)
+    for name, tensor in given.items():
         if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{operation}: {name} is {tensor.dtype}; it must be int64 or int32")
 
 
-def one_device(operation: str, **tensors: Tensor | None) -> None:
+def one_device(operation: str, **given: Tensor | None) -> None:
     """Raise ValueError unless all lie on one device."""
-    given = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    if len(set(given.values())) > 1:
-        where = ", ".join(f"{name} on {device}" for name, device in given.items())
+    tensors(operation, **given)
+    devices = {name: tensor.device for name, tensor in given.items() if tensor is not None}
+    if len(set(devices.values())) > 1:
+        where = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ValueError(f"{operation}: all tensors must be on one device, but {where}")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case
-from refimpl.kernels.checks import floating, has_values, integer, one_device, rows
+from refimpl.kernels.checks import floating, has_values, integer, number, one_device, rows, whole
 from refimpl.kernels.language import INTERPRETED, on, takes, tl, triton
 from refimpl.kernels.tiles import next_power_of_2
 
@@ -39,7 +39,7 @@ def cross_entropy(
     torch's. Raises TypeError and ValueError for what does not fit, IndexError for a target outside of [0, V) on a CPU;
     on a GPU, where looking would wait for it, such a row's loss is NaN.
     """
-    check("cross_entropy", logits, targets, reduction, label_smoothing)
+    check("cross_entropy", logits, targets, ignore_index, reduction, label_smoothing, z_loss)
     check_range("cross_entropy", targets, ignore_index, logits.shape[-1])
     options = ignore_index, reduction, label_smoothing, z_loss
     if not takes(logits) or logits.numel() == 0:
@@ -49,7 +49,9 @@ def cross_entropy(
         return losses
 
 
-def check(operation: str, logits: Tensor, targets: Tensor, reduction: str, label_smoothing: float) -> None:
+def check(
+    operation: str, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, smoothing: float, z_loss: float
+) -> None:
     floating(operation, logits=logits)
     integer(operation, targets=targets)
     one_device(operation, logits=logits, targets=targets)
@@ -58,8 +60,9 @@ def check(operation: str, logits: Tensor, targets: Tensor, reduction: str, label
         raise ValueError(f"{operation}: {expected}, not {list(targets.shape)}")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'{operation}: reduction is {reduction!r}; it must be "mean", "sum" or "none"')
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"{operation}: label_smoothing is {label_smoothing}; it must be between 0 and 1")
+    whole(operation, ignore_index=ignore_index)
+    number(operation, 0, 1, label_smoothing=smoothing)
+    number(operation, 0, z_loss=z_loss)
 
 
 def check_range(operation: str, targets: Tensor, ignore_index: int, classes: int) -> None:

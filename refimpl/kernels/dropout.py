@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case, short
-from refimpl.kernels.checks import floating
+from refimpl.kernels.checks import floating, number, whole
 from refimpl.kernels.language import on, takes, tl, triton
 
 QUARTER = 1024  # draws of a program, each of which gives four elements: part of what a seed means, so never changed
@@ -30,8 +30,8 @@ def dropout(x: Tensor, p: float, seed: int, training: bool = True) -> Tensor:
     strides; x may be empty. Raises TypeError for a dtype that is no float, ValueError for p or seed out of range.
     """
     floating("dropout", x=x)
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout: p is {p}; it must be between 0 and 1")
+    number("dropout", 0, 1, p=p)
+    whole("dropout", seed=seed)
     if not 0 <= seed < 1 << 63:
         raise ValueError(f"dropout: seed is {seed}; it must be between 0 and 2**63 - 1")
     if not training or p == 0:

@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from refimpl.kernels.case import Case, short
-from refimpl.kernels.checks import autocast
+from refimpl.kernels.checks import autocast, tensors, whole
 from refimpl.kernels.flash_backward import flash_backward
 from refimpl.kernels.flash_forward import flash_forward
 from refimpl.kernels.flash_shapes import Shapes, check_heads, check_scale, reach, readable
@@ -70,11 +70,12 @@ def flash_attention_varlen(
 
     starts_q, starts_k int32 [sequences + 1] (cu_seqlens): sequence n has the queries starts_q[n] .. starts_q[n + 1] and
     the keys starts_k[n] .. starts_k[n + 1], of k and v [tokens_k, H / G, D]; either may be none. longest_q, longest_k:
-    the longest sequence's length; on a GPU its absence costs a wait for the device.
+    the longest sequence's length, or more; on a GPU its absence costs a wait for the device. ValueError, on a CPU, for
+    starts or lengths that do not fit.
     """
     q, k, v = autocast(q, k, v)
     check_heads("flash_attention_varlen", q, k, v, dims=3)
-    check_starts(starts_q, starts_k, q, k)
+    check_starts(starts_q, starts_k, q, k, longest_q, longest_k)
     left, right = reach(causal, window)
     scale = check_scale(scale, q.shape[2])
     if min(q.numel(), k.numel()) == 0 or not takes(q, k, v):
@@ -88,16 +89,24 @@ def flash_attention_varlen(
     return out
 
 
-def check_starts(starts_q: Tensor, starts_k: Tensor, q: Tensor, k: Tensor) -> None:
+def check_starts(
+    starts_q: Tensor, starts_k: Tensor, q: Tensor, k: Tensor, longest_q: int | None, longest_k: int | None
+) -> None:
     """Raise unless the starts fit the tokens; on a GPU their values are the caller's word: reading them would wait."""
+    tensors("flash_attention_varlen", starts_q=starts_q, starts_k=starts_k)
     if starts_q.ndim != 1 or starts_q.shape != starts_k.shape or len(starts_q) < 2:
         found = f"{list(starts_q.shape)} and {list(starts_k.shape)}"
         raise ValueError(f"starts_q and starts_k must both be [sequences + 1] for at least one sequence, not {found}")
-    for name, starts, x in (("starts_q", starts_q, q), ("starts_k", starts_k, k)):
+    for which, starts, x, longest in (("q", starts_q, q, longest_q), ("k", starts_k, k, longest_k)):
+        name = f"starts_{which}"
         if starts.dtype != torch.int32 or starts.device != x.device:
             raise TypeError(f"{name} must be int32 on {x.device}, not {starts.dtype} on {starts.device}")
         if starts.is_cpu and (starts[0] != 0 or starts[-1] != len(x) or (starts.diff() < 0).any()):
             raise ValueError(f"{name} is {starts.tolist()}: it must rise from 0 to the {len(x)} tokens given")
+        if longest is not None:
+            whole("flash_attention_varlen", **{f"longest_{which}": longest})
+            if starts.is_cpu and longest < (there := int(starts.diff().max())):
+                raise ValueError(f"longest_{which} is {longest}, but a sequence has {there} tokens")
 
 
 def visible(queries: int, keys: int, left: int, right: int, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refimpl.kernels.checks import floating, one_device
+from refimpl.kernels.checks import floating, number, one_device, whole
 from refimpl.kernels.dots import dots
 from refimpl.kernels.language import INTERPRETED, triton
 from refimpl.kernels.tiles import next_power_of_2
@@ -125,7 +125,11 @@ def check_heads(operation: str, q: Tensor, k: Tensor, v: Tensor, dims: int = 4) 
 
 def reach(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
     """-> (left, right), -1 for no limit."""
-    left, right = (-1, -1) if window is None else window
+    window = (-1, -1) if window is None else window
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise TypeError(f"window is {window!r}: it must be (keys before a query, keys after it)")
+    left, right = window
+    whole("window", left=left, right=right)
     if left < -1 or right < -1:
         raise ValueError(f"window is {window}: keys before and after a query, each 0 or more, or -1 for all of them")
     return left, 0 if causal else right
@@ -133,6 +137,7 @@ def reach(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
 
 def check_scale(scale: float | None, width: int) -> float:
     scale = width**-0.5 if scale is None else scale
-    if not (scale > 0 and math.isfinite(scale)):
+    number("attention", -math.inf, scale=scale)
+    if not 0 < scale < math.inf:
         raise ValueError(f"scale is {scale}: it must be a positive number")
     return scale

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case
-from refimpl.kernels.checks import autocast, floating, last_dim, one_device, rows
+from refimpl.kernels.checks import autocast, floating, last_dim, number, one_device, rows
 from refimpl.kernels.language import on, processors, takes, tl, triton
 from refimpl.kernels.tiles import tile
 
@@ -35,6 +35,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     floating("layer_norm", x=x, weight=weight, bias=bias)
     one_device("layer_norm", x=x, weight=weight, bias=bias)
     last_dim("layer_norm", x, weight=weight, bias=bias)
+    number("layer_norm", 0, eps=eps)
     x, weight, bias = autocast(x, weight, bias, wide=True)
     if x.numel() == 0 or not takes(x, weight, bias):
         return reference(x, weight, bias, eps)

@@ -46,13 +46,13 @@ def linear_cross_entropy(
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear_cross_entropy: x {list(x.shape)} does not fit weight [V, D] {list(weight.shape)}")
     x, weight, bias = autocast(x, weight, bias)
-    if x.dtype != weight.dtype or (bias is not None and bias.shape != weight.shape[:1]):
-        raise ValueError("linear_cross_entropy: x and weight must have one dtype, and bias one entry a class")
+    if x.dtype != weight.dtype or (bias is not None and (bias.dtype, bias.shape) != (x.dtype, weight.shape[:1])):
+        raise ValueError("linear_cross_entropy: x, weight and bias must have one dtype, and bias one entry a class")
     if reduction == "none":
         raise ValueError(
             'linear_cross_entropy: reduction "none" would need each row\'s gradient apart; "sum" or "mean"'
         )
-    check("linear_cross_entropy", x, targets, reduction, label_smoothing)
+    check("linear_cross_entropy", x, targets, ignore_index, reduction, label_smoothing, z_loss)
     arguments = x, weight, targets, bias, ignore_index, reduction, label_smoothing, z_loss
     with on(x), torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):
         loss: Tensor = LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]

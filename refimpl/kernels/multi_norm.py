@@ -28,24 +28,26 @@ HUGE, TINY = tl.constexpr(2.0**56), tl.constexpr(2.0**-49)
 DOWN, UP = tl.constexpr(2.0**-72), tl.constexpr(2.0**77)
 
 
-def multi_norm(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
+def multi_norm(tensors: Sequence[Tensor | None], order: float = 2.0) -> Tensor:
     """The 2-norm or, for `order` inf, the largest absolute value, of all tensors as one vector: an fp32 scalar.
 
-    Any shapes, strides and floating dtypes, on one device; no tensor, or only empty ones, give 0. Raises TypeError for
-    a dtype that is no float, ValueError for another order or several devices.
+    Any shapes, strides and floating dtypes, on one device; None, a gradient that there is not, counts nothing, and of
+    nothing the norm is 0. Raises TypeError for a dtype that is no float, ValueError for another order or several
+    devices.
     """
-    tensors = [t.detach() for t in tensors]
-    floating("multi_norm", **{f"tensor {i}": t for i, t in enumerate(tensors)})
+    named = {f"tensor {i}": t for i, t in enumerate(tensors)}
+    floating("multi_norm", **named)
+    there = [t.detach() for t in named.values() if t is not None]
     if order not in (2, math.inf):
         raise ValueError(f"multi_norm: order is {order}; it must be 2 or inf")
-    if len({t.device for t in tensors}) > 1:
-        raise ValueError(f"multi_norm: the tensors are on {sorted({str(t.device) for t in tensors})}; one is needed")
-    tensors = [t for t in tensors if t.numel()]
-    if not tensors or not takes(*tensors):
-        return reference(tensors, order)
-    with on(tensors[0]):
-        kinds = sorted({t.dtype for t in tensors}, key=str)
-        parts = torch.cat([partial([t for t in tensors if t.dtype == kind], order) for kind in kinds])
+    if len({t.device for t in there}) > 1:
+        raise ValueError(f"multi_norm: the tensors are on {sorted({str(t.device) for t in there})}; one is needed")
+    there = [t for t in there if t.numel()]
+    if not there or not takes(*there):
+        return reference(there, order)
+    with on(there[0]):
+        kinds = sorted({t.dtype for t in there}, key=str)
+        parts = torch.cat([partial([t for t in there if t.dtype == kind], order) for kind in kinds])
     return parts.sum().sqrt().float() if order == 2 else parts.max()
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case, short
-from refimpl.kernels.checks import floating, integer, one_device
+from refimpl.kernels.checks import floating, integer, one_device, whole
 from refimpl.kernels.language import on, processors, takes, tl, triton
 from refimpl.kernels.tiles import tile
 
@@ -45,6 +45,7 @@ def sort_by_expert(experts: Tensor, number: int) -> Order:
     ValueError on a CPU for an expert that there is not; on a GPU looking would wait for the device.
     """
     integer("sort_by_expert", experts=experts)
+    whole("sort_by_expert", number=number)
     if experts.ndim != 2 or number < 1:
         raise ValueError(
             f"sort_by_expert: experts {list(experts.shape)} must be [tokens, k], of at least 1, not {number}"

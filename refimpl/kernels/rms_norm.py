@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case
-from refimpl.kernels.checks import autocast, floating, last_dim, one_device, rows
+from refimpl.kernels.checks import autocast, floating, last_dim, number, one_device, rows
 from refimpl.kernels.language import on, processors, takes, tl, triton
 from refimpl.kernels.tiles import tile
 
@@ -35,6 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     floating("rms_norm", x=x, weight=weight)
     one_device("rms_norm", x=x, weight=weight)
     last_dim("rms_norm", x, weight=weight)
+    number("rms_norm", 0, eps=eps)
     x, weight = autocast(x, weight, wide=True)
     if x.numel() == 0 or not takes(x, weight):
         return reference(x, weight, eps)

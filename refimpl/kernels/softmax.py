@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case
-from refimpl.kernels.checks import autocast, floating, rows
+from refimpl.kernels.checks import autocast, floating, rows, whole
 from refimpl.kernels.language import on, takes, tl, triton
 from refimpl.kernels.tiles import tile
 
@@ -28,6 +28,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     Raises TypeError for a dtype that is no float, IndexError for a dimension that x has not.
     """
     floating("softmax", x=x)
+    whole("softmax", dim=dim)
     if not -max(x.dim(), 1) <= dim < max(x.dim(), 1):
         raise IndexError(f"softmax: dim is {dim}, but x has {x.dim()} dimensions")
     (x,) = autocast(x, wide=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case, short
-from refimpl.kernels.checks import floating
+from refimpl.kernels.checks import floating, whole
 from refimpl.kernels.language import INTERPRETED, on, takes, tl, triton
 from refimpl.kernels.tiles import next_power_of_2
 
@@ -35,6 +35,7 @@ def topk_gate(logits: Tensor, k: int, *, normalise: bool = False) -> tuple[Tenso
     ValueError for k that is not 1 to E, or more than 8192 experts.
     """
     floating("topk_gate", logits=logits)
+    whole("topk_gate", k=k)
     if logits.ndim != 2 or not 1 <= k <= logits.shape[1] <= WIDEST:
         raise ValueError(
             f"topk_gate: k = {k} of logits {list(logits.shape)}; they must be [tokens, k to {WIDEST} experts]"

@@ -17,6 +17,11 @@ class LossScaler:
             raise ValueError(f"loss scale must be positive and finite, not {scale}")
         self.scale = float(scale)
 
+    @property
+    def can_shrink(self) -> bool:
+        """Whether an overflow is of use: after it, or after a few, the scale is smaller."""
+        return False
+
     def update(self, overflow: bool) -> None:
         """Tell the scaler how the step went: `overflow` is True when it was skipped on all ranks."""
 
@@ -34,7 +39,8 @@ class DynamicLossScaler(LossScaler):
 
     `hysteresis` - 1 overflows are endured and the next one halves the scale (1: the first one does). Once used up it
     stays used up, so that every further overflow halves, until it is refilled: by a doubling, or, with
-    `consecutive_hysteresis`, by any good step. An overflow that would halve `min_scale` raises `OverflowError`.
+    `consecutive_hysteresis`, by any good step. An overflow that would halve `min_scale` raises `OverflowError`, or,
+    without `raise_at_min`, leaves it.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class DynamicLossScaler(LossScaler):
         hysteresis: int = 2,
         consecutive_hysteresis: bool = False,
         min_scale: float = 1.0,
+        raise_at_min: bool = True,
     ) -> None:
         super().__init__(initial_scale)
         if window < 1 or hysteresis < 1 or min_scale <= 0:
@@ -52,8 +59,13 @@ class DynamicLossScaler(LossScaler):
         self.hysteresis = hysteresis
         self.consecutive_hysteresis = consecutive_hysteresis
         self.min_scale = float(min_scale)
+        self.raise_at_min = raise_at_min
         self.left = hysteresis  # the overflow that finds 1 left halves
         self.good_steps = 0  # since the last overflow
+
+    @property
+    def can_shrink(self) -> bool:
+        return self.scale > self.min_scale
 
     def update(self, overflow: bool) -> None:
         """Tell the scaler how the step went; raises `OverflowError` when the scale can go no lower."""
@@ -71,7 +83,7 @@ class DynamicLossScaler(LossScaler):
     def _shrink(self) -> None:
         if self.left > 1:
             self.left -= 1
-        elif self.scale <= self.min_scale:
+        elif self.raise_at_min and not self.can_shrink:
             raise OverflowError(
                 f"gradients overflow although the loss scale is at its minimum {self.min_scale:g}: the loss itself is "
                 "not finite. Lower the learning rate, clip gradients, use bf16, or lower fp16.min_loss_scale"

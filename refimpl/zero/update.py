@@ -187,9 +187,9 @@ class Update:
         return sum_of_squares(mine, exact)
 
     def _warn(self, was_finite: bool) -> None:
-        """Say that a step is skipped, at the 1st, 2nd, 4th, 8th, ... time. A dynamic loss scale skips by design."""
+        """Say that a step is skipped, at the 1st, 2nd, 4th, 8th, ... time. A scale on its way down skips by design."""
         n = self.skipped_steps
-        if n & (n - 1) or (self.scaler is not None and type(self.scaler) is not LossScaler):
+        if n & (n - 1) or (self.scaler is not None and self.scaler.can_shrink):
             return
         bad = [rank for rank, fine in enumerate(self.group.all_gather_object(was_finite)) if not fine]
         whose = f"the loss of rank {', '.join(map(str, bad))} is not finite" if bad else "a gradient is not finite"

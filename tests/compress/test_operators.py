@@ -186,15 +186,18 @@ def test_what_is_refused() -> None:
         Blocks().compress(torch.ones(2, 2))
     with pytest.raises(ValueError, match="8 or 4"):
         Blocks(bits=2)
-    with pytest.raises(ValueError, match="at least 1"):
-        Blocks(block=0)
+    with pytest.raises(TypeError, match="x is list"):
+        Sign().compress([1.0])  # type: ignore[arg-type]
+    for wrong in (0, 2.5):
+        with pytest.raises(ValueError, match="a whole number, 1 or more"):
+            Blocks(block=wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="a whole number, 1 or more"):
+            PowerSGD(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"\[3\].*\[4\]"):
         ErrorFeedback(Sign(), 3).compress(torch.ones(4))
     with pytest.raises(ValueError, match=r"RandomK.*4 times.*without feedback"):
         ErrorFeedback(RandomK(0.2, rescaled=True), 100)
     for operator in (TopK, RandomK):
-        for ratio in (0, 1.1, -1, float("nan")):
+        for ratio in (0, 1.1, -1, float("nan"), "0.1"):
             with pytest.raises(ValueError, match="above 0 and at most 1"):
-                operator(ratio)
-    with pytest.raises(ValueError, match="at least 1"):
-        PowerSGD(0)
+                operator(ratio)  # type: ignore[arg-type]

@@ -121,14 +121,19 @@ def test_loss_scaler() -> None:
     assert static is not None
     static.update(overflow=True)
     assert static.scale == 128
-    dynamic = load(fp16={"enabled": True, "initial_scale_power": 10, "hysteresis": 1, "min_loss_scale": 512})
-    scaler = dynamic.loss_scaler()
+    fp16 = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1, "min_loss_scale": 512}
+    scaler = load(fp16=fp16, zero_optimization={"stage": 1}).loss_scaler()
     assert isinstance(scaler, DynamicLossScaler)
     assert scaler.scale == 1024
     scaler.update(overflow=True)
     assert scaler.scale == 512
     with pytest.raises(OverflowError):
         scaler.update(overflow=True)
+    whole = load(fp16=fp16).loss_scaler()
+    assert whole is not None
+    for _ in range(9):
+        whole.update(overflow=True)
+    assert whole.scale == 512
 
 
 def test_zero_config_has_deepspeeds_defaults() -> None:

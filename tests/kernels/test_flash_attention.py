@@ -220,6 +220,8 @@ def test_starts_that_do_not_fit_are_refused(device: torch.device) -> None:
         both = right if len(wrong) == 2 else torch.tensor([0, 2, 5], dtype=torch.int32)
         with pytest.raises(ValueError, match=r"starts_k is .*: it must rise from 0 to the 5 tokens given"):
             flash_attention_varlen(x, x, x, both, starts)
+    with pytest.raises(ValueError, match="longest_k is 4, but a sequence has 5 tokens"):
+        flash_attention_varlen(x, x, x, right, right, longest_q=5, longest_k=4)
     with pytest.raises(TypeError, match="starts_q must be int32"):
         flash_attention_varlen(x, x, x, right.long(), right.long())
     with pytest.raises(ValueError, match=r"must both be \[sequences \+ 1\]"):

@@ -150,6 +150,7 @@ def test_a_norm_tells_of_an_overflow_in_any_place(device: torch.device, bad: flo
 def test_the_norm_of_nothing_and_what_is_refused(device: torch.device) -> None:
     assert multi_norm([]) == 0
     assert multi_norm([torch.ones(0, device=device)]) == 0
+    assert multi_norm([None, torch.full((4,), 2.0, device=device)]) == 4, "None: a gradient that there is not"
     with pytest.raises(ValueError, match="order is 1"):
         multi_norm([torch.ones(3, device=device)], 1)
     with pytest.raises(TypeError, match=r"tensor 1 is torch.int64"):

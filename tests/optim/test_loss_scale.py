@@ -56,6 +56,17 @@ def test_the_error_says_what_to_do() -> None:
         scaler.update(overflow=True)
 
 
+def test_a_scale_may_stay_at_its_minimum() -> None:
+    """As in DeepSpeed's stage 0, which has no other end than the caller's."""
+    scaler = DynamicLossScaler(4.0, hysteresis=1, min_scale=1.0, raise_at_min=False)
+    seen = []
+    for overflow in (True, True, True, True, False):
+        scaler.update(overflow)
+        seen.append((scaler.scale, scaler.can_shrink))
+    assert seen == [(2.0, True), *[(1.0, False)] * 4]
+    assert not LossScaler(4.0).can_shrink
+
+
 @pytest.mark.parametrize("cut", range(1, 12))
 def test_resuming_changes_nothing(cut: int) -> None:
     history = [False, False, True, True, False, False, False, True, False, False, False, False]

@@ -15,16 +15,19 @@ from worlds import run
 
 from refimpl.comm.group import Group
 from refimpl.launch import RankError
+from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.init import GatheredParameters
 from refimpl.zero.zero3 import Zero3
 
 
-def stage_of_small(stage_name: str, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
+def stage_of_small(
+    stage_name: str, dtype: torch.dtype = torch.float32, scaler: LossScaler | None = None, **config: Any
+) -> Any:
     group = Group.world()
     model = small(group.rank).to(dtype)
     optimizer = by_adamw(model)
-    return model, optimizer, STAGES[stage_name](model, optimizer, group, ZeroConfig(**config))
+    return model, optimizer, STAGES[stage_name](model, optimizer, group, ZeroConfig(**config), scaler)
 
 
 def refused(stage_name: str, how: str) -> None:
@@ -217,16 +220,21 @@ def test_awkward_outputs_keep_their_bits_under_zero3() -> None:
         assert gathered == 0, "everything is freed when backward is over, frozen modules called by keyword too"
 
 
-def nan_loss(stage_name: str) -> list[str]:
-    model, optimizer, stage = stage_of_small(stage_name)
+def nan_loss(stage_name: str, scaler: LossScaler | None = None) -> list[str]:
+    model, optimizer, stage = stage_of_small(stage_name, scaler=scaler)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for step in range(5):
             loss = model(batch(step, 0)).sum()
-            (loss * float("nan") if stage.group.rank == 1 else loss).backward()
+            stage.backward(loss * float("nan") if stage.group.rank == 1 else loss)
             optimizer.step()
             optimizer.zero_grad()
     return [str(w.message) for w in seen]
+
+
+def test_a_dynamic_scale_is_silent_until_it_is_at_its_minimum() -> None:
+    told, _ = run(nan_loss, "ddp", DynamicLossScaler(8.0, hysteresis=1, raise_at_min=False), ranks=2)
+    assert [text.split("(")[-1] for text in told] == ["4 skipped so far)"], "three of the steps have halved it"
 
 
 @every_stage

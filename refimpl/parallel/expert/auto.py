@@ -5,12 +5,13 @@
 Which modules are experts is not read from a list of models, but tried out on a few rows (`trying.py`). They look like
 experts by their name or their class's, and their parameters are one tensor a matrix, each cut in equal parts along
 dimension 0, or as many submodules of equal shapes. What stands before and after them is the model's own affair; only
-their call is replaced, and there are four kinds:
+their call is replaced, and there are five kinds:
 
     routed.py    experts(x, indices, weights)    nearly every mixture of transformers 5
     blocks.py    experts(rows, sizes)            JetMoe, older Granite
     blocks.py    experts(rows in slots)          Llama 4
     looped.py    a block that calls each expert of a list: models as they were published, Switch
+    bare.py      a block that indexes its experts' tensors: recognised, and written anew
 
 This rank's experts alone must answer as they did in the whole. A module that looks like experts and is none of these is
 refused by name, before anything is changed.
@@ -30,6 +31,7 @@ from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
 from refimpl.model.experts import StackedExperts
 from refimpl.model.moe import layers
+from refimpl.parallel.expert.bare import Bare
 from refimpl.parallel.expert.blocks import Slots, Sorted
 from refimpl.parallel.expert.dispatch import Dispatch
 from refimpl.parallel.expert.exchange import Flat
@@ -91,7 +93,7 @@ def survey(model: nn.Module, group: Group) -> dict[str, Found]:
             )
         experts.each = experts.count // group.size
         experts.first = group.rank * experts.each
-        if not isinstance(experts, Looped) and not stands_alone(module, experts):
+        if not experts.holder and not stands_alone(module, experts):
             raise ValueError(f"{place(name, module)}: its experts answer otherwise without those of other ranks")
         found[call] = experts
     if not found:
@@ -121,19 +123,23 @@ def understood(model: nn.Module, name: str, module: nn.Module) -> tuple[str, Fou
     where = place(name, module)
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     kind = None if uncallable(module) else KINDS.get(len(names))
-    reasons = [f"{where}: its forward takes ({', '.join(names)}), and not tokens, indices and weights"]
+    takes = f"its forward takes ({', '.join(names)}), and not tokens, indices and weights"
+    reasons = [f"{where}: {'it has no forward' if uncallable(module) else takes}"]
     for experts in ways(module, kind, names) if kind is not None else ():
         reason = experts.unlike(module)
         if reason is None:
             return name, experts
         reasons.append(f"{where}: {reason}")
+    block, _, holder = name.rpartition(".")
+    of_block: Found | None = None
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and len(listed := alike(module)) > 1:
-        block, _, holder = name.rpartition(".")
-        looped = Looped(len(listed), [], listed)
-        looped.holder = holder
-        reason = looped.unlike(model.get_submodule(block))
+        of_block = Looped(len(listed), listed=listed, holder=holder)
+    elif uncallable(module) and (stacked := [p for p in module.parameters() if p.dim() == 3]):
+        of_block = Bare(len(stacked[0]), holder=holder)
+    if of_block is not None:
+        reason = of_block.unlike(model.get_submodule(block))
         if reason is None:
-            return block, looped
+            return block, of_block
         reasons.append(f"{where}: {reason}")
     raise ValueError(
         f"{reasons[-1]}: such experts cannot be dealt out; leave expert_parallel off, or write the mixture with "
@@ -148,7 +154,7 @@ def uncallable(module: nn.Module) -> bool:
 
 def deal_out(module: nn.Module, experts: Found, axes: Axes) -> None:
     """From now on `module` has this rank's part, and its forward is a collective."""
-    holder = experts.experts(module) if isinstance(experts, Looped) else module
+    holder = experts.experts(module)
     take_part(holder, experts)
     for p in holder.parameters():
         p.data = p.data.clone()
@@ -157,7 +163,7 @@ def deal_out(module: nn.Module, experts: Found, axes: Axes) -> None:
     module.__dict__["dealt"] = experts
     module.__class__ = dealt(type(module))  # type: ignore[arg-type]
     # The others' rows are each tensor rank's own, all of them: nothing is to be summed.
-    if axes.tensor.size > 1 and isinstance(experts, Routed):
+    if axes.tensor.size > 1 and isinstance(experts, Routed | Bare):
         module.register_forward_pre_hook(partial(sum_experts, axes.tensor))
 
 
@@ -167,7 +173,7 @@ def dealt(kind: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         experts: Found = self.__dict__["dealt"]
-        if isinstance(experts, Looped):
+        if experts.holder:
             return experts.answer(kind.forward, self, list(args), **kwargs)
         given = dict(zip(experts.names, args, strict=False)) | kwargs
         return experts.answer(kind.forward, self, [given[name] for name in experts.names])
@@ -183,7 +189,7 @@ def expert_portions(model: nn.Module) -> dict[nn.Parameter, tuple[int, int, int,
             found |= dict.fromkeys(module.parameters(), (0, module.first, len(module), module.of))
         experts = module.__dict__.get("dealt")
         if isinstance(experts, Found) and not experts.listed:
-            for p in module.parameters():
+            for p in experts.experts(module).parameters():
                 rows = p.shape[0] // experts.each
                 found[p] = (0, experts.first * rows, experts.each * rows, experts.count * rows)
     return found

@@ -38,8 +38,6 @@ Call = tuple[int, Tensor]  # an expert's number, and the rows it was called with
 class Looped(Found):
     """`listed`: names of the experts in `holder`, which is part of the block."""
 
-    holder: str = ""
-
     def unlike(self, module: nn.Module) -> str | None:
         """module: the block. What is asked of `Found` is of its list of experts."""
         where, said = type(module).__name__, ""
@@ -53,9 +51,6 @@ class Looped(Found):
                 except REFUSALS as error:
                     said = said or f"{type(error).__name__}: {error}"
         return f"its block ({where}) cannot be tried with tokens alone ({said})"
-
-    def experts(self, block: nn.Module) -> nn.Module:
-        return block.get_submodule(self.holder)
 
     @torch.no_grad()
     def alike_both_ways(self, block: nn.Module, x: Tensor) -> str | None:

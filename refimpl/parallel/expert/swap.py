@@ -150,7 +150,8 @@ def share(layer: MoE, axes: Axes, cut_experts: bool, sequence: bool) -> None:
 def sum_experts(tensor: Group, layer: nn.Module, args: Any) -> None:
     """A hook before the forward of a layer, or of its experts, that are whole on each tensor rank."""
     # At a call, because a copy of a module has the module's hooks, but not those of its parameters.
-    experts: Any = getattr(layer, "experts", layer)
+    dealt = layer.__dict__.get("dealt")  # of `auto.py`
+    experts: Any = dealt.experts(layer) if dealt is not None else getattr(layer, "experts", layer)
     for p in experts.parameters():
         if p.requires_grad and not hasattr(p, "summed"):
             p.summed = p.register_hook(partial(_summed, tensor))

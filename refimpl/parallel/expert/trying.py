@@ -33,6 +33,7 @@ class Found:
     width: int = 0  # of a row
     first: int = 0  # this rank's are first .. first + each
     each: int = 0
+    holder: str = ""  # the module of the experts, in the one whose call is replaced; "": that one itself
 
     def __deepcopy__(self, memo: object) -> "Found":
         return self
@@ -40,6 +41,9 @@ class Found:
     def unlike(self, module: nn.Module) -> str | None:
         """Why the module's experts cannot be asked so; None if they can. Sets `width`."""
         raise NotImplementedError
+
+    def experts(self, module: nn.Module) -> nn.Module:
+        return module.get_submodule(self.holder)
 
     def sample(self, module: nn.Module, cut: bool) -> Tensor:
         """What this rank's experts answer to some rows; `cut`: the module has no others."""
