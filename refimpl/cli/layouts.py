@@ -54,6 +54,7 @@ def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine") -> "Found
     """
     from refimpl.engine.config import axes_asked, load_config, raw_config
     from refimpl.plan.formulas import STRATEGIES
+    from refimpl.plan.gathered import Budgets
     from refimpl.plan.mesh import Mesh, judge
     from refimpl.plan.search import found
 
@@ -69,12 +70,13 @@ def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine") -> "Found
         )
     dp = gpus // together
     settings = load_config(raw, world_size=dp, rank=1)  # its warnings are rank 0's
-    shared = settings.expert_parallel
+    shared, zero = settings.expert_parallel, settings.zero_config()
+    budgets = Budgets(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance)
     meshes = [
         Mesh(
             dp, axes["pp"], axes["tp"], settings.train_batch_size, settings.train_micro_batch_size_per_gpu,
             STRATEGIES[settings.zero_optimization.stage], recompute, settings.dtype.itemsize, axes["cp"],
-            sequence=False, ep=shared.autoep_size if shared.enabled else 1,
+            sequence=False, ep=shared.autoep_size if shared.enabled else 1, budgets=budgets,
         )
         for recompute in (False, True)
     ]  # fmt: skip
