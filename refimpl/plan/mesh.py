@@ -53,6 +53,7 @@ class Mesh:
     sequence: bool = True  # tensor ranks divide the tokens outside the cut matrices (`parallelize(sequence=True)`)
     ep: int = 1  # ranks that share the experts
     budgets: gathered.Budgets = gathered.DEEPSPEEDS  # ZeRO-3's
+    away: tuple[str, ...] = ()  # classes of bytes that are not on the GPU: offloaded
 
     @property
     def between(self) -> int:
@@ -175,7 +176,8 @@ def state(shape: Shape, mesh: Mesh, stage: int) -> dict[str, int]:
             found[name] = found.get(name, 0) + size
     if mesh.zero == "zero3":
         found["gathered"] = mesh.itemsize * gathered.elements(shape, replicas, mesh.tp, mesh.ep, mesh.budgets)
-    return found | {"activations": activations(shape, mesh, stage)}
+    found["activations"] = activations(shape, mesh, stage)
+    return {name: 0 if name in mesh.away else size for name, size in found.items()}
 
 
 def activations(shape: Shape, mesh: Mesh, stage: int = 0) -> int:
