@@ -22,13 +22,19 @@ SIZES = (
 
 
 def llama(
-    c: Config, biases: str = "none", tied: bool = False, norms: int = 2, head_norms: int = 0, output: bool = True
+    c: Config,
+    biases: str = "none",
+    tied: bool = False,
+    norms: int = 2,
+    head_norms: int = 0,
+    output: bool = True,
+    head: int = 0,
 ) -> Shape:
     """Gated, rotated, norms without a bias. norms: of a block; head_norms: over the features of a head; output: whether
-    `attention_bias` is the output's too.
+    `attention_bias` is the output's too; head: the family's `head_dim`, 0 for width / heads.
     """
     heads, width = c["num_attention_heads"], c["hidden_size"]
-    kv_heads, head = c.get("num_key_value_heads") or heads, c.get("head_dim") or width // heads
+    kv_heads, head = c.get("num_key_value_heads") or heads, c.get("head_dim") or head or width // heads
     asked = bool(c.get("attention_bias"))
     each = width * (norms - 2) + head * head_norms + (width if asked and output else 0)
     each += 2 * c["intermediate_size"] + width if c.get("mlp_bias") else 0
@@ -159,10 +165,10 @@ FAMILIES: dict[str, Callable[[Config], Shape]] = {
     "llama": llama,
     "mistral": llama,
     "qwen2": partial(llama, biases="qkv"),
-    "qwen3": partial(llama, head_norms=2),
+    "qwen3": partial(llama, head_norms=2, head=128),
     "phi3": llama,
-    "gemma": partial(llama, tied=True),
-    "gemma2": partial(llama, tied=True, norms=4),
+    "gemma": partial(llama, tied=True, head=256),
+    "gemma2": partial(llama, tied=True, norms=4, head=256),
     "granite": llama,
     "falcon": falcon,
     "gptj": gptj,
@@ -201,6 +207,6 @@ def of_config(config: Config) -> Shape:
         raise ValueError(f"model_type {family!r} has {mixed[0]} {config[mixed[0]]}: its mixtures are not known here")
     if shape.heads % shape.kv_heads:
         raise ValueError(f"{shape.heads} heads over {shape.kv_heads} heads of keys and values: does not divide")
-    if not config.get("head_dim") and shape.latent is None and shape.width % shape.heads:
+    if shape.head in (0, shape.width // shape.heads) and shape.width % shape.heads and not config.get("head_dim"):
         raise ValueError(f"hidden_size {shape.width} over {shape.heads} heads: does not divide; give head_dim")
     return shape

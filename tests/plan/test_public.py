@@ -134,3 +134,10 @@ def test_what_is_not_known_is_named() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             of_config(PUBLIC["llama"] | change)
+
+
+def test_a_familys_own_heads_where_the_configuration_says_nothing() -> None:
+    for family, head in (("qwen3", 128), ("gemma", 256), ("gemma2", 256), ("llama", 64)):
+        c = {"num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+        sizes = {"vocab_size": 100, "max_position_embeddings": 64, "intermediate_size": 1024}
+        assert of_config({"model_type": family, **c, **sizes}).head == head
