@@ -165,7 +165,8 @@ class Fetch:
             self.path.visit(unit, during)
         if self.leaving:
             self.release([u for u in self.leaving if u not in units])
-        gather(units, next_ones(self.path.trace, units, self.gathered, self.config) if fresh else ())
+        ahead = next_ones(self.path.trace, units, self.gathered, self.config) if fresh else []
+        gather(units, ahead)
 
     def leave(self, units: list[Unit]) -> None:
         """A module is through with its units; its neighbour may be about to need the same."""
