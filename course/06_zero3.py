@@ -385,7 +385,7 @@ from refimpl.zero.fetch import Fetch
 show.source(Fetch.after_forward, Fetch.need, docstrings=True)
 
 # %% [markdown]
-# `_ahead` is the **prefetch**. The first step writes down in which order units are used, the **trace**. From then on
+# `next_ones` is the **prefetch**. The first step writes down in which order units are used, the **trace**. From then on
 # a unit that comes next is gathered while this one computes.
 #
 # A parameter that two modules share belongs to the lowest module around both. This GPT's head reads the weight of its

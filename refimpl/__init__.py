@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from refimpl.model.gpt import GPT, GPTConfig
     from refimpl.optim.diloco import DiLoCo
     from refimpl.optim.local_sgd import LocalSGD
+    from refimpl.parallel.context.loss import token_mean
     from refimpl.zero.config import ZeroConfig
     from refimpl.zero.ddp import DDP
     from refimpl.zero.zero1 import Zero1
@@ -45,6 +46,7 @@ __all__ = [
     "initialize",
     "join",
     "run",
+    "token_mean",
 ]
 
 # So that `import refimpl.launch`, which every rank and every fork server does, loads nothing else.
@@ -68,6 +70,7 @@ _HOMES = {
     "initialize": "engine.initialize",
     "join": "launch",
     "run": "launch",
+    "token_mean": "parallel.context.loss",
 }
 
 

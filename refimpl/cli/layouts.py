@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from refimpl.engine.sections import ZeroOptimization
     from refimpl.plan.mesh import Machine, Verdict
     from refimpl.plan.search import Found
     from refimpl.plan.shape import Shape
@@ -14,6 +15,7 @@ COLUMNS = (
     *("tp GB sent", "cp GB sent", "dp GB sent", "step s", "MFU"),
 )
 OF_MIXTURES = ("ep", "ep GB sent")
+MOST = 1e14  # parameters
 COUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -24,8 +26,8 @@ def count_of(text: str) -> float:
         count = float(text[:-1] if unit > 1 else text) * unit
     except ValueError:
         count = 0
-    if not 1 <= count < float("inf"):
-        raise ValueError(f"--params {text}: a number of parameters, such as 125M, 7B or 1T")
+    if not 1 <= count <= MOST:
+        raise ValueError(f"--params {text}: a number of parameters, such as 125M, 7B or 1T, at most 100T")
     return count
 
 
@@ -38,12 +40,19 @@ def shape_of(params: str | None, model: Path | None, context: int | None) -> "Sh
 
     if (params is None) == (model is None):
         raise ValueError("give either --params 7B or --model config.json")
-    if model is None:
-        return of_size(count_of(params or ""), context=context or 2048)
+    if params is not None:
+        shape = of_size(count := count_of(params), context=context or 2048)
+        if shape.parameters > 2 * count:
+            raise ValueError(f"--params {params}: the smallest GPT here has {shape.parameters / 1e6:.0f}M")
+        return shape
+    assert model is not None
     try:
-        found = of_config(json.loads(model.read_text()))
+        config = json.loads(model.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"--model {model}: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--model {model}: a transformers configuration is a JSON object, not {type(config).__name__}")
+    found = of_config(config)
     return replace(found, context=context) if context else found
 
 
@@ -54,6 +63,7 @@ def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine") -> "Found
     """
     from refimpl.engine.config import axes_asked, load_config, raw_config
     from refimpl.plan.formulas import STRATEGIES
+    from refimpl.plan.gathered import Budgets
     from refimpl.plan.mesh import Mesh, judge
     from refimpl.plan.search import found
 
@@ -69,16 +79,30 @@ def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine") -> "Found
         )
     dp = gpus // together
     settings = load_config(raw, world_size=dp, rank=1)  # its warnings are rank 0's
-    shared = settings.expert_parallel
+    shared, zero = settings.expert_parallel, settings.zero_config()
+    budgets = Budgets(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance)
     meshes = [
         Mesh(
             dp, axes["pp"], axes["tp"], settings.train_batch_size, settings.train_micro_batch_size_per_gpu,
             STRATEGIES[settings.zero_optimization.stage], recompute, settings.dtype.itemsize, axes["cp"],
-            sequence=False, ep=shared.autoep_size if shared.enabled else 1,
+            sequence=False, ep=shared.autoep_size if shared.enabled else 1, budgets=budgets,
+            away=away(settings.zero_optimization),
         )
         for recompute in (False, True)
     ]  # fmt: skip
     return found((judge(shape, mesh, machine) for mesh in meshes), machine)
+
+
+def away(zero: "ZeroOptimization") -> tuple[str, ...]:
+    """The classes of bytes that rest at the host or on a disk: see `engine/homes.py`. ValueError for a part of one."""
+    if zero.offload_optimizer.ratio < 1:
+        raise ValueError("zero_optimization.offload_optimizer.ratio below 1: the planner knows all or nothing")
+    at_host, params = (section.device != "none" for section in (zero.offload_optimizer, zero.offload_param))
+    return (
+        *(("parameters",) if params else ()),
+        *(("gradients",) if at_host and zero.stage > 1 else ()),
+        *(("optimizer", "master weights") if at_host or params else ()),
+    )
 
 
 def show(shape: "Shape", found: "Found", machine: "Machine", gpus: int, top: int) -> None:
@@ -110,6 +134,8 @@ def show(shape: "Shape", found: "Found", machine: "Machine", gpus: int, top: int
             of_mixtures = [str(verdict.mesh.ep), gigabytes(verdict.sent.get("expert", 0))] if shape.experts else []
             table.add_row(*cells(verdict), *of_mixtures, verdict.limit if found.fit else verdict.largest)
         console.print(table)
+    if rests := (*found.fit, *found.over)[0].mesh.away:
+        console.print(f"offloaded: {', '.join(rests)}; the time of what travels there and back is not counted")
     if not found.fit:
         console.print("nothing fits: more GPUs, more memory, a smaller model, or offload (refimpl demo --infinity)")
 

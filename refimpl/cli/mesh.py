@@ -68,7 +68,7 @@ def asked(
     sizes: dict[str, int] = {}
     for part in mesh.replace(" ", "").split(","):
         axis, _, size = part.partition("=")
-        if axis not in ("dp", "pp", "cp", "tp") or not size.isdigit() or int(size) < 1 or axis in sizes:
+        if axis not in ("dp", "pp", "cp", "tp") or not size.isdecimal() or int(size) < 1 or axis in sizes:
             raise ValueError(f"--mesh {mesh}: {part!r} is not one of dp=N, pp=N, cp=N, tp=N, each once")
         sizes[axis] = int(size)
     dp, pp, tp, cp = (sizes.get(axis, 1) for axis in ("dp", "pp", "tp", "cp"))

@@ -46,6 +46,8 @@ def plan(
         sizes = [bytes_of(text, key) for text, key in (
             (gpu_memory, "--gpu-memory"), (node_bandwidth, "--node-bandwidth"), (network, "--network"),
         )]  # fmt: skip
+        if not all(sizes):
+            raise ValueError("--gpu-memory, --node-bandwidth and --network must be more than 0")
         machine = Machine(sizes[0], peak, efficiency, node, sizes[1], sizes[2])
         found = asked(config, shape, gpus, machine) if config else search(shape, gpus, batch or gpus, machine)
     except ValueError as reason:

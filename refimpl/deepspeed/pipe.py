@@ -65,7 +65,7 @@ class PipelineModule(module.PipelineModule):
         ranks = connect().size
         if topology is None:
             assert num_stages is not None
-            if ranks % num_stages:
+            if num_stages < 1 or ranks % num_stages:
                 raise ValueError(f"num_stages {num_stages} does not divide the job's {ranks} ranks")
             topology = PipeDataParallelTopology(num_pp=num_stages, num_dp=ranks // num_stages)
         sizes = dict(zip(topology.axes, topology.dims, strict=True))

@@ -75,21 +75,23 @@ class PipelineEngine(Engine):
         """The mean loss, on all ranks, in evaluation mode; as many micro-batches as a step has, or num_micro_batches.
 
         compute_loss=False: the last stage's outputs, a list, on the ranks that hold it, None on the others; labels are
-        not read. NotImplementedError for return_logits, and for another reduce_output than "avg".
+        not read. return_logits: (that, what the last stage said of the last micro-batch; None on other ranks).
+        NotImplementedError for a loss with another reduce_output than "avg".
         """
-        if return_logits or (compute_loss and reduce_output != "avg"):
-            raise NotImplementedError(
-                "eval_batch: return_logits, and reduce_output other than 'avg': not implemented yet"
-            )
+        if compute_loss and reduce_output != "avg":
+            raise NotImplementedError(f"eval_batch: reduce_output {reduce_output!r} of a loss: only 'avg'")
         training = self.module.training
         self.eval()
         inputs, labels = self._micro_batches(data_iter, num_micro_batches or self.gradient_accumulation_steps())
+        said: list[Any] = []
         if compute_loss:
-            found: Any = mean_loss(self.group, list(self.module.evaluate(inputs, labels)))
+            losses = self.module.evaluate(inputs, labels, hear=said.append)
+            found: Any = mean_loss(self.group, list(losses))
         else:
-            found = list(self.module.pipeline(len(inputs)).evaluate(inputs).values()) or None
+            said = list(self.module.pipeline(len(inputs)).evaluate(inputs).values())
+            found = said or None
         self.train(training)
-        return found
+        return (found, said[-1] if said else None) if return_logits else found
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Micro-batches come from here from now on, over and over."""
@@ -146,7 +148,12 @@ class PipelineEngine(Engine):
             self._batches = RepeatingLoader(self.training_dataloader)
         source = data_iter if data_iter is not None else self._batches
         assert source is not None
-        pairs = [self._pair(next(source)) for _ in range(number)]
+        pairs: list[Batch] = []
+        try:
+            while len(pairs) < number:
+                pairs.append(self._pair(next(source)))
+        except StopIteration:
+            raise StopIteration(f"the data ended after {len(pairs)} of a batch's {number} micro-batches") from None
         return [inputs for inputs, _ in pairs], [labels for _, labels in pairs]
 
     def _pair(self, item: Any) -> Batch:

@@ -4,7 +4,7 @@
                     outside, but for the inputs of the cut matrices (Megatron-LM gathers these again in backward)
     pipeline (pp)   layers / pp, cut where the engine does (`stages.py`): all wait for the stage with the most blocks;
                     stage 0 has up to pp micro-batches alive (1F1B), the last one the head
-    data (dp)       sequences; ZeRO divides state over dp x cp
+    data (dp)       sequences; ZeRO divides state over dp x cp; what ZeRO-3 has whole meanwhile: `gathered.py`
     context (cp)    tokens of a sequence: activations / cp, attention in a ring
     expert (ep)     experts, over consecutive ranks of dp x cp: parameters / ep, and ZeRO divides their state over the
                     dp x cp / ep that have the same ones. Experts are taken to get equally many tokens
@@ -18,7 +18,7 @@ Narayanan et al. 2021, arXiv:2104.04473, sections 2 and 3; Korthikanti et al. 20
 
 from dataclasses import dataclass
 
-from refimpl.plan import formulas
+from refimpl.plan import formulas, gathered
 from refimpl.plan.shape import Shape
 from refimpl.plan.stages import experts_of, kinds, layers_of, mixtures_of, most_blocks, parameters_of
 from refimpl.plan.time import bubble
@@ -52,6 +52,8 @@ class Mesh:
     cp: int = 1  # ranks that share a sequence
     sequence: bool = True  # tensor ranks divide the tokens outside the cut matrices (`parallelize(sequence=True)`)
     ep: int = 1  # ranks that share the experts
+    budgets: gathered.Budgets = gathered.DEEPSPEEDS  # ZeRO-3's
+    away: tuple[str, ...] = ()  # classes of bytes that are not on the GPU: offloaded
 
     @property
     def between(self) -> int:
@@ -172,7 +174,10 @@ def state(shape: Shape, mesh: Mesh, stage: int) -> dict[str, int]:
         layout = formulas.Layout(elements, padding=0, buckets=0)
         for name, size in formulas.memory_bytes(mesh.zero, ranks, mesh.itemsize, layout).items():
             found[name] = found.get(name, 0) + size
-    return found | {"activations": activations(shape, mesh, stage)}
+    if mesh.zero == "zero3":
+        found["gathered"] = mesh.itemsize * gathered.elements(shape, replicas, mesh.tp, mesh.ep, mesh.budgets)
+    found["activations"] = activations(shape, mesh, stage)
+    return {name: 0 if name in mesh.away else size for name, size in found.items()}
 
 
 def activations(shape: Shape, mesh: Mesh, stage: int = 0) -> int:

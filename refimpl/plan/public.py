@@ -14,16 +14,27 @@ from refimpl.plan.shape import Experts, Latent, Shape
 
 Config = Mapping[str, Any]
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+SIZES = (
+    "hidden_size", "n_embd", "n_embed", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "head_dim",
+    "num_key_value_heads", "num_kv_heads", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "vocab_size",
+    "max_position_embeddings", "n_positions", "seq_length", "moe_intermediate_size", "num_experts_per_tok",
+)  # fmt: skip
 
 
 def llama(
-    c: Config, biases: str = "none", tied: bool = False, norms: int = 2, head_norms: int = 0, output: bool = True
+    c: Config,
+    biases: str = "none",
+    tied: bool = False,
+    norms: int = 2,
+    head_norms: int = 0,
+    output: bool = True,
+    head: int = 0,
 ) -> Shape:
     """Gated, rotated, norms without a bias. norms: of a block; head_norms: over the features of a head; output: whether
-    `attention_bias` is the output's too.
+    `attention_bias` is the output's too; head: the family's `head_dim`, 0 for width / heads.
     """
     heads, width = c["num_attention_heads"], c["hidden_size"]
-    kv_heads, head = c.get("num_key_value_heads") or heads, c.get("head_dim") or width // heads
+    kv_heads, head = c.get("num_key_value_heads") or heads, c.get("head_dim") or head or width // heads
     asked = bool(c.get("attention_bias"))
     each = width * (norms - 2) + head * head_norms + (width if asked and output else 0)
     each += 2 * c["intermediate_size"] + width if c.get("mlp_bias") else 0
@@ -154,10 +165,10 @@ FAMILIES: dict[str, Callable[[Config], Shape]] = {
     "llama": llama,
     "mistral": llama,
     "qwen2": partial(llama, biases="qkv"),
-    "qwen3": partial(llama, head_norms=2),
+    "qwen3": partial(llama, head_norms=2, head=128),
     "phi3": llama,
-    "gemma": partial(llama, tied=True),
-    "gemma2": partial(llama, tied=True, norms=4),
+    "gemma": partial(llama, tied=True, head=256),
+    "gemma2": partial(llama, tied=True, norms=4, head=256),
     "granite": llama,
     "falcon": falcon,
     "gptj": gptj,
@@ -181,14 +192,21 @@ FAMILIES: dict[str, Callable[[Config], Shape]] = {
 
 
 def of_config(config: Config) -> Shape:
-    """The shape of a transformers `config.json`. ValueError for a family that is not known here, or a missing key."""
+    """The shape of a transformers `config.json`. ValueError: an unknown family, a missing key, sizes that cannot be."""
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"model_type {family!r}: known here are {', '.join(FAMILIES)}")
+    for key in SIZES:
+        if (size := config.get(key)) is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"{key} {size!r}: a whole number of at least 1")
     try:
-        shape = FAMILIES[family](config)
+        shape = FAMILIES[family]({key: value for key, value in config.items() if value is not None or key not in SIZES})
     except KeyError as error:
         raise ValueError(f"a {family} configuration without {error}") from None
     if (mixed := [key for key in EXPERTS if (config.get(key) or 0) > 1]) and shape.experts is None:
         raise ValueError(f"model_type {family!r} has {mixed[0]} {config[mixed[0]]}: its mixtures are not known here")
+    if shape.heads % shape.kv_heads:
+        raise ValueError(f"{shape.heads} heads over {shape.kv_heads} heads of keys and values: does not divide")
+    if shape.head in (0, shape.width // shape.heads) and shape.width % shape.heads and not config.get("head_dim"):
+        raise ValueError(f"hidden_size {shape.width} over {shape.heads} heads: does not divide; give head_dim")
     return shape

@@ -1,7 +1,7 @@
 """Runs that others have published, to stand beside what the formulas say. Nothing here is computed.
 
 Narayanan et al. 2021, arXiv:2104.04473, table 1: GPTs on A100 GPUs with 80 GB, 8 in a node; blocks recomputed,
-vocabulary 51,200, sequences of 2,048, micro-batches of one.
+vocabulary 51,200, sequences of 2,048, micro-batches of one. Its table 2: two of these models by ZeRO-3 alone, and so.
 Llama team 2024, arXiv:2407.21783, table 4: 405 billion parameters on H100 GPUs. Its TFLOP/s count no recomputation.
 Mixtures: their own config.json, as far as sizes go, and the sizes that their papers or model cards give.
 Runs looked up on 2026-11-22 in stored copies, which agree with each other but for a data-parallel size that one has
@@ -16,7 +16,7 @@ from refimpl.plan.shape import Shape
 
 @dataclass(frozen=True)
 class Run:
-    """billions: of parameters. batch: sequences of a step. tflops: that a GPU reached."""
+    """billions: of parameters. batch: sequences of a step, micro: of a micro-batch. tflops: that a GPU reached."""
 
     billions: float
     shape: Shape
@@ -26,6 +26,7 @@ class Run:
     cp: int
     batch: int
     tflops: float
+    micro: int = 1
 
     @property
     def dp(self) -> int:
@@ -50,6 +51,24 @@ MEGATRON = (
     megatron(310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155),
     megatron(529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163),
     megatron(1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
+)
+
+GPT_175 = Shape(96, 12288, 96, 51_200, 2048, hidden=4 * 12288, kv_heads=96)
+ZERO3 = (  # no other axis than data
+    Run(174.6, GPT_175, 384, 1, 1, 1, 1536, 144, 4),
+    Run(174.6, GPT_175, 768, 1, 1, 1, 1536, 88, 2),
+    Run(174.6, GPT_175, 1536, 1, 1, 1, 1536, 44, 1),
+    Run(529.6, MEGATRON[8].shape, 640, 1, 1, 1, 2560, 138, 4),
+    Run(529.6, MEGATRON[8].shape, 1120, 1, 1, 1, 2240, 98, 2),
+    Run(529.6, MEGATRON[8].shape, 2240, 1, 1, 1, 2240, 48, 1),
+)
+PTD = (  # the same models and as many GPUs, with tensor and pipeline parallelism
+    Run(174.6, GPT_175, 384, 8, 12, 1, 1536, 153),
+    Run(174.6, GPT_175, 768, 8, 12, 1, 1536, 149),
+    Run(174.6, GPT_175, 1536, 8, 12, 1, 1536, 141),
+    Run(529.6, MEGATRON[8].shape, 560, 8, 35, 1, 2240, 171),
+    Run(529.6, MEGATRON[8].shape, 1120, 8, 35, 1, 2240, 167),
+    Run(529.6, MEGATRON[8].shape, 2240, 8, 35, 1, 2240, 159),
 )
 
 

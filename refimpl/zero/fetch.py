@@ -13,7 +13,6 @@ DeepSpeed: deepspeed/runtime/zero/parameter_offload.py and partitioned_param_coo
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -24,10 +23,8 @@ from refimpl.zero.config import ZeroConfig
 from refimpl.zero.outputs import tensors_of
 from refimpl.zero.parameter import Hook, untraced
 from refimpl.zero.path import Path
-from refimpl.zero.prefetch import Pass
+from refimpl.zero.prefetch import Pass, next_ones, soon_again
 from refimpl.zero.unit import Unit, gather
-
-AHEAD = 16  # uses in the trace that are looked at for prefetching
 
 
 @dataclass
@@ -118,7 +115,8 @@ class Fetch:
                     tensor.register_hook(Hook(lambda _: self.before_backward(module)))  # type: ignore[no-untyped-call]
         if not in_backward():
             busy = [u for inside in self.running for u in self.units_of[inside.module]]
-            self.leave([u for u in self.units_of[module] if u not in busy and not self._soon_again(u)])
+            done = [u for u in self.units_of[module] if u not in busy]
+            self.leave([u for u in done if not soon_again(self.path.trace, u, self.config)])
             if not self.running:
                 self.release(list(self.leaving))
 
@@ -167,27 +165,8 @@ class Fetch:
             self.path.visit(unit, during)
         if self.leaving:
             self.release([u for u in self.leaving if u not in units])
-        gather(units, self._ahead(units) if fresh else ())
-
-    def _ahead(self, now: list[Unit]) -> list[Unit]:
-        """What to prefetch beside the units needed now: the next of the trace that fit both budgets, in elements."""
-        others = self.gathered.difference(now)
-        flying = sum(u.padded for u in others if u.in_flight)
-        live = sum(u.padded for u in (*others, *now))
-        chosen: list[Unit] = []
-        for unit in islice(self.path.trace.ahead(), AHEAD):
-            if not unit.is_free or unit in now or unit in chosen:
-                continue
-            alone = not flying and self.config.prefetch_bucket_size > 0  # one may be larger than the budget
-            flying, live = flying + unit.padded, live + unit.padded
-            if (flying > self.config.prefetch_bucket_size and not alone) or live > self.config.max_live_parameters:
-                break
-            chosen.append(unit)
-        return chosen
-
-    def _soon_again(self, unit: Unit) -> bool:
-        distance = self.path.trace.distance(unit) if self.config.max_reuse_distance else None
-        return distance is not None and distance < self.config.max_reuse_distance
+        ahead = next_ones(self.path.trace, units, self.gathered, self.config) if fresh else []
+        gather(units, ahead)
 
     def leave(self, units: list[Unit]) -> None:
         """A module is through with its units; its neighbour may be about to need the same."""

@@ -5,13 +5,26 @@ that stops early leaves the rest as it was.
 DeepSpeed: deepspeed/runtime/zero/partitioned_param_coordinator.py.
 """
 
-from collections.abc import Iterator
-from typing import Literal, cast
+from collections.abc import Collection, Iterator
+from itertools import islice
+from typing import Literal, Protocol, cast
 
 from refimpl.zero.flat import Bucket
 from refimpl.zero.unit import Unit
 
 Pass = Literal["forward", "backward", "reduction"]
+AHEAD = 16  # uses in the trace that are looked at for prefetching
+
+
+class Budgets(Protocol):
+    """Elements: see `ZeroConfig`."""
+
+    @property
+    def prefetch_bucket_size(self) -> int: ...
+    @property
+    def max_live_parameters(self) -> int: ...
+    @property
+    def max_reuse_distance(self) -> int: ...
 
 
 class Trace:
@@ -55,3 +68,26 @@ class Trace:
             if other.is_free:
                 between[id(other)] = other.numel
         return None
+
+
+def next_ones(trace: Trace, now: Collection[Unit], gathered: Collection[Unit], budgets: Budgets) -> list[Unit]:
+    """What to prefetch beside the units needed now: the next of the trace that fit both budgets."""
+    others = [unit for unit in gathered if unit not in now]
+    flying = sum(u.padded for u in others if u.in_flight)
+    live = sum(u.padded for u in (*others, *now))
+    chosen: list[Unit] = []
+    for unit in islice(trace.ahead(), AHEAD):
+        if not unit.is_free or unit in now or unit in chosen:
+            continue
+        alone = not flying and budgets.prefetch_bucket_size > 0  # one may be larger than the budget
+        flying, live = flying + unit.padded, live + unit.padded
+        if (flying > budgets.prefetch_bucket_size and not alone) or live > budgets.max_live_parameters:
+            break
+        chosen.append(unit)
+    return chosen
+
+
+def soon_again(trace: Trace, unit: Unit, budgets: Budgets) -> bool:
+    """Whether to keep a unit that a module is through with."""
+    distance = trace.distance(unit) if budgets.max_reuse_distance else None
+    return distance is not None and distance < budgets.max_reuse_distance

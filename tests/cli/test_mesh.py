@@ -28,6 +28,7 @@ def test_the_mesh_lies_on_one_process_and_its_bytes_on_the_formulas(mesh: str, t
     [
         (["--mesh", "dp=2,sp=2"], "'sp=2' is not one of dp=N, pp=N, cp=N, tp=N, each once"),
         (["--mesh", "dp=2,dp=2"], "'dp=2' is not one of"),
+        (["--mesh", "dp=²"], "'dp=²' is not one of"),
         (["--mesh", "pp=5"], "4 layers over 5 pipeline stages: each needs one"),
         (["--mesh", "tp=2", "--ranks", "4"], "--ranks 4: --mesh tp=2 has 2; leave --ranks out"),
         (["--mesh", "cp=2", "--context", "6"], "6 tokens over context ranks, two runs each: does not divide by 4"),

@@ -11,6 +11,7 @@ from refimpl.activation.budget import Again
 from refimpl.cli.plan import bytes_of, words
 from refimpl.plan.published import PUBLIC_MIXTURES
 
+HALF = {"device": "cpu", "ratio": 0.5}
 SMALL = ["--layers", "5", "--width", "64", "--heads", "2", "--context", "16", "--batch", "2"]
 
 
@@ -96,6 +97,9 @@ def test_the_layout_of_a_deepspeed_configuration(
         (["--params", "many"], "--params many: a number of parameters, such as 125M, 7B or 1T"),
         (["--params", "7B", "--gpu-memory", "big"], "--gpu-memory big: a number of bytes"),
         (["--model", "nowhere.json"], "--model nowhere.json: "),
+        (["--params", "1e30"], "a number of parameters, such as 125M, 7B or 1T, at most 100T"),
+        (["--params", "1e3"], "--params 1e3: the smallest GPT here has 7M"),
+        (["--params", "7B", "--network", "0GB"], "--gpu-memory, --node-bandwidth and --network must be more than 0"),
         (["--params", "7B", "--gpus", "37", "--batch", "5"], "no layout divides them all; change the batch"),
     ],
 )
@@ -106,6 +110,34 @@ def test_layouts_refused_in_one_line(
     error = capsys.readouterr().err
     assert reason in error
     assert error.count("\n") == 1
+
+
+def test_a_model_that_is_no_object(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("[1]")
+    assert refimpl_command(monkeypatch, "plan", "--model", str(tmp_path / "config.json")) == 2
+    assert "a transformers configuration is a JSON object, not list" in capsys.readouterr().err
+
+
+def test_what_is_offloaded_is_not_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file, state = tmp_path / "ds.json", []
+    for zero in ({}, {"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}):
+        both = {"offload_optimizer": {"device": "cpu"}} | zero if zero else {}
+        file.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 3} | both}))
+        assert refimpl_command(monkeypatch, "plan", "--params", "7B", "--config", str(file)) == 0
+        printed = capsys.readouterr().out
+        state.append(float(re.findall(r"│ +no │ +([\d.]+) │", printed)[0]))
+        assert ("offloaded: " in printed) == bool(zero)
+    assert "offloaded: parameters, gradients, optimizer, master weights; the time" in printed
+    fp32 = 6.66  # billion parameters; 16 bytes each over 8 GPUs, 4 of them without optimizer state and gradients
+    assert state[0] - state[1] == pytest.approx(fp32 * 12 / 8, rel=0.02)
+    assert state[1] - state[2] == pytest.approx(fp32 * 4 / 8, rel=0.05)
+    file.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"offload_optimizer": HALF}}))
+    assert refimpl_command(monkeypatch, "plan", "--params", "7B", "--config", str(file)) == 2
+    assert "offload_optimizer.ratio below 1: the planner knows all or nothing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

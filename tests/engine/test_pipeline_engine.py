@@ -166,6 +166,29 @@ def test_a_batch_function_and_other_shapes() -> None:
     assert len(first) == 2
 
 
+def logits_and_an_end() -> tuple[float, list[float], Any, str]:
+    """A loss, the losses of each logits, which rank has them, and what an iterator that ends says."""
+    engine, *_ = initialize(model=PipelineModule(layers(), 2, loss_fn=loss), config=config())
+    feeds = batches(0, torch.float32)
+    data = [next(feeds) for _ in range(2 * GAS - 1)]
+    found, said = engine.eval_batch(iter(data), return_logits=True)
+    outputs, last = engine.eval_batch(iter(data), return_logits=True, compute_loss=False)
+    assert (last is None) == (said is None) or torch.equal(last, said)
+    each = [] if outputs is None else [loss(out, y).item() for out, (_, y) in zip(outputs, data, strict=False)]
+    data_iter = iter(data)
+    engine.train_batch(data_iter)
+    with pytest.raises(StopIteration) as ended:
+        engine.train_batch(data_iter)
+    return found.item(), each, None if said is None else loss(said, data[GAS - 1][1]).item(), str(ended.value)
+
+
+def test_logits_are_the_last_stages_and_data_that_ends_says_where() -> None:
+    (mean, none, nothing, end), (_, each, last, _) = run(logits_and_an_end)
+    assert (none, nothing, end) == ([], None, "the data ended after 2 of a batch's 3 micro-batches")
+    assert mean == pytest.approx(sum(each) / GAS, rel=1e-6)
+    assert last == each[-1]
+
+
 # --- a topology with a model axis, whose layers their author has split
 
 
@@ -222,7 +245,7 @@ def test_a_model_axis_whose_layers_are_split_by_their_author(layout: tuple[int, 
 
 
 def refused(what: str) -> None:
-    stages = 3 if what == "stages" else 2
+    stages = {"stages": 3, "none": 0}.get(what, 2)
     if what == "axis":
         PipelineModule(layers(), topology=ProcessTopology(["pipe", "slice"], [1, 2]))
     stage = 2 if what == "zero" else 0
@@ -232,7 +255,7 @@ def refused(what: str) -> None:
     calls = {
         "forward": lambda: engine(torch.ones(2, WIDTH)), "backward": lambda: engine.backward(torch.ones(())),
         "step": engine.step,
-        "no data": engine.train_batch, "logits": lambda: engine.eval_batch(data, return_logits=True),
+        "no data": engine.train_batch, "reduced": lambda: engine.eval_batch(data, reduce_output=None),
     }  # fmt: skip
     calls.get(what, lambda: engine.train_batch(data))()
 
@@ -247,7 +270,8 @@ def refused(what: str) -> None:
         ("backward", "there is no backward"),
         ("step", "there is no step"),
         ("no data", r"no data: pass data_iter=..., set_dataloader"),
-        ("logits", "return_logits, and reduce_output other than"),
+        ("none", "num_stages 0 does not divide the job's 2 ranks"),
+        ("reduced", "reduce_output None of a loss: only 'avg'"),
         ("pairs", r"must be pairs \(inputs, labels\), not Tensor: set_batch_fn"),
         ("loss", r"the loss must be a scalar, not a tensor of shape \(2, 64\)"),
     ],

@@ -197,6 +197,7 @@ def refused(partition: Any) -> None:
     [
         ("profile", "'profile': it must be uniform, parameters, time, type:PATTERN, or 6 weights"),
         ([1, 2], r"\[1, 2\]: it must be"),
+        ("type:(", r"'type:\(': missing \)"),
         ("type:Conv", "no layer's type matches: Linear, tanh, double, LayerNorm"),
         ("time", "needs `sample`"),
     ],
@@ -204,6 +205,15 @@ def refused(partition: Any) -> None:
 def test_partitions_that_there_are_not(partition: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         refused(partition)
+
+
+def test_a_chain_has_layers_and_an_interval_is_none_or_more() -> None:
+    for layers, interval, says in (
+        ([], 0, "a pipeline of no layers"),
+        (specs(), -1, "interval -1: it must not"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            PipelineModule(layers, Group.world(), F.mse_loss, checkpoint_interval=interval)
 
 
 def test_a_spec_is_no_function() -> None:

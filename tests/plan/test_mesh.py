@@ -12,7 +12,7 @@ import torch
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.plan import formulas
 from refimpl.plan.mesh import Machine, Mesh, judge
-from refimpl.plan.published import LLAMA, MEGATRON, Run
+from refimpl.plan.published import LLAMA, MEGATRON, PTD, ZERO3, Run
 from refimpl.plan.search import search
 from refimpl.plan.shape import Experts, Shape, of_gpt, of_size
 from refimpl.plan.stages import layers_of, parameters_of
@@ -39,6 +39,24 @@ def test_sizes_and_speed_of_megatrons_table(row: Run) -> None:
     tflops = shape.flops(row.batch, recompute=True) / verdict.step / row.gpus / 1e12
     # One efficiency for all: small products reach less of the peak than large ones.
     assert tflops == pytest.approx(row.tflops, rel=0.35 if row.billions < 7 else 0.18)
+
+
+def planned(row: Run) -> float:
+    """TFLOP/s a GPU; alone on its axis data parallelism is ZeRO-3."""
+    zero = "zero3" if row.tp == row.pp == 1 else "ddp"
+    verdict = judge(row.shape, Mesh(row.dp, row.pp, row.tp, row.batch, row.micro, zero), Machine())
+    return row.shape.flops(row.batch, recompute=True) / verdict.step / row.gpus / 1e12
+
+
+def test_zero_3_alone_falls_with_the_gpus_as_in_megatrons_second_table() -> None:
+    """It is fastest where a GPU has four sequences, and falls by as much as the weights take longer than the work."""
+    for row in (*ZERO3, *PTD):
+        assert row.shape.parameters / 1e9 == pytest.approx(row.billions, rel=0.001)
+        assert planned(row) == pytest.approx(row.tflops, rel=0.36 if row in ZERO3 else 0.1)
+    for alone, meshed in ((ZERO3[:3], PTD[:3]), (ZERO3[3:], PTD[3:])):
+        falls = planned(alone[2]) / planned(alone[0])
+        assert falls == pytest.approx(alone[2].tflops / alone[0].tflops, rel=0.15)
+        assert planned(meshed[2]) > 2 * planned(alone[2]), "published: 3.2 and 3.3 times"
 
 
 @pytest.mark.parametrize("row", LLAMA, ids=lambda row: f"{row.gpus} GPUs, cp {row.cp}")

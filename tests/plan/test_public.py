@@ -125,3 +125,19 @@ def test_what_is_not_known_is_named() -> None:
         of_config({name: value for name, value in PUBLIC["deepseek_v3"].items() if name != "q_lora_rank"})
     with pytest.raises(ValueError, match="a gpt2 configuration without 'n_embd'"):
         of_config({"model_type": "gpt2"})
+    for change, says in (
+        ({"hidden_size": "4096"}, "hidden_size '4096': a whole number of at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0: a whole number"),
+        ({"hidden_size": None}, "a llama configuration without 'hidden_size'"),
+        ({"num_attention_heads": 8, "num_key_value_heads": 3}, "8 heads over 3 heads of keys and values: does not"),
+        ({"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": None}, "over 7 heads: does not divide; give"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            of_config(PUBLIC["llama"] | change)
+
+
+def test_a_familys_own_heads_where_the_configuration_says_nothing() -> None:
+    for family, head in (("qwen3", 128), ("gemma", 256), ("gemma2", 256), ("llama", 64)):
+        c = {"num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+        sizes = {"vocab_size": 100, "max_position_embeddings": 64, "intermediate_size": 1024}
+        assert of_config({"model_type": family, **c, **sizes}).head == head

@@ -4,6 +4,18 @@ Data-parallel training takes the mean over ranks of the gradients. If each rank'
 a rank with 10 of them weighs as much as one with 1000: with a long prompt that is masked, the first ranks have almost
 none. What each rank has to call backward on is (sum of its losses) N / (tokens of all ranks): its mean over N ranks is
 the mean over tokens, and so are the gradients. One all-reduce of one number a step, before backward.
+
+The engine takes this mean by itself over the ranks that share sequences: none of them has a loss of its own, and so a
+layout with context ranks trains as the same one without. Ranks with sequences to themselves each have a loss, and there
+the engine averages what it is given, as DeepSpeed's does: call `token_mean` with the engine's group, or, for a model
+whose loss is a `TokenMean`, set `engine.module.loss.group = engine.group`. Micro-batches differ too: `tokens` is then a
+rank's mean over those of the step.
+
+    tokens = sum(int((y != -100).sum()) for _, y in micro_batches) / len(micro_batches)
+    for x, y in micro_batches:
+        total = F.cross_entropy(engine(x).flatten(0, 1), y.flatten(), reduction="sum")
+        engine.backward(refimpl.token_mean(total, tokens, engine.group))
+        engine.step()
 """
 
 import torch
@@ -15,11 +27,15 @@ from refimpl.comm.group import Group
 IGNORED = -100  # a target that does not count, as in torch
 
 
-def token_mean(total: Tensor, tokens: Tensor | int, group: Group) -> Tensor:
-    """total: the sum of this rank's losses; tokens: how many they are. -> what to call backward on; 0 without any."""
+def token_mean(total: Tensor, tokens: Tensor | float, group: Group) -> Tensor:
+    """total []: the sum of this rank's losses; tokens: how many they are, on the mean over a step's micro-batches.
+
+    -> [] what to call backward on, 0 where no rank has a token: its mean over ranks and micro-batches is the mean over
+    tokens. A collective.
+    """
     count = torch.as_tensor(tokens, dtype=torch.float64, device=group.device).reshape(1).clone()
     group.all_reduce(count, tag="counts")
-    return total * (group.size / count.clamp(min=1).to(total.dtype)).squeeze(0)
+    return total * (group.size / count.masked_fill(count == 0, 1)).squeeze(0).to(total.dtype)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, group: Group) -> Tensor:

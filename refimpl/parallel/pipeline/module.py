@@ -72,9 +72,11 @@ class PipelineModule(nn.Module):
         `Checkpoint` by default, if one of them has parameters, or if all are of the classes named in `checkpointable`.
         dynamic: see `Pipeline`. base_seed: layer i is built with the seed base_seed + i on whatever rank; if it is None
         from the random state as it is.
-        ValueError for a partition that there is not.
+        ValueError for no layers, and for a partition or an interval that there is not.
         """
         super().__init__()
+        if checkpoint_interval < 0:
+            raise ValueError(f"checkpoint interval {checkpoint_interval}: it must not be negative; 0 is none")
         self.group, self.loss = group, loss
         self.specs: list[Layer] = list(layers)
         self.name, self.chunks, self.dynamic = schedule, chunks, dynamic
@@ -118,10 +120,12 @@ class PipelineModule(nn.Module):
             p.grad = grad if p.grad is None else p.grad if grad is None else grad + p.grad
         return losses
 
-    def evaluate(self, inputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
-        """[m]: every micro-batch's loss, on every rank. Forward alone."""
+    def evaluate(
+        self, inputs: Sequence[Any], targets: Sequence[Any], hear: Callable[[Any], object] | None = None
+    ) -> Tensor:
+        """[m]: every micro-batch's loss, on every rank. Forward alone. hear: gets what the last stage gives, there."""
         pipeline = self.pipeline(len(inputs))
-        return pipeline.everywhere(pipeline.evaluate(inputs, targets))
+        return pipeline.everywhere(pipeline.evaluate(inputs, targets, hear))
 
     def pipeline(self, micro_batches: int) -> Pipeline:
         """The runner for so many micro-batches."""
@@ -187,6 +191,8 @@ class PipelineModule(nn.Module):
 
     def _cut(self, method: str | Sequence[float], stages: int, sample: Any) -> Bounds:
         names = [type_name(layer) for layer in self.specs]
+        if not names:
+            raise ValueError("a pipeline of no layers")
         if method == "uniform":
             return partition.uniform(len(names), stages)
         if method == "parameters":

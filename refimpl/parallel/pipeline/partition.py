@@ -69,7 +69,10 @@ def _best(
 
 def matching(names: Sequence[str], pattern: str) -> list[float]:
     """Weights for `type:PATTERN`: 1 for each layer whose class name has it, in any case. ValueError if none has."""
-    weights = [float(bool(re.search(pattern, name, re.IGNORECASE))) for name in names]
+    try:
+        weights = [float(bool(re.search(pattern, name, re.IGNORECASE))) for name in names]
+    except re.error as error:
+        raise ValueError(f"partition 'type:{pattern}': {error}") from None
     if not any(weights):
         raise ValueError(f"partition 'type:{pattern}': no layer's type matches: {', '.join(dict.fromkeys(names))}")
     return weights

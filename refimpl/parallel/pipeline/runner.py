@@ -91,11 +91,19 @@ class Pipeline:
         return step.finish()
 
     @torch.no_grad()
-    def evaluate(self, inputs: Sequence[Any], targets: Sequence[Any] | None = None) -> dict[int, Any]:
-        """Forward alone. The losses, or the last stage's outputs if there are no targets, by micro-batch."""
+    def evaluate(
+        self,
+        inputs: Sequence[Any],
+        targets: Sequence[Any] | None = None,
+        hear: Callable[[Any], object] | None = None,
+    ) -> dict[int, Any]:
+        """Forward alone. The losses, or the last stage's outputs if there are no targets, by micro-batch.
+
+        hear: is called with each of these outputs, also where there are targets.
+        """
         self._check(inputs, targets if targets is not None else inputs)
         self.group.share_messages()
-        step = Step(self, inputs, targets, 0.0)
+        step = Step(self, inputs, targets, 0.0, hear)
         for line in self.program:
             if (line.kind == "F") if isinstance(line, Op) else line.value.way == "forward":
                 step.do(line)
@@ -154,6 +162,7 @@ class Step:
     inputs: Sequence[Any]
     targets: Sequence[Any] | None
     scale: float
+    hear: Callable[[Any], object] | None = None
     here: dict[Value, Any] = field(default_factory=dict)  # values made here, or come here, and not used yet
     kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
     sending: dict[int, deque[list[Work]]] = field(default_factory=dict)  # to each rank, the oldest first
@@ -186,6 +195,8 @@ class Step:
         out = self.pipeline.stages[stage](x)
         added = self.pipeline.added(stage) if self.targets is not None else None
         if stage == self.pipeline.table.stages - 1:
+            if self.hear is not None:
+                self.hear(out)
             if self.targets is not None:
                 out = self.pipeline.loss(out, self.targets[micro])
             self._result(micro, out)
