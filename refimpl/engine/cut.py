@@ -135,7 +135,7 @@ def by_context(model: GPT, axes: Axes) -> Callable[[Any], Any]:
     group = axes.context
     layout = Layout(model.config.context, group.size, zigzag=True)
     context_parallel(model, group, layout)
-    model.loss = TokenMean(model.loss, group)
+    model.loss = TokenMean(model.loss, axes.replicas)
     return partial(part_of_tokens, layout=layout, rank=group.rank)
 
 

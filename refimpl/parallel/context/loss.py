@@ -5,11 +5,10 @@ a rank with 10 of them weighs as much as one with 1000: with a long prompt that 
 none. What each rank has to call backward on is (sum of its losses) N / (tokens of all ranks): its mean over N ranks is
 the mean over tokens, and so are the gradients. One all-reduce of one number a step, before backward.
 
-The engine takes this mean by itself over the ranks that share sequences: none of them has a loss of its own, and so a
-layout with context ranks trains as the same one without. Ranks with sequences to themselves each have a loss, and there
-the engine averages what it is given, as DeepSpeed's does: call `token_mean` with the engine's group, or, for a model
-whose loss is a `TokenMean`, set `engine.module.loss.group = engine.group`. Micro-batches differ too: `tokens` is then a
-rank's mean over those of the step.
+The engine takes this mean by itself where ranks share sequences: none of them has a loss of its own. It is of what all
+replicas, dp x cp, have of a micro-batch: as in one process that has all these sequences in one. Ranks with sequences to
+themselves each have a loss, and there the engine averages what it is given, as DeepSpeed's does: call `token_mean` with
+the engine's group. Micro-batches differ too: `tokens` is then a rank's mean over those of the step.
 
     tokens = sum(int((y != -100).sum()) for _, y in micro_batches) / len(micro_batches)
     for x, y in micro_batches:
