@@ -108,6 +108,8 @@ class _Walk:
             if key is None:
                 if prefix.removesuffix(".") in FREE:
                     kept[name] = value
+                elif not prefix and "." in name and name in self.keys:
+                    self.notes.append(f"{name}: no effect: DeepSpeed reads no key with a dot; write it in its section")
                 elif prefix or not name.startswith(COMMENTS):
                     self.problems.append(f"{path}: unknown key{_nearest(name, prefix, self.keys)}")
             elif path in self.sections:

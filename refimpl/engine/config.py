@@ -5,6 +5,7 @@ triple is completed (`batch`), and pydantic checks types and ranges (`sections`)
 in silence. DeepSpeed's file: deepspeed/runtime/config.py.
 """
 
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -265,7 +266,7 @@ def whole_number(size: Any) -> int:
 def raw_config(config: object) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
-    if not isinstance(config, str | Path):
+    if not isinstance(config, str | os.PathLike):
         raise ConfigError(f"a configuration is a dictionary or the path of a JSON file, not {type(config).__name__}")
     if str(config).lstrip().startswith("{"):
         raise ConfigError("the configuration is JSON text; pass json.loads(text), or the path of a file that holds it")

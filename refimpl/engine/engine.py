@@ -54,7 +54,7 @@ class Engine(ModuleState, Asked):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        self.report = Report(parts)
+        self.report, self.monitor = Report(parts), parts.monitor
         self.device = self.group.device
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.axes.world.rank))
         self._step_applied = False

@@ -94,3 +94,11 @@ class Section(BaseModel):
     def get(self, name: str, default: Any = None) -> Any:
         """As of the dictionary that DeepSpeed's engines keep as their `config`."""
         return getattr(self, name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in type(self).model_fields:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __contains__(self, name: str) -> bool:
+        return self.get(name) is not None
