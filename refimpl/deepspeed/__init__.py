@@ -43,6 +43,7 @@ from refimpl.engine.cut import AUTOTP_SIZE
 from refimpl.engine.trained import MakeOptimizer, Parameters
 
 __version__ = version = VERSION
+__git_hash__ = __git_branch__ = "refimpl"
 __version_major__, __version_minor__, __version_patch__ = map(int, VERSION.partition("+")[0].split("."))
 
 __all__ = [

@@ -23,7 +23,7 @@ DeepSpeed's file: deepspeed/runtime/engine.py. What is different here, on purpos
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,10 @@ class Engine(ModuleState, Asked):
         RuntimeError inside `no_sync`.
         """
         if not self._syncing:
-            raise RuntimeError("engine.step() inside no_sync(): the gradients are not reduced; leave the block first")
+            raise RuntimeError(
+                "engine.step() inside no_sync() or coalesce_grad_reduction(): the gradients are not reduced; leave the "
+                "block first"
+            )
         self.saving.check()
         due = self.is_gradient_accumulation_boundary() or not self.config.managed_gradient_accumulation
         self.micro_steps += max(1, self._pending)
@@ -188,10 +191,29 @@ class Engine(ModuleState, Asked):
         if self.zero_optimization_stage() >= 2:
             stage = self.zero_optimization_stage()
             raise RuntimeError(f"no_sync: ZeRO stage {stage} shards every micro-batch's gradient; use stage 0 or 1")
+        with self._without_step(), self.stage.no_sync():
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """All `backward` calls in the block are of one step, and stage 1 reduces their sum once, in that step.
+
+        Stages 2 and 3 reduce each of them all the same, as they have no memory for whole gradients (DeepSpeed keeps
+        them until the block ends). RuntimeError in another such block; NotImplementedError in stage 0, as in DeepSpeed.
+        """
+        stage = self.zero_optimization_stage()
+        if stage == 0:
+            raise NotImplementedError("coalesce_grad_reduction: ZeRO stage 0 reduces once a step anyway: use no_sync")
+        if not self._syncing:
+            raise RuntimeError("coalesce_grad_reduction() inside no_sync() or another one: leave that block first")
+        with self._without_step(), self.stage.no_sync() if stage == 1 else nullcontext():
+            yield
+
+    @contextmanager
+    def _without_step(self) -> Iterator[None]:
         before, self._syncing = self._syncing, False
         try:
-            with self.stage.no_sync():
-                yield
+            yield
         finally:
             self._syncing = before
 

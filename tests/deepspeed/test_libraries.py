@@ -6,6 +6,7 @@ TRL 0.2x (trl/models/utils.py), OpenRLHF (utils/deepspeed), Lightning (fabric/st
 
 import argparse
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +219,35 @@ def test_what_is_not_built_says_so() -> None:
     ):
         with pytest.raises(NotImplementedError, match=what):
             use()
+
+
+def coalesced(stage: int, block: bool) -> tuple[list[Tensor], int]:
+    """The gradients' calls of two steps of three micro-batches, and the weights after them."""
+    engine = engine_of(stage=stage)
+    calls = 0
+    for step in range(2):
+        with engine.coalesce_grad_reduction() if block else nullcontext():
+            for turn in range(3):
+                seed = 100 * step + 10 * turn + engine.global_rank
+                engine.set_gradient_accumulation_boundary(turn == 2)
+                engine.backward(
+                    engine(torch.randn(2, 5, generator=torch.Generator().manual_seed(seed))).square().mean()
+                )
+            if block:
+                with pytest.raises(RuntimeError, match=r"inside no_sync\(\) or coalesce_grad_reduction\(\)"):
+                    engine.step()
+                with pytest.raises(RuntimeError, match="inside no_sync"), engine.coalesce_grad_reduction():
+                    pass
+        engine.step()
+        calls = engine.group.ledger.calls(by="tag")["gradients"]
+    return list(engine.module.state_dict().values()), calls
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_reduction_for_all_backward_calls_of_a_step(stage: int) -> None:
+    with_, without = (worlds.run(coalesced, stage, block, ranks=2) for block in (True, False))
+    for (mine, calls), (theirs, _) in zip(with_, without, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+        assert calls == {1: 1, 2: 3, 3: 6}[stage]  # stage 3 has a unit for each layer
+    with pytest.raises(NotImplementedError, match="coalesce_grad_reduction: ZeRO stage 0"):
+        engine_of(stage=0).coalesce_grad_reduction().__enter__()
