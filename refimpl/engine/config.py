@@ -63,6 +63,9 @@ class DeepSpeedConfig(value.Section):
     communication_data_type: value.Dtype | None = Field(
         default=None, description="dtype on the wire; unset: the model's"
     )
+    seq_parallel_communication_data_type: value.Dtype | None = Field(
+        default=None, description="the same where ranks share sequences; unset: communication_data_type"
+    )
     data_types: section.DataTypes = Field(
         default_factory=section.DataTypes, description="dtypes apart from the model's"
     )

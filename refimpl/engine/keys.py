@@ -97,8 +97,7 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
 
 # key -> (what it would take, values that pass in silence)
 REJECTED: Mapping[str, tuple[str, Sequence[Any]]] = {
-    "seq_parallel_communication_data_type": (f"{NOT_YET}: sequence parallelism", ["fp32"]),
-    "seq_parallel_comm_data_type": (f"{NOT_YET}: sequence parallelism", ["fp32"]),
+    "seq_parallel_comm_data_type": ("write seq_parallel_communication_data_type, which DeepSpeed reads", ["fp32"]),
     "use_data_before_expert_parallelism": ("ranks that share experts are neighbours", [False]),
     "graph_harvesting": ("not part of this project: CUDA graphs", [False]),
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": (f"{NOT_YET}: parameters are all-gathered", [False]),
