@@ -23,7 +23,7 @@ DeepSpeed's file: deepspeed/runtime/engine.py. What is different here, on purpos
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,13 @@ class Engine(ModuleState, Asked):
             self.group.ledger.reset()
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             inputs, kwargs = tree_map_only(Tensor, to_half, (inputs, kwargs))
-        with self.report.time("fwd"):
+        with self.report.time("fwd"), self._autocast():
             return self.module(*inputs, **kwargs)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """As the configuration says; where it says nothing, a script's own autocast around the call goes on."""
+        asked = self.config.torch_autocast
+        return torch.autocast(self.device.type, asked.dtype) if asked.enabled else nullcontext()
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add the gradient of loss / gradient_accumulation_steps (of loss, if not `scale_wrt_gas`); return `loss`.

@@ -51,6 +51,13 @@ def as_dtype(value: Any) -> torch.dtype:
     raise ValueError("must be one of fp32, fp16, bf16")
 
 
+def of_16_bits(dtype: torch.dtype) -> torch.dtype:
+    """torch.autocast has no other."""
+    if dtype == torch.float32:
+        raise ValueError("must be bf16 or fp16")
+    return dtype
+
+
 def upper(value: Any) -> Any:
     """DeepSpeed reads `Warn` and `WARN` alike."""
     return value.upper() if isinstance(value, str) else value

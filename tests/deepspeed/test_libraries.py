@@ -104,8 +104,8 @@ def test_a_key_with_a_dot_has_no_effect_and_says_so() -> None:
         engine = engine_of(**dotted)
     assert [str(w.message).partition(" DeepSpeed")[0] for w in warned] == [f"{key}: no effect:" for key in dotted]
     assert engine.config.zero_optimization == engine_of().config.zero_optimization
-    with pytest.raises(ConfigError, match=r"^zero_optimization.bucket: unknown key"):
-        engine_of(**{"zero_optimization.bucket": 64})
+    with pytest.raises(ConfigError, match=r"^zero_optimization.stage: unknown key"):
+        engine_of(**{"zero_optimization.stage": 2})
 
 
 def test_a_configuration_is_asked_like_a_dictionary() -> None:
