@@ -328,6 +328,8 @@ class Engine(ModuleState, Asked):
         """Write the whole model's weights in its training dtype. Every rank must call it. False if config forbids."""
         return weights.save_16bit_model(self, Path(save_dir), save_filename, exclude_frozen_parameters)
 
+    save_fp16_model = save_16bit_model  # its older name
+
     # Inside.
 
     def _feed(self, data_iter: Iterator[Any] | None) -> Tensor:
