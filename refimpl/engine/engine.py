@@ -149,6 +149,9 @@ class Engine(ModuleState, Asked):
         self._accumulated = 0
         self.report.after_update(self.global_steps, self.global_samples, self.get_lr())
 
+    def _backward_epilogue(self) -> None:
+        """Nothing: DeepSpeed's recipe for one loss of several engines calls it between `loss.backward()` and `step`."""
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last update. Micro-batches stay counted, as in DeepSpeed."""
         self.stage.zero_grad()
