@@ -31,26 +31,35 @@ from refimpl.deepspeed.later import later
 from refimpl.deepspeed.pipe import PipelineModule
 from refimpl.deepspeed.runtime import zero
 from refimpl.deepspeed.runtime.activation_checkpointing import checkpointing
+from refimpl.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from refimpl.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from refimpl.deepspeed.runtime.dataloader import RepeatingLoader
 from refimpl.deepspeed.runtime.engine import DeepSpeedEngine
+from refimpl.deepspeed.runtime.lr_schedules import add_tuning_arguments
+from refimpl.deepspeed.runtime.pipe.engine import PipelineEngine
 from refimpl.deepspeed.utils import OnDevice, log_dist, logger
 from refimpl.engine import initialize as _engine
 from refimpl.engine.cut import AUTOTP_SIZE
 from refimpl.engine.trained import MakeOptimizer, Parameters
 
-__version__ = VERSION
+__version__ = version = VERSION
+__git_hash__ = __git_branch__ = "refimpl"
 __version_major__, __version_minor__, __version_patch__ = map(int, VERSION.partition("+")[0].split("."))
 
 __all__ = [
     "DeepSpeedConfig",
     "DeepSpeedConfigError",
     "DeepSpeedEngine",
+    "DeepSpeedOptimizer",
+    "DeepSpeedTransformerConfig",
+    "DeepSpeedTransformerLayer",
     "OnDevice",
+    "PipelineEngine",
     "PipelineModule",
     "RepeatingLoader",
     "accelerator",
     "add_config_arguments",
+    "add_tuning_arguments",
     "checkpoint",
     "checkpointing",
     "comm",
@@ -65,12 +74,18 @@ __all__ = [
     "ops",
     "pipe",
     "runtime",
+    "set_autotp_mode",
     "tp_model_init",
     "utils",
+    "version",
     "zero",
 ]
 
 init_inference = later("deepspeed.init_inference", "inference kernels; call the model itself")
+DeepSpeedTransformerLayer, DeepSpeedTransformerConfig = (
+    later(f"deepspeed.{name}", "a fused layer; use torch.nn.TransformerEncoderLayer")
+    for name in ("DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig")
+)
 
 
 def initialize(
@@ -112,6 +127,12 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
         raise NotImplementedError(f"tp_model_init: {what}: write it in the configuration, or give initialize an mpu")
     setattr(model, AUTOTP_SIZE, tp_size)
     return model.to(dtype)
+
+
+def set_autotp_mode(training: bool = False) -> None:
+    """Nothing to do for training. NotImplementedError for inference."""
+    if not training:
+        raise NotImplementedError("set_autotp_mode(training=False): not implemented yet: inference kernels")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -45,6 +45,12 @@ UNPREFIXED = (
     "use_all_reduce_for_fetch_params allgather_sequential"
 )
 ALIASES = {f"zero_optimization.{name}": f"stage3_{name}" for name in UNPREFIXED.split()}
+# TRL, and accelerate once, write these at the top for a model that is not trained. DeepSpeed reads none; what they say
+# is a size, and changes no result. Any other path as a key is an error.
+DOTTED = tuple(
+    f"zero_optimization.{name}"
+    for name in ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
+)
 COMMENTS = ("_", "//", "#")  # how people begin a key that is a comment, JSON having none; DeepSpeed reads no such key
 VALUES = (str, Number, list, tuple, set, Mapping, NoneType, torch.dtype)
 # Arguments of a class, which `refimpl.engine.arguments` reads, and a plan that `parallel.auto.partition` reads.
@@ -108,6 +114,8 @@ class _Walk:
             if key is None:
                 if prefix.removesuffix(".") in FREE:
                     kept[name] = value
+                elif not prefix and name in DOTTED:
+                    self.notes.append(f"{name}: no effect: DeepSpeed reads no key with a dot; write it in its section")
                 elif prefix or not name.startswith(COMMENTS):
                     self.problems.append(f"{path}: unknown key{_nearest(name, prefix, self.keys)}")
             elif path in self.sections:

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from refimpl.engine.dataloader import make_dataloader
 from refimpl.engine.state import TrainingState
-from refimpl.zero.zero3 import Zero3
 
 
 class Asked(TrainingState):
@@ -167,13 +166,8 @@ class Asked(TrainingState):
         return self.config.zero_allow_untested_optimizer
 
     def zero_cpu_offload(self) -> bool:
-        """Whether optimizer states live in host memory: not yet."""
-        return False
-
-    def empty_partition_cache(self) -> None:
-        """Free stage 3's parameters that were kept whole for their next use."""
-        if isinstance(self.stage, Zero3):
-            self.stage.fetch.release(self.stage.fetch.units)
+        """Whether optimizer states live in host memory."""
+        return self.config.zero_optimization.offload_optimizer.device == "cpu"
 
     # The rest.
 

@@ -1,8 +1,9 @@
 """A value spelt "auto" is left to the training script or to the model, as in Hugging Face's files.
 
 Taken, in this order, from the caller's `auto` dictionary (by full path, "optimizer.params.lr", or by last name, "lr"),
-then from a rule below. What is left falls back to its default in the sections where DeepSpeed does the same, and is
-an error that names the key elsewhere: no rate and no size is guessed. Source of the rules: `trainer_config_process`
+then from a rule below. What is left falls back to its default in the sections where DeepSpeed does the same (the sizes
+of buckets, for a model that does not say how wide it is), and is an error that names the key elsewhere: no rate is
+guessed. Source of the rules: `trainer_config_process`
 and `trainer_config_finalize` in transformers/integrations/deepspeed.py.
 """
 
@@ -86,7 +87,7 @@ def resolve(values: Mapping[str, Any], *, model: torch.nn.Module | None, given: 
         try:
             home[name] = _value(path, result, model, given)
         except Unresolved as lack:
-            if _unneeded(path, result):
+            if _unneeded(path):
                 del home[name]
             else:
                 problems.append(
@@ -119,9 +120,7 @@ def _value(path: str, values: Values, model: torch.nn.Module | None, given: Mapp
     raise Unresolved("only the training script knows it")
 
 
-def _unneeded(path: str, values: Values) -> bool:
-    """The batch triple completes itself, stage 3's sizes mean nothing elsewhere, and some sections have defaults."""
-    in_stage_3 = (values.get("zero_optimization") or {}).get("stage") == 3
-    other_stage = path.startswith("zero_optimization.stage3_") and not in_stage_3
-    has_default = path.split(".")[0] in DEFAULTED and path not in (*RULES, "zero_optimization.stage")
-    return path in (TRAIN, MICRO, STEPS) or other_stage or has_default
+def _unneeded(path: str) -> bool:
+    """The batch triple completes itself, and some sections have defaults."""
+    switches = ("fp16.enabled", "bf16.enabled", "zero_optimization.stage")
+    return path in (TRAIN, MICRO, STEPS) or (path.split(".")[0] in DEFAULTED and path not in switches)

@@ -132,6 +132,8 @@ def make_stage(
     flagged = tuple(path for path, module in model.named_modules() if getattr(module, LEAF_FLAG, False))
     zero = settings.zero_config()
     zero = replace(zero, leaf_modules=(*zero.leaf_modules, *flagged))
+    if axes.context.size > 1 and settings.seq_parallel_communication_data_type is not None:
+        zero = replace(zero, communication_data_type=settings.seq_parallel_communication_data_type)
     zero = with_plus(with_homes(zero, settings, axes.replicas.device), settings)
     experts = same_experts(model, ranks)
     if ranks.made and axes.across.size > 1:

@@ -5,6 +5,7 @@ triple is completed (`batch`), and pydantic checks types and ranges (`sections`)
 in silence. DeepSpeed's file: deepspeed/runtime/config.py.
 """
 
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,6 +63,9 @@ class DeepSpeedConfig(value.Section):
     communication_data_type: value.Dtype | None = Field(
         default=None, description="dtype on the wire; unset: the model's"
     )
+    seq_parallel_communication_data_type: value.Dtype | None = Field(
+        default=None, description="the same where ranks share sequences; unset: communication_data_type"
+    )
     data_types: section.DataTypes = Field(
         default_factory=section.DataTypes, description="dtypes apart from the model's"
     )
@@ -77,6 +81,9 @@ class DeepSpeedConfig(value.Section):
 
     fp16: section.FP16 = Field(default_factory=section.FP16, description="mixed precision with a loss scale")
     bf16: section.BF16 = Field(default_factory=section.BF16, description="mixed precision without a loss scale")
+    torch_autocast: section.TorchAutocast = Field(
+        default_factory=section.TorchAutocast, description="forward in 16 bits, with parameters as they are"
+    )
     optimizer: section.Optimizer | None = Field(default=None, description="the optimizer by name")
     scheduler: section.Scheduler | None = Field(default=None, description="the learning-rate schedule by name")
     zero_optimization: section.ZeroOptimization = Field(
@@ -116,6 +123,18 @@ class DeepSpeedConfig(value.Section):
         return self
 
     @model_validator(mode="after")
+    def check_autocast(self) -> Self:
+        """Weights that autocast has rounded wait for backward as whole as they were: stage 3 would keep all of them."""
+        autocast = self.torch_autocast
+        if autocast.enabled and self.zero_optimization.stage == 3 and autocast.dtype != self.dtype:
+            name = str(autocast.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"torch_autocast.enabled: zero_optimization.stage 3 would keep {name} copies of all weights until "
+                f"backward: enable {'bf16' if autocast.dtype == torch.bfloat16 else 'fp16'}, or use stage 0, 1 or 2"
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_one_bit(self) -> Self:
         """What averages its momentum by itself needs all of it on every rank, as in DeepSpeed."""
         stage, name = self.zero_optimization.stage, "" if self.optimizer is None else self.optimizer.type
@@ -148,13 +167,13 @@ class DeepSpeedConfig(value.Section):
         return torch.float16 if self.fp16.enabled else torch.bfloat16 if self.bf16.enabled else torch.float32
 
     def loss_scaler(self) -> LossScaler | None:
-        """The scaler that fp16 asks for, static or dynamic; None without fp16.
+        """The scaler that fp16 asks for, static or dynamic, or autocast to float16; None without these.
 
         At its minimum a dynamic one ends the run in stages 1 to 3; stage 0 goes on skipping, as DeepSpeed's does.
         """
-        fp16 = self.fp16
+        fp16, autocast = self.fp16, self.torch_autocast
         if not fp16.enabled:
-            return None
+            return DynamicLossScaler() if autocast.enabled and autocast.dtype == torch.float16 else None
         if fp16.loss_scale > 0:
             return LossScaler(fp16.loss_scale)
         return DynamicLossScaler(
@@ -269,7 +288,7 @@ def whole_number(size: Any) -> int:
 def raw_config(config: object) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
-    if not isinstance(config, str | Path):
+    if not isinstance(config, str | os.PathLike):
         raise ConfigError(f"a configuration is a dictionary or the path of a JSON file, not {type(config).__name__}")
     if str(config).lstrip().startswith("{"):
         raise ConfigError("the configuration is JSON text; pass json.loads(text), or the path of a file that holds it")

@@ -23,7 +23,7 @@ DeepSpeed's file: deepspeed/runtime/engine.py. What is different here, on purpos
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Engine(ModuleState, Asked):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        self.report = Report(parts)
+        self.report, self.monitor = Report(parts), parts.monitor
         self.device = self.group.device
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.axes.world.rank))
         self._step_applied = False
@@ -88,8 +88,13 @@ class Engine(ModuleState, Asked):
             self.group.ledger.reset()
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             inputs, kwargs = tree_map_only(Tensor, to_half, (inputs, kwargs))
-        with self.report.time("fwd"):
+        with self.report.time("fwd"), self._autocast():
             return self.module(*inputs, **kwargs)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """As the configuration says; where it says nothing, a script's own autocast around the call goes on."""
+        asked = self.config.torch_autocast
+        return torch.autocast(self.device.type, asked.dtype) if asked.enabled else nullcontext()
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add the gradient of loss / gradient_accumulation_steps (of loss, if not `scale_wrt_gas`); return `loss`.
@@ -122,7 +127,10 @@ class Engine(ModuleState, Asked):
         RuntimeError inside `no_sync`.
         """
         if not self._syncing:
-            raise RuntimeError("engine.step() inside no_sync(): the gradients are not reduced; leave the block first")
+            raise RuntimeError(
+                "engine.step() inside no_sync() or coalesce_grad_reduction(): the gradients are not reduced; leave the "
+                "block first"
+            )
         self.saving.check()
         due = self.is_gradient_accumulation_boundary() or not self.config.managed_gradient_accumulation
         self.micro_steps += max(1, self._pending)
@@ -140,6 +148,9 @@ class Engine(ModuleState, Asked):
         self.global_samples += self._accumulated * self.train_micro_batch_size_per_gpu() * self.axes.feeds
         self._accumulated = 0
         self.report.after_update(self.global_steps, self.global_samples, self.get_lr())
+
+    def _backward_epilogue(self) -> None:
+        """Nothing: DeepSpeed's recipe for one loss of several engines calls it between `loss.backward()` and `step`."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last update. Micro-batches stay counted, as in DeepSpeed."""
@@ -188,10 +199,29 @@ class Engine(ModuleState, Asked):
         if self.zero_optimization_stage() >= 2:
             stage = self.zero_optimization_stage()
             raise RuntimeError(f"no_sync: ZeRO stage {stage} shards every micro-batch's gradient; use stage 0 or 1")
+        with self._without_step(), self.stage.no_sync():
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """All `backward` calls in the block are of one step, and stage 1 reduces their sum once, in that step.
+
+        Stages 2 and 3 reduce each of them all the same, as they have no memory for whole gradients (DeepSpeed keeps
+        them until the block ends). RuntimeError in another such block; NotImplementedError in stage 0, as in DeepSpeed.
+        """
+        stage = self.zero_optimization_stage()
+        if stage == 0:
+            raise NotImplementedError("coalesce_grad_reduction: ZeRO stage 0 reduces once a step anyway: use no_sync")
+        if not self._syncing:
+            raise RuntimeError("coalesce_grad_reduction() inside no_sync() or another one: leave that block first")
+        with self._without_step(), self.stage.no_sync() if stage == 1 else nullcontext():
+            yield
+
+    @contextmanager
+    def _without_step(self) -> Iterator[None]:
         before, self._syncing = self._syncing, False
         try:
-            with self.stage.no_sync():
-                yield
+            yield
         finally:
             self._syncing = before
 
@@ -306,6 +336,8 @@ class Engine(ModuleState, Asked):
     ) -> bool:
         """Write the whole model's weights in its training dtype. Every rank must call it. False if config forbids."""
         return weights.save_16bit_model(self, Path(save_dir), save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model  # its older name
 
     # Inside.
 

@@ -51,6 +51,10 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "bf16.bf16_optimizer_states": ("optimizer states stay in fp32", [False]),
     "bf16.check_grad_overflow": ("a non-finite gradient on any rank always skips the step on all", [True]),
     "bf16.immediate_grad_update": ("gradients are always moved as backward makes them", [True]),
+    "torch_autocast.lower_precision_safe_modules": (
+        "autocast decides by operation; what travels has the model's dtype, or communication_data_type",
+        [None],
+    ),
     "optimizer.params.max_grad_norm": ("gradient_clipping says the same, and is what counts", [0, None]),
     "optimizer.params.cuda_aware": ("there is no MPI here: ranks talk over the engine's own groups", [False]),
     "optimizer.params.set_grad_none": ("gradients are always released after a step", [True]),
@@ -97,8 +101,7 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
 
 # key -> (what it would take, values that pass in silence)
 REJECTED: Mapping[str, tuple[str, Sequence[Any]]] = {
-    "seq_parallel_communication_data_type": (f"{NOT_YET}: sequence parallelism", ["fp32"]),
-    "seq_parallel_comm_data_type": (f"{NOT_YET}: sequence parallelism", ["fp32"]),
+    "seq_parallel_comm_data_type": ("write seq_parallel_communication_data_type, which DeepSpeed reads", ["fp32"]),
     "use_data_before_expert_parallelism": ("ranks that share experts are neighbours", [False]),
     "graph_harvesting": ("not part of this project: CUDA graphs", [False]),
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": (f"{NOT_YET}: parameters are all-gathered", [False]),
@@ -155,7 +158,6 @@ EXPERTS: Mapping[str, tuple[Verdict, str, Sequence[Any]]] = {
 # A section with a switch: the switch decides, its other keys are read only when it is on.
 SWITCHED: Mapping[str, tuple[str, str, Sequence[Any], str]] = {
     # section: (what it would take, switch, values of the switch that mean off, other keys)
-    "torch_autocast": (f"{NOT_YET}: use bf16", "enabled", [False], "dtype lower_precision_safe_modules"),
     "flops_profiler": (
         f"{NOT_YET}: the FLOPs profiler",
         "enabled",

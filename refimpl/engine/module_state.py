@@ -50,3 +50,5 @@ class ModuleState(TrainingState):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """The whole weights in the training dtype on rank 0, None elsewhere: what Hugging Face's libraries save."""
         return whole_weights(self, exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # so called with tensor parallelism

@@ -120,6 +120,8 @@ class Monitor:
         for writer in self.writers:
             writer.write(events)
 
+    write_events = write  # DeepSpeed's name, for what a script logs by itself: engine.monitor.write_events([...])
+
     def close(self) -> None:
         """Close all monitors."""
         for writer in self.writers:

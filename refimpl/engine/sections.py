@@ -9,7 +9,8 @@ DeepSpeed's files: deepspeed/runtime/config.py, runtime/zero/config.py, runtime/
 import sys
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+import torch
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from refimpl.engine.values import (
     Count,
@@ -19,6 +20,7 @@ from refimpl.engine.values import (
     Section,
     false_is_none,
     no_bool,
+    of_16_bits,
     or_none,
     unless_off,
     upper,
@@ -48,6 +50,15 @@ class BF16(Section):
     """Train in bf16 with fp32 master weights; bf16 has fp32's range, so there is no loss scale."""
 
     enabled: bool = Field(default=False, description="the model is cast to bf16; master weights stay in fp32")
+
+
+class TorchAutocast(Section):
+    """Forward runs under torch.autocast: parameters and their gradients keep the model's dtype."""
+
+    enabled: bool = Field(default=False, description="products are computed in `dtype`, sums in fp32, as torch decides")
+    dtype: Annotated[Dtype, AfterValidator(of_16_bits)] = Field(
+        default=torch.bfloat16, description="bfloat16, or float16 with a dynamic loss scale"
+    )
 
 
 class DataTypes(Section):

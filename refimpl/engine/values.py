@@ -51,6 +51,13 @@ def as_dtype(value: Any) -> torch.dtype:
     raise ValueError("must be one of fp32, fp16, bf16")
 
 
+def of_16_bits(dtype: torch.dtype) -> torch.dtype:
+    """torch.autocast has no other."""
+    if dtype == torch.float32:
+        raise ValueError("must be bf16 or fp16")
+    return dtype
+
+
 def upper(value: Any) -> Any:
     """DeepSpeed reads `Warn` and `WARN` alike."""
     return value.upper() if isinstance(value, str) else value
@@ -94,3 +101,11 @@ class Section(BaseModel):
     def get(self, name: str, default: Any = None) -> Any:
         """As of the dictionary that DeepSpeed's engines keep as their `config`."""
         return getattr(self, name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in type(self).model_fields:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __contains__(self, name: str) -> bool:
+        return self.get(name) is not None

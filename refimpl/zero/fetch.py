@@ -71,7 +71,7 @@ class Fetch:
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_outermost = not self.running and not in_backward()
         self.running.append(Running(module))
-        if is_outermost:
+        if is_outermost and (torch.is_grad_enabled() or not all(unit.held for unit in self.units)):
             self.path.begin(self._iteration(module))
         self.need(module, "forward")
         self.watch_saved(module)
@@ -158,7 +158,7 @@ class Fetch:
     def need(self, module: nn.Module, during: Pass) -> None:
         """Return when all units of `module` are available, with those that come next on their way."""
         units = self.units_of[module]
-        if not units:
+        if all(unit.held for unit in units):
             return
         fresh = [u for u in units if not (u.is_joined and self.path.trace.last == (u, during))]
         for unit in fresh:

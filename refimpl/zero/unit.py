@@ -3,8 +3,10 @@
     state       memory of `full`    its parameters   `is_free`   `in_flight`   what ends it
     freed       none                Freed            True        False         start
     in flight   [P], being filled   Freed            False       True          wait (free waits first)
-    available   [P]                 Managed          False       False         free
+    available   [P]                 Managed          False       False         free, unless it is held
 
+It is held while some `whole` block is open: what runs in there may run in another number on each rank, as `generate`
+does, and gathers nothing.
 Neighbours may share a unit (`ZeroConfig.unit_size`): 100 tiny modules are then a few gathers. It is freed when another
 one is needed, not after each of them.
 `p.zero_unit` is the unit that shards p; read it with `unit_of`. When the ranks have parted (see `RollCall`) a gather
@@ -63,7 +65,7 @@ class Unit(Bucket):
         self.state_dicts: Any = None  # before there is a stage: the hooks that bring it whole into a state_dict
         self.is_joined = False  # whether several modules need it, one after the other
         self.is_placeholder = False  # while a state_dict is made of the names
-        self.is_held = False  # whole until somebody says otherwise, whoever is through with it
+        self.held = 0  # `whole` blocks that are open
         nothing = float("nan") if self.dtype.is_floating_point else 0
         scalar = torch.tensor(nothing, dtype=self.dtype, device=self.device)
         self._nothings = {p: scalar.expand(p.shape) for p in params}
@@ -176,11 +178,11 @@ class Unit(Bucket):
 
     def free(self) -> None:
         """Give the memory of `full` back."""
-        if self.is_held:
-            return
         if self.is_free:
             if self.shelf is not None:
                 self.shelf.drop()
+            return
+        if self.held:
             return
         if self.in_flight and self.group.patience.lost is not None:
             self._work, self.is_free = None, True
@@ -282,9 +284,12 @@ class whole:
             unit.start(exact=True)
         for unit in self.units:
             unit.wait()
+            unit.held += 1
         return self.units
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        for unit in self.units:
+            unit.held -= 1
         for unit in self._free_after:
             unit.free()
 

@@ -83,9 +83,6 @@ def test_what_cannot_be_resolved_is_named() -> None:
         *("gradient_clipping", "fp16.enabled", "bf16.enabled"),
         *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay")),
         *(f"scheduler.params.{name}" for name in ("warmup_max_lr", "warmup_num_steps")),
-        "zero_optimization.reduce_bucket_size",
-        "zero_optimization.stage3_prefetch_bucket_size",
-        "zero_optimization.stage3_param_persistence_threshold",
     }
 
 
@@ -97,11 +94,17 @@ def test_the_models_width(config: dict[str, Any], width: int) -> None:
     assert load_config(asked, world_size=1, model=Model(**config)).zero_optimization.reduce_bucket_size == width**2
 
 
-def test_stage_3_sizes_mean_nothing_in_the_other_stages() -> None:
-    zero = {"stage": 2, "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
-    load_config({"train_batch_size": 2, "zero_optimization": zero}, world_size=1)
-    with pytest.raises(ConfigError, match="stage3_prefetch_bucket_size"):
-        load_config({"train_batch_size": 2, "zero_optimization": zero | {"stage": 3}}, world_size=1)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sizes_for_a_model_of_unknown_width_are_deepspeeds_defaults(stage: int) -> None:
+    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    for model in (None, Model()):
+        asked, plain = (
+            load_config(
+                {"train_batch_size": 2, "zero_optimization": {"stage": stage} | more}, world_size=1, model=model
+            )
+            for more in (dict.fromkeys(sizes, "auto"), {})
+        )
+        assert asked == plain
 
 
 def test_the_batch_triple_completes_itself() -> None:

@@ -60,3 +60,20 @@ def test_the_bytes_in_every_stage(model: str, ranks: int) -> None:
         for fp32, bf16, fp16, unset in stages:
             assert fp32 == 2 * bf16 == 2 * fp16 > 0
             assert unset == (fp32 if model == "fp32" else bf16)
+
+
+def bytes_of_sequences(ranks: int, keys: dict[str, str]) -> int:
+    """Of the gradients, that this rank sends in a step in which `ranks` share each sequence."""
+    config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "AdamW"}, "sequence_parallel_size": ranks}
+    engine = refimpl.initialize(model=Net(), config=config | keys)[0]
+    engine.backward(engine(torch.ones(3, 11)))
+    engine.step()
+    return engine.group.ledger.sent_bytes("tag")["gradients"]
+
+
+def test_ranks_that_share_sequences_may_have_a_wire_of_their_own() -> None:
+    wires = {"communication_data_type": "fp32", "seq_parallel_communication_data_type": "bf16"}
+    for keys, of_shared, of_alone in ((wires, 1, 2), ({"communication_data_type": "bf16"}, 1, 1), ({}, 2, 2)):
+        # An all-reduce of a bucket of 92 elements, padded to 128: once out and once back for half of it.
+        assert worlds.run(bytes_of_sequences, 2, keys, ranks=2) == [of_shared * 256] * 2
+        assert worlds.run(bytes_of_sequences, 1, keys, ranks=2) == [of_alone * 256] * 2

@@ -1,5 +1,7 @@
 """A model built sharded: the same bits as built whole, never whole while it is built, writable when gathered."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from worlds import run
 from refimpl.comm.group import Group
 from refimpl.launch import RankError
 from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.zero.config import ZeroConfig
 from refimpl.zero.init import GatheredParameters, Init
 from refimpl.zero.parameter import Freed
 from refimpl.zero.unit import unit_of
@@ -114,3 +117,30 @@ def test_the_modifier_ranks_change_is_kept() -> None:
 def test_without_a_modifier_a_change_is_an_error() -> None:
     with pytest.raises(RankError, match=r"parameters of blocks.0.up were written.*modifier_rank=0"):
         run(change, None, ranks=2)
+
+
+def trained_in_a_block(held: bool, alone: bool) -> list[Tensor]:
+    """The weights after three steps whose forward and backward run while all is whole; `alone`: rank 0 looks, too."""
+    torch.manual_seed(0)
+    group = Group.world()
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    stage = Zero3(model, optimizer, group, ZeroConfig(param_persistence_threshold=0))
+    for step in range(3):
+        x = torch.randn(2, 5, generator=torch.Generator().manual_seed(10 * step + group.rank))
+        with GatheredParameters(model) if held else nullcontext():
+            if alone and group.rank == 0:
+                with torch.no_grad():
+                    assert model(x).isfinite().all()
+            model(x).square().mean().backward()
+        assert all(unit.is_free for unit in stage.units)
+        optimizer.step()
+    return [stage.full_parameter(name) for name in ("0.weight", "2.bias")]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_held_is_neither_gathered_nor_freed(ranks: int) -> None:
+    usual = run(trained_in_a_block, False, False, ranks=ranks)[0]
+    for alone in (False, True):
+        for found in run(trained_in_a_block, True, alone, ranks=ranks):
+            assert all(map(torch.equal, found, usual))

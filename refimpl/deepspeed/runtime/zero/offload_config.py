@@ -5,7 +5,12 @@ from enum import StrEnum
 from refimpl.engine.sections import OffloadOptimizer as DeepSpeedZeroOffloadOptimizerConfig
 from refimpl.engine.sections import OffloadParam as DeepSpeedZeroOffloadParamConfig
 
-__all__ = ["DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig", "OffloadDeviceEnum"]
+__all__ = [
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
+]
 
 
 class OffloadDeviceEnum(StrEnum):
@@ -14,3 +19,13 @@ class OffloadDeviceEnum(StrEnum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
+
+
+class OffloadStateTypeEnum(StrEnum):
+    """What `offload_states` can be told to send: it asks `include=` for some of these."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"

@@ -14,8 +14,7 @@ Parameters of a module are gathered together, as a unit, and share its status. D
 deepspeed/runtime/zero/partition_parameters.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -44,28 +43,11 @@ __all__ = [
     "get_accelerator",
     "register_external_parameter",
     "unregister_external_parameter",
-    "unwrap_model_for_generation",
     "zero_wrapper_for_fp_tensor_constructor",
 ]
 
 
 PLUS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_param_parallel_group")
-
-
-@contextmanager
-def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """`model`, an engine, with all parameters gathered once: no forward in the block gathers or lets go of any.
-
-    DeepSpeed: deepspeed/runtime/zero/stage3.py, which takes its hooks off meanwhile.
-    """
-    with GatheredParameters(model.parameters()) as units:
-        for unit in units:
-            unit.is_held = True
-        try:
-            yield model
-        finally:
-            for unit in units:
-                unit.is_held = False
 
 
 class ZeroParamType(Enum):

@@ -6,9 +6,22 @@ answer is that stage's. None of these classes is made by anybody. DeepSpeed: dee
 
 from typing import Any, NoReturn
 
+from refimpl.deepspeed.runtime.zero.estimates import (
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+)
 from refimpl.zero.stage import Stage
 from refimpl.zero.zero1 import Zero1
 from refimpl.zero.zero2 import Zero2
+
+__all__ = [
+    "DeepSpeedZeroOptimizer",
+    "OfStage",
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+]
 
 
 class OfStage(type):

@@ -1,4 +1,4 @@
-"""`get_accelerator()`: the device that this rank computes on, in the words of DeepSpeed's scripts.
+"""The device that this rank computes on, in the words of DeepSpeed's scripts.
 
 There is no backend to choose: the device is the one that `join` gave this rank, and its own CUDA device before that.
 On a CPU what only a GPU has (streams, caches) is there and does nothing, memory is the process's resident memory.
@@ -6,7 +6,9 @@ DeepSpeed: accelerator/abstract_accelerator.py, cpu_accelerator.py, cuda_acceler
 """
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import psutil
@@ -14,6 +16,23 @@ import torch
 from torch import Tensor
 
 from refimpl.launch import under_torchrun
+
+TYPES = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+
+
+def new_tensor(dtype: torch.dtype, device: torch.device, *values: Any) -> Tensor:
+    """As torch's old constructors: one list of numbers, else the sizes of a tensor that nobody has filled."""
+    if len(values) == 1 and not isinstance(values[0], int):
+        return torch.tensor(values[0], dtype=dtype, device=device)
+    return torch.empty(values or (0,), dtype=dtype, device=device)
 
 
 class DeepSpeedAccelerator:
@@ -78,6 +97,8 @@ class DeepSpeedAccelerator:
         """Whether an operation is done when its call returns."""
         return not self._cuda
 
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+
     def communication_backend_name(self) -> str:
         """ "nccl" where ranks have a GPU each, else "gloo"."""
         return "nccl" if self._cuda else "gloo"
@@ -106,6 +127,14 @@ class DeepSpeedAccelerator:
         return torch.cuda.current_stream(self._index(device_index)) if self._cuda else None
 
     default_stream = current_stream
+
+    def Event(self, **kwargs: Any) -> Any:
+        """A CUDA event; None on a CPU."""
+        return torch.cuda.Event(**kwargs) if self._cuda else None  # type: ignore[no-untyped-call]
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """Call it, on a GPU as soon as there is a context."""
+        return torch.cuda._lazy_call(callback) if self._cuda else callback()  # type: ignore[no-untyped-call]
 
     def range_push(self, msg: str) -> None:
         """Open a range in NVIDIA's profiler."""
@@ -143,6 +172,10 @@ class DeepSpeedAccelerator:
             torch.cuda.set_rng_state(new_state, self._here())
         else:
             torch.set_rng_state(new_state)
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """What random numbers on device number `device_index` are drawn from."""
+        return torch.cuda.default_generators[device_index] if self._cuda else torch.default_generator
 
     # Memory, in bytes.
 
@@ -192,6 +225,12 @@ class DeepSpeedAccelerator:
 
     # Types.
 
+    def __getattr__(self, name: str) -> Callable[[Any], Tensor]:
+        """`FloatTensor` and its kin: a list of numbers, or a size, becomes a tensor of that type on the device."""
+        if name not in TYPES:
+            raise AttributeError(f"get_accelerator().{name}: not implemented yet; this `deepspeed` is refimpl")
+        return partial(new_tensor, TYPES[name], self._here())
+
     def is_bf16_supported(self) -> bool:
         """Whether the device computes in bf16."""
         return torch.cuda.is_bf16_supported() if self._cuda else True
@@ -207,13 +246,3 @@ class DeepSpeedAccelerator:
     def is_triton_supported(self) -> bool:
         """Whether Triton can compile for the device."""
         return self._cuda
-
-
-def get_accelerator() -> DeepSpeedAccelerator:
-    """The device that this rank computes on."""
-    return DeepSpeedAccelerator()
-
-
-def is_current_accelerator_supported() -> bool:
-    """Always."""
-    return True
