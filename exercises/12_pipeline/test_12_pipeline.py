@@ -101,7 +101,7 @@ def run(stage: Any, scene: Scene, order: Sequence[Op], kept: Kept) -> None:
         if place == ahead:
             under_way = scene.like.nbytes * (scene.rank < scene.last)
             what = f"with {ahead} micro-batch{'es' * (ahead > 1)} between forward and backward the stage"
-            advice = "keep the input and get_gradient_edge(out); the output itself is sent and let go of"
+            advice = "keep the input and get_gradient_edge(out); the output itself is sent and let go of, a target too"
             judge_under_way(stage.group)
             kept.judge(scene.alive_bytes(ahead) + under_way, what, advice)
         if kind == "F":

@@ -99,7 +99,7 @@ def test_biased_gate(answer: Answer, group: WatchedGroup) -> None:
         truth = logits.detach().clone().requires_grad_()
         bias = torch.tensor([0.5, 0.0, -1.0, 0.25, 2.0, 0.0, -0.125, 0.0]).repeat(3)[:number]
         if dtype == BF16:
-            bias += 2.0**-10 * torch.arange(number)  # not in bf16, and decides where scores are equal
+            bias = 0.5 + 2.0**-10 * torch.arange(number)  # not in bf16, and decides where scores are equal
         bias.requires_grad_()
         with untouched(logits=logits, bias=bias):
             experts, weights = pair(answer.biased_gate(logits, bias, k), "experts, weights")

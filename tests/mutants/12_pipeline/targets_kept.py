@@ -1,7 +1,7 @@
 """The targets of all micro-batches are kept, for no reason.
 
 task: Stage
-says: the parameters' gradients alone may stay
+says: is sent and let go of, a target too
 """
 
 from collections.abc import Callable
