@@ -285,13 +285,13 @@ def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor, group: Group) -> Te
     x [B, T/N, K], weight [M/N, K], bias [M/N] -> [B, T, M/N]. The gradient of the weight needs
     all tokens of x; kept is x alone, and backward gathers them once more: two all-gathers and
     one reduce-scatter in all (Korthikanti et al. 2022, section 4.2.2). A frozen weight needs no
-    tokens: then backward does not gather. It is an autograd.Function.
+    tokens: then x is not kept, and backward does not gather. It is an autograd.Function.
     """
 
     class Gathered(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            ctx.save_for_backward(x, weight)
+            ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
             return F.linear(_all_tokens(x, group), weight, bias)
 
         @staticmethod

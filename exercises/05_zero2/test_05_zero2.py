@@ -3,10 +3,12 @@
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from refimpl.comm.work import Work
 from refimpl.grading.compare import by_users, first_divergence, require
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import Kept, own_memory
@@ -113,6 +115,7 @@ def train(answer: Answer, group: WatchedGroup, limit: int, parts: int, dtype: to
         room = sum(-(-packed(b) // group.size) for b in buckets) * dtype.itemsize
         kept.judge(room, f"step {step}", "the shards alone may stay; are sent buckets, or a copy of the model, kept?")
         gradients.shards.clear()
+        kept.judge(0, f"step {step}, after shards.clear(),", "the caller has cleared the shards: who else holds them?")
 
 
 def wanted(group: WatchedGroup, buckets: list[Bucket], dtype: torch.dtype) -> WatchedGroup:
@@ -225,6 +228,27 @@ def overlap(answer: Answer, group: WatchedGroup) -> None:
     require(flying, "no overlap: backward stands still until the bucket has travelled; use async_op=True", *evidence)
 
 
+def gradients_at_each_wait(model: nn.Module, group: WatchedGroup) -> list[int]:
+    """How many parameters have a .grad when somebody waits for a reduce-scatter of this group for the first time."""
+    found: list[int] = []
+    send = group.reduce_scatter
+
+    def sent(*args: Any, **options: Any) -> Work:
+        work = send(*args, **options)
+        wait = work.wait
+
+        def waited() -> None:
+            found.append(sum(p.grad is not None for p in model.parameters()))
+            work.wait = wait  # type: ignore[method-assign]
+            wait()
+
+        work.wait = waited  # type: ignore[method-assign]
+        return work
+
+    group.reduce_scatter = sent  # type: ignore[method-assign]
+    return found
+
+
 def freed(answer: Answer, group: WatchedGroup) -> None:
     """Ten equal layers: of .grad, one at a time is alive; of everything, the shards and a few buckets."""
     watched, layers, size = group.fresh(), 10, 900
@@ -239,6 +263,7 @@ def freed(answer: Answer, group: WatchedGroup) -> None:
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(look)
+    waits = gradients_at_each_wait(model, watched)
     gradients = answer.GradientShards(model, watched, size)
     meter = MemoryMeter(lambda: {"not its own": [*model.parameters(), *watched.scratch()]})
     total = model(torch.ones(1, 30)).sum()
@@ -252,6 +277,8 @@ def freed(answer: Answer, group: WatchedGroup) -> None:
         f"{most} of {layers} gradients were alive at once: free each as soon as it is in its bucket",
         evidence,
     )
+    early = waits.count(0) <= 1  # finish's
+    require(early, "a bucket is in its buffer before the one before has gone: settle first, or two are in memory")
     shards = -(-size // group.size) * layers
     peak, now = meter.peak["other"] // 4, meter.now()["other"] // 4
     require(

@@ -1,10 +1,12 @@
 """Grades chapter 05's buckets under way: how many at once, which is waited for, what stays alive."""
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
+from refimpl.comm.work import Work
 from refimpl.grading.compare import equal, require
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import Kept, own_memory
@@ -29,18 +31,20 @@ def test_InFlight(answer: Answer, group: WatchedGroup) -> None:
         kept = Kept(watched)
         flights = answer.InFlight(watched, most)
         buffers: list[weakref.ref[UntypedStorage]] = []
-        copied = False  # what is under way is not what was handed over
+        copied, sent = False, places_sent(watched)  # copied: what is under way is not what was handed over
         for turn, number in enumerate(numbers):
             flat = sent_by(group.rank, turn, number, group.size, dtype)
             buffers.append(weakref.ref(flat.untyped_storage()))
             flights.launch(number, flat)
+            copied |= sent[-1:] != [flat.data_ptr()]
             del flat
             for done, shard in flights.shards.items():
                 own_memory(shard, f"shards[{done}]", "give the result memory of its own")
             judge_flights(watched, buffers, most)
-            copied |= buffers[-1]() is None
         flights.land()
         all_done(watched, "land")
+        ends = [e.call for e in watched.ledger.events if e.phase == "end"]
+        require(ends == sorted(ends), "land waits for one that was launched later: the oldest arrives first")
         judge_landed(group, flights.shards, numbers, dtype)
         oracle = group.tally()
         for number in numbers:
@@ -52,6 +56,19 @@ def test_InFlight(answer: Answer, group: WatchedGroup) -> None:
         room = sum(40 + number for number in set(numbers)) * dtype.itemsize
         kept.judge(room, "after land() InFlight", "the shards alone may stay; is what has arrived let go?")
         flights.land()  # once more: nothing is under way
+
+
+def places_sent(group: WatchedGroup) -> list[int]:
+    """Where in memory lies what is reduce-scattered from now on."""
+    found: list[int] = []
+    send = group.reduce_scatter
+
+    def sent(out: Tensor, x: Tensor, *args: Any, **options: Any) -> Work:
+        found.append(x.data_ptr())
+        return send(out, x, *args, **options)
+
+    group.reduce_scatter = sent  # type: ignore[method-assign]
+    return found
 
 
 def sent_by(rank: int, turn: int, number: int, ranks: int, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,10 @@
 """Grades chapter 08's bytes and blocks: whole pages and their neighbours, and a disk that lies."""
 
+import binascii
 import pickle
+import zlib
+from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -96,6 +100,8 @@ def test_CheckedBlocks(answer: Answer, group: WatchedGroup) -> None:
         judge_lie(blocks, disk, memory, good, changed)
     case("one bit has changed, at one of 1000 places in block 2")
     judge_bits(blocks, disk, memory, good)
+    case("block 2 is another one, of the same 16-bit sum")
+    judge_short_sums(blocks, disk, memory)
     case("the disk says that it wrote block 1, and did not")
     disk.poke = lambda offset, values: None  # type: ignore[method-assign]
     blocks.write(1, memory.copy_(numbers(SIZE, seed=21)))
@@ -121,6 +127,27 @@ def judge_bits(blocks: Any, disk: LateDisk, memory: Tensor, good: Tensor) -> Non
         missed += not refused(blocks, 2, memory, disk)
         disk.poke(at, good[at : at + 1])
     require(not missed, f"{missed} of 1000 changed bits go unnoticed: the sum must depend on every byte, and be long")
+
+
+SHORT: dict[str, Callable[[bytes], int]] = {
+    "zlib.crc32's low half": lambda data: zlib.crc32(data) & 0xFFFF,
+    "zlib.crc32's high half": lambda data: zlib.crc32(data) >> 16,
+    "binascii.crc_hqx": lambda data: binascii.crc_hqx(data, 0),
+}
+
+
+def judge_short_sums(blocks: Any, disk: LateDisk, memory: Tensor) -> None:
+    """Among some hundred blocks two have one sum, if it has 16 bits: one is written, the disk gives the other."""
+    for name, short in SHORT.items():
+        seen: dict[int, int] = {}
+        for seed in count(100):
+            first = seen.setdefault(short(numbers(SIZE, seed).numpy().tobytes()), seed)
+            if first != seed:
+                break
+        blocks.write(2, memory.copy_(numbers(SIZE, first)))
+        disk.poke(2 * SIZE, numbers(SIZE, seed))
+        few = f"another block of the same 16 bits ({name}) goes unnoticed: one in 65,536 has them; keep all 32"
+        require(refused(blocks, 2, memory, disk), few)
 
 
 def lies(good: Tensor) -> dict[str, Tensor]:

@@ -105,6 +105,7 @@ def test_DelayedUpdate(answer: Answer, group: WatchedGroup) -> None:
     expected, at_once = one_process(), one_process(late=False)
     case("the same bits as a loop that is one step late")
     net, kept = Net(), Kept(group)
+    places = [p.data_ptr() for p in net.parameters()]
     late, gate = made(answer, net)
     for step in range(STEPS):
         forward_and_backward(net, gate, step)
@@ -121,6 +122,8 @@ def test_DelayedUpdate(answer: Answer, group: WatchedGroup) -> None:
     late.finish()
     kept.judge(room + 4 * trained, "DelayedUpdate", "masters, AdamW's two, and one copy of the gradients")
     judge_weights(net, expected[STEPS], expected[STEPS - 1], None, "after finish()")
+    moved = places != [p.data_ptr() for p in net.parameters()]
+    require(not moved, "weights lie in other memory now: copy into it, or a view of it, as in a buffer, stays old")
     with torch.no_grad():
         net.always.weight.zero_()
     late.finish()

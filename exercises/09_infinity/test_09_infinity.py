@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 from refimpl.grading.compare import Wrong, require
 from refimpl.grading.grade import on_ranks
@@ -129,6 +130,7 @@ def test_save(answer: Answer, group: WatchedGroup) -> None:
         else:
             raise Wrong("a tag that is there already was written again: raise FileExistsError")
     judge_kills(answer)
+    judge_short_writes(answer)
     judge_order(answer)
 
 
@@ -166,6 +168,14 @@ def go_on(answer: Answer, root: Path) -> None:
     require(not (root / tag / "rank9.bin").exists(), mixed)
     if tag == "new":
         require(not left_over(root), f"a killed save has left {left}, and the next save of that tag leaves it there")
+
+
+def judge_short_writes(answer: Answer) -> None:
+    case("os.write writes 3 bytes at a time, which it may: it returns how many")
+    write = os.write
+    with folder() as root, mock.patch.object(os, "write", lambda file, data: write(file, bytes(data)[:3])):
+        answer.save(root, "old", dict(FILES["old"]))
+        judge(root, "after a save by calls of os.write that wrote less than they were given", ("old",))
 
 
 def judge_order(answer: Answer) -> None:

@@ -170,7 +170,7 @@ def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor, group: Group) -> Te
     x [B, T/N, K], weight [M/N, K], bias [M/N] -> [B, T, M/N]. The gradient of the weight needs
     all tokens of x; kept is x alone, and backward gathers them once more: two all-gathers and
     one reduce-scatter in all (Korthikanti et al. 2022, section 4.2.2). A frozen weight needs no
-    tokens: then backward does not gather. It is an autograd.Function.
+    tokens: then x is not kept, and backward does not gather. It is an autograd.Function.
     """
     raise NotImplementedError("gathered_linear")
 

@@ -103,12 +103,17 @@ def test_gathered_linear(answer: Answer, group: WatchedGroup) -> None:
         truth = F.linear(whole, weight.detach(), bias.detach())
         room, kept = truth.nbytes, Kept(group)
         with untouched(x=x, weight=weight, bias=bias):
-            y = attached(answer.gathered_linear(x, weight, bias, fresh), "the result")
-        kept.judge(room, "forward", "the result alone may stay; all tokens are gathered once more in backward")
+            given = x * 1 if frozen else x  # which nobody keeps but the answer
+            y = attached(answer.gathered_linear(given, weight, bias, fresh), "the result")
+        del given
+        of_frozen = "the result alone may stay: where the weight is frozen, backward needs no x"
+        advice = of_frozen if frozen else "the result alone may stay; all tokens are gathered once more in backward"
+        kept.judge(room, "forward", advice)
         equal(y.detach(), truth, "the result")
         sends(fresh, "forward", whole, "all_gather")
         with untouched(the_gradient_that_arrives=grad, x=x, weight=weight):
             y.backward(grad)
+        del y  # or the next case's memory is counted beside it
         back = [g @ w for g, w in zip(grads, weights, strict=True)]
         known = {"this rank's part alone, not summed over the ranks": own(back[group.rank], group)}
         equal(x.grad, own(total(back), group), "the gradient of x", known=known, ranks=group.size)

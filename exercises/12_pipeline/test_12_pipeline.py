@@ -101,7 +101,7 @@ def run(stage: Any, scene: Scene, order: Sequence[Op], kept: Kept) -> None:
         if place == ahead:
             under_way = scene.like.nbytes * (scene.rank < scene.last)
             what = f"with {ahead} micro-batch{'es' * (ahead > 1)} between forward and backward the stage"
-            advice = "keep the input and get_gradient_edge(out); the output itself is sent and let go of"
+            advice = "keep the input and get_gradient_edge(out); the output itself is sent and let go of, a target too"
             judge_under_way(stage.group)
             kept.judge(scene.alive_bytes(ahead) + under_way, what, advice)
         if kind == "F":
@@ -127,7 +127,10 @@ def judge_begun(group: WatchedGroup, kind: str, scene: Scene) -> None:
 def forward(stage: Any, scene: Scene, k: int) -> Tensor | None:
     """A forward, with what this rank is given; only the first stage has inputs, only the last targets."""
     inputs = scene.inputs[k] if scene.rank == 0 else None
-    result: Tensor | None = stage.forward(k, inputs, scene.targets[k] if scene.rank == scene.last else None)
+    target = scene.targets[k].clone() if scene.rank == scene.last else None  # which nobody else keeps
+    result: Tensor | None = stage.forward(k, inputs, target)
+    same = target is None or torch.equal(target, scene.targets[k])
+    require(same, "the target was changed: it is an input and must keep its values")
     return result
 
 

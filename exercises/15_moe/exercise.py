@@ -110,7 +110,7 @@ def balance_loss(logits: Tensor, experts: Tensor, group: Group) -> Tensor:
     f_e: the share of expert e among the routes of *all* ranks; it has no gradient. P_e: the
     mean over this rank's tokens of their probability of e, a softmax in fp32; through it goes
     the gradient. One all-reduce of E int64 numbers. A rank without tokens takes part, and has
-    loss 0; never 0/0.
+    loss 0, of which backward can be called all the same; never 0/0.
     """
     raise NotImplementedError("balance_loss")
 
@@ -149,8 +149,8 @@ def dispatch(rows: Tensor, counts: Tensor, group: Group) -> tuple[Tensor, Tensor
     then rank 1's, ...;
         sizes [N, E/N] int64: how many rank s sent to this rank's j-th expert).
     Two all-to-alls: E int64 numbers, then the rows in uneven parts. Backward sends each row's
-    gradient back, by one all-to-all: it knows the numbers. An expert may get nothing, a rank
-    may have no tokens: it takes part all the same.
+    gradient back, by one all-to-all: it knows the numbers, and needs no rows to be kept. An
+    expert may get nothing, a rank may have no tokens: it takes part all the same.
     """
     raise NotImplementedError("dispatch")
 
@@ -160,7 +160,8 @@ def give_back(answers: Tensor, counts: Tensor, sizes: Tensor, group: Group) -> T
 
     answers [R', M], the experts' answers to the rows that `dispatch` brought, in their order;
     counts and sizes as there -> [R, M], in the order of the rows that were sent. One
-    all-to-all; backward is one more. Nothing else is sent: both sides know the numbers.
+    all-to-all; backward is one more. Nothing else is sent: both sides know the numbers. The
+    answers are not kept.
     """
     raise NotImplementedError("give_back")
 
@@ -175,8 +176,8 @@ def average_gradients(
     ranks of `same` have too, and no others. Each rank's loss is the mean over its own tokens.
     An expert's gradient already holds what the tokens of other ranks gave it: they came here. A
     parameter that requires a gradient and has None (no token came) counts as zeros, and has a
-    gradient afterwards. Frozen ones are left out. Gradients are sent in their own dtype, those
-    of experts over `same` alone.
+    gradient afterwards. Frozen ones are left out. A gradient need not be contiguous. Gradients
+    are sent in their own dtype, those of experts over `same` alone.
     """
     raise NotImplementedError("average_gradients")
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from refimpl.grading.compare import Wrong, equal, require
 from refimpl.grading.exchange import attached, numbers
 from refimpl.grading.grade import on_ranks
+from refimpl.grading.lines import Lines
 from refimpl.grading.memory import Largest, untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
@@ -96,7 +97,10 @@ def test_biased_gate(answer: Answer, group: WatchedGroup) -> None:
         case(f"{tokens} tokens, {number} experts, k = {k}, {dtype}")
         logits = (logits_of(tokens, number, dtype) - 100).requires_grad_()
         truth = logits.detach().clone().requires_grad_()
-        bias = torch.tensor([0.5, 0.0, -1.0, 0.25, 2.0, 0.0, -0.125, 0.0]).repeat(3)[:number].requires_grad_()
+        bias = torch.tensor([0.5, 0.0, -1.0, 0.25, 2.0, 0.0, -0.125, 0.0]).repeat(3)[:number]
+        if dtype == BF16:
+            bias = 0.5 + 2.0**-10 * torch.arange(number)  # not in bf16, and decides where scores are equal
+        bias.requires_grad_()
         with untouched(logits=logits, bias=bias):
             experts, weights = pair(answer.biased_gate(logits, bias, k), "experts, weights")
         scores = truth.float().sigmoid()
@@ -109,6 +113,7 @@ def test_biased_gate(answer: Answer, group: WatchedGroup) -> None:
                 (truth + bias).detach().float().sigmoid(), k
             ),
             "the bias is taken off": first_highest(scores.detach() - bias.detach(), k),
+            "the bias is rounded to 16 bits: it is fp32": first_highest(scores.detach() + bias.detach().to(BF16), k),
         }
         judge_order(experts, by, k, "the experts", wrong_ways)
         raw, biased = scores.gather(1, experts), by.gather(1, experts)
@@ -190,6 +195,24 @@ def test_positions(answer: Answer, group: WatchedGroup) -> None:
             largest.numel <= room,
             f"something of {largest.numel:,} elements is made, k T x E are {room:,}: no one-hot matrix of places",
         )
+    judge_many(answer)
+
+
+def judge_many(answer: Answer) -> None:
+    """10^5 tokens: what is counted in 16 bits is wrong, and lines of Python are not run for each."""
+    case("100,000 tokens, 3 experts, 60,000 places")
+    experts, counted = torch.arange(200_000).mul(7).remainder(3).view(-1, 2), []
+    for tokens in (100, 200):
+        with Lines() as lines:
+            answer.positions(experts[:tokens], 3, 60_000)
+        counted.append(lines.run)
+    more = counted[1] - counted[0]
+    require(more < 50, f"{more} lines of Python run for 100 tokens more: no loop over tokens, of which there are 10^5")
+    flat = experts.t().reshape(-1)
+    before = torch.nn.functional.one_hot(flat, 3).cumsum(0).gather(1, flat[:, None]).view(2, -1).t() - 1
+    found = answer.positions(experts, 3, 60_000)
+    right = isinstance(found, Tensor) and torch.equal(found, before.masked_fill(before >= 60_000, -1))
+    require(right, "right for a few tokens, wrong for 10^5: 16 bits cannot count them; bf16 ends at 256, fp16 at 2,048")
 
 
 def places(experts: Tensor, number: int, capacity: int, by_choice: bool, start: int = 0) -> Tensor:

@@ -218,7 +218,9 @@ def judge_dispatch(answer: Answer, group: WatchedGroup, counts: list[Tensor], pa
     mine, expected = counts[rank].clone(), exchanged(parts, counts, rank)
     kept = Kept(group)
     with untouched(rows=rows, counts=mine):
-        arrived, sizes = several(answer.dispatch(rows, mine, group), "arrived, sizes")
+        given = rows * 1  # which nobody keeps but the answer
+        arrived, sizes = several(answer.dispatch(given, mine, group), "arrived, sizes")
+    del given
     room = expected.nbytes + 8 * len(mine)
     kept.judge(room, "dispatch", "the rows that arrived alone may stay, backward needs nothing of them")
     away = (
@@ -264,8 +266,12 @@ def judge_given_back(answer: Answer, group: WatchedGroup, counts: list[Tensor], 
     rank, dtype, mine = group.rank, parts[0].dtype, counts[group.rank].clone()
     answers = exchanged(parts, counts, rank).mT.contiguous().mT.requires_grad_()
     sizes = torch.stack([c.view(group.size, -1)[rank] for c in counts])
+    kept = Kept(group)
     with untouched(answers=answers, counts=mine, sizes=sizes):
-        found = answer.give_back(answers, mine, sizes, group)
+        given = answers * 1
+        found = answer.give_back(given, mine, sizes, group)
+    del given
+    kept.judge(parts[rank].nbytes, "give_back", "the rows that came back alone may stay, backward needs no answers")
     equal(found, parts[rank], "the rows that came back")
     judge_sent(group, as_traffic(group, counts, dtype, back=True, with_counts=False), "give_back", dtype.itemsize)
     slopes = [numbers(*part.shape, seed=60 + r, dtype=dtype) for r, part in enumerate(parts)]

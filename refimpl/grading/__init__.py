@@ -40,6 +40,7 @@ A mutant is a file with one wrong task, and two lines in its docstring, `task: N
     grade.py       in the caller: choose the ranks, collect a Verdict
     compare.py     Wrong, equal, recognised misconceptions
     memory.py      what stays alive, views of more, changed inputs
+    lines.py       how many lines of Python run
     process.py     what an answer sets for its process, put back before the next
     cheats.py      ways round an exercise, by name, as the text tells
     calls.py       the same, as an answer calls them while it runs

@@ -2,12 +2,21 @@
 
 import math
 
+import pytest
 import torch
 
 from refimpl.compress.blocks import Blocks
 from refimpl.compress.compressor import Compressor
 from refimpl.compress.feedback import ErrorFeedback
 from refimpl.compress.sign import Sign
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("block", [32, 256])
+def test_a_scale_for_each_block_is_4_bytes_beside_its_codes(bits: int, block: int) -> None:
+    n = 3 * block
+    wire = Blocks(bits, block).compress(torch.randn(n))
+    assert sum(part.nbytes for part in wire) / n == bits / 8 + 4 / block
 
 
 def test_codes_of_different_scales_have_no_sum() -> None:

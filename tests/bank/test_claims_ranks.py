@@ -1,5 +1,6 @@
 """What cards claim and no other test shows: several ranks, refimpl's collectives and bytes."""
 
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -12,6 +13,25 @@ from refimpl.comm.group import Group
 from refimpl.comm.mesh import Mesh
 from refimpl.zero.zero1 import Zero1
 from refimpl.zero.zero3 import Zero3
+
+
+def accumulated(gradients: torch.Tensor) -> torch.Tensor:
+    """gradients [4, n], one a micro-batch: this rank's are added, then reduced over the ranks."""
+    group = Group.world()
+    total = reduce(torch.add, gradients.chunk(group.size)[group.rank].unbind()).clone()
+    group.all_reduce(total)
+    return total
+
+
+def test_the_number_of_ranks_is_visible_in_the_bits() -> None:
+    """Repeated on as many ranks it is the same sum; on others the same micro-batches are grouped in another way."""
+    torch.manual_seed(0)
+    gradients = torch.randn(4, 1000)
+    g1, g2, g3, g4 = gradients
+    on_four, again, on_two = (run(accumulated, gradients, ranks=ranks) for ranks in (4, 4, 2))
+    assert all(torch.equal(found, ((g1 + g2) + g3) + g4) for found in [*on_four, *again])
+    assert all(torch.equal(found, (g1 + g2) + (g3 + g4)) for found in on_two)
+    assert not torch.equal(on_four[0], on_two[0])
 
 
 def two_levels(size: int) -> tuple[torch.Tensor, int, int]:

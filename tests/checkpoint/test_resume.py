@@ -87,6 +87,27 @@ def test_a_run_that_was_stopped_draws_what_it_would_have_drawn(
     assert whole[0][0] != whole[1][0]
 
 
+def drawn(folder: Path, seed: int, go_on: bool) -> float:
+    """This rank's next random number, after a save or a load."""
+    torch.manual_seed(seed + torch.distributed.get_rank())
+    engine = refimpl.initialize(model=Noisy(), config=settings(0, "fp32"))[0]
+    if go_on:
+        engine.load_checkpoint(folder)
+    else:
+        engine.save_checkpoint(folder)
+    return torch.rand(1).item()
+
+
+def test_random_numbers_are_carried_over_to_ranks_of_the_same_number_alone(tmp_path: Path) -> None:
+    saved = worlds.run(drawn, tmp_path, 0, False, ranks=3)
+    assert len(set(saved)) == 3
+    assert worlds.run(drawn, tmp_path, 10, True, ranks=3) == saved
+    assert worlds.run(drawn, tmp_path, 20, True, ranks=2) == saved[:2], "the third stream has no rank to go on"
+    more = worlds.run(drawn, tmp_path, 30, True, ranks=4)
+    assert more[:3] == saved
+    assert more[3] not in saved
+
+
 def test_random_states_can_be_left_alone(tmp_path: Path) -> None:
     engine = refimpl.initialize(model=Noisy(), config=settings(0, "fp32"))[0]
     engine.save_checkpoint(tmp_path)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from refimpl.model.gates import FEW, Gate, Routing, gumbel, highest, route
+from refimpl.model.gates import FEW, Gate, Routing, chosen_by_experts, gumbel, highest, route
 from refimpl.model.routes import Routes, balance_loss, capacity_of
 
 
@@ -127,6 +127,9 @@ def test_the_losses_lower_the_logits_of_the_full_expert_and_of_all() -> None:
     assert routes.z.item() == pytest.approx(logits.detach().logsumexp(1).square().mean().item())
     (z,) = torch.autograd.grad(routes.z, logits)
     assert (z > 0).all()
+    higher = route(logits + 5, Routing(k=1))
+    torch.testing.assert_close(higher.balance, routes.balance)  # a softmax does not see it
+    assert higher.z > routes.z
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -297,3 +300,14 @@ def test_no_tokens_are_routed_too() -> None:
         assert loss == 0
         loss.backward()
     assert isinstance(gate, nn.Module)
+
+
+def test_under_expert_choice_a_later_token_decides_for_an_earlier_one() -> None:
+    logits = torch.tensor([[3.0, 0], [2, 0], [1, 0], [0, 1], [0, 2], [0, 3]])
+    later = logits.clone()
+    later[5] = torch.tensor([9.0, 0])  # the last token wants expert 0 now
+    before, after = (chosen_by_experts(x.softmax(1), x, 2, None).kept[:5] for x in (logits, later))
+    assert before[1, 0]
+    assert not after[1, 0]
+    before, after = (route(x, Routing(k=1)).indices[:5] for x in (logits, later))
+    assert torch.equal(before, after), "where tokens choose, each chooses by itself"

@@ -167,3 +167,7 @@ def test_what_cannot_be_dealt_out_is_refused_with_its_sizes() -> None:
         Split((16,), 2, 4, "k_proj")
     with pytest.raises(ValueError, match="q_proj: 15 features are not 2 equal units"):
         Split((15,), 2, 2, "q_proj")
+    assert [Split((64,), 8, 8).spans(rank) for rank in (0, 7)] == [[slice(0, 8)], [slice(56, 64)]]
+    with pytest.raises(ValueError, match="8 units of 8 cannot be dealt to 16 ranks"):
+        Split((64,), 8, 16)
+    assert [Split((64,), 8, 16, copies=2).spans(rank) for rank in (0, 1, 2)] == [[slice(0, 8)]] * 2 + [[slice(8, 16)]]

@@ -15,6 +15,7 @@ from worlds import run
 
 from refimpl.comm.group import Group
 from refimpl.launch import RankError
+from refimpl.model.gpt import GPT
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.owners import leaves
 from refimpl.zero.zero3 import Zero3
@@ -323,6 +324,37 @@ def test_only_what_is_in_use_is_whole() -> None:
     most, after, all_but_one_block = run(most_gathered, ranks=2)[0]
     assert most <= all_but_one_block
     assert after == 0
+
+
+def blocks_of(stage: Any) -> list[Any]:
+    return [u for u in stage.units if u.name.split(".")[-1].isdigit()]
+
+
+def most_blocks_whole(ahead: int) -> int:
+    """While a Block computes, with room for so many on their way; once the order is known."""
+    block = max(u.padded for u in blocks_of(built(Scored(), leaf_modules=("Block",))))
+    model = Scored()
+    model.gpt = GPT(replace(model.gpt.config, layers=4))
+    stage = built(model, leaf_modules=("Block",), prefetch_bucket_size=ahead * block)
+    blocks = blocks_of(stage)
+    live: list[int] = []
+    for step in range(3):
+        live.clear()
+        hooks = [
+            m.register_forward_pre_hook(lambda *_: live.append(sum(not u.is_free for u in blocks)))
+            for m in model.modules()
+            if type(m).__name__ == "Block"
+        ]
+        stage.backward(model(tokens(step, stage.group.rank)))
+        stage.step()
+        for hook in hooks:
+            hook.remove()
+    return max(live)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_as_many_blocks_are_whole_as_are_ahead_and_one(ahead: int) -> None:
+    assert run(most_blocks_whole, ahead, ranks=2) == [1 + ahead] * 2
 
 
 def most_gathered_for_full_state() -> tuple[int, int]:
