@@ -120,7 +120,7 @@ def dealt_out(kind: Kind, ep: int) -> None:
         Kind(k=1, out_first=False, gate_last=True, sums_to_one=False),
         Kind(act=F.gelu, sigmoid=True, apart=True, out_first=False),
     ],
-    ids=str,
+    ids=["defaults", "apart", "turned", "gelu"],
 )
 def test_recognised(kind: Kind) -> None:
     run(dealt_out, kind, 3, ranks=3)
