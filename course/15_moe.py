@@ -258,8 +258,8 @@ def dispatch(rows: Tensor, counts: Tensor, group: Group) -> tuple[Tensor, Tensor
     then rank 1's, ...;
         sizes [N, E/N] int64: how many rank s sent to this rank's j-th expert).
     Two all-to-alls: E int64 numbers, then the rows in uneven parts. Backward sends each row's
-    gradient back, by one all-to-all: it knows the numbers. An expert may get nothing, a rank
-    may have no tokens: it takes part all the same.
+    gradient back, by one all-to-all: it knows the numbers, and needs no rows to be kept. An
+    expert may get nothing, a rank may have no tokens: it takes part all the same.
     """
     raise NotImplementedError("dispatch")
 
@@ -559,8 +559,8 @@ def average_gradients(
     ranks of `same` have too, and no others. Each rank's loss is the mean over its own tokens.
     An expert's gradient already holds what the tokens of other ranks gave it: they came here. A
     parameter that requires a gradient and has None (no token came) counts as zeros, and has a
-    gradient afterwards. Frozen ones are left out. Gradients are sent in their own dtype, those
-    of experts over `same` alone.
+    gradient afterwards. Frozen ones are left out. A gradient need not be contiguous. Gradients
+    are sent in their own dtype, those of experts over `same` alone.
     """
     raise NotImplementedError("average_gradients")
 
