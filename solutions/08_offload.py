@@ -176,8 +176,8 @@ class DelayedUpdate:
         self.under_way: Future[Any] | None = None  # .result() waits, and raises what fn raised
 
     def step(self) -> None:
-        """Called in place of optimizer.step(): the update before goes to the model, into the memory
-        that its weights have, and one by the gradients now begins.
+        """Called in place of optimizer.step(): the update before goes to the model, into the
+        memory that its weights have, and one by the gradients now begins.
 
         Nobody waits for the one that begins. The caller may set gradients to zero, or to None,
         at once; a parameter without a gradient is not updated. What the optimizer raised is

@@ -2,9 +2,6 @@
 
 import random
 from dataclasses import dataclass
-from types import SimpleNamespace
-
-import torch
 
 from refimpl.grading.compare import Wrong, require
 from refimpl.grading.grade import on_ranks
@@ -12,8 +9,7 @@ from refimpl.grading.memory import untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.fetch import Fetch
-from refimpl.zero.prefetch import Trace
+from refimpl.zero.prefetch import Trace, next_ones
 
 
 @dataclass(eq=False)
@@ -66,12 +62,10 @@ def test_prefetch(answer: Answer, group: WatchedGroup) -> None:
             budget = (0, sum(sizes[u] for u in {*flying, *trace[at : at + 1]}), 1000)[seed % 3]
             most_live = 1000 if seed % 3 < 2 else sum(sizes[u] for u in {*live, *trace[at : at + 2]})
         case(f"trace {' '.join(trace)}, at {at}")
-        fetch = object.__new__(Fetch)
-        fetch.gathered = {unit for unit in units.values() if not unit.is_free}  # type: ignore[misc]
-        fetch.path = SimpleNamespace(trace=refimpl_trace(trace, at, units))  # type: ignore[assignment]
-        fetch.config = ZeroConfig(prefetch_bucket_size=budget, max_live_parameters=most_live)
-        with torch.enable_grad():
-            expected = [u.name for u in fetch._ahead([units[trace[at - 1]]])]  # type: ignore[list-item]
+        gathered = [unit for unit in units.values() if not unit.is_free]
+        limits = ZeroConfig(prefetch_bucket_size=budget, max_live_parameters=most_live)
+        now = [units[trace[at - 1]]]
+        expected = [u.name for u in next_ones(refimpl_trace(trace, at, units), now, gathered, limits)]  # type: ignore[arg-type]
         with untouched(trace=trace, sizes=sizes, live=live, flying=flying):
             found = answer.prefetch(trace, at, sizes, live, flying, budget, most_live)
         if found == expected:
