@@ -432,9 +432,9 @@ for prompt, zigzag in ((40, False), (20, False), (20, True)):
 # over both ranks and hides most of it: the loss curve will not tell you.
 #
 # The remedy is one number: all ranks' tokens, summed before backward; each rank's *sum* of losses is multiplied with
-# $c\,/\,\text{tokens}$. The same holds over data-parallel ranks and over micro-batches: one token, one vote. The engine does
-# it by itself over context ranks, whose sequence is one; over data-parallel ranks it averages the losses it is given, as
-# DeepSpeed's does, and `refimpl.token_mean(total, tokens, engine.group)` makes them.
+# $c\,/\,\text{tokens}$. The same holds over data-parallel ranks and over micro-batches: one token, one vote. Where ranks
+# share sequences the engine does it by itself, over all of them, for a micro-batch. Where each rank has a loss of its own it
+# averages what it is given, as DeepSpeed's does, and `refimpl.token_mean(total, tokens, engine.group)` makes that right.
 
 
 # %%

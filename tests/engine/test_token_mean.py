@@ -54,7 +54,7 @@ def trained(stage: int, by_token: bool) -> tuple[list[float], Weights | None]:
     return losses, engine.stage.full_state_dict()
 
 
-def alone(ranks: int) -> tuple[list[float], Weights]:
+def alone(ranks: int, micro_batches: int = MICRO) -> tuple[list[float], Weights]:
     """One process that has all tokens of a step at once."""
     torch.manual_seed(0)
     model, losses = GPT(SHAPE), []
@@ -62,7 +62,9 @@ def alone(ranks: int) -> tuple[list[float], Weights]:
     for step in range(STEPS):
         x, y = (
             torch.cat(part)
-            for part in zip(*(batch(r, step, micro) for r in range(ranks) for micro in range(MICRO)), strict=True)
+            for part in zip(
+                *(batch(r, step, micro) for r in range(ranks) for micro in range(micro_batches)), strict=True
+            )
         )
         loss = total_of(model(x), y) / (y != -100).sum()
         optimizer.zero_grad()
@@ -83,6 +85,34 @@ def test_each_token_counts_alike(ranks: int, stage: int) -> None:
     for name, p in weights.items():  # sums of as many terms, in another order
         torch.testing.assert_close(found[name], p, rtol=1e-4, atol=1e-6)
     assert run(trained, stage, False, ranks=ranks)[0][0] != pytest.approx(expected, rel=1e-2), "each rank's own mean"
+
+
+def trained_in_context() -> tuple[list[float], Weights | None]:
+    """As `trained`, two ranks a sequence, one micro-batch a step: the engine takes the mean by itself."""
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.5, "sequence_parallel_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "zero_optimization": {"stage": 1},
+    }  # fmt: skip
+    engine, *_ = initialize(model=GPT(SHAPE), config=config)
+    losses = []
+    for step in range(STEPS):
+        loss = engine(*batch(engine.axes.feed, step, 0))
+        engine.backward(loss)
+        engine.step()
+        found = loss.detach().reshape(1).clone()
+        engine.group.all_reduce(found, "mean")
+        losses.append(found.item())
+    return losses, engine.stage.full_state_dict()
+
+
+def test_ranks_that_share_sequences_count_tokens_of_all_replicas() -> None:
+    expected, weights = alone(ranks=2, micro_batches=1)
+    found = run(trained_in_context, ranks=4)
+    assert all(losses == pytest.approx(expected, rel=1e-5) for losses, _ in found)
+    assert found[0][1] is not None
+    for name, p in weights.items():
+        torch.testing.assert_close(found[0][1][name], p, rtol=1e-4, atol=1e-6)
 
 
 def nothing_counts() -> float:
