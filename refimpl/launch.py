@@ -54,7 +54,8 @@ def run(
     threads: CPU threads a rank computes with. on_report(rank, obj) is called here for each `report(obj)` in a rank.
     What the ranks print appears on this process's stdout and stderr. No rank outlives the call.
 
-    Raises RankError (see there), RankDied, RankTimeout; ValueError for ranks < 1; RuntimeError for "cuda" without GPU.
+    Raises RankError (see there), RankDied, RankTimeout (within seconds, too, when ranks wait in a collective for one
+    that has returned); ValueError for ranks < 1; RuntimeError for "cuda" without GPU.
     """
     with World(ranks, device=device, threads=threads) as world:
         return world.call(fn, *args, timeout=timeout, on_report=on_report)

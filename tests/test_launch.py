@@ -19,8 +19,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import refimpl.deepspeed
 from refimpl import launch
+from refimpl.comm.group import Group
+from refimpl.comm.link import Link
 
 ROOT = Path(__file__).parents[1]
 
@@ -325,7 +329,45 @@ def test_a_rank_blocked_in_torchs_own_wait_is_found():
             request.wait()
 
     with pytest.raises(launch.RankTimeout, match=r"rank 0 waits in wait at .*: request\.wait\(\)\n  rank 1 finished"):
-        launch.run(work, timeout=2)
+        launch.run(work, timeout=600)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_returns_a_step_early_is_told_long_before_the_time_is_over(stage: int, ranks: int):
+    def work() -> None:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        }
+        engine = refimpl.deepspeed.initialize(model=nn.Linear(4, 4), config=config)[0]
+        for _ in range(3 - (dist.get_rank() == 1)):
+            engine.backward(engine(torch.ones(1, 4)).sum())
+            engine.step()
+
+    with pytest.raises(launch.RankTimeout) as caught:
+        launch.run(work, ranks=ranks, timeout=600)
+    head, *lines = str(caught.value).splitlines()
+    assert head == "ranks wait in a collective that the others, which have finished, never enter"
+    source = "engine.backward(engine(torch.ones(1, 4)).sum())"  # not the line of ours that waits for its gradients
+    waits = f"waits in wait at {here(work, 'backward')}: {source}"
+    assert lines == [f"  rank {rank} {'finished' if rank == 1 else waits}" for rank in range(ranks)]
+
+
+def test_ranks_that_wait_for_a_slow_link_or_a_program_are_not_left_alone():
+    def work(kind: str) -> str:
+        rank = dist.get_rank()
+        if kind == "program" and rank == 0:
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3.5)"]).wait()
+        if kind == "link" and rank < 2:
+            group = Group.world(link=Link(1e6, 1e-3))
+            x = torch.ones(100_000)  # 3.2 s
+            group.send(x, 1) if rank == 0 else group.recv(x, 0)
+        return kind
+
+    for kind in ("program", "link"):
+        assert launch.run(work, kind, ranks=3) == [kind] * 3
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

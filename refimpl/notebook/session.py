@@ -19,7 +19,6 @@ from refimpl.ranks.stand import LEFT_ALONE
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
 
-ALONE = 1.0  # seconds between two looks at ranks that wait while others have finished the cell
 
 _LOST = "The ranks were stopped and their variables are lost: the next %%ranks cell starts new ones."
 _KEPT = "Every rank failed alike, so the ranks stay and keep their variables."
@@ -133,7 +132,7 @@ class Ranks:
                 printed(texts)
 
         try:
-            return world.call(fn, *args, timeout=timeout, on_report=on_report, on_output=on_output, alone=ALONE)
+            return world.call(fn, *args, timeout=timeout, on_report=on_report, on_output=on_output)
         except KeyboardInterrupt as interrupt:
             where = "\n".join(getattr(interrupt, "__notes__", []))
             raise CellError(f"Interrupted:\n{where}\n{_LOST}") from None

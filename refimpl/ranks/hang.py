@@ -1,8 +1,8 @@
 """Where does a hung rank stand?  A stack that faulthandler wrote, read as "waits in all_reduce at train.py:12".
 
 faulthandler answers a signal even while the rank is blocked inside a C++ collective, where no Python code can run.
-The innermost line that is neither a library's nor ours is the line the reader wrote; the collective is the call that
-this line made into `refimpl.comm` or `torch.distributed`.
+The innermost line that is neither a library's nor ours is the line the reader wrote; the collective is the innermost
+call into `refimpl.comm` or `torch.distributed` that this line led to.
 """
 
 import linecache
@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 
 _TORCH = str(Path(torch.__file__).parent)
-_COMM = (str(Path(__file__).parents[1] / "comm"), str(Path(_TORCH) / "distributed"))
+_REFIMPL = str(Path(__file__).parents[1])
+_COMM = (str(Path(_REFIMPL) / "comm"), str(Path(_TORCH) / "distributed"))
 # What runs the reader's code, not the reader's: "<string>" is the fork server.
-_LAUNCHER = (*(str(Path(__file__).parents[1] / name) for name in ("ranks", "grading")), "<string>")
+_LAUNCHER = (*(str(Path(_REFIMPL) / name) for name in ("ranks", "grading")), "<string>")
 _STDLIB, _SITE = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")  # the one may lie in the other
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
@@ -59,12 +60,14 @@ def where(dump: str) -> str:
         return "did not say where it stands (blocked inside the operating system?)"
     # Autograd runs the hooks of a GPU's backward pass in a thread of its own: look for a collective there too.
     stack = next((frames for frames in threads if _collective(frames)), threads[-1])
-    place = next((frame for frame in stack if not frame.in_library), None)
+    ours = [frame for frame in stack if not frame.in_library]  # ours and the reader's
+    place = next((frame for frame in ours if not frame.file.startswith(_REFIMPL)), ours[0] if ours else None)
     collective = _collective(stack)
     source = linecache.getline(place.file, place.line).strip() if place else ""
-    if not collective and ".wait(" in source:  # torch's own Work.wait is C++ and leaves no frame
+    if not collective and place is stack[0] and ".wait(" in source:  # torch's own Work.wait is C++: it leaves no frame
         collective = "wait"
-    doing = f"waits in {collective}" if collective else "computes"
+    travels = any(frame.in_comm and frame.function == "travel" for frame in stack)  # over a slow link: it will arrive
+    doing = f"{'lets bytes travel' if travels else 'waits'} in {collective}" if collective else "computes"
     if place is None:
         return doing
     return f"{doing} at {place.file}:{place.line}" + (f": {source}" if source else "")

@@ -1,7 +1,7 @@
 """How long the ranks have said nothing, not counting the time that the machine had no CPU for them.
 
 A rank that computes gives no sign of life, and on a busy machine a second of computing may take ten. Linux says how
-long a thread was ready to run and had to wait; a rank that is blocked, as in a hang, is not ready and waits for none.
+long a thread ran, and how long it was ready to run and had to wait; a rank that is blocked, as in a hang, does neither.
 """
 
 import time
@@ -35,3 +35,13 @@ def waited(ranks: Sequence[BaseProcess]) -> float:
         with suppress(OSError):  # it has ended
             longest = max(longest, int(Path(f"/proc/{rank.pid}/schedstat").read_text().split()[1]) * 1e-9)
     return longest
+
+
+def awake(ranks: Sequence[BaseProcess]) -> float:
+    """Seconds that any thread of these ranks has run, or was ready to: their sum. 0 off Linux."""
+    total = 0
+    for rank in ranks:
+        for file in Path(f"/proc/{rank.pid}/task").glob("*/schedstat"):
+            with suppress(OSError):  # it has ended
+                total += sum(map(int, file.read_text().split()[:2]))
+    return total * 1e-9

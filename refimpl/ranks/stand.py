@@ -15,7 +15,9 @@ from pathlib import Path
 from refimpl.ranks import flight, hang
 from refimpl.ranks.errors import RankTimeout
 from refimpl.ranks.rank import Rank, Setup
+from refimpl.ranks.silence import awake
 
+STILL = 0.25  # seconds a second that hanging ranks may be awake, in all: they look up, and machines are busy
 LEFT_ALONE = "ranks wait in a collective that the others, which have finished, never enter"
 
 
@@ -58,23 +60,23 @@ def _answers(files: dict[int, Path], begins: dict[int, int], is_complete: Callab
 class Lonely:
     """Finds ranks that wait in a collective which the others, who have returned, will never enter.
 
-    They are asked twice, `seconds` apart: a rank that is about to get its last message stands elsewhere by then.
+    They are asked twice, `seconds` apart: a rank that is about to get its last message stands elsewhere by then, and
+    while a long one is on its way, or a loop makes the same call again and again, some thread moves its bytes.
     """
 
-    def __init__(self, seconds: float | None) -> None:
-        """None: nobody is asked."""
-        self.seconds = math.inf if seconds is None else seconds
+    def __init__(self, ranks: Sequence[Rank], seconds: float) -> None:
+        self.ranks, self.seconds = ranks, seconds
         self.before: dict[int, str] = {}
-        self.asked = 0.0
+        self.asked = self.awake = 0.0
 
     def asks_at(self, heard: float, results: Collection[int]) -> float:
         """When (time.monotonic()) to ask next: `heard` is when a rank was heard last, `results` who has returned."""
         return max(heard, self.asked) + self.seconds if results else math.inf
 
     def refuse(self, does: dict[int, str]) -> None:
-        """RankTimeout if all who have not finished wait where they waited when they were asked last."""
-        self.asked = time.monotonic()
+        """RankTimeout if all who have not finished wait where they did when asked last, and nobody moved since."""
+        moved, past = awake(self.ranks) - self.awake, time.monotonic() - self.asked
         waits = {rank: what for rank, what in does.items() if what != "finished"}
-        if all(what.startswith("waits") for what in waits.values()) and does == self.before:
+        if all(what.startswith("waits") for what in waits.values()) and does == self.before and moved < STILL * past:
             raise RankTimeout(f"{LEFT_ALONE}\n{lines(does)}")
-        self.before = does
+        self.before, self.asked, self.awake = does, time.monotonic(), awake(self.ranks)

@@ -34,6 +34,7 @@ OnReport = Callable[[int, Any], object]
 OnOutput = Callable[[int, str, str], object]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+_ALONE = 1.0  # seconds between two looks at ranks that wait while others have returned
 _START = 120.0  # seconds a world may take to start: the very first waits until the server has imported torch
 
 
@@ -87,13 +88,12 @@ class World:
         timeout: float | None = 60,
         on_report: OnReport | None = None,
         on_output: OnOutput | None = None,
-        alone: float | None = None,
     ) -> list[T]:
         """fn(*args) on every rank; see `launch.run`. on_output(rank, "stdout" | "stderr", text) replaces printing.
 
         Time that the machine had no CPU for the ranks does not count (`silence.py`).
-        alone: RankTimeout as soon as some ranks have returned and the others have stood in the same collective for
-        that many seconds, in which nobody will join them. KeyboardInterrupt carries where each rank stands as a note.
+        RankTimeout too, within seconds, if some ranks have returned and all others stand in a collective in which
+        these will never join them. KeyboardInterrupt carries where each rank stands as a note.
         """
         if not self.alive:
             raise RuntimeError("this world's ranks were stopped: start a new World")
@@ -103,7 +103,7 @@ class World:
             for pipe in self.pipes:
                 with suppress(ConnectionError):  # a rank that died since: collecting says how
                     pipe.send_bytes(message)
-            return self._collect(timeout, on_report, on_output or _print, alone)
+            return self._collect(timeout, on_report, on_output or _print)
         finally:
             if not self.idle:
                 self.kill()
@@ -149,15 +149,13 @@ class World:
                     process.start()
                 self.processes.append(process)
 
-    def _collect(
-        self, timeout: float | None, on_report: OnReport | None, on_output: OnOutput, alone: float | None = None
-    ) -> list[Any]:
+    def _collect(self, timeout: float | None, on_report: OnReport | None, on_output: OnOutput) -> list[Any]:
         """One result of each rank, in rank order; else the failure that explains the others is raised."""
         results: dict[int, Any] = {}
         failures: list[Failed] = []
         pending = set(range(self.setup.ranks))
         patience = math.inf if timeout is None else timeout
-        silence, lonely = Silence(self.processes, patience), Lonely(alone)
+        silence, lonely = Silence(self.processes, patience), Lonely(self.processes, _ALONE)
         try:
             while pending and time.monotonic() < (end := end_of_grace(failures) if failures else silence.ends):
                 for rank, kind, value in self._messages(pending, min(end, lonely.asks_at(silence.began, results))):
