@@ -143,6 +143,14 @@ def plan(context: typer.Context) -> None:
     plan_app(context.args, prog_name="refimpl plan", standalone_mode=False)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def deepspeed(context: typer.Context) -> None:
+    """DeepSpeed's launcher: `refimpl deepspeed --num_gpus 2 train.py --its arguments` runs such a script unchanged."""
+    from refimpl.ranks.launcher import main as launch
+
+    launch(context.args)
+
+
 @app.command()
 def quiz(
     topic: Annotated[str | None, typer.Option(help="One topic, such as zero or communication. Default: all.")] = None,

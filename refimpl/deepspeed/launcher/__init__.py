@@ -1,1 +1,1 @@
-"""Ranks are started by torchrun, srun or mpirun; DeepSpeed's own launcher is not part of this project."""
+"""DeepSpeed's launcher, for one machine or for each of several: torchrun starts the ranks."""

@@ -1,0 +1,129 @@
+"""DeepSpeed's launcher: `refimpl deepspeed --num_gpus 2 train.py --its arguments` (deepspeed/launcher/runner.py).
+
+torchrun starts the ranks. Each finds refimpl under the name `deepspeed` (see `refimpl.as_deepspeed`) and gets, before
+the script's own arguments, `--local_rank=` and its number, for which DeepSpeed's scripts look. Without a number of
+ranks there is one for each GPU, or one in all. It logs in to no other machine: with `--no_ssh` each is told its place.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+HOSTFILE = "/job/hostfile"
+_HERE = ("localhost", "127.0.0.1")
+_REFUSED = {
+    "no_python": "every rank is a Python program in which `deepspeed` means refimpl",
+    "autotuning": "`refimpl plan` finds layouts that fit, `refimpl bench` their speed",
+    "elastic_training": "torchrun --nnodes MIN:MAX -m refimpl.as_deepspeed script.py restarts ranks that were lost",
+    "force_multi": "no other machine is logged in to",
+    "save_pid": "the launcher's pid is this process's",
+    "venv_script": "start refimpl from that environment",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """DeepSpeed's options and defaults."""
+    options = argparse.ArgumentParser(
+        "refimpl deepspeed",
+        usage="refimpl deepspeed [options] script.py [arguments of the script]",
+        description="Run a script that was written for DeepSpeed, on several ranks.",
+    )
+    options.add_argument("-H", "--hostfile", default=HOSTFILE, help="lines such as `worker-0 slots=4`")
+    options.add_argument("-i", "--include", default="", help="localhost:0,2: these GPUs")
+    options.add_argument("-e", "--exclude", default="", help="localhost:1: all GPUs but this")
+    options.add_argument("--num_nodes", type=int, default=-1, help="machines")
+    options.add_argument("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on each machine")
+    options.add_argument("--master_port", type=int, default=29500)
+    options.add_argument("--master_addr", default="", help="with --no_ssh: the machine of rank 0")
+    options.add_argument("--node_rank", type=int, default=-1, help="with --no_ssh: this machine's number")
+    options.add_argument("--no_ssh", action="store_true", help="started on each machine by itself")
+    options.add_argument("--module", action="store_true", help="the script is a module, as in `python -m`")
+    options.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
+    options.add_argument("--enable_each_rank_log", default="None", help="a folder for what each rank prints")
+    for name, why in _REFUSED.items():
+        taken = {"default": ""} if name in ("autotuning", "venv_script") else {"action": "store_true"}
+        options.add_argument(f"--{name}", help=f"refused: {why}", **taken)  # type: ignore[arg-type]
+    for name in ("launcher", "launcher_args", "ssh_port", "log_level", "bind_core_list"):
+        options.add_argument(f"--{name}", help="without effect here")
+    for name in ("no_ssh_check", "bind_cores_to_rank"):
+        options.add_argument(f"--{name}", action="store_true", help="without effect here")
+    options.add_argument("-q", "--quiet", action="store_true", help="without effect here")
+    options.add_argument("user_script")
+    options.add_argument("user_args", nargs=argparse.REMAINDER)
+    return options
+
+
+def torchrun(asked: argparse.Namespace) -> tuple[list[str], list[int] | None]:
+    """torchrun's arguments, and the GPUs that ranks may see (None: all). ValueError names the option and the remedy."""
+    for name, why in _REFUSED.items():
+        if getattr(asked, name):
+            raise ValueError(f"--{name} is not offered: {why}")
+    if asked.num_gpus == 0 or asked.num_gpus < -1:
+        raise ValueError(f"--num_gpus must be 1 or more, not {asked.num_gpus}")
+    hosts = hostfile(Path(asked.hostfile))
+    nodes = asked.num_nodes if asked.num_nodes > 0 else max(1, len(hosts))
+    if nodes > 1 and not (asked.no_ssh and asked.node_rank >= 0 and asked.master_addr):
+        raise ValueError(
+            f"{nodes} machines: none is logged in to. Start this on each of them with --no_ssh --num_nodes {nodes} "
+            "--node_rank 0 (1, ...) --master_addr HOST-OF-RANK-0, or use srun or torchrun (see README)"
+        )
+    slots = torch.cuda.device_count() or max(hosts.values(), default=1)
+    gpus = chosen(asked, slots)
+    ranks = len(gpus) if gpus else max(0, asked.num_gpus) or slots
+    command = ["--nproc-per-node", str(ranks), "--nnodes", str(nodes), "--master-port", str(asked.master_port)]
+    if nodes > 1:
+        command += ["--node-rank", str(asked.node_rank), "--master-addr", asked.master_addr]
+    if asked.enable_each_rank_log != "None":
+        command += ["--log-dir", asked.enable_each_rank_log, "--redirects", "3"]
+    command += ["-m", "refimpl.as_deepspeed", *(["-m"] if asked.module else []), asked.user_script]
+    place = [] if asked.no_local_rank else ["--local_rank=${local_rank}"]  # torchrun puts the number in
+    return [*command, *place, *asked.user_args], gpus
+
+
+def hostfile(path: Path) -> dict[str, int]:
+    """Slots by host, {} without a file. ValueError names a line that is none, or a host that comes twice."""
+    slots: dict[str, int] = {}
+    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 2 or not words[1].removeprefix("slots=").isdigit() or words[0] in slots:
+            raise ValueError(f"--hostfile {path}, line {number}: {line!r} is no new `HOST slots=NUMBER`")
+        slots[words[0]] = int(words[1].removeprefix("slots="))
+    return slots
+
+
+def chosen(asked: argparse.Namespace, count: int) -> list[int] | None:
+    """The GPUs of this machine that --include or --exclude leave of `count`, None if neither is given."""
+    if not (asked.include or asked.exclude):
+        return None
+    if (asked.include and asked.exclude) or asked.num_gpus > 0 or asked.num_nodes > 0:
+        raise ValueError("--include, --exclude, and --num_gpus or --num_nodes exclude each other: give one of them")
+    name = "--include" if asked.include else "--exclude"
+    host, _, numbers = (asked.include or asked.exclude).partition(":")
+    if host not in _HERE or "@" in numbers or not all(n.isdigit() for n in numbers.split(",") if numbers):
+        raise ValueError(f"{name} {asked.include or asked.exclude!r}: write this machine's GPUs, such as localhost:0,2")
+    named = [int(n) for n in numbers.split(",")] if numbers else list(range(count))
+    left = named if asked.include else [gpu for gpu in range(count) if gpu not in named]
+    if not left or len(set(left)) != len(left):
+        raise ValueError(f"{name} {asked.include or asked.exclude!r} leaves {left} of {count} GPUs: name each once")
+    return left
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Become torchrun. What is not offered ends with one line and status 2."""
+    try:
+        command, gpus = torchrun(parser().parse_args(arguments))
+    except ValueError as reason:
+        print(f"refimpl deepspeed: {reason}", file=sys.stderr)
+        sys.exit(2)
+    if gpus is not None and torch.cuda.device_count():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    cores = (os.cpu_count() or 1) // int(command[1])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *command])
