@@ -466,12 +466,14 @@ pd.DataFrame(table)
 
 # %% [markdown]
 # $2, 2, A + 1, 3A$. (It would be $A + 1$ for someone who has the memory to keep all weights whole from the first
-# micro-batch to the last, as FSDP2 does after `set_reshard_after_backward(False)`.)
+# micro-batch to the last, as FSDP2 does with `reshard_after_forward=False` and, until the last one,
+# `set_reshard_after_backward(False)`.)
 #
 # **Beside FSDP2.** PyTorch's `fully_shard` is the same idea with other choices:
 #
 # | | refimpl, as DeepSpeed | FSDP2 |
 # |---|---|---|
+# | over which ranks | all of them, or groups that repeat each other: `mics_shard_size` | those of a mesh; in a mesh of two axes divided along the second and repeated along the first: HSDP |
 # | what is cut | a unit's parameters end to end, in $N$ flat pieces | each parameter along its first dimension, as a `DTensor` |
 # | what is gathered together | a module's own parameters; `leaf_modules` takes more | what one call of `fully_shard` wraps |
 # | after forward | freed, unless needed again soon (`max_reuse_distance`) | freed, or kept: `reshard_after_forward` |
@@ -485,10 +487,10 @@ pd.DataFrame(table)
 # A flat piece may end in the middle of a row, which an element-wise optimizer does not mind; pieces of whole rows suit
 # optimizers that look at a matrix, quantization by rows, and tensor parallelism.
 #
-# **HSDP**, hybrid sharding, is chapter 1's two levels. Shard over the $S$ ranks of a node, and keep a copy in each of
-# $R$ nodes: gathers stay on the fast links, and between nodes goes one all-reduce of a gradient shard. (DeepSpeed's
-# name is MiCS; ZeRO++ keeps only a second copy of the weights in each node.) Memory falls by $S$ and not by $N = RS$. A
-# 7B model in bf16 on 8 nodes of 8 GPUs, each rank getting every piece from its owner:
+# **HSDP**, hybrid sharding (the first row), is chapter 1's two levels. Shard over the $S$ ranks of a node, and keep a
+# copy in each of $R$ nodes: gathers stay on the fast links, and between nodes goes one all-reduce of a gradient shard.
+# (DeepSpeed's name is MiCS; ZeRO++ keeps only a second copy of the weights in each node.) Memory falls by $S$ and not by
+# $N = RS$. A 7B model in bf16 on 8 nodes of 8 GPUs, each rank getting every piece from its owner:
 
 # %% tags=["hide-input"]
 weights, nodes, local = 7e9 * 2, 8, 8
