@@ -741,7 +741,7 @@ print("left alone till wait, right:", bool((x == 4).all()))
 #
 # - **Exercises:** [exercises/01_collectives](../exercises/01_collectives): the ring's two halves, and the fit.
 #   `pytest exercises/01_collectives`
-# - **Quiz:** `refimpl quiz --topic communication`
+# - **Quiz:** `refimpl quiz --topic communication`, or `Quiz("communication")` of `refimpl.notebook` in a cell
 # - **Code:** [refimpl/comm/ring.py](../refimpl/comm/ring.py), [refimpl/comm/group.py](../refimpl/comm/group.py),
 #   [refimpl/comm/shared.py](../refimpl/comm/shared.py) (the way inside a host),
 #   [refimpl/plan/time.py](../refimpl/plan/time.py) (the ring beside the tree).

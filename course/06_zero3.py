@@ -831,7 +831,7 @@ print("same bits as DDP without a limit:", finished["zero3"][0][1] == unlimited[
 
 # %% [markdown]
 # - **Exercises:** [exercises/06_zero3](../exercises/06_zero3/exercise.py): `pytest exercises/06_zero3`
-# - **Quiz:** `refimpl quiz --topic zero`
+# - **Quiz:** `refimpl quiz --topic zero`, or `Quiz("zero")` of `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [tests/zero/test_zero3.py](../tests/zero/test_zero3.py),
 #   [tests/zero/test_order.py](../tests/zero/test_order.py) and [tests/zero/test_init.py](../tests/zero/test_init.py).
 # - **Code:** [refimpl/zero/zero3.py](../refimpl/zero/zero3.py), [unit.py](../refimpl/zero/unit.py),
