@@ -152,8 +152,8 @@ for again in (False, True):
 # forward a second time when backward comes there, gather included: now little is kept, and $\Psi$ more is sent.
 # torchtitan's `simple_fsdp` is built like this, with a checkpoint that repeats the gather alone and not the product.
 #
-# DeepSpeed, FSDP and refimpl do not repeat anything. They leave the tensors that autograd has saved where they are and
-# take away the memory behind them.
+# DeepSpeed, FSDP and refimpl do not repeat anything. FSDP and refimpl leave the tensors that autograd has saved where
+# they are and take away the memory behind them.
 #
 # **Giving memory back.** A tensor is a view of a *storage*. One can take the memory from a storage and leave all its
 # tensors in place. They keep their shapes, and are right again when the memory comes back and is filled:
@@ -193,7 +193,8 @@ print(f"after storage.resize_:  {saved.untyped_storage().nbytes():9,} bytes are 
 
 # %% [markdown]
 # With an empty `.data` the parameter looks freed, and every byte is still there until backward. Freeing the storage
-# frees it for all views at once, and refilling it serves them all, including the one that autograd saved.
+# frees it for all views at once, and refilling it serves them all, including the one that autograd saved. (DeepSpeed
+# does set `.data`. So it brings a linear layer of its own, which saves the parameter and not a view of it.)
 #
 # **A part of a model** is a flat buffer, of which the parameters are views, that has memory only while it is needed,
 # and a shard that stays.
