@@ -72,9 +72,9 @@ def test_gradients_as_views_share_the_buckets_memory() -> None:
 
 def bucket_orders(find_unused: bool) -> list[list[list[str]]]:
     """The parameters of each bucket, in its order, in three backwards; a bucket has room for one of the two."""
-    layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    room = layers[0].weight.nbytes / 2**20
-    model, orders = DistributedDataParallel(layers, bucket_cap_mb=room, find_unused_parameters=find_unused), []
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    room, orders = layers[0].weight.nbytes / 2**20, []
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=room, find_unused_parameters=find_unused)
     names = {id(p): name for name, p in model.module.named_parameters()}
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
