@@ -476,7 +476,7 @@ group.all_reduce(shards[rank])
 # %% [markdown]
 # ## 7. Prove it
 #
-# - **Quiz:** `refimpl quiz --topic basics`
+# - **Quiz:** `refimpl quiz --topic basics`, or `Quiz("basics")` of `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [tests/test_launch.py](../tests/test_launch.py) starts, starves, kills and hangs real
 #   processes.
 # - **Code:** [refimpl/launch.py](../refimpl/launch.py) (starts ranks, forked from a server that has imported torch

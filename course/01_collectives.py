@@ -520,12 +520,12 @@ plt.show()
 # Left of the bend a message costs $\alpha$ and its size does not matter. Right of it, time grows with the bytes. This
 # is why gradients travel in buckets of megabytes and not one tensor at a time.
 #
-# Without $s$ the prediction for 4 ranks is several times too low (dashed); with it, large buffers are met, and small
-# ones still take two to four times as long. What is left out is the additions, the memory for what arrives, and above
-# all that a rank whose message has come must wait until the system gives it a core again: that can take longer than the
-# message, six times in a row, and the more so the busier the machine is. A model of two numbers is for choosing between
-# algorithms, not for promising a date. (On a cluster $s$ has other causes: GPUs that share a network card, or a switch
-# with fewer links up than down.)
+# Without $s$ the prediction for 4 ranks is several times too low (dashed); with it, the largest buffer is met within a
+# half, and small ones still take two to four times as long. What is left out is the additions, the memory for what
+# arrives, and above all that a rank whose message has come must wait until the system gives it a core again: that can
+# take longer than the message, six times in a row, and the more so the busier the machine is. A model of two numbers is
+# for choosing between algorithms, not for promising a date. (On a cluster $s$ has other causes: GPUs that share a network
+# card, or a switch with fewer links up than down.)
 #
 # **Ring or tree?** The tree sends the whole buffer in each of its $2\lceil\log_2 N\rceil$ rounds, the ring $1/N$ of it
 # in each of $2(N-1)$. So there is a size at which they change places:
@@ -741,7 +741,7 @@ print("left alone till wait, right:", bool((x == 4).all()))
 #
 # - **Exercises:** [exercises/01_collectives](../exercises/01_collectives): the ring's two halves, and the fit.
 #   `pytest exercises/01_collectives`
-# - **Quiz:** `refimpl quiz --topic communication`
+# - **Quiz:** `refimpl quiz --topic communication`, or `Quiz("communication")` of `refimpl.notebook` in a cell
 # - **Code:** [refimpl/comm/ring.py](../refimpl/comm/ring.py), [refimpl/comm/group.py](../refimpl/comm/group.py),
 #   [refimpl/comm/shared.py](../refimpl/comm/shared.py) (the way inside a host),
 #   [refimpl/plan/time.py](../refimpl/plan/time.py) (the ring beside the tree).

@@ -940,7 +940,7 @@ for n in (2, 3, 4):
 # %% [markdown]
 # - **Exercises:** [exercises/02_ddp](../exercises/02_ddp): average gradients, deal buckets, build DDP by hooks with
 #   overlap, and `no_sync`.
-# - **Quiz:** `refimpl quiz --topic communication`
+# - **Quiz:** `refimpl quiz --topic communication`, or `Quiz("communication")` of `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [tests/zero/test_stages.py](../tests/zero/test_stages.py) asks all of
 #   this at 2, 3 and 4 ranks, with tied, frozen, unused and oddly sized parameters.
 # - **Code:** [refimpl/zero/ddp.py](../refimpl/zero/ddp.py), [refimpl/zero/gradients.py](../refimpl/zero/gradients.py).

@@ -887,7 +887,7 @@ for n in (2, 3, 4):
 # %% [markdown]
 # - **Exercises:** [exercises/03_precision_and_bytes](../exercises/03_precision_and_bytes): the overflow that all ranks
 #   must see, unscaling with clipping, the dynamic scaler, master weights, and the memory formula as code.
-# - **Quiz:** `refimpl quiz --topic memory`
+# - **Quiz:** `refimpl quiz --topic memory`, or `Quiz("memory")` of `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [tests/optim/test_loss_scale.py](../tests/optim/test_loss_scale.py),
 #   [tests/zero/test_stages.py](../tests/zero/test_stages.py) (an Inf on one rank, in every strategy),
 #   [tests/plan/test_transformer.py](../tests/plan/test_transformer.py) (activations, to the byte).

@@ -611,7 +611,7 @@ pd.DataFrame(table)
 
 # %% [markdown]
 # - **Exercises:** [exercises/04_zero1](../exercises/04_zero1/exercise.py): `pytest exercises/04_zero1`
-# - **Quiz:** `refimpl quiz --topic zero`
+# - **Quiz:** `refimpl quiz --topic zero`, or `Quiz("zero")` of `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [tests/zero/test_stages.py](../tests/zero/test_stages.py), bits, bytes kept, bytes
 #   sent, order of events.
 # - **Code:** [refimpl/zero/zero1.py](../refimpl/zero/zero1.py), [refimpl/zero/flat.py](../refimpl/zero/flat.py),

@@ -690,7 +690,7 @@ pd.DataFrame(
 # The last row is there to show that the order matters: the same numbers, added otherwise, are other bits.
 #
 # - **Exercises:** [exercises/05_zero2](../exercises/05_zero2/exercise.py): `pytest exercises/05_zero2`
-# - **Quiz:** `refimpl quiz --topic zero`
+# - **Quiz:** `refimpl quiz --topic zero`, or `Quiz("zero")` of `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [tests/zero/test_stages.py](../tests/zero/test_stages.py)
 # - **Code:** [refimpl/zero/zero2.py](../refimpl/zero/zero2.py),
 #   [refimpl/zero/gradients.py](../refimpl/zero/gradients.py).

@@ -152,8 +152,8 @@ for again in (False, True):
 # forward a second time when backward comes there, gather included: now little is kept, and $\Psi$ more is sent.
 # torchtitan's `simple_fsdp` is built like this, with a checkpoint that repeats the gather alone and not the product.
 #
-# DeepSpeed, FSDP and refimpl do not repeat anything. They leave the tensors that autograd has saved where they are and
-# take away the memory behind them.
+# DeepSpeed, FSDP and refimpl do not repeat anything. FSDP and refimpl leave the tensors that autograd has saved where
+# they are and take away the memory behind them.
 #
 # **Giving memory back.** A tensor is a view of a *storage*. One can take the memory from a storage and leave all its
 # tensors in place. They keep their shapes, and are right again when the memory comes back and is filled:
@@ -193,7 +193,8 @@ print(f"after storage.resize_:  {saved.untyped_storage().nbytes():9,} bytes are 
 
 # %% [markdown]
 # With an empty `.data` the parameter looks freed, and every byte is still there until backward. Freeing the storage
-# frees it for all views at once, and refilling it serves them all, including the one that autograd saved.
+# frees it for all views at once, and refilling it serves them all, including the one that autograd saved. (DeepSpeed
+# does set `.data`. So it brings a linear layer of its own, which saves the parameter and not a view of it.)
 #
 # **A part of a model** is a flat buffer, of which the parameters are views, that has memory only while it is needed,
 # and a shard that stays.
@@ -466,12 +467,14 @@ pd.DataFrame(table)
 
 # %% [markdown]
 # $2, 2, A + 1, 3A$. (It would be $A + 1$ for someone who has the memory to keep all weights whole from the first
-# micro-batch to the last, as FSDP2 does after `set_reshard_after_backward(False)`.)
+# micro-batch to the last, as FSDP2 does with `reshard_after_forward=False` and, until the last one,
+# `set_reshard_after_backward(False)`.)
 #
 # **Beside FSDP2.** PyTorch's `fully_shard` is the same idea with other choices:
 #
 # | | refimpl, as DeepSpeed | FSDP2 |
 # |---|---|---|
+# | over which ranks | all of them, or groups that repeat each other: `mics_shard_size` | those of a mesh; in a mesh of two axes divided along the second and repeated along the first: HSDP |
 # | what is cut | a unit's parameters end to end, in $N$ flat pieces | each parameter along its first dimension, as a `DTensor` |
 # | what is gathered together | a module's own parameters; `leaf_modules` takes more | what one call of `fully_shard` wraps |
 # | after forward | freed, unless needed again soon (`max_reuse_distance`) | freed, or kept: `reshard_after_forward` |
@@ -485,10 +488,10 @@ pd.DataFrame(table)
 # A flat piece may end in the middle of a row, which an element-wise optimizer does not mind; pieces of whole rows suit
 # optimizers that look at a matrix, quantization by rows, and tensor parallelism.
 #
-# **HSDP**, hybrid sharding, is chapter 1's two levels. Shard over the $S$ ranks of a node, and keep a copy in each of
-# $R$ nodes: gathers stay on the fast links, and between nodes goes one all-reduce of a gradient shard. (DeepSpeed's
-# name is MiCS; ZeRO++ keeps only a second copy of the weights in each node.) Memory falls by $S$ and not by $N = RS$. A
-# 7B model in bf16 on 8 nodes of 8 GPUs, each rank getting every piece from its owner:
+# **HSDP**, hybrid sharding (the first row), is chapter 1's two levels. Shard over the $S$ ranks of a node, and keep a
+# copy in each of $R$ nodes: gathers stay on the fast links, and between nodes goes one all-reduce of a gradient shard.
+# (DeepSpeed's name is MiCS; ZeRO++ keeps only a second copy of the weights in each node.) Memory falls by $S$ and not by
+# $N = RS$. A 7B model in bf16 on 8 nodes of 8 GPUs, each rank getting every piece from its owner:
 
 # %% tags=["hide-input"]
 weights, nodes, local = 7e9 * 2, 8, 8
@@ -829,7 +832,7 @@ print("same bits as DDP without a limit:", finished["zero3"][0][1] == unlimited[
 
 # %% [markdown]
 # - **Exercises:** [exercises/06_zero3](../exercises/06_zero3/exercise.py): `pytest exercises/06_zero3`
-# - **Quiz:** `refimpl quiz --topic zero`
+# - **Quiz:** `refimpl quiz --topic zero`, or `Quiz("zero")` of `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [tests/zero/test_zero3.py](../tests/zero/test_zero3.py),
 #   [tests/zero/test_order.py](../tests/zero/test_order.py) and [tests/zero/test_init.py](../tests/zero/test_init.py).
 # - **Code:** [refimpl/zero/zero3.py](../refimpl/zero/zero3.py), [unit.py](../refimpl/zero/unit.py),

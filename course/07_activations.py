@@ -564,7 +564,7 @@ for name, call in {"Twice": Twice.apply, "checkpoint": checkpoint}.items():
 # ## 7. Prove it
 #
 # - **Exercises:** [exercises/07_activations](../exercises/07_activations/exercise.py): `pytest exercises/07_activations`
-# - **Quiz:** `refimpl quiz --topic memory`
+# - **Quiz:** `refimpl quiz --topic memory`, or `Quiz("memory")` of `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [tests/activation](../tests/activation/test_checkpoint.py): gradients of 16 habits of
 #   writing, the best plan against all plans there are, an arena in which anything may happen.
 # - **Code:** [checkpoint.py](../refimpl/activation/checkpoint.py), [policy.py](../refimpl/activation/policy.py),

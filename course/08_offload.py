@@ -938,7 +938,7 @@ scratch.cleanup()
 # - **See it whole:** `refimpl demo --infinity` gives each rank a memory limit in which DDP, ZeRO-2 and ZeRO-3 die, and
 #   trains with all of the state on the disk.
 # - **Exercises:** [exercises/08_offload](../exercises/08_offload/exercise.py): `pytest exercises/08_offload`
-# - **Quiz:** `refimpl quiz --topic memory`
+# - **Quiz:** `refimpl quiz --topic memory`, or `Quiz("memory")` of `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [tests/offload](../tests/offload/test_pipeline.py): order of events, a full disk, an
 #   altered block, a killed process; [tests/zero/test_offloaded.py](../tests/zero/test_offloaded.py): bits for every home.
 # - **Code:** [homes.py](../refimpl/offload/homes.py), [blocks.py](../refimpl/offload/blocks.py),

@@ -981,7 +981,7 @@ place.cleanup()
 # ## 11. Prove it
 #
 # - **Exercises:** [exercises/09_infinity](../exercises/09_infinity/exercise.py): `pytest exercises/09_infinity`
-# - **Quiz:** `refimpl quiz --topic system-design`
+# - **Quiz:** `refimpl quiz --topic system-design`, or `Quiz("system-design")` of `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [tests/cli/test_infinity.py](../tests/cli/test_infinity.py) (a step moves 44 bytes of
 #   each parameter that a rank owns), [tests/zero/test_offloaded.py](../tests/zero/test_offloaded.py) (bits with every
 #   home), [tests/engine/test_engine_checkpoint_killed.py](../tests/engine/test_engine_checkpoint_killed.py),

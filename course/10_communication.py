@@ -695,7 +695,8 @@ for name, operator in {
 # ## 7. Prove it
 #
 # - **Exercises:** [exercises/10_communication](../exercises/10_communication/exercise.py): `pytest exercises/10_communication`
-# - **Quiz:** `refimpl quiz --topic communication`, `refimpl quiz --topic advanced`
+# - **Quiz:** `refimpl quiz --topic communication`, `refimpl quiz --topic advanced`, or `Quiz("communication")` of
+#   `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [tests/comm/test_link.py](../tests/comm/test_link.py) (bandwidth, latency, what crosses),
 #   [tests/compress](../tests/compress/test_operators.py) (contraction, wire bytes, feedback),
 #   [tests/comm/test_hierarchy.py](../tests/comm/test_hierarchy.py) and

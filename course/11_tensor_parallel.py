@@ -745,7 +745,7 @@ def dropout_seed(
 #
 # - **Exercises:** [exercises/11_tensor_parallel](../exercises/11_tensor_parallel/exercise.py):
 #   `pytest exercises/11_tensor_parallel`
-# - **Quiz:** `refimpl quiz --topic parallelism`
+# - **Quiz:** `refimpl quiz --topic parallelism`, or `Quiz("parallelism")` of `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [tests/parallel/test_tensor.py](../tests/parallel/test_tensor.py) (bits and bounds, odd
 #   sizes, no row of logits), [tests/parallel/test_conjugates.py](../tests/parallel/test_conjugates.py) (transposes, bytes),
 #   [tests/parallel/test_swap.py](../tests/parallel/test_swap.py) (a GPT against the unsplit one, four all-reduces or eight

@@ -683,7 +683,7 @@ print("alive at most:", max(clock.alive(table)), "=", p + 1)
 # ## 8. Prove it
 #
 # - **Exercises:** [exercises/12_pipeline](../exercises/12_pipeline/exercise.py): `pytest exercises/12_pipeline`
-# - **Quiz:** `refimpl quiz --topic parallelism`
+# - **Quiz:** `refimpl quiz --topic parallelism`, or `Quiz("parallelism")` of `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [test_pipeline_schedules.py](../tests/parallel/test_pipeline_schedules.py) (every
 #   schedule at every size up to 8 ranks and 16 micro-batches: complete, in order, no deadlock, memory and bubble as
 #   stated), [test_pipeline_runner.py](../tests/parallel/test_pipeline_runner.py) (bits, bytes, a rank that dies),

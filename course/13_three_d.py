@@ -918,7 +918,7 @@ pd.DataFrame(rows, columns=columns)
 # ## 9. Prove it
 #
 # - **Exercises:** [exercises/13_three_d](../exercises/13_three_d/exercise.py): `pytest exercises/13_three_d`
-# - **Quiz:** `refimpl quiz --topic parallelism`
+# - **Quiz:** `refimpl quiz --topic parallelism`, or `Quiz("parallelism")` of `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [test_context.py](../tests/parallel/test_context.py) (values, gradients, traffic, work,
 #   memory), [test_axes.py](../tests/engine/test_axes.py) (any layout trains as one process),
 #   [test_mesh.py](../tests/plan/test_mesh.py) (published tables), [test_context.py](../tests/plan/test_context.py).

@@ -733,7 +733,8 @@ print(f"more than one token in a hundred: {differ > 0.01}")
 # ## 8. Prove it
 #
 # - **Exercises:** [exercises/15_moe](../exercises/15_moe/exercise.py): `pytest exercises/15_moe`
-# - **Quiz:** `refimpl quiz --topic parallelism`, `refimpl quiz --topic advanced`
+# - **Quiz:** `refimpl quiz --topic parallelism`, `refimpl quiz --topic advanced`, or `Quiz("parallelism")` of
+#   `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [test_gates.py](../tests/model/test_gates.py) and
 #   [test_moe.py](../tests/model/test_moe.py) (loops, GShard's dense form, transformers' blocks),
 #   [test_expert.py](../tests/parallel/test_expert.py) (bits at every ep, bytes),

@@ -504,7 +504,7 @@ print("two patterns, one length, two results:", not torch.equal(fixed(x, x, x), 
 #
 # - **Exercises:** [exercises/16_sparse_attention](../exercises/16_sparse_attention/exercise.py):
 #   `pytest exercises/16_sparse_attention`
-# - **Quiz:** `refimpl quiz --topic advanced`
+# - **Quiz:** `refimpl quiz --topic advanced`, or `Quiz("advanced")` of `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [test_sparse.py](../tests/model/test_sparse.py) (numbers, gradients, blocks read, FLOPs),
 #   [test_patterns.py](../tests/model/test_patterns.py) (layouts as pictures),
 #   [test_sparse_swap.py](../tests/model/test_sparse_swap.py) (transformers' models),

@@ -79,7 +79,8 @@ def draw(timelines: Mapping[str, Sequence[Bar]]) -> "Figure":
     figure, axes = show.figure(4.6, rows=len(timelines), height_ratios=(3, 5))
     for axis, (name, bars) in zip(axes, timelines.items(), strict=True):
         _draw_one(axis, bars)
-        axis.set(title=name, xticks=[])
+        axis.set_title(name, pad=14)  # above the blocks' numbers
+        axis.set_xticks([])
     axes[-1].set_xlabel("events of one step, in order")
     figure.legend(
         handles=[Patch(color=colour) for colour in COLOURS.values()],

@@ -70,27 +70,30 @@ def test_gradients_as_views_share_the_buckets_memory() -> None:
     assert run(storages, False, ranks=2) == [(4, 4)] * 2
 
 
-def bucket_orders() -> list[list[str]]:
-    """The parameters of the one bucket, in its order, in three backwards."""
-    layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    model, orders = DistributedDataParallel(layers), []
+def bucket_orders(find_unused: bool) -> list[list[list[str]]]:
+    """The parameters of each bucket, in its order, in three backwards; a bucket has room for one of the two."""
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    room, orders = layers[0].weight.nbytes / 2**20, []
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=room, find_unused_parameters=find_unused)
     names = {id(p): name for name, p in model.module.named_parameters()}
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        orders.append([names[id(p)] for p in bucket.parameters()])
+        orders[-1].append([names[id(p)] for p in bucket.parameters()])
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
     model.register_comm_hook(None, hook)
     for _ in range(3):
+        orders.append([])
         model(torch.ones(1, 4)).sum().backward()
     return orders
 
 
 def test_buckets_are_rebuilt_in_the_order_of_the_first_backward() -> None:
-    guessed, measured = ["0.weight", "1.weight"], ["1.weight", "0.weight"]  # backward begins with the last layer
-    assert run(bucket_orders, ranks=2) == [[guessed, measured, measured]] * 2
+    in_one, backwards = [["0.weight", "1.weight"]], [["1.weight"], ["0.weight"]]  # backward begins with the last layer
+    assert run(bucket_orders, False, ranks=2) == [[in_one, backwards, backwards]] * 2
+    assert run(bucket_orders, True, ranks=2) == [[backwards] * 3] * 2  # guessed, and kept
 
 
 class Shared(nn.Module):
