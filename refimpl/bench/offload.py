@@ -7,8 +7,11 @@
     Disk: optimizer, gradients   the shards of gradients wait there too (from ZeRO-2 on): 4 bytes more each way
     Disk: all                    parameters too (ZeRO-3): 4 more for forward, 4 for backward, 4 written back
     DeepSpeed: cpu, nvme         its own offload of the optimizer on the same disk, where it is installed with its aio
+    AdamW alone: torch           no step: torch's fused AdamW over as many elements as a rank owns
+    AdamW alone: Host            the same over what rests at the host, in the parts of a step
 
-Losses must agree, but for what is one step late. Bytes are counted, times are ratios to the plain step of the same run.
+Losses must agree, but for what is one step late. Bytes are counted, times are ratios to the plain step of the same run,
+of AdamW alone to torch's.
 """
 
 import importlib
@@ -32,10 +35,12 @@ from refimpl.measure.memory import MemoryMeter
 from refimpl.model.gpt import GPT, Block
 from refimpl.offload.homes import Disk, Host
 from refimpl.zero.config import ZeroConfig
+from refimpl.zero.offloaded import OffloadedUpdate
 from refimpl.zero.stage import Stage
 
 HEAT = ("stage", "ranks", "parameters")
-PLAIN, LATE = "plain", "Disk: optimizer, late"
+PLAIN, LATE, HOST = "plain", "Disk: optimizer, late", "Host"
+ADAMW, ADAMW_AT_HOST = "AdamW alone: torch", "AdamW alone: Host"
 SUB_GROUP = 1 << 18  # elements updated at a time
 
 Taken = Callable[[], float]  # takes one step -> the loss
@@ -43,7 +48,10 @@ Taken = Callable[[], float]  # takes one step -> the loss
 
 @dataclass(frozen=True)
 class Row:
-    """`step_ms`: median of the slowest rank. Memory and disk: rank 0's bytes a parameter; moved: read and written."""
+    """`step_ms`: median of the slowest rank. Memory and disk: rank 0's bytes a parameter; moved: read and written.
+
+    Of AdamW alone `of_plain` is of torch's.
+    """
 
     home: str
     stage: int
@@ -68,7 +76,8 @@ def homes(stage: int, folder: Path) -> dict[str, ZeroConfig]:
     """The contestants of a stage."""
     plain = ZeroConfig(leaf_modules=(Block,), sub_group_size=SUB_GROUP)
     disk = replace(plain, optimizer_home=Disk(folder))
-    found = {PLAIN: plain, "Host": replace(plain, optimizer_home=Host()), "Disk: optimizer": disk}
+    host = replace(plain, optimizer_home=Host(), sub_group_size=ZeroConfig.sub_group_size)  # it saves no memory there
+    found = {PLAIN: plain, HOST: host, "Disk: optimizer": disk}
     found[LATE] = replace(plain, optimizer_home=Disk(folder), delayed_update=True)
     if stage >= 2:
         both = Disk(folder)
@@ -106,7 +115,26 @@ def heat(stage: int, workload: Workload, folder: Path) -> Found:
             stages[name].catch_up()
     moved = {name: traffic(disk) - before[name] for name, disk in disks.items()}
     memory = {name: sum(MemoryMeter(one.tensors).now().values()) for name, one in stages.items()}
+    times |= race(group, updates(stages[HOST]), workload.turns)
     return Found(Lap(times, losses), memory, moved)
+
+
+def updates(stage: Stage) -> dict[str, Callable[[], object]]:
+    """AdamW alone, over what this rank owns."""
+    update = stage.update
+    assert isinstance(update, OffloadedUpdate)
+    parts, slices, settings = update.parts, update.slices, update.slices.settings()
+    for part in parts:
+        grad = torch.full((part.end - part.start,), 1e-3)
+        slices.hand_out(part.bucket, grad, 1.0, set(), part.start, part.end)
+    whole = torch.zeros(sum(part.end - part.start for part in parts), requires_grad=True)
+    whole.grad = torch.full_like(whole, 1e-3)
+
+    def by_parts() -> None:
+        for part in parts:
+            slices.step_inside(part.bucket, part.start, part.end, settings)
+
+    return {ADAMW: adamw([whole]).step, ADAMW_AT_HOST: by_parts}
 
 
 def traffic(disk: Disk) -> int:
@@ -178,10 +206,10 @@ def measure(
 
 def rows(times: Times, rank0: Found, stage: int, ranks: int, workload: Workload) -> list[Row]:
     """A row a home."""
-    n, plain = workload.gpt.parameters, median(times[PLAIN])
+    n, plain, alone = workload.gpt.parameters, median(times[PLAIN]), median(times[ADAMW])
     return [
         Row(
-            name, stage, ranks, n, median(steps), median(steps) / plain,
+            name, stage, ranks, n, median(steps), median(steps) / (alone if name in (ADAMW, ADAMW_AT_HOST) else plain),
             rank0.memory.get(name, 0) / n or float("nan"), rank0.moved.get(name, 0) / n,
         )
         for name, steps in times.items()

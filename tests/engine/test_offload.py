@@ -68,9 +68,17 @@ def test_the_weights_are_those_without_offload(stage: int, way: str, tmp_path: P
     assert [n for n in plain[0] if not torch.equal(plain[0][n], found[0][n])] == []
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_run_goes_on_from_its_checkpoint(stage: int, tmp_path: Path) -> None:
-    settings = offloaded(stage, NVME, {"device": "nvme"} if stage == 3 else None, tmp_path / "disk")
+@pytest.mark.parametrize(
+    ("stage", "way"),
+    [
+        (1, "half of the optimizer to a disk"),
+        (2, "optimizer to a disk"),
+        (3, "all to a disk"),
+        (3, "parameters to a disk, optimizer to the host"),
+    ],
+)
+def test_a_run_goes_on_from_its_checkpoint(stage: int, way: str, tmp_path: Path) -> None:
+    settings = offloaded(stage, *WAYS[way], tmp_path / "disk")
     whole = worlds.run(trained, settings, 4, tmp_path / "saved", ranks=2)[0]
     again = worlds.run(trained, settings, 4, tmp_path / "saved", True, ranks=2)[0]
     assert [n for n in whole if not torch.equal(whole[n], again[n])] == []

@@ -192,8 +192,9 @@ def test_between_steps_only_buffers_are_in_memory(stage: str, dtype: torch.dtype
     assert slices_steps <= owned // SUB_GROUP + 40
     assert on_disk % 4096 == 0
     assert on_disk >= 12 * owned + (dtype.itemsize * owned if stage == "zero3" else 0)
-    largest = 4096 if stage != "zero3" else 4 * 4096  # a part has 128 elements: one page; a unit of a few runs
-    assert memory["offload buffers"] <= 2 * 4096 + 3 * largest * 4
+    part, spare = 4096, 4096 if stage != "zero3" else 2 * 4096  # pages of 128 elements; of a unit that nobody foresaw
+    ahead = 0 if stage != "zero3" else 2 * (2 * 4096) + 2 * part  # read before they are needed, and on their way back
+    assert memory["offload buffers"] == 2 * part + ahead + spare, "no byte more than buffer_count says"
     if stage == "zero3":
         frozen_and_small = memory["parameters"]
         assert frozen_and_small == 0

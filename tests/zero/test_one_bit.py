@@ -14,8 +14,6 @@ from worlds import run
 
 from refimpl.comm.group import Group
 from refimpl.launch import RankError
-from refimpl.model.data import Batches, corpus
-from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.optim.lamb import Lamb
 from refimpl.optim.loss_scale import DynamicLossScaler
 from refimpl.optim.one_bit_adam import OneBitAdam
@@ -313,38 +311,6 @@ def test_what_is_unfrozen_or_unused_for_a_while() -> None:
             assert all(torch.equal(flat, other) for other in group.all_gather_object(flat))
 
     run(go, ranks=3)
-
-
-def learn(make: Callable[[nn.Module], torch.optim.Optimizer], steps: int) -> float:
-    """The loss over the last ten steps of a small GPT on the demo's text, the mean of the ranks."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab=256, context=32, width=32, layers=1, heads=2))
-    stage = DDP(model, make(model))
-    batches, losses = Batches(corpus(), 32, 8), []
-    for step in range(steps):
-        loss = model(*batches.batch(step, stage.group.rank))
-        stage.backward(loss)
-        stage.step()
-        losses.append(loss.item())
-    mean = torch.tensor(sum(losses[-10:]) / 10, dtype=torch.float64)
-    stage.group.all_reduce(mean, "mean")
-    return mean.item()
-
-
-@pytest.mark.parametrize("kind", [OneBitAdam, ZeroOneAdam])
-def test_it_learns_as_adam_does(kind: type[Travelling]) -> None:
-    """Within 6% of AdamW's loss after 100 steps, of which the second half is compressed."""
-    when = {"freeze_step": 50} if kind is OneBitAdam else {"var_freeze_step": 50, "local_step_scaler": 25}
-
-    def ours(model: nn.Module) -> torch.optim.Optimizer:
-        return kind(model.parameters(), lr=3e-3, **when)
-
-    def adamw(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-
-    alone, together = run(learn, adamw, 100)[0], run(learn, ours, 100)[0]
-    assert together < 1.06 * alone
-    assert alone < 0.9 * run(learn, adamw, 10)[0], "or nothing was learnt"
 
 
 def test_stages_that_shard_refuse_it() -> None:
