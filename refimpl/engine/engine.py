@@ -245,7 +245,7 @@ class Engine(ModuleState, Asked):
         return [float(group["lr"]) for group in self.stage.optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """The momentum, or Adam's betas, of each parameter group."""
+        """The momentum, or Adam's betas, of each parameter group; None where the optimizer has neither."""
         return [group.get("betas", group.get("momentum")) for group in self.stage.optimizer.param_groups]
 
     def destroy(self) -> None:

@@ -63,6 +63,13 @@ def test_no_number_of_checkpoints_may_be_false() -> None:
         load({"train_batch_size": 8, section: {"number_checkpoints": True}})
 
 
+def test_one_name_is_a_list_of_one() -> None:
+    lists = {"classes": ["Block"], "names": ["h.0"], "name_suffixes": ["mlp"]}
+    texts = {key: names[0] for key, names in lists.items()}
+    loaded = [load({"train_batch_size": 8, ZERO: {"leaf_module": leaf}}) for leaf in (lists, texts)]
+    assert loaded[0] == loaded[1]
+
+
 def test_keys_that_are_comments_are_left_out_at_the_top() -> None:
     assert load({"train_batch_size": 8, "_comment": "x", "//": [1]}) == load({"train_batch_size": 8})
     with pytest.raises(ConfigError, match=rf"{ZERO}\._comment: unknown key"):
