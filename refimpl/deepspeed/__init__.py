@@ -2,6 +2,7 @@
 
     deepspeed.initialize, init_distributed, add_config_arguments, DeepSpeedEngine, DeepSpeedConfig
     deepspeed.zero.Init, zero.GatheredParameters        runtime/zero/partition_parameters.py
+    deepspeed.zero.TiledLinear                          zero/tiled.py
     deepspeed.checkpointing.configure, .checkpoint      runtime/activation_checkpointing/checkpointing.py
     deepspeed.comm                                      collectives, torch.distributed's
     deepspeed.ops.adam, .adagrad, .lion                 optimizers by DeepSpeed's names

@@ -220,11 +220,13 @@ def _switches(section: Mapping[str, Any]) -> bool:
 
 
 def _nearest(name: str, prefix: str, keys: Table) -> str:
-    """A key of the same section that is spelt almost like `name`, else one that lives elsewhere."""
+    """What to do: write the key of this section that is spelt almost so, else one of another section, else nothing."""
     here = [path.removeprefix(prefix) for path in keys if path.startswith(prefix)]
     near = difflib.get_close_matches(name, [key for key in here if "." not in key and ":" not in key], n=1)
     if near:
         return f"; did you mean {near[0]}?"
+    if f"{prefix}params" in FREE:
+        return f"; the arguments of its class stand in {prefix}params"
     elsewhere = {path.rsplit(".", 1)[-1]: path for path in keys}
     near = difflib.get_close_matches(name, list(elsewhere), n=1, cutoff=0.8)
-    return f"; did you mean {elsewhere[near[0]]}?" if near else ""
+    return f"; did you mean {elsewhere[near[0]]}?" if near else "; DeepSpeed has none of this name: take it out"

@@ -240,7 +240,7 @@ def load_config(
     values = complete(resolve(values, model=model, given=auto or {}), world_size)
     problems = _wrong_arguments(values)
     try:
-        settings = DeepSpeedConfig.model_validate(values)
+        settings = _whole_parameters_stay(DeepSpeedConfig.model_validate(values), rank)
         problems += _other_clipping(raw, settings.gradient_clipping)
     except ValidationError as error:
         problems += _readable(error)
@@ -311,6 +311,22 @@ def _wrong_arguments(values: Mapping[str, Any]) -> list[str]:
         except ConfigError as error:
             problems.append(str(error))
     return problems
+
+
+def _whole_parameters_stay(settings: DeepSpeedConfig, rank: int) -> DeepSpeedConfig:
+    """Without an `offload_param` that has no shards to move: DeepSpeed ignores it too, without a word."""
+    zero = settings.zero_optimization
+    if zero.stage == 3 or zero.offload_param.device == "none":
+        return settings
+    if rank == 0:
+        warnings.warn(
+            f"zero_optimization.offload_param.device = {zero.offload_param.device!r}: parameters are sharded in stage "
+            f"3 only, not in stage {zero.stage}; the key has no effect",
+            ConfigWarning,
+            stacklevel=3,
+        )
+    whole = zero.model_copy(update={"offload_param": section.OffloadParam()})
+    return settings.model_copy(update={"zero_optimization": whole})
 
 
 def _other_clipping(raw: Mapping[str, Any], bound: float) -> list[str]:

@@ -244,6 +244,10 @@ class Engine(ModuleState, Asked):
         """The learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.stage.optimizer.param_groups]
 
+    def get_mom(self) -> list[Any]:
+        """The momentum, or Adam's betas, of each parameter group; None where the optimizer has neither."""
+        return [group.get("betas", group.get("momentum")) for group in self.stage.optimizer.param_groups]
+
     def destroy(self) -> None:
         """Let go of model and optimizer: another engine may have them. Stage 3 leaves the model in shards.
 

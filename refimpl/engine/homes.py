@@ -32,11 +32,6 @@ def with_homes(zero: ZeroConfig, settings: DeepSpeedConfig, device: torch.device
     """
     section, aio = settings.zero_optimization, asked_aio(settings)
     optimizer, param = section.offload_optimizer, section.offload_param
-    if param.device != "none" and section.stage < 3:
-        raise ConfigError(
-            f"zero_optimization.offload_param.device = {param.device!r}: parameters are sharded in stage 3 only, "
-            f"not in stage {section.stage}"
-        )
     size = section.sub_group_size or ZeroConfig.sub_group_size
     size = min(max(size, aio.block_size // 4), 1 << 40)  # elements: no part is smaller than one request
     zero = replace(zero, sub_group_size=size, offload_ratio=optimizer.ratio)

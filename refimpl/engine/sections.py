@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from refimpl.engine.values import (
     Count,
     Dtype,
+    Names,
     Number,
     Positive,
     Section,
@@ -88,9 +89,9 @@ class Scheduler(Section):
 class LeafModule(Section):
     """Modules that stage 3 gathers whole, without hooks on their children."""
 
-    classes: list[str] = Field(default_factory=list, description="class names of modules gathered as one unit")
-    names: list[str] = Field(default_factory=list, description="paths of modules gathered as one unit")
-    name_suffixes: list[str] = Field(default_factory=list, description="ends of such paths")
+    classes: Names = Field(default_factory=list, description="class names of modules gathered as one unit")
+    names: Names = Field(default_factory=list, description="paths of modules gathered as one unit")
+    name_suffixes: Names = Field(default_factory=list, description="ends of such paths")
 
 
 class OffloadOptimizer(Section):

@@ -85,6 +85,7 @@ def lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
+Names = Annotated[list[str], BeforeValidator(lambda names: [names] if isinstance(names, str) else names)]
 Count = Annotated[int, BeforeValidator(as_number), Field(ge=0, le=sys.maxsize)]
 Positive = Annotated[int, BeforeValidator(as_number), Field(ge=1, le=sys.maxsize)]
 Number = Annotated[float, BeforeValidator(as_number), Field(ge=0, allow_inf_nan=False)]

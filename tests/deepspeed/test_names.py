@@ -2,12 +2,16 @@
 
 import logging
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+import worlds
 from torch import nn
 
 import refimpl.deepspeed as deepspeed
+from refimpl.comm.group import Group
 from refimpl.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from refimpl.deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
 from refimpl.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
@@ -135,6 +139,35 @@ def test_clipping_of_plain_gradients() -> None:
     p.grad = torch.full((4,), 3.0)
     assert utils.clip_grad_norm_([p], 1.0).item() == pytest.approx(6)
     assert p.grad.norm().item() == pytest.approx(1, rel=1e-4)
+
+
+def norms_of(norm_type: float, split: bool) -> tuple[float, float]:
+    """Runs on every rank: the norm before and after, of a part [rank + 1] and of a parameter that all have."""
+    rank, world = Group.world().rank, dist.get_world_size()
+    part, whole = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2))
+    part.model_parallel = True  # type: ignore[attr-defined]
+    part.grad, whole.grad = torch.full((1,), rank + 1.0), torch.full((2,), 3.0)
+    alone = [dist.new_group([r]) for r in range(world)]
+    mpu = SimpleNamespace(
+        get_model_parallel_rank=lambda: rank,
+        get_model_parallel_group=lambda: dist.group.WORLD,
+        get_data_parallel_group=lambda: alone[rank],
+    )
+    norm = utils.clip_grad_norm_([part, whole], 0.5, norm_type, mpu if split else None)
+    return float(norm), float(part.grad)
+
+
+@pytest.mark.parametrize("norm_type", [1, 2, 3, float("inf")])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_clipping_of_plain_gradients_is_the_same_on_all_ranks(ranks: int, norm_type: float) -> None:
+    """Over the parts of a split model it is the whole model's; otherwise the mean of the ranks' norms."""
+    parts = torch.arange(1.0, ranks + 1)
+    whole = torch.cat([parts, torch.full((2,), 3.0)]).norm(norm_type)
+    mean = torch.stack([torch.tensor([part, 3.0, 3.0]).norm(norm_type) for part in parts]).mean()
+    for split, expected in ((True, whole), (False, mean)):
+        for rank, (norm, clipped) in enumerate(worlds.run(norms_of, norm_type, split, ranks=ranks)):
+            assert norm == pytest.approx(expected.item(), rel=1e-5)
+            assert clipped == pytest.approx((rank + 1) * 0.5 / (expected.item() + 1e-6), rel=1e-5)
 
 
 def test_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,8 @@ def nested(path: str, value: Any) -> dict[str, Any]:
     home[name] = value
     if parents == ["optimizer"] and name == "params":
         home["type"] = "Adam"
+    if path == f"{ZERO}.offload_param.device":
+        config[ZERO]["stage"] = 3  # the only one whose parameters are in shards
     return config
 
 
@@ -220,10 +222,10 @@ def test_every_key_gets_one_of_three_answers(path: str) -> None:
 def test_options_are_read_only_with_their_switch(line: str) -> None:
     section, names = line.split(": ")
     values = dict.fromkeys(names.split(), 1)
-    loaded, notes = load({"train_batch_size": 8, ZERO: {section: values | {"device": "none"}}})
+    loaded, notes = load({"train_batch_size": 8, ZERO: {"stage": 3, section: values | {"device": "none"}}})
     assert notes == []
-    assert loaded == load({"train_batch_size": 8})[0]
-    loaded, notes = load({"train_batch_size": 8, ZERO: {section: values | {"device": "CPU"}}})
+    assert loaded == load({"train_batch_size": 8, ZERO: {"stage": 3}})[0]
+    loaded, notes = load({"train_batch_size": 8, ZERO: {"stage": 3, section: values | {"device": "CPU"}}})
     assert notes == []
     found = getattr(loaded.zero_optimization, section)
     assert [getattr(found, name) for name in ("device", *values)] == ["cpu", *values.values()]
@@ -273,8 +275,10 @@ def test_a_misspelt_key_at_the_top() -> None:
         load({"train_batch_size": 8, "gradient_cliping": 1.0})
     with pytest.raises(ConfigError, match=r"did you mean zero_optimization.overlap_comm\?"):
         load({"train_batch_size": 8, "overlap_com": True})
-    with pytest.raises(ConfigError, match=r"^qwertyuiop: unknown key$"):
+    with pytest.raises(ConfigError, match=r"^qwertyuiop: unknown key; DeepSpeed has none of this name: take it out$"):
         load({"train_batch_size": 8, "qwertyuiop": True})
+    with pytest.raises(ConfigError, match=r"^optimizer\.eps: unknown key; .* stand in optimizer\.params$"):
+        load({"train_batch_size": 8, "optimizer": {"type": "Adam", "eps": 1e-8}})
 
 
 def test_all_problems_are_reported_at_once() -> None:

@@ -29,7 +29,7 @@ def test_deprecated_spellings(name: str) -> None:
     assert notes == [f"{ZERO}.{name}: deprecated; write {ZERO}.{today}"]
     assert loaded == load({"train_batch_size": 8})[0]
     if "offload" in name:
-        loaded, _ = load({"train_batch_size": 8, ZERO: {name: True}})
+        loaded, _ = load({"train_batch_size": 8, ZERO: {name: True, "stage": 3}})
         assert getattr(loaded.zero_optimization, today).device == "cpu"
     else:
         loaded, _ = load({"train_batch_size": 8, ZERO: {name: True}})
@@ -61,6 +61,13 @@ def test_no_number_of_checkpoints_may_be_false() -> None:
     assert (loaded, notes) == load({"train_batch_size": 8, section: {"number_checkpoints": None}})
     with pytest.raises(ConfigError, match=rf"{section}\.number_checkpoints: must be a number, not true or false"):
         load({"train_batch_size": 8, section: {"number_checkpoints": True}})
+
+
+def test_one_name_is_a_list_of_one() -> None:
+    lists = {"classes": ["Block"], "names": ["h.0"], "name_suffixes": ["mlp"]}
+    texts = {key: names[0] for key, names in lists.items()}
+    loaded = [load({"train_batch_size": 8, ZERO: {"leaf_module": leaf}}) for leaf in (lists, texts)]
+    assert loaded[0] == loaded[1]
 
 
 def test_keys_that_are_comments_are_left_out_at_the_top() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 import refimpl
 from refimpl.engine.config import load_config
 from refimpl.engine.homes import with_homes
+from refimpl.engine.keys import ConfigWarning
 from refimpl.launch import RankError
 from refimpl.offload.homes import Disk, Host
 from refimpl.zero.config import ZeroConfig
@@ -99,7 +100,6 @@ def test_a_run_that_is_one_step_late_goes_on(stage: int, device: str, tmp_path: 
 
 PARAM = {"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": 0}
 WRONG = {
-    "offload_param.device = 'nvme': parameters are sharded in stage 3 only, not in stage 2": (2, CPU, PARAM),
     "delayed_update needs device 'cpu' or 'nvme'": (2, {"device": "none", "delayed_update": True}, None),
     "no offload_param: the next step reads parameters": (3, CPU | {"delayed_update": True}, PARAM),
     "offload_optimizer.device = 'nvme' needs a folder: set offload_optimizer.nvme_path": (2, {"device": "nvme"}, None),
@@ -128,6 +128,14 @@ def test_parameters_leave_a_gpu_for_the_host_or_a_disk(tmp_path: Path) -> None:
         assert type(zero.parameter_home) is type(zero.optimizer_home) is Host
         assert isinstance(homes_on("cuda", optimizer, {"device": "nvme"}, tmp_path).parameter_home, Disk)
     assert homes_on("cpu", CPU, {"device": "cpu"}, tmp_path).parameter_home is None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_that_are_whole_stay_as_in_deepspeed_which_a_warning_says(stage: int, tmp_path: Path) -> None:
+    with pytest.warns(ConfigWarning, match=f"stage 3 only, not in stage {stage}.*no effect"):
+        settings = load_config(offloaded(stage, {"device": "none"}, PARAM, tmp_path), world_size=1)
+    assert with_homes(ZeroConfig(), settings, torch.device("cuda")).parameter_home is None
+    load_config(offloaded(stage, {"device": "none"}, PARAM, tmp_path), world_size=1, rank=1)
 
 
 @pytest.mark.parametrize("says", WRONG)

@@ -10,9 +10,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 
 from refimpl.deepspeed import comm
 from refimpl.deepspeed.accelerator import get_accelerator
+from refimpl.deepspeed.utils import groups
+from refimpl.engine.cut import OTHERS_FLAGS
 from refimpl.zero.parameter import stage_of
 
 T = TypeVar("T")
@@ -23,16 +26,46 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their norm is at most `max_norm`; the norm before.
 
-    Gradients that a stage holds are clipped by it over all ranks (L2 only), others as torch does.
+    Gradients that a stage holds are clipped by it over all ranks (L2 only), others by `norm_of_plain`: a collective.
+    `mpu` says along which ranks the others' model is split.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     stages = {id(s): s for p in params if isinstance(p, nn.Parameter) and (s := stage_of(p)) is not None}
     if not stages:
-        return nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        norm = norm_of_plain(params, norm_type, mpu)
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        return norm
     if len(stages) > 1 or norm_type != 2:
         raise ValueError(f"clip_grad_norm_: one engine's parameters and norm_type=2, not {len(stages)} and {norm_type}")
     (stage,) = stages.values()
     return torch.as_tensor(stage.clip_grad_norm_(max_norm))
+
+
+def norm_of_plain(params: Sequence[Tensor], norm_type: float = 2, mpu: Any = None) -> Tensor:
+    """The norm of gradients that no stage holds, over the parts of the model; its mean over data-parallel ranks.
+
+    The mean is DeepSpeed's: where gradients differ between ranks, as experts' do, all of them are clipped alike.
+    A parameter without `model_parallel` or `tensor_model_parallel` is on all ranks of `mpu`'s group, and counts once.
+    """
+    once = mpu is None or mpu.get_model_parallel_rank() == 0
+    counted = [p.grad for p in params if p.grad is not None and (once or is_model_parallel_parameter(p))]
+    norm = nn.utils.get_total_norm(counted, norm_type).float()
+    if mpu is not None and norm_type == torch.inf:
+        comm.all_reduce(norm, ReduceOp.MAX, group=mpu.get_model_parallel_group())
+    elif mpu is not None:
+        norm = norm**norm_type
+        comm.all_reduce(norm, group=mpu.get_model_parallel_group())
+        norm = norm ** (1 / norm_type)
+    if comm.is_initialized():
+        group = groups._get_data_parallel_group() if mpu is None else mpu.get_data_parallel_group()
+        comm.all_reduce(norm, group=group)
+        norm /= comm.get_world_size(group)
+    return norm
+
+
+def is_model_parallel_parameter(p: Tensor) -> bool:
+    """Whether it is a part: its author has said so."""
+    return any(getattr(p, flag, False) for flag in OTHERS_FLAGS)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

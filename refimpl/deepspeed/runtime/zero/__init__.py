@@ -1,6 +1,5 @@
-"""`deepspeed.zero`: `Init`, `GatheredParameters`, `MiCS_Init` and what belongs to them."""
+"""`deepspeed.zero`: `Init`, `GatheredParameters`, `MiCS_Init`, `TiledLinear` and what belongs to them."""
 
-from refimpl.deepspeed.later import later
 from refimpl.deepspeed.runtime.zero import (
     config,
     offload_states,
@@ -8,6 +7,7 @@ from refimpl.deepspeed.runtime.zero import (
     partition_parameters,
     stage3,
     stage_1_and_2,
+    tiling,
     utils,
 )
 from refimpl.deepspeed.runtime.zero.parameter_offload import unwrap_model_for_generation
@@ -20,12 +20,14 @@ from refimpl.deepspeed.runtime.zero.partition_parameters import (
     register_external_parameter,
     unregister_external_parameter,
 )
+from refimpl.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
     "GatheredParameters",
     "Init",
     "MiCS_Init",
     "TiledLinear",
+    "TiledLinearReturnBias",
     "ZeroParamStatus",
     "ZeroParamType",
     "config",
@@ -35,9 +37,8 @@ __all__ = [
     "register_external_parameter",
     "stage3",
     "stage_1_and_2",
+    "tiling",
     "unregister_external_parameter",
     "unwrap_model_for_generation",
     "utils",
 ]
-
-TiledLinear = later("deepspeed.zero.TiledLinear", "linear layers in tiles: use several smaller ones")
