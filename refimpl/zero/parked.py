@@ -9,8 +9,8 @@
 
 Each byte goes over the link once each way. Tensors keep their identity and give their memory back, as a freed `Unit`
 does: whatever views them is right again when they are back, and cannot be read before. What is at the host anyway, all
-of it on a CPU, stays where it is, and is refused all the same, so that a script means the same everywhere. So do buffers
-of a delayed update.
+of it on a CPU, stays where it is, and is refused all the same, so that a script means the same everywhere. Buffers of a
+delayed update stay on the device.
 DeepSpeed: deepspeed/runtime/zero/offload_states.py, `offload_states` in stage3.py and stage_1_and_2.py, which points
 each tensor at a copy, and lets a step on such copies fail as it may.
 """
