@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from refimpl.bench.options import (
+    FolderOption,
     JsonOption,
     Lists,
     Ranks,
@@ -18,6 +19,7 @@ from refimpl.bench.options import (
     axis,
     count,
     mixture,
+    on_disk,
     precision,
     writable,
 )
@@ -266,24 +268,24 @@ def compression(
 
 @app.command(cls=Lists)
 def checkpoint(
-    ranks: Annotated[list[int], typer.Option(min=1, help="Numbers of ranks.")] = [2],  # noqa: B006
+    ranks: Annotated[list[int], typer.Option(min=1, max=512, help="Numbers of ranks.")] = [2],  # noqa: B006
     params: Annotated[list[int], typer.Option(parser=count, help="Model sizes.")] = ["25M"],  # type: ignore[list-item]  # noqa: B006
     stages: StagesOption = [2],  # noqa: B006
     turns: TurnsOption = 6,
-    folder: Annotated[Path | None, typer.Option(help="On the disk to measure. Default: a temporary one.")] = None,
+    folder: FolderOption = None,
     file: JsonOption = None,
 ) -> None:
     """Time that training stands still for a save: synchronous, asynchronous, the copy alone, torch.save."""
     from refimpl.bench.checkpoint import HEAT, measure
 
     file = writable(file) if file else None
-    heats = measure(ranks, params, stages, Turns(turns, 1), folder)
+    heats = measure(ranks, params, stages, Turns(turns, 1), on_disk(folder) if folder else None)
     publish("Time of a save, slowest rank", HEAT, heats, file)
 
 
 @app.command(cls=Lists)
 def overhead(
-    ranks: Annotated[list[int], typer.Option(min=1, help="Numbers of ranks.")] = [8],  # noqa: B006
+    ranks: Annotated[list[int], typer.Option(min=1, max=512, help="Numbers of ranks.")] = [8],  # noqa: B006
     stages: StagesOption = [0, 1, 2, 3],  # noqa: B006
     units: Annotated[int, typer.Option(min=1, help="Modules of 10 parameters in the model.")] = 100,
     turns: TurnsOption = 5,
@@ -328,7 +330,7 @@ def offload(
     context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 64,
     turns: TurnsOption = 3,
     steps: StepsOption = 3,
-    folder: Annotated[Path | None, typer.Option(help="On the disk to measure. Default: a temporary one.")] = None,
+    folder: FolderOption = None,
     file: JsonOption = None,
 ) -> None:
     """A step with optimizer state, gradients and parameters in host memory or on a disk, beside a plain one."""
@@ -337,7 +339,12 @@ def offload(
 
     file = writable(file) if file else None
     workloads = [Workload(p, batch, context, Turns(turns, steps)) for p in params]
-    publish("Median step of the slowest rank", HEAT, measure(ranks, workloads, stages, folder), file)
+    publish(
+        "Median step of the slowest rank",
+        HEAT,
+        measure(ranks, workloads, stages, on_disk(folder) if folder else None),
+        file,
+    )
 
 
 @app.command()

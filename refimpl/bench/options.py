@@ -1,5 +1,6 @@
 """What the benches' options have in common: lists of values, sizes such as 25M, a file that can be written."""
 
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,9 +76,21 @@ def writable(file: Path) -> Path:
     return file
 
 
-Ranks = Annotated[list[int], typer.Option(min=2, help="Numbers of ranks.")]
+def on_disk(folder: Path) -> Path:
+    """A folder that is there and can be written, on the disk to measure."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise typer.BadParameter(
+            f"--folder {folder}: cannot write there: {error.strerror}; name a folder on the disk to measure"
+        ) from None
+    return folder
+
+
+Ranks = Annotated[list[int], typer.Option(min=2, max=512, help="Numbers of ranks.")]
 StagesOption = Annotated[list[int], typer.Option(min=0, max=3, help="ZeRO stages; 0 is DDP.")]
 TurnsOption = Annotated[int, typer.Option("--turns", min=1, help="Times each contestant's turn comes.")]
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Steps (or calls) in a turn.")]
 RoundsOption = Annotated[int, typer.Option("--rounds", min=1, help="Fresh worlds, of each kind of memory pages.")]
+FolderOption = Annotated[Path | None, typer.Option(help="On the disk to measure. Default: a temporary one.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the report here.")]

@@ -18,6 +18,8 @@ REMEDIES = {
     errno.ENOSPC: "free space on that disk, or save elsewhere",
     errno.EDQUOT: "your quota on that disk is used up: free space, or save elsewhere",
     errno.EFBIG: "raise the limit on a file's size (ulimit -f), or save elsewhere",
+    errno.EIO: "the disk fails: copy what it still gives, and use another",
+    errno.ESTALE: "the server has let go of the file: mount it anew",
     errno.EACCES: "change the permissions, or use another folder",
     errno.EPERM: "change the permissions, or use another folder",
     errno.EROFS: "this disk cannot be written: save elsewhere",

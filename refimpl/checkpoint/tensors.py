@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from refimpl.checkpoint.errors import CheckpointError
+from refimpl.checkpoint.errors import CheckpointError, naming
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -143,13 +143,14 @@ class Reader:
         at = first + begin * out.element_size()
         if at + out.nbytes > last:
             raise CheckpointError(f"{self.path}: {name} ends before element {begin + out.numel()}")
-        self._file.seek(self._begin + at)
         view = bytes_of(out.view(-1))
-        while len(view):
-            count = self._file.readinto(view)  # type: ignore[attr-defined]
-            if not count:
-                raise CheckpointError(f"{self.path}: ends inside {name}; bring back the file that was saved")
-            view, self.read_bytes = view[count:], self.read_bytes + count
+        with naming(self.path):
+            self._file.seek(self._begin + at)
+            while len(view):
+                count = self._file.readinto(view)  # type: ignore[attr-defined]
+                if not count:
+                    raise CheckpointError(f"{self.path}: ends inside {name}; bring back the file that was saved")
+                view, self.read_bytes = view[count:], self.read_bytes + count
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, whole."""

@@ -12,8 +12,10 @@ memory that ranks share belongs to no process's limit.
 import json
 import re
 import resource
+import shutil
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -26,6 +28,7 @@ from rich.table import Table
 from refimpl import launch
 from refimpl.bench.disk import Row as DiskRow
 from refimpl.bench.disk import measure as measure_disk
+from refimpl.cli import options
 from refimpl.cli.train import STAGES, Task
 from refimpl.comm.group import Group
 from refimpl.launch import RankError
@@ -33,6 +36,7 @@ from refimpl.measure.memory import MemoryMeter
 from refimpl.model.data import Batches, corpus
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.offload.homes import Disk
+from refimpl.ranks import environment
 from refimpl.ranks.allocator import give_freed_memory_back
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.init import Init
@@ -40,6 +44,7 @@ from refimpl.zero.init import Init
 WAYS = {"DDP": "ddp", "ZeRO-2": "zero2", "ZeRO-3": "zero3", "ZeRO-3, all on disk": "zero3"}
 MODEL = GPTConfig(width=512, layers=18, heads=8, context=64)  # 57 million parameters
 NEEDED, ALLOWED = 16, 4.0  # bytes a parameter: AdamW in fp32 needs 16
+ON_DISK = 20  # bytes a parameter: 4 weights, 4 gradients, 12 masters and state
 SUB_GROUP = 1 << 20  # elements updated at a time: 12 MB
 MB = 10**6
 DISK_BYTES = 300 * MB  # read and written to see what the disk can do
@@ -102,6 +107,26 @@ def limit_memory(more: int) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack
     limit = pages * resource.getpagesize() + more
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def asked(ranks: int | None, folder: Path, out: Path, given: Collection[str]) -> tuple[int, Path, Path]:
+    """Check what was asked for; `given`: the options on the command line. ValueError names one, and what would do."""
+    if others := [option for option in given if option not in ("infinity", "ranks", "folder", "out")]:
+        raise ValueError(f"--{others[0]}: --infinity trains its own model; it takes --ranks, --folder and --out alone")
+    if place := environment.find():
+        raise ValueError(f"--infinity starts its own ranks, with a limit on each: run it without {place.launcher}")
+    count = options.ranks_asked(ranks)
+    out = out if "out" in given else Path("out/infinity")
+    options.check_memory(options.RANK_BYTES + int(ALLOWED * MODEL.parameters), count)
+    for option, place_on_disk in {"folder": folder, "out": out}.items():
+        options.check_writable(option, place_on_disk)
+    needed, free = ON_DISK * MODEL.parameters, shutil.disk_usage(folder).free
+    if free < needed:
+        raise ValueError(
+            f"--folder {folder}: {needed / MB:,.0f} MB go there, and {free / MB:,.0f} MB are free: free some, or name "
+            "a folder on another disk"
+        )
+    return count, folder, out
 
 
 def run(ranks: int, steps: int, folder: Path, out: Path) -> int:

@@ -43,6 +43,7 @@ def root(
 
 @app.command()
 def demo(
+    typed: typer.Context,
     ranks: Annotated[int | None, typer.Option(help="Processes. Default: 2, or those that torchrun started.")] = None,
     strategy: Annotated[
         list[str] | None, typer.Option(help="ddp, zero1, zero2 or zero3; repeat for several. Default: all.")
@@ -65,14 +66,22 @@ def demo(
     from refimpl.cli import demo, options
     from refimpl.launch import RankError
 
+    given = [name for name in typed.params if str(typed.get_parameter_source(name)).endswith("COMMANDLINE")]
+    if "folder" in given and not infinity:
+        refuse("refimpl demo", f"--folder {folder}: only --infinity uses a disk; add it, or leave --folder out")
     if infinity:
-        from refimpl.cli.infinity import run
+        from refimpl.cli import infinity as infinities
 
         if sys.platform != "linux":
             refuse(
                 "refimpl demo", f"--infinity needs Linux, whose limit on a process's memory holds, not {sys.platform}"
             )
-        raise typer.Exit(run(ranks or 2, 3, folder, Path("out/infinity") if out == Path("out/demo") else out))
+        try:
+            asked = infinities.asked(ranks, folder, out, given)
+            status = infinities.run(asked[0], 3, *asked[1:])
+        except (ValueError, RuntimeError) as reason:
+            refuse("refimpl demo", reason)
+        raise typer.Exit(status)
     if mesh is not None:
         from refimpl.cli import mesh as meshes
 
@@ -123,8 +132,13 @@ def doctor(
 def bench(context: typer.Context) -> None:
     """Measure side by side with peers: `refimpl bench zero`, `parallel`, `comm`, `checkpoint`; `table`: a report."""
     from refimpl.bench.cli import app as bench_app
+    from refimpl.launch import RankError
 
-    bench_app(context.args, prog_name="refimpl bench", standalone_mode=False)
+    try:
+        bench_app(context.args, prog_name="refimpl bench", standalone_mode=False)
+    except RankError as failure:
+        print(f"refimpl bench: {failure}", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

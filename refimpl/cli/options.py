@@ -50,7 +50,7 @@ def plan(
     out: Path,
 ) -> Plan:
     """Check the options of `refimpl demo`. ValueError says in one line what cannot be done, and why."""
-    ranks = _ranks(ranks)
+    ranks = ranks_asked(ranks)
     if steps < 2:
         raise ValueError(
             f"--steps {steps}: at least 2 are needed, before its first the optimizer has no state to count"
@@ -73,11 +73,11 @@ def plan(
     task = Task(model, load_text(text, context) if text else corpus(), steps, seed)
     chosen = [s for s in STAGES if s in (strategies or STAGES)]
     check_memory(rank_bytes(task, len(chosen)), ranks)
-    _check_writable(out)
+    check_writable("out", out)
     return Plan(task, chosen, ranks, device, out)
 
 
-def _ranks(asked: int | None) -> int:
+def ranks_asked(asked: int | None) -> int:
     if place := environment.find():
         if asked not in (None, place.size):
             raise ValueError(f"--ranks {asked}: {place.launcher} started {place.size} ranks; leave --ranks out")
@@ -121,15 +121,15 @@ def _local(ranks: int) -> int:
     return place.local_size or place.size if place else ranks
 
 
-def _check_writable(out: Path) -> None:
-    """Make the folder and write into it before anything is trained. Rank 0 alone will write the report."""
+def check_writable(option: str, folder: Path) -> None:
+    """Make the folder and write into it before anything is trained. Rank 0 alone will write there."""
     place = environment.find()
     if place and place.rank:
         return
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out}: it is a file, and the report needs a folder")
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--{option} {folder}: it is a file, and a folder is needed")
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(f"--out {out}: cannot write there: {error.strerror}; choose another folder") from None
+        raise ValueError(f"--{option} {folder}: cannot write there: {error.strerror}; choose another folder") from None

@@ -59,7 +59,9 @@ def bytes_of(text: str, key: str = "--budget") -> int:
     """ "2GB", "500 MB", "1.5GiB" or a number of bytes. ValueError for anything else."""
     found = re.fullmatch(r"([\d.]+)\s*([kmg]i?)?b?", text.strip().lower())
     try:
-        return int(float(found[1]) * UNITS[found[2] or ""]) if found else int(text)
+        if (size := int(float(found[1]) * UNITS[found[2] or ""]) if found else int(text)) < 0:
+            raise ValueError
+        return size
     except ValueError:
         raise ValueError(f"{key} {text}: a number of bytes, such as 2GB, 500MB or 1.5GiB") from None
 
@@ -87,7 +89,7 @@ def words(plan: "Plan") -> str:
 @app.command()
 def activations(
     budget: str = typer.Option(..., help="Bytes for activations on a rank: 2GB, 500MB, 1.5GiB."),
-    layers: int = typer.Option(12, min=1, help="Transformer blocks."),
+    layers: int = typer.Option(12, min=1, max=200, help="Transformer blocks."),
     width: int = typer.Option(768, min=1, help="Width of the model."),
     heads: int = typer.Option(12, min=1, help="Attention heads."),
     context: int = typer.Option(256, min=1, help="Tokens in a sequence."),
@@ -117,6 +119,10 @@ def activations(
         }
     except ValueError as reason:
         refuse("refimpl plan activations", reason)
+    except RuntimeError as reason:
+        if "allocate" not in str(reason):
+            raise
+        refuse("refimpl plan activations", "a block does not fit into memory: lower --width, --context or --batch")
     show_block(blocks[0], layers)
     print(f"{'plan':28}{'predicted MB':>14}{'counted MB':>14}{'step time':>12}")
     for name, plan in chosen.items():

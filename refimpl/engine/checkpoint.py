@@ -61,7 +61,7 @@ def save(
     tag = agreed_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
     id_ = str(group.all_gather_object(atomic.new_id())[0])
     engine.stage.catch_up()
-    together(group, engine.stage.update.refuse_torn)
+    together(group, engine.stage.refuse_unfit)
     folder, new = save_dir / tag, atomic.unfinished(save_dir / tag, id_)
     mine, notes = together(group, lambda: contents(engine, client_state, exclude_frozen))
     notes = {"save": {"id": id_, "rank": group.rank}} | notes

@@ -3,7 +3,9 @@
 Every rank reads the elements that it holds here, out of the files that have them, straight into their memory: no rank
 ever holds a whole copy, and nothing is sent. What must be the same is what a state means: the parameters' names and
 shapes, the optimizer's kind and number of groups, the schedule's kind. Everything that can be known to fail is checked
-first, on every rank: an engine that could not be resumed is as it was.
+first, on every rank: an engine that could not be resumed is as it was. What nobody could know, a disk that fails
+between check and read, is an error on every rank too: there is no memory for a second copy of what is overwritten, so
+the engine then refuses to compute, step or save until a load has gone through.
 
 Per rank and so of the same number of ranks alone: random states, buffers, client_state, what compression owes. A rank
 that the saving run did not have takes rank 0's client_state and buffers and keeps its random state. The position in the
@@ -27,7 +29,7 @@ from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.place import Portion
 from refimpl.engine import weights
 from refimpl.engine.contents import identity, schedule
-from refimpl.engine.small_states import Wanted, own_rank, put_all
+from refimpl.engine.small_states import Wanted, own_rank, small_states
 from refimpl.engine.state import TrainingState
 from refimpl.engine.whole import portions_by_name
 from refimpl.parallel.autotp import common_numbers
@@ -75,24 +77,26 @@ def load(
             [engine.saved_name(n) for n in engine.module.state_dict(keep_vars=True)]
         )
         known = {name for part in engine.axes.expert.all_gather_object(here) for names in part for name in names}
-        together(engine.axes.world, lambda: check(engine, folder, wanted, known))
+        client_state = together(engine.axes.world, lambda: check(engine, folder, wanted, known))
         go_on(engine, folder, wanted)
-        return str(folder.path), folder.value(own_rank(engine, folder), "client_state")
+        return str(folder.path), client_state
 
 
-def check(engine: TrainingState, folder: Folder, wanted: Wanted, known: set[str]) -> None:
+def check(engine: TrainingState, folder: Folder, wanted: Wanted, known: set[str]) -> dict[str, Any]:
     """CheckpointError if something is damaged or does not fit. The ranks share the files, so that each is read once.
 
-    known: the names of the whole model's weights.
+    known: the names of the whole model's weights. Returns this rank's client_state.
     """
+    engine.stage.parked.refuse()
     with naming(folder.path / manifest.NAME):
         check_kinds(engine, folder, wanted)
         own = own_rank(engine, folder)
         folder.check(dict.fromkeys([own, *range(engine.axes.world.rank, folder.ranks, engine.axes.world.size)]))
-        folder.value(own, "client_state")
+        client_state: dict[str, Any] = folder.value(own, "client_state")
         weights.check_fits(engine, folder, wanted.strict and wanted.custom is None, known)
     if wanted.custom is not None and engine.axes.model.size > 1:
         raise CheckpointError("custom_load_fn: this rank has a part of the model; load without it")
+    return client_state
 
 
 def check_kinds(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
@@ -115,35 +119,44 @@ def check_kinds(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
         )
 
 
+class Half(CheckpointError):
+    """A load of the weights alone stopped in its middle; `left`: what was torn before, and is not mended by weights."""
+
+    def __init__(self, text: str, left: RuntimeError | None) -> None:
+        super().__init__(text)
+        self.left = left
+
+
 def go_on(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
-    """What was checked into the engine. Collective."""
-    engine.stage.catch_up()
-    own = own_rank(engine, folder)
-    put_all(engine, folder, wanted)
-    if wanted.custom is not None:
-        weights.read_with(engine, folder, wanted.custom)
-    else:
-        names = weights.shared_names(engine, folder)
-        restore(
-            engine.stage,
-            Saved(folder, portions_by_name(engine)),
-            names,
-            not wanted.weights_alone,
-            folder.about["apart"],
-        )
-        weights.read_buffers(engine, folder, 0 if wanted.weights_alone else own)
-    if not wanted.weights_alone:
-        restore_errors(engine, folder)
-        if engine.axes.tensor.size > 1:
-            common_numbers(engine.module, engine.axes.tensor)
+    """What was checked into the engine. Collective: one message says on which ranks reading has failed."""
+    stage, update = engine.stage, engine.stage.update
+    stage.catch_up()
+    left = getattr(update.torn, "left", update.torn) if wanted.weights_alone else None
+    with small_states(engine, folder, wanted):
+        try:
+            if wanted.custom is not None:
+                weights.read_with(engine, folder, wanted.custom)
+            else:
+                owed = together(engine.axes.world, lambda: read(engine, folder, wanted))
+                stage.gather()
+                if stage.owing is not None and not wanted.weights_alone:
+                    stage.owing.load_state_dict(owed)
+        except BaseException:
+            half = f"{folder.path}: loading it failed in its middle, and this engine has half of it: load a checkpoint"
+            update.torn = (
+                Half(half, left) if wanted.weights_alone else CheckpointError(f"{half} with its optimizer state")
+            )
+            raise
+        update.torn = left
+    if not wanted.weights_alone and engine.axes.tensor.size > 1:
+        common_numbers(engine.module, engine.axes.tensor)
 
 
-def restore_errors(engine: TrainingState, folder: Folder) -> None:
-    """What compression still owed on this rank, of gradients or of a momentum: of as many ranks alone."""
-    rank, alike = engine.axes.world.rank, folder.ranks == engine.axes.world.size
-    if engine.stage.owing is None:
-        return
-    saved = folder.value(rank if alike else 0, "compression")
-    if saved is not None and not alike:
-        saved["ranks"] = folder.ranks  # whatever they were laid out as: others than here
-    engine.stage.owing.load_state_dict(saved)
+def read(engine: TrainingState, folder: Folder, wanted: Wanted) -> dict[str, Any] | None:
+    """Weights, state and buffers of this rank; returns what compression still owed on it."""
+    source, names = Saved(folder, portions_by_name(engine)), weights.shared_names(engine, folder)
+    restore(engine.stage, source, names, not wanted.weights_alone, folder.about["apart"])
+    weights.read_buffers(engine, folder, 0 if wanted.weights_alone else own_rank(engine, folder))
+    alike = folder.ranks == engine.axes.world.size
+    owed: dict[str, Any] | None = folder.value(engine.axes.world.rank if alike else 0, "compression")
+    return owed if owed is None or alike else owed | {"ranks": folder.ranks}  # others than here, however laid out

@@ -1,12 +1,14 @@
 """What a checkpoint holds beside tensors of the model's size, put into the engine: all of it, or nothing.
 
 Counters, schedule, options of the optimizer's groups, loss scale, random numbers, position in the data: each says what
-was saved, what is here, and what puts either in. When one rank cannot take one of them, every rank has its own back;
-the weights are not touched before. Bytes: a few KB a rank, most of it the random generators' states.
+was saved, what is here, and what puts either in. When one rank cannot take one of them, or cannot read the weights that
+follow, every rank has its own back; the weights are not touched before. Bytes: a few KB a rank, most of it the random
+generators' states.
 """
 
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -55,8 +57,12 @@ class Put:
     here: Any
 
 
-def put_all(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
-    """The small states into the engine. If a rank cannot take one, all ranks have theirs back: CheckpointError."""
+@contextmanager
+def small_states(engine: TrainingState, folder: Folder, wanted: Wanted) -> Iterator[None]:
+    """They are in the engine in the block, and stay when it succeeds; after a CheckpointError all ranks have theirs.
+
+    Such an error is every rank's: when one cannot take a state, and what is raised in the block.
+    """
     todo: list[Put] = []
 
     def put() -> None:
@@ -67,6 +73,7 @@ def put_all(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
 
     try:
         together(engine.axes.world, put)
+        yield
     except CheckpointError:
         for each in todo:
             each.put(each.here)

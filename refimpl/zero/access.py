@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from refimpl.comm.group import Group
     from refimpl.zero.grad_view import GradientView
     from refimpl.zero.gradients import Gradients
+    from refimpl.zero.parked import Parked
     from refimpl.zero.update import Update
 
 
@@ -31,6 +32,7 @@ class ByName:
     gradients: "Gradients"
     view: "GradientView"
     update: "Update"
+    parked: "Parked"
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of every trained parameter, fp32, by the parameter's name: see `local_parameter`."""
@@ -149,7 +151,8 @@ class ByName:
             )
 
     def parameter(self, p: nn.Parameter | str) -> nn.Parameter:
-        """The parameter of this name. KeyError for one that is not the model's."""
+        """The parameter of this name. KeyError for one that is not the model's; RuntimeError while states are away."""
+        self.parked.refuse()
         if not isinstance(p, str) and p in self.names:
             return p
         for known, name in self.names.items():

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from refimpl.checkpoint.tensors import Later
-from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import Host
 from refimpl.zero.flat import Bucket
 from refimpl.zero.parameter import DATA
@@ -30,7 +29,6 @@ class Brought(Update):
 
     def __init__(self, *args: Any) -> None:
         self.parts: list[Part] = []
-        self.torn = False  # whether a step was interrupted in its middle
         super().__init__(*args)
 
     def follow(self, part: Part) -> None:
@@ -52,14 +50,6 @@ class Brought(Update):
     def is_away(self) -> bool:
         """Whether nothing of it is in memory between steps."""
         return any(part.record is not None for part in self.parts)
-
-    def refuse_torn(self) -> None:
-        """OffloadError if half of the parts have taken a step that the others have not."""
-        if self.torn:
-            raise OffloadError(
-                "an earlier step was interrupted in the middle of its update: load a checkpoint with its optimizer "
-                "state"
-            )
 
     def adopt(self, bucket: Bucket) -> None:
         """What is offloaded follows whenever a part of it is looked at."""
@@ -136,9 +126,6 @@ class Brought(Update):
             for s in part.members():
                 for key, values in given[s.param].items():
                     DATA.__get__(self.slices.tensors(s)[key]).copy_(values)
-
-    def replaced(self) -> None:
-        self.torn = False
 
     @torch.no_grad()
     def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor | Later], dict[str, Any]]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from refimpl.zero.backward import BackwardPass
     from refimpl.zero.config import ZeroConfig
     from refimpl.zero.gradients import Gradients
+    from refimpl.zero.parked import Parked
     from refimpl.zero.update import Update
 
 
@@ -37,6 +38,7 @@ class Changing(ABC):
     handles: list[Any]
     gradients: "Gradients"
     update: "Update"
+    parked: "Parked"
     passes: "BackwardPass"
 
     @abstractmethod
@@ -111,6 +113,7 @@ class Changing(ABC):
 
     def detach_all(self) -> None:
         """Remove every hook, and give the optimizer back."""
+        self.parked.bring()
         self.passes.settle()
         self.catch_up()
         self.gradients.drop()

@@ -327,6 +327,11 @@ class Gradients:
         resting = self.resting.memory() if self.resting else []
         return self._scratch.tensors() + self._results.tensors() + resting
 
+    def trim(self) -> None:
+        """Keep no buffer that is free."""
+        self._scratch.trim()
+        self._results.trim()
+
     def remove(self) -> None:
         """Let go of the parameters."""
         for handle in self._handles:

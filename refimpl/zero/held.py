@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from refimpl.comm.group import Group
     from refimpl.zero.config import ZeroConfig
     from refimpl.zero.gradients import Gradients
+    from refimpl.zero.parked import Parked
     from refimpl.zero.update import Update
 
 
@@ -29,6 +30,7 @@ class Held(ABC):
     config: "ZeroConfig"
     gradients: "Gradients"
     update: "Update"
+    parked: "Parked"
     compressed: Compressed | None
 
     @abstractmethod
@@ -45,9 +47,14 @@ class Held(ABC):
         Where something travels compressed also what it has not sent yet.
         """
         self.catch_up()
-        self.update.refuse_torn()
+        self.refuse_unfit()
         more = {"compression": self.owing.state_dict()} if self.owing is not None else {}
         return {"stage": type(self).__name__, "ranks": self.group.size, **self.update.state_dict(), **more}
+
+    def refuse_unfit(self) -> None:
+        """RuntimeError if weights and state are not of one step, or not all here."""
+        self.update.refuse_torn()
+        self.parked.refuse()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`, on every rank. ValueError for another stage or number of ranks."""
@@ -55,6 +62,7 @@ class Held(ABC):
         for key, value in here.items():
             if state[key] != value:
                 raise ValueError(f"this state was saved with {key} = {state[key]}, here {key} = {value}")
+        self.parked.refuse()
         self.catch_up()
         self.update.load_state_dict(state)
         if self.owing is not None:
@@ -70,6 +78,7 @@ class Held(ABC):
         """The model's weights by name on rank 0, None elsewhere: views of the model's own memory, not a copy."""
         self.catch_up()
         self.update.refuse_torn()
+        self.parked.refuse("lp_params")
         return self.model.state_dict() if self.speaks() else None
 
     def speaks(self) -> bool:

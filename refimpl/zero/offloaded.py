@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import Disk, away
 from refimpl.zero.brought import Brought
 from refimpl.zero.flat import ALIGN, Bucket, round_up
@@ -95,7 +96,9 @@ class OffloadedUpdate(Brought):
     @torch.no_grad()
     def update_parts(self, handed: dict[Bucket, Handed], settings: list[dict[str, Any]]) -> None:
         """Each part in turn: its gradient, the optimizer's step with these settings of its groups, the weights."""
-        self.torn = True
+        self.torn = OffloadError(
+            "an earlier step was interrupted in the middle of its update: load a checkpoint with its optimizer state"
+        )
         parts = [part for part in self.parts if part.bucket in handed]
         for part in parts:
             part.beside = self.resting.run(part.bucket, part.start) if self.resting else None
@@ -110,4 +113,4 @@ class OffloadedUpdate(Brought):
             part.beside = None
         if self.config.parameter_home is not None:
             self.config.parameter_home.arrived()
-        self.torn = False
+        self.torn = None

@@ -107,8 +107,9 @@ def offset_here(flat: Tensor, bucket: Bucket) -> int:
 
 @torch.no_grad()
 def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool, apart: Iterable[str] = ()) -> None:
-    """These parameters' weights from `source`, and with `optimizer` their state; `apart`: see `Slices`. A collective.
+    """These parameters' weights from `source`, and with `optimizer` their state; `apart`: see `Slices`.
 
+    This rank's alone, and no collective, so that each may fail by itself: `stage.gather()` brings them to the others.
     With `optimizer`, a parameter that is not among `names` keeps its weights and begins without a state.
     """
     wanted = set(names)
@@ -131,7 +132,6 @@ def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool,
             if low < high:
                 source.fill("weight", stage.names[p], low - here, flat[low:high])
         stage.put_weights(bucket, flat)
-    stage.gather()
     slices = stage.update.slices
     if optimizer and slices.optimizer is not None:
         slices.optimizer.state.clear()

@@ -45,6 +45,7 @@ from refimpl.zero.one_bit import OneBitUpdate, Reduce, unless_local
 from refimpl.zero.outputs import tensors_of
 from refimpl.zero.owned import take_over
 from refimpl.zero.parameter import DATA, Freed, Hook, Managed, stage_of, take_raw_grad, untraced
+from refimpl.zero.parked import Parked
 from refimpl.zero.start import refuse_foreign, refuse_replaced, refuse_shared_memory, share
 from refimpl.zero.update import Update
 
@@ -84,6 +85,7 @@ class Stage(Changing, ByName, Held, ABC):
         self.parted = any(same is not self.group for same in self.experts.values())
         refuse_shared_memory(self.names)
         self.handles: list[Any] = []
+        self.parked = Parked(self)
         self.build(optimizer)
 
     def build(self, optimizer: optim.Optimizer | None) -> None:
@@ -204,6 +206,7 @@ class Stage(Changing, ByName, Held, ABC):
     def collect(self) -> dict[Bucket, Tensor]:
         """The mean gradients since the last step."""
         self.refuse_without_optimizer()
+        self.parked.refuse()
         if not self.passes.settle():
             raise RuntimeError("step() after a backward that raised: its gradients were dropped; run a backward first")
         if self._unscaled and self.gradients.used:
@@ -261,6 +264,11 @@ class Stage(Changing, ByName, Held, ABC):
         if self.update.catch_up():
             self.gather()
 
+    def come_to_rest(self) -> None:
+        """Nothing is on its way, or gathered, when this returns. A collective."""
+        self.passes.settle()
+        self.catch_up()
+
     def zero_grad(self) -> None:
         """Drop all gradients since the last step."""
         self.passes.settle()
@@ -315,6 +323,7 @@ class Stage(Changing, ByName, Held, ABC):
     # What the hooks call.
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
+        self.parked.refuse("lp_params")
         if not in_backward():
             if not self.passes.settle():
                 warnings.warn(
@@ -332,6 +341,7 @@ class Stage(Changing, ByName, Held, ABC):
                 tensor.register_hook(Hook(lambda _: self.passes.sign()))  # type: ignore[no-untyped-call]
 
     def begin_backward(self) -> None:
+        self.parked.refuse("lp_params", "lp_grads", "contiguous_grad_buffer")
         self.gradients.begin()
 
     def end_backward(self, asked: bool) -> None:

@@ -38,8 +38,8 @@ def refuse_foreign(p: nn.Parameter, name: str) -> None:
     """A stage takes ordinary parameters that no other stage has."""
     if (other := stage_of(p)) is not None:
         raise ValueError(
-            f"parameter {name} belongs to a {type(other).__name__} already: call its release() first, or give each "
-            "stage a model of its own"
+            f"parameter {name} belongs to a {type(other).__name__} already: call its release() (an engine's "
+            "destroy()) first, or give each stage a model of its own"
         )
     if p.is_complex():
         raise TypeError(f"parameter {name} is complex: keep its real and imaginary parts in two parameters")

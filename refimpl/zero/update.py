@@ -38,6 +38,7 @@ class Update:
 
     resting: "Resting | None" = None  # where gradients wait for the step, if not in memory
     owing: Owing | None = None  # what compression has not sent yet, of what an optimizer averages by itself
+    torn: RuntimeError | None = None  # why what is here is of no one step: half a load, or half an update
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class Update:
     @torch.no_grad()
     def apply(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's own step on the gradients that `prepare` handed out; returns what that returns."""
+        self.refuse_torn()
         for bucket in self.masters:
             self.adopt(bucket)
         result = self.slices.step(closure)
@@ -221,7 +223,9 @@ class Update:
         return state
 
     def refuse_torn(self) -> None:
-        """Nothing to refuse: see `OffloadedUpdate`."""
+        """RuntimeError if weights and state are not of one step."""
+        if self.torn is not None:
+            raise self.torn.with_traceback(None)
 
     def refuse_under_way(self) -> None:
         """Nothing to refuse: see `DelayedUpdate`."""
@@ -230,7 +234,8 @@ class Update:
         """The optimizer was given new state: let it rest where it belongs."""
 
     def replaced(self) -> None:
-        """A whole saved state has taken the place of what was here: see `OffloadedUpdate.refuse_torn`."""
+        """A whole saved state has taken the place of what was here."""
+        self.torn = None
 
     def is_away(self) -> bool:
         """Whether nothing of it is in memory between steps."""

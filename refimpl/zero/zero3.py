@@ -133,10 +133,15 @@ class Zero3(Stage):
             self.fetch.end()  # what is gathered ahead has the old weights
         super().catch_up()
 
+    def come_to_rest(self) -> None:
+        super().come_to_rest()
+        self.fetch.end()
+
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The model's weights by name in rank 0's host memory, None elsewhere. A collective, unit by unit."""
         self.catch_up()
         self.update.refuse_torn()
+        self.parked.refuse("lp_params")
         copies: dict[Tensor, Tensor] = {}
         for unit in self.units:
             with whole(unit.params):

@@ -31,6 +31,18 @@ def test_counts() -> None:
             count(bad)
 
 
+@pytest.mark.parametrize("bench", ["offload", "checkpoint"])
+@pytest.mark.parametrize(("folder", "says"), [("no/such", "No such file"), ("FILE", "Not a directory")])
+def test_a_folder_that_cannot_be_used(
+    bench: str, folder: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").write_text("mine")
+    result = CliRunner().invoke(app, [bench, "--folder", folder], standalone_mode=False)
+    assert isinstance(result.exception, typer.BadParameter)
+    assert f"--folder {folder}: cannot write there: {says}" in str(result.exception)
+
+
 def test_zero_writes_a_table_and_a_report(tmp_path: Path) -> None:
     file = tmp_path / "zero.json"
     options = "--params 50K --stages 0 --context 16 --turns 1 --steps 1 --ranks 2 3 --json"

@@ -123,8 +123,8 @@ def test_ranks_that_contradict_torchrun_are_refused(monkeypatch: pytest.MonkeyPa
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="--ranks 4: torchrun started 2 ranks; leave --ranks out"):
-        options._ranks(4)
-    assert options._ranks(None) == options._ranks(2) == 2
+        options.ranks_asked(4)
+    assert options.ranks_asked(None) == options.ranks_asked(2) == 2
 
 
 def test_a_strategy_that_misses_the_oracle_says_no(

@@ -1,13 +1,16 @@
 """`refimpl demo --infinity` in miniature: without memory one clear line, with a disk the bytes of the formula."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 from worlds import run
 
 from refimpl.cli import infinity
 from refimpl.cli.infinity import WAYS, Lived, in_one_line, live, tried
+from refimpl.cli.main import app
 from refimpl.model.gpt import GPTConfig
 
 DISK = "ZeRO-3, all on disk"
@@ -64,3 +67,47 @@ def test_the_report_and_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "out" / "infinity.png").stat().st_size > 10_000
     monkeypatch.setattr(infinity, "tried", lambda way, *_: Lived(way, died_of="dies: told"))
     assert infinity.run(2, 3, tmp_path / "disk", tmp_path / "out") == 1
+
+
+REFUSED = {
+    "--ranks 0": "--ranks 0: at least 1 rank is needed",
+    "--ranks -1": "--ranks -1: at least 1 rank is needed",
+    "--ranks 100000": "--ranks 100000: 100000 on this machine need about",
+    "--steps 3": "--steps: --infinity trains its own model; it takes --ranks, --folder and --out alone",
+    "--strategy zero1": "--strategy: --infinity trains its own model",
+    "--width 64": "--width: --infinity trains its own model",
+    "--folder FILE": "FILE: it is a file, and a folder is needed",
+    "--folder FILE/x": "FILE/x: cannot write there: Not a directory; choose another folder",
+    "--out FILE": "--out FILE: it is a file, and a folder is needed",
+    "--out LOOP": "--out LOOP: cannot write there: ",
+}
+
+
+@pytest.mark.parametrize("typed", REFUSED)
+def test_what_cannot_be_done_is_said_in_one_line_before_anything_starts(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").write_text("mine")
+    Path("LOOP").symlink_to("LOOP")
+    result = CliRunner().invoke(app, ["demo", "--infinity", *typed.split()])
+    assert result.exit_code == 2
+    assert REFUSED[typed] in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert Path("FILE").read_text() == "mine"
+
+
+def test_a_folder_on_a_disk_is_for_infinity_alone() -> None:
+    result = CliRunner().invoke(app, ["demo", "--folder", "here"])
+    assert result.exit_code == 2
+    assert "--folder here: only --infinity uses a disk; add it, or leave --folder out" in result.stderr
+
+
+def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    free = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: free._replace(free=5 * 10**6))
+    result = CliRunner().invoke(app, ["demo", "--infinity", "--folder", "here"])
+    assert result.exit_code == 2
+    assert "--folder here: 1,1" in result.stderr
+    assert "5 MB are free: free some, or name a folder on another disk" in result.stderr

@@ -31,6 +31,8 @@ def test_activations(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     ("arguments", "reason"),
     [
         (["--budget", "lots"], "--budget lots: a number of bytes, such as 2GB, 500MB or 1.5GiB"),
+        (["--budget", "-1"], "--budget -1: a number of bytes, such as"),
+        (["--budget", "1GB", "--batch", "100000000"], "a block does not fit into memory: lower --width, --context or"),
         (["--budget", "1kB"], "no plan fits into 1000 bytes; the least that does needs about "),
         (["--budget", "1GB", "--heads", "3"], "width 64 does not divide into 3 heads"),
     ],

@@ -12,7 +12,9 @@ import worlds
 from torch import Tensor, nn
 
 import refimpl
+import refimpl.deepspeed
 from refimpl import launch
+from refimpl.zero.parked import CLASSES
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the device with")
 together = pytest.mark.xdist_group("pretend")  # so that it is built once
@@ -46,7 +48,10 @@ def test_the_device_is_another(ranks: launch.World) -> None:
 
 
 def trained(settings: dict[str, Any], folder: Path) -> dict[str, Tensor]:
-    """Weights and states of five steps, of which two are taken again from a checkpoint, and one weight is replaced."""
+    """Weights and states of five steps, of which two are taken again from a checkpoint, and one weight is replaced.
+
+    Between two steps, and between a backward and its step, everything is at the host for a while.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 65), nn.Tanh(), nn.Linear(65, 7))
     model[4].bias.requires_grad_(False)
@@ -56,7 +61,11 @@ def trained(settings: dict[str, Any], folder: Path) -> dict[str, Tensor]:
         engine.backward(
             engine(torch.randn(4, 33, generator=seed).to(engine.device, engine.config.dtype)).square().mean()
         )
+        if step == 5:
+            there_and_back(engine)
         engine.step()
+        if step == 1:
+            there_and_back(engine)
         engine.stage.catch_up()
         if step == 2:
             engine.save_checkpoint(folder, asynchronous=True)
@@ -69,6 +78,18 @@ def trained(settings: dict[str, Any], folder: Path) -> dict[str, Tensor]:
     for name in stage.names.values():
         found |= {name: stage.full_parameter(name).cpu(), f"{name} of": stage.full_state(name, "exp_avg")}
     return {name: value.cpu() for name, value in found.items() if value is not None}
+
+
+def there_and_back(engine: refimpl.Engine) -> None:
+    """What is at the host has no memory on the device, and nothing can be done with it."""
+    engine.offload_states()
+    engine.offload_states(include=["lp_params"])
+    kept = [t for state in CLASSES for t in engine.stage.parked.tensors(state) if t.device.type != "cpu"]
+    assert sum(t.untyped_storage().nbytes() for t in kept) == 0
+    here = engine.device.type == "cpu" or engine.stage.config.parameter_home is not None
+    assert here or len(engine.stage.parked.away["lp_params"]) > 0
+    engine.reload_states()
+    engine.reload_states()
 
 
 def settings(stage: int, bf16: bool, **homes: dict[str, Any]) -> dict[str, Any]:

@@ -1,38 +1,51 @@
-"""Where states lie that DeepSpeed can send to the host while somebody else needs the GPU.
+"""`engine.offload_states`, `reload_states`: states go to the host while somebody else needs the GPU, and come back.
 
-On a CPU they are there. On a GPU `offload_optimizer` keeps them at the host all the time; to and fro is not built.
-DeepSpeed: deepspeed/runtime/zero/offload_states.py, `offload_states` in deepspeed/runtime/engine.py.
+What goes, and what is refused meanwhile: refimpl/zero/parked.py. DeepSpeed: deepspeed/runtime/zero/offload_states.py,
+`offload_states` in deepspeed/runtime/engine.py.
 """
 
+import warnings
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from refimpl.engine.engine import Engine
 from refimpl.zero.owned import Owned
+from refimpl.zero.parked import CLASSES
 
 
 def get_state_devices(model: Engine, state: Any) -> set[torch.device]:
-    """The devices on which a state (an OffloadStateTypeEnum) of an engine lies, which is the engine's own."""
-    return {model.device}
+    """The devices on which a state (an OffloadStateTypeEnum) of an engine lies; none of buffers that were given up."""
+    parked = model.stage.parked
+    if str(state) in parked.away:
+        return set() if str(state) == "contiguous_grad_buffer" else {torch.device("cpu")}
+    return {tensor.device for tensor in parked.tensors(str(state))} or {model.device}
 
 
 def offload_states(
-    of: Engine | Owned, include: Any = None, device: str = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    of: Engine | Owned,
+    include: Collection[str] | None = None,
+    device: str = "cpu",
+    pin_memory: bool = True,
+    non_blocking: bool = False,
 ) -> None:
-    """Leave an engine's, or its optimizer's, states at the host. NotImplementedError where they are on a GPU."""
-    here = of.device if isinstance(of, Engine) else of.stage.group.device
+    """Send an engine's, or its optimizer's, states to the host; `include`: which (OffloadStateTypeEnum), default all.
+
+    On every rank. Until `reload_states` a step, a save and a load are RuntimeErrors, and so is whatever else needs what
+    is away. Twice is as good as once. device "none": nothing, with a warning. ValueError for "nvme", unknown states.
+    """
     if device not in ("cpu", "none"):
         raise ValueError(f"offload_states: device={str(device)!r}: cpu is the one to which states can be sent")
-    if device == "cpu" and here.type != "cpu":
-        raise NotImplementedError(
-            f"offload_states from {here}: not implemented yet: zero_optimization.offload_optimizer.device = 'cpu' "
-            "keeps optimizer states and masters at the host"
-        )
+    if device == "none":
+        warnings.warn("offload_states: device='none': nothing is sent", stacklevel=2)
+        return
+    of.stage.parked.send([str(state) for state in (CLASSES if include is None else include)], pin_memory, non_blocking)
 
 
 def reload_states(of: Engine | Owned, non_blocking: bool = False) -> None:
-    """They have never left."""
+    """Bring back what `offload_states` has sent; nothing if it has not."""
+    of.stage.parked.bring(non_blocking)
 
 
 for kind in (Engine, Owned):
