@@ -29,9 +29,10 @@ from refimpl.zero.unit import Unit, gather
 
 @dataclass
 class Running:
-    """A module inside its forward."""
+    """A module inside its forward. `around`: who looked at what autograd saves when it began."""
 
     module: nn.Module
+    around: tuple[Any, Any] | None
     is_watched: bool = False  # whether what autograd saves is looked at
 
 
@@ -70,7 +71,7 @@ class Fetch:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_outermost = not self.running and not in_backward()
-        self.running.append(Running(module))
+        self.running.append(Running(module, torch._C._autograd._top_saved_tensors_default_hooks(True)))
         if is_outermost and (torch.is_grad_enabled() or not all(unit.held for unit in self.units)):
             self.path.begin(self._iteration(module))
         self.need(module, "forward")
@@ -136,12 +137,16 @@ class Fetch:
         """Look at what autograd saves while `module` runs: what lies in a unit must be there when it is unpacked.
 
         So backward is right whatever the module's output looks like and whichever way it goes on. autograd asks the
-        innermost hooks alone, so these hand on to those around them what is theirs: a checkpoint's, for one.
+        innermost hooks alone, so these hand on to those around them what is theirs: a checkpoint's, for one. Inside a
+        checkpoint that began within `module` there is no place for more (it would end by taking away these in place of
+        its own) and no need: backward runs its function again.
         """
         enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         running = self.running[-1]
         if self.units_of[module] and not running.is_watched and torch.is_grad_enabled() and enabled:
             around = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if around != running.around:
+                return
             outer = getattr(around[0], "__self__", None) if around else None
             if isinstance(outer, Watch) and outer.fetch is self:
                 return
