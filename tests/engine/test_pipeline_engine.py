@@ -175,6 +175,11 @@ def logits_and_an_end() -> tuple[float, list[float], Any, str]:
     outputs, last = engine.eval_batch(iter(data), return_logits=True, compute_loss=False)
     assert (last is None) == (said is None) or torch.equal(last, said)
     each = [] if outputs is None else [loss(out, y).item() for out, (_, y) in zip(outputs, data, strict=False)]
+    engine.micro_batches = 2  # as scripts do around an evaluation
+    assert engine.eval_batch(iter(data)) == engine.eval_batch(iter(data), num_micro_batches=2) != found
+    with pytest.raises(ValueError, match="micro_batches is 2, and a step has 3: write that back"):
+        engine.train_batch(iter(data))
+    engine.micro_batches = GAS
     data_iter = iter(data)
     engine.train_batch(data_iter)
     with pytest.raises(StopIteration) as ended:
@@ -322,6 +327,8 @@ def grid_and_order() -> tuple[int, int, int, list[float]]:
     engine, *_ = initialize(model=module, config=config(gradient_accumulation_steps=2), training_data=data)
     engine.train_batch()
     grid = engine.grid
+    assert (engine.stage_id, engine.num_stages, engine.is_pipe_parallel) == (grid.get_stage_id(), 2, True)
+    assert module.loss_fn is F.mse_loss
     seen = [x for m in module.modules() if isinstance(m, Shown) for x in m.seen]
     return grid.get_data_parallel_rank(), grid.get_stage_id(), grid.get_pipe_parallel_world_size(), seen
 
