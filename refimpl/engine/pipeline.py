@@ -7,7 +7,8 @@ One walk, `train_batch`: micro-batches -> `PipelineModule.forward_backward` (gra
 summed) -> the replicas' mean, at the end of the stage's backward pass -> `Engine.step`.
 `engine.group` are the replicas of this rank's layers: the batch triple, the data and ZeRO are of those. The gradient's
 norm, clipping and a skipped step are of all stages. ZeRO stages 0 and 1: from 2 on each micro-batch would be reduced.
-Data is read on ranks that hold the first or the last stage; the others may be given no iterator.
+Data is used on ranks that hold the first or the last stage; the others may be given no iterator. One that is given is
+read there too, so that where it ends it ends for all, and no rank waits for another's micro-batch.
 DeepSpeed: deepspeed/runtime/pipe/engine.py, whose checkpoints have a file a layer.
 """
 
@@ -170,19 +171,20 @@ class PipelineEngine(Engine):
         return {p: self.saved_name(name) for p, name in self.module.first_names.items()}
 
     def _micro_batches(self, data_iter: Iterator[Any] | None, number: int) -> tuple[list[Any], list[Any]]:
-        """The inputs and the labels of this rank's next micro-batches; None for each where no stage reads them."""
-        if not (self.is_first_stage() or self.is_last_stage()):
+        """The inputs and the labels of this rank's next micro-batches; None for each where no stage uses them."""
+        used = self.is_first_stage() or self.is_last_stage()
+        source = data_iter if data_iter is not None else self._batches
+        if not used and (source is None or isinstance(source, RepeatingLoader)):  # without an end
             return [None] * number, [None] * number
-        if data_iter is None and self._batches is None:
+        if source is None:
             if self.training_dataloader is None:
                 raise ValueError("no data: pass data_iter=..., set_dataloader(...), or training_data=... to initialize")
-            self._batches = RepeatingLoader(self.training_dataloader)
-        source = data_iter if data_iter is not None else self._batches
-        assert source is not None
+            source = self._batches = RepeatingLoader(self.training_dataloader)
         pairs: list[Batch] = []
         try:
             while len(pairs) < number:
-                pairs.append(self._pair(next(source)))
+                item = next(source)
+                pairs.append(self._pair(item) if used else (None, None))
         except StopIteration:
             raise StopIteration(f"the data ended after {len(pairs)} of a batch's {number} micro-batches") from None
         return [inputs for inputs, _ in pairs], [labels for _, labels in pairs]

@@ -194,6 +194,22 @@ def test_logits_are_the_last_stages_and_data_that_ends_says_where() -> None:
     assert last == each[-1]
 
 
+def an_end() -> tuple[float, str]:
+    """A script's last step of an epoch, and the first one of the next."""
+    engine, *_ = initialize(model=PipelineModule(layers(), 3, loss_fn=loss), config=config())
+    feeds = batches(0, torch.float32)
+    data_iter = iter([next(feeds) for _ in range(2 * GAS - 1)])
+    engine.train_batch(data_iter)
+    with pytest.raises(StopIteration) as ended:
+        engine.train_batch(data_iter)
+    return engine.train_batch(feeds).item(), str(ended.value)
+
+
+def test_an_iterator_ends_on_all_ranks_also_where_its_data_is_not_used() -> None:
+    found = run(an_end, ranks=3)
+    assert found == [(found[0][0], "the data ended after 2 of a batch's 3 micro-batches")] * 3
+
+
 # --- a topology with a model axis, whose layers their author has split
 
 
