@@ -92,6 +92,11 @@ class PipelineModule(module.PipelineModule):
         self.grid = PipelineParallelGrid(topology)  # an engine's `grid` too, which asks its module
 
     @property
+    def loss_fn(self) -> Callable[[Any, Any], Tensor]:
+        """What makes a loss of the last layer's output and the labels."""
+        return self.loss
+
+    @property
     def num_stages(self) -> int:
         """Ranks that a micro-batch passes."""
         return self.group.size

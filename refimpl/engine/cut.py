@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from refimpl.comm.axes import Axes
+from refimpl.engine.alike import compare_first_batch
 from refimpl.engine.keys import ConfigError
 from refimpl.model.gpt import GPT
 from refimpl.model.moe import WithRouting, layers
@@ -50,6 +51,7 @@ def cut(model: nn.Module, axes: Axes, partition: Mapping[str, Any] | None = None
     refuse(model, axes)
     if axes.tensor.size > 1:
         by_tensor(model, axes, partition, example)
+        compare_first_batch(model, axes.tensor)
     part = by_context(model, axes) if axes.context.size > 1 and isinstance(model, GPT) else None
     if axes.pipeline.size > 1:
         assert isinstance(model, GPT)

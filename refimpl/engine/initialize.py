@@ -68,8 +68,11 @@ def initialize(
         if len(mesh_param) != 2:
             raise ValueError(f"mesh_param = {mesh_param}: must be (data_parallel_size, sequence_parallel_size)")
         raw |= dict(zip(("data_parallel_size", "sequence_parallel_size"), mesh_param, strict=True))
-    if hasattr(model, AUTOTP_SIZE):
-        raw["tensor_parallel"] = {"autotp_size": getattr(model, AUTOTP_SIZE)} | dict(raw.get("tensor_parallel") or {})
+    if size := getattr(model, AUTOTP_SIZE, 0):
+        section = dict(raw.get("tensor_parallel") or {})
+        if (said := section.get("autotp_size") or size) not in (size, "auto"):
+            raise ConfigError(f"tensor_parallel.autotp_size is {said}, and tp_model_init was asked for {size}: which?")
+        raw["tensor_parallel"] = section | {"autotp_size": size}
     axes = laid_out(raw, model, mpu, connect(dist_init_required))
     parts = build(
         model, raw, axes, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, mpu is not None

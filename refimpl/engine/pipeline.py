@@ -7,7 +7,8 @@ One walk, `train_batch`: micro-batches -> `PipelineModule.forward_backward` (gra
 summed) -> the replicas' mean, at the end of the stage's backward pass -> `Engine.step`.
 `engine.group` are the replicas of this rank's layers: the batch triple, the data and ZeRO are of those. The gradient's
 norm, clipping and a skipped step are of all stages. ZeRO stages 0 and 1: from 2 on each micro-batch would be reduced.
-Data is read on ranks that hold the first or the last stage; the others may be given no iterator.
+Data is used on ranks that hold the first or the last stage; the others may be given no iterator. One that is given is
+read there too, so that where it ends it ends for all, and no rank waits for another's micro-batch.
 DeepSpeed: deepspeed/runtime/pipe/engine.py, whose checkpoints have a file a layer.
 """
 
@@ -45,15 +46,22 @@ class PipelineEngine(Engine):
         if interval := self.config.pipeline.activation_checkpoint_interval:
             self.module.checkpoint_interval = interval
         self.batch_fn: Callable[[Any], Any] | None = None
+        self._evaluated: int | None = None  # what a script wrote to `micro_batches`
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One optimizer step over gradient_accumulation_steps micro-batches a replica; their mean loss, on all ranks.
 
-        Each item of `data_iter`, or of the training data, is (inputs, labels). -> fp32 scalar, detached.
+        Each item of `data_iter`, or of the training data, is (inputs, labels). -> fp32 scalar, detached. ValueError
+        while `micro_batches` is another number than a step's.
         """
+        if self.micro_batches != (number := self.gradient_accumulation_steps()):
+            raise ValueError(
+                f"engine.micro_batches is {self.micro_batches}, and a step has {number}: write that back, or say "
+                "set_train_batch_size"
+            )
         self.train()
         self.group.ledger.reset()
-        inputs, labels = self._micro_batches(data_iter, self.gradient_accumulation_steps())
+        inputs, labels = self._micro_batches(data_iter, number)
         with self.stage.passes.explicit(), self.stage.no_sync():
             # The stage divides what arrives by the number of micro-batches, as in every engine.
             losses = self.module.forward_backward(inputs, labels, scale=float(self.stage.scale(torch.ones(()))))
@@ -72,7 +80,7 @@ class PipelineEngine(Engine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss, on all ranks, in evaluation mode; as many micro-batches as a step has, or num_micro_batches.
+        """The mean loss, on all ranks, in evaluation mode, of `num_micro_batches`, by default `micro_batches`.
 
         compute_loss=False: the last stage's outputs, a list, on the ranks that hold it, None on the others; labels are
         not read. return_logits: (that, what the last stage said of the last micro-batch; None on other ranks).
@@ -82,7 +90,7 @@ class PipelineEngine(Engine):
             raise NotImplementedError(f"eval_batch: reduce_output {reduce_output!r} of a loss: only 'avg'")
         training = self.module.training
         self.eval()
-        inputs, labels = self._micro_batches(data_iter, num_micro_batches or self.gradient_accumulation_steps())
+        inputs, labels = self._micro_batches(data_iter, num_micro_batches or self.micro_batches)
         said: list[Any] = []
         if compute_loss:
             losses = self.module.evaluate(inputs, labels, hear=said.append)
@@ -104,6 +112,30 @@ class PipelineEngine(Engine):
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """What makes (inputs, labels) of an item of the data."""
         self.batch_fn = fn
+
+    @property
+    def micro_batches(self) -> int:
+        """What `eval_batch` reads: as many micro-batches as a step, or the number that a script has written here."""
+        return self._evaluated or self.gradient_accumulation_steps()
+
+    @micro_batches.setter
+    def micro_batches(self, number: int) -> None:
+        self._evaluated = None if number == self.gradient_accumulation_steps() else number
+
+    @property
+    def num_stages(self) -> int:
+        """Ranks that a micro-batch passes."""
+        return self.module.group.size
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's place among them."""
+        return self.module.group.rank
+
+    @property
+    def is_pipe_parallel(self) -> bool:
+        """Whether there are several."""
+        return self.num_stages > 1
 
     def is_first_stage(self) -> bool:
         """Whether this rank holds the layers that read the inputs."""
@@ -139,19 +171,20 @@ class PipelineEngine(Engine):
         return {p: self.saved_name(name) for p, name in self.module.first_names.items()}
 
     def _micro_batches(self, data_iter: Iterator[Any] | None, number: int) -> tuple[list[Any], list[Any]]:
-        """The inputs and the labels of this rank's next micro-batches; None for each where no stage reads them."""
-        if not (self.is_first_stage() or self.is_last_stage()):
+        """The inputs and the labels of this rank's next micro-batches; None for each where no stage uses them."""
+        used = self.is_first_stage() or self.is_last_stage()
+        source = data_iter if data_iter is not None else self._batches
+        if not used and (source is None or isinstance(source, RepeatingLoader)):  # without an end
             return [None] * number, [None] * number
-        if data_iter is None and self._batches is None:
+        if source is None:
             if self.training_dataloader is None:
                 raise ValueError("no data: pass data_iter=..., set_dataloader(...), or training_data=... to initialize")
-            self._batches = RepeatingLoader(self.training_dataloader)
-        source = data_iter if data_iter is not None else self._batches
-        assert source is not None
+            source = self._batches = RepeatingLoader(self.training_dataloader)
         pairs: list[Batch] = []
         try:
             while len(pairs) < number:
-                pairs.append(self._pair(next(source)))
+                item = next(source)
+                pairs.append(self._pair(item) if used else (None, None))
         except StopIteration:
             raise StopIteration(f"the data ended after {len(pairs)} of a batch's {number} micro-batches") from None
         return [inputs for inputs, _ in pairs], [labels for _, labels in pairs]

@@ -17,7 +17,9 @@
                       not cut, and the report says why
 
 A proposal may be wrong; a cut that computes something else is not made. The proof is by example: the example must call
-what training calls, with two tokens or more. What it does not call stays whole.
+what training calls, with two tokens or more. What it does not call stays whole. A model that takes an `attention_mask`
+is rehearsed with one too, in which a token is masked: transformers' attention goes another way there, and repeats keys
+by a number that it does not read without a mask.
 
 Memory, for the time of the call: 24 bytes a parameter on every rank's host, for a twin in fp64 and two sets of its
 gradients. Sent: rank 0's weights, once; a few times for each kind of layer what the example's activations weigh. Then
@@ -26,7 +28,10 @@ names of layers and of models.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -60,14 +65,14 @@ def autotp(
     ValueError without an example, if nothing can be cut, and if a plan cannot be kept, with the reasons. RuntimeError
     if cuts that were each right are not together. The model's layers are then what they were.
     """
-    call = caller(model, example)
+    example = known_example(model, example)
     if group.size == 1:
         return describe(Cut(), dict.fromkeys(plain_layers(model), "one rank"))
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_contiguous():
             group.broadcast(tensor.data, tag=TAG)
-    stage = set_up(model, call, group)
-    regions, why = proposed(stage.twin, call, group.size)
+    stage = set_up(model, example, group)
+    regions, why = proposed(stage.twin, partial(called, example=example), group.size)
     if plan is not None:
         regions = planned(stage.twin, plan, regions)
     cut = rehearsed(stage, regions, why, strict=plan is not None)
@@ -114,31 +119,53 @@ def rehearsed(stage: Stage, regions: list[Region], why: dict[str, str], strict: 
     return cut
 
 
-def set_up(model: nn.Module, call: Call, group: Group) -> Stage:
+def set_up(model: nn.Module, example: Any, group: Group) -> Stage:
     """A twin in fp64, or in fp32 if it has operations that know no fp64."""
     try:
-        return Stage(rehearsal.make_twin(model), call, group)
+        return with_and_without_mask(rehearsal.make_twin(model), example, group)
     except RuntimeError as error:
         if "Double" not in str(error):
             raise
-    return Stage(rehearsal.make_twin(model, torch.float32), call, group)
+    return with_and_without_mask(rehearsal.make_twin(model, torch.float32), example, group)
 
 
-def caller(model: nn.Module, example: Any) -> Call:
-    """What calls a twin of the model with the example, floating-point tensors in the twin's dtype."""
-    if example is None:
-        example = getattr(model, "dummy_inputs", None)
+def with_and_without_mask(twin: nn.Module, example: Any, group: Group) -> Stage:
+    """Where the example is rehearsed, and the same with a token masked if the twin can be called so."""
+    examples = [example]
+    if (masked := masked_example(twin, example)) is not None:
+        with rehearsal.seeded(None), torch.no_grad(), suppress(Exception):  # its mask may be of another kind
+            called(twin, masked)
+            examples.append(masked)
+    return Stage(twin, lambda twin: [called(twin, one) for one in examples], group)
+
+
+def masked_example(model: nn.Module, example: Any) -> dict[str, Any] | None:
+    """The example with its last token masked; None if it has a mask already, or is not of tokens, or none is taken."""
+    ids = example.get("input_ids") if isinstance(example, Mapping) else None
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or "attention_mask" not in signature(model.forward).parameters:
+        return None
+    mask = example.get("attention_mask", torch.ones_like(ids)).clone()
+    if mask.shape != ids.shape or not mask.all():
+        return None
+    mask[-1, -1] = 0
+    return {**example, "attention_mask": mask}
+
+
+def known_example(model: nn.Module, example: Any) -> Any:
+    """The one that is given, or the model's own. ValueError if there is none."""
+    example = getattr(model, "dummy_inputs", None) if example is None else example
     if example is None:
         name = type(model).__name__
         raise ValueError(f"{name} has no dummy_inputs: give autotp an example of what it is called with")
+    return example
 
-    def call(twin: nn.Module) -> Any:
-        given = to_twin(example, next(twin.parameters()).dtype)
-        if isinstance(given, Mapping):
-            return twin(**given)
-        return twin(*given) if isinstance(given, tuple | list) else twin(given)
 
-    return call
+def called(twin: nn.Module, example: Any) -> Any:
+    """What a twin of the model says to the example, floating-point tensors in the twin's dtype."""
+    given = to_twin(example, next(twin.parameters()).dtype)
+    if isinstance(given, Mapping):
+        return twin(**given)
+    return twin(*given) if isinstance(given, tuple | list) else twin(given)
 
 
 def to_twin(x: Any, dtype: torch.dtype) -> Any:

@@ -13,6 +13,7 @@ from refimpl.activation.arena import ArenaFull, Contiguous
 from refimpl.activation.home import TAG, Host, Partitioned, gathered_bytes
 from refimpl.comm.group import Group
 from refimpl.deepspeed.runtime.activation_checkpointing import checkpointing
+from refimpl.deepspeed.runtime.activation_checkpointing.rng import CudaRNGStatesTracker
 from refimpl.engine.keys import ConfigError, ConfigWarning
 
 CONFIG = {
@@ -205,6 +206,31 @@ def test_generators_by_name_are_set_back() -> None:
         tracker.add("model-parallel-rng", 1)
     with pytest.raises(KeyError, match="was not added"), tracker.fork("another"):
         pass
+
+
+def test_a_fork_within_a_fork_goes_on_where_its_stream_was() -> None:
+    """Also in its own: each name has one stream, however the blocks lie in each other."""
+    nested, plain = CudaRNGStatesTracker(), CudaRNGStatesTracker()
+    for tracker in (nested, plain):
+        tracker.add("a", 1)
+        tracker.add("b", 2)
+    torch.manual_seed(3)
+    common = torch.get_rng_state()
+    with nested.fork("a"):
+        a, b = [torch.rand(3)], []
+        with nested.fork("b"):
+            b.append(torch.rand(3))
+            with nested.fork("a"):
+                a.append(torch.rand(3))
+            b.append(torch.rand(3))
+        with nested.fork("a"):
+            a.append(torch.rand(3))
+        a.append(torch.rand(3))
+    assert torch.equal(torch.get_rng_state(), common)
+    for name, drawn in (("a", a), ("b", b)):
+        with plain.fork(name):
+            assert torch.equal(torch.stack(drawn), torch.stack([torch.rand(3) for _ in drawn]))
+        assert torch.equal(nested.get_states()[name], plain.get_states()[name])
 
 
 def test_an_input_is_there_after_the_call() -> None:

@@ -1,5 +1,6 @@
 """deepspeed.utils.groups answers for the axes of the engine, and tp_model_init asks for some."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from worlds import run
@@ -8,6 +9,7 @@ import refimpl.deepspeed as deepspeed
 from refimpl.deepspeed.pipe import PipeModelDataParallelTopology
 from refimpl.deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from refimpl.deepspeed.utils import groups
+from refimpl.engine.keys import ConfigError
 from refimpl.model.gpt import GPT, GPTConfig
 
 SHAPE = GPTConfig(vocab=19, context=8, width=64, layers=2, heads=4)
@@ -47,6 +49,12 @@ def test_tensor_ranks() -> None:
         assert places == [rank // 2, 0, rank % 2]
         replicas = [rank % 2, rank % 2 + 2]
         assert ranks == [replicas, replicas, [rank], [rank // 2 * 2, rank // 2 * 2 + 1]]
+
+
+def test_a_configuration_that_contradicts_tp_model_init_is_refused() -> None:
+    model = deepspeed.tp_model_init(GPT(SHAPE), tp_size=2, dtype=torch.float32)
+    with pytest.raises(ConfigError, match="autotp_size is 4, and tp_model_init was asked for 2"):
+        deepspeed.initialize(model=model, config=CONFIG | {"tensor_parallel": {"autotp_size": 4}})
 
 
 def test_sequence_ranks() -> None:

@@ -37,7 +37,8 @@ def attended(batch: int, flat: bool, heads: int, shared: int) -> list[Tensor]:
     """Runs on every rank: output and gradients of its tokens."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     q, k, v = (x.chunk(ranks, 1 - batch)[rank].clone().requires_grad_() for x in given(batch, heads, shared))
-    attention = DistributedAttention(Attention(batch, flat), dist.group.WORLD, scatter_idx=2, gather_idx=0)
+    group = dist.group.WORLD if flat else None  # which is all ranks too, as in torch
+    attention = DistributedAttention(Attention(batch, flat), group, scatter_idx=2, gather_idx=0)
     out = attention(q, k, v, batch, None, True)
     out.square().sum().backward()
     return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
@@ -60,7 +61,7 @@ def there_and_back(batch: int, heads: int) -> tuple[bool, list[int]]:
     x = given(batch, heads, 1)[0] + dist.get_rank()
     tokens = 1 - batch
     all_tokens = _SeqAllToAll.apply(dist.group.WORLD, x, 2, tokens, batch)
-    back = _SeqAllToAll.apply(dist.group.WORLD, all_tokens, tokens, 2, batch)
+    back = _SeqAllToAll.apply(None, all_tokens, tokens, 2, batch)  # all ranks, as in torch
     return torch.equal(back, x), list(all_tokens.shape)
 
 

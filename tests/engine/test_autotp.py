@@ -162,6 +162,27 @@ def test_deepspeeds_partition_config_chooses_the_layers() -> None:
         run(by_config, [{"patterns": ["nowhere"], "partition_type": "row"}])
 
 
+def other_batches() -> list[str]:
+    """What the first call says where each rank has read a sample of its own; and whether the next one, alike, runs."""
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD"}, "tensor_parallel": {"autotp_size": 2}}
+    engine, *_ = initialize(model=models.stranger(), training_data=Texts("ids"), config=config)
+    said = []
+    for ids in (Texts("ids")[engine.global_rank]["ids"][None], Texts("ids")[0]["ids"][None]):
+        try:
+            engine(ids)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_tensor_ranks_that_are_given_other_batches_are_refused() -> None:
+    """A sampler that deals samples out to all ranks; what these would add up would be of no text."""
+    for said in run(other_batches):
+        (only,) = said
+        assert only.startswith("Stranger: argument 0 of rank 1 is not that of rank 0")
+        assert "num_replicas=engine.dp_world_size and rank=engine.axes.feed" in only
+
+
 def unknown() -> None:
     config = {"train_batch_size": 2, "optimizer": {"type": "SGD"}, "tensor_parallel": {"autotp_size": 2}}
     initialize(model=models.stranger(), config=config)

@@ -175,6 +175,11 @@ def logits_and_an_end() -> tuple[float, list[float], Any, str]:
     outputs, last = engine.eval_batch(iter(data), return_logits=True, compute_loss=False)
     assert (last is None) == (said is None) or torch.equal(last, said)
     each = [] if outputs is None else [loss(out, y).item() for out, (_, y) in zip(outputs, data, strict=False)]
+    engine.micro_batches = 2  # as scripts do around an evaluation
+    assert engine.eval_batch(iter(data)) == engine.eval_batch(iter(data), num_micro_batches=2) != found
+    with pytest.raises(ValueError, match="micro_batches is 2, and a step has 3: write that back"):
+        engine.train_batch(iter(data))
+    engine.micro_batches = GAS
     data_iter = iter(data)
     engine.train_batch(data_iter)
     with pytest.raises(StopIteration) as ended:
@@ -187,6 +192,22 @@ def test_logits_are_the_last_stages_and_data_that_ends_says_where() -> None:
     assert (none, nothing, end) == ([], None, "the data ended after 2 of a batch's 3 micro-batches")
     assert mean == pytest.approx(sum(each) / GAS, rel=1e-6)
     assert last == each[-1]
+
+
+def an_end() -> tuple[float, str]:
+    """A script's last step of an epoch, and the first one of the next."""
+    engine, *_ = initialize(model=PipelineModule(layers(), 3, loss_fn=loss), config=config())
+    feeds = batches(0, torch.float32)
+    data_iter = iter([next(feeds) for _ in range(2 * GAS - 1)])
+    engine.train_batch(data_iter)
+    with pytest.raises(StopIteration) as ended:
+        engine.train_batch(data_iter)
+    return engine.train_batch(feeds).item(), str(ended.value)
+
+
+def test_an_iterator_ends_on_all_ranks_also_where_its_data_is_not_used() -> None:
+    found = run(an_end, ranks=3)
+    assert found == [(found[0][0], "the data ended after 2 of a batch's 3 micro-batches")] * 3
 
 
 # --- a topology with a model axis, whose layers their author has split
@@ -322,6 +343,8 @@ def grid_and_order() -> tuple[int, int, int, list[float]]:
     engine, *_ = initialize(model=module, config=config(gradient_accumulation_steps=2), training_data=data)
     engine.train_batch()
     grid = engine.grid
+    assert (engine.stage_id, engine.num_stages, engine.is_pipe_parallel) == (grid.get_stage_id(), 2, True)
+    assert module.loss_fn is F.mse_loss
     seen = [x for m in module.modules() if isinstance(m, Shown) for x in m.seen]
     return grid.get_data_parallel_rank(), grid.get_stage_id(), grid.get_pipe_parallel_world_size(), seen
 

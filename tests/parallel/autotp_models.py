@@ -123,6 +123,19 @@ class Share(nn.Module):
         return self.sum_up(mixed.transpose(1, 2).reshape(b, t, -1))
 
 
+class Repeat(Share):
+    """As transformers' attention: heads of keys are repeated by a number of its own with a mask, and not without."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        b, t = x.shape[:2]
+        q = self.ask(x).view(b, t, -1, self.size).transpose(1, 2)
+        k, v = (layer(x).view(b, t, -1, self.size).transpose(1, 2) for layer in (self.keys, self.values))
+        if mask is not None:
+            k, v = (y.repeat_interleave(self.each, 1) for y in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=mask is None)
+        return self.sum_up(mixed.transpose(1, 2).reshape(b, t, -1))
+
+
 class Joined(nn.Module):
     """Heads of queries and fewer of keys and values in one matrix, one after the other, as ChatGLM and Phi-3 have them;
     numbers in a configuration that all layers share."""
@@ -170,6 +183,23 @@ class Stranger(nn.Module):
             x = x + block["a"](block["n"](x))
             x = block["n"](x + block["b"](x))
         return {"said": [self.speak(x)], "length": ids.shape[1]}
+
+
+class Masked(Stranger):
+    """Takes a mask [B, T] of tokens; or, if not `tokens`, one that is already attention's, [B, 1, T, T]."""
+
+    def __init__(self, tokens: bool) -> None:
+        super().__init__(lambda: Repeat(24, 8, 1))
+        self.tokens = tokens
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Any]:
+        x = self.sight(input_ids) + self.place[: input_ids.shape[1]]
+        if attention_mask is not None and self.tokens:
+            attention_mask = attention_mask[:, None, None].bool()
+        for block in self.stack:
+            x = x + block["a"](block["n"](x), attention_mask)
+            x = block["n"](x + block["b"](x))
+        return {"said": [self.speak(x)]}
 
 
 class Beside(Stranger):
@@ -350,6 +380,10 @@ def nano() -> nn.Module:
 
 def shared_keys() -> nn.Module:
     return Stranger(lambda: Share(24, 8, 2))
+
+
+def masked(tokens: bool = True) -> nn.Module:
+    return Masked(tokens)
 
 
 def one_key() -> nn.Module:

@@ -145,6 +145,29 @@ def test_fewer_heads_of_keys_than_ranks_are_on_several(ranks: int) -> None:
         assert {layer for layer, what in kind.items() if what == "whole"} == {"place"}
 
 
+def with_a_mask(tokens: bool) -> set[str]:
+    """Cut by an example without a mask, and compared with one. -> which numbers became a rank's part."""
+    torch.manual_seed(0)
+    model, whole = models.masked(tokens), models.masked(tokens)
+    whole.load_state_dict(model.state_dict())
+    ids = models.tokens()["ids"]
+    report = autotp(model, Group.world(), {"input_ids": ids})
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    masks = [{"attention_mask": mask}] if tokens else []
+    for more in [{}, *masks]:
+        model.zero_grad()
+        whole.zero_grad()
+        same_numbers(model, whole, {"input_ids": ids, **more}, Group.world())
+    return {attribute for _, attribute in report.cut.sizes}
+
+
+def test_a_model_that_takes_a_mask_is_rehearsed_with_one() -> None:
+    """An example without one does not show by what number keys are repeated with it; a mask of another kind is none."""
+    assert run(with_a_mask, True) == [{"each"}] * 2
+    assert run(with_a_mask, False) == [set()] * 2
+
+
 def test_heads_of_keys_that_the_ranks_do_not_divide_are_whole_with_the_numbers() -> None:
     def check() -> str:
         model, example = made("shared_keys")

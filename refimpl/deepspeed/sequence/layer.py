@@ -91,8 +91,8 @@ class _SeqAllToAll:
 
 
 def group_of(handle: ProcessGroup | None) -> Group:
-    """Without shared memory, of which the ranks would have to agree at every call."""
-    return Group(handle, transport="gloo")
+    """None is all ranks, as in torch. Without shared memory, of which they would have to agree at every call."""
+    return Group.world(transport="gloo") if handle is None else Group(handle, transport="gloo")
 
 
 def tokens_of(batch_dim_idx: int) -> int:

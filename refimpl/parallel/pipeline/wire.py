@@ -86,7 +86,8 @@ class Wire:
             raise ValueError(
                 f"{self.name}: {form} is to be sent, and what was sent first was {self.form}. Shapes are agreed on "
                 "once: give every micro-batch the same (dataloader_drop_last drops a short last one), build the module "
-                "with dynamic=True (dynamic_shape in DeepSpeed's), or call reset_shapes() on all ranks before this step"
+                "with dynamic=True (dynamic_shape in DeepSpeed's), or call reset_shapes(), an engine's "
+                "reset_activation_shape(), on all ranks before this step"
             )
         self.form = form
         tag = f"pipeline {self.name.partition(' ')[0]}"

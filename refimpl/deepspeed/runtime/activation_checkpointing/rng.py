@@ -21,6 +21,7 @@ class CudaRNGStatesTracker:
     def __init__(self) -> None:
         self.states_: dict[str, Tensor] = {}
         self.seeds_: set[int] = set()
+        self.current: str | None = None  # what the generator draws from
 
     def reset(self) -> None:
         """Forget all."""
@@ -47,10 +48,14 @@ class CudaRNGStatesTracker:
         """Draw from the generator `name`. KeyError if it was not added."""
         if name not in self.states_:
             raise KeyError(f"rng tracker: {name!r} was not added; there are {sorted(self.states_)}")
-        here = get_accelerator().get_rng_state()
+        here, outer = get_accelerator().get_rng_state(), self.current
+        if outer is not None:  # which may be `name` again
+            self.states_[outer] = here
         get_accelerator().set_rng_state(self.states_[name])
+        self.current = name
         try:
             yield
         finally:
             self.states_[name] = get_accelerator().get_rng_state()
-            get_accelerator().set_rng_state(here)
+            self.current = outer
+            get_accelerator().set_rng_state(here if outer is None else self.states_[outer])
