@@ -1,8 +1,11 @@
 """What a call can be seen to be wrong about before it begins: a ValueError names the call, the value and the remedy."""
 
+import torch
 from torch import Tensor
 
 from refimpl.comm.collectives import NATIVE
+
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # which torch moves, and cannot add
 
 
 def tensors(call: str, **given: Tensor | list[Tensor]) -> None:
@@ -18,6 +21,8 @@ def reduction(call: str, op: str, x: Tensor, out: Tensor) -> None:
     """The reduction must exist, for this dtype."""
     if op not in NATIVE:
         raise ValueError(f"{call}: op must be one of {', '.join(NATIVE)}, not {op!r}")
+    if x.dtype in UNSIGNED or (x.is_floating_point() and x.element_size() == 1):
+        raise ValueError(f"{call}: torch cannot add {x.dtype}: reduce x.float(), or send x as it is by an all_gather")
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise ValueError(f"{call}: the mean of {x.dtype} is no {x.dtype}: sum it, or pass x.float()")
     if op == "max" and x.is_complex():
@@ -44,9 +49,10 @@ def splits(call: str, size: int, **given: tuple[Tensor, list[int] | None]) -> No
 
 
 def parts(call: str, rank: int, size: int, whole: Tensor, part: Tensor) -> None:
-    """The whole must be as long as the ranks' parts together."""
+    """The whole must be as long as the ranks' parts together, and both contiguous."""
     if whole.numel() != part.numel() * size:
         raise ValueError(f"{call} on rank {rank}: {whole.numel()} elements are not {size} ranks x {part.numel()}")
+    tensors(call, whole=whole, part=part)
 
 
 def member(call: str, name: str, rank: int, size: int) -> None:

@@ -42,10 +42,11 @@ def all_reduce(group: Group, x: Tensor, op: Op = "sum") -> None:
     """Replace x [n], contiguous, by its sum, mean or maximum over ranks. Any n: blocks may differ by one element."""
     checks.tensors("halving all_reduce", x=x)
     checks.reduction("halving all_reduce", op, x, x)
-    blocks = Blocks(group, x.view(-1).tensor_split(group.size))
+    chunks = x.detach().view(-1).tensor_split(group.size)
+    blocks = Blocks(group, chunks)
     blocks.reduce(op)
     blocks.gather()
-    blocks.write(x.view(-1).tensor_split(group.size))
+    blocks.write(chunks)
 
 
 def reduce_scatter(group: Group, out: Tensor, x: Tensor, op: Op = "sum") -> None:
@@ -53,10 +54,11 @@ def reduce_scatter(group: Group, out: Tensor, x: Tensor, op: Op = "sum") -> None
 
     ValueError if x is not N times as long as out.
     """
-    _check(group, "reduce_scatter", op, whole=x, part=out)
-    blocks = Blocks(group, x.view(group.size, -1).unbind())
+    checks.parts("halving reduce_scatter", group.rank, group.size, whole=x, part=out)
+    checks.reduction("halving reduce_scatter", op, x, out)
+    blocks = Blocks(group, x.detach().view(group.size, -1).unbind())
     blocks.reduce(op)
-    out.copy_(blocks.first(1).view_as(out))
+    out.detach().copy_(blocks.first(1).view_as(out))
 
 
 def all_gather(group: Group, out: Tensor, x: Tensor) -> None:
@@ -64,9 +66,10 @@ def all_gather(group: Group, out: Tensor, x: Tensor) -> None:
 
     ValueError if out is not N times as long as x.
     """
-    _check(group, "all_gather", "sum", whole=out, part=x)
-    chunks = out.view(group.size, -1).unbind()
-    chunks[group.rank].copy_(x.view(-1))
+    checks.parts("halving all_gather", group.rank, group.size, whole=out, part=x)
+    checks.same_dtype("halving all_gather", x, out)
+    chunks = out.detach().view(group.size, -1).unbind()
+    chunks[group.rank].copy_(x.detach().view(-1))
     blocks = Blocks(group, chunks)
     blocks.gather()
     blocks.write(chunks)
@@ -121,9 +124,3 @@ class Blocks:
         """Back to where the blocks came from."""
         for i in range(len(chunks)):
             chunks[(self.group.rank + i) % len(chunks)].copy_(self.first(i + 1, start=i))
-
-
-def _check(group: Group, call: str, op: Op, whole: Tensor, part: Tensor) -> None:
-    checks.parts(f"halving {call}", group.rank, group.size, whole, part)
-    checks.tensors(f"halving {call}", whole=whole, part=part)
-    checks.reduction(f"halving {call}", op, whole, part)

@@ -41,8 +41,9 @@ from refimpl.comm.group import Group
 
 def all_reduce(group: Group, x: Tensor, op: Op = "sum") -> None:
     """Replace x [n], contiguous, by its sum, mean or maximum over ranks. Any n: chunks may differ by one element."""
+    checks.tensors("ring all_reduce", x=x)
     checks.reduction("ring all_reduce", op, x, x)
-    chunks = x.view(-1).tensor_split(group.size)  # [n] -> N views of [n/N], rounded up or down
+    chunks = x.detach().view(-1).tensor_split(group.size)  # [n] -> N views of [n/N], rounded up or down
     chunks[group.rank].copy_(_reduce(group, chunks, op))
     _gather(group, chunks)
 
@@ -54,7 +55,8 @@ def reduce_scatter(group: Group, out: Tensor, x: Tensor, op: Op = "sum") -> None
     """
     checks.parts("ring reduce_scatter", group.rank, group.size, whole=x, part=out)
     checks.reduction("ring reduce_scatter", op, x, out)
-    out.copy_(_reduce(group, x.view(group.size, -1).unbind(), op).view_as(out))
+    reduced = _reduce(group, x.detach().view(group.size, -1).unbind(), op)
+    out.detach().copy_(reduced.view_as(out))
 
 
 def all_gather(group: Group, out: Tensor, x: Tensor) -> None:
@@ -63,8 +65,9 @@ def all_gather(group: Group, out: Tensor, x: Tensor) -> None:
     ValueError if out is not N times as long as x.
     """
     checks.parts("ring all_gather", group.rank, group.size, whole=out, part=x)
-    chunks = out.view(group.size, -1).unbind()
-    chunks[group.rank].copy_(x)
+    checks.same_dtype("ring all_gather", x, out)
+    chunks = out.detach().view(group.size, -1).unbind()
+    chunks[group.rank].copy_(x.detach().view(-1))
     _gather(group, chunks)
 
 

@@ -22,6 +22,9 @@ from refimpl.comm.process_group import by_name
 from refimpl.comm.streams import Lane, Streams, lane_of
 from refimpl.comm.work import Steps
 
+GLOO = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)  # and floating ones of two bytes or more
+SAME_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
 
 class Transport(ABC):
     """`size` ranks, of which this one is number `rank`."""
@@ -143,6 +146,8 @@ class Library(Transport):
 
     def start(self, transfer: Any, *args: Any, **options: Any) -> list[Any]:
         """Start one of torch.distributed's collectives; what the host must wait for."""
+        if self.host_waits:
+            args = tuple(known_to_gloo(arg) if isinstance(arg, Tensor) else arg for arg in args)
         handle = transfer(*args, **options, group=self.handle, async_op=self.host_waits)
         return [] if handle is None else [handle]
 
@@ -178,3 +183,9 @@ class Library(Transport):
     def _on_wire(self, x: Tensor) -> Tensor:
         """x where the library can read and fill it: gloo's send and recv hand its address to a socket."""
         return x.cpu() if self.host_waits else x
+
+
+def known_to_gloo(x: Tensor) -> Tensor:
+    """x, or its bytes under a dtype that gloo moves: it knows neither int16 nor float8, nor large unsigned numbers."""
+    fine = x.is_complex() or x.dtype in GLOO or (x.is_floating_point() and x.element_size() > 1)
+    return x if fine else x.view(SAME_SIZE[x.element_size()])

@@ -95,7 +95,7 @@ def all_reduce(group: Group, x: Tensor, op: Op = "sum", *, pieces: int = 1) -> N
         raise ValueError(f"tree all_reduce: pieces must be at least 1, not {pieces}")
     if group.size == 1:
         return
-    halves = x.view(-1).tensor_split(2)
+    halves = x.detach().view(-1).tensor_split(2)
     both = zip(places(group.rank, group.size), halves, strict=True)
     trees = [Tree(group, place, half.tensor_split(pieces), op) for place, half in both]
     # A leaf has something to send before it waits, and nobody waits for what it gets: first up, last down. The second

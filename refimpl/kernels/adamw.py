@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from refimpl.kernels.case import Case
-from refimpl.kernels.checks import floating, number, one_device, same_shape
+from refimpl.kernels.checks import floating, number, one_device, present, same_shape, tensors
 from refimpl.kernels.language import INTERPRETED, on, takes, tl, triton
 
 BLOCK = 1 << 14 if INTERPRETED else 2048
@@ -47,9 +47,11 @@ def adamw(
     """
     check(weights, grad, first, second, step, low, grad_scale, found_inf)
     number("adamw", 0, eps=eps, weight_decay=weight_decay)
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise TypeError(f"adamw: betas are {betas!r}; they must be two numbers")
     number("adamw", 0, math.nextafter(1, 0), **{f"betas[{i}]": beta for i, beta in enumerate(betas)})
     if not isinstance(lr, Tensor):
-        number("adamw", -math.inf, lr=lr)
+        number("adamw", 0, lr=lr)
     elif lr.numel() != 1:
         raise ValueError(f"adamw: lr is {list(lr.shape)}; it must be one number")
     options = (lr, betas, eps, weight_decay, adam_w, low, grad_scale, found_inf)
@@ -70,9 +72,10 @@ def adamw(
 
 def check(weights: Tensor, grad: Tensor, first: Tensor, second: Tensor, *others: Tensor | None) -> None:
     step, low, grad_scale, found_inf = others
-    floating("adamw", grad=grad, low=low)
-    tensors = {"weights": weights, "grad": grad, "first": first, "second": second, "step": step, "low": low}
-    one_device("adamw", **tensors, grad_scale=grad_scale, found_inf=found_inf)
+    floating("adamw", grad=grad, **present(low=low))
+    needed = {"weights": weights, "first": first, "second": second, "step": step}
+    tensors("adamw", **needed)
+    one_device("adamw", **needed, grad=grad, low=low, grad_scale=grad_scale, found_inf=found_inf)
     same_shape("adamw", weights=weights, grad=grad, first=first, second=second, low=weights if low is None else low)
     for name, tensor in {"weights": weights, "first": first, "second": second}.items():
         if tensor.dtype != torch.float32 or not tensor.is_contiguous():

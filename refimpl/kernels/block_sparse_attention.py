@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from refimpl.kernels.block_lists import BlockLists
 from refimpl.kernels.block_sparse_kernels import block_sparse_backward, block_sparse_forward
 from refimpl.kernels.case import Case, short
-from refimpl.kernels.checks import autocast
+from refimpl.kernels.checks import autocast, whole
 from refimpl.kernels.flash_shapes import Shapes, check_heads, check_scale, readable
 from refimpl.kernels.language import on, takes
 
@@ -58,7 +58,10 @@ def block_sparse_attention(
 
 
 def check_blocks(q: Tensor, k: Tensor, layout: Tensor | BlockLists, block: int) -> None:
-    """Raise ValueError unless the layout fits q and k."""
+    """Raise TypeError or ValueError unless the layout fits q and k."""
+    whole("block_sparse_attention", block=block)
+    if not isinstance(layout, Tensor | BlockLists):
+        raise TypeError(f"the layout is a {type(layout).__name__}; it must be a tensor or BlockLists")
     if block not in BLOCKS:
         raise ValueError(f"block is {block}: it must be one of {', '.join(map(str, BLOCKS))}")
     for name, x in (("queries", q), ("keys", k)):

@@ -10,10 +10,17 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def tensors(operation: str, **given: Any) -> None:
-    """Raise TypeError unless each is a tensor, or None."""
+    """Raise TypeError unless each is a tensor, and a dense one."""
     for name, x in given.items():
-        if not isinstance(x, Tensor | None):
+        if not isinstance(x, Tensor):
             raise TypeError(f"{operation}: {name} is a {type(x).__name__}; it must be a tensor")
+        if x.layout != torch.strided:
+            raise TypeError(f"{operation}: {name} is {x.layout}; it must be dense: pass {name}.to_dense()")
+
+
+def present(**given: Any) -> dict[str, Any]:
+    """Those that are not None: of arguments that may be left out."""
+    return {name: x for name, x in given.items() if x is not None}
 
 
 def number(operation: str, least: float, most: float = math.inf, **values: Any) -> None:
@@ -33,25 +40,25 @@ def whole(operation: str, **values: Any) -> None:
             raise TypeError(f"{operation}: {name} is {value!r}; it must be a whole number")
 
 
-def floating(operation: str, **given: Tensor | None) -> None:
+def floating(operation: str, **given: Any) -> None:
     """Raise TypeError unless each is fp32, bf16, fp16 (or fp64, which torch's operator takes)."""
     tensors(operation, **given)
     for name, tensor in given.items():
-        if tensor is not None and tensor.dtype not in FLOATS:
+        if tensor.dtype not in FLOATS:
             raise TypeError(f"{operation}: {name} is {tensor.dtype}; it must be float32, bfloat16 or float16")
 
 
-def integer(operation: str, **given: Tensor | None) -> None:
+def integer(operation: str, **given: Any) -> None:
     """Raise TypeError unless each is int32 or int64."""
     tensors(operation, **given)
     for name, tensor in given.items():
-        if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):
+        if tensor.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{operation}: {name} is {tensor.dtype}; it must be int64 or int32")
 
 
 def one_device(operation: str, **given: Tensor | None) -> None:
-    """Raise ValueError unless all lie on one device."""
-    tensors(operation, **given)
+    """Raise ValueError unless all that are not None lie on one device."""
+    tensors(operation, **present(**given))
     devices = {name: tensor.device for name, tensor in given.items() if tensor is not None}
     if len(set(devices.values())) > 1:
         where = ", ".join(f"{name} on {device}" for name, device in devices.items())
@@ -82,11 +89,11 @@ def autocast(*tensors: Tensor | None, wide: bool = False) -> tuple[Any, ...]:
     wide: in fp32, as softmax and norms; else in autocast's dtype, as matrix products. On a CPU just so: what is built
     there has the dtypes that it will have.
     """
-    kind = next(t.device.type for t in tensors if t is not None)
+    kind = next((t.device.type for t in tensors if isinstance(t, Tensor)), "none")
     if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.float32 if wide else torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) if t is not None and t.dtype in FLOATS[:3] else t for t in tensors)
+    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in FLOATS[:3] else t for t in tensors)
 
 
 def has_values(tensor: Tensor) -> bool:

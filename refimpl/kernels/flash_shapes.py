@@ -13,6 +13,7 @@ from refimpl.kernels.language import INTERPRETED, triton
 from refimpl.kernels.tiles import next_power_of_2
 
 WIDEST = 256  # of a head: its tiles still fit on the chip
+FARTHEST = 1 << 30  # places that a window reaches: more would be as much, but for sums of 32 bits
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def check_heads(operation: str, q: Tensor, k: Tensor, v: Tensor, dims: int = 4) 
 
 
 def reach(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
-    """-> (left, right), -1 for no limit."""
+    """-> (left, right), -1 for no limit, at most `FARTHEST`."""
     window = (-1, -1) if window is None else window
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise TypeError(f"window is {window!r}: it must be (keys before a query, keys after it)")
@@ -132,7 +133,7 @@ def reach(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
     whole("window", left=left, right=right)
     if left < -1 or right < -1:
         raise ValueError(f"window is {window}: keys before and after a query, each 0 or more, or -1 for all of them")
-    return left, 0 if causal else right
+    return min(left, FARTHEST), 0 if causal else min(right, FARTHEST)
 
 
 def check_scale(scale: float | None, width: int) -> float:

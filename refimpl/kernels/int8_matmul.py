@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from refimpl.kernels.case import Case
-from refimpl.kernels.checks import FLOATS, floating, one_device, rows
+from refimpl.kernels.checks import FLOATS, floating, one_device, present, rows, tensors
 from refimpl.kernels.language import on, takes, tl, triton
 
 MOST = (2**31 - 1) // (128 * 128)  # products of -128 by -128 that 32 bits can add
@@ -29,8 +29,9 @@ def int8_matmul(
     In `dtype`: by default fp32 with scales, and int32, exact, without. Any strides; sizes may be 0. Raises TypeError
     for other dtypes, ValueError for sizes and devices that do not fit or a K whose sums need more than 32 bits.
     """
+    tensors("int8_matmul", a=a, b=b)
+    floating("int8_matmul", **present(a_scale=a_scale, b_scale=b_scale))
     one_device("int8_matmul", a=a, b=b, a_scale=a_scale, b_scale=b_scale)
-    floating("int8_matmul", a_scale=a_scale, b_scale=b_scale)
     if a.dtype != torch.int8 or b.dtype != torch.int8:
         raise TypeError(f"int8_matmul: a is {a.dtype}, b {b.dtype}; both must be torch.int8")
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:

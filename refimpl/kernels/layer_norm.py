@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case
-from refimpl.kernels.checks import autocast, floating, last_dim, number, one_device, rows
+from refimpl.kernels.checks import autocast, floating, last_dim, number, one_device, present, rows
 from refimpl.kernels.language import on, processors, takes, tl, triton
 from refimpl.kernels.tiles import tile
 
@@ -32,7 +32,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Under autocast the result is fp32, as torch's on a GPU. Raises TypeError for a dtype that is no float, ValueError
     for sizes or devices that do not fit.
     """
-    floating("layer_norm", x=x, weight=weight, bias=bias)
+    floating("layer_norm", x=x, **present(weight=weight, bias=bias))
     one_device("layer_norm", x=x, weight=weight, bias=bias)
     last_dim("layer_norm", x, weight=weight, bias=bias)
     number("layer_norm", 0, eps=eps)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case, short
-from refimpl.kernels.checks import autocast, floating, one_device, rows
+from refimpl.kernels.checks import autocast, floating, one_device, present, rows
 from refimpl.kernels.cross_entropy import check, check_range, loss_and_gradient
 from refimpl.kernels.cross_entropy import reference as of_logits
 from refimpl.kernels.language import on, takes
@@ -41,7 +41,7 @@ def linear_cross_entropy(
     all logits at once.
     Raises TypeError and ValueError for what does not fit, IndexError as cross_entropy does.
     """
-    floating("linear_cross_entropy", x=x, weight=weight, bias=bias)
+    floating("linear_cross_entropy", x=x, weight=weight, **present(bias=bias))
     one_device("linear_cross_entropy", x=x, weight=weight, targets=targets, bias=bias)
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear_cross_entropy: x {list(x.shape)} does not fit weight [V, D] {list(weight.shape)}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from refimpl.kernels.case import Case
-from refimpl.kernels.checks import floating
+from refimpl.kernels.checks import floating, number, present
 from refimpl.kernels.language import on, takes, tl, triton
 
 CHUNK = 1 << 14  # elements of a program
@@ -35,9 +35,10 @@ def multi_norm(tensors: Sequence[Tensor | None], order: float = 2.0) -> Tensor:
     nothing the norm is 0. Raises TypeError for a dtype that is no float, ValueError for another order or several
     devices.
     """
-    named = {f"tensor {i}": t for i, t in enumerate(tensors)}
+    named = present(**{f"tensor {i}": t for i, t in enumerate(tensors)})
     floating("multi_norm", **named)
-    there = [t.detach() for t in named.values() if t is not None]
+    number("multi_norm", 0, order=order)
+    there = [t.detach() for t in named.values()]
     if order not in (2, math.inf):
         raise ValueError(f"multi_norm: order is {order}; it must be 2 or inf")
     if len({t.device for t in there}) > 1:

@@ -65,7 +65,7 @@ def sort_by_expert(experts: Tensor, number: int) -> Order:
 
 def permute(x: Tensor, order: Order) -> Tensor:
     """x [T, C] -> [T k, C]: each token in the rows of its experts. Rows after the kept ones are zeros."""
-    check("permute", x, order, rows=len(order.place))
+    check("permute", x, order)
     if x.numel() == 0 or order.place.numel() == 0 or not takes(x):
         return permute_reference(x, order)
     with on(x):
@@ -75,7 +75,7 @@ def permute(x: Tensor, order: Order) -> Tensor:
 
 def unpermute(rows: Tensor, order: Order, weights: Tensor | None = None) -> Tensor:
     """rows [T k, C] -> [T, C] in rows' dtype: each token's sum over its experts, in fp32; times weights [T, k]."""
-    check("unpermute", rows, order, rows=order.place.numel())
+    check("unpermute", rows, order)
     if weights is not None:
         floating("unpermute", weights=weights)
         one_device("unpermute", rows=rows, weights=weights)
@@ -88,8 +88,11 @@ def unpermute(rows: Tensor, order: Order, weights: Tensor | None = None) -> Tens
     return y
 
 
-def check(operation: str, x: Tensor, order: Order, rows: int) -> None:
+def check(operation: str, x: Tensor, order: Order) -> None:
     floating(operation, x=x)
+    if not isinstance(order, Order):
+        raise TypeError(f"{operation}: order is a {type(order).__name__}; it must be an Order, of sort_by_expert")
+    rows = len(order.place) if operation == "permute" else order.place.numel()
     one_device(operation, x=x, place=order.place, counts=order.counts)
     if x.ndim != 2 or len(x) != rows:
         raise ValueError(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from refimpl.kernels.case import Case
-from refimpl.kernels.checks import FLOATS, floating, one_device
+from refimpl.kernels.checks import FLOATS, floating, one_device, tensors, whole
 from refimpl.kernels.language import INTERPRETED, on, takes, tl, triton
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -50,6 +50,7 @@ def quantize(x: Tensor, block: int = 256, dtype: torch.dtype = torch.int8) -> tu
 
 def dequantize(codes: Tensor, scales: Tensor, block: int = 256, dtype: torch.dtype = torch.float32) -> Tensor:
     """codes [...] and scales [ceil(n / block)], as `quantize` made them -> [...] in `dtype`, a floating one."""
+    tensors("dequantize", codes=codes, scales=scales)
     check(block, codes.dtype)
     one_device("dequantize", codes=codes, scales=scales)
     if dtype not in FLOATS:
@@ -73,6 +74,7 @@ def dequantize(codes: Tensor, scales: Tensor, block: int = 256, dtype: torch.dty
 
 
 def check(block: int, dtype: torch.dtype) -> None:
+    whole("quantize", block=block)
     if dtype not in LARGEST:
         raise TypeError(f"quantize: codes cannot be {dtype}; they must be torch.int8 or torch.float8_e4m3fn")
     if block not in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case
-from refimpl.kernels.checks import autocast, floating, last_dim, number, one_device, rows
+from refimpl.kernels.checks import autocast, floating, last_dim, number, one_device, present, rows
 from refimpl.kernels.language import on, processors, takes, tl, triton
 from refimpl.kernels.tiles import tile
 
@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     Under autocast the result is fp32, as torch's on a GPU. Raises TypeError for a dtype that is no float, ValueError
     for sizes or devices that do not fit.
     """
-    floating("rms_norm", x=x, weight=weight)
+    floating("rms_norm", x=x, **present(weight=weight))
     one_device("rms_norm", x=x, weight=weight)
     last_dim("rms_norm", x, weight=weight)
     number("rms_norm", 0, eps=eps)

@@ -10,7 +10,8 @@ of gradients in fp64 too. What becomes of an error:
     gradients are dropped       is as before them: `zero_grad` before a step, a backward that raised
     a parameter unused by all   is as before: the update leaves the parameter alone, whatever was sent of it
     the loss scale changes      is measured in the new one
-    a checkpoint                is each rank's own: goes on bit for bit on as many ranks, begins at zero on others
+    a checkpoint                is each rank's own: goes on bit for bit on as many ranks, begins at zero on others;
+                                PowerSGD's Q is everybody's, and goes on wherever the rank r is the same
 
 ZeRO-2 and ZeRO-3 have no room for it: an error is as large as a whole gradient. In ZeRO-3 ZeRO++'s quantised reduction
 is the way. Karimireddy et al. 2019, arXiv:1901.09847. DeepSpeed has it for its 1-bit optimizers alone, up to 0.19.6.
@@ -163,7 +164,7 @@ class Compressed:
         if state is not None and {key: state[key] for key in here} != here:
             saved = f"{state['ranks']} ranks ({state['way']})"
             warn_of_loss(group, "compression", saved, f"{group.size} ({way})")
-            state = {"steps": state["steps"], "turns": state["turns"], "worker": {}, "server": {}, "q": {}}
+            state = {**state, "worker": {}, "server": {}}
         self.exchanges, self._scale, self._dropped = {}, 1.0, False
         self._loaded = None if state is None else dict(state)
         self.steps = 0 if state is None else state["steps"]
@@ -188,7 +189,8 @@ class Compressed:
         if isinstance(exchange, LowRank):
             names = {start: self.stage.names[p] for p, start, _ in placed(bucket)}
             saved_q = [state["q"].get(names[at]) for at, _, _ in exchange.matrices]
-            if all(q is not None for q in saved_q):
+            shapes = [(columns, exchange.power.rank_of(rows, columns)) for _, rows, columns in exchange.matrices]
+            if all(q is not None and q.shape == shape for q, shape in zip(saved_q, shapes, strict=True)):
                 exchange.q = [q.to(bucket.device, copy=True) for q in saved_q]
 
     def tensors(self) -> list[Tensor]:

@@ -100,6 +100,22 @@ def test_berts_layer() -> None:
         BertSparseSelfAttention(SimpleNamespace(hidden_size=9, num_attention_heads=2))
 
 
+def test_a_decoder_of_bert_is_refused() -> None:
+    """Its mask is causal, or there is none, and the pattern would show it the future."""
+    config = SimpleNamespace(hidden_size=8, num_attention_heads=2, is_decoder=True)
+    replace = SparseAttentionUtils.replace_self_attention_layer_with_sparse_self_attention_layer
+    with pytest.raises(ValueError, match="is_decoder"):
+        replace(config, [], PATTERN)
+    config.is_decoder = False
+    layer = nn.Module()
+    layer.attention = nn.Module()
+    layer.attention.self = BertSparseSelfAttention(config, PATTERN)
+    (sparse,) = replace(config, [layer], PATTERN)
+    causal = torch.zeros(2, 1, 16, 16).masked_fill(~torch.ones(16, 16, dtype=torch.bool).tril(), -torch.inf)
+    with pytest.raises(ValueError, match="queries see unlike tokens"):
+        sparse.attention.self(torch.randn(2, 16, 8), causal)  # type: ignore[operator, union-attr]
+
+
 def named(kind: str, positions: int, reserved: int) -> Any:
     """As little of transformers' BERT or RoBERTa as the utilities touch."""
     model = nn.Module()

@@ -60,8 +60,9 @@ def test_fp16_with_a_loss_scale(tmp_path: Path) -> None:
     worlds.run(stop_and_go_on, config, tmp_path)
 
 
-def test_on_another_number_of_ranks_the_errors_begin_at_zero(tmp_path: Path) -> None:
-    config = settings(0, **asked("OneBitAdam"))
+@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+def test_on_another_number_of_ranks_the_errors_begin_at_zero(name: str, tmp_path: Path) -> None:
+    config = settings(0, **asked(name))
 
     def save() -> None:
         engine = start(config)
@@ -73,7 +74,7 @@ def test_on_another_number_of_ranks_the_errors_begin_at_zero(tmp_path: Path) -> 
         if engine.group.rank == 0:
             with pytest.warns(
                 UserWarning,
-                match="OneBitAdam: the saved errors are of 2 ranks, here are 3: error feedback begins at zero",
+                match=f"{name}: the saved errors are of 2 ranks, here are 3: error feedback begins at zero",
             ):
                 engine.load_checkpoint(tmp_path)
         else:

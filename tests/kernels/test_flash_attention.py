@@ -211,6 +211,21 @@ def test_what_cannot_be_is_refused(device: torch.device) -> None:
         flash_attention(q, k, k, scale=-1.0)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_beyond_all_tokens_is_none(device: torch.device, causal: bool) -> None:
+    x = torch.randn(1, 1, 37, 8, device=device)
+    plain = flash_attention(x, x, x, causal=causal)
+    for far in (37, 2**31 - 1, 2**31, 10**12):  # beyond 2**31 a sum with a place would wrap around
+        assert torch.equal(plain, flash_attention(x, x, x, causal=causal, window=(far, far)))
+
+
+def test_a_longest_beyond_all_tokens_launches_no_more_programs(device: torch.device) -> None:
+    x = torch.randn(5, 1, 8, device=device)
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
+    plain = flash_attention_varlen(x, x, x, starts, starts)
+    assert torch.equal(plain, flash_attention_varlen(x, x, x, starts, starts, longest_q=10**12, longest_k=10**12))
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="starts on a GPU are not read")
 def test_starts_that_do_not_fit_are_refused(device: torch.device) -> None:
     x = torch.ones(5, 1, 8, device=device)

@@ -254,6 +254,35 @@ def test_errors_of_other_ranks_begin_at_zero_and_say_so() -> None:
     assert not kept
 
 
+def low_rank_state(saved: dict[str, Any] | None, rank: int) -> tuple[dict[str, Tensor], bool]:
+    """PowerSGD of that rank after two steps, or after loading: its state, or Q by name; whether it owes something."""
+    model = Net()
+    config = ZeroConfig(compression=Compression(PowerSGD(rank, least_ratio=1.5)), reduce_bucket_size=700)
+    stage = STAGES["zero1"](model, adamw(model), Group.world(), config)  # type: ignore[call-arg]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if saved is not None:
+            stage.load_state_dict(stage.state_dict() | {"compression": saved})
+    for step in range(2) if saved is None else ():
+        stage.backward(model(tokens(step, stage.group.rank)))
+        stage.step()
+    assert stage.compressed is not None
+    state = stage.compressed.state_dict()
+    return state if saved is None else state["q"], any(bool(error.any()) for error in state["worker"].values())
+
+
+def test_powersgds_q_goes_on_with_any_number_of_ranks_and_no_other_rank_of_its_own() -> None:
+    state, owes = worlds.run(low_rank_state, None, 2)[0]
+    assert owes
+    assert state["q"]
+    for ranks in (2, 3):
+        for q, owes in worlds.run(low_rank_state, state, 2, ranks=ranks):
+            assert differing(q, state["q"]) == []
+            assert not owes or ranks == 2
+    for rank in (1, 3):  # a Q of another rank would stay for ever
+        assert worlds.run(low_rank_state, state, rank)[0][0] == {}
+
+
 class Plain(Net):
     """Everything in it is used."""
 

@@ -16,6 +16,9 @@ is a multiple of 16 bytes (a product's last bits depend on how its rows lie in m
 work, its router and what is beside the experts, twice in forward, and a copy of its input, which it may change in place
 (Switch does, by its noise). Its hooks are called once; those of modules in it that are no experts twice.
 
+An expert for which no rank has rows gets a gradient of zeros, as in DeepSpeed's layer: Adam's momentum moves it on. The
+block by itself calls it not at all, so its gradient is None, and the optimizer leaves it alone.
+
 Taken is a block that can be tried with tokens alone, whose experts take rows and give back as many, and that comes out
 the same both ways, in training and not. Refused: one that changes a buffer of its own, which would happen twice.
 """

@@ -71,7 +71,12 @@ class SparseAttentionUtils:
     def replace_self_attention_layer_with_sparse_self_attention_layer(
         config: Any, layers: Iterable[nn.Module], sparsity_config: SparsityConfig | None = None
     ) -> Iterable[nn.Module]:
-        """The same for a list of layers that have `attention.self.query`, `.key` and `.value`."""
+        """The same for a list of layers that have `attention.self.query`, `.key` and `.value`.
+
+        ValueError for a decoder's, whose queries do not all see the same tokens.
+        """
+        if getattr(config, "is_decoder", False):
+            raise ValueError("is_decoder: BERT's sparse layers hide nothing of the future: make_sparse knows decoders")
         pattern = sparsity_config or FixedSparsityConfig(num_heads=config.num_attention_heads)
         if getattr(config, "attention_probs_dropout_prob", 0):
             warnings.warn(
@@ -125,7 +130,9 @@ class HuggingFaceBert(BertSparseSelfAttention):
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         batch, length = hidden_states.shape[:2]
-        if attention_mask is not None and attention_mask.dim() == 4:  # [B, 1, T or 1, T]: the same for every query
+        if attention_mask is not None and attention_mask.dim() == 4:  # [B, 1, T or 1, T]
+            if not attention_mask.equal(attention_mask[:, :, :1].expand_as(attention_mask)):
+                raise ValueError("attention_mask: queries see unlike tokens, and here only tokens are hidden, from all")
             attention_mask = attention_mask[:, 0, 0]
         if attention_mask is not None and attention_mask.dtype == torch.bool:
             attention_mask = (

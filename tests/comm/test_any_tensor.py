@@ -1,0 +1,107 @@
+"""Tensors of any dtype and shape: moved bit for bit by every way, added where torch can add them, else refused."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import worlds
+from torch import Tensor
+
+from refimpl.comm import halving, ring, tree
+from refimpl.comm.group import Group
+
+UNKNOWN_TO_GLOO = [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
+ALGORITHMS: list[Any] = [ring, halving]
+
+
+def given(rank: int, n: int, dtype: torch.dtype) -> Tensor:
+    """[n] of bytes that a rank draws: any of them is a number of an integer or float8 dtype."""
+    draw = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 256, (n * dtype.itemsize,), generator=draw, dtype=torch.uint8).view(dtype)
+
+
+def same(x: Tensor, expected: Tensor) -> bool:
+    return torch.equal(x.view(torch.uint8), expected.view(torch.uint8))
+
+
+def moved(group: Group) -> None:
+    rank, ranks = group.rank, group.size
+    for dtype in (*UNKNOWN_TO_GLOO, torch.bool):
+        rows = [given(r, 5 * ranks, torch.uint8 if dtype == torch.bool else dtype) for r in range(ranks)]
+        rows = [row % 2 == 0 for row in rows] if dtype == torch.bool else rows
+        x, whole = rows[rank], torch.cat(rows)
+        for gather in (group.all_gather, *(partial(by.all_gather, group) for by in ALGORITHMS)):
+            out = torch.empty_like(whole)
+            gather(out, x)
+            assert same(out, whole), (dtype, gather)
+        out = torch.empty_like(x)
+        group.all_to_all(out, x)
+        assert same(out, torch.cat([row.chunk(ranks)[rank] for row in rows])), dtype
+        splits = [2 * (r != 1) for r in range(ranks)]  # rank 1 gets nothing
+        out = torch.empty(0 if rank == 1 else 2 * ranks, dtype=dtype)
+        received = [len(out) // ranks] * ranks
+        group.all_to_all(out, x[: sum(splits)], out_splits=received, in_splits=splits)
+        mine = [row[: sum(splits)].split(splits)[rank] for row in rows]
+        assert same(out, torch.cat(mine)), dtype
+        out = x.clone()
+        group.broadcast(out, ranks - 1)
+        assert same(out, rows[-1]), dtype
+        group.send_recv(x, (rank + 1) % ranks, out, (rank - 1) % ranks)
+        assert same(out, rows[rank - 1]), dtype
+
+
+def by_both() -> None:
+    for transport in ("gloo", "shared"):
+        moved(Group.world(transport=transport))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_dtype_is_moved_bit_for_bit(ranks: int) -> None:
+    worlds.run(by_both, ranks=ranks, device="cpu")
+
+
+def added() -> None:
+    for transport in ("gloo", "shared"):
+        group = Group.world(transport=transport)
+        for reduce in (group.all_reduce, *(partial(by.all_reduce, group) for by in (*ALGORITHMS, tree))):
+            x = torch.arange(7, dtype=torch.int16) * (group.rank + 1)
+            reduce(x)
+            assert torch.equal(x, torch.arange(7, dtype=torch.int16) * sum(range(1, group.size + 1)))
+            for dtype in (torch.float8_e4m3fn, torch.uint32):
+                # One element: only the rank whose chunk it is would notice, and the others wait for it.
+                with pytest.raises(ValueError, match=rf"all_reduce: torch cannot add {dtype}: reduce x\.float\(\)"):
+                    reduce(torch.zeros(1, dtype=dtype))
+
+
+def test_integers_of_any_size_are_added_and_what_has_no_sum_is_refused_on_every_rank() -> None:
+    worlds.run(added, ranks=3, device="cpu")
+
+
+def shaped() -> None:
+    group = Group.world()
+    ranks = group.size
+    for by in ALGORITHMS:
+        for shape in ((), (2, 3), (1, 4), (0, 2)):
+            x = torch.full(shape, float(group.rank))
+            whole = torch.empty(ranks, *shape)
+            by.all_gather(group, whole, x)
+            assert torch.equal(whole, torch.stack([torch.full(shape, float(r)) for r in range(ranks)])), (by, shape)
+            by.all_gather(group, whole, whole[group.rank])
+            part = torch.empty(shape)
+            by.reduce_scatter(group, part, whole, "max")
+            assert torch.equal(part, torch.full(shape, float(group.rank)))
+        with pytest.raises(ValueError, match=r"all_gather: x is torch.int64, out is torch.float32"):
+            by.all_gather(group, torch.empty(ranks), torch.ones(1, dtype=torch.int64))
+        with pytest.raises(ValueError, match=r"all_gather: part \(3, 2\) is not contiguous"):
+            by.all_gather(group, torch.empty(6 * ranks), torch.ones(2, 3).t())
+    for by in (*ALGORITHMS, tree):
+        with pytest.raises(ValueError, match=r"all_reduce: x \(3, 2\) is not contiguous"):
+            by.all_reduce(group, torch.ones(2, 3).t())
+        weight = torch.nn.Parameter(torch.ones(2, 3))
+        by.all_reduce(group, weight, "mean")
+        assert torch.equal(weight, torch.ones(2, 3))
+
+
+def test_the_algorithms_take_any_shape_as_groups_own_do() -> None:
+    worlds.run(shaped, ranks=3, device="cpu")
