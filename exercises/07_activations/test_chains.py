@@ -27,7 +27,7 @@ def test_stretches(answer: Answer, group: WatchedGroup) -> None:
         if k != least:
             root = math.isqrt(layers - 1) + 1
             hint = "sqrt(layers) is right only where a layer keeps no more than its input" if k == root else ""
-            hint = "of equally good ones the smallest is asked" if peaks.get(k) == peaks[least] else hint
+            hint = "of equally good ones the smallest is asked" if not hint and peaks.get(k) == peaks[least] else hint
             evidence = f"with stretches of {k} the peak is {peaks[k]:g}, with {least} it is {peaks[least]:g} inputs"
             raise Wrong(f"stretches of {k}, expected {least}" + (f": {hint}" if hint else ""), evidence)
         expected = [(first, min(first + k, layers)) for first in range(0, layers, k)]
