@@ -357,9 +357,10 @@ def zero3_bytes(units: Sequence[int], ranks: int, itemsize: int, budget: int) ->
     in the opposite order.
     kept: the shards of parameters and gradients (`itemsize` bytes an element), AdamW's two fp32
     numbers, and fp32 masters below fp32. gathered: at each use, first the unit itself is whole;
-    then the next ones of the iteration that are not are sent for, until one would bring those
-    that fly (sent for, and not yet used) to more than `budget` elements. After its use a unit
-    is freed.
+    then the next ones of the iteration that are not are sent for, as by `prefetch`: up to the
+    first that would bring those that fly (sent for, and not yet used) to more than `budget`
+    elements, and none behind it. One that flies alone may be larger, unless the budget is 0.
+    After its use a unit is freed.
     Example: units [4, 8, 4], fp32, 2 ranks: kept 8 * 16. gathered with budget 0: 8 * 4; with
     budget 4: 12 * 4.
     """

@@ -198,9 +198,10 @@ def zero3_bytes(units: Sequence[int], ranks: int, itemsize: int, budget: int) ->
     in the opposite order.
     kept: the shards of parameters and gradients (`itemsize` bytes an element), AdamW's two fp32
     numbers, and fp32 masters below fp32. gathered: at each use, first the unit itself is whole;
-    then the next ones of the iteration that are not are sent for, until one would bring those
-    that fly (sent for, and not yet used) to more than `budget` elements. After its use a unit
-    is freed.
+    then the next ones of the iteration that are not are sent for, as by `prefetch`: up to the
+    first that would bring those that fly (sent for, and not yet used) to more than `budget`
+    elements, and none behind it. One that flies alone may be larger, unless the budget is 0.
+    After its use a unit is freed.
     Example: units [4, 8, 4], fp32, 2 ranks: kept 8 * 16. gathered with budget 0: 8 * 4; with
     budget 4: 12 * 4.
     """
@@ -213,7 +214,7 @@ def zero3_bytes(units: Sequence[int], ranks: int, itemsize: int, budget: int) ->
         for unit in trace[at + 1 :]:
             if unit == now or unit in flying:
                 continue
-            if sum(units[u] for u in [*flying, unit]) > budget:
+            if sum(units[u] for u in [*flying, unit]) > budget and (flying or not budget):
                 break
             flying.append(unit)
         peak = max(peak, units[now] + sum(units[u] for u in flying))
@@ -228,26 +229,32 @@ def sharded_init(group: Group, *classes: type[nn.Module]) -> Iterator[list[Shard
         with sharded_init(group, nn.Linear) as units:
             model = Large()              # never whole: at most one nn.Linear at a time is
 
-    A unit has all parameters inside the module. Every rank gets rank 0's values. Afterwards,
-    also after an exception, the classes are as they were before.
+    A unit has all parameters inside the module. Every rank gets rank 0's values. A class counts
+    with those derived from it; where both are named, the constructor of the derived one, which
+    returns last. Afterwards, also after an exception, the classes are as they were before: one
+    that had no constructor of its own has none.
     """
     units: list[ShardedParams] = []
-    originals = {cls: cls.__init__ for cls in classes}
+    originals = {cls: (cls.__init__, "__init__" in vars(cls)) for cls in classes}
 
-    def sharding(original: Callable[..., None]) -> Callable[..., None]:
+    def sharding(cls: type[nn.Module], original: Callable[..., None]) -> Callable[..., None]:
         def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(module, *args, **kwargs)
-            units.append(ShardedParams(list(module.parameters()), group))
+            if cls is next(c for c in type(module).__mro__ if c in classes):
+                units.append(ShardedParams(list(module.parameters()), group))
 
         return init
 
     try:
-        for cls, original in originals.items():
-            cls.__init__ = sharding(original)  # type: ignore[method-assign]
+        for cls, (original, _) in originals.items():
+            cls.__init__ = sharding(cls, original)  # type: ignore[method-assign]
         yield units
     finally:
-        for cls, original in originals.items():
-            cls.__init__ = original  # type: ignore[method-assign]
+        for cls, (original, is_own) in originals.items():
+            if is_own:
+                cls.__init__ = original  # type: ignore[method-assign]
+            else:
+                del cls.__init__
 
 
 HINTS = {
@@ -280,6 +287,7 @@ HINTS = {
     "sharded_init": [
         "cls.__init__ can be replaced by a function that calls the original and then shards the module.",
         "Make that function in a helper that takes the original: a closure in a loop sees only the last class.",
+        "Two named classes, one derived from the other: the first of type(module).__mro__ that is named shards.",
         "try: replace, yield units; finally: put the originals back.",
     ],
 }

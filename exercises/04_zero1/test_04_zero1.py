@@ -41,6 +41,13 @@ class Net(nn.Module):
         return self.head(h) * self.outer(h)
 
 
+def mixed(dtype: torch.dtype, seed: int = 0) -> Net:
+    """What is trained is of this dtype, what is frozen of another."""
+    model = Net(seed).to(dtype)
+    model.frozen.to(torch.float64)
+    return model
+
+
 def loss(model: nn.Module, rank: int, step: int) -> Tensor:
     """This rank's loss; the spare layer is used by even ranks in one step and by odd ones in the next."""
     x = torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(100 * step + rank))
@@ -72,8 +79,8 @@ def test_flatten(answer: Answer, group: WatchedGroup) -> None:
     numel = sum(p.numel() for p in trained)
     for ranks, dtype in ((2, F32), (3, F32), (4, F32), (7, F32), (numel, F32), (numel + 1, F32), (4, torch.bfloat16)):
         case(f"{numel} elements of {dtype}, {ranks} ranks")
-        before, kept = weights(Net(seed=0).to(dtype)), Kept(group)
-        model = Net(seed=0).to(dtype)
+        before, kept = weights(mixed(dtype)), Kept(group)
+        model = mixed(dtype)
         identities = list(model.parameters())
         flat = answer.flatten(model, ranks)
         padded = -(-numel // ranks) * ranks
@@ -130,15 +137,15 @@ def test_ShardedOptimizer(answer: Answer, group: WatchedGroup) -> None:
     case("3 steps of SGD in bf16")
     train(answer, group, MAKERS["SGD"], torch.bfloat16)
     few_gradients(answer, group)
-    case("ranks begin with different weights")
-    model = Net(seed=group.rank)
+    case("ranks begin with different weights; the frozen ones have a dtype of their own")
+    model = mixed(F32, seed=group.rank)
     given: list[object] = []
     answer.ShardedOptimizer(model, group.fresh(), lambda params: given.append(params) or MAKERS["SGD"](params))
     require(isinstance(given[0], list), f"make_optimizer is given a {type(given[0]).__name__}, expected a list")
     for name, p in model.named_parameters():
         advice = "broadcast rank 0's" if p.requires_grad else "frozen ones must be equal too: broadcast rank 0's"
-        known = {f"it is still this rank's own: {advice}": weights(Net(seed=group.rank))[name]}
-        start = weights(Net(seed=0))[name]
+        known = {f"it is still this rank's own: {advice}": weights(mixed(F32, seed=group.rank))[name]}
+        start = weights(mixed(F32))[name]
         equal(p.detach(), start, f"{name} after ShardedOptimizer(...)", known=known if group.rank else None)
 
 
@@ -187,7 +194,9 @@ def few_gradients(answer: Answer, group: WatchedGroup) -> None:
         ((group.size, "a step whose gradients are not contiguous"), (1, "one in which rank 0 alone has any"),
          (0, "one in which nobody has any"))
     ):  # fmt: skip
-        case(f"AdamW: {said}; a gradient that is None counts as zero")
+        case(f"AdamW: {said}; a gradient that is None counts as zero; a schedule has set another lr")
+        for one in (optimizer, sharded.optimizer):
+            one.param_groups[0]["lr"] = 0.02 / (step + 1)
         for p in trained:
             p.grad = torch.zeros_like(p)
         for rank in range(users):

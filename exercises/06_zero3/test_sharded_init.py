@@ -18,6 +18,18 @@ class Pair(nn.Module):
         self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 3, bias=False)
 
 
+class Plain(nn.Linear):
+    """Has the constructor of the class that it is derived from."""
+
+
+class Scaled(nn.Linear):
+    """Adds to what the class that it is derived from has made."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 5)
+        self.scale = nn.Parameter(torch.full((5,), 2.0))
+
+
 class Large(nn.Module):
     """Looks, after each layer that it makes, at how much is whole; ends in an exception if told to."""
 
@@ -80,3 +92,23 @@ def test_sharded_init(answer: Answer, group: WatchedGroup) -> None:
     left = f"{', '.join(whole)} stay whole: shard all that is inside, as one unit"
     require(not whole, left)
     require(len(made) == 1, f"{len(made)} units for one module with two layers: shard all that is inside, as one unit")
+    derived(answer, group)
+
+
+def derived(answer: Answer, group: WatchedGroup) -> None:
+    case("nn.Linear is named, and a class without a constructor of its own is derived from it")
+    with answer.sharded_init(group.fresh(), nn.Linear) as made:
+        Plain(3, 5)
+    require(len(made) == 1, f"{len(made)} units for a module of a derived class, expected 1: it is an nn.Linear too")
+    case("both are named")
+    with answer.sharded_init(group.fresh(), nn.Linear, Plain) as made:
+        Plain(3, 5)
+    require(len(made) == 1, f"{len(made)} units for one module, expected 1: one constructor calls the other")
+    gained = "Plain has a constructor of its own now: it had inherited one, so delete yours"
+    require("__init__" not in vars(Plain), gained)
+    case("nn.Linear is named, and a derived class that calls its constructor in its own: the outer one alone shards")
+    with answer.sharded_init(group.fresh(), nn.Linear, Scaled) as made:
+        scaled = Scaled()
+    early = "the constructor of nn.Linear shards it, and what the derived class adds behind that stays whole"
+    require(not scaled.scale.untyped_storage().nbytes(), early)
+    require(len(made) == 1, f"{len(made)} units for one module, expected 1: the derived class's constructor shards it")

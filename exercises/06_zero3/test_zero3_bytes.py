@@ -17,7 +17,7 @@ from refimpl.zero.zero3 import Zero3
 @on_ranks(2, 3)
 def test_zero3_bytes(answer: Answer, group: WatchedGroup) -> None:
     widths = (8, 40, 16, 24, 8, 8)
-    for dtype, budgets in ((torch.float32, (0, 700, 1500, 100_000)), (torch.bfloat16, (0, 1000))):
+    for dtype, budgets in ((torch.float32, (0, 300, 600, 700, 1500, 100_000)), (torch.bfloat16, (0, 1000))):
         for budget in budgets:
             case(f"{dtype}, budget {budget}")
             torch.manual_seed(0)
@@ -41,7 +41,7 @@ def test_zero3_bytes(answer: Answer, group: WatchedGroup) -> None:
             if dtype.itemsize * budget and found != counted:
                 as_bytes = answer.zero3_bytes(units, group.size, dtype.itemsize, budget * dtype.itemsize)
                 require(as_bytes != counted, "the budget counts elements, and you compare it with bytes")
-            judge_bytes(found, counted, units, group.size, dtype.itemsize)
+            judge_bytes(found, counted, units, group.size, dtype.itemsize, budget)
     for ranks in (16, 64):
         units = [ranks * n for n in (3, 5, 2)]
         case(f"units {units}, bf16, budget {4 * ranks}")
@@ -50,7 +50,9 @@ def test_zero3_bytes(answer: Answer, group: WatchedGroup) -> None:
         require(many == of_one, f"on {ranks} ranks it is {many}; one rank's 1/{ranks} of what is kept is {of_one}")
 
 
-def judge_bytes(found: object, counted: dict[str, int], units: list[int], ranks: int, itemsize: int) -> None:
+def judge_bytes(
+    found: object, counted: dict[str, int], units: list[int], ranks: int, itemsize: int, budget: int
+) -> None:
     evidence = [f"units {units}, {ranks} ranks, {itemsize} bytes", f"  counted  {counted}", f"  found    {found}"]
     require(isinstance(found, dict), f"the result is {found!r}, expected a dict", *evidence)
     assert isinstance(found, dict)
@@ -61,9 +63,14 @@ def judge_bytes(found: object, counted: dict[str, int], units: list[int], ranks:
         known = {
             sent * ranks: "every class is sharded over the ranks",
             sum(units) * itemsize: "that is the whole model: units are freed after use",
-            max(units) * itemsize: "that is the largest unit alone: what was sent for ahead is live too",
+            max(units) * itemsize: "that is the largest unit alone: what was sent for ahead is live too, a unit larger "
+            "than the budget among them, where it flies alone",
             sum(units) // ranks * (2 * itemsize + 8): "are there fp32 masters?",
             sum(units) // ranks * (2 * itemsize + 12): "beside fp32 parameters there are none that are masters",
         }
+        if budget and key == "gathered" and isinstance(mine, int):
+            few = f"too few fly: a unit larger than the budget, {budget} elements, is sent for when nothing else flies"
+            many = f"too many fly: at the first that does not fit into {budget} elements stop, and take none behind it"
+            known = {mine: few if mine < sent else many} | known
         why = f": {known[mine]}" if mine in known else ""
         raise Wrong(f"{mine} bytes {key}, counted {sent}{why}", *evidence)

@@ -18,6 +18,7 @@ from unittest import mock
 
 from refimpl.grading.compare import Wrong, require
 from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
 
@@ -107,6 +108,13 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
+def lowest_descriptor() -> int:
+    """The number that the next file to be opened gets: the lowest that is free."""
+    descriptor = os.dup(0)
+    os.close(descriptor)
+    return descriptor
+
+
 def left_over(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.name not in (*FILES, "latest"))
 
@@ -115,7 +123,11 @@ def left_over(root: Path) -> list[str]:
 def test_save(answer: Answer, group: WatchedGroup) -> None:
     with folder() as root:
         case("two saves, one after the other")
-        answer.save(root, "old", dict(FILES["old"]))
+        free = lowest_descriptor()
+        with untouched(files=FILES["old"]):
+            answer.save(root, "old", FILES["old"])
+        open_still = "a file is open after the save: close each descriptor, or a job runs out of them"
+        require(lowest_descriptor() == free, open_still)
         require((root / "latest").is_file(), "there is no root/latest")
         judge(root, "after the first save", ("old",))
         answer.save(root, "new", dict(FILES["new"]))

@@ -30,6 +30,7 @@ def test_checkpoint_steps(answer: Answer, group: WatchedGroup) -> None:
         (30.0, 60.0, 365 * DAY, 20000),
         (10.0, 1.05, 100.0, 1),  # 1.449 steps: nearer to 1, and 2 lose less
         (10.0, 4.0, 10.0, 1),
+        (1.0, 1.0, 1.0, 1),  # 1 and 2 lose the same
         (1e-5, 300.0, 30 * 365 * DAY, 1),
         (0.25, 0.001, 100 * DAY, 7),
     ):
@@ -47,6 +48,8 @@ def judge_steps(found: Any, step: float, write: float, node: float, nodes: int) 
     least = lost(best * step, write, mtbf)
     mine = lost(found * step, write, mtbf)
     if mine <= least * (1 + 1e-9):
+        equal = f"{found:,} steps lose as much as {best:,}: of two that are equally good the smaller one is asked"
+        require(found <= best or found > 1000, equal)  # where a step more is less than the last bit
         return
     known = {
         "the failures of one node were taken for those of the job: any node ends it": (
@@ -124,7 +127,13 @@ def judge_resume(answer: Answer, size: int, ranks: int, draws: int, others: int)
     drawn = [list(islice(one, draws)) for one in running]
     seen = list(chain(*drawn))
     full = [sampler for sampler, own in zip(samplers, drawn, strict=True) if len(own) == draws]
-    states = [json.dumps(sampler.state_dict()) for sampler in full]
+    held = [sampler.state_dict() for sampler in full]
+    states = [json.dumps(state) for state in held]
+    for sampler in full:
+        next(iter(sampler), None)
+        sampler.state_dict()
+    kept = [json.dumps(state) for state in held] == states
+    require(kept, "a state changes after it was handed out: return a new dict each time, the caller saves it later")
     require(
         len(set(states)) == 1, f"the ranks' states differ: {', '.join(states)}", "keep what all have taken together"
     )

@@ -4,13 +4,14 @@ import io
 import pickle
 import sys
 import tempfile
+import traceback
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from refimpl.grading.compare import Wrong, equal, require
 from refimpl.grading.grade import on_ranks
@@ -74,6 +75,7 @@ def judge_read(answer: Answer) -> None:
         "step": 7,
         "parts": [torch.arange(4), (torch.ones(2, dtype=torch.bfloat16), None, 0.5, "name")],
         "parameter": nn.Parameter(torch.zeros(2)),
+        "frozen": nn.Parameter(torch.ones(2), requires_grad=False),
         "shape": torch.Size([2, 3]),
     }
     for protocol in (2, 4):
@@ -86,7 +88,12 @@ def judge_read(answer: Answer) -> None:
             equal(found["module"][name], tensor, name)
         equal(found["parts"][0], torch.arange(4), "a tensor of integers")
         equal(found["parts"][1][0], torch.ones(2, dtype=torch.bfloat16), "a tensor of bf16")
-        require(isinstance(found["parameter"], Tensor), "a parameter is read as something else")
+        for name in ("parameter", "frozen"):
+            kind, needs = type(found[name]), getattr(found[name], "requires_grad", None)
+            require(kind is nn.Parameter, f"a parameter is read as a {kind.__name__}: torch's own function rebuilds it")
+            require(needs == (name == "parameter"), f"a parameter that was {name} has requires_grad = {needs}")
+        kind = type(found["shape"])
+        require(kind is torch.Size, f"a torch.Size is read as a {kind.__name__}")
         require(found["shape"] == torch.Size([2, 3]) and found["step"] == 7, "a number or a torch.Size is another")
 
 
@@ -140,6 +147,11 @@ def refusal(answer: Answer, payload: bytes) -> str | None:
         return str(error)
     except NotImplementedError:
         raise
-    except Exception:
+    except Exception as error:
+        inside = not isinstance(error, ImportError) and any(
+            f.name == "find_class" for f in traceback.extract_tb(error.__traceback__)
+        )
+        kind = f"it is refused by a {type(error).__name__}, expected a pickle.UnpicklingError: callers catch that"
+        require(not inside, kind)
         return None  # what was called did not like its argument: it was called
     return None

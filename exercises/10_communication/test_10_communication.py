@@ -8,7 +8,7 @@ from torch import Tensor
 from refimpl.grading.compare import Wrong, close, equal, require
 from refimpl.grading.exchange import numbers
 from refimpl.grading.grade import on_ranks
-from refimpl.grading.memory import Largest, untouched
+from refimpl.grading.memory import Largest, in_place, own_memory, untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
 
@@ -50,7 +50,7 @@ def test_top_k(answer: Answer, group: WatchedGroup) -> None:
             case(f"{n} elements, k = {k}, {dtype}, step {step}")
             # Whole numbers at first, of which many are equally large; then ones that bf16 has not.
             grad = (numbers(n, seed=step) if step < 2 else random(n, seed=step)).to(dtype)
-            with untouched(grad=grad):
+            with untouched(grad=grad), in_place(error=error):
                 values, indices = pair(answer.top_k(grad, error, k), "values, indices")
             truth = judge_top_k(values, indices, error, grad, truth, k)
 
@@ -85,6 +85,8 @@ def judge_top_k(values: Any, indices: Any, error: Tensor, grad: Tensor, before: 
     plain = {"of grad alone: the error is to be sent too": grad[chosen], "their magnitudes": whole[chosen].abs()}
     plain = {s: t.to(grad.dtype) for s, t in plain.items()}
     equal(values, sent, "values", known=other(plain, sent), rtol=0, atol=0)
+    own_memory(values, "values", "they are sent and kept, so give them memory for k elements alone")
+    own_memory(indices, "indices", "they are sent and kept, so give them memory for k elements alone")
     kept = whole.clone()
     kept[chosen] -= sent.float()
     zeroed = whole.index_fill(0, chosen, 0)
@@ -129,6 +131,8 @@ def judge_blocks(q: Any, scales: Any, x: Tensor, block: int) -> None:
         "divided in bf16: scales have 24 bits, not 8": (rows.abs().amax(1).bfloat16() / 127).float(),
         "of a block of zeros is 1: nothing is wrong with 0": torch.where(expected > 0, expected, 1.0),
         "127 / the largest magnitude: x is q * scale": 127 / rows.abs().amax(1),
+        "the largest magnitude / 127.5: then 127.5 is rounded to 128, which does not fit": expected * 127 / 127.5,
+        "never below 1e-8: a block of smaller numbers becomes zeros": expected.clamp(min=1e-8),
     }
     if isinstance(scales, Tensor) and scales.shape == expected.shape and scales.dtype == BF16:
         raise Wrong("the scales are bf16: they are fp32, so that q * scale is at most half a scale away from x")
@@ -171,11 +175,17 @@ def test_pack_int4(answer: Answer, group: WatchedGroup) -> None:
         apart = packed([v for i in range(half) for v in (values[i], [*values, 0][half + i])])
         signed = [v + 8 if v else 8 for v in values] + [0] * (len(values) % 2)
         offset = [a + 16 * b for a, b in zip(signed[::2], signed[1::2], strict=True)]
+        filled = [*signed[: len(values)], 8][: len(values) + len(values) % 2]
+        all_offset = [a + 16 * b for a, b in zip(filled[::2], filled[1::2], strict=True)]
         known = {
             "the first of two stands in the high bits: it belongs into the low ones": swapped,
             "the first half of q in the low bits, the second in the high ones: neighbours share a byte": apart,
             "8 is added to each: the four bits are two's complement, -1 is 1111": offset,
             "-8 is lost: four bits hold -8 to 7": packed([max(v, -7) for v in values]),
+            "8 is added to each, and to the padding: four bits are two's complement, the rest 0": all_offset,
+            "the last number stands in the high bits too: after an odd n they are 0": packed(
+                values + values[-1:] * (len(values) % 2)
+            ),
         }
         tensors = {s: torch.as_tensor(t, dtype=torch.uint8) for s, t in known.items()}
         if isinstance(found, Tensor) and found.shape == q.shape and len(q) > 1:
@@ -197,6 +207,7 @@ def test_unpack_int4(answer: Answer, group: WatchedGroup) -> None:
         require(not padded, f"{len(values) + 1} numbers, expected n = {len(values)}: the last one is padding")
         known = {
             "8 to 15 are the negative numbers": expected % 16,
+            "8 is a negative number too, -8": torch.where(expected == -8, 8, expected),
             "high bits before low ones": torch.tensor(swapped, dtype=torch.int8),
         }
         equal(found, expected, "the numbers", known={s: t for s, t in known.items() if not torch.equal(t, expected)})

@@ -62,6 +62,24 @@ def test_sparse_mean(answer: Answer, group: WatchedGroup) -> None:
     expected = torch.tensor([255.0 + group.size, 0.0]) / group.size
     known = {"added in bf16, where 256 + 1 is 256": torch.tensor([256.0, 0.0]) / group.size}
     equal(found, expected, "the mean", known=known)
+    case(ORDER)
+    values, indices = odd_ones(group.size, group.rank), torch.arange(3, dtype=torch.int32)
+    found = answer.sparse_mean(values, indices, 3, group)
+    equal(found, in_rank_order(group.size) / group.size, "the mean, added in fp32 and in rank order,")
+
+
+ORDER = "numbers whose sum depends on the order: 1 and 1e8 on rank 0, 1e8 and -1e8 on rank 1, -1e8 and 1 on the last"
+
+
+def odd_ones(ranks: int, rank: int) -> Tensor:
+    return torch.tensor([2.0, *{0: (1.0, 1e8), 1: (1e8, -1e8), ranks - 1: (-1e8, 1.0)}.get(rank, (0.0, 0.0))])
+
+
+def in_rank_order(ranks: int) -> Tensor:
+    total = torch.zeros(3)
+    for rank in range(ranks):
+        total += odd_ones(ranks, rank)
+    return total
 
 
 def judge_sparse_traffic(group: WatchedGroup, values: Tensor, indices: Tensor) -> None:
@@ -71,6 +89,8 @@ def judge_sparse_traffic(group: WatchedGroup, values: Tensor, indices: Tensor) -
     total, right = sum(sent.values()), sum(oracle.ledger.sent_bytes().values())
     if "all_reduce" in sent:
         raise Wrong(f"a dense vector is all-reduced: {total:,} bytes leave this rank, {right:,} for what is not zero")
+    wide = values.dtype == BF16 and total - right == len(values) * 2 * (group.size - 1)
+    require(not wide, f"values travel as fp32, {total:,} bytes leave this rank, {right:,} are enough: send their dtype")
     same_traffic(group, oracle, "sparse_mean", itemsize=4)
     group.ledger.reset()
 
@@ -109,6 +129,9 @@ def test_quantized_reduce_scatter(answer: Answer, group: WatchedGroup) -> None:
         }
         judge_reduced_traffic(group, x, block)
         equal(found, expected, "the sum", ranks=group.size, known=other(known, expected), rtol=1e-4, atol=1e-4)
+    case(ORDER)
+    found = answer.quantized_reduce_scatter(odd_ones(group.size, group.rank).repeat(group.size), 1, group)
+    equal(found, in_rank_order(group.size), "the sum, added in fp32 and in rank order,", rtol=1e-3)
 
 
 def judge_reduced_traffic(group: WatchedGroup, x: Tensor, block: int) -> None:
@@ -124,5 +147,7 @@ def judge_reduced_traffic(group: WatchedGroup, x: Tensor, block: int) -> None:
         raise Wrong(f"every rank gets all chunks ({total:,} bytes leave this one): each needs its own, by all_to_all")
     said = f"{total:,} bytes leave this rank for {away:,} elements of others: is it dequantised before it travels?"
     require(group.ledger.calls() != {"all_to_all": 1} or total not in (2 * away, 4 * away), said)
+    low = total - sum(oracle.ledger.sent_bytes().values()) == -2 * count * (group.size - 1) // group.size
+    require(not low, "the scales travel as 16 bits: they are fp32, so that q * scale is half a scale from x at most")
     same_traffic(group, oracle, "quantized_reduce_scatter")
     group.ledger.reset()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from refimpl.grading.compare import close, equal, require
 from refimpl.grading.grade import on_ranks
-from refimpl.grading.memory import untouched
+from refimpl.grading.memory import in_place, untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup, same_traffic
 
@@ -66,7 +66,7 @@ def test_one_bit_mean(answer: Answer, group: WatchedGroup) -> None:
             for x in every:
                 x[:: 3 + step] = 0
             x, before = every[rank].clone(), (worker.clone(), server.clone())
-            with untouched(x=x):
+            with untouched(x=x), in_place(worker=worker, server=server):
                 found = answer.one_bit_mean(x, worker, server, group)
             result, inputs, sent = truth.step(every)
             judge_bits_traffic(group, n)
@@ -77,6 +77,12 @@ def test_one_bit_mean(answer: Answer, group: WatchedGroup) -> None:
     case("zeros everywhere")
     worker, server = torch.zeros(8 * ranks), torch.zeros(8)
     equal(answer.one_bit_mean(torch.zeros(8 * ranks), worker, server, group), torch.zeros(8 * ranks), "the mean")
+    case("numbers whose sum depends on the order: 1 on rank 0, 3e7 on rank 1, -3e7 on the last")
+    x = torch.full((8 * ranks,), {0: 1.0, 1: 3e7, ranks - 1: -3e7}.get(rank, 0.0))
+    found = answer.one_bit_mean(x, worker, server, group)
+    same_bits(group, found, "the mean, added in rank order,")
+    right = torch.full_like(x, -3e7 / 2 + 0.5 if ranks == 2 else 0.0)
+    equal(found, right, "the mean, added in fp32 and in rank order,", atol=0.1)
 
 
 def judge_one_bit(
@@ -91,6 +97,8 @@ def judge_one_bit(
     scales = torch.stack([each.abs().max() for each in sent])
     moved = torch.stack([signs(each, scales.mean()) for each in sent]).mean(0) - mean
     alike = torch.cat([signs(w, w.abs().mean()) for w in (torch.cat(inputs) + moved).chunk(ranks)])
+    means = torch.cat(inputs) - mean  # the servers' errors
+    divided = torch.cat([signs(w, w.abs().mean()) for w in (mean + means / ranks).chunk(ranks)])
     known = {
         "not compressed a second time: the servers' means are sent as they are": mean,
         "the servers forget: `server` is to be added before they compress": bare,
@@ -99,6 +107,7 @@ def judge_one_bit(
         "the workers' signs count alike: each brings its own scale": alike,
         "this rank's own scale for the chunks of all servers: each has its own": own,
         "the exact mean: nothing is compressed": torch.stack(every).mean(0),
+        "a server's error is divided by the ranks too: only what they sent is": divided,
     }
     equal(found, result, "the mean", ranks=ranks, known=other(known, result), rtol=1e-4, atol=1e-5)
 
@@ -140,7 +149,7 @@ def test_power_sgd(answer: Answer, group: WatchedGroup) -> None:
             every = [random(a, b, seed=50 * step + i) for i in range(ranks)]
             whole = [g + e for g, e in zip(every, errors, strict=True)]
             grad, before, old = every[rank].clone(), error.clone(), truth
-            with untouched(grad=grad):
+            with untouched(grad=grad), in_place(error=error, q=q):
                 found = answer.power_sgd(grad, error, q, group)
             mean = torch.stack(whole).mean(0)
             p = torch.linalg.qr(mean @ truth)[0]
@@ -150,7 +159,8 @@ def test_power_sgd(answer: Answer, group: WatchedGroup) -> None:
             judge_power_traffic(group, a, b, r)
             judge_power(found, result, every, whole, old, p, rank)
             same_bits(group, found, "the result")
-            judge_power_state(error, errors[rank], q, truth, before, old, whole[rank], mean, every[rank], result)
+            judge_power_error(error, errors[rank], before, whole[rank], mean, every[rank], result, p)
+            judge_q(q, truth, old, whole[rank].T @ p, ranks)
     case("gradients of zeros, then others")
     q, error = random(4, 2, seed=1), torch.zeros(6, 4)
     nothing = answer.power_sgd(torch.zeros(6, 4), error, q, group)
@@ -180,18 +190,25 @@ def judge_power(
     equal(found, result, "the result", ranks=len(every), known=other(known, result), rtol=1e-3, atol=1e-4)
 
 
-def judge_power_state(
-    error: Tensor, right: Tensor, q: Tensor, truth: Tensor, before: Tensor, old: Tensor, own: Tensor, mean: Tensor,
-    grad: Tensor, result: Tensor,
-) -> None:  # fmt: skip
+def judge_power_error(
+    error: Tensor, right: Tensor, before: Tensor, own: Tensor, mean: Tensor, grad: Tensor, result: Tensor, p: Tensor
+) -> None:
     known = {
         "it is as before: it is to be changed in place": before,
         "what the ranks' mean has beyond the result: the error is this rank's own": mean - result,
         "what grad has beyond the result: grad + the old error is what was to be sent": grad - result,
         "all of it: the result is to be taken off": own,
+        "what this rank's own M' P leaves: take off the result, which all ranks have alike": own - p @ (p.T @ own),
     }
     equal(error, right, "the error", known=other(known, right), rtol=1e-3, atol=1e-4)
-    stays = {"it is as before: the next step is to begin where this one ended, in place": old.abs()}
+
+
+def judge_q(q: Tensor, truth: Tensor, old: Tensor, own: Tensor, ranks: int) -> None:
+    stays = {
+        "it is as before: the next step is to begin where this one ended, in place": old.abs(),
+        "this rank's own M' P: it is the mean over ranks": own.abs(),
+        "the sum over ranks: it is their mean": truth.abs() * ranks,
+    }
     # A column of P, and with it of q, may have either sign.
     equal(q.abs(), truth.abs(), "q", known=other(stays, truth.abs()), rtol=1e-3, atol=1e-4)
 

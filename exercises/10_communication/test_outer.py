@@ -5,7 +5,7 @@ from torch import Tensor
 
 from refimpl.grading.compare import close, equal, require
 from refimpl.grading.grade import on_ranks
-from refimpl.grading.memory import untouched
+from refimpl.grading.memory import in_place, untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup, same_traffic
 
@@ -47,6 +47,14 @@ def sum_in_bf16(parts: list[Tensor]) -> Tensor:
     return torch.stack([p.square().sum().double() for p in parts]).sum()
 
 
+def added_in_fp32(parts: list[Tensor]) -> Tensor:
+    return torch.stack([p.square().double().sum() for p in parts]).sum()
+
+
+def norms_in_bf16(parts: list[Tensor]) -> Tensor:
+    return torch.stack([p.norm().double().square() for p in parts]).sum()
+
+
 @on_ranks(2, 3, 4)
 def test_trust_ratios(answer: Answer, group: WatchedGroup) -> None:
     for dtype in (FP32, BF16):
@@ -58,6 +66,10 @@ def test_trust_ratios(answer: Answer, group: WatchedGroup) -> None:
         w, u = (norms([torch.cat(layer) for layer in layers]) for layers in (weights, updates))
         added = [torch.stack([norms(layer).sum() for layer in layers]) for layers in (weights, updates)]
         low = [torch.stack([sum_in_bf16(layer) for layer in layers]).sqrt() for layers in (weights, updates)]
+        half, rounded = (
+            [torch.stack([of(layer) for layer in layers]).sqrt() for layers in (weights, updates)]
+            for of in (added_in_fp32, norms_in_bf16)
+        )
         right = ratio(w, u)
         known = {
             "of this rank's parts alone: the norm is the layer's": ratio(norms(own), norms(moved)),
@@ -68,6 +80,8 @@ def test_trust_ratios(answer: Answer, group: WatchedGroup) -> None:
             "0 where the weight is 0: it would never move": torch.where(u > 0, w / u, 1.0),
             "infinite where there is no update: 1 is asked": torch.where(w > 0, w / u, 1.0),
             "squared in bf16: in fp32": ratio(*low),
+            "squared in bf16, and added in fp32: square in fp32 too": ratio(*half),
+            "of norms that were rounded to bf16: squares and their sum are fp32": ratio(*rounded),
             "something is added to |u|, which makes the ratio of a small update smaller": torch.where(
                 (w > 0) & (u > 0), w / (u + 1e-6), 1.0
             ),
@@ -80,6 +94,10 @@ def test_trust_ratios(answer: Answer, group: WatchedGroup) -> None:
         group.ledger.reset()
         fits = {s: t.float() for s, t in known.items() if not close(t.float(), expected, 1e-4)}
         equal(found, expected, "the ratios", known=fits, rtol=1e-4)
+    case("all layers lie on rank 0")
+    own = [torch.ones(4 if group.rank == 0 else 0) for _ in range(2)]
+    left = {"this rank holds nothing, and has left before the all-reduce: all take part": torch.ones(2)}
+    equal(answer.trust_ratios(own, [2 * t for t in own], group), torch.full((2,), 0.5), "the ratios", known=left)
 
 
 SHAPES = ((3, 2), (5,), ())
@@ -98,7 +116,8 @@ def test_outer_step(answer: Answer, group: WatchedGroup) -> None:
                 for rank in range(group.size)
             ]
             params = [p.clone() for p in every[group.rank]]
-            answer.outer_step(params, start, momentum, lr, mu, group)
+            with in_place(params=params, start=start, momentum=momentum):
+                answer.outer_step(params, start, momentum, lr, mu, group)
             judge_outer_traffic(group, begin)
             for i in range(len(SHAPES)):
                 ends = [each[i] for each in every]

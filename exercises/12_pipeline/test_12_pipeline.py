@@ -47,10 +47,14 @@ class Scene:
         self.inputs = drawn if words else [torch.randn(ROWS, WIDTH, dtype=dtype) for _ in range(micro)]
         self.targets = [torch.randn(ROWS, WIDTH, dtype=dtype) for _ in range(micro)]
         self.like, self.layers = torch.zeros(ROWS, WIDTH, dtype=dtype), Layers(group.rank, dtype, words)
-        self.layers.register_forward_pre_hook(lambda _, given: self.seen.append(given[0].data_ptr()))
+        self.layers.register_forward_pre_hook(self.look)
         self.seen: list[int] = []  # where the inputs lie, in the order of the forwards
         self.buffers: dict[int, int] = {}  # of the micro-batches that are alive
         self.expected, self.losses = self.one_process(group.size, dtype)
+
+    def look(self, layers: nn.Module, given: tuple[Tensor]) -> None:
+        require(layers.training, "the module is in evaluation mode: its dropout does nothing; leave the mode as it is")
+        self.seen.append(given[0].data_ptr())
 
     def one_process(self, stages: int, dtype: torch.dtype) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         """The gradients of this rank's layers, and the loss of every micro-batch."""
@@ -85,6 +89,8 @@ def test_Stage(answer: Answer, group: WatchedGroup) -> None:
             kept = Kept(group)
             stage = answer.Stage(scene.layers, fresh, loss, scene.like)
             run(stage, scene, order, kept)
+            times = f"the module ran {len(scene.seen)} times for {micro} micro-batches: once each, in forward"
+            require(len(scene.seen) == micro, times)
             judge_gradients(scene, micro)
             judge_sends(fresh, scene, micro)
             own = [x for x in scene.inputs if x.requires_grad]
@@ -151,7 +157,10 @@ def judge_gradients(scene: Scene, micro: int) -> None:
         require(p.grad is not None, f"{what} is missing: backward did not reach it")
         rough = 2e-2 if truth.dtype == torch.bfloat16 else 1e-5
         parts = micro if micro != scene.last + 1 else 0
-        known = {"`scale` was left out: it multiplies the loss": truth * micro} if micro > 1 else {}
+        stages = scene.last + 1
+        known = {"divided by the number of stages: the loss is multiplied by `scale` alone": truth / stages}
+        known = known if stages > 1 else {}
+        known |= {"`scale` was left out: it multiplies the loss": truth * micro} if micro > 1 else {}
         equal(p.grad, truth, what, parts=parts, known=known, rtol=rough, atol=rough / 10)
 
 

@@ -79,6 +79,7 @@ def judge_sum(p: nn.Parameter, grads: list[Tensor | None], own: Tensor | None, i
         rtol=2e-2 if p.dtype == torch.bfloat16 else 1e-5,
     )
     assert p.grad is not None
+    require(not p.grad.requires_grad, f"{what} requires a gradient itself: it is added up without a graph")
     own_memory(p.grad, what, "it keeps the sums of all parameters alive; clone the part")
 
 

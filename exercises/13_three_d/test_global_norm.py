@@ -49,6 +49,7 @@ def test_global_norm(answer: Answer, group: WatchedGroup) -> None:
     for size, dtype, bad in (
         (1.0, torch.float32, 0.0),
         (1e25, torch.float32, 0.0),
+        (1e25, torch.bfloat16, 0.0),
         (900.0, torch.float16, 0.0),
         (3.0, torch.bfloat16, 0.0),
         (0.0, torch.float32, 0.0),

@@ -20,6 +20,7 @@ MESHES = (
     {"tp": 8},
     {"replicate": 2, "shard": 4},
     {"dp": 2, "dp_shard": 3},
+    {"replicate": 2, "shard": 2, "pp": 1, "cp": 2, "ep": 1, "tp": 2},
 )
 
 

@@ -139,8 +139,9 @@ def judge_balance(answer: Answer, group: WatchedGroup, every: list[Tensor], chos
     attached(found, "the loss" if len(logits) else "the loss, 0, of a rank without tokens").backward()
     expected.backward()
     assert truth.grad is not None
-    rtol = 2e-2 if logits.dtype == torch.bfloat16 else 1e-4
-    equal(logits.grad, truth.grad, "the gradient of the logits", rtol=rtol, atol=1e-2 * rtol)
+    # logits - logsumexp has two gradients, of which each is rounded to bf16 before they are added up.
+    rtol, atol = (2e-2, 1e-3) if logits.dtype == torch.bfloat16 else (1e-4, 1e-6)
+    equal(logits.grad, truth.grad, "the gradient of the logits", rtol=rtol, atol=atol)
 
 
 def lines(group: WatchedGroup) -> Iterator[tuple[int, WatchedGroup]]:

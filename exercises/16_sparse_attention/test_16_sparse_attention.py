@@ -38,6 +38,8 @@ def test_fixed_layout(answer: Answer, group: WatchedGroup) -> None:
         word = "unidirectional" if causal else "bidirectional"
         right = FixedSparsityConfig(1, 1, num_local_blocks=local, attention=word).make_layout(n)[0].bool()
         stretch = parts.stretches(n, [local])
+        last = parts.none(n) | (torch.arange(n) % local == local - 1) | (torch.arange(n) == n - 1)
+        window = parts.window(n, 2 * local - 1)
         firsts = stretch | (torch.arange(n) % local == 0)
         whole = stretch | (torch.arange(n) % local == local - 1)
         known = {
@@ -45,6 +47,10 @@ def test_fixed_layout(answer: Answer, group: WatchedGroup) -> None:
             "only the own stretch is read: where are the other stretches' representatives?": (
                 stretch.tril() if causal else stretch
             ),
+            "a stretch is cut at multiples of `local`: yours is a window around each row": (
+                (window | last).tril() if causal else window | last
+            ),
+            "with causal = False a row reads the representatives behind it too": stretch | last.tril(),
             "a last stretch that is cut short has a representative too: block n - 1": whole.tril() if causal else whole,
         }
         found = answer.fixed_layout(n, local, causal)
@@ -63,12 +69,15 @@ def test_bigbird_layout(answer: Answer, group: WatchedGroup) -> None:
         once = parts.none(n)
         once[:, random.Random(n).sample(range(n), each)] = True
         chance = parts.drawn(n, each, random.Random(n))
+        begin = (torch.arange(n) - width // 2).clamp(0, max(0, n - width))[:, None]
+        moved = (torch.arange(n) >= begin) & (torch.arange(n) < begin + width)
         known = {
             "global blocks must also read everything: their rows are missing": near | parts.columns(n, ends) | chance,
             "global blocks must also be read by every row: their columns are missing": near
             | parts.rows(n, ends)
             | chance,
             "the window is wider than `width` in all: width // 2 on each side": right | parts.window(n, 2 * width + 1),
+            "the window is cut at either end, not moved inwards there": right | moved,
             "random blocks are missing, or not drawn by rng.sample(range(n), each) row after row": (
                 near | parts.columns(n, ends) | parts.rows(n, ends)
             ),
@@ -76,7 +85,11 @@ def test_bigbird_layout(answer: Answer, group: WatchedGroup) -> None:
                 near | parts.columns(n, ends) | parts.rows(n, ends) | once
             ),
         }
-        same_layout(answer.bigbird_layout(n, width, first, each, random.Random(n)), right, known)
+        found = answer.bigbird_layout(n, width, first, each, random.Random(n))
+        rest = near | parts.columns(n, ends) | parts.rows(n, ends)
+        if isinstance(found, Tensor) and found.shape == rest.shape and bool((found >= rest).all()):
+            known["other random blocks: rng.sample(range(n), each) for each row, global ones too, 0 first"] = found
+        same_layout(found, right, known)
 
 
 def walked(layout: Tensor) -> Tensor:
@@ -97,6 +110,13 @@ def walked(layout: Tensor) -> Tensor:
     return layers
 
 
+def by_many_ways(ways: int) -> Tensor:
+    """The first block reads `ways` others, and each of them the last: as many paths, too many for 8 bits."""
+    layout = parts.none(ways + 2)
+    layout[0, 1:-1] = layout[1:-1, -1] = True
+    return layout
+
+
 @on_ranks(1)
 def test_layers_to_see(answer: Answer, group: WatchedGroup) -> None:
     torch.manual_seed(0)
@@ -109,6 +129,7 @@ def test_layers_to_see(answer: Answer, group: WatchedGroup) -> None:
         "15 blocks at random": torch.rand(15, 15) < 0.12,
         "one block": torch.ones(1, 1, dtype=torch.bool),
         "a line of 40": torch.eye(40, dtype=torch.bool).roll(1, 1).triu(1),
+        "256 ways from the first block to the last": by_many_ways(256),
     }
     for name, layout in layouts.items():
         case(name)
@@ -123,7 +144,13 @@ def test_layers_to_see(answer: Answer, group: WatchedGroup) -> None:
         }
         with untouched(layout=layout):
             found = answer.layers_to_see(layout)
+        most = int(torch.as_tensor(found).max())
+        known[f"it ends after {most} layers: go on until nothing new is heard"] = torch.where(right > most, -1, right)
         equal(found, right, f"layers ({name})", known=known)
+
+
+def by_head(layout: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), layout.sum(2).cumsum(1).flatten()])
 
 
 @on_ranks(1)
@@ -146,12 +173,16 @@ def test_block_lists(answer: Answer, group: WatchedGroup) -> None:
             "blocks are numbered over rows or heads: they must be column numbers, 0 .. n - 1": (
                 layout.flatten(0, 1).flatten().nonzero().flatten()
             ),
+            "each head's columns are moved by n: they must be column numbers, 0 .. n - 1": (
+                layout.nonzero()[:, 2] + n * layout.nonzero()[:, 0]
+            ),
         }
         require(
             isinstance(found[0], Tensor) and len(found[0]) == heads * n + 1,
             "starts must have an entry for each row of each head, and one more: the number of blocks",
         )
-        equal(found[0], torch.tensor(starts), "starts")
+        anew = {"they begin anew with each head: one list holds the blocks of all": by_head(layout)}
+        equal(found[0], torch.tensor(starts), "starts", known=anew)
         equal(found[1], torch.tensor(blocks, dtype=torch.int64), "blocks", known=known)
         require(
             work.calls < 60,

@@ -47,9 +47,10 @@ CASES = [(12, 8, 4, False), (12, 8, 4, True), (9, 16, 3, True), (1, 4, 2, True),
 
 @on_ranks(1)
 def test_sparse_forward(answer: Answer, group: WatchedGroup) -> None:
-    for n, block, width, causal in CASES:
-        case(f"{n} blocks of {block} tokens, width {width}, causal = {causal}")
+    for (n, block, width, causal), size in [*((each, 1) for each in CASES), ((9, 4, 3, True), 50)]:
+        case(f"{n} blocks of {block} tokens, width {width}, causal = {causal}{', scores of hundreds' * (size > 1)}")
         q, k, v, layout = problem(n, block, width, n)
+        q = -size * k if size > 1 else q  # then the first token, which sees itself alone, scores far below 0
         mask = mask_of(layout, block, causal)
         right, lse = dense(q, k, v, mask)
         read = layout.tril() if causal else layout
@@ -63,6 +64,8 @@ def test_sparse_forward(answer: Answer, group: WatchedGroup) -> None:
             not bool(out[nothing].isnan().any()),
             "a row of tokens that sees nothing is NaN: softmax of nothing. It must be zeros, with an lse of -inf",
         )
+        lost = isinstance(sums, Tensor) and sums.shape == lse.shape and bool((sums.isinf() & ~nothing).any())
+        require(not lost, "lse is infinite where tokens are seen: exp of a large score overflows, subtract the largest")
         later = dense(q, k, v, mask_of(layout, block, False))[0].float()
         known = {
             "tokens of the diagonal block see tokens after them: mask it by token": dense(
@@ -70,11 +73,17 @@ def test_sparse_forward(answer: Answer, group: WatchedGroup) -> None:
             )[0].float(),
             "causal = True is ignored": later,
             "scores are not divided by sqrt(D)": dense(q, k, v, mask, 1.0)[0].float(),
+            "scores are divided by the root of the block's tokens, not of the width": dense(q, k, v, mask, block**-0.5)[
+                0
+            ].float(),
             "scores are divided by D, not by its root": dense(q, k, v, mask, 1 / width)[0].float(),
         }
         equal(out, right.float(), "out", known=known, **BOUND)
-        by_two = {"lse has another base: natural logarithms are asked": (lse / math.log(2)).float()}
-        equal(sums, lse.float(), "lse", known=by_two, **BOUND)
+        others = {
+            "it has another base: natural logarithms are asked": (lse / math.log(2)).float(),
+            "it is -inf where a row sees nothing: nothing was added up": lse.float().masked_fill(nothing, 0),
+        }
+        equal(sums, lse.float(), "lse", known=others, **BOUND)
         for col in range(n):
             absent = torch.arange(n) == col
             mixed = answer.sparse_forward(q, poisoned(k, block, absent), poisoned(v, block, absent), layout, causal)[0]
@@ -102,19 +111,23 @@ def test_sparse_backward(answer: Answer, group: WatchedGroup) -> None:
         require(isinstance(found, tuple) and len(found) == 3, "return (dq, dk, dv)")
         p = torch.where(mask, (q @ k.T / width**0.5 - lse[:, None]).exp(), 0)
         ds = p * (g @ v.T) / width**0.5
+        ahead = torch.where(mask_of(layout.tril(), block, False), (q @ k.T / width**0.5 - lse[:, None]).exp(), 0)
         knowns = [
             {
-                "dq: the row sums sum(out_grad * out) are not subtracted": ds @ k,
-                "dq lacks 1 / sqrt(D)": right[0] * width**0.5,
+                "the row sums sum(out_grad * out) are not subtracted": ds @ k,
+                "it lacks 1 / sqrt(D)": right[0] * width**0.5,
+                "tokens of the diagonal block see tokens after them: mask them here as in forward": (
+                    ahead * (g @ v.T - (g * out).sum(1, True)) / width**0.5 @ k
+                ),
             },
             {
-                "dk: the row sums sum(out_grad * out) are not subtracted": ds.T @ q,
-                "dk lacks 1 / sqrt(D)": right[1] * width**0.5,
-                "dk: the last row that reads a block overwrites the others: add them": last_row(
+                "the row sums sum(out_grad * out) are not subtracted": ds.T @ q,
+                "it lacks 1 / sqrt(D)": right[1] * width**0.5,
+                "the last row that reads a block overwrites the others: add them": last_row(
                     p * (g @ v.T - (g * out).sum(1, True)) / width**0.5, q, read, block
                 ),
             },
-            {"dv: the last row that reads a block overwrites the others: add them": last_row(p, g, read, block)},
+            {"the last row that reads a block overwrites the others: add them": last_row(p, g, read, block)},
         ]
         for name, x, expected, known in zip(("dq", "dk", "dv"), found, right, knowns, strict=True):
             require(
@@ -144,29 +157,47 @@ def test_select_blocks(answer: Answer, group: WatchedGroup) -> None:
         case(f"{n} blocks of {block} tokens, width {width}, count = {count}")
         torch.manual_seed(n)
         q, k = 2 * torch.randn(n * block, width), 2 * torch.randn(n * block, width)
-        p = coarse(q[None, None], k[None, None], block)
-        right = selected(p, block, count)[0, 0]
-        own = torch.eye(n, dtype=torch.bool)
-        scores = q.view(n, block, width).mean(1) @ k.view(n, block, width).mean(1).T
-        past = torch.ones_like(own).tril(-1)
-
-        def chosen(wish: Tensor) -> Tensor:
-            best = wish.masked_fill(~past, -torch.inf).topk(min(count, n), 1).indices  # noqa: B023
-            return torch.zeros_like(own).scatter(1, best, True) & past | own  # noqa: B023
-
+        right = selected(coarse(q[None, None], k[None, None], block), block, count)[0, 0]
         with untouched(q=q, k=k), Work() as work:
             found = answer.select_blocks(q, k, block, count)
         if isinstance(found, Tensor) and found.shape == (n, n):
             require(not bool(found.bool().triu(1).any()), "a row reads a block that comes after it")
             require(bool(found.bool().diagonal().all()), "every row reads its own block, besides the `count` before it")
-        known = {
-            "wishes are sums of probabilities over a row's tokens, not the scores of their mean": chosen(scores),
-            "the row's own block is one of the `count`: it comes besides them": chosen_with_own(p, block, count),
-        }
-        equal(found, right, "the layout", known=known)
+        equal(found, right, "the layout", known=other_choices(q, k, block, count))
         advice = "score the means of blocks, not the keys"
         work.judge(2 * n * block * n * width, 4 * n * block * max(n, width), advice)
 
 
-def chosen_with_own(p: Tensor, block: int, count: int) -> Tensor:
-    return selected(p, block, max(0, count - 1))[0, 0]
+def other_choices(q: Tensor, k: Tensor, block: int, count: int) -> dict[str, Tensor]:
+    """The layouts of well-known mistakes."""
+    n, width = len(q) // block, q.shape[1]
+    scores = q @ k.view(n, block, width).mean(1).T / width**0.5
+    before = torch.ones(n, n, dtype=torch.bool).tril(-1)
+
+    def shares(scores: Tensor, seen: Tensor) -> Tensor:
+        """[n, block, n]: each token's probabilities of the blocks that its row sees."""
+        p = scores.masked_fill(~seen.repeat_interleave(block, 0), -torch.inf).softmax(1).nan_to_num(0.0)
+        return p.view(n, block, n)
+
+    def chosen(wish: Tensor, most: int = count, of: Tensor = before) -> Tensor:
+        best = wish.masked_fill(~of, -torch.inf).topk(min(most, n), 1).indices
+        return torch.zeros_like(before).scatter(1, best, True) & of | torch.eye(n, dtype=torch.bool)
+
+    wish = shares(scores, before).sum(1)
+    return {
+        "wishes are sums of probabilities over a row's tokens, not the scores of their mean": chosen(
+            scores.view(n, block, n).sum(1)
+        ),
+        "a softmax over all blocks: a token attends to those alone that ended before it": chosen(
+            shares(scores, torch.ones_like(before)).sum(1)
+        ),
+        "a token's own block has a share in its softmax: only blocks that ended before it have": chosen(
+            shares(scores, before | torch.eye(n, dtype=torch.bool)).sum(1)
+        ),
+        "a row wishes by the sum over its tokens, not by the one that wishes most": chosen(
+            shares(scores, before).amax(1)
+        ),
+        "scores are not divided by sqrt(D)": chosen(shares(scores * width**0.5, before).sum(1)),
+        "the block just before a row is left out: it has ended, so it can be chosen": chosen(wish, of=before.tril(-2)),
+        "the row's own block is one of the `count`: it comes besides them": chosen(wish, max(0, count - 1)),
+    }

@@ -27,8 +27,8 @@ of its own.
 
 A result can be right and the answer wrong: see that nothing more stays alive (`Kept`, begun before the answer makes
 anything), that a shard has memory of its own (`own_memory`), that inputs keep their values and order (`untouched`),
-that bf16 travels as bf16 (`same_traffic(..., itemsize=2)`). `torch.empty` gives NaN here, so that a padding nobody
-wrote is seen.
+that what is to be filled stays where it is (`in_place`), that bf16 travels as bf16 (`same_traffic(..., itemsize=2)`).
+`torch.empty` gives NaN here, so that a padding nobody wrote is seen.
 
 Its oracle is refimpl, or the same sum made on one process; never a stored number. Whatever the learner's code does
 (raise, loop, exit, hang, not parse) ends in seconds as one short text. `require(condition, headline, *details)` and
@@ -39,7 +39,7 @@ A mutant is a file with one wrong task, and two lines in its docstring, `task: N
     rank.py        in a rank: load the answer, call the grader, put errors into the learner's terms
     grade.py       in the caller: choose the ranks, collect a Verdict
     compare.py     Wrong, equal, recognised misconceptions
-    memory.py      what stays alive, views of more, changed inputs
+    memory.py      what stays alive, views of more, changed inputs, moved outputs
     lines.py       how many lines of Python run
     process.py     what an answer sets for its process, put back before the next
     cheats.py      ways round an exercise, by name, as the text tells

@@ -9,7 +9,7 @@ import copy
 import gc
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,3 +114,17 @@ def untouched(**inputs: Any) -> Iterator[None]:
         now, then = t.detach(), before[name]
         same = now.shape == then.shape and bool(((now == then) | (now.isnan() & then.isnan())).all())
         require(same, f"{name} was changed: it is an input and must keep its values")
+
+
+@contextmanager
+def in_place(**outputs: Tensor | Sequence[Tensor]) -> Iterator[None]:
+    """Raise Wrong if what happens inside gives an output other memory: its own was to be written."""
+    tensors = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
+    for name, value in outputs.items():
+        if not isinstance(value, Tensor):
+            tensors |= {f"{name}[{i}]": t for i, t in enumerate(value)}
+    places = {name: t.data_ptr() for name, t in tensors.items()}
+    yield
+    for name, t in tensors.items():
+        advice = "write into its own (copy_), of which others may have a view; `.data =` does not"
+        require(t.data_ptr() == places[name], f"{name} lies in other memory now: {advice}")

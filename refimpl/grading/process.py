@@ -14,6 +14,15 @@ from typing import Any
 import torch
 from torch.nn.modules import module as hooks
 
+
+def _here() -> str:
+    """The working folder; none, if an answer went into one that is gone."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
 Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 SWITCHES: dict[str, Switch] = {
     "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -25,7 +34,7 @@ SWITCHES: dict[str, Switch] = {
         torch.use_deterministic_algorithms,
     ),
     "os.environ": (lambda: dict(os.environ), lambda old: _fill(os.environ, old)),
-    "os.chdir": (os.getcwd, os.chdir),
+    "os.chdir": (_here, os.chdir),
 }
 SEEDS: tuple[Switch, ...] = ((torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate))
 PATCHED = ("torch", "torch.autograd", "torch.distributed", "torch.nn", "torch.optim", "torch.utils", "refimpl")

@@ -41,7 +41,7 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         self.calls += 1
         name = func.overloadpacket.__name__.strip("_")
-        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.layout == torch.strided]
         if (place := PRODUCTS.get(name)) is not None:
             self.flops += 2 * made[0].numel() * args[place].shape[-1]
         elif "scaled_dot_product" in name and "backward" not in name:

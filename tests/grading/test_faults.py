@@ -101,6 +101,19 @@ def test_what_calls_a_stub_is_todo(tmp_path: Path) -> None:
     assert (verdict.outcome, verdict.headline) == ("todo", "helper is not written yet")
 
 
+def test_what_torch_has_not_implemented_is_no_stub(tmp_path: Path) -> None:
+    verdict = graded(tmp_path, "return x.to_sparse().untyped_storage()")
+    assert verdict.outcome == "fail"
+    assert "double raised NotImplementedError: Cannot access storage" in verdict.text
+
+
+def test_a_folder_that_is_gone_harms_nobody(tmp_path: Path) -> None:
+    body = "import os, tempfile\nwith tempfile.TemporaryDirectory() as place:\n    os.chdir(place)\nreturn x * {}"
+    assert "left this changed for the whole process: os.chdir" in graded(tmp_path, body.format(3)).text
+    assert graded(tmp_path, body.format(2)).outcome == "pass"
+    assert graded(tmp_path, "import os\nos.getcwd()\nreturn x * 2").outcome == "pass"
+
+
 def test_a_grader_that_has_been_left_starts_its_ranks_again(tmp_path: Path) -> None:
     assert graded(tmp_path, "return x * 2").outcome == "pass"
     grader().__exit__(None, None, None)

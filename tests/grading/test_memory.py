@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from refimpl.comm.group import Group
 from refimpl.grading.compare import Wrong
-from refimpl.grading.memory import Kept, alive, own_memory, storage_bytes, untouched
+from refimpl.grading.memory import Kept, alive, in_place, own_memory, storage_bytes, untouched
 
 SIZE = 1000  # elements: 4,000 bytes, more than Kept overlooks
 
@@ -108,3 +108,11 @@ def test_a_changed_input_is_named(what: str) -> None:
 def test_nan_is_no_change() -> None:
     with untouched(x=torch.tensor([float("nan"), 1.0])):
         pass
+
+
+def test_new_memory_is_told_from_new_values() -> None:
+    one, other = torch.zeros(3), torch.zeros(3)
+    with in_place(x=one, both=[one, other]):
+        one.add_(1)
+    with pytest.raises(Wrong, match=r"both\[1\] lies in other memory"), in_place(x=one, both=[one, other]):
+        other.data = one + 1

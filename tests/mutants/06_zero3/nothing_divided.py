@@ -15,7 +15,7 @@ def zero3_bytes(units, ranks, itemsize, budget):
         for unit in trace[at + 1 :]:
             if unit == now or unit in flying:
                 continue
-            if sum(units[u] for u in [*flying, unit]) > budget:
+            if sum(units[u] for u in [*flying, unit]) > budget and (flying or not budget):
                 break
             flying.append(unit)
         peak = max(peak, units[now] + sum(units[u] for u in flying))

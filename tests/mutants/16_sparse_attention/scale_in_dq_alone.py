@@ -1,7 +1,7 @@
 """dk without 1 / sqrt(D).
 
 task: sparse_backward
-says: dk lacks 1 / sqrt(D)
+says: dk: it lacks 1 / sqrt(D)
 """
 
 import torch

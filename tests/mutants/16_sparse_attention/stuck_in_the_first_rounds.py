@@ -1,7 +1,7 @@
 """Stops after as many layers as a window has blocks.
 
 task: layers_to_see
-says: is wrong
+says: go on until nothing new is heard
 """
 
 import torch
