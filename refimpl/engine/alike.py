@@ -39,6 +39,6 @@ def checksums(value: Any) -> list[tuple[tuple[int, ...], str, int]]:
     """(shape, dtype, checksum) of each tensor in it."""
     tensors = [x.detach() for x in tree_leaves(value) if isinstance(x, Tensor)]
     return [
-        (tuple(x.shape), str(x.dtype), zlib.crc32(x.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+        (tuple(x.shape), str(x.dtype), zlib.crc32(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().data))
         for x in tensors
     ]
