@@ -1,8 +1,7 @@
 """Ranks that stay: tests run their functions on one living world of each size, instead of starting ranks of their own.
 
 `worlds.run` is `launch.run` on ranks that earlier tests of this process have used. torch's settings and the seeds
-(`launch.World`), the filters of warnings and what DeepSpeed's modules remember are put back between calls, and nothing
-else is. After a call that failed,
+(`launch.World`) and the filters of warnings are put back between calls, and nothing else is. After a call that failed,
 when the environment is another one, and after CALLS calls the ranks are replaced: they may have made different calls,
 and hold groups of their own.
 
@@ -10,7 +9,6 @@ A test whose subject is a process (how it starts, what it holds, how it ends, wh
 """
 
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,10 +22,6 @@ from refimpl.launch import World
 
 T = TypeVar("T")
 CALLS = 50
-LAYOUTS = (  # which groups there are: modules of functions that take no object that could hold it
-    ("refimpl.deepspeed.utils.groups", "_laid_out"),
-    ("refimpl.deepspeed.runtime.sequence_parallel.parallel_state_sp", "_made"),
-)
 LARGEST = 4  # ranks; larger worlds are rare, and live for their call only
 
 
@@ -88,11 +82,6 @@ def run(fn: Callable[..., T], *args: Any, ranks: int = 2, timeout: float | None 
 
 
 def undisturbed(fn: Callable[..., T], *args: Any) -> T:
-    """In a rank: fn(*args), whose `warnings.simplefilter` ends with it, and the layout that `initialize` has found."""
-    try:
-        with warnings.catch_warnings():
-            return fn(*args)
-    finally:
-        for module, name in LAYOUTS:
-            if module in sys.modules:
-                getattr(sys.modules[module], name).__init__()
+    """In a rank: fn(*args), whose `warnings.simplefilter` ends with it."""
+    with warnings.catch_warnings():
+        return fn(*args)

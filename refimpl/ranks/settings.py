@@ -25,6 +25,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 _CUDNN = ("benchmark", "deterministic", "enabled")
 _GROUPS = 64  # process groups that a call is taken to have made on each rank
+forget_groups: list[Callable[[], object]] = []  # of modules that remember groups: called when these have ended
 
 
 class Settings:
@@ -41,6 +42,8 @@ class Settings:
         """Put all of them back, between calls. Seeds of what was not loaded then become new ones."""
         self.calls += 1
         _end_groups(self.calls * _GROUPS)
+        for forget in forget_groups:
+            forget()
         torch.set_default_device(None)  # a rank begins with none, and to set one, even the CPU, slows every call
         for put, value in self.values:
             put(value)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from worlds import run
 
 import refimpl.deepspeed as deepspeed
+from refimpl import launch
 from refimpl.deepspeed.pipe import PipeModelDataParallelTopology
 from refimpl.deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from refimpl.deepspeed.utils import groups
@@ -80,3 +81,16 @@ def test_a_grid_of_a_topology() -> None:
     for rank, found in enumerate(run(gridded, ranks=4)):
         places = [rank // 2, 0, rank % 2]
         assert found == (places, [rank, 4], [rank % 2, rank % 2 + 2], (rank + 2) % 4, 1)
+
+
+def sum_of_two() -> float:
+    """Over the two ranks that share experts."""
+    deepspeed.init_distributed()
+    total = torch.tensor([1.0 + dist.get_rank()])
+    dist.all_reduce(total, group=groups.expert_ranks(2)[0].handle)
+    return total.item()
+
+
+def test_ranks_that_stay_forget_the_layout_of_the_call_before() -> None:
+    with launch.World(ranks=4, device="cpu") as world:
+        assert [world.call(sum_of_two) for _ in range(2)] == [[3.0, 3.0, 7.0, 7.0]] * 2

@@ -15,6 +15,7 @@ from refimpl.comm.axes import Axes, expert_groups, neighbours
 from refimpl.comm.group import Group
 from refimpl.comm.process_group import of_rows
 from refimpl.deepspeed import comm
+from refimpl.ranks.settings import forget_groups
 
 
 @dataclass
@@ -22,9 +23,7 @@ class _LaidOut:
     """What `initialize` has found: DeepSpeed's functions take no object that could hold it."""
 
     axes: Axes | None = None
-    experts: dict[str, tuple[Group, Group]] = field(
-        default_factory=dict
-    )  # those that share experts, that have the same
+    experts: dict[str, tuple[Group, Group]] = field(default_factory=dict)  # who share experts, who have the same
     cut_experts: int = 1  # tensor ranks that share an expert
 
     def now(self) -> Axes:
@@ -34,6 +33,7 @@ class _LaidOut:
 
 
 _laid_out = _LaidOut()
+forget_groups.append(lambda: vars(_laid_out).update(vars(_LaidOut())))
 
 
 def adopt(axes: Axes) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from refimpl.ranks.settings import forget_groups
+
 
 @dataclass
 class _Made:
@@ -20,6 +22,7 @@ class _Made:
 
 
 _made = _Made()
+forget_groups.append(lambda: vars(_made).update(vars(_Made())))
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
