@@ -213,10 +213,10 @@ def sparse_forward(
     """softmax(q k^T / sqrt(D)) v over the blocks of `layout` [n, n]: (out [T, D], lse [T]),
     fp32.
 
-    q, k, v [T, D] fp32, one head. lse is the log of the sum of a row's exponentials. causal: token i
-    sees no token after i; blocks that are in the layout but wholly in the future are then not
-    read either. A row of tokens that sees nothing gives zeros, and lse -inf. Cost: 4 b^2 D
-    FLOPs a block that is read, and no tensor larger than a row of blocks, b x T.
+    q, k, v [T, D] fp32, one head. lse is the log of the sum of a row's exponentials. causal:
+    token i sees no token after i; blocks that are in the layout but wholly in the future are
+    then not read either. A row of tokens that sees nothing gives zeros, and lse -inf. Cost:
+    4 b^2 D FLOPs a block that is read, and no tensor larger than a row of blocks, b x T.
     """
     raise NotImplementedError("sparse_forward")
 

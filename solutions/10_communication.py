@@ -71,11 +71,11 @@ def quantize_blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """int8 with a scale for each block -> (q [n] int8 in -127..127, scales [ceil(n / block)]
     fp32).
 
-    x [n], fp32 or bf16, finite, perhaps empty, keeps its values. Blocks are runs of `block` elements; the last
-    may be shorter. A block's scale is its largest magnitude / 127, and q is x / scale, rounded
-    to the nearest integer, in fp32: so q * scale is at most half a scale away from x. A block
-    of zeros has scale 0 and q 0. Nothing that is made has more than n elements, rounded up to
-    whole blocks.
+    x [n], fp32 or bf16, finite, perhaps empty, keeps its values. Blocks are runs of `block`
+    elements; the last may be shorter. A block's scale is its largest magnitude / 127, and q is
+    x / scale, rounded to the nearest integer, in fp32: so q * scale is at most half a scale
+    away from x. A block of zeros has scale 0 and q 0. Nothing that is made has more than n
+    elements, rounded up to whole blocks.
     Example: x [1, -2, 0, 0, 0.5], block 2 -> q [64, -127, 0, 0, 127], scales
     [2/127, 0, 0.5/127].
     """

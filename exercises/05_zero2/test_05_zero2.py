@@ -13,9 +13,17 @@ from refimpl.grading.compare import by_users, first_divergence, require
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import Kept, own_memory
 from refimpl.grading.rank import Answer, case
-from refimpl.grading.traffic import WatchedGroup, all_done, mark_gradients, most_under_way, not_too_early, same_traffic
+from refimpl.grading.traffic import (
+    WatchedGroup,
+    all_done,
+    mark_gradients,
+    most_under_way,
+    not_too_early,
+    same_traffic,
+)
+from refimpl.measure.ledger import Event
 from refimpl.measure.memory import MemoryMeter
-from refimpl.zero.flat import lay_out
+from refimpl.zero.flat import Bucket, lay_out
 
 FEATURES = 6
 LIMIT = 40
@@ -57,120 +65,160 @@ def one_process(ranks: int, step: int, parts: Sequence[int]) -> dict[str, Tensor
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-class Scene:
-    """The Net on this rank with an answer that collects its gradients, and the buckets they should travel in."""
-
-    def __init__(self, answer: Answer, group: WatchedGroup, limit: int, dtype: torch.dtype = torch.float32) -> None:
-        self.group, self.dtype = group, dtype
-        self.watched, self.model = group.fresh(), Net().to(dtype)
-        names = {p: name for name, p in Net().named_parameters()}  # lay_out changes what it lays out
-        trained = {p: 0 for p in names if p.requires_grad}
-        self.buckets = [[names[p] for p in b.params] for b in lay_out(list(trained), trained, group, limit)]
-        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
-        self.sizes = [sum(self.shapes[name].numel() for name in names) for names in self.buckets]
-        self.parts = [-(-size // group.size) for size in self.sizes]  # elements of each shard
-        mark_gradients(self.model, self.watched.ledger)
-        self.kept = Kept(self.watched)
-        self.gradients = answer.GradientShards(self.model, self.watched, limit)
-
-    def step(self, step: int, parts: int) -> None:
-        """So many micro-batches, and what must be there after them; then the caller clears the shards."""
-        self.watched.ledger.reset()
-        for part in range(parts):
-            begun = len(self.watched.ledger.events)
-            loss(self.model, self.group.rank, step, part).backward()
-            self.gradients.finish()
-            all_done(self.watched, "finish")
-            events = self.watched.ledger.events[begun:]
-            not_too_early(events, self.buckets, "reduce_scatter")
-            most = most_under_way(events)
-            require(most <= 1, f"{most} buckets are under way at once: settle the one before, or their buffers add up")
-        left = [name for name, p in self.model.named_parameters() if p.grad is not None][:3]
-        gone = f"{', '.join(left)}: .grad is still there after finish(); set it to None when it has left"
-        require(not left, gone)
-        self.judge_shards(self.gradients.shards)
-        self.judge_values(self.whole(self.gradients.shards), step, parts)
-        same_traffic(self.watched, self.wanted(parts), f"step {step}", itemsize=self.dtype.itemsize)
-        room, advice = sum(self.parts) * self.dtype.itemsize, "are sent buckets, or a copy of the model, kept?"
-        self.kept.judge(room, f"step {step}", f"the shards alone may stay; {advice}")
-        self.gradients.shards.clear()
-        held = "the caller has cleared the shards: who else holds them?"
-        self.kept.judge(0, f"step {step}, after shards.clear(),", held)
-
-    def wanted(self, times: int) -> WatchedGroup:
-        """A group that has sent every bucket so often."""
-        oracle = self.group.tally()
-        for part in self.parts * times:
-            mine = torch.zeros(part, dtype=self.dtype)
-            oracle.reduce_scatter(mine, mine.repeat(self.group.size))
-        return oracle
-
-    def judge_shards(self, shards: Any) -> None:
-        """A shard has 1/N of the padded bucket, and memory for no more."""
-        there = isinstance(shards, dict) and sorted(shards) == list(range(len(self.parts)))
-        require(there, f"self.shards has no entry for each of the {len(self.parts)} buckets")
-        for number, (part, size) in enumerate(zip(self.parts, self.sizes, strict=True)):
-            shard, what = shards[number], f"shards[{number}]"
-            fits = isinstance(shard, Tensor) and shard.numel() == part
-            require(fits, f"{what} has not {part} elements, which is 1/{self.group.size} of {size}, rounded up")
-            require(shard.dtype == self.dtype, f"{what} has dtype {shard.dtype}, and the gradients have {self.dtype}")
-            own_memory(shard, what, "give the result memory of its own")
-
-    def whole(self, shards: dict[int, Tensor]) -> dict[str, Tensor]:
-        """All ranks' shards put together again, by name of the parameter."""
-        everyones = self.group.everyone({n: t.detach().clone() for n, t in shards.items()})
-        found = {}
-        for number, (names, size) in enumerate(zip(self.buckets, self.sizes, strict=True)):
-            flat = torch.cat([each[number].reshape(-1) for each in everyones]).float()
-            require(not flat[size:].any(), f"the padding of shards[{number}] is not zero: a norm would count it")
-            pieces = flat[:size].split([self.shapes[name].numel() for name in names])
-            found |= {name: piece.view(self.shapes[name]) for name, piece in zip(names, pieces, strict=True)}
-        return found
-
-    def judge_values(self, found: dict[str, Tensor], step: int, parts: int) -> None:
-        """The mean over ranks of the micro-batches' sum."""
-        ranks, exact = self.group.size, self.dtype == torch.float32
-        expected = one_process(ranks, step, range(parts))
-        last = one_process(ranks, step, [parts - 1])
-        only_last = parts > 1 and all(torch.allclose(found[n], last[n], atol=1e-6) for n in last)
-        said = "only the last micro-batch is there: each backward overwrites what the one before reduced"
-        require(not only_last, said)
-        known = by_users(expected, ranks, {"spare": (ranks + 1) // 2} if parts == 1 else {})
-        bounds = {"rtol": 1e-5, "atol": 1e-6} if exact else {"rtol": 0.1, "atol": 0.02}
-        first_divergence([found], [expected], "the gradient", ranks=ranks, parts=parts, known=known, **bounds)
+def layout(group: WatchedGroup, limit: int) -> tuple[list[Bucket], dict[nn.Parameter, str]]:
+    """refimpl's buckets of the Net, and the names of their parameters."""
+    model = Net()
+    trained = {p: 0 for p in model.parameters() if p.requires_grad}
+    return lay_out(list(trained), trained, group, limit), {p: n for n, p in model.named_parameters()}
 
 
 @on_ranks(2, 3, 4)
 def test_GradientShards(answer: Answer, group: WatchedGroup) -> None:
-    for limit, parts, dtype, what in (
-        (LIMIT, 1, torch.float32, "a layer unused on odd ranks, a frozen one"),
-        (10_000, 1, torch.float32, "all in one bucket"),
-        (1, 1, torch.float32, "a bucket for each parameter"),
-        (LIMIT, group.size + 1, torch.float32, "a layer that even ranks use in the first, odd ones in the second"),
-        (LIMIT, 1, torch.bfloat16, "bf16"),
-    ):
-        case(f"2 steps of {parts} micro-batch{'es' * (parts > 1)}, buckets of {limit} elements; {what}")
-        scene = Scene(answer, group, limit, dtype)
-        for step in range(2):
-            scene.step(step, parts)
-        del scene
+    for limit in (LIMIT, 10_000, 1):
+        case(f"2 steps of one micro-batch, buckets of {limit} elements; a layer unused on odd ranks, a frozen one")
+        train(answer, group, limit, parts=1)
+    case(f"2 steps of {group.size + 1} micro-batches; a layer that even ranks use in the first, odd ones in the second")
+    train(answer, group, LIMIT, parts=group.size + 1)
+    case("2 steps in bf16")
+    train(answer, group, LIMIT, parts=1, dtype=torch.bfloat16)
     case(f"buckets of {LIMIT} elements: do they travel inside backward?")
     overlap(answer, group)
     case("10 layers of 900 elements, a bucket each: is memory freed?")
     freed(answer, group)
 
 
+def train(answer: Answer, group: WatchedGroup, limit: int, parts: int, dtype: torch.dtype = torch.float32) -> None:
+    watched, model = group.fresh(), Net().to(dtype)
+    buckets, names = layout(group, limit)
+    mark_gradients(model, watched.ledger)
+    kept = Kept(watched)
+    gradients = answer.GradientShards(model, watched, limit)
+    for step in range(2):
+        watched.ledger.reset()
+        for part in range(parts):
+            begun = len(watched.ledger.events)
+            loss(model, group.rank, step, part).backward()
+            gradients.finish()
+            all_done(watched, "finish")
+            judge_order(watched.ledger.events[begun:], [[names[p] for p in b.params] for b in buckets])
+        left = [n for n, p in model.named_parameters() if p.grad is not None]
+        require(
+            not left, f"{', '.join(left[:3])}: .grad is still there after finish(); set it to None when it has left"
+        )
+        require(
+            isinstance(gradients.shards, dict) and sorted(gradients.shards) == list(range(len(buckets))),
+            f"self.shards has no entry for each of the {len(buckets)} buckets",
+        )
+        judge_shards(group, gradients.shards, buckets, dtype)
+        judge_values(group, gradients.shards, buckets, names, step, parts, dtype)
+        same_traffic(watched, wanted(group, buckets * parts, dtype), f"step {step}", itemsize=dtype.itemsize)
+        room = sum(-(-packed(b) // group.size) for b in buckets) * dtype.itemsize
+        kept.judge(room, f"step {step}", "the shards alone may stay; are sent buckets, or a copy of the model, kept?")
+        gradients.shards.clear()
+        kept.judge(0, f"step {step}, after shards.clear(),", "the caller has cleared the shards: who else holds them?")
+
+
+def wanted(group: WatchedGroup, buckets: list[Bucket], dtype: torch.dtype) -> WatchedGroup:
+    """A group that has sent these buckets."""
+    oracle = group.tally()
+    for bucket in buckets:
+        mine = torch.zeros(-(-packed(bucket) // group.size), dtype=dtype)
+        oracle.reduce_scatter(mine, mine.repeat(group.size))
+    return oracle
+
+
+def judge_order(events: list[Event], buckets: list[list[str]]) -> None:
+    """No bucket leaves before its gradients are there, and none while another is under way."""
+    not_too_early(events, buckets, "reduce_scatter")
+    most = most_under_way(events)
+    require(most <= 1, f"{most} buckets are under way at once: settle the one before, or their buffers add up")
+
+
+def judge_values(
+    group: WatchedGroup, shards: dict[int, Tensor], buckets: list[Bucket], names: dict[nn.Parameter, str], step: int,
+    parts: int, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    expected = expected_gradients(group, shards, buckets, names, step, parts)
+    users = {"spare": (group.size + 1) // 2} if parts == 1 else {}
+    first_divergence(
+        [{n: t.float() for n, t in whole(group, shards, buckets, names).items()}],
+        [expected],
+        "the gradient",
+        ranks=group.size,
+        parts=parts,
+        known=by_users(expected, group.size, users),
+        rtol=1e-5 if dtype == torch.float32 else 0.1,
+        atol=1e-6 if dtype == torch.float32 else 0.02,
+    )
+
+
+def judge_shards(group: WatchedGroup, shards: dict[int, Tensor], buckets: list[Bucket], dtype: torch.dtype) -> None:
+    """A shard has 1/N of the padded bucket, and memory for no more."""
+    for number, bucket in enumerate(buckets):
+        size = -(-packed(bucket) // group.size)
+        shard = shards[number]
+        what = f"shards[{number}]"
+        require(
+            isinstance(shard, Tensor) and shard.numel() == size,
+            f"{what} has not {size} elements, which is 1/{group.size} of {packed(bucket)}, rounded up",
+        )
+        require(shard.dtype == dtype, f"{what} has dtype {shard.dtype}, and the gradients have {dtype}")
+        own_memory(shard, what, "give the result memory of its own")
+
+
+def whole(
+    group: WatchedGroup, shards: dict[int, Tensor], buckets: list[Bucket], names: dict[nn.Parameter, str]
+) -> dict[str, Tensor]:
+    """All ranks' shards put together again, by name of the parameter."""
+    everyones = group.everyone({n: t.detach().clone() for n, t in shards.items()})
+    found = {}
+    for number, bucket in enumerate(buckets):
+        flat = torch.cat([each[number].reshape(-1) for each in everyones])
+        sizes = [p.numel() for p in bucket.params]
+        require(not flat[sum(sizes) :].any(), f"the padding of shards[{number}] is not zero: a norm would count it")
+        pieces = flat[: sum(sizes)].split(sizes)
+        found |= {names[p]: piece.view(p.shape) for p, piece in zip(bucket.params, pieces, strict=True)}
+    return found
+
+
+def packed(bucket: Bucket) -> int:
+    """Elements of a bucket whose parameters lie end to end."""
+    return sum(p.numel() for p in bucket.params)
+
+
+def expected_gradients(
+    group: WatchedGroup,
+    shards: dict[int, Tensor],
+    buckets: list[Bucket],
+    names: dict[nn.Parameter, str],
+    step: int,
+    parts: int,
+) -> dict[str, Tensor]:
+    """The truth; raises Wrong at once if the shards hold only the last micro-batch."""
+    expected = one_process(group.size, step, range(parts))
+    if parts > 1:
+        last = one_process(group.size, step, [parts - 1])
+        found = whole(group, shards, buckets, names)
+        only_last = all(torch.allclose(found[n].float(), last[n], atol=1e-6) for n in last)
+        require(
+            not only_last, "only the last micro-batch is there: each backward overwrites what the one before reduced"
+        )
+    return expected
+
+
 def overlap(answer: Answer, group: WatchedGroup) -> None:
     """Every bucket but the last starts before the last gradient exists, and the next gradient comes while it flies."""
-    scene = Scene(answer, group, LIMIT)
-    scene.watched.ledger.reset()
-    loss(scene.model, rank=0, step=0).backward()
-    events = list(scene.watched.ledger.events)
-    scene.gradients.finish()
+    watched, model = group.fresh(), Net()
+    mark_gradients(model, watched.ledger)
+    gradients = answer.GradientShards(model, watched, LIMIT)
+    watched.ledger.reset()
+    loss(model, rank=0, step=0).backward()
+    events = list(watched.ledger.events)
+    gradients.finish()
     evidence = ["what happened in backward, in order:", *(f"  {e.phase if e.call >= 0 else ''} {e.op}" for e in events)]
     last = max(i for i, e in enumerate(events) if e.phase == "mark")
     started = sum(e.phase == "start" for e in events[:last])
-    full = len(scene.buckets) - 1
+    full = len(layout(group, LIMIT)[0]) - 1
     require(started, "nothing is sent before the last gradient: launch from the hook", *evidence)
     headline = (
         f"{started} of the {full} buckets that are full before the last gradient have started: launch each at once"

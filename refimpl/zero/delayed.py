@@ -63,6 +63,11 @@ class DelayedUpdate(OffloadedUpdate):
             self.owned[bucket].copy_(self.fresh[bucket])
         return bool(used)
 
+    def refuse_torn(self) -> None:
+        """What is under way has not been interrupted: `catch_up` raises it if it is."""
+        if not self.used:
+            super().refuse_torn()
+
     def round(self, part: Part) -> None:
         """Inside the update: to where it waits for the next step."""
         if not self.used:

@@ -40,7 +40,7 @@ def refimpl_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--text binary.txt", "binary.txt is a binary file: byte 3 is NUL"),
         ("--text latin.txt", "latin.txt is not UTF-8 text: byte 0 is 0xe9"),
         ("--text .", "cannot read .: Is a directory"),
-        ("--out short.txt", "--out short.txt: it is a file, and the report needs a folder"),
+        ("--out short.txt", "--out short.txt: it is a file, and a folder is needed"),
         (
             "--out short.txt/deeper",
             "--out short.txt/deeper: cannot write there: Not a directory; choose another folder",
