@@ -21,8 +21,8 @@ class TiledLinear(nn.Module):
     x: [..., in_features], or `in_splits` tensors of its columns with `input_is_already_split`. Returns
     [..., out_features], or a list of its `out_splits` parts without `combine_out_splits`. `linear_cls(in, out,
     bias=..., **kwargs)` makes a tile, with a bias in the last column only; `init_linear` is a layer to copy.
-    RuntimeError for more tiles than features, or fewer than one. Attributes of DeepSpeed's names: linears[row][column],
-    in_parts, out_parts.
+    RuntimeError for more tiles than features, or fewer than one. Attributes of DeepSpeed's names: `in_parts`,
+    `out_parts`, and `linears[row][column]`.
     """
 
     def __init__(
