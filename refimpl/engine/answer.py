@@ -220,7 +220,7 @@ def _switches(section: Mapping[str, Any]) -> bool:
 
 
 def _nearest(name: str, prefix: str, keys: Table) -> str:
-    """What to do: write the key of this section that is spelt almost so, else one of another section, else nothing."""
+    """What to do: write the key of this section that is spelt almost so, else one of another section, else none."""
     here = [path.removeprefix(prefix) for path in keys if path.startswith(prefix)]
     near = difflib.get_close_matches(name, [key for key in here if "." not in key and ":" not in key], n=1)
     if near:

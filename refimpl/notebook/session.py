@@ -19,7 +19,6 @@ from refimpl.ranks.stand import LEFT_ALONE
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
 
-
 _LOST = "The ranks were stopped and their variables are lost: the next %%ranks cell starts new ones."
 _KEPT = "Every rank failed alike, so the ranks stay and keep their variables."
 
