@@ -42,6 +42,7 @@ from refimpl.engine.dataloader import RepeatingLoader
 from refimpl.engine.module_state import ModuleState
 from refimpl.engine.report import Report, mean_loss
 from refimpl.engine.small_states import Wanted
+from refimpl.measure.throughput import ThroughputTimer
 from refimpl.zero.zero3 import Zero3
 
 
@@ -55,6 +56,7 @@ class Engine(ModuleState, Asked):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.report, self.monitor = Report(parts), parts.monitor
+        self.tput_timer = ThroughputTimer()
         self.device = self.group.device
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.axes.world.rank))
         self._step_applied = False
@@ -89,6 +91,8 @@ class Engine(ModuleState, Asked):
             self.group.ledger.reset()
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             inputs, kwargs = tree_map_only(Tensor, to_half, (inputs, kwargs))
+        if self.training:
+            self.tput_timer.start()
         with self.report.time("fwd"), self._autocast():
             return self.module(*inputs, **kwargs)
 
@@ -139,6 +143,7 @@ class Engine(ModuleState, Asked):
         self._pending = 0
         self._step_applied = False
         if not due:
+            self.tput_timer.stop()
             return
         self.report.before_update()
         with self.report.time("step"):
@@ -146,8 +151,10 @@ class Engine(ModuleState, Asked):
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
-        self.global_samples += self._accumulated * self.train_micro_batch_size_per_gpu() * self.axes.feeds
+        samples = self._accumulated * self.train_micro_batch_size_per_gpu() * self.axes.feeds
+        self.global_samples += samples
         self._accumulated = 0
+        self.tput_timer.stop(samples)
         self.report.after_update(self.global_steps, self.global_samples, self.get_lr())
 
     def _backward_epilogue(self) -> None:

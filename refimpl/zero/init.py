@@ -137,7 +137,8 @@ class GatheredParameters(whole):
                 unit.adopt(self.modifier_rank)
                 continue
             versions = [p._version for p in unit.params]
-            if kind is None and (versions != unit.versions or not torch.equal(unit.now(), unit.shard(unit.full))):
+            kept, seen = (t.view(torch.uint8) for t in (unit.now(), unit.shard(unit.full)))  # NaN is equal to itself
+            if kind is None and (versions != unit.versions or not torch.equal(kept, seen)):
                 changed.append(unit.name)
             unit.versions = versions
         super().__exit__(kind)

@@ -13,6 +13,7 @@ from torch import nn
 import refimpl.deepspeed as deepspeed
 from refimpl.comm.group import Group
 from refimpl.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from refimpl.deepspeed.compression import helper
 from refimpl.deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
 from refimpl.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from refimpl.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -101,6 +102,17 @@ def test_partitions() -> None:
         assert (bounds[0], bounds[-1], len(bounds)) == (0, 11, parts + 1)
         assert bounds == sorted(set(bounds))
     assert utils.prefix_sum_inc([1, 2, 3]) == [1, 3, 6]
+
+
+def test_modules_by_their_dotted_name() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 3)))
+    assert helper.recursive_getattr(model, "0.0.bias") is model[0][0].bias
+    helper.recursive_setattr(model, "0.0", fresh := nn.Linear(2, 5))
+    helper.recursive_setattr(model, "1", last := nn.Identity())
+    assert model[0][0] is fresh
+    assert model[1] is last
+    with pytest.raises(AttributeError):
+        helper.recursive_setattr(model, "2.weight", last)
 
 
 def test_moving_and_copying() -> None:

@@ -119,6 +119,19 @@ def test_without_a_modifier_a_change_is_an_error() -> None:
         run(change, None, ranks=2)
 
 
+def read_without_a_change() -> bool:
+    with Init():
+        layer = nn.Linear(3, 4)
+    with GatheredParameters(layer, modifier_rank=0), torch.no_grad():
+        layer.weight.fill_(float("nan"))
+    with GatheredParameters(layer):  # memory that nobody has set may hold NaN
+        return bool(layer.weight.isnan().all())
+
+
+def test_nan_is_no_change() -> None:
+    assert all(run(read_without_a_change, ranks=2))
+
+
 def trained_in_a_block(held: bool, alone: bool) -> list[Tensor]:
     """The weights after three steps whose forward and backward run while all is whole; `alone`: rank 0 looks, too."""
     torch.manual_seed(0)
