@@ -144,3 +144,33 @@ def test_what_is_held_is_neither_gathered_nor_freed(ranks: int) -> None:
     for alone in (False, True):
         for found in run(trained_in_a_block, True, alone, ranks=ranks):
             assert all(map(torch.equal, found, usual))
+
+
+def loaded_by_hand(of_a_stage: bool, on_all: bool) -> bool:
+    """Module by module, as transformers and Lightning load a file: on rank 0 alone, or `load_state_dict` on every rank.
+
+    `Module._load_from_state_dict` begins what `load_state_dict` would end.
+    """
+    torch.manual_seed(1)
+    source = Net().state_dict()
+    torch.manual_seed(0)
+    with nullcontext() if of_a_stage else Init():
+        model = Net()
+    group = Zero3(model, adamw(model), Group.world()).group if of_a_stage else Group.world()
+    for path, module in model.named_modules():
+        prefix = path + "." if path else ""
+        own = {name: source[prefix + name] for name, _ in module.named_parameters(recurse=False)}
+        with GatheredParameters(module.parameters(recurse=False), modifier_rank=0):
+            if on_all:
+                module.load_state_dict(own, strict=False)
+            elif group.rank == 0:
+                module._load_from_state_dict(source, prefix, {}, True, [], [], [])
+    assert all(isinstance(p, Freed) for p in model.parameters())
+    return differing(model.state_dict(), source) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("of_a_stage", [False, True])
+@pytest.mark.parametrize("on_all", [False, True])
+def test_loading_inside_a_block_leaves_nothing_whole(on_all: bool, of_a_stage: bool, ranks: int) -> None:
+    assert all(run(loaded_by_hand, of_a_stage, on_all, ranks=ranks))
