@@ -50,6 +50,11 @@ class StateDicts:
     def before_load(self, module: nn.Module, *_: Any) -> None:
         """Gather them, unless a block that is open has them: who calls `_load_from_state_dict` himself ends none."""
         gathered = whole(module.parameters(recurse=False))
+        if any(module not in set(begun.modules()) for begun in self._loading):
+            raise RuntimeError(
+                "_load_from_state_dict of a sharded module, called by hand, begins what load_state_dict ends: "
+                "call that on every rank, or put this inside `with GatheredParameters(parameters, modifier_rank=0):`"
+            )
         if not all(unit.held for unit in gathered.units):
             self._loading[module] = gathered
             gathered.__enter__()

@@ -176,6 +176,20 @@ def test_loading_inside_a_block_leaves_nothing_whole(on_all: bool, of_a_stage: b
     assert all(run(loaded_by_hand, of_a_stage, on_all, ranks=ranks))
 
 
+def loaded_without_a_block() -> None:
+    model = Net()
+    Zero3(model, adamw(model), Group.world())
+    state = model.state_dict()
+    model.load_state_dict(state)
+    for path, module in model.named_modules():
+        module._load_from_state_dict(state, path + "." if path else "", {}, True, [], [], [])
+
+
+def test_loading_by_hand_without_a_block_is_refused() -> None:
+    with pytest.raises(RankError, match=r"_load_from_state_dict of a sharded module, called by hand.*load_state_dict"):
+        run(loaded_without_a_block, ranks=2)
+
+
 class Skipping(nn.Module):
     """Built by `skip_init`: on the meta device first, with memory that nobody has written afterwards."""
 
