@@ -6,7 +6,9 @@ DeepSpeed's functions: `_configure_basic_optimizer`, `_scheduler_from_config` in
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from inspect import isclass
+from functools import partial
+from importlib import import_module
+from inspect import isclass, signature
 from typing import Any
 
 import torch
@@ -27,7 +29,8 @@ ONE_BIT = {"onebitadam": OneBitAdam, "zerooneadam": ZeroOneAdam, "onebitlamb": O
 BUILT: Mapping[str, Callable[..., Optimizer]] = {"lion": Lion, "lamb": Lamb, **ONE_BIT}
 OWN_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "SGD", "Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 OWN_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-LATER = ("Muon", "MuAdam", "MuAdamW", "MuSGD")
+MUP = {"MuAdam": torch.optim.Adam, "MuAdamW": torch.optim.AdamW, "MuSGD": torch.optim.SGD}  # of the package mup
+LATER = ("Muon",)
 
 
 def optimizer_problem(name: object) -> str | None:
@@ -36,7 +39,7 @@ def optimizer_problem(name: object) -> str | None:
         return f"optimizer.type = {quote(name)}: must be text; one of {', '.join(OWN_OPTIMIZERS)}"
     if name.lower() in (later.lower() for later in LATER):
         return f"optimizer.type = {quote(name)}: {NOT_YET}; use one of {', '.join(OWN_OPTIMIZERS)}"
-    known = [*OWN_OPTIMIZERS, *_classes(torch.optim, torch.optim.Optimizer)]
+    known = [*OWN_OPTIMIZERS, *MUP, *_classes(torch.optim, torch.optim.Optimizer)]
     return None if name.lower() in (one.lower() for one in known) else _unknown("optimizer", name, known)
 
 
@@ -59,6 +62,8 @@ def optimizer_named(name: str, params: Mapping[str, Any]) -> tuple[Callable[...,
     options, kind = dict(params), name.lower()
     if kind in BUILT:
         return BUILT[kind], options
+    if (mup := next((one for one in MUP if one.lower() == kind), None)) is not None:
+        return _of_mup(mup), options
     if kind not in ("adam", "adamw"):
         return next(c for c in _classes(torch.optim, Optimizer).values() if c.__name__.lower() == kind), options
     switches = {
@@ -90,6 +95,7 @@ def named() -> list[Key]:
         Key(f"optimizer.type: {name}", "honoured", apart if name.lower() in ONE_BIT else "sharded in every stage")
         for name in OWN_OPTIMIZERS
     ]
+    rows += [Key(f"optimizer.type: {name}", "honoured", "the package mup's, where it is installed") for name in MUP]
     rows += [Key(f"optimizer.type: {name}", "rejected", NOT_YET) for name in LATER]
     for name in OWN_SCHEDULES:
         summary = (getattr(schedule, name).__doc__ or "").splitlines()[0]
@@ -100,6 +106,16 @@ def named() -> list[Key]:
 def _classes(module: object, base: type) -> dict[str, Any]:
     classes = {name: value for name, value in vars(module).items() if isclass(value) and name[0] != "_"}
     return {name: value for name, value in classes.items() if issubclass(value, base) and value is not base}
+
+
+def _of_mup(name: str) -> Callable[..., Optimizer]:
+    """mup's function, which makes torch's optimizer: rates by the widths that `mup.set_base_shapes` has noted."""
+    try:
+        make: Any = partial(getattr(import_module("mup"), name))
+    except ImportError:
+        raise ConfigError(f"optimizer.type = {quote(name)}: needs the package mup; pip install mup") from None
+    make.__name__, make.__signature__ = name, signature(MUP[name])
+    return make  # type: ignore[no-any-return]
 
 
 def _unknown(section: str, name: str, known: list[str]) -> str:

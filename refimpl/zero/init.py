@@ -37,6 +37,7 @@ class Init:
                     self._wrap(cls)
             self._replace(nn.Module, "__init_subclass__", classmethod(lambda cls, **kw: self._new_class(cls, **kw)))
             self._replace(nn.Module, "apply", self._apply())
+            self._replace(nn.Module, "to_empty", self._to_empty())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,7 +76,7 @@ class Init:
     def _built(self, module: nn.Module) -> None:
         """A constructor has returned: shard the module's own parameters, take over what it changed in its children."""
         assert self.group is not None
-        fresh = [p for p in module.parameters(recurse=False) if unit_of(p) is None]
+        fresh = [p for p in module.parameters(recurse=False) if unit_of(p) is None and not p.is_meta]
         if self.dtype is not None:
             for p in fresh:
                 p.data = p.data.to(self.dtype)
@@ -108,12 +109,25 @@ class Init:
 
         return apply
 
+    def _to_empty(self) -> Callable[..., nn.Module]:
+        """What was built on the meta device is sharded when it gets memory: `torch.nn.utils.skip_init` does that."""
+        original = nn.Module.to_empty
+
+        def to_empty(module: nn.Module, **where: Any) -> nn.Module:
+            original(module, **where)
+            for each in module.modules():
+                self._built(each)
+            return module
+
+        return to_empty
+
 
 class GatheredParameters(whole):
     """`whole` for the user: a collective; with `modifier_rank` that rank's changes are kept.
 
     Without it they are for reading, and a change is an error on exit. Parameters that are not sharded are left alone.
-    After a stage was built, changes reach the fp32 master weights too.
+    After a stage was built, changes reach the fp32 master weights too. What was taken of a parameter without a copy,
+    `p.detach()` or on a CPU `p.data.cpu()`, keeps its values after the block, as in DeepSpeed.
     """
 
     def __init__(
@@ -133,6 +147,7 @@ class GatheredParameters(whole):
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         changed = []
         for unit in self.units:
+            unit.is_shown = True
             if kind is None and self.modifier_rank is not None:
                 unit.adopt(self.modifier_rank)
                 continue

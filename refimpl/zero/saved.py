@@ -48,16 +48,25 @@ class StateDicts:
                 state[prefix + name] = unit.copy_of(p)
 
     def before_load(self, module: nn.Module, *_: Any) -> None:
-        self._loading[module] = whole(module.parameters(recurse=False))
-        self._loading[module].__enter__()
+        """Gather them, unless a block that is open has them: who calls `_load_from_state_dict` himself ends none."""
+        gathered = whole(module.parameters(recurse=False))
+        if any(module not in set(begun.modules()) for begun in self._loading):
+            raise RuntimeError(
+                "_load_from_state_dict of a sharded module, called by hand, begins what load_state_dict ends: "
+                "call that on every rank, or put this inside `with GatheredParameters(parameters, modifier_rank=0):`"
+            )
+        if not all(unit.held for unit in gathered.units):
+            self._loading[module] = gathered
+            gathered.__enter__()
 
     @torch.no_grad()
     def after_load(self, module: nn.Module, *_: Any) -> None:
         """Every rank has loaded the same: each keeps its shard."""
-        gathered = self._loading.pop(module)
-        for unit in gathered.units:
+        gathered = self._loading.pop(module, None)
+        for unit in whole(module.parameters(recurse=False)).units:
             unit.keep()
-        gathered.__exit__()
+        if gathered is not None:
+            gathered.__exit__()
 
     def remove(self) -> None:
         for handle in self.handles:

@@ -13,8 +13,9 @@ one is needed, not after each of them.
 under way never ends: `free` leaves it alone, and its memory, into which a peer may still write, to the library.
 
 The full buffer keeps its identity and gives its memory back: `untyped_storage().resize_(0)`. So everything autograd
-saved during forward, also views such as weight.t(), is right again once the buffer is refilled for backward. A freed
-parameter keeps its shape (`Freed` in parameter.py): computing with it gathers it, or is an error that names it.
+saved during forward, also views such as weight.t(), is right again once the buffer is refilled for backward. Memory
+that a `GatheredParameters` block has shown is left to whoever kept a view of it, a user or a graph.
+A freed parameter keeps its shape (`Freed` in parameter.py): computing with it gathers it, or is an error that names it.
 FSDP1 frees the same way (torch/distributed/utils.py, `_free_storage`); DeepSpeed swaps `param.data` for an empty
 tensor (deepspeed/runtime/zero/partition_parameters.py), which views kept by autograd do not see.
 """
@@ -62,10 +63,12 @@ class Unit(Bucket):
         self.versions = [p._version for p in params]  # of what was gathered: who writes to it raises them
         self.on_use: Callable[[Unit, str], None] | None = None
         self.among: set[Unit] = set()  # the units that have memory now, of which this is one while it has
+        self.unit_at: dict[int, Unit] = {}  # units by the storage of `full`, this one among them
         self.state_dicts: Any = None  # before there is a stage: the hooks that bring it whole into a state_dict
         self.is_joined = False  # whether several modules need it, one after the other
         self.is_placeholder = False  # while a state_dict is made of the names
         self.held = 0  # `whole` blocks that are open
+        self.is_shown = False  # whether a user may have kept a view of `full`: in a `GatheredParameters` block
         nothing = float("nan") if self.dtype.is_floating_point else 0
         scalar = torch.tensor(nothing, dtype=self.dtype, device=self.device)
         self._nothings = {p: scalar.expand(p.shape) for p in params}
@@ -177,7 +180,7 @@ class Unit(Bucket):
         return self._work is not None
 
     def free(self) -> None:
-        """Give the memory of `full` back."""
+        """Give the memory of `full` back; if it `is_shown`, to whoever has a view of it: other is taken next time."""
         if self.is_free:
             if self.shelf is not None:
                 self.shelf.drop()
@@ -192,6 +195,8 @@ class Unit(Bucket):
         written = self.versions != [p._version for p in self.params]
         place(self._nothings, Freed)
         self.group.streams.followed_by(self._allocated_on)  # whose next tensor may get this memory
+        if self.is_shown:
+            self._leave()
         self.full.untyped_storage().resize_(0)
         self.is_free = True
         self.among.discard(self)
@@ -200,6 +205,13 @@ class Unit(Bucket):
                 f"a parameter of {self.name} was written while it was gathered, which is lost: write inside "
                 "`with GatheredParameters(parameters, modifier_rank=0):`, not in forward (Embedding(max_norm=...) does)"
             )
+
+    def _leave(self) -> None:
+        self.is_shown = False
+        self.unit_at.pop(self.full.untyped_storage()._cdata, None)
+        self.full.set_(self.room(self.dtype))  # type: ignore[call-overload]
+        self.views = {p: self.piece(self.full, p) for p in self.views}
+        self.unit_at[self.full.untyped_storage()._cdata] = self
 
     def wanted(self, p: nn.Parameter, what: str) -> None:
         """`what` computes with p, which is freed: let `on_use` gather it, else say what to do."""

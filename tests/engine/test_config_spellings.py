@@ -118,7 +118,7 @@ def test_oldest_spelling_of_stage_1() -> None:
     assert len(notes) == 1
 
 
-@pytest.mark.parametrize("name", ["Muon", "muon", "MuAdam", "MuAdamW", "MuSGD"])
+@pytest.mark.parametrize("name", ["Muon", "muon"])
 def test_optimizers_of_later_parts_are_rejected_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"optimizer.type = '{name}': not implemented yet"):
         load({"train_batch_size": 8, "optimizer": {"type": name}})

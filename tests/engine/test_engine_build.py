@@ -1,7 +1,9 @@
 """From the configuration's names to the engine's parts, and what the engine prints about itself."""
 
 import csv
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +81,33 @@ def test_a_misspelt_parameter_is_named() -> None:
         start(scheduler={"type": "WarmupLR", "params": {"warmup_steps": 3}})
     with pytest.raises(ValueError, match=r"bias_correction = False: .* leave torch_adam out"):
         named_optimizer("Adam", P, {"bias_correction": False, "torch_adam": True})
+
+
+def mu_sgd(groups: list[dict[str, Any]], lr: float, **options: Any) -> torch.optim.Optimizer:
+    """What mup's MuSGD does: a group of its own, with a rate of its own, for each kind of width."""
+    groups = [{"params": [p], "lr": lr * (2 if p.dim() == 1 else 0.5)} for group in groups for p in group["params"]]
+    return torch.optim.SGD(groups, lr=lr, **options)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_mups_optimizers_are_the_packages(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mup", None)
+    asked = {"type": "musgd", "params": {"lr": 0.1, "momentum": 0.9}}
+    with pytest.raises(ConfigError, match=r"optimizer.type = 'MuSGD': needs the package mup"):
+        start(optimizer=asked)
+    monkeypatch.setitem(sys.modules, "mup", SimpleNamespace(MuSGD=mu_sgd))
+    with pytest.raises(ConfigError, match=r"momentun: MuSGD .* did you mean momentum"):
+        start(optimizer={"type": "MuSGD", "params": {"lr": 0.1, "momentun": 0.9}})
+    engine, model = start(optimizer=asked, zero_optimization={"stage": stage}), Net()
+    twin = mu_sgd([{"params": list(model.parameters())}], 0.1, momentum=0.9)
+    for _ in range(3):
+        steps(engine)
+        model(torch.ones(4, 64)).backward()
+        twin.step()
+        twin.zero_grad()
+    assert sorted(engine.get_lr()) == [0.05, 0.05, 0.2, 0.2]
+    state = engine.module_state_dict()
+    assert all(torch.allclose(state[name], p, atol=1e-6) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -157,3 +157,119 @@ def test_what_is_held_is_neither_gathered_nor_freed(ranks: int) -> None:
     for alone in (False, True):
         for found in run(trained_in_a_block, True, alone, ranks=ranks):
             assert all(map(torch.equal, found, usual))
+
+
+def loaded_by_hand(of_a_stage: bool, on_all: bool) -> bool:
+    """Module by module, as transformers and Lightning load a file: on rank 0 alone, or `load_state_dict` on every rank.
+
+    `Module._load_from_state_dict` begins what `load_state_dict` would end.
+    """
+    torch.manual_seed(1)
+    source = Net().state_dict()
+    torch.manual_seed(0)
+    with nullcontext() if of_a_stage else Init():
+        model = Net()
+    group = Zero3(model, adamw(model), Group.world()).group if of_a_stage else Group.world()
+    for path, module in model.named_modules():
+        prefix = path + "." if path else ""
+        own = {name: source[prefix + name] for name, _ in module.named_parameters(recurse=False)}
+        with GatheredParameters(module.parameters(recurse=False), modifier_rank=0):
+            if on_all:
+                module.load_state_dict(own, strict=False)
+            elif group.rank == 0:
+                module._load_from_state_dict(source, prefix, {}, True, [], [], [])
+    assert all(isinstance(p, Freed) for p in model.parameters())
+    return differing(model.state_dict(), source) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("of_a_stage", [False, True])
+@pytest.mark.parametrize("on_all", [False, True])
+def test_loading_inside_a_block_leaves_nothing_whole(on_all: bool, of_a_stage: bool, ranks: int) -> None:
+    assert all(run(loaded_by_hand, of_a_stage, on_all, ranks=ranks))
+
+
+def loaded_without_a_block() -> None:
+    model = Net()
+    Zero3(model, adamw(model), Group.world())
+    state = model.state_dict()
+    model.load_state_dict(state)
+    for path, module in model.named_modules():
+        module._load_from_state_dict(state, path + "." if path else "", {}, True, [], [], [])
+
+
+def test_loading_by_hand_without_a_block_is_refused() -> None:
+    with pytest.raises(RankError, match=r"_load_from_state_dict of a sharded module, called by hand.*load_state_dict"):
+        run(loaded_without_a_block, ranks=2)
+
+
+class Skipping(nn.Module):
+    """Built by `skip_init`: on the meta device first, with memory that nobody has written afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.utils.skip_init(nn.Linear, 5, 7)
+        self.two = nn.utils.skip_init(nn.Bilinear, 7, 7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x).tanh()
+        return self.two(y, y).square().mean()
+
+
+def skipped_init() -> bool:
+    with Init():
+        model = Skipping()
+    assert all(isinstance(p, Freed) for p in model.parameters())
+    source = {
+        name: torch.randn(p.shape, generator=torch.Generator().manual_seed(3)) for name, p in model.named_parameters()
+    }
+    model.load_state_dict(source)
+    twin = Skipping()
+    twin.load_state_dict(source)
+    stage = Zero3(model, adamw(model), Group.world())
+    stage.backward(model(torch.ones(2, 5)))
+    stage.step()
+    optimizer = adamw(twin)
+    twin(torch.ones(2, 5)).backward()
+    optimizer.step()
+    return all(torch.allclose(model.state_dict()[name], p, atol=1e-6) for name, p in twin.named_parameters())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_skip_init(ranks: int) -> None:
+    assert all(run(skipped_init, ranks=ranks))
+
+
+def kept_views() -> bool:
+    """What a script keeps of a block without a copy, while a graph waits for its backward, and after a step."""
+    torch.manual_seed(0)
+    group = Group.world()
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    twin = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    stage = Zero3(model, torch.optim.SGD(model.parameters(), lr=0.1), group, ZeroConfig(param_persistence_threshold=0))
+    twin.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(3):
+        x = torch.randn(2, 5, requires_grad=True)
+        loss = model(x).square().mean()
+        with GatheredParameters(model):
+            kept = {name: p.data.cpu() for name, p in model.named_parameters()}
+        assert differing(kept, twin.state_dict()) == []
+        stage.backward(loss)
+        stage.step()
+        assert differing(kept, twin.state_dict()) == []
+        for rank in range(group.size):
+            theirs = x.detach().clone()
+            group.broadcast(theirs, rank)
+            (twin(theirs).square().mean() / group.size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stepped = model.state_dict()
+        assert all(torch.allclose(stepped[name], p, atol=1e-6) for name, p in twin.named_parameters())
+        twin.load_state_dict(stepped)  # bit for bit, to compare with the next `kept`
+    return all(unit.is_free and not unit.full.untyped_storage().nbytes() for unit in stage.units)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_kept_of_a_block_keeps_its_values(ranks: int) -> None:
+    assert all(run(kept_views, ranks=ranks))

@@ -186,6 +186,7 @@ def _all_gather(p: nn.Parameter, param_list: Iterable[nn.Parameter] | None = Non
         unit.start()
     for unit in units:
         unit.wait()
+        unit.is_shown = True
 
 
 def _partition(
