@@ -217,6 +217,7 @@ def overlap(answer: Answer, group: WatchedGroup) -> None:
 
 def accumulate(answer: Answer, group: WatchedGroup) -> None:
     watched, model, history = group.fresh(), Net(seed=0), []
+    mark_gradients(model, watched.ledger)
     ddp = answer.Ddp(model, watched, 40)
     alone = Net(seed=0)
     for rank in range(group.size):
@@ -229,11 +230,14 @@ def accumulate(answer: Answer, group: WatchedGroup) -> None:
         watched.ledger.reset()
         model.zero_grad()
         with ddp.no_sync():
-            for part in range(group.size):
+            with ddp.no_sync():  # as a helper that accumulates has one of its own
+                loss(model, group.rank, step, 0).backward()
+            for part in range(1, group.size):
                 loss(model, group.rank, step, part).backward()
         require(not watched.ledger.calls(), "no_sync sends: nothing may travel inside it", *watched.transcript())
         loss(model, group.rank, step, part=group.size).backward()
         ddp.finish()
+        not_too_early(watched.ledger.events, [names for names, _ in layout(40)], "all_reduce")
         history.append(gradients(model))
         first_divergence(history, truth[: step + 1], "the gradient", ranks=group.size, parts=parts, known=lost)
         same_traffic(watched, wanted(group, 40), f"step {step}")

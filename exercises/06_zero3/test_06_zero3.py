@@ -73,13 +73,14 @@ def test_Zero3(answer: Answer, group: WatchedGroup) -> None:
         train(answer, group, parts, torch.float32)
     case("2 steps in bf16")
     train(answer, group, 1, torch.bfloat16)
-    case("an evaluation under torch.no_grad()")
     watched, (model, probe), (plain, _) = group.fresh(), net(0), net(0)
     answer.Zero3(model, watched)
-    with torch.no_grad():
-        equal(model(batch(0, 0)), plain(batch(0, 0)), "the output")
-    left = storage_bytes(probe.params)
-    require(left == 0, f"{left} bytes of parameters are still whole after an evaluation")
+    for training in (True, False):
+        case("an evaluation under torch.no_grad()" + ", after model.eval()" * (not training))
+        with torch.no_grad():
+            equal(model.train(training)(batch(0, 0)), plain(batch(0, 0)), "the output")
+        left = storage_bytes(probe.params)
+        require(left == 0, f"{left} bytes of parameters are still whole after an evaluation")
 
 
 def train(answer: Answer, group: WatchedGroup, parts: int, dtype: torch.dtype) -> None:

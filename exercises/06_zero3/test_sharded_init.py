@@ -1,5 +1,7 @@
 """Grades chapter 06's construction: layers are cut as soon as they are built."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -96,6 +98,16 @@ def test_sharded_init(answer: Answer, group: WatchedGroup) -> None:
 
 
 def derived(answer: Answer, group: WatchedGroup) -> None:
+    shard = answer.ShardedParams
+
+    def once(params: Iterable[nn.Parameter], *args: object) -> object:
+        """A second time would read memory that is gone: the end of the process, in place of a sentence."""
+        twice = "a module is sharded twice: where one constructor calls another, only the outer one may shard"
+        held = list(params)
+        require(all(p.untyped_storage().nbytes() for p in held), twice)
+        return shard(held, *args)
+
+    answer.ShardedParams = once  # type: ignore[attr-defined]
     case("nn.Linear is named, and a class without a constructor of its own is derived from it")
     with answer.sharded_init(group.fresh(), nn.Linear) as made:
         Plain(3, 5)

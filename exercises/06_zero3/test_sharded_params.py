@@ -49,8 +49,13 @@ def gather_and_free(answer: Answer, group: WatchedGroup, dtype: torch.dtype) -> 
     kept.judge(
         shard * itemsize, "ShardedParams(...)", "self.mine alone may stay; where are the original values, or a copy?"
     )
-    mine, rows = group.rank, (padded.view(group.size, shard), own.view(group.size, shard))
-    judge_shard(unit, rows[0][mine], {"it is cut from this rank's own values: take rank 0's": rows[1][mine]})
+    stored = torch.cat([*(t.as_strided((t.numel(),), (1,)) for t in truth), end])
+    right, foreign, as_stored = (t.view(group.size, shard)[group.rank] for t in (padded, own, stored))
+    known = {
+        "it is cut from this rank's own values: take rank 0's": foreign,
+        "a transposed parameter lies there as in memory: copy values row by row, as reshape(-1) has them": as_stored,
+    }
+    judge_shard(unit, right, known)
     buffer = unit.full
     for again in range(2):
         case(f"{dtype}, gather and free, number {again}")
