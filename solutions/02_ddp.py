@@ -131,13 +131,13 @@ class Ddp:
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients only add up on this rank: nothing is sent.
 
-        Over with the block, the outer one of two, also after an exception.
+        Over with the block, also after an exception.
         """
-        before, self.syncing = self.syncing, False
+        self.syncing = False
         try:
             yield
         finally:
-            self.syncing = before
+            self.syncing = True
 
     def finish(self) -> None:
         """After backward: launch what never filled, wait for all, put the means into .grad."""
@@ -173,6 +173,6 @@ HINTS = {
         "on_gradient: remember p. While the next bucket in order has all its parameters, launch it.",
         "launch: copy the bucket's gradients into one flat buffer, all_reduce it with async_op=True, and keep both.",
         "finish: a bucket with a parameter that this rank never used is still waiting: launch it with zeros.",
-        "no_sync: a generator with @contextmanager that sets a flag, yields, and puts it back in `finally`.",
+        "no_sync: a generator with @contextmanager that sets a flag, yields, and resets it in `finally`.",
     ],
 }

@@ -94,7 +94,7 @@ class Ddp:
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients only add up on this rank: nothing is sent.
 
-        Over with the block, the outer one of two, also after an exception.
+        Over with the block, also after an exception.
         """
         raise NotImplementedError("Ddp.no_sync")
 

@@ -230,9 +230,7 @@ def accumulate(answer: Answer, group: WatchedGroup) -> None:
         watched.ledger.reset()
         model.zero_grad()
         with ddp.no_sync():
-            with ddp.no_sync():  # as a helper that accumulates has one of its own
-                loss(model, group.rank, step, 0).backward()
-            for part in range(1, group.size):
+            for part in range(group.size):
                 loss(model, group.rank, step, part).backward()
         require(not watched.ledger.calls(), "no_sync sends: nothing may travel inside it", *watched.transcript())
         loss(model, group.rank, step, part=group.size).backward()

@@ -41,6 +41,7 @@ def gather_and_free(answer: Answer, group: WatchedGroup, dtype: torch.dtype) -> 
     end = torch.zeros(shard * group.size - numel, dtype=dtype)
     padded = torch.cat([*(t.reshape(-1) for t in truth), end])
     own = torch.cat([*(p.detach().reshape(-1) for p in odd_params(group.rank, dtype)), end])
+    stored = torch.cat([*(t.as_strided((t.numel(),), (1,)) for t in truth), end])
     kept = Kept(watched)
     params = odd_params(group.rank, dtype)
     unit = answer.ShardedParams(params, watched)
@@ -49,7 +50,6 @@ def gather_and_free(answer: Answer, group: WatchedGroup, dtype: torch.dtype) -> 
     kept.judge(
         shard * itemsize, "ShardedParams(...)", "self.mine alone may stay; where are the original values, or a copy?"
     )
-    stored = torch.cat([*(t.as_strided((t.numel(),), (1,)) for t in truth), end])
     right, foreign, as_stored = (t.view(group.size, shard)[group.rank] for t in (padded, own, stored))
     known = {
         "it is cut from this rank's own values: take rank 0's": foreign,
