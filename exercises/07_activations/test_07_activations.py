@@ -129,7 +129,7 @@ def judge_runs(runs: int, once: int) -> None:
 
 
 def judge_kept(checkpoint: Call) -> None:
-    layer, x = Layer(), torch.randn(ROWS, WIDTH)
+    layer, x = Layer(), torch.randn(4 * ROWS, WIDTH)
     meter = MemoryMeter(lambda: {"parameters": layer.parameters()})
     with meter:
         middle = (x * 1).requires_grad_()
@@ -166,11 +166,11 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def network(x: Tensor, weight: Tensor, times: int = 2, alpha: int = 3) -> Tensor:
+def network(x: Tensor, weight: Tensor, alpha: int = 3, again: int = 1) -> Tensor:
     torch.manual_seed(3)
     y = F.dropout(torch.mm(x, weight), 0.5)
-    y = torch.mm(y.sin(), weight).mul_(times)  # in place: what is kept of the product must not change with it
-    y = torch.add(torch.mm(y.exp(), weight), y, alpha=alpha)  # a keyword
+    y = torch.mm(y.sin(), weight).mul_(2)  # in place: what is kept of the product must not change with it
+    y = torch.add(torch.mm(y.exp(), weight), y * again, alpha=alpha)  # a keyword
     y = y[torch.multinomial(torch.ones(3), 3)]
     return (y + y * torch.rand(3, 3)).t().cos()  # in memory column by column
 
@@ -187,7 +187,9 @@ def test_KeepResults(answer: Answer, group: WatchedGroup) -> None:
         x, weight = torch.randn(3, 3).to(dtype), torch.randn(3, 3).to(dtype)
         expected, after = network(x, weight), torch.rand(2)
         known = {
-            "what is kept was changed in place by who got it: keep a copy, and hand out copies": network(x, weight, 4),
+            "what is kept was changed in place by who got it: keep a copy, and hand out copies": network(
+                x, weight, again=2
+            ),
             "torch.add's keyword `alpha` is lost: call func(*args, **(kwargs or {}))": network(x, weight, alpha=1),
         }
         kept, outs = answer.KeepResults(keep), []

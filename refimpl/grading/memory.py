@@ -38,12 +38,14 @@ def alive(apart: Iterable[Tensor] = ()) -> int:
 def everywhere() -> dict[int, int]:
     """Every storage that this process can reach -> its bytes."""
     gc.collect()
+    kinds = (UntypedStorage, Tensor)
     found: dict[int, int] = {}
     for obj in gc.get_objects():
-        kind = type(obj)
-        if issubclass(kind, UntypedStorage):
+        if not issubclass(type(obj), kinds):
+            continue
+        if isinstance(obj, UntypedStorage):
             found[obj._cdata] = obj.nbytes()
-        elif issubclass(kind, Tensor) and obj.layout == torch.strided and obj.device.type != "meta":
+        elif obj.layout == torch.strided and obj.device.type != "meta":
             own = [obj, obj.grad] if obj.is_leaf and obj.grad is not None else [obj]
             found |= {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in own}
     return found
