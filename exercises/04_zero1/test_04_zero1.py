@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from refimpl.grading.compare import Wrong, as_made, by_users, close, equal, first_divergence, require
+from refimpl.grading.compare import Wrong, as_made, as_stored, by_users, close, equal, first_divergence, require
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import Kept, own_memory, storage_bytes
 from refimpl.grading.rank import Answer, case
@@ -92,9 +92,7 @@ def test_flatten(answer: Answer, group: WatchedGroup) -> None:
             judge_length(flat.numel(), numel, padded, ranks, any(n.startswith("frozen") for n in moved))
         backwards = torch.cat([*reversed(values), torch.zeros(padded - numel, dtype=dtype)])
         known = {"the parameters lie in the reverse order: take that of model.parameters()": backwards}
-        as_stored = [p.detach().as_strided((p.numel(),), (1,)).to(dtype) for p in trained]
-        stored = "a transposed parameter lies there as in its memory: copy values row by row, as reshape(-1) has them"
-        known[stored] = torch.cat([*as_stored, torch.zeros(padded - numel, dtype=dtype)])
+        known |= as_stored([p.to(dtype) for p in trained], padded)
         equal(flat, expected, "the buffer", known=known)
         require(not flat.requires_grad, "the buffer requires a gradient: it is memory, and no parameter of its own")
         own_memory(flat, "the buffer")
@@ -109,7 +107,7 @@ def test_flatten(answer: Answer, group: WatchedGroup) -> None:
                 require(inside, f"{name} is a copy: it must be a view of the buffer, so that both change together")
             else:
                 require(not inside, f"{name} is frozen, and yet in the buffer")
-        del values, expected, backwards, known, as_stored
+        del values, expected, backwards, known
         frozen = storage_bytes(p for p in model.parameters() if not p.requires_grad)
         advice = "the buffer and the frozen parameters alone may stay; where are the first values, or a copy?"
         kept.judge(padded * dtype.itemsize + frozen, "flatten", advice)

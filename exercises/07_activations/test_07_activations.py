@@ -187,9 +187,7 @@ def test_KeepResults(answer: Answer, group: WatchedGroup) -> None:
         x, weight = torch.randn(3, 3).to(dtype), torch.randn(3, 3).to(dtype)
         expected, after = network(x, weight), torch.rand(2)
         known = {
-            "what is kept was changed in place by who got it: keep a copy, and hand out copies": network(
-                x, weight, again=2
-            ),
+            "what is kept was changed in place by who got it: keep and hand out copies": network(x, weight, again=2),
             "torch.add's keyword `alpha` is lost: call func(*args, **(kwargs or {}))": network(x, weight, alpha=1),
         }
         kept, outs = answer.KeepResults(keep), []

@@ -148,6 +148,13 @@ def by_users(expected: Mapping[str, Tensor], ranks: int, users: Mapping[str, int
     }
 
 
+def as_stored(tensors: Sequence[Tensor], numel: int) -> dict[str, Tensor]:
+    """For `known`: the tensors end to end as their memory has them, zeros behind: [numel]."""
+    flat = torch.cat([t.detach().as_strided((t.numel(),), (1,)) for t in tensors])
+    sentence = "a transposed parameter lies there as in memory: copy values row by row, as reshape(-1) has them"
+    return {sentence: nn.functional.pad(flat, (0, numel - len(flat)))}
+
+
 def as_made(optimizer: object, make: Callable[[list[nn.Parameter]], optim.Optimizer]) -> None:
     """Raise Wrong unless `optimizer` is of the kind, and has the settings, that make_optimizer gives."""
     wanted = make([nn.Parameter(torch.zeros(1))])
