@@ -29,7 +29,7 @@ def ring_reduce_scatter(group: Group, x: Tensor) -> Tensor:
     rank, ranks = group.rank, group.size
     chunks = x.chunk(ranks)
     # Chunk c starts at rank c + 1, and is complete when it reaches rank c.
-    partial = chunks[rank - 1]
+    partial = chunks[rank - 1].clone()
     for step in range(1, ranks):
         mine = chunks[(rank - 1 - step) % ranks]
         arriving = torch.empty_like(mine)

@@ -197,7 +197,7 @@ class PartitionedInput:
         self.mine[: part.numel()] = part
 
     def whole(self) -> Tensor:
-        """x again, by one all-gather: shape, dtype and values."""
+        """x again, by one all-gather: shape, dtype and values, without a graph."""
         out = torch.empty(self.mine.numel() * self.group.size, dtype=self.mine.dtype)
         self.group.all_gather(out, self.mine)
         return out[: self.shape.numel()].view(self.shape)

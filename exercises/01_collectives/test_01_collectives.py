@@ -129,6 +129,8 @@ def test_tree_broadcast(answer: Answer, group: WatchedGroup) -> None:
         require(x.data_ptr() == place, "x has new memory: write into the old, of which others may hold views")
         words = [(e.op, int(e.tag.split()[-1])) for e in starts(watched.ledger) if e.op in ("send", "recv")]
         require(len(words) == len(starts(watched.ledger)), "only send and recv are wanted here", *watched.transcript())
+        other = [e.sent_bytes for e in starts(watched.ledger) if e.op == "send" and e.sent_bytes != x.nbytes]
+        require(not other, f"messages of {other} bytes, and x has {x.nbytes}: send x itself, in the dtype that it has")
         plans = group.everyone(words)
         sends = sum(op == "send" for plan in plans for op, _ in plan)
         most = math.ceil(math.log2(group.size))

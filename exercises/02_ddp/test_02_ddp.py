@@ -217,6 +217,7 @@ def overlap(answer: Answer, group: WatchedGroup) -> None:
 
 def accumulate(answer: Answer, group: WatchedGroup) -> None:
     watched, model, history = group.fresh(), Net(seed=0), []
+    mark_gradients(model, watched.ledger)
     ddp = answer.Ddp(model, watched, 40)
     alone = Net(seed=0)
     for rank in range(group.size):
@@ -234,6 +235,7 @@ def accumulate(answer: Answer, group: WatchedGroup) -> None:
         require(not watched.ledger.calls(), "no_sync sends: nothing may travel inside it", *watched.transcript())
         loss(model, group.rank, step, part=group.size).backward()
         ddp.finish()
+        not_too_early(watched.ledger.events, [names for names, _ in layout(40)], "all_reduce")
         history.append(gradients(model))
         first_divergence(history, truth[: step + 1], "the gradient", ranks=group.size, parts=parts, known=lost)
         same_traffic(watched, wanted(group, 40), f"step {step}")

@@ -12,7 +12,7 @@ from refimpl.grading.traffic import WatchedGroup, same_traffic
 
 @on_ranks(2, 3, 4)
 def test_token_mean_loss(answer: Answer, group: WatchedGroup) -> None:
-    for counts in ([1, 3, 2, 7], [5, 0, 1, 2], [300, 1, 2, 8], [5001, 1, 2, 8], [0, 0, 0, 0]):
+    for counts in ([1, 3, 2, 7], [5, 0, 1, 2], [300, 1, 2, 8], [5001, 1, 2, 8], [2, 0, 0, 0], [0, 0, 0, 0]):
         counts = counts[: group.size]
         case(f"{counts} tokens on the ranks")
         # One row more on every rank, which is masked.
@@ -46,6 +46,8 @@ def test_token_mean_loss(answer: Answer, group: WatchedGroup) -> None:
             "it is the sum over tokens: nothing divides by their number": total,
             "each loss is divided by this rank's own number of tokens, and summed": each.sum(0),
             "the number of tokens is rounded: 16 bits count to 256 only": total / rounded,
+            "fewer tokens than ranks count as one a rank: ask only if there is any": total
+            / max(sum(counts), len(counts)),
             "a rank without tokens counts as one token": total / sum(max(1, n) for n in counts),
         }
         equal(mean, total / max(1, sum(counts)), "the averaged gradient", ranks=group.size, known=known)

@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor, nn, optim
 
-from refimpl.grading.compare import equal, first_divergence, require
+from refimpl.grading.compare import as_made, equal, first_divergence, require
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import Kept, untouched
 from refimpl.grading.rank import Answer, case
@@ -207,6 +207,7 @@ def test_MasterWeights(answer: Answer, group: WatchedGroup) -> None:
         start = [1 + torch.rand(shape, generator=torch.Generator().manual_seed(0)) for shape in ((7,), (3, 5))]
         params = [nn.Parameter(s.to(dtype)) for s in start]
         master = answer.MasterWeights(params, lambda own: optim.AdamW(own, lr=2e-4))
+        as_made(getattr(master, "optimizer", None), lambda own: optim.AdamW(own, lr=2e-4))
         places = [p.data_ptr() for p in params]
         exact = [nn.Parameter(s.to(dtype).float()) for s in start]
         oracle = optim.AdamW(exact, lr=2e-4)

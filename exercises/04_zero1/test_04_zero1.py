@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from refimpl.grading.compare import Wrong, by_users, close, equal, first_divergence, require
+from refimpl.grading.compare import Wrong, as_made, as_stored, by_users, close, equal, first_divergence, require
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import Kept, own_memory, storage_bytes
 from refimpl.grading.rank import Answer, case
@@ -92,6 +92,7 @@ def test_flatten(answer: Answer, group: WatchedGroup) -> None:
             judge_length(flat.numel(), numel, padded, ranks, any(n.startswith("frozen") for n in moved))
         backwards = torch.cat([*reversed(values), torch.zeros(padded - numel, dtype=dtype)])
         known = {"the parameters lie in the reverse order: take that of model.parameters()": backwards}
+        known |= as_stored([p.to(dtype) for p in trained], padded)
         equal(flat, expected, "the buffer", known=known)
         require(not flat.requires_grad, "the buffer requires a gradient: it is memory, and no parameter of its own")
         own_memory(flat, "the buffer")
@@ -100,7 +101,9 @@ def test_flatten(answer: Answer, group: WatchedGroup) -> None:
         for name, p in model.named_parameters():
             equal(p.detach(), before[name], f"{name} after flatten")
             inside = p.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-            if p.requires_grad:
+            trains = not name.startswith("frozen")
+            require(p.requires_grad == trains, f"{name} has requires_grad={p.requires_grad} now: leave it as it was")
+            if trains:
                 require(inside, f"{name} is a copy: it must be a view of the buffer, so that both change together")
             else:
                 require(not inside, f"{name} is frozen, and yet in the buffer")
@@ -158,6 +161,7 @@ def train(answer: Answer, group: WatchedGroup, make: Make, dtype: torch.dtype) -
     model = Net(seed=0).to(dtype)
     frozen = storage_bytes(p for p in model.parameters() if not p.requires_grad)
     sharded = answer.ShardedOptimizer(model, watched, make)
+    as_made(getattr(sharded, "optimizer", None), make)
     trained = [p for p in model.parameters() if p.requires_grad]
     numel = sum(p.numel() for p in trained)
     padded = -(-numel // group.size) * group.size

@@ -48,7 +48,9 @@ def test_clip_global_norm(answer: Answer, group: WatchedGroup) -> None:
         factor = min(1.0, limit / norm) if norm else 1.0
         for name, t in everyones[group.rank].items():
             names = sum(t is other for other in everyones[group.rank].values())
+            rounded = torch.tensor(factor, dtype=dtype)
             known = {
+                f"limit / norm, {factor:.3g}, was rounded to {dtype} first: multiply by a Python float": t * rounded,
                 "it is not clipped": t,
                 f"it is clipped {names} times: it is one tensor under {names} names": (t * factor**names).to(dtype),
                 "it is multiplied by limit / norm although the norm is within the limit": (

@@ -12,7 +12,7 @@ from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup, all_done, same_traffic
 from refimpl.zero.zero3 import Zero3
 
-FEATURES, LAYERS = 7, 8
+FEATURES, LAYERS = 7, 5
 
 
 class Probe(nn.Module):
@@ -68,22 +68,21 @@ def batch(rank: int, step: int, part: int = 0, dtype: torch.dtype = torch.float3
 
 @on_ranks(2, 3, 4)
 def test_Zero3(answer: Answer, group: WatchedGroup) -> None:
-    for parts in (1, 2):
-        case(f"2 steps of {parts} micro-batch{'es' * (parts > 1)}")
-        train(answer, group, parts, torch.float32)
-    case("2 steps in bf16")
-    train(answer, group, 1, torch.bfloat16)
-    case("an evaluation under torch.no_grad()")
+    for steps, parts, dtype in ((2, 1, torch.float32), (1, 2, torch.float32), (1, 1, torch.bfloat16)):
+        case(f"{dtype}, steps: {steps}, micro-batches: {parts}")
+        train(answer, group, steps, parts, dtype)
     watched, (model, probe), (plain, _) = group.fresh(), net(0), net(0)
     answer.Zero3(model, watched)
-    with torch.no_grad():
-        equal(model(batch(0, 0)), plain(batch(0, 0)), "the output")
-    left = storage_bytes(probe.params)
-    require(left == 0, f"{left} bytes of parameters are still whole after an evaluation")
+    for training in (True, False):
+        case("an evaluation under torch.no_grad()" + ", after model.eval()" * (not training))
+        with torch.no_grad():
+            equal(model.train(training)(batch(0, 0)), plain(batch(0, 0)), "the output")
+        left = storage_bytes(probe.params)
+        require(left == 0, f"{left} bytes of parameters are still whole after an evaluation")
 
 
-def train(answer: Answer, group: WatchedGroup, parts: int, dtype: torch.dtype) -> None:
-    """Two steps of plain descent on the shards, beside one process's; gradients, memory, traffic."""
+def train(answer: Answer, group: WatchedGroup, steps: int, parts: int, dtype: torch.dtype) -> None:
+    """Steps of plain descent on the shards, beside one process's; gradients, memory, traffic."""
     watched, (plain, _) = group.fresh(), net(0)
     plain.to(dtype)
     largest = dtype.itemsize * max(sum(p.numel() for p in m.parameters(recurse=False)) for m in plain.modules())
@@ -102,7 +101,7 @@ def train(answer: Answer, group: WatchedGroup, parts: int, dtype: torch.dtype) -
     of_all = sum(shards.values()) * dtype.itemsize
     kept.judge(of_all, "Zero3(...)", "the shards alone may stay; is a copy of the model kept somewhere?")
     watch_backward(owners)
-    for step in range(2):
+    for step in range(steps):
         watched.ledger.reset()
         zero.grads.clear()
         plain.zero_grad(set_to_none=False)

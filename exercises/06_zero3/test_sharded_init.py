@@ -1,5 +1,7 @@
 """Grades chapter 06's construction: layers are cut as soon as they are built."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -44,8 +46,24 @@ class Large(nn.Module):
             raise ValueError("this constructor fails on purpose")
 
 
+def looked_at(answer: Answer) -> None:
+    """What would end the process when memory that is gone is read, or in an index, becomes a sentence."""
+    shard = answer.ShardedParams
+
+    def once(params: Iterable[nn.Parameter], *args: object) -> object:
+        held = list(params)
+        early = "a module is sharded that has no parameters: call its constructor first; those of its layers count too"
+        require(held, early)
+        twice = "a module is sharded twice: where one constructor calls another, only the outer one may shard"
+        require(all(p.untyped_storage().nbytes() for p in held), twice)
+        return shard(held, *args)
+
+    answer.ShardedParams = once  # type: ignore[attr-defined]
+
+
 @on_ranks(2, 3, 4)
 def test_sharded_init(answer: Answer, group: WatchedGroup) -> None:
+    looked_at(answer)
     originals, names = (nn.Linear.__init__, nn.Embedding.__init__), {*vars(nn.Linear), *vars(nn.Embedding)}
     seen: list[int] = []
     kept = Kept(group)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from refimpl.grading.compare import Wrong, equal, require
+from refimpl.grading.compare import Wrong, as_stored, equal, require
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import Kept, storage_bytes
 from refimpl.grading.rank import Answer, case
@@ -41,6 +41,7 @@ def gather_and_free(answer: Answer, group: WatchedGroup, dtype: torch.dtype) -> 
     end = torch.zeros(shard * group.size - numel, dtype=dtype)
     padded = torch.cat([*(t.reshape(-1) for t in truth), end])
     own = torch.cat([*(p.detach().reshape(-1) for p in odd_params(group.rank, dtype)), end])
+    stored = as_stored(truth, shard * group.size)
     kept = Kept(watched)
     params = odd_params(group.rank, dtype)
     unit = answer.ShardedParams(params, watched)
@@ -49,8 +50,9 @@ def gather_and_free(answer: Answer, group: WatchedGroup, dtype: torch.dtype) -> 
     kept.judge(
         shard * itemsize, "ShardedParams(...)", "self.mine alone may stay; where are the original values, or a copy?"
     )
-    mine, rows = group.rank, (padded.view(group.size, shard), own.view(group.size, shard))
-    judge_shard(unit, rows[0][mine], {"it is cut from this rank's own values: take rank 0's": rows[1][mine]})
+    known = {"it is cut from this rank's own values: take rank 0's": own, **stored}
+    known = {sentence: whole.view(group.size, shard)[group.rank] for sentence, whole in known.items()}
+    judge_shard(unit, padded.view(group.size, shard)[group.rank], known)
     buffer = unit.full
     for again in range(2):
         case(f"{dtype}, gather and free, number {again}")

@@ -130,5 +130,5 @@ class PartitionedInput:
         raise NotImplementedError("PartitionedInput.__init__")
 
     def whole(self) -> Tensor:
-        """x again, by one all-gather: shape, dtype and values."""
+        """x again, by one all-gather: shape, dtype and values, without a graph."""
         raise NotImplementedError("PartitionedInput.whole")

@@ -139,7 +139,8 @@ def judge_resume(answer: Answer, size: int, ranks: int, draws: int, others: int)
     )
     resumed = [answer.ResumableSampler(size, ranks=others, rank=rank, seed=5) for rank in range(others)]
     for sampler in resumed:
-        sampler.load_state_dict(json.loads(states[0]))
+        with untouched(state=(state := json.loads(states[0]))):
+            sampler.load_state_dict(state)
     rest = [list(islice(sampler, size + 1)) for sampler in resumed]
     first = order(size, 0, 5)
     if len(seen) == size:

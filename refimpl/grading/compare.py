@@ -1,10 +1,10 @@
 """Found against expected: where they first differ, and which well-known mistake makes exactly this difference."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn, optim
 
 SHOWN = 6  # values shown around the first difference
 
@@ -146,6 +146,26 @@ def by_users(expected: Mapping[str, Tensor], ranks: int, users: Mapping[str, int
         for name in expected
         if name.startswith(layer) and 0 < n < ranks
     }
+
+
+def as_stored(tensors: Sequence[Tensor], numel: int) -> dict[str, Tensor]:
+    """For `known`: the tensors end to end as their memory has them, zeros behind: [numel]."""
+    flat = torch.cat([t.detach().as_strided((t.numel(),), (1,)) for t in tensors])
+    sentence = "a transposed parameter lies there as in memory: copy values row by row, as reshape(-1) has them"
+    return {sentence: nn.functional.pad(flat, (0, numel - len(flat)))}
+
+
+def as_made(optimizer: object, make: Callable[[list[nn.Parameter]], optim.Optimizer]) -> None:
+    """Raise Wrong unless `optimizer` is of the kind, and has the settings, that make_optimizer gives."""
+    wanted = make([nn.Parameter(torch.zeros(1))])
+    kind = type(wanted).__name__
+    kept = f"self.optimizer is {_a(optimizer)}, and make_optimizer makes a {kind}: keep what it returns"
+    require(type(optimizer) is type(wanted), kept)
+    assert isinstance(optimizer, optim.Optimizer)
+    for name, value in wanted.param_groups[0].items():
+        now = optimizer.param_groups[0].get(name)
+        advice = f"self.optimizer has {name} {now}, and make_optimizer gives it {value}: leave its settings alone"
+        require(name == "params" or now == value, advice)
 
 
 def _values(t: Tensor, start: int) -> str:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from refimpl.comm.group import Group
+from refimpl.grading.calls import unwatched
 from refimpl.grading.compare import Wrong, require
 
 SLACK = 128  # bytes
@@ -27,18 +28,27 @@ TRIES = 30
 
 def alive(apart: Iterable[Tensor] = ()) -> int:
     """Bytes behind all tensors of this process, each storage once, gradients too; less the storages of `apart`."""
-    gc.collect()
-    found: dict[int, int] = {}
-    for obj in gc.get_objects():
-        kind = type(obj)
-        if issubclass(kind, UntypedStorage):
-            found[obj._cdata] = obj.nbytes()
-        elif issubclass(kind, Tensor) and obj.layout == torch.strided and obj.device.type != "meta":
-            own = [obj, obj.grad] if obj.is_leaf and obj.grad is not None else [obj]
-            found |= {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in own}
+    with unwatched():
+        found = everywhere()
     for t in apart:
         found.pop(t.untyped_storage()._cdata, None)
     return sum(found.values())
+
+
+def everywhere() -> dict[int, int]:
+    """Every storage that this process can reach -> its bytes."""
+    gc.collect()
+    kinds = (UntypedStorage, Tensor)
+    found: dict[int, int] = {}
+    for obj in gc.get_objects():
+        if not issubclass(type(obj), kinds):
+            continue
+        if isinstance(obj, UntypedStorage):
+            found[obj._cdata] = obj.nbytes()
+        elif obj.layout == torch.strided and obj.device.type != "meta":
+            own = [obj, obj.grad] if obj.is_leaf and obj.grad is not None else [obj]
+            found |= {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in own}
+    return found
 
 
 class Kept:

@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
+from worlds import run
 
+from refimpl.comm.group import Group
 from refimpl.compress.blocks import Blocks
 from refimpl.compress.compressor import Compressor
+from refimpl.compress.exchange import Served
 from refimpl.compress.feedback import ErrorFeedback
 from refimpl.compress.sign import Sign
 
@@ -89,3 +92,41 @@ def test_compression_pays_below_the_speed_of_the_formula() -> None:
     limit = (dense - wire) / seconds
     for rate, pays in ((0.95 * limit, True), (1.05 * limit, False)):
         assert (seconds + wire / rate < dense / rate) is pays
+
+
+def error_of(ranks: int, ring: bool) -> float:
+    """Of the sum of gradients in int4, against its norm: a ring's partial sums, or originals in two hops of sqrt(N)."""
+    torch.manual_seed(ranks)
+    int4, grads = Blocks(4), [torch.randn(4096) for _ in range(ranks)]
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return int4.decompress(int4.compress(x), len(x))
+
+    exact = torch.stack(grads).sum(0)
+    if ring:
+        total = grads[0]
+        for own in grads[1:]:
+            total = rounded(total) + own
+    else:
+        node = math.isqrt(ranks)
+        inside = [sum(map(rounded, grads[i : i + node]), torch.zeros(4096)) for i in range(0, ranks, node)]
+        total = sum(map(rounded, inside), torch.zeros(4096))
+    return float((total - exact).norm() / exact.norm())
+
+
+def test_a_ring_of_rounded_sums_loses_more_with_every_rank_and_two_hops_do_not() -> None:
+    assert error_of(64, ring=True) > 3 * error_of(4, ring=True)
+    assert error_of(64, ring=False) < 1.2 * error_of(4, ring=False)
+
+
+def one_bit(n: int) -> int:
+    group = Group.world()
+    Served(group, Sign(), n).mean(torch.randn(n), torch.empty(n)).wait()
+    return sum(group.ledger.sent_bytes().values())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_one_bit_an_element_travels_twice(ranks: int) -> None:
+    n = 8 * 12 * 100
+    scales = 2 * 4 * (ranks - 1)
+    assert run(one_bit, n, ranks=ranks) == [2 * (ranks - 1) * n // ranks // 8 + scales] * ranks

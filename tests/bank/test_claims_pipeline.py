@@ -9,7 +9,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from refimpl.bank.card import Order
 from refimpl.bank.load import load
-from refimpl.parallel.pipeline.clock import alive, play
+from refimpl.parallel.pipeline.clock import alive, bubble, play
 from refimpl.parallel.pipeline.schedules.named import schedule
 
 
@@ -52,3 +52,20 @@ def test_batch_norm_sees_a_micro_batch_and_layer_norm_does_not_care() -> None:
     for norm, same in ((nn.BatchNorm1d(3), False), (nn.LayerNorm(3), True)):
         parts = torch.cat([norm(part) for part in batch.chunk(4)])
         assert torch.allclose(parts, norm(batch)) == same
+
+
+def test_interleaved_the_first_rank_holds_the_cards_chunks() -> None:
+    for p in (4, 8):
+        for v in (2, 3, 4):
+            assert alive(schedule("interleaved", p, 2 * p, v))[0] == (v - 1) * p + 2 * (p - 1) + 1
+
+
+def test_dualpipe_trades_copies_and_one_more_micro_batch_for_a_short_bubble() -> None:
+    for p in (4, 8):
+        tables = {name: schedule(name, p, 2 * p) for name in ("1f1b", "zb-h1", "dualpipe")}
+        holders = [{op.stage for op in order} for order in tables["dualpipe"].orders]
+        assert all(len(stages) == 2 for stages in holders)
+        assert all(sum(stage in stages for stages in holders) == 2 for stage in range(p))
+        assert alive(tables["dualpipe"]) == [p + 1] * p
+        idle = [bubble(tables[name]) for name in ("dualpipe", "zb-h1", "1f1b")]
+        assert idle == [p / 2 - 1, p - 1, 3 * (p - 1)]  # of operations as long as a forward

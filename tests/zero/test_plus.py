@@ -170,6 +170,7 @@ def test_bytes_between_nodes_are_the_formulas_and_the_papers(by: str) -> None:
 def test_until_the_next_update_nothing_crosses_nodes_twice() -> None:
     once, *_ = over_cables(2, 2, HPZ, 1)[0]
     thrice, *_ = over_cables(2, 2, HPZ, 3)[0]
+    assert once.forward > 0, "after an update"
     assert (thrice.forward, thrice.backward, thrice.gradients) == (once.forward, 0, 3 * once.gradients)
 
 

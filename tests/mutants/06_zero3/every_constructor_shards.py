@@ -1,7 +1,7 @@
 """Of two named classes, one derived from the other, both constructors shard the module.
 
 task: sharded_init
-says: the outer one alone shards
+says: a module is sharded twice
 """
 
 from contextlib import contextmanager

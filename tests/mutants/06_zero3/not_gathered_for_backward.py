@@ -2,7 +2,7 @@
 
 task: Zero3
 says: a parameter is used while it has no memory
-says: the backward of module 14
+says: the backward of module 8
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
 """The result itself is kept, which the next operation changes in place.
 
 task: KeepResults
-says: the second run's result is wrong
+says: the second run's result: what is kept was changed in place
 """
 
 import torch

@@ -1,7 +1,7 @@
 """A kept operation loses its keyword arguments.
 
 task: KeepResults
-says: run's result is wrong
+says: keyword `alpha` is lost
 """
 
 import torch

@@ -1,0 +1,72 @@
+"""What cards on mixtures of experts claim and no other test shows."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from worlds import run
+
+from refimpl.comm.group import Group
+from refimpl.model.gates import Routing, route
+from refimpl.model.moe import mix, mix_dense
+from refimpl.model.routes import balance_loss
+from refimpl.parallel.expert.exchange import Flat, Hierarchical
+
+
+def test_moving_by_one_hot_products_costs_the_cards_operations_and_sorting_none() -> None:
+    tokens, width, experts = 64, 8, 4
+    x = torch.randn(tokens, width)
+    for k in (1, 2):
+        routes = route(torch.randn(tokens, experts), Routing(k=k, capacity_factor=1.0, min_capacity=1))
+        for way, operations in ((mix_dense, 4 * k * tokens**2 * width), (mix, 0)):
+            with FlopCounterMode(display=False) as counter:
+                way(lambda rows, sizes: rows, x, routes)
+            assert counter.get_total_flops() == operations
+
+
+def test_the_balance_loss_has_its_gradient_through_the_probabilities_alone() -> None:
+    counts = torch.tensor([5, 2, 1, 0])
+    probs = torch.randn(8, 4).softmax(1).requires_grad_()
+    (grad,) = torch.autograd.grad(balance_loss(probs, counts), probs)
+    torch.testing.assert_close(grad, (4 * counts / 8 / 8).expand(8, 4))  # E f_e, of a mean over 8 tokens
+    even = torch.tensor([2, 2, 2, 2])
+    torch.testing.assert_close(balance_loss(probs, even), torch.tensor(1.0))
+
+
+def crossing(node: int) -> list[tuple[int, int]]:
+    """Messages that this rank sends to other nodes, and their bytes: straight, and through the nodes."""
+    group = Group.world()
+    here, rows = group.rank // node, [[3] * group.size for _ in range(group.size)]
+    x = torch.randn(3 * group.size, 5)
+    straight, by_nodes = Flat(group), Hierarchical(group, node)
+    assert torch.equal(straight(x, rows), by_nodes(x, rows))
+    far = [rank for rank in range(group.size) if rank // node != here]
+    bytes_ = group.ledger.sent_bytes("tag")["tokens between nodes"]
+    return [(len(far), len(far) * 3 * 5 * 4), (by_nodes.across.size - 1, bytes_)]
+
+
+def test_through_the_nodes_go_as_many_bytes_in_fewer_messages() -> None:
+    for straight, by_nodes in run(crossing, 2, ranks=4):
+        assert by_nodes[1] == straight[1]
+        assert by_nodes[0] * 2 == straight[0]
+
+
+def distance(averaged: bool) -> Tensor:
+    """The difference of two experts' weights after 50 steps of Adam, each of them with tokens of its own."""
+    torch.manual_seed(0)
+    experts = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    begun = (experts[0].weight - experts[1].weight).detach()
+    adam = torch.optim.Adam([e.weight for e in experts], lr=0.01)
+    for _ in range(50):
+        grads = [
+            torch.autograd.grad((e(x) - aim * x).square().mean(), e.weight)[0]
+            for e, aim, x in zip(experts, (1.0, -1.0), torch.randn(2, 16, 4), strict=True)
+        ]
+        for e, grad in zip(experts, grads, strict=True):
+            e.weight.grad = (grads[0] + grads[1]) / 2 if averaged else grad
+        adam.step()
+    return (experts[0].weight - experts[1].weight).detach() - begun
+
+
+def test_experts_that_learn_from_the_mean_of_strangers_keep_their_first_difference() -> None:
+    assert distance(averaged=True).abs().max() < 1e-5
+    assert distance(averaged=False).abs().max() > 0.1

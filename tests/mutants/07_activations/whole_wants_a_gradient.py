@@ -1,0 +1,21 @@
+"""What comes back is a leaf that requires a gradient, as x may have been.
+
+task: PartitionedInput
+says: whole() requires a gradient
+"""
+
+import torch
+
+
+class PartitionedInput:
+    def __init__(self, x, group):
+        self.group, self.shape = (group, x.shape)
+        size = -(-x.numel() // group.size)
+        self.mine = torch.zeros(size, dtype=x.dtype)
+        part = x.detach().reshape(-1)[group.rank * size : (group.rank + 1) * size]
+        self.mine[: part.numel()] = part
+
+    def whole(self):
+        out = torch.empty(self.mine.numel() * self.group.size, dtype=self.mine.dtype)
+        self.group.all_gather(out, self.mine)
+        return out[: self.shape.numel()].view(self.shape).requires_grad_(out.is_floating_point())
