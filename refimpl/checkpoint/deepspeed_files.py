@@ -149,6 +149,11 @@ def given(folder: Path) -> tuple[Path, str]:
     with naming(folder):
         if any(OPTIM.fullmatch(path.name) for path in folder.iterdir()):
             return folder, folder.name
+        if (folder / "zero/optimizer_state.pt").is_file():
+            raise CheckpointError(
+                f"{folder}: made by DeepSpeed's ds_to_universal: import the checkpoint that it was made of; what is "
+                "imported is loaded at any stage and number of ranks as it is"
+            )
         latest = folder / "latest"
         if not latest.is_file():
             raise CheckpointError(f"{folder}: no *_optim_states.pt and no latest; pass the folder of a checkpoint")

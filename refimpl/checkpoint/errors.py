@@ -62,8 +62,8 @@ def explained(error: BaseException) -> str:
     return f"{text}; {remedy}" if remedy else text
 
 
-def together(group: Group, do: Callable[[], T]) -> T:
-    """do() on every rank. If any rank's raises, every rank raises a CheckpointError that says which and why.
+def together(group: Group, do: Callable[[], T], kind: type[Exception] = CheckpointError) -> T:
+    """do() on every rank. If any rank's raises, every rank raises one of `kind` that says which and why.
 
     A collective. `do` must hold none itself: a rank that has failed would be missing in it.
     """
@@ -72,10 +72,10 @@ def together(group: Group, do: Callable[[], T]) -> T:
         result = do()
     except Exception as error:
         failure = error
-    mine = None if failure is None else str(failure) if isinstance(failure, CheckpointError) else repr(failure)
+    mine = None if failure is None else str(failure) if isinstance(failure, kind) else repr(failure)
     said = group.all_gather_object(mine)
     if any(text is not None for text in said):
-        raise CheckpointError(by_rank(said)) from failure
+        raise kind(by_rank(said)) from failure
     return result
 
 

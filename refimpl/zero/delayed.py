@@ -53,10 +53,12 @@ class DelayedUpdate(OffloadedUpdate):
 
     def catch_up(self) -> bool:
         """Wait for the update under way and publish it on this rank; whether there was one. Raises what it raised."""
+        used = self.used
         try:
-            self.behind.wait()
+            if used:
+                self.on_every_rank(self.behind.wait)
         finally:
-            used, self.used = self.used, {}
+            self.used = {}
         if self.torn:
             return False
         for bucket in used:

@@ -3,6 +3,10 @@
 Masters are copies, fp32 ones too: 4 bytes a parameter more than without a home, but not where the model is. A step over
 a `Disk` reads and writes every part once (AdamW: 12 bytes a parameter each way, divided by N) and keeps in memory no
 more than the home's buffers. The arithmetic is that of `Update`, on the same elements: same bits.
+
+A block that the disk does not give back is found when its part comes, and the parts before it are a step ahead then.
+No second copy is kept of what is lost: the way back is a checkpoint. Every rank hears of it at once, and nothing of
+half a step is computed with, shown or saved.
 DeepSpeed: deepspeed/runtime/zero/stage3.py, `_optimizer_step` over sub-groups.
 """
 
@@ -12,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from refimpl.checkpoint.errors import together
 from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import Disk, away
 from refimpl.zero.brought import Brought
@@ -20,6 +25,10 @@ from refimpl.zero.parts import Part, size_of
 from refimpl.zero.resting import resting
 from refimpl.zero.update import master_of
 
+HALF = (
+    "A step was interrupted in the middle of its update: of the weights and states here some are of before it, some of "
+    "after it. Load a checkpoint with its optimizer state; if the disk fails, start again on another and load it there"
+)
 Handed = tuple[Tensor, float, set[nn.Parameter]]  # mean gradient, its factor, the parameters to leave alone
 
 
@@ -84,8 +93,19 @@ class OffloadedUpdate(Brought):
         self.check(closure)
         if self.masters.keys() - self.gone:
             super().apply()
-        self.update_parts(self.handed, self.slices.settings())
+        self.on_every_rank(lambda: self.update_parts(self.handed, self.slices.settings()))
         self.handed = {}
+
+    def on_every_rank(self, update: Callable[[], object]) -> None:
+        """update(); where a disk fails one rank, every rank raises an OffloadError. A collective if there is a disk."""
+        if not isinstance(self.home, Disk):
+            update()
+            return
+        try:
+            together(self.group, update, OffloadError)
+        except OffloadError as error:
+            self.torn = OffloadError(HALF)
+            raise OffloadError(f"{error}. {HALF}") from error
 
     def check(self, closure: Callable[[], Any] | None) -> None:
         """Whether a step can be taken."""
@@ -96,9 +116,7 @@ class OffloadedUpdate(Brought):
     @torch.no_grad()
     def update_parts(self, handed: dict[Bucket, Handed], settings: list[dict[str, Any]]) -> None:
         """Each part in turn: its gradient, the optimizer's step with these settings of its groups, the weights."""
-        self.torn = OffloadError(
-            "an earlier step was interrupted in the middle of its update: load a checkpoint with its optimizer state"
-        )
+        self.torn = OffloadError(HALF)
         parts = [part for part in self.parts if part.bucket in handed]
         for part in parts:
             part.beside = self.resting.run(part.bucket, part.start) if self.resting else None

@@ -191,6 +191,9 @@ def test_what_is_missing_damaged_or_of_another_kind_is_named(written: Path, tmp_
     (folder / "layer_00-model_states.pt").unlink()
     (tmp_path / "ds/latest").unlink()
     refused(r"ds: no \*_optim_states.pt and no latest")
+    (tmp_path / "ds/zero").mkdir()
+    (tmp_path / "ds/zero/optimizer_state.pt").touch()
+    refused(r"ds: made by DeepSpeed's ds_to_universal: import the checkpoint that it was made of")
     import_folder(folder, tmp_path / "out")
     engine = refimpl.initialize(model=net(), config=settings(0) | {"optimizer": {"type": "AdamW"}})[0]
     with pytest.raises(

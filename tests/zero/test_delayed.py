@@ -125,15 +125,15 @@ def optimizer_alone_loaded(disk: Disk) -> list[str]:
 
 def test_only_a_whole_saved_state_ends_half_a_step(tmp_path: Path) -> None:
     torn, healed = run(optimizer_alone_loaded, Disk(tmp_path), ranks=2)[0]
-    assert "an earlier step was interrupted" in torn
+    assert "A step was interrupted in the middle of its update" in torn
     assert healed == "trained"
 
 
 def test_what_went_wrong_behind_reaches_the_next_step(tmp_path: Path) -> None:
     first, second, third = run(failing, Disk(tmp_path), ranks=2)[0]
     assert "are not what was written there" in first
-    assert "an earlier step was interrupted" in second
-    assert "an earlier step was interrupted" in third
+    assert "A step was interrupted in the middle of its update" in second
+    assert "A step was interrupted in the middle of its update" in third
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def altered(disk: Disk) -> list[str]:
 def test_a_byte_that_changed_on_the_disk_is_noticed(tmp_path: Path) -> None:
     first, second = run(altered, Disk(tmp_path), ranks=2)[0]
     assert "are not what was written there" in first
-    assert "an earlier step was interrupted" in second
+    assert "A step was interrupted in the middle of its update" in second
 
 
 def clipped_by_hand(stage: str, disk: Disk | None) -> dict[str, Tensor]:

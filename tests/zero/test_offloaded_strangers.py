@@ -100,7 +100,7 @@ def torn(home: Host, late: bool) -> list[str]:
         steps(here, 1, 2)
         here.catch_up()
 
-    with pytest.raises(OSError, match="told to"):
+    with pytest.raises(OffloadError if isinstance(home, Disk) else OSError, match="told to"):
         one_more()
     said = []
     for look in (here.state_dict, here.full_state_dict, here.optimizer.state_dict):
@@ -116,7 +116,8 @@ def torn(home: Host, late: bool) -> list[str]:
 @pytest.mark.parametrize("late", [False, True])
 def test_half_a_step_cannot_be_saved(late: bool, home: str, tmp_path: Path) -> None:
     for said in run(torn, HOMES[home](tmp_path), late, ranks=2)[0]:
-        assert "interrupted in the middle of its update: load a checkpoint with its optimizer state" in said
+        assert "interrupted in the middle of its update" in said
+        assert "Load a checkpoint with its optimizer state" in said
 
 
 def written_locally(home: Host | None, dtype: torch.dtype) -> dict[str, Tensor]:
