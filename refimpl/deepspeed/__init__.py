@@ -40,7 +40,7 @@ from refimpl.deepspeed.runtime.lr_schedules import add_tuning_arguments
 from refimpl.deepspeed.runtime.pipe.engine import PipelineEngine
 from refimpl.deepspeed.utils import OnDevice, log_dist, logger
 from refimpl.engine import initialize as _engine
-from refimpl.engine.cut import AUTOTP_SIZE
+from refimpl.engine.cut import AUTOTP_DTYPE, AUTOTP_SIZE
 from refimpl.engine.trained import MakeOptimizer, Parameters
 
 __version__ = version = VERSION
@@ -121,12 +121,13 @@ def initialize(
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **options: Any) -> nn.Module:
     """The same model in `dtype`, to be cut over tp_size ranks by `initialize`, as if its configuration said so.
 
-    NotImplementedError for `config`, and for options such as tp_group: an mpu given to `initialize` has groups.
+    config: that which `initialize` is given too, as transformers' Trainer does; it is read there. NotImplementedError
+    for options such as tp_group: an mpu given to `initialize` has groups.
     """
-    if config is not None or options:
-        what = ", ".join(["config"] * (config is not None) + list(options))
-        raise NotImplementedError(f"tp_model_init: {what}: write it in the configuration, or give initialize an mpu")
+    if options:
+        raise NotImplementedError(f"tp_model_init: {', '.join(options)}: give initialize an mpu")
     setattr(model, AUTOTP_SIZE, tp_size)
+    setattr(model, AUTOTP_DTYPE, dtype)
     return model.to(dtype)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, Dataset
 
 from refimpl.engine.dataloader import make_dataloader
@@ -90,6 +91,20 @@ class Asked(TrainingState):
     def mp_world_size(self) -> int:
         """Ranks that share every layer."""
         return self.axes.tensor.size
+
+    def autotp_size(self) -> int:
+        """The same, as the configuration or `tp_model_init` asked for it; 0 without tensor parallelism."""
+        return self.config.tensor_parallel.autotp_size
+
+    @property
+    def data_parallel_group(self) -> ProcessGroup | None:
+        """torch's group of the ranks that read different batches; None where there is one."""
+        return self.axes.data.handle
+
+    @property
+    def seq_parallel_group(self) -> ProcessGroup | None:
+        """torch's group of the ranks that share sequences; None where none do."""
+        return self.axes.context.handle
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
 from refimpl.engine.config import DeepSpeedConfig, load_config
-from refimpl.engine.cut import counted_elsewhere, cut
+from refimpl.engine.cut import AUTOTP_DTYPE, counted_elsewhere, cut
 from refimpl.engine.dataloader import first_batch, make_dataloader
 from refimpl.engine.experts import ExpertRanks, deal_out, refuse_unlike, same_experts
 from refimpl.engine.homes import with_homes
@@ -115,6 +115,9 @@ def read(config: Mapping[str, Any] | str | Path, axes: Axes, model: nn.Module) -
     settings = load_config(config, world_size=axes.feeds, model=model, rank=axes.world.rank)
     check_layout(settings, axes, isinstance(model, PipelineModule))
     check_agreed(settings, axes)
+    dtype, asked = settings.zero_config().dtype, getattr(model, AUTOTP_DTYPE, None)
+    if dtype is not None and asked not in (None, dtype):
+        raise ConfigError(f"the configuration is for {dtype}, and tp_model_init was asked for {asked}: which?")
     if (log := settings.comms_logger).enabled:
         axes.world.ledger.log = CommsLog(True, log.verbose, log.prof_all, log.prof_ops, log.debug)
     if settings.log_level is not None:

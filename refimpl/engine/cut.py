@@ -37,7 +37,7 @@ from refimpl.parallel.tensor import cuts
 from refimpl.zero.beyond import Spans
 from refimpl.zero.unit import unit_of
 
-AUTOTP_SIZE = "_autotp_size"  # of a model: asked for by deepspeed.tp_model_init
+AUTOTP_SIZE, AUTOTP_DTYPE = "_autotp_size", "_autotp_dtype"  # of a model: asked for by deepspeed.tp_model_init
 OTHERS_FLAGS = ("model_parallel", "tensor_model_parallel")  # of Megatron's and DeepSpeed's users
 
 

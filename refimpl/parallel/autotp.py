@@ -63,14 +63,19 @@ def autotp(
     change: logits are gathered. Call it before the optimizer is made.
 
     ValueError without an example, if nothing can be cut, and if a plan cannot be kept, with the reasons. RuntimeError
-    if cuts that were each right are not together. The model's layers are then what they were.
+    if cuts that were each right are not together. The model's layers are then what they were. A plan of no layers needs
+    no example: each rank keeps the whole model.
     """
-    example = known_example(model, example)
+    keeps_all = plan is not None and not plan
+    example = None if keeps_all else known_example(model, example)
     if group.size == 1:
         return describe(Cut(), dict.fromkeys(plain_layers(model), "one rank"))
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_contiguous():
             group.broadcast(tensor.data, tag=TAG)
+    if keeps_all:
+        common_numbers(model, group)
+        return describe(Cut(), dict.fromkeys(plain_layers(model), "the plan has no layer"))
     stage = set_up(model, example, group)
     regions, why = proposed(stage.twin, partial(called, example=example), group.size)
     if plan is not None:
@@ -120,11 +125,11 @@ def rehearsed(stage: Stage, regions: list[Region], why: dict[str, str], strict: 
 
 
 def set_up(model: nn.Module, example: Any, group: Group) -> Stage:
-    """A twin in fp64, or in fp32 if it has operations that know no fp64."""
+    """A twin in fp64, or in fp32 if it has operations that know no fp64, or put its least number into fp32 (XGLM)."""
     try:
         return with_and_without_mask(rehearsal.make_twin(model), example, group)
     except RuntimeError as error:
-        if "Double" not in str(error):
+        if "Double" not in str(error) and "without overflow" not in str(error):
             raise
     return with_and_without_mask(rehearsal.make_twin(model, torch.float32), example, group)
 
@@ -156,7 +161,10 @@ def known_example(model: nn.Module, example: Any) -> Any:
     example = getattr(model, "dummy_inputs", None) if example is None else example
     if example is None:
         name = type(model).__name__
-        raise ValueError(f"{name} has no dummy_inputs: give autotp an example of what it is called with")
+        raise ValueError(
+            f"{name} has no dummy_inputs: give autotp an example of what it is called with, initialize its "
+            "training_data, or the model that attribute"
+        )
     return example
 
 

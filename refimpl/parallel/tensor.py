@@ -126,7 +126,7 @@ class ColumnParallelLinear(Parted):
             raise ValueError(f"{name}: {outputs} outputs are not blocks of {blocks}")
         if gathered and copies > 1:
             raise ValueError(f"{name}: outputs that are gathered are one of a kind: copies must be 1, not {copies}")
-        self.split = Split(sizes, sizes[0] if units is None else units, group.size, name, copies)
+        self.split = Split(sizes, sizes if units is None else units, group.size, name, copies)
         if self.outputs_dim and self.split.copied(0) not in ([], [slice(0, self.split.sizes[0])]):
             raise ValueError(f"{name}: outputs of which some are copied must be the weight's first dimension")
         self.gathered, self.enter, self.draws = gathered, enter, draws

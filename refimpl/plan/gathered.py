@@ -70,11 +70,7 @@ class Walk:
         self.budgets, self.trace, self.whole, self.most = budgets, Trace(), set[Any](), 0
 
     def step(self, around: list[Any], before: Units, blocks: Units, behind: Units) -> None:
-        """Forward through all, and back. around: the model's own.
-
-        Backward is through with a block when it has the gradient of its input, which is the output of the block before:
-        that one is gathered first (`Fetch.hold`).
-        """
+        """Forward through all, and back. around: the model's own."""
         self.trace.restart()
         self.need(around, "forward")
         for units in (*before, *blocks, *behind):
@@ -82,20 +78,10 @@ class Walk:
             self.leave(units)
         self.leave(around)
         self.need(around, "backward")
-        self.back(behind)
-        last: list[Any] = []
-        for units in reversed(blocks):
-            self.need(units, "backward")
-            self.reduce(last)
-            last = units
-        self.reduce(last)
-        self.back(before)
-        self.reduce(around)
-
-    def back(self, modules: Units) -> None:
-        for units in reversed(modules):
+        for units in reversed([*before, *blocks, *behind]):
             self.need(units, "backward")
             self.reduce(units)
+        self.reduce(around)
 
     def need(self, units: list[Any], during: Pass) -> None:
         """They are used, and the next ones are on their way."""

@@ -123,10 +123,10 @@ def qwen2_moe(c: Config) -> Shape:
     return mixture(shape, c, "moe_intermediate_size", shared=shared, beside=shape.width, dense=every_other(c))
 
 
-def olmoe(c: Config) -> Shape:
+def olmo2(c: Config) -> Shape:
     """Norms over all queries and all keys."""
     shape = llama(c)
-    return mixture(replace(shape, each=shape.each + shape.queries + shape.keys(), joined=True), c)
+    return replace(shape, each=shape.each + shape.queries + shape.keys(), joined=True)
 
 
 def gpt_oss(c: Config) -> Shape:
@@ -136,6 +136,10 @@ def gpt_oss(c: Config) -> Shape:
     return mixture(
         replace(shape, each=shape.each + shape.heads, joined=True), c, beside=c["num_local_experts"], biases=biases
     )
+
+
+def glm(c: Config, norms: int = 2) -> Shape:
+    return llama({"attention_bias": True, **c}, norms=norms, output=False, head=128)
 
 
 def glm4_moe(c: Config) -> Shape:
@@ -169,7 +173,12 @@ FAMILIES: dict[str, Callable[[Config], Shape]] = {
     "phi3": llama,
     "gemma": partial(llama, tied=True, head=256),
     "gemma2": partial(llama, tied=True, norms=4, head=256),
+    "gemma3_text": partial(llama, tied=True, norms=4, head_norms=2, head=256),
     "granite": llama,
+    "smollm3": partial(llama, tied=True),
+    "olmo2": olmo2,
+    "glm": glm,
+    "glm4": partial(glm, norms=4),
     "falcon": falcon,
     "gptj": gptj,
     "gpt_neox": neox,
@@ -180,7 +189,7 @@ FAMILIES: dict[str, Callable[[Config], Shape]] = {
     "bloom": bloom,
     "mixtral": lambda c: mixture(llama(c), c),
     "granitemoe": lambda c: mixture(llama(c), c),
-    "olmoe": olmoe,
+    "olmoe": lambda c: mixture(olmo2(c), c),
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": lambda c: mixture(llama(c, head_norms=2), c, "moe_intermediate_size", dense=every_other(c)),
     "glm4_moe": glm4_moe,

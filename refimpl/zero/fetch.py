@@ -113,7 +113,9 @@ class Fetch:
         if self.units_of[module]:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(Hook(lambda _: self.before_backward(module)))  # type: ignore[no-untyped-call]
+                    node = tensor.grad_fn  # its hooks come after the tensor's: a leaf module behind is freed first
+                    hooked = tensor.register_hook if node is None else node.register_prehook
+                    hooked(Hook(lambda _: self.before_backward(module)))
         if not in_backward():
             busy = [u for inside in self.running for u in self.units_of[inside.module]]
             done = [u for u in self.units_of[module] if u not in busy]

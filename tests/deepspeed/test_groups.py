@@ -22,11 +22,15 @@ def answers(how: str) -> tuple[dict[str, int], list[int], list[list[int]]]:
     deepspeed.init_distributed()
     model = GPT(SHAPE)
     if how == "tensor":
-        model = deepspeed.tp_model_init(model, tp_size=2, dtype=torch.bfloat16)
+        config = {**CONFIG, "bf16": {"enabled": True}}
+        model = deepspeed.tp_model_init(model, tp_size=2, dtype=torch.bfloat16, config=config)  # as transformers does
         assert next(model.parameters()).dtype == torch.bfloat16
-        engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "bf16": {"enabled": True}})
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        assert engine.autotp_size() == 2
+        assert engine.data_parallel_group is groups._get_data_parallel_group()
     else:
         engine, *_ = deepspeed.initialize(model=model, config=CONFIG, mesh_param=(2, 2))
+        assert engine.seq_parallel_group is groups._get_sequence_parallel_group()
     engine.train_batch(iter([(torch.zeros(1, 8, dtype=torch.int64),) * 2]))
     sizes = {
         "data": groups._get_data_parallel_world_size(),
@@ -56,6 +60,9 @@ def test_a_configuration_that_contradicts_tp_model_init_is_refused() -> None:
     model = deepspeed.tp_model_init(GPT(SHAPE), tp_size=2, dtype=torch.float32)
     with pytest.raises(ConfigError, match="autotp_size is 4, and tp_model_init was asked for 2"):
         deepspeed.initialize(model=model, config=CONFIG | {"tensor_parallel": {"autotp_size": 4}})
+    half = deepspeed.tp_model_init(GPT(SHAPE), tp_size=1, dtype=torch.float16)
+    with pytest.raises(ConfigError, match=r"is for torch\.bfloat16, and tp_model_init was asked for torch\.float16"):
+        deepspeed.initialize(model=half, config=CONFIG | {"bf16": {"enabled": True}})
 
 
 def test_sequence_ranks() -> None:

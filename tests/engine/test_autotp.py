@@ -39,14 +39,17 @@ Found = tuple[dict[str, Tensor], list[float], list[float]]
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-3}}  # of a gradient that is 0 but for rounding: nothing
 
 
-def trained(name: str, tp: int, folder: Path | None = None, optimizer: dict[str, Any] | None = None) -> Found:
+def trained(
+    name: str, tp: int, folder: Path | None = None, optimizer: dict[str, Any] | None = None, partition: Any = None
+) -> Found:
     """The whole weights, losses and norms. The loss is the mean square of what the model says, whatever that is."""
     torch.manual_seed(0)
     model: nn.Module = getattr(models, name)()
     known = next(iter(getattr(model, "dummy_inputs", None) or models.tokens()))
     config = {
         "train_batch_size": 4, "gradient_clipping": 0.5, "zero_optimization": {"stage": 1},
-        "optimizer": optimizer or {"type": "SGD", "params": {"lr": 0.1}}, "tensor_parallel": {"autotp_size": tp},
+        "optimizer": optimizer or {"type": "SGD", "params": {"lr": 0.1}},
+        "tensor_parallel": {"autotp_size": tp, "partition_config": partition},
     }  # fmt: skip
     engine, _, loader, _ = initialize(model=model, training_data=Texts(known), config=config)
     losses, norms = [], []
@@ -62,10 +65,10 @@ def trained(name: str, tp: int, folder: Path | None = None, optimizer: dict[str,
 
 
 def same_as_alone(
-    name: str, tp: int, folder: Path | None = None, optimizer: dict[str, Any] | None = None
+    name: str, tp: int, folder: Path | None = None, optimizer: dict[str, Any] | None = None, partition: Any = None
 ) -> dict[str, Tensor]:
     ((expected, losses, norms),) = run(trained, name, 1, None, optimizer, ranks=1)
-    for weights, found, found_norms in run(trained, name, tp, folder, optimizer, ranks=tp):
+    for weights, found, found_norms in run(trained, name, tp, folder, optimizer, partition, ranks=tp):
         assert found == pytest.approx(losses, rel=1e-5)
         assert found_norms == pytest.approx(norms, rel=1e-4)
         for key, w in expected.items():
@@ -160,6 +163,14 @@ def test_deepspeeds_partition_config_chooses_the_layers() -> None:
         assert found == [f"stack.{i}.b.one" for i in range(3)]
     with pytest.raises(launch.RankError, match=r"tensor_parallel.partition_config: .*no layer matches"):
         run(by_config, [{"patterns": ["nowhere"], "partition_type": "row"}])
+
+
+@pytest.mark.parametrize("partition", [{"layer_specs": [{"patterns": [".*"], "partition_type": "skip"}]}, {}])
+def test_a_partition_config_that_skips_all_cuts_nothing_and_an_empty_one_is_found_out(partition: Any) -> None:
+    same_as_alone("stranger", 2, partition=partition)
+    cut = run(by_config, partition.get("layer_specs", []))
+    assert cut[0] == cut[1]
+    assert bool(cut[0]) == (not partition)
 
 
 def other_batches() -> list[str]:

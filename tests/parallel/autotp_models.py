@@ -78,7 +78,15 @@ def neox() -> nn.Module:
     return GPTNeoXForCausalLM(GPTNeoXConfig(**COMMON))
 
 
-FAMILIES = [llama, llama_grouped, llama_biased, mistral, qwen2, qwen3, gpt2, bert, t5, t5_gated, neox]
+def xglm() -> nn.Module:
+    """Puts the least number of the scores' dtype into an fp32 tensor, which fp64's does not fit."""
+    from transformers import XGLMConfig, XGLMForCausalLM
+
+    sizes = {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 64}
+    return XGLMForCausalLM(XGLMConfig(vocab_size=VOCAB, dropout=0.0, attention_dropout=0.0, **sizes))
+
+
+FAMILIES = [llama, llama_grouped, llama_biased, mistral, qwen2, qwen3, gpt2, bert, t5, t5_gated, neox, xglm]
 
 
 def tokens() -> dict[str, Tensor]:

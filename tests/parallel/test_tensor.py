@@ -78,6 +78,9 @@ def kinds() -> None:
     torch.testing.assert_close(
         column.split.gather(column.weight.grad, group, 0, "test"), qkv.weight.grad, rtol=1e-4, atol=1e-4
     )
+    uneven = nn.Linear(16, 8 + 5 + 5)  # queries, keys and values: of each block every rank has some outputs
+    part_of_each = ColumnParallelLinear(uneven, group, blocks=(8, 5, 5), gathered=True)
+    torch.testing.assert_close(part_of_each(x), uneven(x), rtol=1e-5, atol=1e-6)
     down = nn.Linear(7, 3)
     down.weight.requires_grad_(False)
     row = RowParallelLinear(down, group, scattered=False)

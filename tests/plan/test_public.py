@@ -21,10 +21,12 @@ PUBLIC: dict[str, dict[str, Any]] = {
 PUBLIC["mistral"] = PUBLIC["llama"] | {"model_type": "mistral"}
 PUBLIC["qwen2"] = PUBLIC["llama"] | {"model_type": "qwen2", "tie_word_embeddings": True}
 PUBLIC["biased"] = PUBLIC["llama"] | {"attention_bias": True, "mlp_bias": True, "head_dim": 8}
-for like in ("phi3", "gemma", "gemma2", "granite", "qwen3", "starcoder2", "gpt_neox", "phi"):
-    more = {"pad_token_id": 0} | ({"head_dim": 8} if like in ("gemma", "gemma2", "qwen3") else {})
+HEADS_APART = ("gemma", "gemma2", "gemma3_text", "qwen3", "glm", "glm4")
+for like in (*HEADS_APART, "phi3", "granite", "smollm3", "olmo2", "starcoder2", "gpt_neox", "phi"):
+    more = {"pad_token_id": 0} | ({"head_dim": 8} if like in HEADS_APART else {})
     PUBLIC[like] = PUBLIC["llama"] | {"model_type": like} | more
 PUBLIC["gpt_neox"].pop("num_key_value_heads")
+PUBLIC["glm without biases"] = PUBLIC["glm"] | {"attention_bias": False}
 PUBLIC["gptj"] = PUBLIC["gpt2"] | {"model_type": "gptj", "rotary_dim": 4}
 PUBLIC["gpt_bigcode"] = PUBLIC["gpt2"] | {"model_type": "gpt_bigcode"}
 PUBLIC["opt"] = PUBLIC["llama"] | {"model_type": "opt", "ffn_dim": 80, "word_embed_proj_dim": 48}

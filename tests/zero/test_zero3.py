@@ -358,24 +358,23 @@ def blocks_of(stage: Any) -> list[Any]:
 
 
 def most_blocks_whole(ahead: int) -> int:
-    """While a Block computes, with room for so many on their way; once the order is known."""
+    """While a Block computes, forward or backward, with room for so many on their way; once the order is known."""
     block = max(u.padded for u in blocks_of(built(Scored(), leaf_modules=("Block",))))
     model = Scored()
     model.gpt = GPT(replace(model.gpt.config, layers=4))
     stage = built(model, leaf_modules=("Block",), prefetch_bucket_size=ahead * block)
-    blocks = blocks_of(stage)
+    blocks, need = blocks_of(stage), stage.fetch.need
     live: list[int] = []
+
+    def watched(*args: Any) -> None:
+        need(*args)
+        live.append(sum(not u.is_free for u in blocks))
+
+    stage.fetch.need = watched  # nothing is gathered elsewhere
     for step in range(3):
         live.clear()
-        hooks = [
-            m.register_forward_pre_hook(lambda *_: live.append(sum(not u.is_free for u in blocks)))
-            for m in model.modules()
-            if type(m).__name__ == "Block"
-        ]
         stage.backward(model(tokens(step, stage.group.rank)))
         stage.step()
-        for hook in hooks:
-            hook.remove()
     return max(live)
 
 

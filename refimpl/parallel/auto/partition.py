@@ -27,8 +27,9 @@ SPEC = {"patterns", "partition_type", "shape", "partition_dim", "model_types", "
 CONFIG = {"layer_specs", "strict_mode", "use_default_specs", "tp_size", "embedding_partition_dim", "lm_head_patterns"}
 
 
-def partition_plan(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Style]:
-    """A plan by full names. ValueError, with the specification, for what is not understood or matches nothing."""
+def partition_plan(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Style] | None:
+    """A plan by full names; None without `layer_specs`, and then it is to be found. ValueError, with the specification,
+    for what is not understood or matches nothing."""
     refuse_unknown("partition_config", config, CONFIG)
     specs = [Spec(number, spec, model) for number, spec in enumerate(config.get("layer_specs", []))]
     plan, layers = dict[str, Style](), plain_layers(model)
@@ -42,7 +43,7 @@ def partition_plan(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Sty
     for spec in specs:
         if spec.concerns and not spec.used and spec.kind != "skip":
             raise ValueError(f"partition_config: no layer matches {spec.where}; layers are {', '.join(layers)}")
-    return plan
+    return plan if specs else None
 
 
 class Spec:
