@@ -1,8 +1,8 @@
 """All-reduces over nodes joined by a slow link: algorithms flat and in two levels, beside what formulas predict.
 
 The link is that of `refimpl.comm.link`, the nodes are consecutive ranks of this machine. Alpha and beta of both levels
-are measured in the same world just before, by pairs of ranks (`topology.measure`), and the formulas of `alpha_beta` are
-given nothing else.
+are measured in the same world just before (`topology.measure`), alpha while all ranks send, as they do in a collective,
+and the formulas of `alpha_beta` are given nothing else.
 """
 
 from collections.abc import Callable, Iterator, Sequence

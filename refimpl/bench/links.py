@@ -171,7 +171,7 @@ def figures(
 ) -> list[Figure]:
     """The link between nodes, as it was found, and what a message takes where it is not slow: no link is faster."""
     each = found.ranks // nodes
-    far = found.by_nodes(each).far
+    _, far = found.alone(each)
     latency, bandwidth = (1e6 * link.latency, link.bits_per_second / 1e9) if link else (None, None)
     floor = " (less than a message itself: cannot be had)" if link and message and link.latency < message else ""
     measured = [(f"latency, us{floor}", 1e6 * far.alpha, latency)]
