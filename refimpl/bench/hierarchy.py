@@ -50,7 +50,7 @@ def heat(each: int, size: int, link: Link, turns: Turns) -> tuple[Levels, Times]
     near, far = neighbours(group, each)
     near.share_messages()
     far.share_messages()
-    levels = measure_links(group).by_nodes(each)
+    levels = measure_links(group, each=each).by_nodes(each)
     x = group.empty(size // 4, torch.float32).zero_()
     ways = contestants(group, near, far, levels, x)
     return levels, race(group, {str(way): call for way, call in ways.items()}, turns)

@@ -117,7 +117,8 @@ def everything(sizes: Sequence[int], collectives: Sequence[str], turns: Turns, m
     group = Group.world()
     group.share_messages()
     near, far = neighbours(group, ranks_per_node(group.size) % group.size or 1)
-    found, together = measure(group, messages, REPEATS), at_once(group, near.size, messages)
+    found = measure(group, messages, REPEATS, near.size)
+    together = at_once(group, near.size, messages)
     message = itself(group, REPEATS)
     times = dict[tuple[str, int], Times]()
     for collective in collectives:

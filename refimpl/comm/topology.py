@@ -99,26 +99,27 @@ def neighbourhoods(ranks: int, seconds: Mapping[Pair, float], gap: float = GAP) 
     return list(found.values())
 
 
-def measure(group: Group, sizes: Sequence[int] = SIZES, repeats: int = 4) -> Topology:
+def measure(group: Group, sizes: Sequence[int] = SIZES, repeats: int = 4, each: int | None = None) -> Topology:
     """Measure every pair of the group's ranks by its messages. A collective; the same result on every rank.
 
-    ValueError for sizes of which no line can be fitted, or no repeats.
+    each: nodes are known to be of so many consecutive ranks; by default they are found. ValueError for sizes of which
+    no line can be fitted, or no repeats.
     """
     if len(set(sizes)) < 2 or min(sizes) < 1 or repeats < 1:
         raise ValueError(f"measure: two sizes of 1 byte or more and a repeat are needed, not {sizes}, {repeats}")
     measured = _one_after_another(group, sorted(sizes), repeats)
     pairs = {pair: fit(sorted(sizes)[: len(times)], times) for pair, times in measured.items()}
     alone = Topology(group.size, pairs, 1.0, _adding(group))
-    nodes = alone.nodes
+    nodes = alone.nodes if each is None else [list(range(i, i + each)) for i in range(0, group.size, each)]
     each = min(len(node) for node in nodes)
     if each == 1 or len(nodes) == 1:
         return alone
     neighbours = {a: b for node in nodes for a, b in zip(node[::2], node[1::2], strict=False)}
-    sent = sorted(sizes)[: len(measured[nodes[0][0], nodes[0][1]])]
+    sent = _quick(sizes, measured[nodes[0][0], nodes[0][1]])
     inside = fit(sent, _together(group, neighbours, sent, repeats))
     lines = dict(zip(nodes[0][:each], nodes[1][:each], strict=True))
     first = min(nodes[0][0], nodes[1][0]), max(nodes[0][0], nodes[1][0])
-    sent = sorted(sizes)[: len(measured[first])]
+    sent = _quick(sizes, measured[first])
     across = fit(sent, _together(group, lines, sent, repeats))
     crowd = across.beta / pairs[first].beta if pairs[first].beta else 1.0
     crowd, pairwise = min(max(crowd, 1.0), float(each)), False
@@ -153,6 +154,11 @@ def _one_after_another(group: Group, sizes: Sequence[int], repeats: int) -> dict
     for of_rank in group.all_gather_object(mine):
         found |= of_rank
     return found
+
+
+def _quick(sizes: Sequence[int], seconds: Sequence[float]) -> list[int]:
+    """Those of which several can be sent, two at least."""
+    return sorted(sizes)[: max(2, sum(t < LONG for t in seconds))]
 
 
 def _together(group: Group, lines: Mapping[int, int], sizes: Sequence[int], repeats: int) -> list[float]:
