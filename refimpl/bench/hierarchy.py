@@ -1,8 +1,8 @@
 """All-reduces over nodes joined by a slow link: algorithms flat and in two levels, beside what formulas predict.
 
 The link is that of `refimpl.comm.link`, the nodes are consecutive ranks of this machine. Alpha and beta of both levels
-are measured in the same world just before, by pairs of ranks (`topology.measure`), and the formulas of `alpha_beta` are
-given nothing else.
+are measured in the same world just before (`topology.measure`), alpha while all ranks send, as they do in a collective,
+and the formulas of `alpha_beta` are given nothing else.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +50,7 @@ def heat(each: int, size: int, link: Link, turns: Turns) -> tuple[Levels, Times]
     near, far = neighbours(group, each)
     near.share_messages()
     far.share_messages()
-    levels = measure_links(group).by_nodes(each)
+    levels = measure_links(group, each=each).by_nodes(each)
     x = group.empty(size // 4, torch.float32).zero_()
     ways = contestants(group, near, far, levels, x)
     return levels, race(group, {str(way): call for way, call in ways.items()}, turns)

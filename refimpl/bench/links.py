@@ -117,7 +117,8 @@ def everything(sizes: Sequence[int], collectives: Sequence[str], turns: Turns, m
     group = Group.world()
     group.share_messages()
     near, far = neighbours(group, ranks_per_node(group.size) % group.size or 1)
-    found, together = measure(group, messages, REPEATS), at_once(group, near.size, messages)
+    found = measure(group, messages, REPEATS, near.size)
+    together = at_once(group, near.size, messages)
     message = itself(group, REPEATS)
     times = dict[tuple[str, int], Times]()
     for collective in collectives:
@@ -171,7 +172,7 @@ def figures(
 ) -> list[Figure]:
     """The link between nodes, as it was found, and what a message takes where it is not slow: no link is faster."""
     each = found.ranks // nodes
-    far = found.by_nodes(each).far
+    _, far = found.alone(each)
     latency, bandwidth = (1e6 * link.latency, link.bits_per_second / 1e9) if link else (None, None)
     floor = " (less than a message itself: cannot be had)" if link and message and link.latency < message else ""
     measured = [(f"latency, us{floor}", 1e6 * far.alpha, latency)]

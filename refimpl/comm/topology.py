@@ -3,9 +3,11 @@
 A pair's alpha and beta are fitted to the least of several times (what the link can do, not what a busy machine gave).
 Sorted by the time of one middle-sized message, the pairs of a machine of nodes fall into two heaps; where the gap
 between two neighbours in that order is the widest, and wide enough, lies the border. Who is joined by near pairs is a
-node. With nodes found, all ranks send to a neighbour inside at once, as in a collective: they share memory and cores,
-and what a message takes then is the near link. All ranks of two nodes send at once, and two ranks of a node to two
-others: that tells how many cables there are (`alpha_beta.crowd`).
+node. With nodes found, all ranks send to a neighbour inside at once, as in a collective, several messages one after
+another: they share memory and cores, and what one of these messages takes is the near link. (The first after a barrier
+waits for who left the barrier last: on a busy machine that is most of its time.) All ranks of two nodes do the same,
+which is the far link's alpha, and two ranks of a node send to two others: that tells how many cables there are
+(`alpha_beta.crowd`).
 
 N ranks: N(N-1)/2 pairs one after another, each a fraction of a second.
 nccl-tests and NCCL's own search (src/graph/topo.cc reads PCI and NVLink from the system) ask the hardware; this asks
@@ -30,6 +32,7 @@ LONG = 0.02  # seconds: after a message that took so long, the pair sends no lar
 PROBE = 65_536  # bytes of the message by which pairs are compared
 GAP = 2.0  # times slower than the next nearer pair is another level
 ADDED = 1 << 20  # elements
+ROW = 6  # messages one after another, when all ranks send at once
 
 Pair = tuple[int, int]  # the lower rank first
 
@@ -38,7 +41,7 @@ Pair = tuple[int, int]  # the lower rank first
 class Topology:
     """`pairs`: every two ranks, the lower first. `crowd`, `pairwise`: see `alpha_beta`; 1 and False for one level.
 
-    `inside`: a link in a node while all ranks use theirs; None for one level.
+    `inside`, `across`: a link in a node, and one between two, while all ranks use theirs; None for one level.
     """
 
     ranks: int
@@ -47,6 +50,7 @@ class Topology:
     gamma: float
     pairwise: bool = False
     inside: AlphaBeta | None = None
+    across: AlphaBeta | None = None
 
     def of(self, a: int, b: int) -> AlphaBeta:
         """The link between two ranks. KeyError for a rank and itself."""
@@ -65,14 +69,20 @@ class Topology:
         return self.by_nodes(each) if self.pairs and regular else None
 
     def by_nodes(self, each: int) -> Levels:
-        """What predicts collectives on nodes of `each` consecutive ranks: `inside`, or medians over near and far pairs.
+        """What predicts collectives on nodes of `each` consecutive ranks: as all find the links that use them at once.
 
-        Where there is one level only, both links are the same.
+        That is `inside` and the alpha of `across`. Where these are missing, medians over near and far pairs; where
+        there is one level only, both links are the same.
         """
+        near, far = self.alone(each)
+        far = AlphaBeta(self.across.alpha, far.beta) if self.across else far
+        return Levels(each, self.ranks // each, self.inside or near, far, self.crowd, self.gamma, self.pairwise)
+
+    def alone(self, each: int) -> tuple[AlphaBeta, AlphaBeta]:
+        """A pair in a node and one of two nodes that have the machine to themselves: medians over all such pairs."""
         near = [link for (a, b), link in self.pairs.items() if a // each == b // each]
         far = [link for (a, b), link in self.pairs.items() if a // each != b // each]
-        links = self.inside or _middle(near or far), _middle(far or near)
-        return Levels(each, self.ranks // each, *links, self.crowd, self.gamma, self.pairwise)
+        return _middle(near or far), _middle(far or near)
 
 
 def neighbourhoods(ranks: int, seconds: Mapping[Pair, float], gap: float = GAP) -> list[list[int]]:
@@ -89,33 +99,34 @@ def neighbourhoods(ranks: int, seconds: Mapping[Pair, float], gap: float = GAP) 
     return list(found.values())
 
 
-def measure(group: Group, sizes: Sequence[int] = SIZES, repeats: int = 4) -> Topology:
+def measure(group: Group, sizes: Sequence[int] = SIZES, repeats: int = 4, each: int | None = None) -> Topology:
     """Measure every pair of the group's ranks by its messages. A collective; the same result on every rank.
 
-    ValueError for sizes of which no line can be fitted, or no repeats.
+    each: nodes are known to be of so many consecutive ranks; by default they are found. ValueError for sizes of which
+    no line can be fitted, or no repeats.
     """
     if len(set(sizes)) < 2 or min(sizes) < 1 or repeats < 1:
         raise ValueError(f"measure: two sizes of 1 byte or more and a repeat are needed, not {sizes}, {repeats}")
     measured = _one_after_another(group, sorted(sizes), repeats)
     pairs = {pair: fit(sorted(sizes)[: len(times)], times) for pair, times in measured.items()}
     alone = Topology(group.size, pairs, 1.0, _adding(group))
-    nodes = alone.nodes
+    nodes = alone.nodes if each is None else [list(range(i, i + each)) for i in range(0, group.size, each)]
     each = min(len(node) for node in nodes)
     if each == 1 or len(nodes) == 1:
         return alone
     neighbours = {a: b for node in nodes for a, b in zip(node[::2], node[1::2], strict=False)}
-    sent = sorted(sizes)[: len(measured[nodes[0][0], nodes[0][1]])]
+    sent = _quick(sizes, measured[nodes[0][0], nodes[0][1]])
     inside = fit(sent, _together(group, neighbours, sent, repeats))
     lines = dict(zip(nodes[0][:each], nodes[1][:each], strict=True))
     first = min(nodes[0][0], nodes[1][0]), max(nodes[0][0], nodes[1][0])
-    sent = sorted(sizes)[: len(measured[first])]
-    together = fit(sent, _together(group, lines, sent, repeats))
-    crowd = together.beta / pairs[first].beta if pairs[first].beta else 1.0
+    sent = _quick(sizes, measured[first])
+    across = fit(sent, _together(group, lines, sent, repeats))
+    crowd = across.beta / pairs[first].beta if pairs[first].beta else 1.0
     crowd, pairwise = min(max(crowd, 1.0), float(each)), False
     if len(nodes) > 2 and crowd > 1 + each / 4:  # they share: is that one cable for all nodes?
         apart = {nodes[0][0]: nodes[1][0], nodes[0][1]: nodes[2][0]}
         pairwise = fit(sent, _together(group, apart, sent, repeats)).beta < 1.5 * pairs[first].beta
-    return Topology(group.size, pairs, crowd, alone.gamma, pairwise, inside)
+    return Topology(group.size, pairs, crowd, alone.gamma, pairwise, inside, across)
 
 
 def itself(group: Group, repeats: int = 4) -> float | None:
@@ -145,8 +156,13 @@ def _one_after_another(group: Group, sizes: Sequence[int], repeats: int) -> dict
     return found
 
 
+def _quick(sizes: Sequence[int], seconds: Sequence[float]) -> list[int]:
+    """Those of which several can be sent, two at least."""
+    return sorted(sizes)[: max(2, sum(t < LONG for t in seconds))]
+
+
 def _together(group: Group, lines: Mapping[int, int], sizes: Sequence[int], repeats: int) -> list[float]:
-    """Each rank of a node exchanges a message with one of the other: seconds of the slowest, for each size."""
+    """Each rank of a node exchanges messages with one of the other: seconds of one, of the slowest, for each size."""
     peers = {**lines, **{b: a for a, b in lines.items()}}
     seconds = []
     for size in sizes:
@@ -157,11 +173,12 @@ def _together(group: Group, lines: Mapping[int, int], sizes: Sequence[int], repe
             begun = time.perf_counter()
             if group.rank in peers:
                 peer = peers[group.rank]
-                group.send_recv(message, peer, out, peer, tag="topology")
+                for _ in range(ROW):
+                    group.send_recv(message, peer, out, peer, tag="topology")
                 group.settle()
-            times.append(time.perf_counter() - begun)
+            times.append((time.perf_counter() - begun) / ROW)
         slowest = [max(repeat) for repeat in zip(*group.all_gather_object(times), strict=True)]
-        seconds.append(min(slowest[1:]))
+        seconds.append(median(slowest[1:]))
     return seconds
 
 

@@ -82,7 +82,7 @@ def flash_attention_varlen(
         return reference_varlen(q, k, v, starts_q, starts_k, left, right, scale)
     queries = int(starts_q.diff().max()) if longest_q is None else min(longest_q, len(q))
     keys = int(starts_k.diff().max()) if longest_k is None else min(longest_k, len(k))
-    sizes = (len(q), len(k), queries, keys, left, right, scale, starts_q, starts_k)
+    sizes = (len(q), len(k), queries, keys, left, right, scale, starts_q.contiguous(), starts_k.contiguous())
     with on(q):
         shapes = Shapes(len(starts_q) - 1, q.shape[1], q.shape[1] // k.shape[1], q.shape[2], *sizes)
         out: Tensor = Flash.apply(q, k, v, shapes)  # type: ignore[no-untyped-call]

@@ -90,15 +90,15 @@ def kernel(
         at_b += K
     mask = (row < m)[:, None] & (col < n)[None, :]
     at_y = y + row[:, None] * y_m + col[None, :]
-    if A_SCALE or B_SCALE:
+    if y.dtype.element_ty == tl.int32:
+        tl.store(at_y, total, mask)
+    else:
         result = total.to(tl.float32)
         if A_SCALE:
             result *= tl.load(a_scale + row, row < m, 0.0).to(tl.float32)[:, None]
         if B_SCALE:
             result *= tl.load(b_scale + col, col < n, 0.0).to(tl.float32)[None, :]
         tl.store(at_y, result.to(y.dtype.element_ty), mask)
-    else:
-        tl.store(at_y, total.to(y.dtype.element_ty), mask)
 
 
 def launch(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, dtype: torch.dtype) -> Tensor:

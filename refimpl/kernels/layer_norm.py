@@ -178,6 +178,7 @@ class LayerNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         flat = rows(x)  # [M, N]
         count, size = flat.shape
+        weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         mean, rstd = torch.empty(2, count, dtype=torch.float32, device=x.device).unbind()
         t = tile(size, LONGEST)

@@ -164,7 +164,9 @@ def combine_kernel(
 
 def decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
     """The kernels; shapes of `paged_attention`."""
-    q, keys, values, table = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values, table))
+    q, keys, values, table, lengths = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values, table, lengths)
+    )
     (batch, heads, width), shared = q.shape, keys.shape[2]
     longest = table.shape[1] * keys.shape[1]  # what a sequence may have: what it has, the device knows
     wanted = max(1, 4 * processors(q.device) // (batch * shared))

@@ -184,7 +184,7 @@ def scatter(
     rows = x.new_empty(tokens * k, size)
     dweights = None if weights is None else x.new_empty(parts, tokens, k, dtype=torch.float32)
     scatter_kernel[(triton.cdiv(tokens, t.rows), parts)](
-        x, order.place, weights, rows, partner, dweights, tokens, size, x.stride(0),
+        x, order.place.contiguous(), weights, rows, partner, dweights, tokens, size, x.stride(0),
         0 if partner is None else partner.stride(0),
         K=k, ROWS=t.rows, BLOCK=t.block, WEIGHTS=weights is not None, num_warps=t.warps,
     )  # fmt: skip
@@ -199,7 +199,7 @@ def gather(rows: Tensor, order: Order, weights: Tensor | None) -> Tensor:
     t = tile(size, LONGEST)
     y = rows.new_empty(tokens, size)
     gather_kernel[(triton.cdiv(tokens, t.rows), triton.cdiv(size, t.block))](
-        rows, order.place, weights, y, tokens, size, rows.stride(0),
+        rows, order.place.contiguous(), weights, y, tokens, size, rows.stride(0),
         K=k, ROWS=t.rows, BLOCK=t.block, WEIGHTS=weights is not None, num_warps=t.warps,
     )  # fmt: skip
     return y

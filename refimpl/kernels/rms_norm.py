@@ -150,6 +150,7 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         flat, count = rows(x), x.numel() // x.shape[-1]  # [M, N]
+        weight = weight if weight is None else weight.contiguous()
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rstd = torch.empty(count, dtype=torch.float32, device=x.device)
         t = tile(flat.shape[1], LONGEST)

@@ -38,6 +38,17 @@ def test_nodes_are_found_whatever_their_numbers(nodes: list[list[int]]) -> None:
     assert found.of(1, 0) is found.of(0, 1)
 
 
+def test_formulas_have_the_alpha_of_ranks_that_all_send_and_a_pairs_own_stands_beside() -> None:
+    every = pairs(4, {0: 0, 1: 0, 2: 1, 3: 1})
+    busy = AlphaBeta(3e-5, 2e-10), AlphaBeta(4e-4, 1.6e-8)
+    found = Topology(4, every, 2.0, 0.0, inside=busy[0], across=busy[1])
+    near, far = found.alone(2)
+    assert NEAR.alpha <= near.alpha < far.alpha <= 2 * FAR.alpha
+    levels = found.by_nodes(2)
+    assert (levels.near, levels.far) == (busy[0], AlphaBeta(busy[1].alpha, far.beta))
+    assert levels.cable(2).beta == 2 * far.beta
+
+
 def test_even_times_are_one_node_and_one_slow_pair_is_none() -> None:
     every = [(a, b) for a in range(4) for b in range(a + 1, 4)]
     assert neighbourhoods(4, dict.fromkeys(every, 1.0)) == [[0, 1, 2, 3]]

@@ -72,10 +72,10 @@ def test_a_product_of_integers_is_exact(device: torch.device, m: int, n: int, k:
     assert torch.equal(int8_matmul(a, b), exact.int())
     assert torch.equal(reference(a, b, None, None, torch.int32), exact.int())
     a_scale, b_scale = torch.rand(m, device=device), torch.rand(n, device=device)
-    for scales in ((a_scale, b_scale), (a_scale, None), (None, b_scale)):
+    for scales in ((a_scale, b_scale), (a_scale, None), (None, b_scale), (None, None)):
         wide = [1 if s is None else s.double() for s in scales]
         scaled = exact.double() * (wide[0] if scales[0] is None else wide[0][:, None]) * wide[1]
-        for dtype, bound in ((None, 3e-7), (torch.bfloat16, 2**-7)):
+        for dtype, bound in ((None, 3e-7), (torch.float32, 3e-7), (torch.bfloat16, 2**-7)):
             found = int8_matmul(a, b, *scales, dtype)
             assert float((found.double() - scaled).abs().max()) <= bound * float(scaled.abs().max())
 
