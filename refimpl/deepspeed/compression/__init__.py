@@ -1,4 +1,4 @@
-"""`deepspeed.compression`: its helpers alone, which LoRA code uses to swap modules by name; weights are not pruned here.
+"""`deepspeed.compression`: its helpers alone, which LoRA code uses to swap modules by name; nothing is pruned here.
 
 `refimpl.compress` is another matter: it compresses what is sent, not the model.
 """
