@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 from worlds import run
 
 from refimpl.comm.group import Group
@@ -13,6 +12,8 @@ from refimpl.parallel.expert.exchange import Flat, Hierarchical
 
 
 def test_moving_by_one_hot_products_costs_the_cards_operations_and_sorting_none() -> None:
+    from torch.utils.flop_counter import FlopCounterMode  # which imports triton: tests/kernels/conftest.py must first
+
     tokens, width, experts = 64, 8, 4
     x = torch.randn(tokens, width)
     for k in (1, 2):
