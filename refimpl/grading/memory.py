@@ -9,7 +9,7 @@ import copy
 import gc
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,12 +60,20 @@ class Kept:
 
     def judge(self, room: int, what: str, advice: str) -> None:
         """Raise Wrong if more than `room` bytes have; a few numbers more, such as counts, do not matter."""
-        for _ in range(TRIES):
-            more = alive(self.group.scratch()) - self.before
-            if more <= room + SLACK:
-                return
-            time.sleep(0.01)  # a thread of gloo's lets go of the buffer that it has sent a little late
-        raise Wrong(f"{what} keeps {more:,} bytes alive, expected {room:,}: {advice}")
+        if not soon(lambda: self.more() <= room + SLACK):
+            raise Wrong(f"{what} keeps {self.more():,} bytes alive, expected {room:,}: {advice}")
+
+    def more(self) -> int:
+        return alive(self.group.scratch()) - self.before
+
+
+def soon(holds: Callable[[], bool]) -> bool:
+    """Whether it holds, now or in a moment: a thread of gloo's lets go of the buffer that it has sent a little late."""
+    for _ in range(TRIES):
+        if holds():
+            return True
+        time.sleep(0.01)
+    return False
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
