@@ -126,8 +126,8 @@ def readme(words: str) -> str:
     text = (ROOT / "README.md").read_text("utf-8")
     part = re.search(rf"^\W*{re.escape(words)}.*?(?=^#+ |\Z)", text, re.DOTALL | re.MULTILINE)
     if part is None:
-        raise ValueError(f"docs/index.md shows what README.md says under {words!r}, but nothing there begins so")
-    return PICTURE.sub("", part[0])
+        raise ValueError(f"a page in docs/ shows what README.md says under {words!r}, but nothing there begins so")
+    return PICTURE.sub("", part[0]).replace("](docs/", "](")
 
 
 def unfold(entry: Any, places: list[str]) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from refimpl.bank.load import load
 from refimpl.grading.chapters import find_chapter
+from refimpl.plan.public import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -35,3 +36,8 @@ def test_its_tables_count_what_is_there() -> None:
         for path in (ROOT / "exercises").glob("*/exercise.py")
     }
     assert f" {len(load())} cards," in README
+
+
+def test_what_can_be_lifted_counts_the_families_it_plans() -> None:
+    lift = (ROOT / "docs" / "lift.md").read_text(encoding="utf-8")
+    assert f" one of {len(FAMILIES)} families of transformers" in " ".join(lift.split())

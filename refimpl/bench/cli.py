@@ -391,7 +391,7 @@ def one_bit(
 def table(
     report: Annotated[Path, typer.Argument(help="What `refimpl bench zero --json`, or compression, wrote.")],
 ) -> None:
-    """The README's table of a report, in Markdown."""
+    """The table that README.md or docs/benchmarks.md shows of a report, in Markdown."""
     from refimpl.bench.table import markdown
 
     try:

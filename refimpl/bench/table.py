@@ -1,4 +1,4 @@
-"""The README's tables from a report of `refimpl bench zero --json` or `refimpl bench compression --json`.
+"""The tables of README.md and docs/benchmarks.md, from a report of `refimpl bench zero` or `compression`, `--json`.
 
 The first has a line a heat, with times of plain memory pages; the second a line a method.
 """

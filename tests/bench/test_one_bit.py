@@ -29,7 +29,7 @@ def learned() -> dict[str, float]:
 
 
 def test_400_steps_end_within_a_stated_band_of_what_is_compressed() -> None:
-    """320 of them compressed; the README gives a larger model's figures."""
+    """320 of them compressed; docs/benchmarks.md gives a larger model's figures."""
     losses = worlds.run(learned)[0]
     for name, peer in BESIDE.items():
         assert losses[name] < BAND * losses[peer], losses
