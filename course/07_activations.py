@@ -304,7 +304,8 @@ print()
 # \min_j\; f_i + \dots + f_{j-1} + T(j,\, t,\, m - a_j) + T(i,\, j{-}1,\, m) & \text{run } i \dots j{-}1 \text{ again}\end{cases}$$
 #
 # with $f$ the time of a forward, $a$ the bytes of an input, $s$ those kept beside it. (Backward's own time is the same
-# in every plan, and is left out.) `least_time` in the exercises is this formula. On 24 equal blocks like ours, which keep 15.1 inputs beside their own:
+# in every plan, and is left out.) `least_time` in the exercises is this formula. On 24 equal blocks like ours, which
+# keep 15.1 inputs beside their own:
 
 # %%
 from refimpl.activation.budget import Block as Measured
@@ -361,8 +362,8 @@ plt.show()
 # **Not all of a block is equally dear.** Products of matrices are nearly all of the operations; norms, GELU and adds are
 # few, and make 7 of the 16 tensors. A *selective* checkpoint keeps the results of products and computes the rest again
 # (torch's `create_selective_checkpoint_contexts`). They are 11 a block with the input: two products end in a residual
-# add, which needs none of its inputs, so a plain run drops their results. (Megatron's `selective` chooses otherwise: of
-# a block it runs the core of attention again, the scores, which a fused kernel never keeps.)
+# add, which needs none of its inputs, so a plain run drops their results. (Megatron's `selective` chooses otherwise: by
+# default it runs only the core of attention again, the scores, which a fused kernel never keeps.)
 
 # %%
 from refimpl.activation.policy import matmuls
@@ -568,7 +569,7 @@ for name, call in {"Twice": Twice.apply, "checkpoint": checkpoint}.items():
 #
 # - **Exercises:** [exercises/07_activations](../exercises/07_activations/exercise.py): `pytest exercises/07_activations`
 # - **Quiz:** `refimpl quiz --topic memory`, or `Quiz("memory")` of `refimpl.notebook` in a cell
-# - **Tests behind this chapter:** [tests/activation](../tests/activation/test_checkpoint.py): gradients of 16 habits of
+# - **Tests behind this chapter:** [tests/activation](../tests/activation/test_checkpoint.py): gradients of 17 habits of
 #   writing, the best plan against all plans there are, an arena in which anything may happen.
 # - **Code:** [checkpoint.py](../refimpl/activation/checkpoint.py), [policy.py](../refimpl/activation/policy.py),
 #   [budget.py](../refimpl/activation/budget.py), [home.py](../refimpl/activation/home.py),

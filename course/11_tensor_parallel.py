@@ -44,7 +44,8 @@ pd.DataFrame.from_dict(
 
 # %% [markdown]
 # The third column is two gathers of the weights and a reduce-scatter of their gradients, for one micro-batch. The last
-# one is what this chapter will send instead, for a sequence of 2048 tokens. It has no $w^2$ in it. Counted, on a small layer in fp32:
+# one is what this chapter will send instead, for a sequence of 2048 tokens. It has no $w^2$ in it. Counted, on a small
+# layer in fp32:
 
 # %%
 # %%ranks 4
@@ -683,13 +684,14 @@ for name, how in {"whole plan": plan, "without Tokens()": broken}.items():
     )
 
 # %% [markdown]
-# No error; a loss that nobody would question. The next checkpoint stores rank 0's norms, and the model that is loaded from it
-# is none that was trained. In GPT-NeoX the same sum was missing at a larger scale, and was blamed for a loss that "falls
-# slower, and ends up flatlining" ([pull request 1257](https://github.com/EleutherAI/gpt-neox/pull/1257)); with the sum the
-# copies were equal, and the loss still lay flat ([1259](https://github.com/EleutherAI/gpt-neox/pull/1259)): a second fault
-# had hidden behind the first. Megatron-LM's users have asked why their norms' gradients differ between ranks
-# ([issue 1446](https://github.com/NVIDIA/Megatron-LM/issues/1446)). The check that finds it compares, after each
-# backward, the *gradients* of all replicated parameters across the tensor group: they must be equal to the bit.
+# No error; a loss that nobody would question. The next checkpoint stores rank 0's norms, and the model that is loaded
+# from it is none that was trained. In GPT-NeoX the same sum was missing at a larger scale, and was blamed for a loss
+# that "falls slower, and ends up flatlining" ([pull request 1257](https://github.com/EleutherAI/gpt-neox/pull/1257));
+# with the sum the copies were equal, and the loss still lay flat
+# ([1259](https://github.com/EleutherAI/gpt-neox/pull/1259)): something else was wrong too. Megatron-LM's users have
+# asked why their norms' gradients differ between ranks
+# ([issue 1446](https://github.com/NVIDIA/Megatron-LM/issues/1446)). The check that finds it compares, after each backward, the
+# *gradients* of all replicated parameters across the tensor group: they must be equal to the bit.
 #
 # **The other dropout.** Outside the split layers all ranks hold the same tensor, and must drop the same elements, or their
 # copies of it part. Inside each has other heads, and must not: with one seed all ranks drop the same places of their
