@@ -303,8 +303,9 @@ print()
 # $$T(i,t,m) = \min\begin{cases} f_i + T(i{+}1,\, t,\, m - s_i - a_{i+1}) & \text{keep block } i\\
 # \min_j\; f_i + \dots + f_{j-1} + T(j,\, t,\, m - a_j) + T(i,\, j{-}1,\, m) & \text{run } i \dots j{-}1 \text{ again}\end{cases}$$
 #
-# with $f$ the time of a forward, $a$ the bytes of an input, $s$ those kept beside it. `least_time` in the exercises is
-# this formula. On 24 equal blocks like ours, which keep 15.1 inputs beside their own:
+# with $f$ the time of a forward, $a$ the bytes of an input, $s$ those kept beside it. (Backward's own time is the same
+# in every plan, and is left out.) `least_time` in the exercises is this formula. On 24 equal blocks like ours, which
+# keep 15.1 inputs beside their own:
 
 # %%
 from refimpl.activation.budget import Block as Measured
@@ -355,11 +356,14 @@ plt.show()
 # %% [markdown]
 # Squares are stretches of $k$ blocks: all cost the same time, and only $k = 1$ comes near the line. For your own shape, on
 # your own machine: `refimpl plan activations --budget 2GB --layers 24 --width 1024`. PyTorch users will know
-# `torch.utils.checkpoint` with `use_reentrant=False`; Megatron-LM's `--recompute-granularity full` is $k = 1$.
+# `torch.utils.checkpoint` with `use_reentrant=False`; in Megatron-LM, with `--recompute-granularity full` and
+# `--recompute-method uniform`, $k$ is `--recompute-num-layers`.
 #
 # **Not all of a block is equally dear.** Products of matrices are nearly all of the operations; norms, GELU and adds are
-# few, and make 5 of the 16 tensors. A *selective* checkpoint keeps the results of products and computes the rest again
-# (Megatron's `selective`, torch's `create_selective_checkpoint_contexts`):
+# few, and make 7 of the 16 tensors. A *selective* checkpoint keeps the results of products and computes the rest again
+# (torch's `create_selective_checkpoint_contexts`). They are 11 a block with the input: two products end in a residual
+# add, which needs none of its inputs, so a plain run drops their results. (Megatron's `selective` chooses otherwise: by
+# default it runs only the core of attention again, the scores, which a fused kernel never keeps.)
 
 # %%
 from refimpl.activation.policy import matmuls
@@ -539,7 +543,7 @@ def slope(call):
     """The gradient of the first weight."""
     torch.manual_seed(1)
     dropping.zero_grad()
-    call(dropping, torch.ones(4, w, requires_grad=True)).sum().backward()
+    call(dropping, torch.ones(1, w, requires_grad=True)).sum().backward()
     return dropping[0].weight.grad.clone()
 
 
@@ -565,7 +569,7 @@ for name, call in {"Twice": Twice.apply, "checkpoint": checkpoint}.items():
 #
 # - **Exercises:** [exercises/07_activations](../exercises/07_activations/exercise.py): `pytest exercises/07_activations`
 # - **Quiz:** `refimpl quiz --topic memory`, or `Quiz("memory")` of `refimpl.notebook` in a cell
-# - **Tests behind this chapter:** [tests/activation](../tests/activation/test_checkpoint.py): gradients of 16 habits of
+# - **Tests behind this chapter:** [tests/activation](../tests/activation/test_checkpoint.py): gradients of 17 habits of
 #   writing, the best plan against all plans there are, an arena in which anything may happen.
 # - **Code:** [checkpoint.py](../refimpl/activation/checkpoint.py), [policy.py](../refimpl/activation/policy.py),
 #   [budget.py](../refimpl/activation/budget.py), [home.py](../refimpl/activation/home.py),

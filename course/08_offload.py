@@ -57,10 +57,12 @@ predict(
 # %% [markdown]
 # ## 2. The idea: compute where the state is
 #
-# AdamW reads and writes 28 bytes a parameter and does a dozen operations with them: it is all memory, no compute. A GPU
-# gains little there. So do not bring the state to the device. Leave it at the host, send the gradient there, let the
-# host's cores update, and send the new weight back. This is **ZeRO-Offload** (Ren et al. 2021). If the state rests on a
-# disk, it passes through a few buffers of the host's memory on its way, **ZeRO-Infinity** (Rajbhandari et al. 2021).
+# AdamW reads and writes 28 bytes a parameter and does a dozen operations with them: it is all memory, hardly any
+# compute. A GPU's memory would be 30 times as fast as the host's, but what rests at the host would first have to come
+# over the link, which is slower than both. So do not bring the state to the device. Leave it at the host, send the
+# gradient there, let the host's cores update, and send the new weight back. This is **ZeRO-Offload** (Ren et al. 2021).
+# If the state rests on a disk, it passes through a few buffers of the host's memory on its way, **ZeRO-Infinity**
+# (Rajbhandari et al. 2021).
 #
 # ```mermaid
 # flowchart LR
@@ -77,9 +79,9 @@ predict(
 #
 # $$\frac{\text{link}}{\text{compute}} = \frac{b\,\Psi / (N B)}{6\,\Psi\,T / F} = \frac{b\,F}{6\,N\,B} \cdot \frac1T$$
 #
-# At $T = bF/6NB$ tokens the link takes as long as forward and backward; with ten times as many, a tenth of that. $6T/b$
-# is the **arithmetic intensity**, operations for each byte that moves. A larger batch raises it, and more micro-batches
-# a step do, since the state moves once a step.
+# At $T = bF/6NB$ tokens the link takes as long as forward and backward; with ten times as many, a tenth of that.
+# $6NT/b$ is the **arithmetic intensity**, operations for each byte that moves. A larger batch raises it, and more
+# micro-batches a step do, since the state moves once a step.
 
 # %% tags=["hide-input"]
 predict(
@@ -111,13 +113,14 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["8 ranks", "64 ranks"]).re
 )
 
 # %% [markdown]
-# The PCIe link, which everybody names first, is the least of the four. The host's own memory is slower than it looks,
-# because eight ranks share it. A disk wants large batches: accumulate.
+# The PCIe link, which everybody names first, is the least of the four, even if weights go down only when all gradients
+# are up: then its 250 tokens are 500. The host's own memory is slower than it looks, because eight ranks share it. A
+# disk wants large batches: accumulate.
 #
-# What overlaps with what? Gradients leave while backward still runs, so the link hides. The update does not: it needs
-# the last gradient, and the next forward needs its result. What the host's memory and the disk take for it is added to
-# the step. They can overlap with each other (section 3), and only more tokens make their share small. Or one lets the
-# update be late, at a price (section 5).
+# What overlaps with what? Gradients leave while backward still runs, so their way up the link hides. The update does
+# not: the norm to clip by is known with the last gradient, and the next forward needs the update's result. What the
+# host's memory and the disk take for it is added to the step. They can overlap with each other (section 3), and only
+# more tokens make their share small. Or one lets the update be late, at a price (section 5).
 
 # %% [markdown]
 # ## 3. Build it
@@ -233,8 +236,9 @@ for what, offset, part in (
 print("O_DIRECT:", file.direct, "| names in the folder:", list(folder.iterdir()))
 
 # %% [markdown]
-# Offset, length and address must be multiples of the disk's block: of 4096, to be safe everywhere. (Where a file system
-# has no `O_DIRECT`, all four lines are written, and refimpl warns.) The last line is worth a thought. The file has no
+# Offset, length and address must be multiples of the disk's block: of 4096, to be safe everywhere. (Linux from 6.0 on
+# asks less of the address on some disks: the fourth line is written there. Where a file system has no `O_DIRECT`, all
+# four are, and refimpl warns.) The last line is worth a thought. The file has no
 # name (`O_TMPFILE`): when the process ends, by SIGKILL too, the kernel gives its space back, and two jobs in one folder
 # never meet.
 #
@@ -499,8 +503,10 @@ pd.DataFrame(
 
 # %% [markdown]
 # Without `pipeline_read` and `pipeline_write` one buffer does all in turn, with either two. Both are off by default, as
-# in DeepSpeed: the first thing to look at when a disk seems slow. `pin_memory` has a meaning only where there is a GPU.
-# One key is refimpl's own, `delayed_update` (section 5).
+# in DeepSpeed: the first thing to look at when a disk seems slow. A buffer is another thing there: it holds *one*
+# tensor of a part, and AdamW has four (weight, gradient, two moments), so its default of four buffers is one part, and
+# two parts at once need eight. `pin_memory` has a meaning only where there is a GPU. One key is refimpl's own,
+# `delayed_update` (section 5).
 
 # %% [markdown]
 # ## 5. Measure it
@@ -634,8 +640,9 @@ pd.DataFrame.from_dict(
 
 # %% [markdown]
 # Large parts make few, long requests, which disks like; small parts make small buffers. A part never spans two buckets,
-# so beyond a bucket's size nothing changes. DeepSpeed's default is a thousand million elements, 12 GB a buffer: lower
-# it before you blame the disk. `ratio` leaves some buckets on the device, for a device that has room for them.
+# so beyond a bucket's size nothing changes. DeepSpeed's default is a thousand million elements: four buffers of 4 GB
+# there, 12 GB each here. Lower it before you blame the disk. `ratio` leaves some buckets on the device, for a device
+# that has room for them.
 #
 # **This machine's own limit.** What can its disk do, and what does `Disk` get out of it? Then the formula of section 2,
 # with measured numbers: at how many tokens a step does the disk take as long as forward and backward?

@@ -87,8 +87,8 @@ print(f"{disk / WAYS['gradients too'][1] / 1e9:.1f} billion on the disk")
 # $$\underbrace{A\,(4 + 4)}_{\text{weights read: forward, backward}} + \underbrace{A\,(4 + 4)}_{\text{gradient written, read}} +
 # \underbrace{12 + 12}_{\text{update: read, written}} + \underbrace{4}_{\text{weights written}} \;=\; 28 + 16A.$$
 #
-# This is **ZeRO-Infinity** (Rajbhandari et al. 2021). Every rank reads its own $1/N$ from its own disk: $N$ nodes have
-# $N$ disks' bandwidth, and the network, which is faster, puts the parts together.
+# This is **ZeRO-Infinity** (Rajbhandari et al. 2021). Every rank reads its own $1/N$ from its own disk, so $N$
+# disks work at once, and the network, which is faster, puts the parts together.
 
 # %% tags=["hide-input"]
 from refimpl.notebook import predict
@@ -744,9 +744,9 @@ print("begun at step", ", then ".join(map(str, begins)))
 
 # %% [markdown]
 # The test behind it kills at *every* call to the file system, and 20 times at random, with 2 stages
-# ([test_engine_checkpoint_killed.py](../tests/engine/test_engine_checkpoint_killed.py)). DeepSpeed and a plain
-# `torch.save` write into the real folder; what saves them is that `latest` is written at the end, and that you keep
-# more than one.
+# ([test_engine_checkpoint_killed.py](../tests/engine/test_engine_checkpoint_killed.py)). A plain `torch.save` and
+# DeepSpeed write under the real name. What saves a DeepSpeed run is that `latest` is written at the end, and that you
+# keep more than one checkpoint.
 
 # %% [markdown]
 # **Without standing still.** The best interval depends on how long training *stops*. What it must wait for is a copy of
@@ -892,9 +892,10 @@ plt.show()
 
 # %% [markdown]
 # Which rank reads what from which file, with padding and another order of the parameters, is the exercise `reads`.
-# DeepSpeed calls it **universal checkpointing** (Lian et al. 2024) and converts the folder by a command first, one file
-# a parameter; torch's distributed checkpoint keeps a list of pieces. The same intervals make whole weights without any
-# rank, some MB at a time (`refimpl checkpoint export FOLDER OUT`):
+# DeepSpeed calls it **universal checkpointing** (Lian et al. 2024) and converts the checkpoint by a command first, into
+# a folder for each parameter, with a file each for weight and moments; torch's distributed checkpoint keeps a list of
+# pieces. The same intervals make whole weights without any rank, some MB at a time (`refimpl checkpoint export FOLDER
+# OUT`):
 
 # %%
 from safetensors.torch import load_file

@@ -212,7 +212,8 @@ pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 # fast as without compression, after a while (Karimireddy et al. 2019). An *unbiased* operator, such as rounding up or down
 # at random, does without.
 #
-# **Fewer bits.** int8 with a scale for each block of 256, int4, one bit. Here the question is who adds.
+# **Fewer bits.** int8 with a scale for each block of 256, int4, one bit. What travels of a gradient, codes and scales, is
+# its **wire**, of $W$ bytes. Here the question is who adds.
 
 # %% tags=["hide-input"]
 predict(
@@ -274,9 +275,9 @@ columns = ["formula", "counted", "times fewer", "off, 1 call", "off, 20 calls"]
 pd.DataFrame.from_dict(ranks.pull("found")[0], orient="index", columns=columns)
 
 # %% [markdown]
-# Rounding by blocks is nearly exact after a few calls. One bit is coarse here: one scale for a whole GPT, whose tensors'
-# gradients differ a thousandfold, so most of it waits in the error, and comes out slowly. In practice a scale is for a tensor
-# or a bucket, and what travels is a momentum, which changes slowly.
+# Rounding by blocks is nearly exact after a few calls. One bit is coarse here: one scale for a whole GPT, whose
+# tensors' gradients differ more than a hundredfold, so most of it waits in the error, and comes out slowly. In practice
+# a scale is for a tensor or a bucket, and what travels is a momentum, which changes slowly.
 #
 # PowerSGD (Vogels et al. 2019) takes another road: a matrix $M\;[a, b]$ becomes $P\,Q^{\mathsf T}$ with $r$ columns each. A product
 # $M q$ is *linear* in $M$, so here an all-reduce may add: $r\,(a + b)$ numbers in place of $a\,b$, whatever $N$ is. (`power_sgd`
@@ -479,9 +480,10 @@ axis.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# The left branch is latency, the right one the last bucket, which nobody hides. The valley is wide: that is why nobody
-# tunes buckets to the byte, and why the default (25 MB in torch's DDP) is seldom far off. `refimpl bench overlap` draws the same
-# curve measured on a link of your choice, and the timeline of a step.
+# (A bucket is large on the right.) The left branch is latency. The right one is a bucket that nobody hides: on a fast
+# link the last, which leaves when backward is over; on a slow one the first, for which the link waits. The valley is
+# wide: that is why nobody tunes buckets to the byte, and why the default (25 MB in torch's DDP) is seldom far off.
+# `refimpl bench overlap` draws the same curve measured on a link of your choice, and the timeline of a step.
 #
 # ## 4. Read it
 #
@@ -515,9 +517,9 @@ show.source(quantised_sum.QuantisedSum._steps, quantised_sum.QuantisedSum._hop)
 # %% [markdown]
 # ## 5. Measure it
 #
-# **ZeRO++ on a cable.** ZeRO-3 gathers the weights twice and reduces the gradients once, all of it across. Per byte of
-# 16-bit weights the paper writes: $M$ for each of the three, and for ZeRO++ $0.5\,M$ (qwZ: int8), $0$ (hpZ: backward gathers from
-# a second shard inside the node) and $0.25\,M$ (qgZ: int4).
+# **ZeRO++ on a cable.** ZeRO-3 gathers the weights twice and reduces the gradients once, all of it across. With $M$ for
+# the bytes of all 16-bit weights, the paper counts $M$ for each of the three, and for ZeRO++ $0.5\,M$ (qwZ: int8), $0$
+# (hpZ: backward gathers from a second shard inside the node) and $0.25\,M$ (qgZ: int4).
 
 # %% tags=["hide-input"]
 predict(
@@ -574,12 +576,14 @@ pd.DataFrame.from_dict(ranks.pull("found")[0], orient="index", columns=columns)
 # collectives are flat: each shard goes to *both* ranks of the other node, twice over the same cable, which makes $M/2$ into
 # $M$. `mics_hierarchical_params_gather` mends that, `bytes_across` in the exercises is the formula.
 #
-# A group of nodes may also keep whole weights each, in shards: **MiCS** (`mics_shard_size`), HSDP in PyTorch. Then no gather crosses at
-# all, and gradients once a step, however many micro-batches it has.
+# Each node, or each group of nodes, may also keep all weights, gradients and optimizer state among its own ranks:
+# **MiCS** (`mics_shard_size`), HSDP in PyTorch. Then no gather crosses between groups at all, and gradients do once a
+# step, however many micro-batches it has.
 #
-# **Is the link used?** A time says nothing by itself. `"comms_logger": {"enabled": true}` in DeepSpeed's JSON prints two
-# bandwidths for each collective and size: the *algorithm's*, buffer / time, and the *bus's*, which multiplies by what each rank
-# must send for a byte of buffer, so that it can be held against the link.
+# **Is the link used?** A time says nothing by itself. `"comms_logger": {"enabled": true}` in DeepSpeed's JSON prints
+# two bandwidths for each collective and size: the *algorithm's*, buffer / time (for an all-reduce it prints twice
+# that), and the *bus's*, which multiplies by what each rank must send for a byte of buffer, so that it can be held
+# against the link.
 
 # %% tags=["hide-input"]
 predict(
@@ -682,10 +686,12 @@ for name, operator in {
     print(f"the largest {'1' if v.max() == v.min() else 'more than 1000'} times the least")
 
 # %% [markdown]
-# Errors cancel in sums, not in squares. So **1-bit Adam** runs Adam for a warm-up, *freezes* $v$, and from then on compresses
-# the momentum, which is linear in the gradients. 0/1 Adam freezes in steps and skips exchanges; 1-bit LAMB also freezes
-# its layers' ratios, which under ZeRO are norms of parameters that are cut over ranks (`trust_ratios` in the exercises).
-# In refimpl all three are under DDP, by DeepSpeed's JSON: `{"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 100}}}`.
+# Errors cancel in sums, not in squares. So **1-bit Adam** runs Adam for a warm-up, *freezes* $v$, and from then on
+# compresses the momentum, which is linear in the gradients. 0/1 Adam freezes in steps and skips exchanges; 1-bit LAMB
+# also freezes a mean of each layer's ratio, and scales that from then on by a variance that it finds again in the
+# momentum. (Under ZeRO LAMB's ratios need norms of parameters that are cut over ranks: `trust_ratios` in the
+# exercises.) In refimpl all three are under DDP, by DeepSpeed's JSON: `{"optimizer": {"type": "OneBitAdam", "params":
+# {"freeze_step": 100}}}`.
 #
 # Other ways to lose a day: an error that survives a **skipped step** (an fp16 overflow: what was received was thrown away, so the
 # error must go back); an error that is **not in the checkpoint**; a second shard that outlives the optimizer's step (`SecondShard`

@@ -43,8 +43,9 @@ pd.DataFrame.from_dict(
 )
 
 # %% [markdown]
-# The third column is two gathers and a reduce-scatter of the weights, for one micro-batch. The last one is what this
-# chapter will send instead, for a sequence of 2048 tokens. It has no $w^2$ in it. Counted, on a small layer in fp32:
+# The third column is two gathers of the weights and a reduce-scatter of their gradients, for one micro-batch. The last
+# one is what this chapter will send instead, for a sequence of 2048 tokens. It has no $w^2$ in it. Counted, on a small
+# layer in fp32:
 
 # %%
 # %%ranks 4
@@ -356,7 +357,7 @@ print("the first weight:", mlp[0].weight.placements, tuple(mlp[0].weight.to_loca
 # | what does not divide | one unit more on the first ranks | shorter or empty shards on the last | refused; the vocabulary is padded |
 # | the loss | three numbers a row | `loss_parallel()`, the same idea | three numbers a row |
 # | sequence parallelism keeps a column layer's input | whole | whole | $1/N$, gathered again in backward |
-# | an all-reduce in backward | waited for | waited for; `torch.compile` can cut it up | beside the weight's gradient |
+# | an all-reduce in backward | waited for | waited for; of sequence parallelism's halves `torch.compile` can send slices beside the product | beside the weight's gradient |
 # | dropout where split | a second stream, `Draws` | one stream, each rank at its own offset | a second stream; the same in all replicas |
 #
 # (Megatron-LM: `megatron/core/tensor_parallel/layers.py`, `random.py`. torch: `torch/distributed/tensor/parallel/style.py`,
@@ -683,12 +684,14 @@ for name, how in {"whole plan": plan, "without Tokens()": broken}.items():
     )
 
 # %% [markdown]
-# No error; a loss that nobody would question. The next checkpoint stores rank 0's norms, and the model that is loaded from it
-# is none that was trained. In GPT-NeoX the same omission was seen at a larger scale, as a loss that "falls slower, and
-# ends up flatlining" ([pull request 1257](https://github.com/EleutherAI/gpt-neox/pull/1257)). Megatron-LM's users have
+# No error; a loss that nobody would question. The next checkpoint stores rank 0's norms, and the model that is loaded
+# from it is none that was trained. In GPT-NeoX the same sum was missing at a larger scale, and was blamed for a loss
+# that "falls slower, and ends up flatlining" ([pull request 1257](https://github.com/EleutherAI/gpt-neox/pull/1257));
+# with the sum the copies were equal, and the loss still lay flat
+# ([1259](https://github.com/EleutherAI/gpt-neox/pull/1259)): something else was wrong too. Megatron-LM's users have
 # asked why their norms' gradients differ between ranks
-# ([issue 1446](https://github.com/NVIDIA/Megatron-LM/issues/1446)). The check that finds it compares, after each
-# backward, the *gradients* of all replicated parameters across the tensor group: they must be equal to the bit.
+# ([issue 1446](https://github.com/NVIDIA/Megatron-LM/issues/1446)). The check that finds it compares, after each backward, the
+# *gradients* of all replicated parameters across the tensor group: they must be equal to the bit.
 #
 # **The other dropout.** Outside the split layers all ranks hold the same tensor, and must drop the same elements, or their
 # copies of it part. Inside each has other heads, and must not: with one seed all ranks drop the same places of their

@@ -36,9 +36,9 @@ def activation_bytes(config: GPTConfig, batch: int, itemsize: int = 2, fused_att
 
 
 def checkpointed_bytes(config: GPTConfig, batch: int, itemsize: int = 2) -> int:
-    """Activation bytes of all blocks when each keeps only its input, and one at a time is recomputed whole."""
-    inputs = config.layers * batch * config.context * config.width * itemsize
-    return inputs + activation_bytes(config, batch, itemsize)
+    """Activation bytes of all blocks when each keeps only its input, and one at a time is recomputed beside its own."""
+    one = batch * config.context * config.width * itemsize
+    return (config.layers - 1) * one + activation_bytes(config, batch, itemsize)
 
 
 def tensor_parallel_sent(config: GPTConfig, batch: int, ranks: int, itemsize: int = 2) -> int:

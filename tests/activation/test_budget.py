@@ -46,6 +46,7 @@ def test_the_table_of_the_docstring() -> None:
     assert forwards(keep(layers), blocks) == layers
     assert forwards(every(4, layers), blocks) == forwards(sqrt(layers), blocks) == 2 * layers
     assert slowdown(sqrt(layers), blocks) == 4 / 3
+    assert slowdown((*keep(8), *every(1, layers)[8:]), blocks) == pytest.approx(3.5 / 3)  # half of the forward again
 
 
 @pytest.mark.parametrize(("layers", "k"), [(1, 1), (2, 2), (4, 2), (5, 3), (9, 3), (10, 4), (100, 10)])

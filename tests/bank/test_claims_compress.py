@@ -9,9 +9,11 @@ from worlds import run
 from refimpl.comm.group import Group
 from refimpl.compress.blocks import Blocks
 from refimpl.compress.compressor import Compressor
-from refimpl.compress.exchange import Served
+from refimpl.compress.exchange import Gathered, Served
 from refimpl.compress.feedback import ErrorFeedback
+from refimpl.compress.powersgd import LowRank, PowerSGD
 from refimpl.compress.sign import Sign
+from refimpl.compress.topk import TopK
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -130,3 +132,52 @@ def test_one_bit_an_element_travels_twice(ranks: int) -> None:
     n = 8 * 12 * 100
     scales = 2 * 4 * (ranks - 1)
     assert run(one_bit, n, ranks=ranks) == [2 * (ranks - 1) * n // ranks // 8 + scales] * ranks
+
+
+def sent_by(n: int) -> tuple[int, int, int, int]:
+    """Bytes of a ring's all-reduce, of 1% gathered, of int8 codes gathered, and of int8 codes served."""
+    group, blocks = Group.world(), Blocks(8, block=40)
+    ways = [Gathered(group, TopK(0.01), n), Gathered(group, blocks, n), Served(group, blocks, n)]
+    group.all_reduce(torch.randn(n))
+    sent = [sum(group.ledger.sent_bytes().values())]
+    for way in ways:
+        group.ledger.reset()
+        way.mean(torch.randn(n), torch.empty(n)).wait()
+        sent.append(sum(group.ledger.sent_bytes().values()))
+    return sent[0], sent[1], sent[2], sent[3]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_gathered_each_wire_goes_to_all_and_served_there_and_back(ranks: int) -> None:
+    n, wire = 4800, 4800 + 4 * 4800 // 40
+    for dense, largest, gathered, served in run(sent_by, n, ranks=ranks):
+        assert dense / largest == pytest.approx(1 / (0.01 * ranks))
+        assert gathered == (ranks - 1) * wire
+        assert served == 2 * (ranks - 1) * wire // ranks
+
+
+def mean_of_compressed(of_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """By PowerSGD and by top-k: this rank's share of `of_ranks` matrices is its mean of them."""
+    group = Group.world()
+    ms = torch.randn(of_ranks, 24 * 20, generator=torch.Generator().manual_seed(0))
+    x = ms.chunk(group.size)[group.rank].mean(0)
+    out = [torch.empty(480), torch.empty(480)]
+    LowRank(group, PowerSGD(2), 480, [torch.Size((24, 20))]).mean(x, out[0]).wait()
+    Gathered(group, TopK(0.1), 480).mean(x, out[1]).wait()
+    return out[0], out[1]
+
+
+def test_the_mean_of_powersgds_messages_is_the_means_message_and_that_of_top_k_is_not() -> None:
+    (low_rank, largest), *_ = run(mean_of_compressed, 3, ranks=3)
+    [(low_rank_of_mean, largest_of_mean)] = run(mean_of_compressed, 3, ranks=1)
+    assert torch.allclose(low_rank, low_rank_of_mean, atol=1e-5)
+    assert largest.count_nonzero() > 2 * largest_of_mean.count_nonzero()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_number_of_a_block_is_wrong_by_half_a_scale_at_most(bits: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(100_000)
+    x[0] = most = 5.0
+    wrong = (Blocks(bits, block=len(x)).decompress(Blocks(bits, block=len(x)).compress(x), len(x)) - x).abs().max()
+    assert wrong == pytest.approx(most / (2 ** (bits - 1) - 1) / 2, rel=0.01)

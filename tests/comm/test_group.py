@@ -453,3 +453,28 @@ def test_ledger_agrees_with_the_kernels_loopback_counter(monkeypatch: pytest.Mon
     if others > 0.01 * volume:
         pytest.skip(f"the loopback is busy: other programs sent {others} bytes while this one was idle")
     pytest.fail(f"the kernel counted {wire} bytes, the ledger {volume}")
+
+
+@pytest.mark.xdist_group("loopback")
+@pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="this system has no /proc/net/dev to check against")
+def test_gloos_own_reduce_scatter_sends_what_its_all_reduce_does() -> None:
+    """Twice what it needs: the reason why ours is composed."""
+    n = 3 * 2**20  # fp32 elements: 12 MiB
+
+    def check() -> list[int]:
+        group = Group.world(transport="gloo")
+        x, chunk = torch.ones(n), torch.ones(n // 2)
+        wire = []
+        for collective in (dist.all_reduce, lambda x: dist.reduce_scatter(chunk, list(x.chunk(2)))):
+            group.barrier()
+            before = loopback_bytes()
+            group.barrier()
+            collective(x)
+            group.barrier()
+            wire.append(loopback_bytes() - before)
+        return wire
+
+    # What else runs on this machine adds to the kernel's count: the least of three tries is the nearest.
+    tries = [run(check, ranks=2)[0] for _ in range(3)]
+    for wire in map(min, zip(*tries, strict=True)):
+        assert wire >= 2 * 4 * n

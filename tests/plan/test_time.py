@@ -71,6 +71,14 @@ def test_communication_is_exposed_when_it_does_not_fit_behind_backward() -> None
     assert exposed_seconds(10, 30, 10) == pytest.approx(30 - 10 * 9 / 10), "bound by the link from the first bucket on"
 
 
+@pytest.mark.parametrize(("backward", "alpha"), [(0.1, 1e-3), (0.4, 1e-4)])
+def test_on_a_slow_link_the_root_of_backward_over_alpha_is_the_best_number_of_buckets(
+    backward: float, alpha: float
+) -> None:
+    exposed = {k: exposed_seconds(backward, k * alpha + 2 * backward, k) for k in range(1, 200)}
+    assert min(exposed, key=lambda k: exposed[k]) == round(math.sqrt(backward / alpha))
+
+
 def test_adam_moves_the_bytes_of_the_tensors_it_reads_and_writes() -> None:
     p = torch.zeros(1000, requires_grad=True)
     p.grad = torch.ones_like(p)
