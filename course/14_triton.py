@@ -98,8 +98,8 @@ predict(
 #
 # (An H100 SXM; NVIDIA's data sheet and Hopper white paper.) A Triton kernel is the text of one **program**. Its values
 # are not numbers but *blocks* of numbers, which live in the registers of one multiprocessor. It loads a tile, does all
-# that can be done with it, and stores the result. Thousands of programs run, each knowing its own number. What a kernel
-# takes at best is the **roofline** of chapter 00:
+# that can be done with it, and stores the result. Thousands of programs run, as many as the **grid** of the call says,
+# each knowing its own number. What a kernel takes at best is the **roofline** of chapter 00:
 #
 # $$\text{seconds} \;\ge\; \max\left(\frac{\text{bytes}}{B},\; \frac{\text{operations}}{P}\right)
 # \qquad\text{and}\qquad \text{intensity} = \frac{\text{operations}}{\text{bytes}}$$
@@ -111,8 +111,8 @@ predict(
 #
 # ### One program, one block
 #
-# `tl.arange` makes a block of indices, adding it to a pointer a block of addresses. A **mask** says which lanes count: the
-# last block is rarely full.
+# `tl.arange` makes a block of indices, adding it to a pointer a block of addresses. A **mask** says which elements of a
+# block, its **lanes**, count: the last block is rarely full.
 
 # %%
 import triton
@@ -523,7 +523,7 @@ print("odd strides load 16 bytes a thread:", bool(odd[0]["16-byte loads"]))
 # | layout over threads, coalescing | you | compiler | writes Triton | done |
 # | shared memory, barriers | you | compiler | writes Triton | done |
 # | tensor cores | by instruction | `tl.dot` | templates in Triton, or a library | done |
-# | an epilogue of your own | yes | yes | yes, fused | the listed ones |
+# | an operation of your own on the result (epilogue) | yes | yes | yes, fused | the listed ones |
 # | online softmax over tiles | you | you | FlexAttention's template | flash attention |
 
 # %% [markdown]

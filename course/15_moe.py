@@ -185,8 +185,8 @@ pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 #
 # The order in which routes find places matters. GShard seats all first choices before any second one; DeepSpeed's
 # `topkgating` keeps those with the highest probability; Switch keeps the first in the batch, so that the end of a
-# sequence loses; random token selection draws. (`positions` in the exercises is GShard's.) Turn the knobs: what is dropped
-# at the popular experts, and what is padding at the others.
+# sequence loses; random token selection (RTS) draws. (`positions` in the exercises is GShard's.) Turn the knobs: what
+# is dropped at the popular experts, and what is padding at the others.
 
 # %% tags=["hide-input"]
 from refimpl.notebook.widgets_moe import gate_knobs

@@ -108,10 +108,10 @@ for axis, (name, pattern) in zip(axes.flat, PATTERNS.items(), strict=True):
     axis.grid(False)
 
 # %% [markdown]
-# A row of such a picture is a block of queries, dark is what it reads. In a causal model all that is right of the diagonal
-# is left out too. How do they grow? A row of `local`, `bigbird`, `variable` and `bslongformer` reads a fixed number of
-# blocks, whatever $n$ is: the whole is linear in $T$. `fixed` and `strided` read about $l + n/l$ a row, least for
-# $l = \sqrt n$: $O(n\sqrt n)$ when $l$ grows so.
+# A row of such a picture is a block of queries, dark is what it reads. In a causal model all that is right of the
+# diagonal is left out too. How do they grow? A row of `local`, `bigbird`, `variable` and `bslongformer` reads a fixed
+# number of blocks, whatever $n$ is, but for the few global ones: the whole is linear in $T$. `fixed` and `strided` read
+# about $l + n/l$ a row, least for $l = \sqrt n$: $O(n\sqrt n)$ when $l$ grows so.
 
 # %% tags=["hide-input"]
 predict(
