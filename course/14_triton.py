@@ -754,7 +754,7 @@ pd.DataFrame.from_dict(
 #
 # ## 7. Prove it
 #
-# - Exercises: [exercises/14_triton](../exercises/14_triton/exercise.py), eleven kernels; `pytest exercises/14_triton`.
+# - Exercises: [exercises/14_triton](../exercises/14_triton/exercise.py), eleven tasks; `pytest exercises/14_triton`.
 # - Cards: `refimpl quiz --topic performance`, `--topic internals`, `--topic advanced`, or `Quiz("performance")` of
 #   `refimpl.notebook` in a cell.
 # - refimpl: [refimpl/kernels](../refimpl/kernels/__init__.py), the kernels of this project; [count.py](../refimpl/kernels/count.py), the counter;
