@@ -32,7 +32,9 @@ for tokens in (2048, 8192, 32768):
 pd.DataFrame.from_dict(rows, orient="index", columns=["weights, GB", "border, GB", "times"])
 
 # %% [markdown]
-# That is why pipelines run *between* nodes, where links are slow. And now the price. Four ranks, a quarter of the layers
+# (A stage sees the micro-batches of all, a ZeRO-3 rank its own alone: for whole steps divide by the number of stages. 16
+# of them leave 65 times at 8,192 tokens.) That is why pipelines run *between* nodes, where links are slow. And now the
+# price. Four ranks, a quarter of the layers
 # on each, train on one batch. This machine may have fewer cores than ranks, so a stage here multiplies a little and then
 # sleeps, 10 ms in forward and 20 in backward, as if a GPU computed meanwhile: a rank that sleeps is busy. Every rank
 # writes down when it was.
@@ -385,8 +387,8 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["bubble, ticks", "borders"
 
 # %% [markdown]
 # (A tick is the forward of a whole rank's layers, a backward takes two. Alive: micro-batches of a whole rank's layers.)
-# Not for nothing: more messages, more memory, and Megatron asks for an $m$ that is a multiple of $p$. refimpl makes the
-# table for the next multiple and leaves out what is too many; torch wants a multiple of the number of rounds.
+# Not for nothing: more messages, more memory, and by default Megatron asks for an $m$ that is a multiple of $p$. refimpl
+# makes the table for the next multiple and leaves out what is too many; torch wants a multiple of the number of rounds.
 #
 # **Work that nobody waits for.** Backward of $y = xW$ is two products, and only one of them is urgent:
 #
@@ -421,10 +423,10 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor, later: list[Later]) ->
 #
 # **No idle time at all?** Lay the stages down and up again, as a V: rank $r$ has stages $r$ and $2p-1-r$, so the last
 # stage is on the first rank and a backward begins where the micro-batch began (**ZB-V**). Or send micro-batches from
-# both ends through two copies of the model (**DualPipe**, made for DeepSeek-V3): a forward of one direction always meets
-# a backward of the other. The zero has a condition. Ranks begin a step one after the other, and must enter the next one
-# so: a global gradient norm, for which all wait, brings the bubble back. Its authors step first, check the norm
-# afterwards, and undo the rare step that it forbids.
+# both ends through two copies of the model (**DualPipe**, made for DeepSeek-V3): in the middle of the step each rank
+# pairs a forward of one direction with a backward of the other. The zero has a condition. Ranks begin a step one after
+# the other, and must enter the next one so: a global gradient norm, for which all wait, brings the bubble back. Qi et
+# al. step first, check the norm afterwards, and undo the rare step that it forbids.
 
 # %% tags=["nbval-ignore-output", "hide-input"]
 figure, axes = show.figure(5.6, rows=3)
@@ -444,9 +446,10 @@ from refimpl.notebook.widgets_pipeline import schedule_knobs
 schedule_knobs()
 
 # %% [markdown]
-# **An unequal cut costs like a bubble.** The slowest stage sets the pace of all. An embedding or a head can weigh as much
-# as ten blocks, so the same number of layers for each stage is seldom right. Where to cut a chain so that the largest
-# stage is as small as can be is solved exactly by dynamic programming (`balanced` in the exercises):
+# **An unequal cut costs like a bubble.** The slowest stage sets the pace of all. With a large vocabulary a small
+# model's head computes as long as ten blocks, and its embedding, a look-up, takes no time but as much memory. So the
+# same number of layers for each stage is seldom right. Where to cut a chain so that the largest stage is as small as
+# can be is solved exactly by dynamic programming (`balanced` in the exercises):
 
 # %% tags=["hide-input"]
 predict(
@@ -574,8 +577,8 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["ZeRO-1", "ZeRO-2", "ZeRO-
 #
 # A rank that looks at itself alone would write: get what the next operation needs, compute, send what it gives. That is
 # right for GPipe. In 1F1B's steady state the neighbours exchange: stage 0 sends an activation down, stage 1 a gradient
-# up. And a send may end only when its receiver has come, a **rendezvous**; gloo's do, NCCL's kernels wait on both sides,
-# and MPI's do for large messages only, which is why such a program may run for years.
+# up. And a send may end only when its receiver has come, a **rendezvous**. gloo's always do; NCCL's and MPI's only for
+# messages larger than their buffers, which neither promises, and so such a program may run for years.
 
 # %% tags=["raises-exception"]
 # %%ranks 2 --timeout 3
@@ -650,8 +653,8 @@ predict(
 # | what it is | a table, checked before it runs | instructions a tick, by parity of stage and tick | loops in code | a table of actions (1F1B: loops) |
 # | messages | one list for all ranks | in pairs: one side sends, the other receives first | `batch_isend_irecv`, or even ranks send first | batched pairs, or added to the table |
 # | activations kept | as the table states | max(2, min(p - s, m)) buffers | as 1F1B | as the schedule |
-# | shapes | agreed once, or `dynamic` | once, or each time (`dynamic_shape`) | from the configuration, or each time (`variable_seq_lengths`) | from an example, or traced |
-# | m, interleaved | any | | a multiple of p | a multiple of the number of rounds |
+# | shapes | agreed once, or `dynamic` | once, or each time (`dynamic_shape`) | from the configuration, or each time (`variable_seq_lengths`) | from the first micro-batch, an example or a trace |
+# | m, interleaved | any | | by default a multiple of p | a multiple of the number of rounds |
 # | tied weights | summed, found by identity or key | `TiedLayerSpec`, `ReduceTiedGrads` | an all-reduce of the embedding's group | by hand |
 #
 # **Who runs it.** DeepSeek-V3: 16-way pipelines by DualPipe, 64-way expert parallelism over 8 nodes, ZeRO-1, no tensor

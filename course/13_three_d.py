@@ -67,8 +67,8 @@ for tokens in (64, 128, 256):
 from refimpl.notebook import predict
 
 predict(
-    "The last row, 111 GB though blocks are computed again. With 64 times as many GPUs: which use of them makes this "
-    "sequence's activations on a GPU smaller?",
+    "The last row, 111 GB though blocks are computed again. With 64 times as many GPUs, all kept busy: which use of them "
+    "makes the activations on a GPU smaller?",
     "none of these",
     options=[
         "data parallel",
@@ -77,13 +77,13 @@ predict(
         "none of these",
     ],
     why="Data parallelism and ZeRO leave a whole sequence to a GPU. A stage of 1/8 of the layers keeps 8 times as many "
-    "micro-batches alive under 1F1B: the product stays.",
+    "micro-batches alive under 1F1B: the product stays. (One sequence alone would be divided by 8, while 7 stages idle.)",
 )
 
 # %% [markdown]
-# Tensor parallelism could go on dividing, beyond the node, where its all-reduces in every layer are slow, and up to the
-# 8 heads of keys. So the tokens themselves must be dealt out. For nearly all of a transformer that is trivial: norms,
-# linear layers, GELU, the loss look at one token at a time. One layer does not: attention.
+# Tensor parallelism could go on only beyond the node, where its all-reduces in every layer are slow, and past the 8
+# heads of keys, which must then be copied. So the tokens themselves must be dealt out. For nearly all of a transformer
+# that is trivial: norms, linear layers, GELU, the loss look at one token at a time. One layer does not: attention.
 
 # %% [markdown]
 # ## 2. The idea: softmax in any order
@@ -242,7 +242,8 @@ print(
 
 # %% tags=["hide-input"]
 predict(
-    "From 8 to 32 ranks, the sequence as long as before. How does what a rank sends in one layer change?",
+    "From 8 to 32 ranks, the sequence as long as before, as many heads of keys as of queries. How does what a rank "
+    "sends in one layer change?",
     "the ring's stays nearly, Ulysses' falls to about a quarter",
     options=[
         "both stay",
@@ -271,9 +272,10 @@ for ranks in (2, 8, 32, 64):
 pd.DataFrame.from_dict(rows, orient="index", columns=["ring", "Ulysses"])
 
 # %% [markdown]
-# So: Ulysses where links are fast and ranks are few, up to the number of heads; a ring beyond; or both, Ulysses inside a
-# node and a ring across. Ulysses' heads are also what tensor parallelism divides: with tp = 8 and 32 heads there are 4
-# left to deal out.
+# (From 8 to 32 ranks Ulysses falls to 0.44 here, not to a quarter: 8 heads of keys must be repeated to give each of 32
+# ranks one.) So: Ulysses where links are fast and ranks are few, up to the number of heads; a ring beyond; or both,
+# Ulysses inside a node and a ring across. Ulysses' heads are also what tensor parallelism divides: with tp = 8 and 32
+# heads there are 4 left to deal out.
 
 # %% [markdown]
 # ## 4. Half the ranks idle: the causal mask
@@ -355,8 +357,9 @@ plt.show()
 # %% [markdown]
 # ## 5. Read it: backward, from one number a query
 #
-# Forward keeps `out` and `lse`, nothing of the scores, no other rank's keys. When keys come by again in backward, each
-# probability is $p_j = e^{s_j - \ell}$: no second softmax is needed. This is one tile of it:
+# Beside this rank's q, k and v forward keeps `out` and `lse`; nothing of the scores, no other rank's keys. When keys
+# come by again in backward, each probability is $p_j = e^{s_j - \ell}$: no second softmax is needed. This is one tile
+# of it:
 
 # %%
 from refimpl.parallel.context.blocks import Back
@@ -428,7 +431,8 @@ for prompt, zigzag in ((40, False), (20, False), (20, True)):
         )
 
 # %% [markdown]
-# In the first row the step is half as long as it should be; in the second it points elsewhere. Zigzag spreads the prompt
+# In the first row the gradient is half as long as it should be, which AdamW would not notice; in the second it points
+# elsewhere. Zigzag spreads the prompt
 # over both ranks and hides most of it: the loss curve will not tell you.
 #
 # The remedy is one number: all ranks' tokens, summed before backward; each rank's *sum* of losses is multiplied with
@@ -486,8 +490,8 @@ predict(
     "Which axis should have consecutive ranks, so that it lies inside a node? In the order of need, most first:",
     ["tensor", "context", "data and pipeline"],
     order=True,
-    why="Tensor: several all-reduces in every layer, which nothing hides. Context: one exchange a layer, hidden behind "
-    "attention. Data: once a step, hidden behind backward. Pipeline: least bytes, between two neighbours.",
+    why="Tensor: several all-reduces in every layer, for which the next operation waits. Context: one exchange a "
+    "layer, hidden behind attention. Data: once a step, hidden behind backward. Pipeline: least bytes, between two neighbours.",
 )
 
 # %% [markdown]
@@ -659,7 +663,7 @@ for found in (cut, text):
 # **One norm over all axes.** Clipping needs the norm of the *whole* gradient. Its parts lie on pp x tp ranks, so squares
 # are summed over those. But not everything there is a part: a norm's weight is whole on every tensor rank, the tied
 # embedding on first and last stage. Each counts once. (Over dp x cp nothing is counted twice: ZeRO's shards are parts.)
-# Forget it, and training clips a bit harder than it says:
+# Forget it, and training clips harder than it says, here by a third and more:
 
 # %%
 twice = eight.call(train, {"pp": 2, "dp": 2, "tp": 2}, False)

@@ -98,8 +98,8 @@ predict(
 #
 # (An H100 SXM; NVIDIA's data sheet and Hopper white paper.) A Triton kernel is the text of one **program**. Its values
 # are not numbers but *blocks* of numbers, which live in the registers of one multiprocessor. It loads a tile, does all
-# that can be done with it, and stores the result. Thousands of programs run, each knowing its own number. What a kernel
-# takes at best is the **roofline** of chapter 00:
+# that can be done with it, and stores the result. Thousands of programs run, as many as the **grid** of the call says,
+# each knowing its own number. What a kernel takes at best is the **roofline** of chapter 00:
 #
 # $$\text{seconds} \;\ge\; \max\left(\frac{\text{bytes}}{B},\; \frac{\text{operations}}{P}\right)
 # \qquad\text{and}\qquad \text{intensity} = \frac{\text{operations}}{\text{bytes}}$$
@@ -111,8 +111,8 @@ predict(
 #
 # ### One program, one block
 #
-# `tl.arange` makes a block of indices, adding it to a pointer a block of addresses. A **mask** says which lanes count: the
-# last block is rarely full.
+# `tl.arange` makes a block of indices, adding it to a pointer a block of addresses. A **mask** says which elements of a
+# block, its **lanes**, count: the last block is rarely full.
 
 # %%
 import triton
@@ -282,7 +282,7 @@ print(f"dropped at p = 0.25: {(drawn[7, 64] < 0.25).float().mean():.2f}")
 #
 # ### Products: a tile serves a row of others
 #
-# A product has $2MNK$ operations on $MK + KN + MN$ numbers: for large matrices far more than memory-bound. If it is read
+# A product has $2MNK$ operations on $MK + KN + MN$ numbers: large matrices are far right of the corner, if they are read
 # well. Here a program makes a row of the result, and so loads a row of $a$ and **all** of $b$:
 
 
@@ -403,8 +403,10 @@ for row, (name, order) in zip(axes, orders.items(), strict=True):
 plt.show()
 
 # %% [markdown]
-# 90 tiles a wave against 54, the figures of Triton's own tutorial. The squares of an H100's 132 programs at once make a
-# product of $4096^2$ with tiles of 128 compute-bound. `grouped_tile` in the exercises computes the order from `pid`.
+# 90 tiles a wave against 54, the figures of Triton's own tutorial. 132 tiles of 128, one for each multiprocessor of an
+# H100, are as a square one tile of 1,470: 735 operations for each byte from memory, right of the corner. (The cache,
+# which then gives a byte for every 64, has a limit of its own.) `grouped_tile` in the exercises computes the order from
+# `pid`.
 #
 # ### Attention: a product, a row, a product
 #
@@ -510,8 +512,9 @@ print("odd strides load 16 bytes a thread:", bool(odd[0]["16-byte loads"]))
 # - **16-byte loads** are the widest a thread has. They need addresses that are multiples of 16 bytes. Triton looks at the
 #   arguments of each launch: a pointer or stride that is a multiple of 16 gets a kernel of its own. An odd stride costs
 #   narrow loads, so vocabularies and widths are padded.
-# - No **tensor core** instruction where there should be one means fp32 inputs with `input_precision="ieee"`, or a tile
-#   side under 16. With `tf32`, the default, fp32 factors keep 10 bits of 23, and no test on a CPU shows it.
+# - No **tensor core** instruction where there should be one means fp32 inputs with `input_precision="ieee"`. (A tile of
+#   few rows has one, filled up with rows that nobody wants.) With `tf32`, the default, fp32 factors keep 10 bits of 23,
+#   and no test on a CPU shows it.
 # - Nobody knows the best configuration beforehand: `@triton.autotune` times a list of them, once for each key of sizes.
 #
 # | | CUDA C++ | Triton | `torch.compile` | cuBLAS, cuDNN |
@@ -520,14 +523,14 @@ print("odd strides load 16 bytes a thread:", bool(odd[0]["16-byte loads"]))
 # | layout over threads, coalescing | you | compiler | writes Triton | done |
 # | shared memory, barriers | you | compiler | writes Triton | done |
 # | tensor cores | by instruction | `tl.dot` | templates in Triton, or a library | done |
-# | an epilogue of your own | yes | yes | yes, fused | the listed ones |
+# | an operation of your own on the result (epilogue) | yes | yes | yes, fused | the listed ones |
 # | online softmax over tiles | you | you | FlexAttention's template | flash attention |
 
 # %% [markdown]
 # ## 5. Measure it
 #
-# Formula beside count, for the eleven kernels of the exercises on small sizes. (The solutions', not printed here; the
-# grader compares yours in the same way.)
+# Formula beside count, for ten of the eleven exercises on small sizes (`grouped_tile` moves nothing). They are the
+# solutions', not printed here; the grader compares yours in the same way.
 
 # %%
 from refimpl.grading.chapters import import_file
@@ -701,7 +704,7 @@ predict(
     "Four programs: each loads the sum so far, adds its part, and stores it. In the interpreter?",
     "right, always",
     options=["right, always", "right, mostly", "wrong"],
-    why="It runs one program after the other. On a GPU all four load 0, and the last to store wins.",
+    why="It runs one program after the other. On a GPU all four may load 0, and then the last to store wins.",
 )
 
 # %%
@@ -751,7 +754,7 @@ pd.DataFrame.from_dict(
 #
 # ## 7. Prove it
 #
-# - Exercises: [exercises/14_triton](../exercises/14_triton/exercise.py), eleven kernels; `pytest exercises/14_triton`.
+# - Exercises: [exercises/14_triton](../exercises/14_triton/exercise.py), eleven tasks; `pytest exercises/14_triton`.
 # - Cards: `refimpl quiz --topic performance`, `--topic internals`, `--topic advanced`, or `Quiz("performance")` of
 #   `refimpl.notebook` in a cell.
 # - refimpl: [refimpl/kernels](../refimpl/kernels/__init__.py), the kernels of this project; [count.py](../refimpl/kernels/count.py), the counter;

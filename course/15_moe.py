@@ -180,12 +180,13 @@ pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 # With **expert choice** the experts choose: loads are even by construction, a token gets any number of experts, or none.
 # What a token gets then depends on the tokens after it, so it does not suit a model that generates. **Noise** in
 # training, Gumbel's on the logits (`noise="RSample"`) or a factor of 0.99 to 1.01 on the inputs (`"Jitter"`), lets
-# tokens try other experts. GShard and DeepSpeed's top-2 draw the *second* expert.
+# tokens try other experts. For the *second* expert GShard draws whether it is used at all, with probability $2 g_2$;
+# DeepSpeed's top-2 draws which one it is.
 #
 # The order in which routes find places matters. GShard seats all first choices before any second one; DeepSpeed's
 # `topkgating` keeps those with the highest probability; Switch keeps the first in the batch, so that the end of a
-# sequence loses; random token selection draws. (`positions` in the exercises is GShard's.) Turn the knobs: what is dropped
-# at the popular experts, and what is padding at the others.
+# sequence loses; random token selection (RTS) draws. (`positions` in the exercises is GShard's.) Turn the knobs: what
+# is dropped at the popular experts, and what is padding at the others.
 
 # %% tags=["hide-input"]
 from refimpl.notebook.widgets_moe import gate_knobs
@@ -229,7 +230,7 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["FLOPs of moving", "4 T² 
 # **Dispatch by sorting.** Sort the routes by expert; an expert's rows then lie together, and it multiplies one block of as
 # many rows as there are. Nothing is multiplied to move them, nothing is computed for an empty slot. `mix` does that
 # (`permute` and `combine` in the exercises). MegaBlocks (Gale et al. 2022) is this idea with one kernel for all
-# blocks, of unequal sizes: a **grouped matmul**.
+# blocks, of unequal sizes: a block-sparse product in the paper, mostly a **grouped matmul** today.
 #
 # **Several ranks.** Rank $r$ has the experts $rE/N$ to $(r+1)E/N$, and its own tokens. Sorted by expert, rows are sorted
 # by rank too, so one **all-to-all** takes each to its expert, a second one brings the answer back. Backward is two more.
@@ -388,8 +389,8 @@ pd.concat(tables[:2], keys=["rank 0", "rank 1"])
 #
 # | | gate | tokens travel by | what does not fit | balance | beside the experts |
 # |---|---|---|---|---|---|
-# | GShard 2020 | top-2, the second one drawn | einsum, all-to-all of $[E, C, M]$ | dropped, factor 2 | loss on first choices | - |
-# | Switch 2021 | top-1 | the same | dropped, factor 1 to 1.25 | loss, 0.01 | - |
+# | GShard 2020 | top-2, the second one at times | einsum, all-to-all of $[E, C, M]$ | dropped, $C = 2T/E$ | loss on first choices | - |
+# | Switch 2021 | top-1 | the same | dropped, factor 1 to 2 | loss, 0.01 | - |
 # | DeepSpeed `MoE` | top-1, top-2, top-k; `RSample`, `Jitter`, RTS | the same, padded to $C$ | dropped, or $C$ = the fullest of all ranks | `l_aux`, the caller adds it | PR-MoE's residual MLP |
 # | MegaBlocks, Megatron-Core | top-k | sort, uneven all-to-all, grouped matmul (or DeepEP's kernels) | nothing ("dropless") unless asked | loss by sequence, batch or *global* batch; bias | shared experts |
 # | Mixtral 2023 | top-2 of 8, softmax over the two | sort, or a loop over experts (HF) | nothing | loss, 0.001 in HF's default | - |
@@ -602,9 +603,11 @@ columns = ["weights here", "optimizer", "gradients sent", "parameters sent", "to
 pd.DataFrame.from_dict(ranks.pull("found")[0], orient="index", columns=columns)
 
 # %% [markdown]
-# (Elements kept by rank 0, then bytes that it sends in a step.) At $ep = N$ no gradient of an expert is sent at all: its
-# tokens have done the travelling. That is why a mixture is made expert-parallel although ZeRO could shard it: an expert's
-# gradient is as large as its weights, and $k T M$ elements of tokens are, in a large model, far less.
+# (Elements kept by rank 0, then bytes that it sends in a step.) At $ep = N$ no gradient of an expert is sent at all:
+# its tokens have done the travelling. That is why a mixture is made expert-parallel although ZeRO could shard it. In
+# bf16 a layer of Mixtral has 2.8 GB of experts, so 5.6 GB of gradients and weights would travel a step, and every rank
+# would hold them all (or gather them, by ZeRO-3); 8,192 tokens there and back, forward and backward, are 0.5 GB. But
+# tokens travel for each micro-batch.
 #
 # **Two levels.** An all-to-all over 64 GPUs is 63 messages a rank, 56 of them over the network, each an eighth as large
 # as if it went to a whole node of 8. So rows for one node are put together inside the node first. Messages over the
@@ -630,8 +633,9 @@ print(f"{said} in two levels: 1 message, {across} bytes, and {inside} inside")
 # %% [markdown]
 # What crosses is the same in sum over the node's ranks; what each carries is what its neighbours have for the ranks with
 # its own place. (`two_level_all_to_all` in the exercises has equal parts.) Fewer, larger messages pay when a message's
-# fixed price matters: at inference with few tokens, and with hundreds of ranks. For large batches the copies inside the node
-# cost more than they save, which is why DeepEP and Tutel have a kernel for each case.
+# fixed price matters: few tokens a rank, hundreds of ranks. Otherwise the copies inside the node cost more than they save,
+# and Tutel has both ways. DeepEP goes over two levels for another reason, with *large* batches: a token that several GPUs
+# of a node want then crosses the network once. Its kernels for decoding send straight, since each hop is latency.
 #
 # ## 7. Break it
 #
@@ -685,10 +689,10 @@ for name, strangers in {"right": False, "over all ranks": True}.items():
     print(f"{name:15} loss falls: {last < first}, all experts move alike: {alike}")
 
 # %% [markdown]
-# No message, and a loss that looks like training: four experts become one expert plus four initial values. The check that
-# finds it: after backward, an expert's gradients must be *equal* on the ranks that have it and *different* on the others.
-# DeepSpeed knows experts by a mark, `param.allreduce = False`, which a wrapped, copied or re-made parameter loses. fairseq
-# has the question from the other side: experts skipped by the all-reduce altogether
+# No message, and a loss that looks like training: four experts become one expert plus four initial values. The check
+# that finds it: after the averaging, an expert's gradients must be *equal* on the ranks that have it and *different* on
+# the others. DeepSpeed knows experts by a mark, `param.allreduce = False`, which a wrapped, copied or re-made parameter
+# loses. fairseq has the question from the other side: experts skipped by the all-reduce altogether
 # ([issue 4220](https://github.com/facebookresearch/fairseq/issues/4220)).
 #
 # **A capacity of one's own.** Fixed buffers $[E, C, M]$ need the same $C$ everywhere. Computed from a rank's own tokens, it
@@ -705,7 +709,8 @@ out = torch.empty_like(slots)
 group.all_to_all(out, slots)
 
 # %% [markdown]
-# Here the ranks compare what they are about to do. Libraries do not: NCCL waits. DeepSpeed's
+# Here the ranks compare what they are about to do. NCCL does not, it waits; torch does under
+# `TORCH_DISTRIBUTED_DEBUG=DETAIL`. DeepSpeed's
 # [issue 6809](https://github.com/deepspeedai/DeepSpeed/issues/6809) is this, found after capacities of 3 and 4 were
 # printed; Tutel's [issue 173](https://github.com/microsoft/Tutel/issues/173) too. The cure is one number, the largest of
 # all ranks (`agreed_capacity`), or uneven parts. The same hang has a third form: a rank without tokens that leaves early,
@@ -728,7 +733,8 @@ print(f"more than one token in a hundred: {differ > 0.01}")
 # %% [markdown]
 # A gate in bf16 sees ties that are none, and whoever recomputes the layer (activation checkpoints, the trainer beside the inference engine in
 # reinforcement learning) may break them otherwise: then forward and backward used different experts. Gates are fp32:
-# Switch's "selective precision" (section 2.4), `_keep_fp32` lists in transformers, `.float()` in DeepSpeed's `TopKGate`.
+# Switch's "selective precision" (section 2.4), `router_dtype` of its model in transformers, `.float()` in DeepSpeed's
+# `TopKGate`.
 #
 # ## 8. Prove it
 #

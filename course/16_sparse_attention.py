@@ -65,7 +65,8 @@ from refimpl.notebook import show
 show.source(parts.window, parts.stretches, parts.columns, parts.strided, docstrings=False)
 
 # %% [markdown]
-# And these are the unions, by DeepSpeed's names (and the two of Sparse Transformers and BigBird's random part on their own):
+# And these are the unions, by DeepSpeed's names. (The last three are none of its: Sparse Transformers' strided pattern,
+# and the global and the random part on their own.)
 
 # %% tags=["hide-input"]
 from refimpl.model.patterns.base import density
@@ -107,10 +108,10 @@ for axis, (name, pattern) in zip(axes.flat, PATTERNS.items(), strict=True):
     axis.grid(False)
 
 # %% [markdown]
-# A row of such a picture is a block of queries, dark is what it reads. In a causal model all that is right of the diagonal
-# is left out too. How do they grow? A row of `local`, `bigbird`, `variable` and `bslongformer` reads a fixed number of
-# blocks, whatever $n$ is: the whole is linear in $T$. `fixed` and `strided` read about $l + n/l$ a row, least for
-# $l = \sqrt n$: $O(n\sqrt n)$ when $l$ grows so.
+# A row of such a picture is a block of queries, dark is what it reads. In a causal model all that is right of the
+# diagonal is left out too. How do they grow? A row of `local`, `bigbird`, `variable` and `bslongformer` reads a fixed
+# number of blocks, whatever $n$ is, but for the few global ones: the whole is linear in $T$. `fixed` and `strided` read
+# about $l + n/l$ a row, least for $l = \sqrt n$: $O(n\sqrt n)$ when $l$ grows so.
 
 # %% tags=["hide-input"]
 predict(
@@ -267,7 +268,8 @@ from refimpl.model.blocked import BlockSparse
 show.source(BlockSparse.forward, docstrings=False)
 
 # %% [markdown]
-# On a GPU [the Triton kernel](../refimpl/kernels/block_sparse_attention.py) takes its place, which walks lists: for each row
+# (It keeps no $\mathrm{lse}$: it has a row's blocks together, and makes their softmax again in backward.) On a GPU
+# [the Triton kernel](../refimpl/kernels/block_sparse_attention.py) takes its place, which walks lists: for each row
 # where its list begins, and all lists behind one another. That is what `block_lists` of the exercises makes.
 #
 # ## 5. Measure it
@@ -377,18 +379,19 @@ pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 # Beyond reach a model can only guess, one in eight. (In reach, `local` and `variable` have learned less in the same steps: few
 # of their texts teach them anything.) The cheapest of these patterns that finds everything has a hub. That is an
 # easy task: one thing to remember. Hubs are narrow, and a text that asks for many things at once overfills them, which is why
-# models since 2023 mix a few dense layers among windowed ones.
+# GPT-3, Gemma 2 and 3 and gpt-oss mix dense layers among windowed ones.
 
 # %% [markdown]
 # ## 7. Let the text choose
 #
-# All patterns so far are drawn before the text is known. **Native sparse attention** (Yuan et al. 2025) looks first: each
-# block of keys is represented by one, here its mean, and each query attends to these $T/b$ representatives. That coarse
-# attention says which blocks deserve to be read in full; besides them a window is read, and a learned gate mixes the three. The
-# first look is $1/b$ of dense attention's work.
+# All patterns so far are drawn before the text is known. **Native sparse attention** (Yuan et al. 2025) looks first:
+# each block of keys is represented by one, here its mean (in the paper a small network makes it), and each query
+# attends to these $T/b$ representatives. That coarse attention says which blocks deserve to be read in full; besides
+# them a window is read, and a learned gate mixes the three. The first look is $1/b$ of dense attention's work.
 #
-# All queries of a block read the same selection, and so do the heads that share a head of keys: otherwise a block would be
-# fetched for one query at a time, and the gather would cost more than the product.
+# Here all queries of a block read the same selection, and so do the heads that share a head of keys: otherwise a block
+# would be fetched for one query at a time, and the gather would cost more than the product. In the paper only the heads
+# share: each query selects for itself, and the kernel multiplies its whole group of heads at once.
 
 
 # %%

@@ -1,11 +1,17 @@
 """What cards claim and no other test shows: arithmetic of a single process."""
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+import refimpl.activation.checkpoint
 from refimpl.model.gpt import GPTConfig
 from refimpl.plan.time import bubble
 from refimpl.plan.transformer import flops_per_token
@@ -245,3 +251,26 @@ def test_only_behind_accumulation_is_a_gradient_complete() -> None:
     assert seen["in .grad"] == [3.0]
     assert seen["post-accumulate"] == pytest.approx([uses])  # the tensor's hook has dropped the 3, and no more
     assert seen["module's"][0] != pytest.approx(uses)
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [partial(torch.utils.checkpoint.checkpoint, use_reentrant=False), refimpl.activation.checkpoint.checkpoint],
+    ids=["torch's", "refimpl's"],
+)
+def test_the_tail_of_a_checkpointed_mlp_is_not_computed_again(checkpoint: Callable[..., Tensor]) -> None:
+    """The second product of the first run is not in the second: its input is all that backward wants."""
+    up, down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def mlp(x: Tensor) -> Tensor:
+        return x + down(nn.functional.gelu(up(x)))
+
+    def backward_flops(call: Callable[..., Tensor]) -> Any:
+        loss = call(mlp, torch.randn(5, 8, requires_grad=True)).sum()
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        return counter.get_total_flops()
+
+    product = 2 * 5 * 8 * 32
+    assert backward_flops(lambda fn, x: fn(x)) == 4 * product
+    assert backward_flops(checkpoint) == 5 * product

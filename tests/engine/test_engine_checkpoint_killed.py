@@ -17,6 +17,7 @@ import pytest
 from saving import same, settings, start, train, tree, weights
 
 from refimpl import launch
+from refimpl.checkpoint import manifest
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod"}
 
@@ -175,8 +176,9 @@ def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch:
     start(settings(0)).save_checkpoint(tmp_path, "a")
     parent, folder, latest = (path.stat().st_ino for path in (tmp_path, tmp_path / "a", tmp_path / "latest"))
     named, pointed = events.index(("name", folder)), events.index(("name", latest))
-    for path in (tmp_path / "a", *(tmp_path / "a").iterdir()):
-        assert events.index(("sync", path.stat().st_ino)) < named
+    first = {path.name: events.index(("sync", path.stat().st_ino)) for path in (tmp_path / "a").iterdir()}
+    assert max(first, key=lambda name: first[name]) == manifest.NAME, "it vouches for the others, so they come before"
+    assert ("sync", folder) in events[max(first.values()) : named]
     assert ("sync", parent) in events[named:pointed]
     assert ("sync", latest) in events[named:pointed]
     assert events[-1] == ("sync", parent)
