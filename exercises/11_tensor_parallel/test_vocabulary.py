@@ -83,7 +83,7 @@ def logits_of(V: int, n: int, group: WatchedGroup, dtype: torch.dtype) -> tuple[
     logits[2] -= 2 * BIG
     logits[3, first - 1] += BIG
     targets[:4] = torch.tensor([0, V - 1, first, first - 1])
-    targets[4:8], targets[8] = 2, -100
+    targets[4:8], targets[8:11] = 2, -100
     return logits.to(dtype), targets
 
 

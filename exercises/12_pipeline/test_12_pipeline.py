@@ -100,7 +100,8 @@ def test_Stage(answer: Answer, group: WatchedGroup) -> None:
             room = sum(p.grad.nbytes for p in scene.layers.parameters() if p.grad is not None)
             advice = "the parameters' gradients alone may stay: what of a micro-batch, or of a send, is still held?"
             kept.judge(room, "after finish() the stage", advice)
-    judge_apart(answer, group.tally())
+    if group.size > 2:
+        judge_apart(answer, group.tally())
 
 
 def run(stage: Any, scene: Scene, order: Sequence[Op], kept: Kept) -> None:
