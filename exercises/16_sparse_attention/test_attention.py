@@ -100,7 +100,7 @@ def test_sparse_backward(answer: Answer, group: WatchedGroup) -> None:
     for (n, block, width, causal), size in [*((each, 1) for each in CASES), ((9, 4, 3, True), 50)]:
         case(f"{n} blocks of {block} tokens, width {width}, causal = {causal}{', scores of hundreds' * (size > 1)}")
         q, k, v, layout = problem(n, block, width, n + 1)
-        q = size * k if size > 1 else q  # exp of a score is infinite, exp of score - lse is not
+        q = -size * k if size > 1 else q  # exp of a score or an lse is 0 or infinite, exp of score - lse is not
         mask = mask_of(layout, block, causal)
         leaves = [x.double().requires_grad_() for x in (q, k, v)]
         out, lse = dense(*leaves, mask)
