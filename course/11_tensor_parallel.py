@@ -738,7 +738,7 @@ def dropout_seed(
 
     tensor: 0 to tensor_ranks - 1; data: 0 and up. Two generators get one seed only if they must
     draw the same numbers, so for "outside" and "inside" of one rank it is never the same. At
-    least `seed`, and the same each time.
+    least `seed`, below 2**63, and the same each time.
     """
     raise NotImplementedError("dropout_seed")
 

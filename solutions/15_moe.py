@@ -241,8 +241,8 @@ def average_gradients(
 
 
 def two_level_all_to_all(x: Tensor, inner: Group, outer: Group) -> Tensor:
-    """An all-to-all over nodes of equal size: first inside each node, then between ranks with
-    the same place in theirs.
+    """An all-to-all over nodes of equal size by two: inside each node, and between ranks with
+    the same place in theirs, in either order.
 
     The world's rank is outer.rank * inner.size + inner.rank: `inner` are the ranks of this
     node, `outer` those with this place in every node. x [N, ...] of any dtype, row i for the

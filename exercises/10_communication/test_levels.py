@@ -133,8 +133,8 @@ def judge_messages(group: WatchedGroup, n: int, itemsize: int) -> None:
         far = [to for to, _ in found[: len(out)]] == [to for to, _ in out[::-1]]
         said = "a ring: the partner is rank XOR 2^i" if ring else "the farthest rank comes first, with the most bytes"
         raise Wrong(f"wrong partners: {said if ring or far else 'in round i it is rank XOR 2^i'}", *details)
-    wide = [(to, nbytes * itemsize // 4) for to, nbytes in found] == expected
-    require(not wide or itemsize == 4, "fp32 travels where x has fewer bytes: each message is too long", *details)
+    wide = all(b in (right, right * 4 // itemsize) for (_, b), (_, right) in zip(found, expected, strict=True))
+    require(not wide or itemsize == 4, "fp32 travels where x has another dtype: 4 bytes an element", *details)
     said = "the first half is the larger one; the rank whose bit i is 0 keeps it, and sends the second"
     raise Wrong(f"the halves are not as asked: {said}", *details)
 

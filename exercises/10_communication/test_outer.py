@@ -153,6 +153,7 @@ def judge_outer(
         "the momentum before this step: Nesterov's is with the new one": begin - lr * (d + mu * speed),
         "without momentum: this is averaging": begin - lr * d,
         "up, not down: start - lr (...)": begin + lr * (d + mu * m),
+        "rounded to the params' dtype: start is fp32, and params are its copy": right.to(params.dtype).float(),
         "the mean of the ranks: then the outer optimizer does nothing": mean,
     }
     equal(start, right, f"start, {name}", known=other(known, right), rtol=1e-4, atol=1e-5)

@@ -91,7 +91,7 @@ class RowLinear(nn.Module):
 
 def cut_qkv(whole: Tensor, heads: int, kv_heads: int, rank: int, ranks: int) -> Tensor:
     """This rank's rows of the one matrix that makes queries, keys and values, in memory of
-    their own.
+    their own and without a graph.
 
     whole [(heads + 2 kv_heads) d, K]: all heads of queries, below them all heads of keys, then
     all of values, d rows each; or a bias [(heads + 2 kv_heads) d]. Query head i reads key/value
@@ -148,7 +148,8 @@ def gather_tokens(x: Tensor, group: Group) -> Tensor:
     x [B, T/N, C]: rank r has the r-th of N equal runs of each sequence -> [B, T, C]; any dtype,
     contiguous or not. One all-gather. In backward each rank has the gradient of what it alone
     computed from all tokens: one reduce-scatter sums them, and leaves this rank's tokens of the
-    sum. x and the gradient that arrives keep their values.
+    sum. It needs nothing of x, which is not kept. x and the gradient that arrives keep their
+    values.
     """
     raise NotImplementedError("gather_tokens")
 
@@ -194,6 +195,6 @@ def dropout_seed(
 
     tensor: 0 to tensor_ranks - 1; data: 0 and up. Two generators get one seed only if they must
     draw the same numbers, so for "outside" and "inside" of one rank it is never the same. At
-    least `seed`, and the same each time.
+    least `seed`, below 2**63, and the same each time.
     """
     raise NotImplementedError("dropout_seed")

@@ -87,24 +87,28 @@ def test_leave(answer: Answer, group: WatchedGroup) -> None:
     require(all(torch.equal(y, sums[0]) for y in sums), bits)
 
 
-def plain_linear(K: int, M: int, bias: bool, dtype: torch.dtype, frozen: bool) -> nn.Linear:
+How = tuple[int, int, bool, torch.dtype, str]  # inputs, outputs, whether there is a bias, dtype, what is frozen
+
+
+def plain_linear(K: int, M: int, bias: bool, dtype: torch.dtype, frozen: str) -> nn.Linear:
     plain = nn.Linear(K, M, bias=bias, dtype=dtype)
     with torch.no_grad():
         plain.weight.copy_(numbers(M, K, seed=4).clamp(-1, 1))
         if bias:
             plain.bias.copy_(numbers(M, seed=5))
-    plain.weight.requires_grad_(not frozen)
+    for name, p in plain.named_parameters():
+        p.requires_grad_(name != frozen)
     return plain
 
 
 LAYERS = {
-    "bias, fp32": (12, 24, True, torch.float32, False),
-    "no bias, bf16": (24, 12, False, torch.bfloat16, False),
-    "the weight is frozen": (12, 12, True, torch.float32, True),
+    "a frozen bias, fp32": (12, 24, True, torch.float32, "bias"),
+    "no bias, bf16": (24, 12, False, torch.bfloat16, ""),
+    "the weight is frozen": (12, 12, True, torch.float32, "weight"),
 }
 
 
-def made(make: Callable[..., Any], how: tuple[int, int, bool, torch.dtype, bool], group: WatchedGroup, dim: int) -> Any:
+def made(make: Callable[..., Any], how: How, group: WatchedGroup, dim: int) -> Any:
     """The layer, whose parts are this rank's, and nothing else of the plain layer is alive."""
     plain = plain_linear(*how)
     weight, bias = plain.weight.detach(), None if plain.bias is None else plain.bias.detach()
@@ -118,7 +122,6 @@ def made(make: Callable[..., Any], how: tuple[int, int, bool, torch.dtype, bool]
     kept, plain = Kept(group), plain_linear(*how)
     with untouched(**{f"plain.{name}": p for name, p in plain.named_parameters()}):
         layer = make(plain, group)
-    frozen = how[4]
     del plain
     require(isinstance(layer, nn.Module), f"the layer is a {type(layer).__name__}, expected an nn.Module")
     found = dict(layer.named_parameters())
@@ -129,7 +132,8 @@ def made(make: Callable[..., Any], how: tuple[int, int, bool, torch.dtype, bool]
     for name, t in expected.items():
         own_memory(found[name], name)
         equal(found[name].detach(), t, f"this rank's {name}", known=in_turn(how, name, dim, group))
-    require(found["weight"].requires_grad != frozen, "the weight's requires_grad is not as in the plain layer")
+        same = found[name].requires_grad == (name != how[4])
+        require(same, f"the {name}'s requires_grad is not as in the plain layer: what is frozen there stays frozen")
     kept.judge(room, "the layer", "its own parts alone may stay, not the plain layer or its weights")
     silent(group, "making the layer", "every rank has the plain layer already")
     uneven = nn.Linear(7, 13) if dim == 0 else nn.Linear(13, 7)
@@ -143,9 +147,7 @@ def made(make: Callable[..., Any], how: tuple[int, int, bool, torch.dtype, bool]
     return layer
 
 
-def in_turn(
-    how: tuple[int, int, bool, torch.dtype, bool], name: str, dim: int, group: WatchedGroup
-) -> dict[str, Tensor]:
+def in_turn(how: How, name: str, dim: int, group: WatchedGroup) -> dict[str, Tensor]:
     """Every N-th of a parameter, from the rank-th on."""
     whole, along = plain_linear(*how).get_parameter(name).detach(), dim if name == "weight" else 0
     every = torch.arange(group.rank, whole.shape[along], group.size)
@@ -190,6 +192,7 @@ def test_RowLinear(answer: Answer, group: WatchedGroup) -> None:
         equal(y.detach(), expected.detach(), "the outputs", known=sums_of_rows(plain, x, group))
         sends(fresh, "forward", expected.detach(), "all_reduce")
         y.backward(grad)
+        silent(fresh, "backward", "the gradient that arrives is equal on all ranks, and whole")
         truth = whole.grad
         assert truth is not None
         times = {f"{group.size}x the expected: the sum's gradient is whole already": truth * group.size}
@@ -199,7 +202,6 @@ def test_RowLinear(answer: Answer, group: WatchedGroup) -> None:
             "the gradient of x",
             known={k: v.chunk(group.size, -1)[group.rank] for k, v in times.items()},
         )
-        silent(fresh, "backward", "the gradient that arrives is equal on all ranks, and whole")
         judge_gradients(layer, plain, 1, group)
 
 

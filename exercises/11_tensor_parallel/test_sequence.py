@@ -1,6 +1,7 @@
 """Grades chapter 11, sequence parallelism: tokens gathered and scattered, what is kept, and who drops what."""
 
 import itertools
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -35,6 +36,14 @@ def runs_of_memory(x: Tensor, group: WatchedGroup) -> Tensor:
 MIXED = "the sequences are mixed: the group takes elements as they lie, and [N, B, T/N, C] is not [B, T, C]"
 
 
+def keeps_its_result(layer: Callable[[Tensor, WatchedGroup], Tensor], group: WatchedGroup) -> None:
+    """Raise Wrong if more than what it returns stays alive."""
+    case("what stays alive between forward and backward")
+    x, kept = torch.ones(B, T, 64).requires_grad_(), Kept(group)
+    y = layer(x * 1, group.fresh())
+    kept.judge(y.nbytes, "forward", "the result alone may stay: backward needs nothing of x")
+
+
 @on_ranks(2, 3, 4)
 def test_gather_tokens(answer: Answer, group: WatchedGroup) -> None:
     for dtype in DTYPES:
@@ -55,6 +64,7 @@ def test_gather_tokens(answer: Answer, group: WatchedGroup) -> None:
         }
         equal(x.grad, own(summed, group), "the gradient of x", known=known, ranks=group.size)
         sends(fresh, "backward", whole, "reduce_scatter")
+    keeps_its_result(answer.gather_tokens, group)
 
 
 @on_ranks(2, 3, 4)
@@ -83,6 +93,7 @@ def test_scatter_sum(answer: Answer, group: WatchedGroup) -> None:
         }
         equal(x.grad, whole, "the gradient of x", known=known)
         sends(fresh, "backward", whole, "all_gather")
+    keeps_its_result(answer.scatter_sum, group)
 
 
 @on_ranks(2, 3, 4)

@@ -83,13 +83,13 @@ def logits_of(V: int, n: int, group: WatchedGroup, dtype: torch.dtype) -> tuple[
     logits[2] -= 2 * BIG
     logits[3, first - 1] += BIG
     targets[:4] = torch.tensor([0, V - 1, first, first - 1])
-    targets[4:8], targets[8] = 2, -100
+    targets[4:8], targets[8:11] = 2, -100
     return logits.to(dtype), targets
 
 
 @on_ranks(2, 3, 4)
 def test_vocab_cross_entropy(answer: Answer, group: WatchedGroup) -> None:
-    V, n = 242, 402
+    V, n = 242, 408  # rows that 2, 3 and 4 ranks share equally: numbers may travel in any messages
     first, stop = runs(V, group.size)[group.rank]
     for dtype in DTYPES:
         for ignore in (-100, 2):
@@ -146,7 +146,7 @@ def judge_loss(
         "divided by all rows, not by those that count": truth / scale,
         "rows that do not count have one": some + uncounted(whole, counts, first, stop),
     }
-    equal(gradient, truth, "the gradient of the logits", known=known, rtol=1e-2 if atol > 1e-5 else 1e-4, atol=atol)
+    equal(gradient, truth, "the gradient of the logits", known=known, rtol=1e-2, atol=atol)
     rows = max(b - a for a, b in runs(logits.shape[1], group.size)) * n
     require(
         largest.numel <= rows,
@@ -183,6 +183,7 @@ def losses(whole: Tensor, targets: Tensor, counts: Tensor, group: WatchedGroup) 
         "divided by all rows, not by those that count": rows.sum() / len(rows),
         "rows are counted in 16 bits, which know whole numbers up to 256 only": rows.sum() / counts.sum().bfloat16(),
         "the sum over the rows, not their mean": rows.sum(),
+        "ignore_index is not looked at: it may be another than -100": F.cross_entropy(z, targets),
         "rows that do not count are counted": F.cross_entropy(z, targets.where(counts, 0)),
         "a softmax over this rank's logits alone": (
             (z[:, first:stop].logsumexp(1) - z.gather(1, targets.where(counts, 0)[:, None]).squeeze(1)) * counts

@@ -40,8 +40,10 @@ def loss(out: Tensor, target: Tensor) -> Tensor:
 class Scene:
     """A model over the ranks, the data of one step, and its gradients in one process."""
 
-    def __init__(self, group: WatchedGroup, micro: int, dtype: torch.dtype, words: bool) -> None:
-        self.rank, self.last, self.scale, self.words = group.rank, group.size - 1, 1 / micro, words
+    def __init__(self, group: WatchedGroup, micro: int, dtype: torch.dtype, words: bool, even: bool) -> None:
+        """`even`: micro-batches count alike; else each has a scale of its own."""
+        self.rank, self.last, self.even, self.words = group.rank, group.size - 1, even, words
+        self.scales = [1 / micro if even else 2.0**-k for k in range(micro)]
         torch.manual_seed(50)
         drawn = [torch.randint(WORDS, (ROWS,)) for _ in range(micro)]
         self.inputs = drawn if words else [torch.randn(ROWS, WIDTH, dtype=dtype) for _ in range(micro)]
@@ -59,11 +61,11 @@ class Scene:
     def one_process(self, stages: int, dtype: torch.dtype) -> tuple[dict[str, Tensor | None], list[Tensor]]:
         """The gradients of this rank's layers, and the loss of every micro-batch."""
         model, losses = [Layers(s, dtype, self.words) for s in range(stages)], []
-        for x, target in zip(self.inputs, self.targets, strict=True):
+        for x, target, scale in zip(self.inputs, self.targets, self.scales, strict=True):
             for layers in model:
                 x = layers(x).contiguous()
             losses.append(loss(x, target))
-            (losses[-1] * self.scale).backward()
+            (losses[-1] * scale).backward()
         return {n: p.grad for n, p in model[self.rank].named_parameters()}, [x.detach() for x in losses]
 
     def alive_bytes(self, alive: int) -> int:
@@ -81,7 +83,7 @@ def test_Stage(answer: Answer, group: WatchedGroup) -> None:
         ("gpipe, the last micro-batch goes back first", 3, torch.float32, False),
     ):
         case(f"{name}, {micro} micro-batch{'es' * (micro > 1)}, {str(dtype).removeprefix('torch.')}")
-        scene, fresh = Scene(group, micro, dtype, words), group.fresh()
+        scene, fresh = Scene(group, micro, dtype, words, even="," not in name), group.fresh()
         order: Sequence[Op] = schedule(name.partition(",")[0], group.size, micro).orders[group.rank]
         if "," in name:
             order = [*order[:micro], *reversed(order[micro:])]
@@ -98,6 +100,8 @@ def test_Stage(answer: Answer, group: WatchedGroup) -> None:
             room = sum(p.grad.nbytes for p in scene.layers.parameters() if p.grad is not None)
             advice = "the parameters' gradients alone may stay: what of a micro-batch, or of a send, is still held?"
             kept.judge(room, "after finish() the stage", advice)
+    if group.size > 2:
+        judge_apart(answer, group.tally())
 
 
 def run(stage: Any, scene: Scene, order: Sequence[Op], kept: Kept) -> None:
@@ -116,10 +120,23 @@ def run(stage: Any, scene: Scene, order: Sequence[Op], kept: Kept) -> None:
             own = len(set(scene.buffers.values())) == len(scene.buffers)
             require(own, "two micro-batches share the memory of their input: the second overwrites the first")
         else:
-            stage.backward(k, scene.scale)
+            stage.backward(k, scene.scales[k])
             del scene.buffers[k]
         judge_begun(stage.group, kind, scene)
     stage.finish()
+
+
+def judge_apart(answer: Answer, group: WatchedGroup) -> None:
+    """The middle one of three stages begins a send to either neighbour, who have received nothing yet."""
+    case("a send to the next stage, then one to the stage before")
+    group.rank, group.size = 1, 3
+    stage = answer.Stage(nn.Linear(2, 2), group, loss, torch.zeros(2, 2))
+    for to in (2, 0):
+        stage.send(torch.zeros(2, 2), to)
+    waits = (
+        "a send to one neighbour waits until the other has received, who may wait for it: wait for those to the same"
+    )
+    require({e.tag for e in group.ledger.open_calls()} == {"to 0", "to 2"}, waits)
 
 
 def judge_begun(group: WatchedGroup, kind: str, scene: Scene) -> None:
@@ -156,11 +173,11 @@ def judge_gradients(scene: Scene, micro: int) -> None:
             continue
         require(p.grad is not None, f"{what} is missing: backward did not reach it")
         rough = 2e-2 if truth.dtype == torch.bfloat16 else 1e-5
-        parts = micro if micro != scene.last + 1 else 0
+        parts = micro if micro != scene.last + 1 and scene.even else 0
         stages = scene.last + 1
         known = {"divided by the number of stages: the loss is multiplied by `scale` alone": truth / stages}
         known = known if stages > 1 else {}
-        known |= {"`scale` was left out: it multiplies the loss": truth * micro} if micro > 1 else {}
+        known |= {"`scale` was left out: it multiplies the loss": truth * micro} if micro > 1 and scene.even else {}
         equal(p.grad, truth, what, parts=parts, known=known, rtol=rough, atol=rough / 10)
 
 

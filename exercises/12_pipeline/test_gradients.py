@@ -205,8 +205,10 @@ def judge_accumulation(answer: Answer) -> None:
     later: list[Callable[[], None]] = []
     for k, own in enumerate((one, other)):
         torch.manual_seed(k)
+        before = [*later]
         x, scale = torch.randn(6, 5, requires_grad=True), torch.randn(6, 4)
         (answer.split_linear(x, params["weight"], params["bias"], later) * scale).sum().backward()
+        require(later[:k] == before, "`later` is the caller's, in order of the backwards: append behind what is there")
         for twin in (truth, own):
             (F.linear(x.detach(), twin["weight"], twin["bias"]) * scale).sum().backward()
     require(len(later) == 2, f"{len(later)} weight halves are put off after two backwards, expected 2, none lost")

@@ -116,6 +116,7 @@ def test_zigzag(answer: Answer, group: WatchedGroup) -> None:
 @on_ranks(1)
 def test_context_batch(answer: Answer, group: WatchedGroup) -> None:
     tokens = torch.arange(10, 26).view(2, 8)
+    tokens[0, 1] = 0  # a token like any other
     for positions in ([0, 3], [0, 1, 6, 7], [2, 3, 4, 5], [7], [5, -1, 7, -1], [-1], []):
         case(f"sequences of 8, positions {positions}")
         at = torch.tensor(positions, dtype=torch.int64)
@@ -130,6 +131,9 @@ def test_context_batch(answer: Answer, group: WatchedGroup) -> None:
         cut = torch.cat([inputs[:, 1:], torch.full_like(inputs[:, :1], IGNORED)], 1)
         known = {
             "shifted after cutting: the token that follows is on another rank, or elsewhere in this one's": cut,
+            "token 0 has no target: it is a token like any other, position -1 is padding": torch.where(
+                inputs == 0, IGNORED, targets
+            ),
             "the targets are the inputs: nothing is shifted": inputs,
             "the sequence's last token has no target, and yet there is one": torch.where(
                 padding, IGNORED, tokens[:, (at + 1) % 8]

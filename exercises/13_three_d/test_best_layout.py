@@ -16,6 +16,7 @@ MACHINES: list[tuple[int, int, dict[str, int]]] = [
     (16, 8, {"layers": 3, "heads": 12, "batch": 4, "tokens": 6}),
     (18, 6, {"layers": 3, "heads": 12, "batch": 6, "tokens": 36}),
     (7, 8, {"layers": 7, "heads": 7, "batch": 3, "tokens": 10}),
+    (2, 2, {"layers": 2, "heads": 2, "batch": 2, "tokens": 9}),  # of which no zigzag is made
 ]
 
 
@@ -65,7 +66,7 @@ def judge_layout(
     except ValueError as error:
         require(not allowed, f"there are {len(allowed)} layouts that fit, and yet: ValueError: {error}")
         return
-    require(allowed, f"nothing fits {memory} bytes: a ValueError is expected, found {found}")
+    require(allowed, f"nothing fits the rules and {memory} bytes: a ValueError is expected, found {found}")
     require(isinstance(found, tuple) and len(found) == 4, f"the result is {found!r}, expected (dp, pp, cp, tp)")
     require(math.prod(found) == gpus, f"{found} is {math.prod(found)} GPUs, there are {gpus}")
     broken = [name for name, rule in rules.items() if not rule(*found)]

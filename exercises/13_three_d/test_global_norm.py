@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ Held = list[tuple[Tensor | None, list[int]]]  # by one rank: gradients, and who 
 def model_on(ranks: int) -> dict[str, list[list[int]]]:
     """Parameter -> who holds it: each list of ranks holds one and the same thing."""
     if ranks == 2:  # two stages
-        return {"wte": [[0, 1]], "block": [[0], [1]], "frozen": [[0, 1]]}
+        return {"wte": [[0, 1]], "frozen": [[0, 1]], "block": [[0], [1]]}
     if ranks == 3:  # three stages, of which the second has nothing
         return {"head": [[0], [2]], "wte": [[0, 2]], "twin": [[0], [2]]}
     return {  # {"pp": 2, "tp": 2}
@@ -100,6 +101,9 @@ def judge_norm(found: float, norm: float, every: list[Held], told: list[float]) 
     require(not (norm and local), own_only, f"  {told}")
     known = {
         "what several ranks hold is counted by each of them: it must count once": norm_of(every, lambda r, who: True),
+        "what comes after a gradient of None is not counted": norm_of(
+            [[*takewhile(lambda one: one[0] is not None, held)] for held in every], lambda r, who: r == min(who)
+        ),
         "only rank 0's are counted": norm_of(every, lambda r, who: r == 0),
         "what several ranks hold is counted only if rank 0 has it": norm_of(
             every, lambda r, who: len(who) == 1 or (r == 0 and 0 in who)

@@ -134,6 +134,7 @@ def judge_attended(found: Any, q: Tensor, k: Tensor, v: Tensor, positions: list[
             (other >= 0) & (here >= 0) & (other <= here)
         ),
         "padding was looked at: position -1 is smaller than all, and seen by nobody": of(where <= here),
+        "padding looks at keys: as a query it gives 0": of((where >= 0) & ((where <= here) | (here < 0))),
         "the parts are averaged: each weighs by its sum of exp(score)": (sum(parts) / ranks).to(q.dtype),
         "scores are not divided by sqrt(D)": of(real & (where <= here), q[rank] * q.shape[-1] ** 0.5),
     }

@@ -27,10 +27,18 @@ def test_column_sum_kernel(answer: Answer, group: WatchedGroup) -> None:
         wanted = torch.stack([x[p::programs].double().sum(0) for p in range(programs)]).float()
         known = {"the sum is kept in 16 bits: add up in fp32": running(x, programs)}
         if dtype == torch.float32:
-            runs = x[: rows // programs * programs].view(programs, rows // programs, cols)
-            known = {"program p adds rows that lie together, expected rows p, p + P, p + 2 P, ...": runs.sum(1)}
+            together = "program p adds rows that lie together, expected rows p, p + P, p + 2 P, ..."
+            known = {
+                together + end: runs(x, programs, each)
+                for end, each in (("", rows // programs), (" ", -(-rows // programs)))
+            }
         equal(partial, wanted, "partial", known=known, rtol=1e-6)
         moved(c, bytes_of(x=x), bytes_of(partial=partial), advice="add up in the program, and store once")
+
+
+def runs(x: Tensor, programs: int, each: int) -> Tensor:
+    """The sums of so many rows that lie together, and of the rest of them."""
+    return torch.stack([x[p * each : (p + 1) * each].sum(0) for p in range(programs)])
 
 
 def running(x: Tensor, programs: int) -> Tensor:
@@ -51,8 +59,9 @@ def test_dropout_kernel(answer: Answer, group: WatchedGroup) -> None:
         (1, 0.9, 5, 16, torch.float32),
     ):
         case(f"{n} elements {str(dtype)[6:]}, p = {p}, seed {seed}, BLOCK = {block}")
-        x = within((torch.rand(n) + 1).to(dtype))
-        out, numbers = within(torch.full_like(x, float("nan"))), random_numbers(seed, n)
+        x, numbers = (torch.rand(n) + 1).to(dtype), random_numbers(seed, n)
+        x[numbers < p / 2] = float("inf")  # dropped, whatever it is
+        x, out = within(x), within(torch.full_like(x, float("nan")))
         with untouched(x_ptr=x):
             c = launch(answer.dropout_kernel, (-(-n // block),), x, out, n, p, seed, BLOCK=block)
         keep, z = numbers >= p, x.double()
@@ -65,6 +74,9 @@ def test_dropout_kernel(answer: Answer, group: WatchedGroup) -> None:
             "p is the share that is kept here, and must be the share that is dropped": dropped(~keep),
             "what is kept must be divided by 1 - p": dropped(keep, 0.0),
             "every program drops the same lanes: the offset of tl.rand must be the element's number": dropped(local),
+            "what is dropped is 0, also where x is infinite: choose by tl.where, 0 times it is NaN": (
+                z * keep / (1 - p)
+            ).to(dtype),
             "the seed is not used": dropped(random_numbers(0, n) >= p),
         }
         equal(out, dropped(keep), "out", known=known, rtol=2e-3 if dtype == torch.float16 else 1e-6)

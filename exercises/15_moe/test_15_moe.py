@@ -32,7 +32,9 @@ def pair(found: Any, names: str) -> tuple[Tensor, Tensor]:
 
 
 def logits_of(tokens: int, experts: int, dtype: torch.dtype) -> Tensor:
-    """Whole numbers around 200, which exp cannot take and bf16 holds: many are equal."""
+    """Halves around 100, which exp cannot take and bf16 holds: many are equal; of 3 in fp32 all but equal."""
+    if (experts, dtype) == (3, FP32):
+        return 100 + torch.arange(3.0).expand(tokens, 3) * 2**-12  # equal in 16 bits, probabilities of them too
     return (numbers(tokens, experts, seed=tokens) / 2 + 100).to(dtype)
 
 
@@ -43,6 +45,7 @@ def first_highest(by: Tensor, k: int) -> Tensor:
 def judge_order(found: Any, by: Tensor, k: int, what: str, known: dict[str, Tensor]) -> None:
     """Raise Wrong unless `found` are the places of the k highest of each row, of equal ones the first."""
     expected = first_highest(by, k)
+    known = known | {"in the order of their numbers: the best stands first": expected.sort(1).values}
     if isinstance(found, Tensor) and found.shape == expected.shape and found.dtype == expected.dtype:
         inside = bool(((found >= 0) & (found < by.shape[1])).all())
         same = inside and torch.equal(by.gather(1, found), by.gather(1, expected))
@@ -74,7 +77,8 @@ def test_top_k_gate(answer: Answer, group: WatchedGroup) -> None:
         with untouched(logits=logits):
             experts, weights = pair(answer.top_k_gate(logits, k), "experts, weights")
         probs = truth.float().softmax(1)
-        judge_order(experts, truth.detach().float(), k, "the experts", {})
+        low = first_highest(truth.detach().float().softmax(1).to(BF16), k)
+        judge_order(experts, truth.detach().float(), k, "the experts", {"compared in 16 bits: logits are fp32": low})
         raw = probs.gather(1, first_highest(truth.detach().float(), k))
         expected = raw / raw.sum(1, keepdim=True) if k > 1 else raw
         low = truth.detach().softmax(1).gather(1, first_highest(truth.detach(), k)).float()
@@ -95,7 +99,9 @@ def test_top_k_gate(answer: Answer, group: WatchedGroup) -> None:
 def test_biased_gate(answer: Answer, group: WatchedGroup) -> None:
     for tokens, number, k, dtype in SHAPES:
         case(f"{tokens} tokens, {number} experts, k = {k}, {dtype}")
-        logits = (logits_of(tokens, number, dtype) - 100).requires_grad_()
+        logits = logits_of(tokens, number, dtype) - 100
+        logits[1:2] -= 16  # scores of 1e-7: whatever keeps their sum from 0 is as large
+        logits.requires_grad_()
         truth = logits.detach().clone().requires_grad_()
         bias = torch.tensor([0.5, 0.0, -1.0, 0.25, 2.0, 0.0, -0.125, 0.0]).repeat(3)[:number]
         if dtype == BF16:
@@ -105,7 +111,8 @@ def test_biased_gate(answer: Answer, group: WatchedGroup) -> None:
             experts, weights = pair(answer.biased_gate(logits, bias, k), "experts, weights")
         scores = truth.float().sigmoid()
         by = scores.detach() + bias.detach()
-        soft = truth.detach().float().softmax(1)
+        soft, chosen = truth.detach().float().softmax(1), first_highest(by, k)
+        low = truth.detach().sigmoid().float().gather(1, chosen)
         wrong_ways = {
             "chosen by the scores alone: the bias is there to decide who is chosen": first_highest(scores.detach(), k),
             "chosen by a softmax: the scores are sigmoids": first_highest(soft + bias.detach(), k),
@@ -113,6 +120,9 @@ def test_biased_gate(answer: Answer, group: WatchedGroup) -> None:
                 (truth + bias).detach().float().sigmoid(), k
             ),
             "the bias is taken off": first_highest(scores.detach() - bias.detach(), k),
+            "in the order of their scores: that of score + bias is asked": chosen.gather(
+                1, first_highest(scores.detach().gather(1, chosen), k)
+            ),
             "the bias is rounded to 16 bits: it is fp32": first_highest(scores.detach() + bias.detach().to(BF16), k),
         }
         judge_order(experts, by, k, "the experts", wrong_ways)
@@ -121,6 +131,7 @@ def test_biased_gate(answer: Answer, group: WatchedGroup) -> None:
         known = {
             "the bias is in the weights: it decides who is chosen, and nothing else": biased / biased.sum(1, True),
             "not divided by their sum": raw.detach(),
+            "the sigmoid is in bf16: 8 bits are too few for a gate": low / low.sum(1, keepdim=True),
             "a softmax of the logits: the scores are sigmoids": (s := soft.gather(1, experts)) / s.sum(1, keepdim=True),
         }
         different = {s: t for s, t in known.items() if not torch.equal(t, expected.detach())}

@@ -49,6 +49,10 @@ def test_rebalance(answer: Answer, group: WatchedGroup) -> None:
         known = {
             "by this rank's tokens alone: the ranks' biases drift apart": start + 0.125 * local.sign().float(),
             "the wrong way: an expert with too much is raised": start - 0.125 * less,
+            "the mean is rounded down: compare with E times each": start + 0.125 * (total.sum() // 4 - total).sign(),
+            "by the share that is missing: it is `rate`, up or down": (
+                start + 0.125 * (0.25 - total.float() / max(1, int(total.sum())))
+            ),
             "as much as is missing: it is `rate`, up or down": start + 0.125 * (total.float().mean() - total),
             "nothing has changed: bias is changed in place": start,
             "one that has the mean is moved too": start + 0.125 * torch.where(less == 0, 1.0, less),
@@ -127,6 +131,9 @@ def judge_balance(answer: Answer, group: WatchedGroup, every: list[Tensor], chos
     known = {
         "f is of this rank's tokens alone: a rank's few tokens are never even": (
             E * (own / max(int(own.sum()), 1) * mean_here).sum()
+        ),
+        "the mean is over all ranks' tokens: P is over this rank's": (
+            value * T * experts.shape[1] / max(int(counts.sum()), 1)
         ),
         "the factor E is missing: even experts make it 1": value / E,
         "f is divided by the tokens, not by the routes: it is k where all is even": value * experts.shape[1],

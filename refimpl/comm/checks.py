@@ -38,14 +38,18 @@ def same_dtype(call: str, x: Tensor, out: Tensor | list[Tensor]) -> None:
             raise ValueError(f"{call}: x is {x.dtype}, out is {tensor.dtype}: they must have one dtype")
 
 
-def splits(call: str, size: int, **given: tuple[Tensor, list[int] | None]) -> None:
-    """Each tensor's rows must be dealt out to the group's ranks: as the splits say, or equally."""
+def splits(call: str, rank: int, size: int, **given: tuple[Tensor, list[int] | None]) -> None:
+    """Each tensor's rows must be dealt out to the group's ranks, as the splits say or equally, and its own part fit."""
+    own = {}
     for name, (tensor, parts) in given.items():
         rows = tensor.shape[0] if tensor.dim() else 1
         if parts is None and rows % size:
             raise ValueError(f"{call}: {name} has {rows} rows, which {size} ranks cannot share equally: give splits")
         if parts is not None and (len(parts) != size or sum(parts) != rows or min(parts) < 0):
             raise ValueError(f"{call}: {name} has {rows} rows for {size} ranks, and the splits are {parts}")
+        own[name] = (parts[rank] if parts else rows // size) * (tensor.numel() // max(1, rows))
+    if len({*own.values()}) > 1:
+        raise ValueError(f"{call}: what rank {rank} sends itself must fit what it gets from itself: elements {own}")
 
 
 def parts(call: str, rank: int, size: int, whole: Tensor, part: Tensor) -> None:

@@ -141,7 +141,8 @@ def all_to_all(
     ranks, nodes, each = near.size * far.size, far.size, near.size
     checks.tensors("two-level all_to_all", x=x, out=out)
     checks.same_dtype("two-level all_to_all", x, out)
-    checks.splits("two-level all_to_all", ranks, x=(x, in_splits), out=(out, out_splits))
+    rank = far.rank * each + near.rank
+    checks.splits("two-level all_to_all", rank, ranks, x=(x, in_splits), out=(out, out_splits))
     given = in_splits or [x.shape[0] // ranks] * ranks
     taken = out_splits or [out.shape[0] // ranks] * ranks
     counts = torch.tensor(given, device=x.device).view(nodes, each)  # [F, L]: rows to the rank with place l of node f

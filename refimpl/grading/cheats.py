@@ -9,8 +9,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-# Of refimpl, what an answer is handed or may look at itself with; all else is, or holds, somebody's answer.
-OPEN = ("refimpl.comm.group", "refimpl.comm.work", "refimpl.measure", "refimpl.launch", "refimpl.grading.drive")
+# Of refimpl, what an answer is handed or may look at itself with, and where its prints go (ranks.rank); all else is,
+# or holds, somebody's answer.
+OPEN = (
+    "refimpl.comm.group", "refimpl.comm.work", "refimpl.measure", "refimpl.launch", "refimpl.ranks.rank",
+    "refimpl.grading.drive",
+)  # fmt: skip
 MOVES = {
     "all_reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor", "broadcast",
     "all_gather_object", "broadcast_object_list", "send", "recv", "isend", "irecv", "batch_isend_irecv", "all_to_all",

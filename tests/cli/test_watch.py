@@ -42,11 +42,14 @@ def test_a_save_grades_what_it_changed(tmp_path: Path, monkeypatch: pytest.Monke
         assert sorted(grader.worlds) == sorted({n for e in live.exercises.values() for n in e.ranks})
         after = watch.changed(live, before, console)
         assert after == chapter.exercise.read_text()
+        chapter.exercise.write_text(f"{after}\nSHARED = 1\n")  # concerns all tasks, of which one is written
+        after = watch.changed(live, after, console)
         chapter.exercise.write_text("def ring_all_gather(:\n")
         watch.changed(live, after, console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
     first, _, second = said.partition("ring_reduce_scatter")
-    assert "fail  ring_all_gather" in first
+    assert first.count("fail  ring_all_gather") == 2
+    assert "todo" not in said
     assert "line 1 is not Python" in second
 
 

@@ -253,6 +253,8 @@ def test_tensors_that_cannot_travel_are_refused_at_the_call():
             group.all_reduce(torch.ones(2, dtype=torch.complex64), "max")
         with pytest.raises(ValueError, match=r"all_gather: x is torch.float64, out is torch.float32"):
             group.all_gather(whole, torch.ones(24).double())
+        with pytest.raises(ValueError, match=r"what rank . sends itself must fit what it gets from itself"):
+            group.all_to_all(torch.zeros(3), torch.zeros(3), in_splits=[1, 2], out_splits=[2, 1])
         with pytest.raises(ValueError, match=r"all_to_all: x has 3 rows, which 2 ranks cannot share equally"):
             group.all_to_all(torch.ones(3), torch.ones(3))
         assert group.ledger.events == []

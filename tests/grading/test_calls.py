@@ -99,6 +99,11 @@ def test_a_transfer_that_is_let_go_of_is_no_call(tmp_path: Path) -> None:
     assert graded(tmp_path, body).outcome == "pass"
 
 
+def test_an_answer_may_print(tmp_path: Path) -> None:
+    body = "import sys\nprint('x', x)\nprint(x, file=sys.stderr, flush=True)\nsys.stdout.write('.')\nreturn x * 2"
+    assert graded(tmp_path, body).text == ""
+
+
 def test_an_answer_may_call_its_group_and_look_at_the_ledger(tmp_path: Path) -> None:
     body = "y = x.clone()\ngroup.all_reduce(y, async_op=True).wait()\nassert group.ledger.sent_bytes()\nreturn y"
     assert graded(tmp_path, body).outcome == "pass"

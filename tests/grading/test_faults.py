@@ -36,7 +36,10 @@ FAULTS = {
     "wrong shape": ("return torch.cat([x, x])", ["has shape (4,), expected (2,)"]),
     "wrong dtype": ("return x.double() * 2", ["torch.float64, expected torch.float32"]),
     "sums": ("y = x * 2\ngroup.all_reduce(y)\nreturn y", ["the result is wrong", "expected [2, 4]", "found    [4, 8]"]),
-    "own prints": ("print('shape', tuple(x.shape))\nreturn x", ["your prints:", "[rank 1] shape (2,)"]),
+    "own prints": (
+        "print('shape', tuple(x.shape))\nreturn x",
+        ["the result is wrong", "your prints:", "[rank 1] shape (2,)"],
+    ),
     "one rank stays away": (
         "if group.rank == 0:\n    group.all_reduce(x)\nreturn x * 2",
         ["some ranks have finished", "rank 0 waits in all_reduce at exercise.py:6", "rank 1 finished"],

@@ -1,7 +1,7 @@
 """Every rank gets all rows, and takes those of its experts.
 
 task: dispatch
-says: sends rows to ranks that have not got their expert
+says: all_gather, which goes to ranks that have not got the expert
 """
 
 import torch
