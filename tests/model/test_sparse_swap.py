@@ -122,3 +122,46 @@ def test_what_a_pattern_would_lose_is_said() -> None:
     t5 = transformers.T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=2, vocab_size=9, d_kv=4)
     with pytest.raises(ValueError, match="attends to another sequence"):
         make_sparse(transformers.T5ForConditionalGeneration(t5), PATTERNS["fixed"])
+
+
+@hf
+@pytest.mark.parametrize(
+    ("family", "asks", "options"),
+    [
+        ("Mistral", "sliding_window", {"sliding_window": 8}),
+        ("Gemma2", "attn_logit_softcapping", {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
+        ("GptOss", "sinks", {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
+        ("Llama4Text", "attention_chunk_size", {"head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 8}),
+        ("Qwen2", None, {"sliding_window": 8}),  # which its layers do not use
+        ("Mistral", None, {"sliding_window": None}),
+    ],
+)
+def test_what_a_pattern_does_not_have_is_refused_before_anything_is_changed(
+    family: str, asks: str | None, options: dict[str, Any]
+) -> None:
+    transformers: Any = importlib.import_module("transformers")
+    config = getattr(transformers, f"{family}Config")(
+        **SIZES, num_key_value_heads=2, intermediate_size=48, max_position_embeddings=40, **options
+    )
+    model = getattr(transformers, f"{family}Model")(config).eval()
+    before = model.config._attn_implementation
+    if asks is None:
+        assert make_sparse(model, PATTERNS["fixed"]) == 2
+        model(torch.randint(3, 99, (2, 22)))
+        return
+    with pytest.raises(ValueError, match=rf"{family}Attention asks for {asks}, which a pattern .* set it to None"):
+        make_sparse(model, PATTERNS["fixed"])
+    assert model.config._attn_implementation == before
+    assert not any(hasattr(module, "block_sparse") for module in model.modules())
+
+
+@hf
+def test_packed_sequences_are_refused() -> None:
+    """They would read each other."""
+    model, _ = build("LlamaForCausalLM")
+    make_sparse(model, PATTERNS["fixed"])
+    model.config.use_cache = False
+    tokens, places = torch.randint(3, 99, (1, 20)), torch.arange(20)[None]
+    torch.testing.assert_close(model(tokens, position_ids=places).logits, model(tokens).logits)
+    with pytest.raises(ValueError, match=r"attention_mask \(1, 1, 20, 20\): .*packed sequences"):
+        model(tokens, position_ids=places % 10)
