@@ -9,8 +9,10 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refimpl.model.gpt import GPT, Attention, Block
@@ -20,7 +22,9 @@ from refimpl.model.sparse import SparseAttention
 MakePattern = Callable[[int], SparsityConfig]  # from a number of heads
 NAME = "refimpl_block_sparse"  # in transformers' register
 DROPOUTS = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout")
-OTHERS = ("sliding_window", "softcap", "s_aux", "position_bias")  # of attentions that a pattern alone would not equal
+# What a pattern alone would not equal: settings of an attention or of its configuration, and options of its calls.
+SETTINGS = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "sinks")
+OPTIONS = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
 class SparseGPTAttention(nn.Module):
@@ -72,31 +76,65 @@ def swap_registered(model: Any, make_pattern: MakePattern) -> int:
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError(f"sparse_attention: {kind} attends to another sequence; only self-attention can be sparse")
     attentions = [module for module in model.modules() if hasattr(module, "is_causal")]
+    none = f"sparse_attention: no attention of {kind} is called through transformers' AttentionInterface"
     if not attentions:
-        raise ValueError(f"sparse_attention: no attention of {kind} is called through transformers' AttentionInterface")
+        raise ValueError(none)
+    for module in attentions:
+        refuse_others(module, {name: getattr(module, name, getattr(config, name, None)) for name in SETTINGS})
+    if not model._supports_flash_attn:
+        raise ValueError(
+            f"sparse_attention: the attention of {kind} must be told more than causality and padding, as transformers "
+            "runs it by no flash attention either"
+        )
     if any(getattr(config, name, 0) for name in DROPOUTS):
         warnings.warn(
             f"sparse_attention drops no probabilities: {kind}'s dropout of attention has no effect", stacklevel=2
         )
     masks = importlib.import_module("transformers.masking_utils")
     importlib.import_module("transformers").AttentionInterface.register(NAME, attention_function)
-    masks.AttentionMaskInterface.register(NAME, masks.flash_attention_mask)  # which keys are padding: [B, T], or None
+    masks.AttentionMaskInterface.register(NAME, partial(key_mask, masks))
+    model.set_attn_implementation(NAME)
+    if config._attn_implementation != NAME:  # transformers only logs it
+        raise ValueError(none)
     longest = getattr(config, "max_position_embeddings", None)
     for module in attentions:
         module.block_sparse = SparseAttention(make_pattern(config.num_attention_heads), longest, bool(module.is_causal))
-    model.set_attn_implementation(NAME)
     return len(attentions)
+
+
+def key_mask(masks: Any, *, mask_function: Any, **given: Any) -> Tensor | None:
+    """Which keys are padding: [B, T], or None. What is not just causal or full has 4 dimensions, and is refused where
+    it is used.
+    """
+    plain = mask_function in (masks.causal_mask_function, masks.bidirectional_mask_function)
+    made: Tensor | None = (masks.flash_attention_mask if plain else masks.sdpa_mask)(
+        mask_function=mask_function, **given
+    )
+    return made
+
+
+def refuse_others(module: nn.Module, settings: dict[str, Any]) -> None:
+    """ValueError unless all are None, or 0, which Qwen2-MoE writes."""
+    for name, value in settings.items():
+        if isinstance(value, Tensor) or value:
+            raise ValueError(
+                f"sparse_attention: {type(module).__name__} asks for {name}, which a pattern does not have: set it to "
+                "None in the model's configuration, or leave sparse_attention out"
+            )
 
 
 def attention_function(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query [B, H, T_q, D], key and value [B, K, T_k, D] -> ([B, T_q, H, D], None)."""
-    if other := [name for name in OTHERS if options.get(name) is not None]:
-        raise ValueError(
-            f"sparse_attention: {type(module).__name__} asks for {other[0]}, which a pattern does not have"
-        )
+    """What transformers calls: query [B, H, T_q, D], key [B, K, T_k, D], value [B, K, T_k, V], V at most D ->
+    ([B, T_q, H, V], None).
+    """
+    refuse_others(module, {name: options.get(name) for name in OPTIONS})
     if attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(f"attention_mask {tuple(attention_mask.shape)}: sparse attention takes [batch, tokens]")
-    out = module.block_sparse(query, key, value, attention_mask, options.get("scaling"))
-    return out.transpose(1, 2), None
+        raise ValueError(
+            f"attention_mask {tuple(attention_mask.shape)}: sparse attention takes [batch, tokens]; packed sequences "
+            "(position_ids that begin anew), prefixes and other masks of single tokens are none that a pattern has"
+        )
+    wider = max(0, query.shape[-1] - value.shape[-1])  # DeepSeek's values are narrower than its keys
+    out = module.block_sparse(query, key, F.pad(value, (0, wider)), attention_mask, options.get("scaling"))
+    return out[..., : value.shape[-1]].transpose(1, 2).contiguous(), None

@@ -9,6 +9,7 @@ of gradients in fp64 too. What becomes of an error:
     a step is skipped (inf)     is as before it, bit for bit: nothing of the bad gradient stays
     gradients are dropped       is as before them: `zero_grad` before a step, a backward that raised
     a parameter unused by all   is as before: the update leaves the parameter alone, whatever was sent of it
+                                (of one bit an element something always is, and the gradient's norm counts it)
     the loss scale changes      is measured in the new one
     a checkpoint                is each rank's own: goes on bit for bit on as many ranks, begins at zero on others;
                                 PowerSGD's Q is everybody's, and goes on wherever the rank r is the same

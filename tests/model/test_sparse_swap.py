@@ -58,6 +58,12 @@ def build(name: str) -> tuple[Any, bool]:
             eos_token_id=2,
         )
         return transformers.GPT2LMHeadModel(config).eval(), True
+    if name == "DeepseekV3ForCausalLM":  # its values are narrower than its keys
+        config = transformers.DeepseekV3Config(
+            **SIZES, num_key_value_heads=4, intermediate_size=48, first_k_dense_replace=2, max_position_embeddings=40,
+            q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        )  # fmt: skip
+        return transformers.DeepseekV3ForCausalLM(config).eval(), True
     if name == "LlamaForCausalLM":
         config = transformers.LlamaConfig(
             **SIZES, num_key_value_heads=2, intermediate_size=64, max_position_embeddings=40
@@ -77,7 +83,7 @@ PATTERNS: dict[str, Callable[[int], SparsityConfig]] = {
 
 @hf
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM"])
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM", "DeepseekV3ForCausalLM"])
 def test_models_of_transformers_are_themselves_with_a_mask(name: str, pattern: str) -> None:
     """22 tokens in blocks of 4, some of them padding; logits and gradients."""
     model, causal = build(name)
@@ -122,3 +128,69 @@ def test_what_a_pattern_would_lose_is_said() -> None:
     t5 = transformers.T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=2, vocab_size=9, d_kv=4)
     with pytest.raises(ValueError, match="attends to another sequence"):
         make_sparse(transformers.T5ForConditionalGeneration(t5), PATTERNS["fixed"])
+
+
+@hf
+@pytest.mark.parametrize(
+    ("family", "asks", "options"),
+    [
+        ("Mistral", "sliding_window", {"sliding_window": 8}),
+        ("Gemma2", "attn_logit_softcapping", {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
+        ("GptOss", "sinks", {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
+        ("Llama4Text", "attention_chunk_size", {"head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 8}),
+        ("Qwen2", None, {"sliding_window": 8}),  # which its layers do not use
+        ("Mistral", None, {"sliding_window": None}),
+        ("Qwen2Moe", None, {"sliding_window": 8, "use_sliding_window": False, "num_experts": 4}),
+        ("JetMoe", None, {"kv_channels": 8, "num_local_experts": 2}),  # which takes the answer by `view`
+    ],
+)
+def test_what_a_pattern_does_not_have_is_refused_before_anything_is_changed(
+    family: str, asks: str | None, options: dict[str, Any]
+) -> None:
+    transformers: Any = importlib.import_module("transformers")
+    config = getattr(transformers, f"{family}Config")(
+        **SIZES, num_key_value_heads=2, intermediate_size=48, max_position_embeddings=40, **options
+    )
+    model = getattr(transformers, f"{family}Model")(config).eval()
+    before = model.config._attn_implementation
+    if asks is None:
+        assert make_sparse(model, PATTERNS["fixed"]) == 2
+        model(torch.randint(3, 99, (2, 22)))
+        return
+    with pytest.raises(ValueError, match=rf"{family}Attention asks for {asks}, which a pattern .* set it to None"):
+        make_sparse(model, PATTERNS["fixed"])
+    assert model.config._attn_implementation == before
+    assert not any(hasattr(module, "block_sparse") for module in model.modules())
+
+
+@hf
+def test_packed_sequences_are_refused() -> None:
+    """They would read each other."""
+    model, _ = build("LlamaForCausalLM")
+    make_sparse(model, PATTERNS["fixed"])
+    model.config.use_cache = False
+    tokens, places = torch.randint(3, 99, (1, 20)), torch.arange(20)[None]
+    torch.testing.assert_close(model(tokens, position_ids=places).logits, model(tokens).logits)
+    with pytest.raises(ValueError, match=r"attention_mask \(1, 1, 20, 20\): .*packed sequences"):
+        model(tokens, position_ids=places % 10)
+
+
+@hf
+def test_a_model_whose_attention_is_its_own_is_refused() -> None:
+    """transformers logs that of GPT-J, and goes on as before. BigBird-Pegasus knows the future by a mask alone."""
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.GPTJConfig(vocab_size=99, n_embd=32, n_head=4, n_layer=2, n_positions=40, rotary_dim=4)
+    by_mask = transformers.BigBirdPegasusConfig(
+        vocab_size=99,
+        d_model=32,
+        decoder_layers=1,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=8,
+        is_encoder_decoder=False,
+    )
+    for model, says in [
+        (transformers.GPTJModel(config), "no attention of GPTJModel is called through transformers'"),
+        (transformers.BigBirdPegasusForCausalLM(by_mask), "BigBirdPegasusForCausalLM must be told more than causality"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            make_sparse(model, PATTERNS["fixed"])
