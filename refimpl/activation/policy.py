@@ -93,7 +93,7 @@ def _next(op: OpOverload, compute: Callable[[], Any], calls: Iterator[tuple[OpOv
     before, kept = next(calls, (None, None))
     if before is not op:
         raise RuntimeError(
-            f"selective checkpointing: the second run asks for {op} where the first one had {before or 'ended'}; let the "
+            f"selective checkpointing: the second run asks for {op} where the first had {before or 'ended'}; let the "
             "policy leave out what runs only in one of them"
         )
     if kept is None:
@@ -101,7 +101,7 @@ def _next(op: OpOverload, compute: Callable[[], Any], calls: Iterator[tuple[OpOv
     value, version = kept
     if _version(value) != version:
         raise RuntimeError(
-            f"{op}: its kept result was changed in place since; let the policy leave this operation out, or change a copy"
+            f"{op}: its kept result was changed in place since; let the policy leave it out, or change a copy"
         )
     return tree_map_only(Tensor, Tensor.detach, value)
 

@@ -71,7 +71,5 @@ def test_another_order_in_the_second_run_is_an_error() -> None:
         runs.append(1)
         return (x @ y).sin() if len(runs) == 1 else (x.sin() @ y).sin()
 
-    with pytest.raises(
-        RuntimeError, match=r"the second run asks for aten\.sin\.default where the first one had aten\.mm"
-    ):
+    with pytest.raises(RuntimeError, match=r"the second run asks for aten\.sin\.default where the first had aten\.mm"):
         gradients(fickle, named("mm", "sin"))
