@@ -190,17 +190,31 @@ def opened(folder: Path) -> tuple[bool, int]:
 def nameless(folder: Path, flags: int) -> int:
     """The descriptor of a new file that is in no directory."""
     if hasattr(os, "O_TMPFILE"):
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        try:
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):  # network disks have none: a name, for a moment
+                raise
     with tempfile.NamedTemporaryFile(dir=folder) as named:
         return os.open(named.name, os.O_RDWR | flags)
 
 
 def take_space(descriptor: int, start: int, nbytes: int) -> None:
-    """Make the file so long; on Linux the disk's space is taken too. OSError if there is none."""
-    if hasattr(os, "posix_fallocate"):
+    """Make the file so long; on Linux the disk's space is taken too. OSError if there is none.
+
+    Where the file system cannot (ext3, NFS before 4.2) zeros are written: C would write single bytes, which O_DIRECT
+    refuses.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        return os.ftruncate(descriptor, start + nbytes)
+    try:
         os.posix_fallocate(descriptor, start, nbytes)
-    else:
-        os.ftruncate(descriptor, start + nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        zeros = Buffer(1 << 20).view
+        for at in range(0, nbytes, len(zeros)):
+            os.pwrite(descriptor, zeros[: nbytes - at], start + at)
 
 
 def total(block: memoryview) -> int:

@@ -63,6 +63,29 @@ def test_a_file_system_without_it_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert not file.direct
 
 
+def test_a_file_system_that_can_do_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No files without a name, no space taken beforehand: as ext3 and NFS before 4.2 answer."""
+    real = os.open
+
+    def refusing(path: Any, flags: int, *args: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real(path, flags, *args)
+
+    def cannot(*args: Any) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(blocks.os, "open", refusing)
+    monkeypatch.setattr(blocks.os, "posix_fallocate", cannot)
+    file = BlockFile(tmp_path)
+    record = file.record((1 << 20) + 5000)
+    assert not list(tmp_path.iterdir())
+    assert os.fstat(file.descriptor).st_blocks * 512 >= record.nbytes
+    buffer = Buffer(record.nbytes)
+    file.write(record, buffer).wait()
+    file.read(record, buffer).wait()
+
+
 def test_nobody_finds_the_file(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     disk.file.record(1 << 20)
