@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+REMEDY = "go on from a checkpoint, on another disk"
 PAGE = 4096  # bytes: what O_DIRECT moves at a time; a multiple of every disk's sector
 
 
@@ -154,19 +155,19 @@ class BlockFile:
         try:
             done = os.pwritev(self.descriptor, [block], offset)
         except OSError as error:
-            raise OffloadError(f"{self.folder}: cannot write: {error.strerror}") from error
+            raise OffloadError(f"{self.folder}: cannot write: {error.strerror}; {REMEDY}") from error
         if done != len(block):
-            raise OffloadError(f"{self.folder}: {done:,} of {len(block):,} bytes written: is the disk full?")
+            raise OffloadError(f"{self.folder}: {done:,} of {len(block):,} bytes written: is the disk full? {REMEDY}")
 
     def _read_block(self, offset: int, block: memoryview) -> None:
         try:
             done = os.preadv(self.descriptor, [block], offset)
         except OSError as error:
-            raise OffloadError(f"{self.folder}: cannot read: {error.strerror}") from error
+            raise OffloadError(f"{self.folder}: cannot read: {error.strerror}; {REMEDY}") from error
         if done != len(block) or total(block) != self._sums[offset]:
             raise OffloadError(
                 f"{self.folder}: bytes {offset:,} to {offset + len(block):,} of the offloaded state are not what was "
-                "written there: the disk or its cable is failing; go on from a checkpoint, on another disk"
+                f"written there: the disk or its cable is failing; {REMEDY}"
             )
 
 
