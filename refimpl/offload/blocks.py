@@ -138,6 +138,10 @@ class BlockFile:
         self.read_bytes += record.nbytes
         return self._begin(self.readers, self._read_block, record, buffer.view[start:])
 
+    def forget(self) -> None:
+        """Read any block as it is, until it is written anew: all of it is about to be replaced."""
+        self._sums.clear()
+
     def close(self) -> None:
         """Let the threads go. The file ends with this object."""
         self.readers.shutdown()
@@ -164,7 +168,8 @@ class BlockFile:
             done = os.preadv(self.descriptor, [block], offset)
         except OSError as error:
             raise OffloadError(f"{self.folder}: cannot read: {error.strerror}; {REMEDY}") from error
-        if done != len(block) or total(block) != self._sums[offset]:
+        known = self._sums.get(offset)
+        if done != len(block) or (known is not None and total(block) != known):
             raise OffloadError(
                 f"{self.folder}: bytes {offset:,} to {offset + len(block):,} of the offloaded state are not what was "
                 f"written there: the disk or its cable is failing; {REMEDY}"
