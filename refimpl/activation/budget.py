@@ -36,7 +36,8 @@ SLOTS = 2000  # sizes are rounded up to this fraction of the budget
 class Block:
     """One block of a chain, as measured. input, output, saved: bytes; forward, backward: seconds.
 
-    saved: what autograd keeps of it beside its input, its output and its parameters.
+    saved: what autograd keeps of it beside its input, its output and its parameters. keeps_output: whether autograd
+    keeps the output too, for the block's own backward: a block that ends with tanh must run to its end again.
     """
 
     input: int
@@ -44,6 +45,7 @@ class Block:
     saved: int
     forward: float
     backward: float = 0.0
+    keeps_output: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def _samples(plan: Plan, blocks: Sequence[Block], held: int, again: bool) -> Ite
         else:
             numbers = [part]
             held += blocks[part].saved
-            yield held + (0 if is_last else blocks[part].output)
+            yield held + (0 if is_last and not blocks[part].keeps_output else blocks[part].output)
         held += blocks[numbers[-1]].output
     for part, held_before in stretches:
         yield from _samples(part.inside, blocks, held_before, again=True)
@@ -179,7 +181,7 @@ class _Search:
             time[: self.saved[i] + out] = np.inf
         else:
             time = np.full(self.slots + 1, seconds)
-            time[: self.saved[i] + (out if is_first_run else 0)] = np.inf
+            time[: self.saved[i] + (out if is_first_run or self.blocks[i].keeps_output else 0)] = np.inf
         choice = np.zeros(self.slots + 1, dtype=np.int64)
         need, seconds = 0, 0.0  # of running i to j - 1 and keeping nothing
         for j in range(i + 1, t + 2 if is_first_run else t + 1):

@@ -51,12 +51,16 @@ def measure(blocks: Sequence[nn.Module], x: Tensor, repeat: int = 3) -> list[Blo
         saved: list[Tensor] = []
         with saved_tensors_hooks(partial(_note, saved), lambda t: t):
             out = block(leaf)
-        apart = {t.untyped_storage() for t in (*block.parameters(), *block.buffers(), leaf, out)}
-        size = sum(storage.nbytes() for storage in {t.untyped_storage() for t in saved} - apart)
+        apart = {t.untyped_storage() for t in (*block.parameters(), *block.buffers(), leaf)}
+        kept = {t.untyped_storage() for t in saved} - apart
+        keeps_output = out.untyped_storage() in kept
+        size = sum(storage.nbytes() for storage in kept - {out.untyped_storage()})
         saved.clear()
+        kept.clear()
         seconds = [_seconds(block, leaf) for _ in range(repeat)]
         forward, backward = (min(s[i] for s in seconds) for i in (0, 1))
-        measured.append(Block(leaf.untyped_storage().nbytes(), out.untyped_storage().nbytes(), size, forward, backward))
+        nbytes = leaf.untyped_storage().nbytes(), out.untyped_storage().nbytes(), size
+        measured.append(Block(*nbytes, forward, backward, keeps_output))
         x = out.detach()
     return measured
 
@@ -89,7 +93,7 @@ def count(plan: Plan, blocks: Sequence[nn.Module], x: Tensor, how: Checkpoint | 
     x = x.detach().clone().requires_grad_()
     loss: list[Tensor] = []
     seed = x.new_ones(())  # of backward; made here, it is no activation
-    meter = MemoryMeter(lambda: {"parameters": [p for b in blocks for p in b.parameters()], "loss": loss})
+    meter = MemoryMeter(lambda: {"parameters": [p for b in blocks for p in b.parameters()], "loss": loss, "input": [x]})
     most = 0
 
     def sample(*_: Any) -> None:

@@ -76,9 +76,10 @@ class Checkpoint:
 def checkpoint(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """fn(*args, **kwargs), computed again in backward instead of kept. Gradients: the plain call's, bit for bit.
 
-    fn must compute the same when it runs again: what it reads beside its arguments must not have changed. It may take
-    and return anything; tensors inside lists, tuples and dictionaries are kept as arguments are. CheckpointError when
-    the second run saves other tensors than the first; RuntimeError when an argument was changed in place meanwhile.
+    fn must compute the same when it runs again: what it reads beside its arguments must not have changed. What it
+    writes beside its result, such as the running statistics of a batch norm, it writes twice. It may take and return
+    anything; tensors inside lists, tuples and dictionaries are kept as arguments are. CheckpointError when the second
+    run saves other tensors than the first; RuntimeError when an argument was changed in place meanwhile.
     """
     return Checkpoint()(fn, *args, **kwargs)
 

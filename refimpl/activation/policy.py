@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 Policy = Callable[[OpOverload], bool]
+Kept = tuple[Any, int]  # a result, and its version then
 
 # Products of matrices, in which nearly all operations of a transformer are, and fused attention.
 MATMULS = (
@@ -52,47 +53,63 @@ def matmuls() -> Policy:
 
 
 class Results:
-    """Of one checkpointed call: what the policy keeps, in the order of the operations."""
+    """Of one checkpointed call: its operations in order, with what the policy keeps of them."""
 
     def __init__(self, policy: Policy | None) -> None:
         self.policy = policy
-        self.values: list[Any] = []
-        self.versions: list[int] = []
+        self.calls: list[tuple[OpOverload, Kept | None]] = []
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """The first run."""
+        """The first run. The policy is asked here alone, so it may count: every second product, say."""
         if self.policy is None:
             yield
             return
-        with _Mode(self.policy, self._keep):
+        with _Mode(self._keep):
             yield
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """The second run."""
+        """The second run. Operations of which nothing is kept may come and go, as a gather of parameters does."""
         if self.policy is None:
             yield
             return
-        values = iter(zip(self.values, self.versions, strict=True))
-        with _Mode(self.policy, lambda op, compute: _next(op, values)):
+        kinds = {op for op, kept in self.calls if kept is not None}
+        calls = iter([call for call in self.calls if call[0] in kinds])
+        with _Mode(lambda op, compute, can_keep: _next(op, compute, calls) if op in kinds else compute()):
             yield
 
-    def _keep(self, op: OpOverload, compute: Callable[[], Any]) -> Any:
-        result = compute()
-        kept = tree_map_only(Tensor, Tensor.detach, result)
-        self.values.append(kept)
-        self.versions.append(_version(kept))
+    def _keep(self, op: OpOverload, compute: Callable[[], Any], can_keep: Callable[[], bool]) -> Any:
+        assert self.policy is not None
+        result, kept = compute(), None
+        if self.policy(op) and can_keep():
+            value = tree_map_only(Tensor, _alias, result)
+            kept = value, _version(value)
+        self.calls.append((op, kept))
         return result
 
 
-def _next(op: OpOverload, values: Iterator[tuple[Any, int]]) -> Any:
-    value, version = next(values, (None, 0))
-    if value is None:
-        raise RuntimeError(f"{op}: selective checkpointing kept fewer results than the second run asks for")
+def _next(op: OpOverload, compute: Callable[[], Any], calls: Iterator[tuple[OpOverload, Kept | None]]) -> Any:
+    before, kept = next(calls, (None, None))
+    if before is not op:
+        raise RuntimeError(
+            f"selective checkpointing: the second run asks for {op} where the first had {before or 'ended'}; let the "
+            "policy leave out what runs only in one of them"
+        )
+    if kept is None:
+        return compute()
+    value, version = kept
     if _version(value) != version:
-        raise RuntimeError(f"{op}: its kept result was changed in place since; let the policy leave this operation out")
+        raise RuntimeError(
+            f"{op}: its kept result was changed in place since; let the policy leave it out, or change a copy"
+        )
     return tree_map_only(Tensor, Tensor.detach, value)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same memory with the same version: below autograd, where modes run, `detach` alone begins a new count."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def _version(result: Any) -> int:
@@ -103,25 +120,28 @@ def _version(result: Any) -> int:
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands each operation that the policy wants to `handle`, with a function that computes it."""
+    """Hands each operation to `handle`, with a function that computes it and one that says whether it can be kept."""
 
-    def __init__(self, policy: Policy, handle: Callable[[OpOverload, Callable[[], Any]], Any]) -> None:
+    def __init__(self, handle: Callable[[OpOverload, Callable[[], Any], Callable[[], bool]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.policy, self.handle = policy, handle
+        self.handle = handle
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        def compute() -> Any:
-            return func(*args, **(kwargs or {}))
-
-        return self.handle(func, compute) if self.policy(func) and can_keep(func, args, kwargs or {}) else compute()
+        given = kwargs or {}
+        return self.handle(func, lambda: func(*args, **given), lambda: can_keep(func, args, given))
 
 
 def can_keep(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a kept result can stand for a second run of `op`: it makes tensors, in place of none, by no chance."""
+    """Whether a kept result can stand for a second run of `op`: it makes tensors, in place of none, by no chance.
+
+    Not `detach`: that is autograd's bookkeeping, of which a second run has more.
+    """
     schema = op._schema
-    makes = any("Tensor" in str(returned.type) for returned in schema.returns)
+    makes = (
+        any("Tensor" in str(returned.type) for returned in schema.returns) and op is not torch.ops.aten.detach.default
+    )
     if not makes or schema.is_mutable or torch.Tag.nondeterministic_seeded not in op.tags:
         return makes and not schema.is_mutable
     given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)

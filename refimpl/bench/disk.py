@@ -1,7 +1,8 @@
 """A disk by itself, and what offloading gets out of it: MB/s of plain requests, and of `Disk` with its pipeline.
 
     read, write    requests of one size, so many threads, each with one under way, past the page cache
-    both           as many threads again that write elsewhere meanwhile: what a pipeline asks of a disk
+    both           as many threads again that write elsewhere meanwhile: what a pipeline asks of a disk. The halves of
+                   the record change places each turn: what is read is what the turn before has written, as in training
     Disk           parts read, touched, written back, by `Disk.rounds`: bytes both ways, checksums included
 
 Each contestant's turn comes several times, so that all meet the disk in the same moods; the best turn counts, because a
@@ -46,7 +47,7 @@ def plain(file: BlockFile, record: Record, block: int, threads: int, direction: 
     """Requests of `block` bytes over the record; returns how many bytes moved. "both": one half read, one written."""
     room = Buffer(2 * threads * block).view  # one, for its pages are huge then, as those of a part
     starts = list(range(record.offset, record.offset + record.nbytes, block))
-    half = len(starts) // 2
+    halves = [starts[: len(starts) // 2], starts[len(starts) // 2 :]]
 
     def worker(number: int, mine: Sequence[int], write: bool) -> None:
         move = os.pwritev if write else os.preadv
@@ -56,8 +57,9 @@ def plain(file: BlockFile, record: Record, block: int, threads: int, direction: 
     def run() -> int:
         jobs = [(n, starts[n::threads], direction == "write") for n in range(threads)]
         if direction == "both":
-            jobs = [(n, starts[:half][n::threads], False) for n in range(threads)]
-            jobs += [(threads + n, starts[half:][n::threads], True) for n in range(threads)]
+            halves.reverse()
+            jobs = [(n, halves[0][n::threads], False) for n in range(threads)]
+            jobs += [(threads + n, halves[1][n::threads], True) for n in range(threads)]
         with ThreadPoolExecutor(len(jobs)) as pool:
             for job in [pool.submit(worker, *job) for job in jobs]:
                 job.result()

@@ -56,9 +56,10 @@ class Written:
         count = first["partition_count"]
         self.ranks = max(count) if isinstance(count, list) else int(count)
         missing = set(range(self.ranks)) - set(ranks)
-        if missing or len(ranks) != self.ranks:
+        files = sum(match is not None for match in found.values())  # two of one rank: of runs in two precisions
+        if missing or files != self.ranks:
             raise CheckpointError(
-                f"{folder}: {len(ranks)} *_optim_states.pt, {self.ranks} ranks wrote it; bring back those of rank "
+                f"{folder}: {files} *_optim_states.pt, {self.ranks} ranks wrote it; bring back those of rank "
                 f"{', '.join(map(str, sorted(missing))) or 'none: there are too many'}"
             )
         names = ["mp_rank_00_model_states.pt"]

@@ -23,6 +23,7 @@ REMEDIES = {
     errno.EACCES: "change the permissions, or use another folder",
     errno.EPERM: "change the permissions, or use another folder",
     errno.EROFS: "this disk cannot be written: save elsewhere",
+    errno.EBUSY: "another disk is mounted there, or a program holds it: use another folder or tag",
     errno.ENOENT: "check the path; all ranks must see the same folder",
     errno.EEXIST: "move what is there away, or use another folder",
     errno.ENOTDIR: "a file stands where a folder is needed: move it away, or use another folder",
@@ -50,6 +51,8 @@ def naming(path: Path) -> Iterator[None]:
 
 def explained(error: BaseException) -> str:
     """What the system said, and what to do about it. torch and safetensors wrap the system's error in their own."""
+    if type(error).__module__.startswith("refimpl"):  # of a disk that something is offloaded to: it says itself which
+        return str(error)
     inner: BaseException | None = error
     while inner is not None and not isinstance(inner, OSError):
         inner = inner.__cause__ or inner.__context__

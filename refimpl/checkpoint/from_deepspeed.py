@@ -5,7 +5,8 @@ time. DeepSpeed's files hold no random state, no position in the data, and not t
 none.
 """
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from refimpl.checkpoint import atomic, unpickle
 from refimpl.checkpoint.deepspeed_files import Written, given
-from refimpl.checkpoint.errors import naming
+from refimpl.checkpoint.errors import CheckpointError, naming
 from refimpl.checkpoint.find import checked_tag
 from refimpl.checkpoint.place import Place
 from refimpl.checkpoint.tensors import Entry, Writer, entry
@@ -35,11 +36,11 @@ def import_folder(folder: Path, out: Path) -> Path:
     It has one rank, and is loaded at any number and stage. CheckpointError names what is missing, damaged or not read.
     """
     path, tag = given(folder)
-    source = Written(path)
     id_ = atomic.new_id()
     target = out / checked_tag(tag, str(path))
     new = atomic.unfinished(target, id_)
-    with ExitStack() as held:
+    with ExitStack() as held, laid_out(path):
+        source = Written(path)
         begin(target, new, held)
         try:
             tensors, notes = notes_of(source)
@@ -51,6 +52,18 @@ def import_folder(folder: Path, out: Path) -> Path:
             atomic.discard(new)
             raise
     return target
+
+
+@contextmanager
+def laid_out(path: Path) -> Iterator[None]:
+    """What is not where DeepSpeed lays it becomes a CheckpointError about `path`."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: not laid out as by DeepSpeed 0.19 ({type(error).__name__}: {error}): of another version "
+            "or program, or edited; load it with what wrote it, and save it with that DeepSpeed"
+        ) from error
 
 
 def write_tensors(source: Written, new: Path, frozen: dict[str, Tensor], rest: dict[str, Tensor]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ longer list, and does not know DeepSpeed's classes.
 
 import pickle
 import types
+import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -82,10 +83,18 @@ def load(path: Path) -> Any:
             if file.read(4) != b"PK\x03\x04":
                 raise CheckpointError(f"{path}: cut short, or not written by torch.save of torch 1.6 or later")
         try:
+            with zipfile.ZipFile(path) as archive:  # torch does not look at the checksums that it writes
+                if (bad := archive.testzip()) is not None:
+                    raise CheckpointError(
+                        f"{path}: damaged, the checksum of {bad} differs; bring back the file that was saved"
+                    )
+            with torch.serialization._open_zipfile_reader(str(path)) as archive:
+                if archive.has_record("constants.pkl"):  # torch.load would hand it to torch.jit, which runs it
+                    raise CheckpointError(f"{path}: a TorchScript program, no checkpoint; nothing here will run it")
             return torch.load(path, map_location="cpu", weights_only=False, mmap=True, pickle_module=module)
         except Refused as error:
             raise CheckpointError(f"{path}: {error}") from None
-        except (RuntimeError, OSError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        except (RuntimeError, OSError, EOFError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
             raise CheckpointError(
                 f"{path}: damaged or cut short ({error}); bring back the file that was saved"
             ) from error

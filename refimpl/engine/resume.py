@@ -132,6 +132,9 @@ def go_on(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
     stage, update = engine.stage, engine.stage.update
     stage.catch_up()
     left = getattr(update.torn, "left", update.torn) if wanted.weights_alone else None
+    if update.torn is not None and not wanted.weights_alone:
+        for home in stage.config.homes():
+            home.renewed()
     with small_states(engine, folder, wanted):
         try:
             if wanted.custom is not None:

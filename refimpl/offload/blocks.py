@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+REMEDY = "go on from a checkpoint, on another disk"
 PAGE = 4096  # bytes: what O_DIRECT moves at a time; a multiple of every disk's sector
 
 
@@ -137,6 +138,10 @@ class BlockFile:
         self.read_bytes += record.nbytes
         return self._begin(self.readers, self._read_block, record, buffer.view[start:])
 
+    def forget(self) -> None:
+        """Read any block as it is, until it is written anew: all of it is about to be replaced."""
+        self._sums.clear()
+
     def close(self) -> None:
         """Let the threads go. The file ends with this object."""
         self.readers.shutdown()
@@ -154,19 +159,20 @@ class BlockFile:
         try:
             done = os.pwritev(self.descriptor, [block], offset)
         except OSError as error:
-            raise OffloadError(f"{self.folder}: cannot write: {error.strerror}") from error
+            raise OffloadError(f"{self.folder}: cannot write: {error.strerror}; {REMEDY}") from error
         if done != len(block):
-            raise OffloadError(f"{self.folder}: {done:,} of {len(block):,} bytes written: is the disk full?")
+            raise OffloadError(f"{self.folder}: {done:,} of {len(block):,} bytes written: is the disk full? {REMEDY}")
 
     def _read_block(self, offset: int, block: memoryview) -> None:
         try:
             done = os.preadv(self.descriptor, [block], offset)
         except OSError as error:
-            raise OffloadError(f"{self.folder}: cannot read: {error.strerror}") from error
-        if done != len(block) or total(block) != self._sums[offset]:
+            raise OffloadError(f"{self.folder}: cannot read: {error.strerror}; {REMEDY}") from error
+        known = self._sums.get(offset)
+        if done != len(block) or (known is not None and total(block) != known):
             raise OffloadError(
                 f"{self.folder}: bytes {offset:,} to {offset + len(block):,} of the offloaded state are not what was "
-                "written there: the disk or its cable is failing; go on from a checkpoint, on another disk"
+                f"written there: the disk or its cable is failing; {REMEDY}"
             )
 
 
@@ -190,17 +196,31 @@ def opened(folder: Path) -> tuple[bool, int]:
 def nameless(folder: Path, flags: int) -> int:
     """The descriptor of a new file that is in no directory."""
     if hasattr(os, "O_TMPFILE"):
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        try:
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):  # network disks have none: a name, for a moment
+                raise
     with tempfile.NamedTemporaryFile(dir=folder) as named:
         return os.open(named.name, os.O_RDWR | flags)
 
 
 def take_space(descriptor: int, start: int, nbytes: int) -> None:
-    """Make the file so long; on Linux the disk's space is taken too. OSError if there is none."""
-    if hasattr(os, "posix_fallocate"):
+    """Make the file so long; on Linux the disk's space is taken too. OSError if there is none.
+
+    Where the file system cannot (ext3, NFS before 4.2) zeros are written: C would write single bytes, which O_DIRECT
+    refuses.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        return os.ftruncate(descriptor, start + nbytes)
+    try:
         os.posix_fallocate(descriptor, start, nbytes)
-    else:
-        os.ftruncate(descriptor, start + nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        zeros = Buffer(1 << 20).view
+        for at in range(0, nbytes, len(zeros)):
+            os.pwrite(descriptor, zeros[: nbytes - at], start + at)
 
 
 def total(block: memoryview) -> int:

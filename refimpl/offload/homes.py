@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from refimpl.offload.blocks import Aio, BlockFile, Buffer, OffloadError, Record, Transfer, pages
-from refimpl.offload.pipeline import pipelined
+from refimpl.offload.pipeline import pipelined, settle
 
 
 class Kept(Protocol):
@@ -67,6 +67,9 @@ class Host:
     def rounds(self, parts: Iterable[Part], back: bool = True) -> Iterator[Part]:
         """Each part in turn while it can be computed with; what was changed is kept, if `back`."""
         yield from parts
+
+    def renewed(self) -> None:
+        """What rests here is about to be replaced: nothing of it can be lost."""
 
     def arrived(self, *records: Record) -> None:
         """Wait for what is on its way there: nothing is."""
@@ -143,6 +146,15 @@ class Disk(Host):
         buffer.bytes.view(dtype)[: values.numel()] = values
         self.leaving.popleft()
         self.leaving.append((record, buffer, self.file.write(record, buffer)))
+
+    def renewed(self) -> None:
+        """What rests here is about to be replaced: what was lost of it is no error any more."""
+        with self.turn:
+            for _, _, transfer in self.leaving:
+                settle(transfer)
+            self.leaving.clear()
+            self.seen = NOTHING
+            self.file.forget()
 
     def arrived(self, *records: Record) -> None:
         """Wait for what was sent to these records, or for all."""

@@ -60,9 +60,9 @@ def pipelined(
             _landed(writing, free)
     finally:
         for _, _, way in reading:
-            _settle(way)
+            settle(way)
         for _, way in writing:
-            _settle(way)
+            settle(way)
 
 
 def _landed(writing: deque[tuple[Room, Way]], free: deque[Room]) -> None:
@@ -72,7 +72,7 @@ def _landed(writing: deque[tuple[Room, Way]], free: deque[Room]) -> None:
     free.append(room)
 
 
-def _settle(way: Way) -> None:
+def settle(way: Way) -> None:
     """After an error that is on its way already: only that nothing moves any more."""
     with suppress(OffloadError):
         way.wait()

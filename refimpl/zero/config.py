@@ -96,6 +96,10 @@ class ZeroConfig:
         if self.gradient_predivide_factor <= 0:
             raise ValueError(f"ZeroConfig.gradient_predivide_factor = {self.gradient_predivide_factor}: must be > 0")
 
+    def homes(self) -> set[Host]:
+        """Where anything rests."""
+        return {home for home in (self.optimizer_home, self.gradient_home, self.parameter_home) if home is not None}
+
     def _check_homes(self) -> None:
         for name in ("optimizer_home", "gradient_home", "parameter_home"):
             home = getattr(self, name)

@@ -1,12 +1,14 @@
 """`refimpl bench disk`: every way moves all the bytes that it is timed for, and a ratio is to the best plain one."""
 
+import os
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from refimpl.bench.disk import PART, measure
+from refimpl.bench.disk import PART, measure, plain
 from refimpl.cli.main import app
+from refimpl.offload.blocks import BlockFile
 
 
 def test_every_way_has_a_row_and_the_best_plain_one_is_the_measure(tmp_path: Path) -> None:
@@ -19,6 +21,23 @@ def test_every_way_has_a_row_and_the_best_plain_one_is_the_measure(tmp_path: Pat
     best = max(row.MB_per_s for row in rows if (row.who, row.direction) == ("plain", "both"))
     assert disk.ratio == pytest.approx(disk.MB_per_s / best)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_read_is_what_the_turn_before_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a state that rests on a disk too; pages that nobody writes come faster from some disks."""
+    file = BlockFile(tmp_path)
+    record = file.record(8 << 20)
+    moved: list[tuple[str, int]] = []
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, name, lambda fd, room, at, name=name: moved.append((name, at)))
+    run, before = plain(file, record, 1 << 20, 2, "both"), set[int]()
+    for turn in range(3):
+        moved.clear()
+        assert run() == record.nbytes
+        read, written = ({at for name, at in moved if name == kind} for kind in ("preadv", "pwritev"))
+        assert read | written == set(range(record.offset, record.offset + record.nbytes, 1 << 20))
+        assert not turn or read == before
+        before = written
 
 
 def test_a_folder_that_cannot_be_is_refused_in_one_line(tmp_path: Path) -> None:

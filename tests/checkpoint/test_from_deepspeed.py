@@ -159,6 +159,28 @@ def test_a_bare_pickle_is_no_checkpoint(tmp_path: Path) -> None:
         unpickle.load(tmp_path / "old.pt")
 
 
+class Runs(torch.nn.Module):
+    """A module whose TorchScript runs when it is loaded."""
+
+    @torch.jit.export
+    def __getstate__(self) -> int:
+        return 1
+
+    @torch.jit.export
+    def __setstate__(self, state: int) -> None:
+        print("it runs")
+        self.training = True
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_torchscript_program_is_not_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`torch.load` hands what looks like one to `torch.jit.load`, whatever unpickler it is given."""
+    torch.jit.save(torch.jit.script(Runs()), tmp_path / "evil.pt")
+    with pytest.raises(CheckpointError, match=r"evil.pt: a TorchScript program, no checkpoint"):
+        unpickle.load(tmp_path / "evil.pt")
+    assert not capfd.readouterr().out
+
+
 def copy(written: Path, to: Path) -> Path:
     for file in (written / "zero2-fp32").rglob("*"):
         if file.is_file():
@@ -166,6 +188,18 @@ def copy(written: Path, to: Path) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.read_bytes())
     return to / "global_step3"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("shared_params", None), ("param_shapes", {"embed.weight": torch.Size([7, 5])}), ("module", 7)]
+)
+def test_another_layout_is_named(key: str, value: Any, written: Path, tmp_path: Path) -> None:
+    """As older versions and other programs have it."""
+    file = copy(written, tmp_path / "ds") / "mp_rank_00_model_states.pt"
+    torch.save(unpickle.load(file) | {key: value}, file)
+    with pytest.raises(CheckpointError, match=r"global_step3: not laid out as by DeepSpeed 0.19 \(.*Error"):
+        import_folder(tmp_path / "ds", tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*"))
 
 
 def test_what_is_missing_damaged_or_of_another_kind_is_named(written: Path, tmp_path: Path) -> None:
@@ -180,6 +214,10 @@ def test_what_is_missing_damaged_or_of_another_kind_is_named(written: Path, tmp_
 
     one.write_bytes(content[:-200])
     refused(r"zero_pp_rank_1_mp_rank_00_optim_states.pt: damaged or cut short")
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 1
+    one.write_bytes(flipped)
+    refused(r"zero_pp_rank_1_mp_rank_00_optim_states.pt: damaged, the checksum of .* differs")
     one.unlink()
     refused(r"1 \*_optim_states.pt, 2 ranks wrote it; bring back those of rank 1")
     one.write_bytes(content)
@@ -189,6 +227,9 @@ def test_what_is_missing_damaged_or_of_another_kind_is_named(written: Path, tmp_
     (folder / "layer_00-model_states.pt").touch()
     refused(r"layer_00-model_states.pt: of a model in parts")
     (folder / "layer_00-model_states.pt").unlink()
+    (folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").write_bytes(content)
+    refused(r"3 \*_optim_states.pt, 2 ranks wrote it; bring back those of rank none: there are too many")
+    (folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     (tmp_path / "ds/latest").unlink()
     refused(r"ds: no \*_optim_states.pt and no latest")
     (tmp_path / "ds/zero").mkdir()

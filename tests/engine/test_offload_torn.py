@@ -65,7 +65,7 @@ def interrupted(stage: int, how: str, late: bool, folder: Path) -> bool:
         with pytest.raises((OffloadError, CheckpointError), match=HALF):
             use()
     assert not (folder / "saved/b").exists()
-    again = start(on_disk(stage, folder / "another", late), seed=1)
+    again = engine if how == "altered" else start(on_disk(stage, folder / "another", late), seed=1)
     again.load_checkpoint(folder / "saved")
     train(again, range(again.global_steps, 4))
     return same(weights(plain), weights(again))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from refimpl.checkpoint.errors import CheckpointError, naming
 from refimpl.offload import blocks
 from refimpl.offload.blocks import Aio, BlockFile, Buffer, OffloadError, OffloadWarning, Record
 from refimpl.offload.homes import Disk
@@ -61,6 +62,29 @@ def test_a_file_system_without_it_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     file.write(record, buffer).wait()
     file.read(record, buffer).wait()
     assert not file.direct
+
+
+def test_a_file_system_that_can_do_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No files without a name, no space taken beforehand: as ext3 and NFS before 4.2 answer."""
+    real = os.open
+
+    def refusing(path: Any, flags: int, *args: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real(path, flags, *args)
+
+    def cannot(*args: Any) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(blocks.os, "open", refusing)
+    monkeypatch.setattr(blocks.os, "posix_fallocate", cannot)
+    file = BlockFile(tmp_path)
+    record = file.record((1 << 20) + 5000)
+    assert not list(tmp_path.iterdir())
+    assert os.fstat(file.descriptor).st_blocks * 512 >= record.nbytes
+    buffer = Buffer(record.nbytes)
+    file.write(record, buffer).wait()
+    file.read(record, buffer).wait()
 
 
 def test_nobody_finds_the_file(tmp_path: Path) -> None:
@@ -164,3 +188,20 @@ def test_what_is_read_ahead_takes_a_buffer_each_until_it_is_used(tmp_path: Path)
 def test_a_shard_larger_than_a_buffer_may_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match="8,192 bytes are brought from the disk at a time, and a buffer holds 4,096"):
         Shelf(Disk(tmp_path, buffer_size=4096), torch.zeros(2048), 4096)
+
+
+def test_a_save_that_cannot_read_what_is_offloaded_names_that_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the disk of the checkpoint, with its remedy."""
+    file = BlockFile(tmp_path)
+    record, buffer = file.record(100), Buffer(100)
+    file.write(record, buffer).wait()
+
+    def fails(*args: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(blocks.os, "preadv", fails)
+    match = rf"^saved: {tmp_path}: cannot read: Input/output error; go on from"
+    with pytest.raises(CheckpointError, match=match), naming(Path("saved")):
+        file.read(record, buffer).wait()
