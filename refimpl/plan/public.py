@@ -126,7 +126,7 @@ def qwen2_moe(c: Config) -> Shape:
 def olmo2(c: Config) -> Shape:
     """Norms over all queries and all keys."""
     shape = llama(c)
-    return replace(shape, each=shape.each + shape.queries + shape.keys(), joined=True)
+    return replace(shape, each=shape.each + shape.queries() + shape.keys(), joined=True)
 
 
 def gpt_oss(c: Config) -> Shape:
