@@ -21,6 +21,13 @@ SIZES = (
 )  # fmt: skip
 
 
+COUNTS = (*EXPERTS, "first_k_dense_replace", "n_shared_experts", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim",
+          "qk_nope_head_dim", "v_head_dim", "decoder_sparse_step", "shared_expert_intermediate_size",
+          "word_embed_proj_dim", "num_ln_in_parallel_attn")  # fmt: skip
+FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "bias", "multi_query", "parallel_attn",
+         "new_decoder_architecture", "use_qk_norm")  # fmt: skip
+
+
 def llama(
     c: Config,
     biases: str = "none",
@@ -203,11 +210,15 @@ FAMILIES: dict[str, Callable[[Config], Shape]] = {
 def of_config(config: Config) -> Shape:
     """The shape of a transformers `config.json`. ValueError: an unknown family, a missing key, sizes that cannot be."""
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"model_type {family!r}: known here are {', '.join(FAMILIES)}")
-    for key in SIZES:
-        if (size := config.get(key)) is not None and (type(size) is not int or size < 1):
-            raise ValueError(f"{key} {size!r}: a whole number of at least 1")
+    for keys, words, kind, least in (
+        (SIZES, "a whole number of at least 1", int, 1), (COUNTS, "a whole number", int, 0),
+        (FLAGS, "true or false", bool, False),
+    ):  # fmt: skip
+        for key in keys:
+            if (value := config.get(key)) is not None and (type(value) is not kind or value < least):
+                raise ValueError(f"{key} {value!r}: {words}")
     try:
         shape = FAMILIES[family]({key: value for key, value in config.items() if value is not None or key not in SIZES})
     except KeyError as error:

@@ -4,7 +4,7 @@ Narayanan et al. 2021, arXiv:2104.04473, table 1: GPTs on A100 GPUs with 80 GB, 
 vocabulary 51,200, sequences of 2,048, micro-batches of one. Its table 2: two of these models by ZeRO-3 alone, and so.
 Korthikanti et al. 2022, arXiv:2205.05198, table 5: such GPTs under sequence parallelism, seconds of a step.
 Le Scao et al. 2022, arXiv:2211.05100, section 3.2: BLOOM, by ZeRO-1 over 8 x 12 x 4 of these GPUs.
-Llama team 2024, arXiv:2407.21783, table 4: 405 billion parameters on H100 GPUs. Its TFLOP/s count no recomputation; each
+Llama team 2024, arXiv:2407.21783, table 4: 405 billion parameters on H100 GPUs. Its TFLOP/s count no recomputation; a
 rank of its pipeline has 7 or 8 chunks of a block each, which divide the bubble.
 Mixtures: their own config.json, as far as sizes go, and the sizes that their papers or model cards give.
 Runs looked up on 2026-11-22 in stored copies, which agree with each other but for a data-parallel size that one has
