@@ -239,7 +239,7 @@ def kept_of_head(shape: Shape, mesh: Mesh) -> int:
     """Inputs of the last norm and of the head, and the probabilities in fp32."""
     w, tokens = shape.width, mesh.tokens(shape)
     elements = w * tokens // mesh.between + w * tokens
-    return elements * mesh.itemsize + statistics(shape, mesh) + 4 * tokens * most(shape.vocab, mesh.tp)
+    return elements * mesh.itemsize + statistics(shape, mesh) + 4 * tokens * shape.words(mesh.tp)
 
 
 def statistics(shape: Shape, mesh: Mesh) -> int:

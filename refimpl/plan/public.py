@@ -52,6 +52,11 @@ def llama(
     )  # fmt: skip
 
 
+def gemma(c: Config, **more: Any) -> Shape:
+    """Its embedding multiplies by the root of the width."""
+    return replace(llama(c, tied=True, head=256, **more), scaled=True)
+
+
 def gpt2(c: Config, kv_heads: int = 0) -> Shape:
     inner = c.get("n_inner") or 4 * c["n_embd"]
     heads = c["n_head"]
@@ -178,9 +183,9 @@ FAMILIES: dict[str, Callable[[Config], Shape]] = {
     "qwen2": partial(llama, biases="qkv"),
     "qwen3": partial(llama, head_norms=2, head=128),
     "phi3": llama,
-    "gemma": partial(llama, tied=True, head=256),
-    "gemma2": partial(llama, tied=True, norms=4, head=256),
-    "gemma3_text": partial(llama, tied=True, norms=4, head_norms=2, head=256),
+    "gemma": gemma,
+    "gemma2": partial(gemma, norms=4),
+    "gemma3_text": partial(gemma, norms=4, head_norms=2),
     "granite": llama,
     "smollm3": partial(llama, tied=True),
     "olmo2": olmo2,

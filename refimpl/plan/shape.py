@@ -77,6 +77,7 @@ class Shape:
     latent: Latent | None = None
     experts: Experts | None = None
     joined: bool = False  # a norm over all heads, or a parameter of each, keeps attention in one piece
+    scaled: bool = False  # an embedding that multiplies what it looks up is whole on each tensor rank, as is its head
 
     def whole(self, tp: int) -> str:
         """Why attention is whole on each of so many tensor ranks; empty where it is cut. As `autotp` finds it."""
@@ -169,8 +170,12 @@ class Shape:
         mixed = mixtures * (self.mixture(tp) - self.mlp(tp)) if mixtures else 0
         return (last - first) * self.block(tp) + mixed
 
+    def words(self, tp: int = 1) -> int:
+        """Rows of the vocabulary."""
+        return self.vocab if self.scaled else most(self.vocab, tp)
+
     def embedding(self, tp: int = 1) -> int:
-        return most(self.vocab, tp) * self.width
+        return self.words(tp) * self.width
 
     @property
     def learned_positions(self) -> int:

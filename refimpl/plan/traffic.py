@@ -70,8 +70,8 @@ def traffic(shape: Shape, mesh: Mesh, stage: int, padding: int = 0, of_experts: 
         return 2 * size * (mesh.tp - 1) // mesh.tp
 
     each = 2 if shape.whole(mesh.tp) else 5 if mesh.recompute else 4
-    tensor = each * layers * all_reduce(n) + (first + last) * all_reduce(n)
-    tensor += last * all_reduce(12 * tokens) + (mixtures * of_mixture(shape, mesh, tokens) if mixtures else 0)
+    ends = 0 if shape.scaled else (first + last) * all_reduce(n) + last * all_reduce(12 * tokens)
+    tensor = each * layers * all_reduce(n) + ends + (mixtures * of_mixture(shape, mesh, tokens) if mixtures else 0)
     between = (not first) * n + (not last) * n
     kv = tokens * (shape.keys(mesh.tp) + shape.values(mesh.tp)) * mesh.itemsize  # of a block
     gradients = kv * 4 // mesh.itemsize

@@ -5,11 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from worlds import run
 
+from refimpl.comm.group import Group
+from refimpl.parallel.autotp import autotp
 from refimpl.plan.mesh import Machine, Mesh, judge
 from refimpl.plan.public import FAMILIES, of_config
 from refimpl.plan.published import PUBLIC_MIXTURES
 from refimpl.plan.search import search
+from refimpl.plan.stages import parameters_of
 
 PUBLIC: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_layer": 3, "n_embd": 48, "n_head": 4, "vocab_size": 101, "n_positions": 32},
@@ -96,6 +100,27 @@ def test_public_mixtures_have_the_sizes_that_are_published(name: str) -> None:
     assert shape.parameters / 1e9 == pytest.approx(total, rel=0.015)  # GLM's and Kimi's are rounded up
     with_or_without = (shape.active / 1e9, (shape.active - shape.embedding()) / 1e9)  # a token reads a row of it
     assert any(n == pytest.approx(active, rel=0.03) for n in with_or_without)
+
+
+def left_by_autotp(settings: dict[str, Any]) -> int:
+    """Parameters on this rank."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    autotp(model, Group.world(), {"input_ids": torch.arange(3, 19).view(2, 8)})
+    return sum(p.numel() for p in model.parameters())
+
+
+@hf
+@pytest.mark.parametrize("family", ["llama", "uneven", "falcon", "olmo2", "gemma"])
+def test_a_tensor_rank_has_what_autotp_leaves_it(family: str) -> None:
+    """101 words on 2 ranks; 3 groups of heads; one head of keys; attention that stays whole; an embedding that does."""
+    uneven = PUBLIC["llama"] | {"num_attention_heads": 6, "num_key_value_heads": 3}
+    settings = uneven if family == "uneven" else PUBLIC[family]
+    shape = of_config(of_transformers(settings)[1])
+    found = run(left_by_autotp, settings)[0]
+    assert parameters_of(shape, Mesh(1, 1, 2, 2, sequence=False), 0) == found
 
 
 def test_known_models_by_their_published_shapes() -> None:
