@@ -153,11 +153,11 @@ def every_byte(shape: Shape, mesh: Mesh, stage: int) -> None:
         assert {name: kept.get(name, 0) for name in wanted} == wanted
 
 
-def under_sequence_parallelism(mesh: Mesh) -> int:
+def under_sequence_parallelism(config: GPTConfig, mesh: Mesh) -> int:
     """What autograd keeps of the whole model, its tokens divided between the cut matrices."""
-    model = GPT(COUNTED)
-    parallelize(model, gpt_plan(COUNTED.heads, COUNTED.vocab), Group.world(), sequence=mesh.sequence)
-    ids = torch.zeros(mesh.micro, COUNTED.context, dtype=torch.int64)
+    model = GPT(config)
+    parallelize(model, gpt_plan(config.heads, config.vocab), Group.world(), sequence=mesh.sequence)
+    ids = torch.zeros(mesh.micro, config.context, dtype=torch.int64)
     with kept_for_backward(model.parameters) as kept:
         model(ids, ids).backward()
     return kept.peak
@@ -168,4 +168,11 @@ def under_sequence_parallelism(mesh: Mesh) -> int:
 def test_activations_under_sequence_parallelism_are_counted(ranks: int, sequence: bool) -> None:
     mesh = Mesh(1, 1, ranks, 2, 2, "ddp", recompute=False, itemsize=4, sequence=sequence)
     expected = activations(of_gpt(COUNTED), mesh)
-    assert run(under_sequence_parallelism, mesh, ranks=ranks) == [expected] * ranks
+    assert run(under_sequence_parallelism, COUNTED, mesh, ranks=ranks) == [expected] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_uneven_parts_under_sequence_parallelism_are_counted(ranks: int) -> None:
+    mesh = Mesh(1, 1, ranks, 2, 2, "ddp", recompute=False, itemsize=4)
+    first, *_, last = run(under_sequence_parallelism, UNEVEN, mesh, ranks=ranks)
+    assert first == activations(of_gpt(UNEVEN), mesh) > last
