@@ -80,6 +80,11 @@ def asked(
     if width % 64 or min(layers, width, context) < 1 or steps < 2:
         raise ValueError("--width must be a multiple of 64, --layers and --context at least 1, --steps at least 2")
     model = GPTConfig(context=context, width=width, layers=layers, heads=width // 64)
+    if model.heads % tp or model.vocab % tp:
+        raise ValueError(
+            f"--mesh {mesh}: tp must divide the {model.heads} heads and the vocabulary of {model.vocab}, so that every "
+            "rank's bytes are the formulas'"
+        )
     try:
         found.check(of_gpt(model))
     except ValueError as reason:

@@ -113,6 +113,9 @@ class PipelineEngine(Engine):
         """What makes (inputs, labels) of an item of the data."""
         self.batch_fn = fn
 
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Nothing is done: a mask, of booleans or not, travels as any other tensor that has no gradient."""
+
     @property
     def micro_batches(self) -> int:
         """What `eval_batch` reads: as many micro-batches as a step, or the number that a script has written here."""

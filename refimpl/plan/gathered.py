@@ -46,8 +46,8 @@ def elements(shape: Shape, replicas: int, tp: int, ep: int, budgets: Budgets) ->
     def unit(numel: int, ranks: int = replicas) -> list[Planned]:
         return [Planned(numel, round_up(numel, ranks * ALIGN))] if numel else []
 
-    around = unit(shape.embedding // tp) if shape.tied else []
-    ends = [] if shape.tied else [unit(shape.embedding // tp) for _ in range(2)]
+    around = unit(shape.embedding(tp)) if shape.tied else []
+    ends = [] if shape.tied else [unit(shape.embedding(tp)) for _ in range(2)]
     experts = shape.experts.count // ep * shape.expert if shape.experts else 0
     blocks = [
         unit(shape.blocks(i, i + 1, tp)) + unit(shape.mixtures(i, i + 1) * experts, replicas // ep)

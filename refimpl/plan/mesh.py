@@ -19,7 +19,7 @@ Narayanan et al. 2021, arXiv:2104.04473, sections 2 and 3; Korthikanti et al. 20
 from dataclasses import dataclass
 
 from refimpl.plan import formulas, gathered
-from refimpl.plan.shape import Shape
+from refimpl.plan.shape import Shape, most
 from refimpl.plan.stages import experts_of, kinds, layers_of, mixtures_of, most_blocks, parameters_of
 from refimpl.plan.time import bubble
 from refimpl.plan.traffic import busiest
@@ -75,21 +75,21 @@ class Mesh:
     def check(self, shape: Shape) -> None:
         """ValueError for a layout that cannot be, with its reason."""
         for what, whole, parts in (
-            ("heads over tensor ranks", shape.heads, self.tp),
-            ("vocabulary over tensor ranks", shape.vocab, self.tp),
             ("sequences over ranks and micro-batches", self.batch, self.dp * self.micro),
             ("tokens over context ranks, two runs each", shape.context, 2 * self.cp if self.cp > 1 else 1),
             ("tokens of a context rank over tensor ranks", shape.context // self.cp, self.between),
         ):
             if whole % parts:
                 raise ValueError(f"{whole} {what}: does not divide by {parts}")
-        if self.pp > shape.layers:
-            raise ValueError(f"{shape.layers} layers over {self.pp} pipeline stages: each needs one")
-        if shape.kv_heads % self.tp and self.tp % shape.kv_heads:
-            raise ValueError(f"{shape.kv_heads} heads of keys and values over {self.tp} tensor ranks: neither divides")
-        if shape.whole and self.tp > 1:
-            why = "latent, or with a norm over all heads or a parameter for each"
-            raise ValueError(f"attention on {self.tp} tensor ranks: {why}, it is not cut; use tp 1")
+        if self.pp > shape.layers + 2:
+            raise ValueError(
+                f"{shape.layers} layers, embedding and head over {self.pp} pipeline stages: each needs one of them"
+            )
+        if self.sequence and (why := shape.whole(self.tp)):
+            raise ValueError(
+                f"attention on {self.tp} tensor ranks: {why}, so each has it whole, and needs all tokens: use tp 1, or "
+                "no sequence parallelism"
+            )
         if self.ep > 1 and shape.experts is None:
             raise ValueError(f"ep {self.ep}: the model has no mixtures of experts")
         if shape.experts is not None and self.ep == 1 < self.tp and not self.sequence:
@@ -143,7 +143,7 @@ def judge(shape: Shape, mesh: Mesh, machine: Machine) -> Verdict:
     stages = kinds(shape, mesh.pp, mesh.tp)
     fullest = max((state(shape, mesh, stage) for stage in stages), key=lambda found: sum(found.values()))
     sent = busiest(shape, mesh)
-    done = shape.flops(mesh.batch, mesh.recompute) / mesh.gpus
+    done = shape.flops(mesh.batch, mesh.recompute, mesh.tp) / mesh.gpus
     uneven = most_blocks(shape, mesh.pp, mesh.tp) * mesh.pp / shape.layers
     compute = uneven * done / (machine.peak * machine.efficiency)
     idle = bubble(mesh.pp, mesh.micro_batches)
@@ -203,15 +203,15 @@ def kept_of_attention(shape: Shape, mesh: Mesh) -> int:
     """Inputs of both norms and of qkv; q, k, v, what attention gives, what is narrow; statistics in fp32."""
     w, tokens = shape.width, mesh.tokens(shape)
     whole = w + shape.keys(mesh.tp) + shape.values(mesh.tp) + (shape.latent.kept if shape.latent else 0)
-    split = shape.queries + shape.answers
-    elements = 2 * w * tokens // mesh.between + whole * tokens + split * tokens // mesh.tp
-    return elements * mesh.itemsize + 2 * statistics(shape, mesh) + 4 * tokens * shape.heads // mesh.tp
+    whole += shape.queries(mesh.tp) + shape.answers(mesh.tp)
+    elements = 2 * w * tokens // mesh.between + whole * tokens
+    return elements * mesh.itemsize + 2 * statistics(shape, mesh) + 4 * tokens * shape.heads_of(mesh.tp)[0]
 
 
 def kept_of_mlp(shape: Shape, mesh: Mesh, hidden: int = 0) -> int:
     """Its input, and what its matrices make."""
     tokens = mesh.tokens(shape)
-    return (shape.width * tokens + inside(shape) * (hidden or shape.hidden) * tokens // mesh.tp) * mesh.itemsize
+    return (shape.width + inside(shape) * most(hidden or shape.hidden, mesh.tp)) * tokens * mesh.itemsize
 
 
 def inside(shape: Shape) -> int:
@@ -239,7 +239,7 @@ def kept_of_head(shape: Shape, mesh: Mesh) -> int:
     """Inputs of the last norm and of the head, and the probabilities in fp32."""
     w, tokens = shape.width, mesh.tokens(shape)
     elements = w * tokens // mesh.between + w * tokens
-    return elements * mesh.itemsize + statistics(shape, mesh) + 4 * tokens * shape.vocab // mesh.tp
+    return elements * mesh.itemsize + statistics(shape, mesh) + 4 * tokens * shape.words(mesh.tp)
 
 
 def statistics(shape: Shape, mesh: Mesh) -> int:

@@ -21,6 +21,13 @@ SIZES = (
 )  # fmt: skip
 
 
+COUNTS = (*EXPERTS, "first_k_dense_replace", "n_shared_experts", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim",
+          "qk_nope_head_dim", "v_head_dim", "decoder_sparse_step", "shared_expert_intermediate_size",
+          "word_embed_proj_dim", "num_ln_in_parallel_attn")  # fmt: skip
+FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "bias", "multi_query", "parallel_attn",
+         "new_decoder_architecture", "use_qk_norm")  # fmt: skip
+
+
 def llama(
     c: Config,
     biases: str = "none",
@@ -43,6 +50,11 @@ def llama(
         kv_heads, matrices=3, biases="qkv" if asked else biases, positions=False,
         tied=c.get("tie_word_embeddings", tied), head=head, each=each,
     )  # fmt: skip
+
+
+def gemma(c: Config, **more: Any) -> Shape:
+    """Its embedding multiplies by the root of the width."""
+    return replace(llama(c, tied=True, head=256, **more), scaled=True)
 
 
 def gpt2(c: Config, kv_heads: int = 0) -> Shape:
@@ -126,7 +138,7 @@ def qwen2_moe(c: Config) -> Shape:
 def olmo2(c: Config) -> Shape:
     """Norms over all queries and all keys."""
     shape = llama(c)
-    return replace(shape, each=shape.each + shape.queries + shape.keys(), joined=True)
+    return replace(shape, each=shape.each + shape.queries() + shape.keys(), joined=True)
 
 
 def gpt_oss(c: Config) -> Shape:
@@ -171,9 +183,9 @@ FAMILIES: dict[str, Callable[[Config], Shape]] = {
     "qwen2": partial(llama, biases="qkv"),
     "qwen3": partial(llama, head_norms=2, head=128),
     "phi3": llama,
-    "gemma": partial(llama, tied=True, head=256),
-    "gemma2": partial(llama, tied=True, norms=4, head=256),
-    "gemma3_text": partial(llama, tied=True, norms=4, head_norms=2, head=256),
+    "gemma": gemma,
+    "gemma2": partial(gemma, norms=4),
+    "gemma3_text": partial(gemma, norms=4, head_norms=2),
     "granite": llama,
     "smollm3": partial(llama, tied=True),
     "olmo2": olmo2,
@@ -203,11 +215,15 @@ FAMILIES: dict[str, Callable[[Config], Shape]] = {
 def of_config(config: Config) -> Shape:
     """The shape of a transformers `config.json`. ValueError: an unknown family, a missing key, sizes that cannot be."""
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"model_type {family!r}: known here are {', '.join(FAMILIES)}")
-    for key in SIZES:
-        if (size := config.get(key)) is not None and (type(size) is not int or size < 1):
-            raise ValueError(f"{key} {size!r}: a whole number of at least 1")
+    for keys, words, kind, least in (
+        (SIZES, "a whole number of at least 1", int, 1), (COUNTS, "a whole number", int, 0),
+        (FLAGS, "true or false", bool, False),
+    ):  # fmt: skip
+        for key in keys:
+            if (value := config.get(key)) is not None and (type(value) is not kind or value < least):
+                raise ValueError(f"{key} {value!r}: {words}")
     try:
         shape = FAMILIES[family]({key: value for key, value in config.items() if value is not None or key not in SIZES})
     except KeyError as error:

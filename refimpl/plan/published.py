@@ -2,13 +2,16 @@
 
 Narayanan et al. 2021, arXiv:2104.04473, table 1: GPTs on A100 GPUs with 80 GB, 8 in a node; blocks recomputed,
 vocabulary 51,200, sequences of 2,048, micro-batches of one. Its table 2: two of these models by ZeRO-3 alone, and so.
-Llama team 2024, arXiv:2407.21783, table 4: 405 billion parameters on H100 GPUs. Its TFLOP/s count no recomputation.
+Korthikanti et al. 2022, arXiv:2205.05198, table 5: such GPTs under sequence parallelism, seconds of a step.
+Le Scao et al. 2022, arXiv:2211.05100, section 3.2: BLOOM, by ZeRO-1 over 8 x 12 x 4 of these GPUs.
+Llama team 2024, arXiv:2407.21783, table 4: 405 billion parameters on H100 GPUs. Its TFLOP/s count no recomputation; a
+rank of its pipeline has 7 or 8 chunks of a block each, which divide the bubble.
 Mixtures: their own config.json, as far as sizes go, and the sizes that their papers or model cards give.
 Runs looked up on 2026-11-22 in stored copies, which agree with each other but for a data-parallel size that one has
 garbled; that follows from the others.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from refimpl.plan.shape import Shape
@@ -34,7 +37,7 @@ class Run:
 
 
 def megatron(
-    billions: float, heads: int, width: int, layers: int, tp: int, pp: int, gpus: int, batch: int, tflops: float
+    billions: float, heads: int, width: int, layers: int, tp: int, pp: int, gpus: int, batch: int, tflops: float = 0
 ) -> Run:
     shape = Shape(layers, width, heads, 51_200, 2048, hidden=4 * width, kv_heads=heads)
     return Run(billions, shape, gpus, tp, pp, 1, batch, tflops)
@@ -70,6 +73,16 @@ PTD = (  # the same models and as many GPUs, with tensor and pipeline parallelis
     Run(529.6, MEGATRON[8].shape, 1120, 8, 35, 1, 2240, 167),
     Run(529.6, MEGATRON[8].shape, 2240, 8, 35, 1, 2240, 159),
 )
+
+
+KORTHIKANTI = (  # seconds with blocks recomputed whole, and with their scores alone
+    (replace(megatron(22, 64, 6144, 48, 8, 1, 8, 4), micro=4), 1.42, 1.10),
+    (megatron(175, 96, 12288, 96, 8, 8, 64, 64), 18.13, 13.75),
+    (megatron(530, 128, 20480, 105, 8, 35, 280, 280), 49.05, 37.83),
+    (megatron(1008, 160, 25600, 128, 8, 64, 512, 512), 94.42, 71.49),
+)
+BLOOM_176 = Shape(70, 14_336, 112, 250_880, 2048, 4 * 14_336, 112, positions=False, rest=2 * 14_336)
+BLOOM = Run(176.2, BLOOM_176, 384, 4, 12, 1, 2048, 150, 2)
 
 
 def llama(context: int, gpus: int, cp: int, batch: int, tflops: float) -> Run:

@@ -6,14 +6,19 @@ around    embedding V w, learned positions C w, a last norm, and a head V w unle
 latent    queries w x q and q x H d, keys and values w x (c + r) and c x H (d - r + v), output H v x w, a norm of each
 mixture   in the place of an MLP: a gate w x E, E experts, and perhaps an MLP that every token passes
 
-Latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1; it is not cut over tensor ranks, nor is attention with a
-norm over all heads or a parameter for each. Experts are whole on each of these ranks too
-(`refimpl/parallel/expert/dispatch.py`).
+tp: the fullest of so many tensor ranks, the first. Groups of heads, rows of the vocabulary and features of the MLP that
+do not divide are dealt out unevenly (`refimpl/parallel/split.py`); what cannot be dealt out is whole on each rank, as
+are experts (`refimpl/parallel/expert/dispatch.py`). Latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 """
 
 from dataclasses import dataclass
 
 from refimpl.model.gpt import GPTConfig
+
+
+def most(units: int, ranks: int) -> int:
+    """Of so many units, those of the fullest rank."""
+    return -(-units // ranks)
 
 
 @dataclass(frozen=True)
@@ -72,31 +77,50 @@ class Shape:
     latent: Latent | None = None
     experts: Experts | None = None
     joined: bool = False  # a norm over all heads, or a parameter of each, keeps attention in one piece
+    scaled: bool = False  # an embedding that multiplies what it looks up is whole on each tensor rank, as is its head
+
+    def whole(self, tp: int) -> str:
+        """Why attention is whole on each of so many tensor ranks; empty where it is cut. As `autotp` finds it."""
+        h, k = self.heads, self.kv_heads
+        if tp > 1 and self.latent is not None:
+            return "it is latent"
+        if tp > 1 and self.joined:
+            return "it has a norm over all heads, or a parameter for each"
+        if k < tp and (h < tp or tp % k or (k > 1 and h % tp)):
+            return f"{h} heads over {k} of keys and values cannot be dealt out"
+        return ""
+
+    def heads_of(self, tp: int = 1) -> tuple[int, int]:
+        """(heads, those of keys and values) of a rank: whole groups, or one of keys that it shares with others."""
+        ranks = 1 if self.whole(tp) else tp
+        if self.kv_heads < ranks:
+            return most(self.heads, ranks), 1
+        groups = most(self.kv_heads, ranks)
+        return groups * (self.heads // self.kv_heads), groups
 
     @property
-    def whole(self) -> bool:
-        """Whether attention is not cut over tensor ranks."""
-        return self.joined or self.latent is not None
+    def head_width(self) -> int:
+        return self.head or self.width // self.heads
 
-    @property
-    def queries(self) -> int:
-        """Features of all heads."""
-        return self.heads * self.head or self.width
+    def queries(self, tp: int = 1) -> int:
+        """Features of all heads of a rank."""
+        return self.heads_of(tp)[0] * self.head_width
 
-    @property
-    def answers(self) -> int:
-        """Features of what attention gives: of the values of all heads."""
-        return self.heads * self.latent.value if self.latent else self.queries
+    def answers(self, tp: int = 1) -> int:
+        """Features of what attention gives: of the values of all these heads."""
+        return self.heads * self.latent.value if self.latent else self.queries(tp)
 
-    @property
-    def attention_matrix(self) -> int:
+    def attention_matrix(self, tp: int = 1) -> int:
         """Elements of queries, keys, values and output."""
-        split, whole = self.attention_parts()
-        return split + whole
+        w = self.width
+        if self.latent is None:
+            return 2 * w * (self.queries(tp) + self.keys(tp))
+        q, c, r = self.latent.queries, self.latent.keys, self.latent.rotated
+        heads = (q or w) * self.queries() + c * (self.queries() - self.heads * r + self.answers()) + self.answers() * w
+        return heads + w * (q + c + r)
 
-    @property
-    def mlp_matrix(self) -> int:
-        return self.matrices * self.width * self.hidden
+    def mlp_matrix(self, tp: int = 1) -> int:
+        return self.matrices * self.width * most(self.hidden, tp)
 
     @property
     def expert(self) -> int:
@@ -104,43 +128,32 @@ class Shape:
         return self.matrices * self.width * self.experts.hidden + self.experts.biases if self.experts else 0
 
     def keys(self, tp: int = 1) -> int:
-        """Features of keys on a rank: of its heads, or of one that it shares with others where there are fewer."""
-        return max(1, self.kv_heads // tp) * self.queries // self.heads
+        """Features of keys of a rank."""
+        return self.heads_of(tp)[1] * self.head_width
 
     def values(self, tp: int = 1) -> int:
         """The same of values."""
-        return self.answers if self.latent else self.keys(tp)
-
-    def attention_parts(self, tp: int = 1) -> tuple[int, int]:
-        """Elements of attention's matrices: (cut over all `tp` ranks, on each of them)."""
-        w = self.width
-        if self.latent is None:
-            return 2 * w * self.queries, 2 * self.keys(tp) * w
-        q, c, r = self.latent.queries, self.latent.keys, self.latent.rotated
-        heads = (q or w) * self.queries + c * (self.queries - self.heads * r + self.answers) + self.answers * w
-        return 0, heads + w * (q + c + r)
+        return self.answers() if self.latent else self.keys(tp)
 
     def attention(self, tp: int = 1) -> int:
         """Parameters of a block beside its MLP on a rank: norms and the biases of sums are whole."""
-        split, whole = self.attention_parts(tp)
-        whole += self.each + 2 * self.width
+        found = self.attention_matrix(tp) + self.each + 2 * self.width
         if self.latent is not None:
-            whole += self.latent.queries + self.latent.keys
+            found += self.latent.queries + self.latent.keys
         if self.biases != "none":
-            split += self.queries
-            whole += 2 * self.keys(tp)
-        return split // tp + whole + (3 * self.width if self.biases == "all" else 0)  # the norms', the output's
+            found += self.queries(tp) + 2 * self.keys(tp)
+        return found + (3 * self.width if self.biases == "all" else 0)  # the norms', the output's
 
     def mlp(self, tp: int = 1) -> int:
         """Parameters of an MLP on a rank."""
-        biased = self.biases == "all"
-        return (self.mlp_matrix + biased * (self.matrices - 1) * self.hidden) // tp + biased * self.width
+        biases = (self.matrices - 1) * most(self.hidden, tp) + self.width
+        return self.mlp_matrix(tp) + (biases if self.biases == "all" else 0)
 
     def mixture(self, tp: int = 1) -> int:
         """Parameters of a mixture on a rank, but for its experts."""
         assert self.experts is not None
-        shared = self.matrices * self.width * self.experts.shared
-        return self.width * self.experts.count + self.experts.beside + shared // tp
+        shared = self.matrices * self.width * most(self.experts.shared, tp)
+        return self.width * self.experts.count + self.experts.beside + shared
 
     def mixtures(self, first: int = 0, last: int | None = None) -> int:
         """Of the layers `first` to `last`, how many have experts."""
@@ -157,9 +170,12 @@ class Shape:
         mixed = mixtures * (self.mixture(tp) - self.mlp(tp)) if mixtures else 0
         return (last - first) * self.block(tp) + mixed
 
-    @property
-    def embedding(self) -> int:
-        return self.vocab * self.width
+    def words(self, tp: int = 1) -> int:
+        """Rows of the vocabulary."""
+        return self.vocab if self.scaled else most(self.vocab, tp)
+
+    def embedding(self, tp: int = 1) -> int:
+        return self.words(tp) * self.width
 
     @property
     def learned_positions(self) -> int:
@@ -172,7 +188,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        around = self.embedding * (1 if self.tied else 2) + self.learned_positions + self.last_norm
+        around = self.embedding() * (1 if self.tied else 2) + self.learned_positions + self.last_norm
         experts = self.mixtures() * self.experts.count * self.expert if self.experts else 0
         return around + self.blocks(0, self.layers) + experts
 
@@ -182,17 +198,18 @@ class Shape:
         idle = self.experts.count - self.experts.k if self.experts else 0
         return self.parameters - self.mixtures() * idle * self.expert
 
-    def flops(self, sequences: int, recompute: bool = False) -> int:
+    def flops(self, sequences: int, recompute: bool = False, tp: int = 1) -> int:
         """Floating-point operations of a step over `sequences`: forward once, backward twice; `recompute`: once more.
 
-        Scores of masked pairs are counted, as published figures do. See `refimpl.plan.transformer`.
+        Scores of masked pairs are counted, as published figures do. See `refimpl.plan.transformer`. tp: as if each of
+        so many tensor ranks had as much to do as the fullest, for which all wait.
         """
-        attention = 2 * self.attention_matrix + 2 * (self.queries + self.answers) * self.context
-        a_token = self.layers * attention + (self.layers - self.mixtures()) * 2 * self.mlp_matrix
+        attention = 2 * self.attention_matrix(tp) + 2 * (self.queries(tp) + self.answers(tp)) * self.context
+        a_token = tp * (self.layers * attention + (self.layers - self.mixtures()) * 2 * self.mlp_matrix(tp))
         if (e := self.experts) is not None:
             met = self.width * (e.count + self.matrices * (e.shared + e.k * e.hidden))  # a gate, shared, k experts
             a_token += self.mixtures() * 2 * met
-        return sequences * self.context * ((4 if recompute else 3) * a_token + 3 * 2 * self.embedding)
+        return sequences * self.context * ((4 if recompute else 3) * a_token + 3 * 2 * tp * self.embedding(tp))
 
 
 def of_gpt(config: GPTConfig) -> Shape:

@@ -31,7 +31,7 @@ def bounds(shape: Shape, pp: int, tp: int) -> list[int]:
         return [0, shape.layers]
     experts = shape.experts.count * shape.expert if shape.experts else 0
     blocks = [shape.blocks(i, i + 1, tp) + shape.mixtures(i, i + 1) * experts for i in range(shape.layers)]
-    vocabulary = shape.embedding // tp
+    vocabulary = shape.embedding(tp)
     chain = [vocabulary + shape.learned_positions, *blocks, shape.last_norm + vocabulary]
     return [min(max(end - 1, 0), shape.layers) for end in balanced(chain, pp)]
 
@@ -57,11 +57,11 @@ def parameters_of(shape: Shape, mesh: Mesh, stage: int) -> int:
     """On one rank of a stage, but for experts, before ZeRO divides them. A tied head of another stage is a copy."""
     count = shape.blocks(*range_of(shape, mesh, stage), mesh.tp)
     if stage == 0:
-        count += shape.embedding // mesh.tp + shape.learned_positions
+        count += shape.embedding(mesh.tp) + shape.learned_positions
     if stage == mesh.pp - 1:
         count += shape.last_norm
         if not shape.tied or mesh.pp > 1:
-            count += shape.embedding // mesh.tp
+            count += shape.embedding(mesh.tp)
     return count
 
 

@@ -1,8 +1,8 @@
 """Bytes that a GPU of a layout sends in a step, on each axis: exactly what the ledger counts, control messages aside.
 
 tensor     an all-reduce sends 2 n (tp - 1)/tp. Four of n = tokens x width a block and micro-batch, five if forward
-           runs twice, up to what the last product needs (Megatron-LM runs it to its end: six); one for the embedding
-           (forward), one for the head (backward), 12 bytes a token for the loss
+           runs twice, up to what the last product needs (Megatron-LM runs it to its end: six), two where attention is
+           whole; one for the embedding (forward), one for the head (backward), 12 bytes a token for the loss
            in a mixture: two gathers of n in the place of two all-reduces, none under sequence parallelism; the sums of
            the experts' gradients, which are whole on each rank, and of a gate's where each has other tokens
 pipeline   n to the next stage, n back; a tied head's gradient once, over to the embedding, and whether there is one
@@ -69,8 +69,9 @@ def traffic(shape: Shape, mesh: Mesh, stage: int, padding: int = 0, of_experts: 
     def all_reduce(size: int) -> int:
         return 2 * size * (mesh.tp - 1) // mesh.tp
 
-    tensor = (5 if mesh.recompute else 4) * layers * all_reduce(n) + (first + last) * all_reduce(n)
-    tensor += last * all_reduce(12 * tokens) + (mixtures * of_mixture(shape, mesh, tokens) if mixtures else 0)
+    each = 2 if shape.whole(mesh.tp) else 5 if mesh.recompute else 4
+    ends = 0 if shape.scaled else (first + last) * all_reduce(n) + last * all_reduce(12 * tokens)
+    tensor = each * layers * all_reduce(n) + ends + (mixtures * of_mixture(shape, mesh, tokens) if mixtures else 0)
     between = (not first) * n + (not last) * n
     kv = tokens * (shape.keys(mesh.tp) + shape.values(mesh.tp)) * mesh.itemsize  # of a block
     gradients = kv * 4 // mesh.itemsize
@@ -87,7 +88,7 @@ def traffic(shape: Shape, mesh: Mesh, stage: int, padding: int = 0, of_experts: 
     tied = shape.tied and first != last
     found = {
         "tensor": mesh.micro_batches * tensor,
-        "pipeline": mesh.micro_batches * between + tied * (shape.embedding // mesh.tp + 1) * mesh.itemsize,
+        "pipeline": mesh.micro_batches * between + tied * (shape.embedding(mesh.tp) + 1) * mesh.itemsize,
         "context": mesh.micro_batches * ring,
         "data": data,
     }

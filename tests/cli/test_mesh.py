@@ -29,10 +29,10 @@ def test_the_mesh_lies_on_one_process_and_its_bytes_on_the_formulas(mesh: str, t
         (["--mesh", "dp=2,sp=2"], "'sp=2' is not one of dp=N, pp=N, cp=N, tp=N, each once"),
         (["--mesh", "dp=2,dp=2"], "'dp=2' is not one of"),
         (["--mesh", "dp=²"], "'dp=²' is not one of"),
-        (["--mesh", "pp=5"], "4 layers over 5 pipeline stages: each needs one"),
+        (["--mesh", "pp=7"], "4 layers, embedding and head over 7 pipeline stages: each needs one of them"),
         (["--mesh", "tp=2", "--ranks", "4"], "--ranks 4: --mesh tp=2 has 2; leave --ranks out"),
         (["--mesh", "cp=2", "--context", "6"], "6 tokens over context ranks, two runs each: does not divide by 4"),
-        (["--mesh", "tp=8"], "4 heads over tensor ranks: does not divide by 8"),
+        (["--mesh", "tp=8"], "tp must divide the 4 heads and the vocabulary of 256"),
     ],
 )
 def test_what_cannot_be(options: list[str], says: str) -> None:

@@ -341,6 +341,7 @@ def grid_and_order() -> tuple[int, int, int, list[float]]:
     data = [(torch.full((4,), float(i)), torch.zeros(4)) for i in range(8)]
     module = PipelineModule([Shown(4, 4), nn.Linear(4, 4)], 2, loss_fn=F.mse_loss)
     engine, *_ = initialize(model=module, config=config(gradient_accumulation_steps=2), training_data=data)
+    engine.set_has_attention_mask(True)
     engine.train_batch()
     grid = engine.grid
     assert (engine.stage_id, engine.num_stages, engine.is_pipe_parallel) == (grid.get_stage_id(), 2, True)

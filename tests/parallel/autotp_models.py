@@ -334,6 +334,41 @@ class Experts(nn.Module):
         return y
 
 
+class Router(nn.Linear):
+    """A linear layer by its class, which gives two tensors: Llama 4's."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return logits.sigmoid(), logits
+
+
+class Routed(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Router(24, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, logits = self.gate(x)
+        return sum(weights[..., i, None] * expert(x) for i, expert in enumerate(self.experts)) + 0 * logits.sum()
+
+
+class Heard(nn.Module):
+    """In training it wants a gradient of what it makes of its input: wav2vec 2.0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ear, self.block, self.head = nn.Conv1d(1, 24, 3), Think(24), nn.Linear(24, 5)
+        self.dummy_inputs = {"waves": torch.linspace(-1, 1, 18).view(2, 9)}
+
+    def forward(self, waves: Tensor) -> Tensor:
+        x = waves[:, None]
+        if self.training:
+            x.requires_grad = True
+        x = self.ear(x).transpose(1, 2)
+        said: Tensor = self.head(x + self.block(x))
+        return said
+
+
 class Leaky(Look):
     """Hands on what lies between its layers: the size of its queries."""
 
@@ -487,6 +522,14 @@ def leaky() -> nn.Module:
 
 def stack() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 8), nn.GELU(), nn.Linear(8, 5))
+
+
+def routed() -> nn.Module:
+    return Stranger(Routed)
+
+
+def heard() -> nn.Module:
+    return Heard()
 
 
 def crossed() -> nn.Module:

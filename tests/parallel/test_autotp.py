@@ -222,6 +222,8 @@ STRANGERS = {  # which of its layers stay whole
     "leaky": {"place", "stack.*.a.ask", "stack.*.a.tell", "stack.*.a.sum_up"},
     "adapted": {"place", "stack.*.a.ask.down", "stack.*.a.sum_up.up"},
     "experts": {"place", "stack.*.a.gate"},
+    "routed": {"place", "stack.*.a.gate"},
+    "heard": {"ear.weight", "head"},
     "crossed": {"place", "stack.*.a.one", "stack.*.a.two"},
     "by_hand": {"words", "loose"},
     "torchs": {f"layers.*.{n}" for n in ("self_attn.in_proj_weight", "self_attn.out_proj", "linear1", "linear2")},

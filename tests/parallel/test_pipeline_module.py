@@ -128,6 +128,58 @@ def test_checkpointed_layers_run_twice(interval: int, runs: list[int]) -> None:
     assert run(counted, interval) == [runs, runs]
 
 
+# --- layers that change what they are given
+
+
+class Raised(nn.Module):
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, count = value
+        return x.add_(1), count.add_(1)
+
+
+class Split(nn.Linear):
+    def forward(self, value: Any) -> tuple[Tensor, Tensor]:
+        x, count = value if isinstance(value, tuple) else (value, torch.zeros(1, dtype=torch.int64))
+        return super().forward(x), count
+
+
+def in_place() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [Split(5, 5), Raised(), Split(5, 5), Raised()]
+
+
+def changed_in_place(partition: str, schedule: str) -> tuple[list[float], dict[str, Tensor]]:
+    module = PipelineModule(
+        in_place(), Group.world(), lambda out, y: F.mse_loss(out[0] * out[1], y), partition=partition,
+        schedule=schedule, sample=torch.randn(4, 5),
+    )  # fmt: skip
+    torch.manual_seed(2)
+    x, y = torch.randn(3, 4, 5), torch.randn(3, 4, 5)
+    losses = module.forward_backward(list(x), list(y))
+    return losses.tolist(), {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("partition", "schedule", "ranks"), [("uniform", "1f1b", 4), ("uniform", "zb-h1", 3), ("time", "1f1b", 2)]
+)
+def test_a_stage_may_begin_with_a_layer_that_writes_to_its_input(partition: str, schedule: str, ranks: int) -> None:
+    """AlexNet's ReLUs do, and DeepSpeed lets them."""
+    layers = in_place()
+    torch.manual_seed(2)
+    expected = []
+    for x, y in zip(torch.randn(3, 4, 5), torch.randn(3, 4, 5), strict=True):
+        out = nn.Sequential(*layers)(x)
+        loss = F.mse_loss(out[0] * out[1], y)
+        (loss / 3).backward()
+        expected.append(loss.item())
+    known = {f"{i}.{n}": p.grad for i, layer in enumerate(layers) for n, p in layer.named_parameters()}
+    results = run(changed_in_place, partition, schedule, ranks=ranks)
+    assert all(losses == expected for losses, _ in results)
+    found = {name: grad for _, grads in results for name, grad in grads.items()}
+    assert found.keys() == known.keys()
+    assert all(torch.equal(found[name], known[name]) for name in known)
+
+
 # --- layers that are built where they run
 
 
@@ -220,6 +272,14 @@ def test_a_spec_is_no_function() -> None:
     with pytest.raises(ValueError, match=r"class of torch.nn.Module, not <built-in"):
         LayerSpec(torch.tanh)  # type: ignore[arg-type]
     assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "Linear(2, 3, bias=False)"
+
+
+def test_a_spec_says_what_it_builds_if_asked(caplog: pytest.LogCaptureFixture) -> None:
+    """gpt-neox builds its layers so, where it makes a plain chain of them."""
+    with caplog.at_level("INFO", "refimpl"):
+        LayerSpec(nn.Linear, 2, 3).build(log=False)
+        assert LayerSpec(nn.Linear, 4, 5).build(log=True).out_features == 5
+    assert [record.getMessage() for record in caplog.records] == ["building Linear(4, 5)"]
 
 
 def test_alone_it_is_the_model() -> None:

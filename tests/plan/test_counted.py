@@ -26,11 +26,11 @@ from refimpl.plan.mesh import Mesh, activations
 from refimpl.plan.shape import Experts, Shape, of_gpt
 from refimpl.plan.stages import experts_of, parameters_of
 from refimpl.plan.traffic import by_axis, traffic
-from refimpl.plan.transformer import tensor_parallel_sent
 from refimpl.zero.stage import Stage
 
 COUNTED = GPTConfig(vocab=16, context=8, width=64, layers=4, heads=4)
 LARGE = replace(COUNTED, vocab=2048, layers=5)  # as much as two and a half blocks
+UNEVEN = GPTConfig(vocab=17, context=12, width=240, layers=3, heads=5)  # 2 and 3 divide neither heads nor vocabulary
 # Of four layers the second and the fourth are mixtures, of GPT's MLPs, which have biases.
 MIXED = replace(of_gpt(COUNTED), experts=Experts(4, 2, 256, biases=5 * 64, dense=frozenset({0, 2})))
 
@@ -42,7 +42,7 @@ LEFT = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 def gpt(shape: Shape, recompute: bool) -> GPT:
     """A mixture's tokens in turn to all experts, as the planner has it. What is computed again balances nothing."""
     if shape.experts is None:
-        return GPT(LARGE if shape == of_gpt(LARGE) else COUNTED)
+        return GPT(next(config for config in (COUNTED, LARGE, UNEVEN) if of_gpt(config) == shape))
     count, k = shape.experts.count, shape.experts.k
     gates.choose = lambda logits, *_: torch.arange(len(logits) * k).view(-1, k) % count
     return mixtures(GPT(COUNTED), count, Routing(k=k), every=2, balance=0 if recompute else 0.1)
@@ -66,7 +66,7 @@ def counted(shape: Shape, mesh: Mesh, stage: int) -> tuple[dict[str, int], dict[
         "expert_parallel": {"enabled": mesh.ep > 1, "autoep_size": mesh.ep},
     }  # fmt: skip
     engine, *_ = initialize(model=gpt(shape, mesh.recompute), config=config)
-    ids = torch.zeros(mesh.micro, COUNTED.context, dtype=torch.int64)
+    ids = torch.zeros(mesh.micro, shape.context, dtype=torch.int64)
     kept: dict[str, int] = {}
     engine.optimizer.register_step_pre_hook(lambda *_: kept.update(MemoryMeter(engine.stage.tensors).now()))
     for _ in range(2):
@@ -102,6 +102,16 @@ def test_every_byte_on_every_axis_and_in_every_class_is_counted(mesh: Mesh, stag
     every_byte(of_gpt(COUNTED), mesh, stage)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "stage"),
+    [(runs(1, 1, 2, 2), 1), (runs(1, 1, 3, 2), 1), (runs(1, 2, 2, 4, recompute=True), 1), (runs(2, 1, 2, 4, cp=2), 1)],
+    ids=name_of,
+)
+def test_heads_that_do_not_divide_are_the_first_ranks(mesh: Mesh, stage: int) -> None:
+    """It has most of them, and most of the vocabulary."""
+    every_byte(of_gpt(UNEVEN), mesh, stage)
+
+
 def test_a_large_vocabulary_takes_the_place_of_blocks() -> None:
     every_byte(of_gpt(LARGE), runs(1, 3, 1, 6), 1)
     every_byte(of_gpt(LARGE), runs(1, 2, 2, 4, zero="ddp"), 0)
@@ -123,10 +133,13 @@ def test_every_byte_of_mixtures_is_counted(mesh: Mesh, stage: int) -> None:
 
 
 def every_byte(shape: Shape, mesh: Mesh, stage: int) -> None:
-    for sent, kept, found, place in run(counted, shape, mesh, stage, ranks=mesh.gpus):
+    """On all ranks; where parts are uneven on the first ones, which have most."""
+    first = mesh.tp if shape.heads % mesh.tp else 1
+    for sent, kept, found, place in run(counted, shape, mesh, stage, ranks=mesh.gpus)[::first]:
         expected = traffic(shape, mesh, place, *(layout.padding for layout in found))
         if mesh.recompute and place == 0:  # an interval of one layer: the pipeline runs its embeddings twice too
-            expected["tensor"] += mesh.micro_batches * tensor_parallel_sent(COUNTED, mesh.micro, mesh.tp, 4) // 4
+            once = 2 * mesh.tokens(shape) * shape.width * mesh.itemsize * (mesh.tp - 1) // mesh.tp
+            expected["tensor"] += mesh.micro_batches * once
         assert sent.pop("control") < 1000
         assert sent == expected
         replicas, wanted = mesh.dp * mesh.cp, Counter[str]()
@@ -140,11 +153,11 @@ def every_byte(shape: Shape, mesh: Mesh, stage: int) -> None:
         assert {name: kept.get(name, 0) for name in wanted} == wanted
 
 
-def under_sequence_parallelism(mesh: Mesh) -> int:
+def under_sequence_parallelism(config: GPTConfig, mesh: Mesh) -> int:
     """What autograd keeps of the whole model, its tokens divided between the cut matrices."""
-    model = GPT(COUNTED)
-    parallelize(model, gpt_plan(COUNTED.heads, COUNTED.vocab), Group.world(), sequence=mesh.sequence)
-    ids = torch.zeros(mesh.micro, COUNTED.context, dtype=torch.int64)
+    model = GPT(config)
+    parallelize(model, gpt_plan(config.heads, config.vocab), Group.world(), sequence=mesh.sequence)
+    ids = torch.zeros(mesh.micro, config.context, dtype=torch.int64)
     with kept_for_backward(model.parameters) as kept:
         model(ids, ids).backward()
     return kept.peak
@@ -155,4 +168,11 @@ def under_sequence_parallelism(mesh: Mesh) -> int:
 def test_activations_under_sequence_parallelism_are_counted(ranks: int, sequence: bool) -> None:
     mesh = Mesh(1, 1, ranks, 2, 2, "ddp", recompute=False, itemsize=4, sequence=sequence)
     expected = activations(of_gpt(COUNTED), mesh)
-    assert run(under_sequence_parallelism, mesh, ranks=ranks) == [expected] * ranks
+    assert run(under_sequence_parallelism, COUNTED, mesh, ranks=ranks) == [expected] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_uneven_parts_under_sequence_parallelism_are_counted(ranks: int) -> None:
+    mesh = Mesh(1, 1, ranks, 2, 2, "ddp", recompute=False, itemsize=4)
+    first, *_, last = run(under_sequence_parallelism, UNEVEN, mesh, ranks=ranks)
+    assert first == activations(of_gpt(UNEVEN), mesh) > last

@@ -5,11 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from worlds import run
 
+from refimpl.comm.group import Group
+from refimpl.parallel.autotp import autotp
 from refimpl.plan.mesh import Machine, Mesh, judge
 from refimpl.plan.public import FAMILIES, of_config
 from refimpl.plan.published import PUBLIC_MIXTURES
 from refimpl.plan.search import search
+from refimpl.plan.stages import parameters_of
 
 PUBLIC: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_layer": 3, "n_embd": 48, "n_head": 4, "vocab_size": 101, "n_positions": 32},
@@ -94,8 +98,29 @@ def test_public_mixtures_have_the_sizes_that_are_published(name: str) -> None:
     settings, total, active = PUBLIC_MIXTURES[name]
     shape = of_config(settings)
     assert shape.parameters / 1e9 == pytest.approx(total, rel=0.015)  # GLM's and Kimi's are rounded up
-    with_or_without = (shape.active / 1e9, (shape.active - shape.embedding) / 1e9)  # a token reads a row of it
+    with_or_without = (shape.active / 1e9, (shape.active - shape.embedding()) / 1e9)  # a token reads a row of it
     assert any(n == pytest.approx(active, rel=0.03) for n in with_or_without)
+
+
+def left_by_autotp(settings: dict[str, Any]) -> int:
+    """Parameters on this rank."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    autotp(model, Group.world(), {"input_ids": torch.arange(3, 19).view(2, 8)})
+    return sum(p.numel() for p in model.parameters())
+
+
+@hf
+@pytest.mark.parametrize("family", ["llama", "uneven", "falcon", "olmo2", "gemma"])
+def test_a_tensor_rank_has_what_autotp_leaves_it(family: str) -> None:
+    """101 words on 2 ranks; 3 groups of heads; one head of keys; attention that stays whole; an embedding that does."""
+    uneven = PUBLIC["llama"] | {"num_attention_heads": 6, "num_key_value_heads": 3}
+    settings = uneven if family == "uneven" else PUBLIC[family]
+    shape = of_config(of_transformers(settings)[1])
+    found = run(left_by_autotp, settings)[0]
+    assert parameters_of(shape, Mesh(1, 1, 2, 2, sequence=False), 0) == found
 
 
 def test_known_models_by_their_published_shapes() -> None:
@@ -111,7 +136,7 @@ def test_known_models_by_their_published_shapes() -> None:
 @pytest.mark.parametrize("family", ["deepseek_v3", "olmoe", "gpt_oss"])
 def test_attention_that_is_not_cut(family: str) -> None:
     shape = of_config(PUBLIC[family] | {"vocab_size": 128})
-    with pytest.raises(ValueError, match="attention on 2 tensor ranks: latent, or with a norm over all heads"):
+    with pytest.raises(ValueError, match=r"attention on 2 tensor ranks: it (is latent|has a norm over all heads)"):
         judge(shape, Mesh(1, 1, 2, 8), Machine())
     assert {v.mesh.tp for v in search(shape, 8, 8, Machine()).fit} == {1}
 
@@ -130,6 +155,9 @@ def test_what_is_not_known_is_named() -> None:
     for change, says in (
         ({"hidden_size": "4096"}, "hidden_size '4096': a whole number of at least 1"),
         ({"num_hidden_layers": 0}, "num_hidden_layers 0: a whole number"),
+        ({"num_local_experts": "8"}, "num_local_experts '8': a whole number"),
+        ({"tie_word_embeddings": []}, r"tie_word_embeddings \[\]: true or false"),
+        ({"model_type": ["llama"]}, r"model_type \['llama'\]: known here are"),
         ({"hidden_size": None}, "a llama configuration without 'hidden_size'"),
         ({"num_attention_heads": 8, "num_key_value_heads": 3}, "8 heads over 3 heads of keys and values: does not"),
         ({"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": None}, "over 7 heads: does not divide; give"),

@@ -135,8 +135,9 @@ def whole_run(twin: nn.Module, call: Call, learning: bool) -> Notes:
                 return None
             return (Note.apply(args[0], notes.grads, (name, calls[name]), None), *args[1:])  # type: ignore[no-untyped-call]
 
-        def leave(module: Any, args: Any, out: Tensor, name: str = name) -> None:
-            notes.outs[name, calls[name]] = out.detach().clone()  # the model may write to it
+        def leave(module: Any, args: Any, out: Any, name: str = name) -> None:
+            if isinstance(out, Tensor):
+                notes.outs[name, calls[name]] = out.detach().clone()  # the model may write to it
 
         hooks += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
     try:

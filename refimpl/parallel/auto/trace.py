@@ -145,7 +145,9 @@ def trace(model: nn.Module, call: Call) -> Trace:
         entries.append(x)
         return (x, *args[1:])
 
-    def leave(module: nn.Module, args: Any, out: Tensor, name: str) -> Tensor:
+    def leave(module: nn.Module, args: Any, out: Any, name: str) -> Any:
+        if not isinstance(out, Tensor):  # Llama 4's router gives two, and stays whole
+            return out
         exits = found.exits.setdefault(name, [])
         y: Tensor = Mark.apply(out, Place(name, len(exits), leaving=True))  # type: ignore[no-untyped-call]
         exits.append(y)

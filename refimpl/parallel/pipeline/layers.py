@@ -6,6 +6,7 @@ embedding at its begin and the head at its end.
 DeepSpeed: deepspeed/runtime/pipe/module.py, LayerSpec, TiedLayerSpec.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,10 @@ class LayerSpec:
         args = [*map(repr, self.module_args), *(f"{k}={v!r}" for k, v in self.module_kwargs.items())]
         return f"{self.typename.__name__}({', '.join(args)})"
 
-    def build(self) -> nn.Module:
+    def build(self, log: bool = False) -> nn.Module:
+        """The module. log: say that it is built."""
+        if log:
+            logging.getLogger("refimpl").info("building %r", self)
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def shape(self) -> nn.Module:

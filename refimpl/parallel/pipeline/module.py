@@ -36,6 +36,7 @@ from refimpl.parallel.pipeline.schedules.named import schedule
 from refimpl.parallel.pipeline.schedules.table import Table
 from refimpl.parallel.pipeline.shared import copy_weights, sum_gradients
 from refimpl.parallel.pipeline.ties import shared
+from refimpl.parallel.pipeline.wire import writable
 
 
 class PipelineModule(nn.Module):
@@ -149,7 +150,7 @@ class PipelineModule(nn.Module):
     def stage(self, stage: int, x: Any) -> Any:
         """x through the layers of one stage that is here."""
         first, last = self.bounds[stage : stage + 2]
-        every = self.checkpoint_interval or max(1, last - first)
+        x, every = writable(x), self.checkpoint_interval or max(1, last - first)
         for begin in range(first, last, every):
             layers = [self._run[i] for i in range(begin, min(begin + every, last))]
             if self.checkpoint_interval and self._is_checkpointable(begin, begin + len(layers)):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from refimpl.parallel.pipeline.wire import form_of, tensors_of, with_gradient
+from refimpl.parallel.pipeline.wire import form_of, tensors_of, with_gradient, writable
 
 Bounds = list[int]  # stage s has layers bounds[s] to bounds[s + 1] - 1
 
@@ -91,7 +91,7 @@ def seconds(layers: Iterable[Callable[[Any], Any]], sample: Any, repeat: int = 3
 def _timed(layer: Callable[[Any], Any], x: Any) -> tuple[float, Any]:
     x = form_of(x).fill(tensors_of(x))
     begin = _now(x)
-    out = layer(x)
+    out = layer(writable(x))
     roots = with_gradient(out)
     weights = [p for p in layer.parameters() if p.requires_grad] if isinstance(layer, nn.Module) else []
     if roots and (leaves := [*with_gradient(x), *weights]):

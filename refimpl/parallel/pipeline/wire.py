@@ -66,6 +66,23 @@ def with_gradient(value: Any) -> list[Tensor]:
     return [x for x in tensors_of(value) if x.requires_grad]
 
 
+class Alias(torch.autograd.Function):
+    """A leaf's memory, without the leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def writable(value: Any) -> Any:
+    """The same, for layers that change what they are given, as nn.ReLU(inplace=True): a leaf autograd lets nobody."""
+    return tree_map_only(Tensor, lambda x: Alias.apply(x) if x.requires_grad and x.is_leaf else x, value)  # type: ignore[no-untyped-call]
+
+
 class Wire:
     """One direction of one boundary between two ranks, seen from either end. It remembers the form that was agreed."""
 
