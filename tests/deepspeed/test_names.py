@@ -224,11 +224,13 @@ def test_messages_of_some_ranks(capsys: pytest.CaptureFixture[str]) -> None:
         logger.warning_once("once")
         deepspeed.utils.log_dist_once("also once")
         deepspeed.utils.log_dist_once("also once")
+        deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})
     finally:
         logger.setLevel(level)
     said = capsys.readouterr().out
     assert "too quiet" not in said
     assert [said.count(text) for text in ("heard", " once\n", "also once")] == [1, 2, 1]
+    assert said.count(f"DeepSpeed info: version={deepspeed.__version__}, ") == 1  # transformers' tests look for it
     with pytest.raises(ValueError, match="loud"):
         deepspeed.utils.set_log_level_from_string("loud")
 
