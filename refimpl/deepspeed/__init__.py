@@ -108,6 +108,7 @@ def initialize(
 
     `distributed_port` is the launcher's to choose.
     """
+    log_dist(f"DeepSpeed info: version={VERSION}, git-hash={__git_hash__}, git-branch={__git_branch__}", ranks=[0])
     made = _engine.initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler,
         mpu, dist_init_required, collate_fn, config, config_params, mesh_param,

@@ -20,7 +20,7 @@ from refimpl.engine.quote import quote
 SIGNED = ("beta2_decay", "decay_mom_rate", "last_batch_iteration", "last_epoch", "ns_coefficients")
 BELOW_ONE = ("betas", "coeff_beta", "momentum", "cycle_min_mom", "cycle_max_mom", "base_momentum", "max_momentum")
 AT_LEAST_ONE = (
-    *("warmup_num_steps", "total_num_steps", "lr_range_test_step_size", "cycle_first_step_size"),
+    *("total_num_steps", "lr_range_test_step_size", "cycle_first_step_size"),
     *("step_size", "step_size_up", "T_max", "T_0", "T_mult", "total_iters", "total_steps", "epochs", "steps_per_epoch"),
     *("freeze_step", "var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
 )

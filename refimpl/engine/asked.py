@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, Dataset
 
 from refimpl.engine.dataloader import make_dataloader
+from refimpl.engine.names import DEEPSPEED_OPTIMIZERS
 from refimpl.engine.state import TrainingState
 
 
@@ -187,8 +188,11 @@ class Asked(TrainingState):
     # The rest.
 
     def optimizer_name(self) -> str | None:
-        """The optimizer's name in the configuration."""
-        return self.config.optimizer.type if self.config.optimizer else None
+        """The name in the configuration, DeepSpeed's own in lower case as there; without one the optimizer's class."""
+        if self.config.optimizer is None:
+            return type(self.optimizer).__name__ if self.optimizer else None
+        name = self.config.optimizer.type
+        return name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else name
 
     def scheduler_name(self) -> str | None:
         """The schedule's name in the configuration."""

@@ -31,6 +31,7 @@ OWN_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "SGD", "Lamb", "OneBitAdam
 OWN_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 MUP = {"MuAdam": torch.optim.Adam, "MuAdamW": torch.optim.AdamW, "MuSGD": torch.optim.SGD}  # of the package mup
 LATER = ("Muon",)
+DEEPSPEED_OPTIMIZERS = {name.lower() for name in (*OWN_OPTIMIZERS, *MUP)} - {"sgd"}  # as runtime/config.py lists them
 
 
 def optimizer_problem(name: object) -> str | None:

@@ -1,7 +1,8 @@
 """Warm-up, then constant, linear decay or cosine: Adam's second moment needs some steps before full rates are safe.
 
 Symbols: k counts steps from -1 (see `schedule_base`); W = warmup_num_steps, at least 2; T = total_num_steps;
-warm(k) = log(k + 1) / log(W) for "log" (the default), k / W for "linear".
+warm(k) = log(k + 1) / log(W) for "log" (the default), k / W for "linear". So 0 steps, which transformers' Trainer asks
+for unless it is told otherwise, are 2, as in DeepSpeed before 0.19.7, which refuses 0.
 DeepSpeed's file, whose argument names, defaults and values these are: deepspeed/runtime/lr_schedules.py.
 """
 
@@ -20,7 +21,8 @@ class WarmupLR(Schedule):
     """lr(k) = min + (max - min) * (warm(k) if k < W else 1).
 
     Without `warmup_max_lr` the maximum is each group's own rate. Raises ValueError for an unknown `warmup_type` (where
-    DeepSpeed falls back to "log"), a W that is no positive whole number, or another number of rates than groups.
+    DeepSpeed falls back to "log"), a `warmup_num_steps` that is negative or not whole, or another number of rates than
+    groups.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ def warm(k: int, steps: int, kind: Warming) -> float:
 def _warmup(steps: int, kind: Warming) -> tuple[int, Warming]:
     if kind not in ("log", "linear"):
         raise ValueError(f"warmup_type must be 'log' or 'linear', not {kind!r}")
-    return max(2, whole("warmup_num_steps", steps, least=1)), kind
+    return max(2, whole("warmup_num_steps", steps)), kind
 
 
 def _total(total: int, warmup: int) -> int:

@@ -18,6 +18,7 @@ from refimpl.deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
 from refimpl.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from refimpl.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from refimpl.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from refimpl.deepspeed.runtime import config as constants
 from refimpl.deepspeed.runtime import utils
 from refimpl.deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from refimpl.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -223,11 +224,13 @@ def test_messages_of_some_ranks(capsys: pytest.CaptureFixture[str]) -> None:
         logger.warning_once("once")
         deepspeed.utils.log_dist_once("also once")
         deepspeed.utils.log_dist_once("also once")
+        deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})
     finally:
         logger.setLevel(level)
     said = capsys.readouterr().out
     assert "too quiet" not in said
     assert [said.count(text) for text in ("heard", " once\n", "also once")] == [1, 2, 1]
+    assert said.count(f"DeepSpeed info: version={deepspeed.__version__}, ") == 1  # transformers' tests look for it
     with pytest.raises(ValueError, match="loud"):
         deepspeed.utils.set_log_level_from_string("loud")
 
@@ -307,3 +310,27 @@ def test_versions_of_torch() -> None:
     assert not required_torch_version(max_version=f"{major}.{minor - 1}")
     with pytest.raises(ValueError, match="give min_version"):
         required_torch_version()
+
+
+@pytest.mark.parametrize(
+    ("written", "asked"),
+    [
+        ("Lamb", constants.LAMB_OPTIMIZER),
+        ("OneBitLamb", constants.ONEBIT_LAMB_OPTIMIZER),
+        ("OneBitAdam", constants.ONEBIT_ADAM_OPTIMIZER),
+        ("ZeroOneAdam", constants.ZERO_ONE_ADAM_OPTIMIZER),
+        ("AdamW", constants.ADAMW_OPTIMIZER),
+        ("SGD", "SGD"),  # torch's, as it is written
+    ],
+)
+def test_an_engine_names_its_optimizer_as_the_constants_do(written: str, asked: str) -> None:
+    """DeepSpeedExamples' bing_bert asks so whether to report LAMB's coefficients."""
+    config = {"train_batch_size": 1, "optimizer": {"type": written, "params": {"lr": 0.1}}}
+    assert deepspeed.initialize(model=nn.Linear(2, 2), config=config)[0].optimizer_name() == asked
+
+
+def test_a_clients_optimizer_is_named_by_its_class() -> None:
+    model, config = nn.Linear(2, 2), {"train_batch_size": 1, "zero_optimization": {"stage": 2}}
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.NAdam(model.parameters()), config=config)[0]
+    assert engine.optimizer_name() == "NAdam"
+    assert deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})[0].optimizer_name() is None

@@ -113,7 +113,7 @@ def test_what_is_right_stays() -> None:
         ("WarmupLR", {"warmup_min_lr": NAN}, r"warmup_min_lr = nan: must be a finite number"),
         ("WarmupLR", {"warmup_max_lr": -1}, r"warmup_max_lr = -1: must not be negative"),
         ("WarmupLR", {"warmup_max_lr": [0.1, "x"]}, r"warmup_max_lr = .*: must be a number"),
-        ("WarmupLR", {"warmup_num_steps": 0}, r"warmup_num_steps = 0: must be at least 1"),
+        ("WarmupLR", {"warmup_num_steps": -1}, r"warmup_num_steps = -1: must not be negative"),
         ("WarmupLR", {"warmup_num_steps": 2.5}, r"warmup_num_steps = 2.5: must be a whole number"),
         ("WarmupLR", {"warmup_num_steps": None}, r"warmup_num_steps = None: must be a number"),
         ("WarmupLR", {"warmup_type": "cubic"}, r"warmup_type = 'cubic': must be one of 'log', 'linear'"),

@@ -238,7 +238,7 @@ def test_a_rate_kept_in_a_tensor_stays_in_it() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"warmup_num_steps": 0}, {"warmup_num_steps": 2.5}, {"warmup_num_steps": None}, {"warmup_type": "cubic"}],
+    [{"warmup_num_steps": -5}, {"warmup_num_steps": 2.5}, {"warmup_num_steps": None}, {"warmup_type": "cubic"}],
 )
 def test_bad_arguments(bad: dict[str, Any]) -> None:
     for make in (WarmupLR, lambda o, **k: WarmupDecayLR(o, 9999, **k), lambda o, **k: WarmupCosineLR(o, 9999, **k)):
@@ -265,7 +265,8 @@ def test_every_schedule_writes_into_a_rate_kept_in_a_tensor(number: int, shape: 
     assert rate.item() == pytest.approx(plain.param_groups[0]["lr"])
 
 
-def test_a_warmup_of_one_step_counts_as_two() -> None:
-    assert rates(WarmupLR(adam(), 0.0, 1.0, 1), 3) == pytest.approx([0, 0, 1, 1])
+@pytest.mark.parametrize("steps", [0, 1])  # 0 is what transformers' Trainer puts for "auto" unless it is told
+def test_a_warmup_of_no_or_one_step_counts_as_two(steps: int) -> None:
+    assert rates(WarmupLR(adam(), 0.0, 1.0, steps), 3) == pytest.approx([0, 0, 1, 1])
     with pytest.warns(UserWarning, match="less than warmup_num_steps"):
         WarmupDecayLR(adam(), 3, warmup_num_steps=5)

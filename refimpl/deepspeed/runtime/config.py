@@ -9,12 +9,18 @@ from refimpl.engine import config as engine_config
 from refimpl.engine.keys import ConfigError as DeepSpeedConfigError
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER, ADAGRAD_OPTIMIZER = "adam", "adamw", "lion", "adagrad"
+LAMB_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER = "lamb", "onebitlamb"
+ONEBIT_ADAM_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER = "onebitadam", "zerooneadam"
 
 __all__ = [
     "ADAGRAD_OPTIMIZER",
     "ADAMW_OPTIMIZER",
     "ADAM_OPTIMIZER",
+    "LAMB_OPTIMIZER",
     "LION_OPTIMIZER",
+    "ONEBIT_ADAM_OPTIMIZER",
+    "ONEBIT_LAMB_OPTIMIZER",
+    "ZERO_ONE_ADAM_OPTIMIZER",
     "DeepSpeedConfig",
     "DeepSpeedConfigError",
 ]
