@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import refimpl.activation.checkpoint
 from refimpl.model.gpt import GPTConfig
@@ -260,6 +259,8 @@ def test_only_behind_accumulation_is_a_gradient_complete() -> None:
 )
 def test_the_tail_of_a_checkpointed_mlp_is_not_computed_again(checkpoint: Callable[..., Tensor]) -> None:
     """The second product of the first run is not in the second: its input is all that backward wants."""
+    from torch.utils.flop_counter import FlopCounterMode  # which imports triton: tests/kernels/conftest.py must first
+
     up, down = nn.Linear(8, 32), nn.Linear(32, 8)
 
     def mlp(x: Tensor) -> Tensor:

@@ -5,12 +5,18 @@ this process is changed: what trains on a CPU takes torch's operators and import
 """
 
 import os
+import sys
 
 import pytest
 import torch
 
 INTERPRET = not torch.cuda.is_available()
 if INTERPRET:
+    if "triton" in sys.modules and not os.environ.get("TRITON_INTERPRET"):
+        raise pytest.UsageError(
+            "a test module collected before tests/kernels has imported triton (torch.utils.flop_counter does), whose "
+            "own functions are compiled ones then: import it inside the test"
+        )
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
 from refimpl.kernels.case import cases  # noqa: E402
