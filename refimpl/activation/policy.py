@@ -139,11 +139,11 @@ def can_keep(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     Not `detach`: that is autograd's bookkeeping, of which a second run has more.
     """
     schema = op._schema
-    makes = (
-        any("Tensor" in str(returned.type) for returned in schema.returns) and op is not torch.ops.aten.detach.default
-    )
-    if not makes or schema.is_mutable or torch.Tag.nondeterministic_seeded not in op.tags:
-        return makes and not schema.is_mutable
+    makes = any("Tensor" in str(returned.type) for returned in schema.returns)
+    if not makes or schema.is_mutable or op is torch.ops.aten.detach.default:
+        return False
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return True
     given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
     return "dropout_p" in defaults and given.get("dropout_p", defaults["dropout_p"]) == 0

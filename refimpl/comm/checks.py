@@ -38,8 +38,11 @@ def same_dtype(call: str, x: Tensor, out: Tensor | list[Tensor]) -> None:
             raise ValueError(f"{call}: x is {x.dtype}, out is {tensor.dtype}: they must have one dtype")
 
 
-def splits(call: str, rank: int, size: int, **given: tuple[Tensor, list[int] | None]) -> None:
-    """Each tensor's rows must be dealt out to the group's ranks, as the splits say or equally, and its own part fit."""
+def splits(call: str, rank: int, size: int, **given: tuple[Tensor, list[int] | None]) -> int:
+    """Each tensor's rows must be dealt out to the group's ranks, as the splits say or equally, and its own part fit.
+
+    Returns the elements of that part.
+    """
     own = {}
     for name, (tensor, parts) in given.items():
         rows = tensor.shape[0] if tensor.dim() else 1
@@ -50,6 +53,7 @@ def splits(call: str, rank: int, size: int, **given: tuple[Tensor, list[int] | N
         own[name] = (parts[rank] if parts else rows // size) * (tensor.numel() // max(1, rows))
     if len({*own.values()}) > 1:
         raise ValueError(f"{call}: what rank {rank} sends itself must fit what it gets from itself: elements {own}")
+    return next(iter(own.values()))
 
 
 def parts(call: str, rank: int, size: int, whole: Tensor, part: Tensor) -> None:

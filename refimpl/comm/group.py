@@ -239,8 +239,7 @@ class Group:
         """Rank r's chunk i of x becomes rank i's chunk r of out. Splits count rows of dimension 0; equal by default."""
         checks.tensors("all_to_all", x=x, out=out)
         checks.same_dtype("all_to_all", x, out)
-        checks.splits("all_to_all", self.rank, self.size, x=(x, in_splits), out=(out, out_splits))
-        kept = in_splits[self.rank] * (x.numel() // max(1, x.shape[0])) if in_splits else x.numel() // self.size
+        kept = checks.splits("all_to_all", self.rank, self.size, x=(x, in_splits), out=(out, out_splits))
         sent = (x.numel() - kept) * x.element_size()
         what, parts = f"all_to_all of {_words(x)}", list[Part]()
         if in_splits or out_splits:

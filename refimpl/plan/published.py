@@ -2,13 +2,14 @@
 
 Narayanan et al. 2021, arXiv:2104.04473, table 1: GPTs on A100 GPUs with 80 GB, 8 in a node; blocks recomputed,
 vocabulary 51,200, sequences of 2,048, micro-batches of one. Its table 2: two of these models by ZeRO-3 alone, and so.
-Korthikanti et al. 2022, arXiv:2205.05198, table 5: such GPTs under sequence parallelism, seconds of a step.
-Le Scao et al. 2022, arXiv:2211.05100, section 3.2: BLOOM, by ZeRO-1 over 8 x 12 x 4 of these GPUs.
+Korthikanti et al. 2022, arXiv:2205.05198, tables 3 and 5: seconds of a step of such GPTs.
+Le Scao et al. 2022, arXiv:2211.05100: BLOOM, by ZeRO-1 over 8 x 12 x 4 of these GPUs; the speed at its full batch is
+that of BigScience's notes on the training.
 Llama team 2024, arXiv:2407.21783, table 4: 405 billion parameters on H100 GPUs. Its TFLOP/s count no recomputation; a
 rank of its pipeline has 7 or 8 chunks of a block each, which divide the bubble.
 Mixtures: their own config.json, as far as sizes go, and the sizes that their papers or model cards give.
-Runs looked up on 2026-11-22 in stored copies, which agree with each other but for a data-parallel size that one has
-garbled; that follows from the others.
+Runs looked up on 2026-11-22 and 23 in stored copies, which agree with each other but for a data-parallel size that
+one has garbled; that follows from the others.
 """
 
 from dataclasses import dataclass, replace
@@ -75,7 +76,7 @@ PTD = (  # the same models and as many GPUs, with tensor and pipeline parallelis
 )
 
 
-KORTHIKANTI = (  # seconds with blocks recomputed whole, and with their scores alone
+KORTHIKANTI = (  # seconds with blocks recomputed whole; with their scores alone, under sequence parallelism
     (replace(megatron(22, 64, 6144, 48, 8, 1, 8, 4), micro=4), 1.42, 1.10),
     (megatron(175, 96, 12288, 96, 8, 8, 64, 64), 18.13, 13.75),
     (megatron(530, 128, 20480, 105, 8, 35, 280, 280), 49.05, 37.83),
