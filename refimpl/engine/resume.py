@@ -132,7 +132,7 @@ def go_on(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
     stage, update = engine.stage, engine.stage.update
     stage.catch_up()
     left = getattr(update.torn, "left", update.torn) if wanted.weights_alone else None
-    if update.torn is not None and not wanted.weights_alone:
+    if not wanted.weights_alone and len(weights.shared_names(engine, folder)) == len(stage.names):
         for home in stage.config.homes():
             home.renewed()
     with small_states(engine, folder, wanted):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from refimpl.offload.blocks import Buffer, Record, Transfer
 from refimpl.offload.homes import Disk, Host
+from refimpl.offload.pipeline import settle
 
 
 class Shelf:
@@ -71,7 +72,7 @@ class Shelf:
         if self._reading is not None:
             (buffer, transfers), self._reading = self._reading, None
             for transfer in transfers:
-                transfer.wait()
+                settle(transfer)
             self.disk.ahead.append(buffer)
 
     def write(self, start: int, values: Tensor) -> None:

@@ -63,6 +63,7 @@ class Fetch:
         self.handles: list[Any] = []
         for unit in self.units:
             unit.on_use, unit.among, unit.unit_at = self.used, self.gathered, self.unit_at
+            unit.fails = path.fails
         self.several = {m: us for m, us in self.units_of.items() if of_several(m, us)}
         for module in self.units_of:
             before, after = untraced(self.before_forward), untraced(self.after_forward)

@@ -84,8 +84,10 @@ class OffloadedUpdate(Brought):
     def prepare(
         self, gradients: dict[Bucket, Tensor], used: set[nn.Parameter], first_finite: Tensor | None = None
     ) -> bool:
-        """As in `Update`; nothing is left of a step that was skipped."""
+        """As in `Update`; nothing is left of a step that was skipped. OffloadError on every rank if one lost some."""
         self.handed = {}
+        if self.resting is not None and isinstance(self.resting.home, Disk):
+            together(self.group, self.resting.settle, OffloadError)
         return super().prepare(gradients, used, first_finite)
 
     @torch.no_grad()

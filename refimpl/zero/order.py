@@ -11,6 +11,8 @@ names the module (DeepSpeed issues 7998, 5828). What a rank does next is nearly 
     follows   has waited 0.5 s for a collective that a calling rank has not begun   where it is     calling
     calling   has heard all ranks: they are about to do the same                nothing         follows
     calling   has heard all ranks: they are not                                 RankDivergence  -
+    follows   cannot do it: its disk has lost what it needs                     what failed     calling
+    calling   has heard all ranks: one cannot                                   OffloadError    -
 
 A calling rank begins nothing, so whoever waits for it learns why; who waits for a rank that is merely slow finds nobody
 calling, and waits on. What is said stands in the key-value store in which the ranks met, a value a rank, written over
@@ -28,7 +30,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from refimpl.checkpoint.errors import by_rank
 from refimpl.comm.group import Group
+from refimpl.offload.blocks import OffloadError
 from refimpl.ranks.lost import RankLost
 
 
@@ -54,6 +58,7 @@ class Standing:
     begun: int
     does: str  # what it is about to do; "" if it waits
     expected: str  # what it did here the last time, "" if it never was here
+    failed: str = ""  # why it cannot do it
 
 
 def stuck(number: int, said: Sequence[Standing | None]) -> bool:
@@ -87,7 +92,10 @@ class RollCall:
         self.leave = weakref.finalize(self, _leave, self.store, self.rank)  # also when the process ends
 
     def __call__(self, mine: Standing) -> None:
-        """Say where this rank is; return when every rank is about to do the same. RankDivergence if one is not."""
+        """Say where this rank is; return when every rank is about to do the same.
+
+        RankDivergence if one is not, OffloadError if one cannot.
+        """
         self.patience.refuse_lost()
         self.store.set(self._key(self.rank), json.dumps({"round": self.round, **asdict(mine)}))
         pause = 1e-4
@@ -98,6 +106,9 @@ class RollCall:
             pause = min(2 * pause, 0.005)
         self.round += 1
         standings = [standing for standing in said if standing is not None]
+        if any(standing.failed for standing in standings):
+            self.patience.lost = OffloadError(by_rank([standing.failed or None for standing in standings]))
+            raise self.patience.lost
         if (doing := parted(standings)) is not None:
             ranks = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(doing))
             error = RankDivergence(

@@ -72,6 +72,12 @@ class Path:
         if self.roll_call:
             self.roll_call(Standing(self.at, self.patience.begun, what, self._expected()))
 
+    def fails(self, error: Exception) -> Exception:
+        """This rank cannot do what it is about to: the others, which wait for it, hear why. What to raise."""
+        if self.roll_call:
+            self.roll_call(Standing(self.at, self.patience.begun, "", "", str(error)))
+        return error
+
     def stalled(self, number: int) -> None:
         """This rank has waited long for collective `number`: if a calling rank is the reason, call too."""
         assert self.roll_call is not None

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from refimpl.offload.blocks import BlockFile, Record
+from refimpl.offload.blocks import BlockFile, OffloadError, Record
 from refimpl.offload.homes import Disk, Host, away
 from refimpl.offload.shelf import Shelf
 from refimpl.zero.flat import Bucket
@@ -43,6 +43,9 @@ class Resting:
             self._kept[bucket] = self.home.place(mean)
         self._full.add(bucket)
         return self._kept[bucket]
+
+    def settle(self) -> None:
+        """Return when all of them are there; OffloadError if some are lost."""
 
     def run(self, bucket: Bucket, start: int) -> tuple[BlockFile, Record] | None:
         """Where the elements from `start`, where a part begins, must be read; None: nowhere, they are in memory."""
@@ -75,12 +78,22 @@ class RestingOnDisk(Resting):
         super().__init__(disk, buckets)
         self.disk, self.most = disk, most
         self.shelves: dict[Bucket, Shelf] = {}
+        self.lost: OffloadError | None = None  # why some are not there
 
     def add(self, bucket: Bucket, mean: Tensor) -> Tensor:
-        if bucket in self.squares:
-            mean.add_(self.whole(bucket))
-        self._put(bucket, mean)
+        """As in `Resting`. Where the disk fails, backward goes on, as the others wait for it: `settle` tells."""
+        try:
+            if bucket in self.squares:
+                mean.add_(self.whole(bucket))
+            self._put(bucket, mean)
+        except OffloadError as error:
+            self.lost = self.lost or error
         return away(mean)
+
+    def settle(self) -> None:
+        if self.lost is not None:
+            raise self.lost
+        self.disk.arrived()
 
     def whole(self, bucket: Bucket) -> Tensor:
         shelf = self.shelves[bucket]
@@ -99,7 +112,7 @@ class RestingOnDisk(Resting):
         return self.disk.file, records[start]
 
     def clear(self, held: Callable[[Bucket], bool]) -> None:
-        self.squares = {}
+        self.squares, self.lost = {}, None
 
     def _put(self, bucket: Bucket, flat: Tensor) -> None:
         if bucket in self.shelves:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from refimpl.comm.group import Group
 from refimpl.comm.work import Work
+from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import Disk, Host, away
 from refimpl.offload.shelf import HostShelf, Shelf
 from refimpl.zero.config import ZeroConfig
@@ -62,6 +63,7 @@ class Unit(Bucket):
         self.unrounded = None if self.unrounded is None else self.shard(self.unrounded).clone()  # [S]
         self.versions = [p._version for p in params]  # of what was gathered: who writes to it raises them
         self.on_use: Callable[[Unit, str], None] | None = None
+        self.fails: Callable[[Exception], Exception] = lambda error: error  # what to raise where a disk gives no shard
         self.among: set[Unit] = set()  # the units that have memory now, of which this is one while it has
         self.unit_at: dict[int, Unit] = {}  # units by the storage of `full`, this one among them
         self.state_dicts: Any = None  # before there is a stage: the hooks that bring it whole into a state_dict
@@ -150,7 +152,10 @@ class Unit(Bucket):
             self.among.add(self)
 
     def _bring(self, way: Way) -> None:
-        mine = self.mine if self.shelf is None else self.shelf.read(self.shard(self.full))
+        try:
+            mine = self.mine if self.shelf is None else self.shelf.read(self.shard(self.full))
+        except OffloadError as error:
+            raise self.fails(error) from error
         self._work, self._is_exact = way.gather(self.full, mine), way.is_exact
 
     def wait(self) -> None:

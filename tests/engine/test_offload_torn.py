@@ -1,6 +1,7 @@
-"""A step that the disk ends in its middle: every rank is told, half of it is used for nothing, a checkpoint goes on."""
+"""What a disk loses: every rank is told, half a step is used for nothing, a checkpoint goes on."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import torch
 import worlds
 from saving import SIZE, same, settings, start, train, weights
 
+import refimpl
+from refimpl import launch
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import Disk
+from refimpl.zero.resting import RestingOnDisk
 
 PAGE = 4096
 HALF = "A step was interrupted in the middle of its update"
@@ -79,3 +83,90 @@ def test_half_a_step_is_told_on_every_rank_and_a_checkpoint_goes_on(
     stage: int, how: str, late: bool, ranks: int, tmp_path: Path
 ) -> None:
     assert all(worlds.run(interrupted, stage, how, late, tmp_path, ranks=ranks))
+
+
+def all_on_disk(folder: Path, stage: int = 3) -> dict[str, Any]:
+    config = on_disk(stage, folder, late=False) | {"gradient_accumulation_steps": 2}
+    if stage == 3:
+        config["zero_optimization"] |= {
+            "offload_param": {"device": "nvme", "nvme_path": str(folder), "max_in_cpu": 0},
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+        }
+    return config
+
+
+def lost_parameters(moment: str, folder: Path) -> bool:
+    """Whether every use of weights of which the last rank's disk has lost some says so. Runs on every rank."""
+    engine = start(all_on_disk(folder / "disk"))
+    train(engine, range(2))
+    x, last = torch.ones(4, SIZE), engine.group.size - 1
+    loss = engine(x) if moment == "backward" else torch.zeros(())
+    if engine.group.rank == last:
+        home = engine.stage.config.parameter_home
+        assert isinstance(home, Disk)
+        os.truncate(f"/proc/self/fd/{home.file.descriptor}", 0)
+    uses: dict[str, Callable[[], object]] = {
+        "forward": lambda: engine(x),
+        "show": lambda: weights(engine),
+        "save": lambda: engine.save_checkpoint(folder / "saved"),
+    }
+    for use in ((lambda: engine.backward(loss)) if moment == "backward" else uses[moment], *uses.values()):
+        with pytest.raises((OffloadError, CheckpointError), match=rf"rank {last}: .*disk: bytes .* of the offloaded"):
+            use()
+    return not (folder / "saved/latest").exists()
+
+
+@pytest.mark.parametrize(("moment", "ranks"), [("forward", 2), ("backward", 3), ("show", 3)])
+def test_lost_parameters_are_named_on_every_rank(moment: str, ranks: int, tmp_path: Path) -> None:
+    assert all(launch.run(lost_parameters, moment, tmp_path, ranks=ranks))  # whose ranks are of no more use then
+
+
+def trained(engine: refimpl.Engine) -> dict[str, torch.Tensor]:
+    """The weights without what every forward changes."""
+    return {name: w for name, w in weights(engine).items() if not name.startswith("norm.")}
+
+
+def lost_gradients(stage: int, how: str, folder: Path) -> bool:
+    """Whether gradients that cannot be kept leave the state as it was, and training goes on. Runs on every rank."""
+    plain = start(all_on_disk(folder / "plain", stage))
+    engine = start(all_on_disk(folder / "disk", stage))
+    for each in (plain, engine):
+        train(each, range(4))
+    before, last = trained(engine), engine.group.size - 1
+    assert isinstance(engine.stage.update.resting, RestingOnDisk)
+    train(engine, range(4, 5))
+    with pytest.MonkeyPatch.context() as patch:
+        if engine.group.rank == last:
+            patch.setattr(os, how, lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        with pytest.raises(OffloadError, match=rf"rank {last}: .*disk: cannot (read|write): Input/output error"):
+            train(engine, range(5, 6))
+    kept = same(before, trained(engine))
+    engine.save_checkpoint(folder / "saved")
+    engine.load_checkpoint(folder / "saved")
+    for each in (plain, engine):
+        train(each, range(4, 8))
+    return kept and same(trained(plain), trained(engine))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("stage", "how"), [(2, "preadv"), (2, "pwritev")])
+def test_lost_gradients_leave_the_state_before_the_step(stage: int, how: str, ranks: int, tmp_path: Path) -> None:
+    assert all(worlds.run(lost_gradients, stage, how, tmp_path, ranks=ranks))
+
+
+def loaded_over(home: str, folder: Path) -> bool:
+    """Whether a load mends what a disk has lost between two steps. Runs on every rank."""
+    engine = start(all_on_disk(folder / "disk"))
+    train(engine, range(4))
+    engine.save_checkpoint(folder / "saved")
+    before = weights(engine)
+    if engine.group.rank == 0:
+        damage(getattr(engine.stage.config, f"{home}_home"), "altered")
+    engine.load_checkpoint(folder / "saved")
+    return same(before, weights(engine))
+
+
+@pytest.mark.parametrize(("home", "ranks"), [("parameter", 2), ("optimizer", 3)])
+def test_a_load_replaces_what_a_disk_has_lost(home: str, ranks: int, tmp_path: Path) -> None:
+    assert all(worlds.run(loaded_over, home, tmp_path, ranks=ranks))
