@@ -24,7 +24,9 @@ from refimpl.checkpoint import unpickle
 from refimpl.checkpoint.errors import CheckpointError, naming
 from refimpl.checkpoint.find import checked_tag, named_by
 
-OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+OF_PARTS = re.compile(r"layer_.*\.pt|.*exp.*\.pt|.*mp_rank_(?!00)\d+_.*\.pt")  # of pipelines, experts, tensor ranks
+WEIGHTS = "The weights are in its *_model_states.pt: refimpl.checkpoint.unpickle.load(file) reads each"
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,15 @@ class Written:
         with naming(folder):
             found = {name: OPTIM.fullmatch(name) for name in sorted(p.name for p in folder.iterdir())}
         ranks = {int(match[1]): folder / name for name, match in found.items() if match is not None}
+        if odd := [name for name in found if OF_PARTS.fullmatch(name)]:
+            raise CheckpointError(
+                f"{folder / odd[0]}: of a model in parts (tensor, pipeline, experts), not read here. {WEIGHTS}: put "
+                "them together and load them before initialize"
+            )
         if not ranks:
-            raise CheckpointError(f"{folder}: no *_optim_states.pt: not a ZeRO checkpoint of DeepSpeed (stages 1 to 3)")
-        odd = [name for name in found if "expert" in name or name.startswith("layer_")]
-        odd += [name for name, match in found.items() if match is not None and int(match[2])]
-        if odd:
-            raise CheckpointError(f"{folder / odd[0]}: of a model in parts (tensor, pipeline, experts), not read here")
+            raise CheckpointError(
+                f"{folder}: no *_optim_states.pt: not a ZeRO checkpoint of DeepSpeed (stages 1 to 3). {WEIGHTS}"
+            )
         self.optim = [unpickle.load(ranks[r])["optimizer_state_dict"] for r in sorted(ranks)]
         first = self.optim[0]
         self.stage = int(first.get("zero_stage", 0))
@@ -148,14 +153,15 @@ def cut(flats: list[Tensor], begin: int, end: int) -> Tensor:
 def given(folder: Path) -> tuple[Path, str]:
     """The folder that holds DeepSpeed's files, and its tag: the path itself, or what `latest` in it names."""
     with naming(folder):
-        if any(OPTIM.fullmatch(path.name) for path in folder.iterdir()):
+        if any(folder.glob("*_states.pt")):
             return folder, folder.name
-        if (folder / "zero/optimizer_state.pt").is_file():
+        latest = folder / "latest"
+        universal = (folder / "latest_universal").is_file() and not latest.is_file()
+        if universal or (folder / "zero/optimizer_state.pt").is_file():
             raise CheckpointError(
                 f"{folder}: made by DeepSpeed's ds_to_universal: import the checkpoint that it was made of; what is "
                 "imported is loaded at any stage and number of ranks as it is"
             )
-        latest = folder / "latest"
         if not latest.is_file():
             raise CheckpointError(f"{folder}: no *_optim_states.pt and no latest; pass the folder of a checkpoint")
         tag = checked_tag(named_by(latest), str(latest))

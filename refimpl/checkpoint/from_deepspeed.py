@@ -5,6 +5,7 @@ time. DeepSpeed's files hold no random state, no position in the data, and not t
 none.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from math import prod
@@ -33,12 +34,16 @@ OWN = {
 def import_folder(folder: Path, out: Path) -> Path:
     """Write what DeepSpeed has written to `folder` anew as out/<tag>, and `latest`; the new checkpoint.
 
-    It has one rank, and is loaded at any number and stage. CheckpointError names what is missing, damaged or not read.
+    It has one rank, and is loaded at any number and stage. CheckpointError names what is missing, damaged or not read,
+    and an out/<tag> that is there already.
     """
     path, tag = given(folder)
     id_ = atomic.new_id()
     target = out / checked_tag(tag, str(path))
     new = atomic.unfinished(target, id_)
+    with naming(target):
+        if os.path.lexists(target):
+            raise CheckpointError(f"{target}: is there already; move it away, or choose another folder")
     with ExitStack() as held, laid_out(path):
         source = Written(path)
         begin(target, new, held)

@@ -224,18 +224,34 @@ def test_what_is_missing_damaged_or_of_another_kind_is_named(written: Path, tmp_
     (folder / "mp_rank_00_model_states.pt").rename(folder / "away")
     refused(r"mp_rank_00_model_states.pt: No such file")
     (folder / "away").rename(folder / "mp_rank_00_model_states.pt")
-    (folder / "layer_00-model_states.pt").touch()
-    refused(r"layer_00-model_states.pt: of a model in parts")
-    (folder / "layer_00-model_states.pt").unlink()
+    for name in (
+        "layer_00-model_states.pt",
+        "layer_0_expert_1_mp_rank_00_model_states.pt",
+        "expp_rank_0_mp_rank_00_optim_states.pt",
+        "mp_rank_01_model_states.pt",
+        "zero_pp_rank_0_mp_rank_01_optim_states.pt",
+    ):
+        (folder / name).touch()
+        refused(rf"{name}: of a model in parts .*not read here. The weights are in its \*_model_states.pt: refimpl")
+        (folder / name).unlink()
     (folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").write_bytes(content)
     refused(r"3 \*_optim_states.pt, 2 ranks wrote it; bring back those of rank none: there are too many")
     (folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     (tmp_path / "ds/latest").unlink()
     refused(r"ds: no \*_optim_states.pt and no latest")
+    (tmp_path / "ds/latest_universal").touch()
+    refused(r"ds: made by DeepSpeed's ds_to_universal: import the checkpoint that it was made of")
+    (tmp_path / "ds/latest_universal").unlink()
     (tmp_path / "ds/zero").mkdir()
     (tmp_path / "ds/zero/optimizer_state.pt").touch()
     refused(r"ds: made by DeepSpeed's ds_to_universal: import the checkpoint that it was made of")
     import_folder(folder, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"out/global_step3: is there already"):
+        import_folder(folder, tmp_path / "out")
+    for name in ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"):
+        (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=r"no \*_optim_states.pt: not a ZeRO .*The weights are in its"):
+        import_folder(folder, tmp_path / "another")
     engine = refimpl.initialize(model=net(), config=settings(0) | {"optimizer": {"type": "AdamW"}})[0]
     with pytest.raises(
         CheckpointError, match=r"this is a checkpoint of DeepSpeed; `refimpl checkpoint import` reads it"
