@@ -101,14 +101,14 @@ def discard(path: Path) -> None:
 
 
 @contextmanager
-def hold(folder: Path, mark: str, ours: Callable[[str], bool]) -> Iterator[None]:
-    """Save into `folder` in the block. First clear what killed saves have left there, if nobody else saves there."""
+def hold(folder: Path, mark: str, ours: Callable[[str], bool]) -> Iterator[bool]:
+    """Save into `folder` in the block; whether nobody else does: then what killed saves left is cleared first."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        if lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        if free := lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB):
             clear(folder, mark, ours)
         lock(handle, fcntl.LOCK_SH)
-        yield
+        yield free
     finally:
         os.close(handle)
 

@@ -11,7 +11,7 @@ DeepSpeed's own readers: deepspeed/utils/zero_to_fp32.py (weights alone) and dee
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refimpl.checkpoint import unpickle
+from refimpl.checkpoint import manifest, unpickle
 from refimpl.checkpoint.errors import CheckpointError, naming
 from refimpl.checkpoint.find import checked_tag, named_by
 
@@ -52,9 +52,7 @@ class Written:
                 "them together and load them before initialize"
             )
         if not ranks:
-            raise CheckpointError(
-                f"{folder}: no *_optim_states.pt: not a ZeRO checkpoint of DeepSpeed (stages 1 to 3). {WEIGHTS}"
-            )
+            raise CheckpointError(f"{folder}: no *_optim_states.pt: no ZeRO checkpoint of DeepSpeed. {hint(found)}")
         self.optim = [unpickle.load(ranks[r])["optimizer_state_dict"] for r in sorted(ranks)]
         first = self.optim[0]
         self.stage = int(first.get("zero_stage", 0))
@@ -150,6 +148,17 @@ def cut(flats: list[Tensor], begin: int, end: int) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0)
 
 
+def hint(names: Iterable[str]) -> str:
+    """What to do with a folder of these files, which is no checkpoint of stages 1 to 3."""
+    if manifest.NAME in names:
+        return "It is refimpl's own: load_checkpoint reads it as it is"
+    if any(name.endswith("_model_states.pt") for name in names):
+        return WEIGHTS
+    if any(name.startswith("pytorch_model") for name in names):
+        return "It has weights alone: torch.load(file, weights_only=True) reads them"
+    return "Pass the folder of a checkpoint of stages 1 to 3"
+
+
 def given(folder: Path) -> tuple[Path, str]:
     """The folder that holds DeepSpeed's files, and its tag: the path itself, or what `latest` in it names."""
     with naming(folder):
@@ -163,6 +172,7 @@ def given(folder: Path) -> tuple[Path, str]:
                 "imported is loaded at any stage and number of ranks as it is"
             )
         if not latest.is_file():
-            raise CheckpointError(f"{folder}: no *_optim_states.pt and no latest; pass the folder of a checkpoint")
+            names = [path.name for path in folder.iterdir()]
+            raise CheckpointError(f"{folder}: no *_optim_states.pt and no latest. {hint(names)}")
         tag = checked_tag(named_by(latest), str(latest))
     return folder / tag, tag

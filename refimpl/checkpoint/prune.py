@@ -42,7 +42,12 @@ def in_order(folder: Path) -> list[Found]:
     with naming(folder):
         paths = {tag: manifest.folder_of(folder, tag) for tag in manifest.complete(folder)}
     there = [Found(tag, path, manifest.read(path / manifest.NAME)) for tag, path in paths.items()]
-    return sorted(there, key=lambda f: (f.step, (f.path / manifest.NAME).stat().st_mtime_ns, f.tag))
+    return sorted(there, key=lambda f: (f.step, written(f), f.tag))
+
+
+def written(f: Found) -> int:
+    """When: nanoseconds."""
+    return (f.path / manifest.NAME).stat().st_mtime_ns
 
 
 def to_delete(there: list[Found], keep: int, every: int | None, latest: str | None) -> list[Found]:
@@ -61,13 +66,17 @@ def latest_of(folder: Path) -> str | None:
 def prune(folder: Path, keep: int, every: int | None = None, dry_run: bool = False) -> list[Found]:
     """Delete the checkpoints that need not be kept; which. What a save beside it is writing is left alone.
 
-    CheckpointError, when all others are gone, names those that somebody is loading or exporting: they are left.
+    So is the newest while somebody saves: `latest` may be about to name it. CheckpointError, when all others are gone,
+    names those that somebody is loading or exporting: they are left.
     """
     with naming(folder):
-        doomed = to_delete(in_order(folder), keep, every, latest_of(folder))
-        if not dry_run:
-            with atomic.hold(folder, manifest.NAME, manifest.ours):
-                left = [str(each.path) for each in doomed if not delete(each.path)]
+        if dry_run:
+            return to_delete(in_order(folder), keep, every, latest_of(folder))
+        with atomic.hold(folder, manifest.NAME, manifest.ours) as nobody_saves:
+            there = in_order(folder)
+            newest = None if nobody_saves else max(there, key=written, default=None)
+            doomed = [f for f in to_delete(there, keep, every, latest_of(folder)) if f is not newest]
+            left = [str(each.path) for each in doomed if not delete(each)]
             if left:
                 raise CheckpointError(
                     f"{', '.join(left)}: left, somebody is loading or exporting it; prune again when that is done"
@@ -75,8 +84,12 @@ def prune(folder: Path, keep: int, every: int | None = None, dry_run: bool = Fal
     return doomed
 
 
-def delete(path: Path) -> bool:
-    """The files of a checkpoint, its manifest first, and the folder if that was all. False if somebody reads it."""
+def delete(doomed: Found) -> bool:
+    """The files of a checkpoint, its manifest first, and the folder if that was all. False if somebody reads it.
+
+    Nothing, if a save has given its name to another meanwhile.
+    """
+    path = doomed.path
     if path.is_symlink():
         path.unlink()
         return True
@@ -84,6 +97,8 @@ def delete(path: Path) -> bool:
         with atomic.alone(path) as free:
             if not free:
                 return False
+            if found(path).about["id"] != doomed.about["id"]:
+                return True
             (path / manifest.NAME).unlink()
             for file in [file for file in path.iterdir() if manifest.ours(file.name)]:
                 file.unlink()

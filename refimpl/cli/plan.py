@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from refimpl.activation.budget import Block, Plan
 
 app = typer.Typer(help="Decide before a run: what fits, and what it costs.", invoke_without_command=True)
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 @app.callback()
@@ -57,12 +57,12 @@ def plan(
 
 def bytes_of(text: str, key: str = "--budget") -> int:
     """ "2GB", "500 MB", "1.5GiB" or a number of bytes. ValueError for anything else."""
-    found = re.fullmatch(r"([\d.]+)\s*([kmg]i?)?b?", text.strip().lower())
+    found = re.fullmatch(r"([\d.]+)\s*([kmgt]i?)?b?", text.strip().lower())
     try:
         if (size := int(float(found[1]) * UNITS[found[2] or ""]) if found else int(text)) < 0:
             raise ValueError
         return size
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(f"{key} {text}: a number of bytes, such as 2GB, 500MB or 1.5GiB") from None
 
 

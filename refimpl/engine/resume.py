@@ -15,7 +15,7 @@ converted first (ds_to_universal.py) and loaded with checkpoint.load_universal, 
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,11 @@ from refimpl.engine.contents import identity, schedule
 from refimpl.engine.small_states import Wanted, own_rank, small_states
 from refimpl.engine.state import TrainingState
 from refimpl.engine.whole import portions_by_name
+from refimpl.offload.homes import Host
 from refimpl.parallel.autotp import common_numbers
 from refimpl.zero import portable
 from refimpl.zero.portable import restore
+from refimpl.zero.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,8 @@ def go_on(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
     stage, update = engine.stage, engine.stage.update
     stage.catch_up()
     left = getattr(update.torn, "left", update.torn) if wanted.weights_alone else None
-    if not wanted.weights_alone and len(weights.shared_names(engine, folder)) == len(stage.names):
-        for home in stage.config.homes():
+    if not wanted.weights_alone:
+        for home in replaced_homes(stage, weights.shared_names(engine, folder)):
             home.renewed()
     with small_states(engine, folder, wanted):
         try:
@@ -153,6 +155,14 @@ def go_on(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
         update.torn = left
     if not wanted.weights_alone and engine.axes.tensor.size > 1:
         common_numbers(engine.module, engine.axes.tensor)
+
+
+def replaced_homes(stage: Stage, names: Iterable[str]) -> list[Host]:
+    """The homes of which a checkpoint of these parameters replaces all: what they have lost is no error."""
+    there = set(names)
+    kept = [p for p, name in stage.names.items() if name not in there]
+    some = stage.config.parameter_home if kept else None  # which has the frozen ones too
+    return [home for home in stage.config.homes() if home is not some and stage.group_of.keys().isdisjoint(kept)]
 
 
 def read(engine: TrainingState, folder: Folder, wanted: Wanted) -> dict[str, Any] | None:

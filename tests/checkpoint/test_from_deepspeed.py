@@ -250,8 +250,14 @@ def test_what_is_missing_damaged_or_of_another_kind_is_named(written: Path, tmp_
         import_folder(folder, tmp_path / "out")
     for name in ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"):
         (folder / name).unlink()
-    with pytest.raises(CheckpointError, match=r"no \*_optim_states.pt: not a ZeRO .*The weights are in its"):
+    with pytest.raises(CheckpointError, match=r"no \*_optim_states.pt: no ZeRO .*The weights are in its"):
         import_folder(folder, tmp_path / "another")
+    with pytest.raises(CheckpointError, match=r"It is refimpl's own: load_checkpoint reads it"):
+        import_folder(tmp_path / "out", tmp_path / "another")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"It has weights alone: torch.load"):
+        import_folder(tmp_path / "bin", tmp_path / "another")
     engine = refimpl.initialize(model=net(), config=settings(0) | {"optimizer": {"type": "AdamW"}})[0]
     with pytest.raises(
         CheckpointError, match=r"this is a checkpoint of DeepSpeed; `refimpl checkpoint import` reads it"

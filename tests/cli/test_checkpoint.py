@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from saving import Net, settings, start, train
 from typer.testing import CliRunner
 
-from refimpl.checkpoint import manifest
+from refimpl.checkpoint import atomic, manifest, prune
 from refimpl.checkpoint.find import given
 from refimpl.checkpoint.folder import Folder
 from refimpl.cli.checkpoint import app
@@ -86,6 +87,34 @@ def test_what_somebody_reads_is_not_pruned(steps: Path, tmp_path: Path) -> None:
     assert f"{steps / 'global_step2'}: left, somebody is loading or exporting it" in text
     assert {p.name for p in steps.iterdir()} == {"latest", "global_step2", "global_step6"}
     assert run("prune", steps, "--keep", 1)[1].startswith(f"deleted {steps / 'global_step2'}")
+
+
+def test_what_latest_is_about_to_name_is_not_pruned(
+    steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that went back saves step 1 beside step 6, and another process prunes before `latest` is moved."""
+    steps = Path(shutil.copytree(steps, tmp_path / "steps"))
+    rename = atomic.replace_folder
+
+    def then_prune(*args: Any) -> None:
+        rename(*args)
+        prune.prune(steps, 1)
+
+    monkeypatch.setattr(atomic, "replace_folder", then_prune)
+    engine = start(settings(2))
+    train(engine, range(1))
+    engine.save_checkpoint(steps, "again")
+    assert engine.load_checkpoint(steps)[0] == str(steps / "again")
+    assert {p.name for p in steps.iterdir()} == {"latest", "global_step6", "again"}
+
+
+def test_what_was_saved_anew_meanwhile_is_not_pruned(steps: Path, tmp_path: Path) -> None:
+    steps = Path(shutil.copytree(steps, tmp_path / "steps"))
+    doomed = prune.found(steps / "global_step1")
+    shutil.rmtree(steps / "global_step1")
+    (steps / "global_step6").rename(steps / "global_step1")
+    prune.delete(doomed)
+    assert run("verify", steps / "global_step1")[0] == 0
 
 
 def test_prune(steps: Path) -> None:

@@ -143,10 +143,16 @@ def test_what_is_offloaded_is_not_on_the_gpu(
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("2GB", 2 * 10**9), ("1.5 GiB", 3 * 2**29), ("500mb", 5 * 10**8), ("77", 77), ("3k", 3000)]
+    ("text", "size"),
+    [("2GB", 2 * 10**9), ("1.5 GiB", 3 * 2**29), ("500mb", 5 * 10**8), ("77", 77), ("3k", 3000), ("2TB", 2 * 10**12)],
 )
 def test_sizes(text: str, size: int) -> None:
     assert bytes_of(text) == size
+
+
+def test_a_size_without_end_is_no_size() -> None:
+    with pytest.raises(ValueError, match=r"--budget 9+: a number of bytes"):
+        bytes_of("9" * 5000)
 
 
 def test_words() -> None:
