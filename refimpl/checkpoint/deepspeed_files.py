@@ -26,6 +26,7 @@ from refimpl.checkpoint.find import checked_tag, named_by
 
 OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 OF_PARTS = re.compile(r"layer_.*\.pt|.*exp.*\.pt|.*mp_rank_(?!00)\d+_.*\.pt")  # of pipelines, experts, tensor ranks
+IN_PARTS = "of a model in parts (tensor, pipeline, experts), not read here"
 WEIGHTS = "The weights are in its *_model_states.pt: refimpl.checkpoint.unpickle.load(file) reads each"
 
 
@@ -48,13 +49,19 @@ class Written:
         ranks = {int(match[1]): folder / name for name, match in found.items() if match is not None}
         if odd := [name for name in found if OF_PARTS.fullmatch(name)]:
             raise CheckpointError(
-                f"{folder / odd[0]}: of a model in parts (tensor, pipeline, experts), not read here. {WEIGHTS}: put "
-                "them together and load them before initialize"
+                f"{folder / odd[0]}: {IN_PARTS}. {WEIGHTS}: put them together, load before initialize"
+            )
+        if "offloaded_tensors" in found:
+            raise CheckpointError(
+                f"{folder}/offloaded_tensors: optimizer state as DeepSpeed swaps it to NVMe, not read here. Load it "
+                "with DeepSpeed and write the weights by save_16bit_model"
             )
         if not ranks:
             raise CheckpointError(f"{folder}: no *_optim_states.pt: no ZeRO checkpoint of DeepSpeed. {hint(found)}")
         self.optim = [unpickle.load(ranks[r])["optimizer_state_dict"] for r in sorted(ranks)]
         first = self.optim[0]
+        if first.get("ds_zero_partition_groups"):  # AutoEP: the experts' are cut over other ranks than the rest
+            raise CheckpointError(f"{ranks[min(ranks)]}: {IN_PARTS}. Write its weights with DeepSpeed")
         self.stage = int(first.get("zero_stage", 0))
         count = first["partition_count"]
         self.ranks = max(count) if isinstance(count, list) else int(count)
@@ -102,12 +109,13 @@ class Written:
         return whole.view(flat.shape)
 
     def flats(self, rank: int, key: str) -> list[Tensor]:
-        """A rank's flat tensors, one a group (or sub-group, in stage 3)."""
+        """A rank's flat tensors, one a group (or sub-group, in stage 3); empty where one has no such state."""
         saved = self.optim[rank]
         if key == "weight":
             flats: list[Tensor] = saved["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]
             return flats
-        return [state[key] for _, state in sorted(self.base(rank)["state"].items())]
+        states = self.base(rank)["state"]
+        return [states.get(i, {}).get(key, torch.empty(0)) for i in range(max(states, default=-1) + 1)]
 
     def base(self, rank: int) -> dict[str, Any]:
         """What the optimizer inside DeepSpeed's said of itself."""
