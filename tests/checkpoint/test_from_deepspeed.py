@@ -202,6 +202,26 @@ def test_another_layout_is_named(key: str, value: Any, written: Path, tmp_path: 
     assert not list((tmp_path / "out").glob("*"))
 
 
+def test_a_group_without_state_leaves_the_others_theirs(written: Path, tmp_path: Path) -> None:
+    folder = copy(written, tmp_path / "ds")
+    import_folder(folder, tmp_path / "whole")
+    for file in folder.glob("*_optim_states.pt"):
+        saved = unpickle.load(file)
+        saved["optimizer_state_dict"]["base_optimizer_state"]["state"].pop(0)
+        for key in ("loss_scaler", "param_slice_mappings"):  # of classes that only DeepSpeed's own files may name
+            saved["optimizer_state_dict"].pop(key)
+        torch.save(saved, tmp_path / "new")  # the tensors are still in the old one
+        (tmp_path / "new").rename(file)
+    import_folder(folder, tmp_path / "part")
+    moments = []
+    for out in ("whole", "part"):
+        with Folder(*given(tmp_path / out)) as opened:
+            opened.fill("exp_avg", "middle.bias", 0, values := torch.zeros(opened.places["middle.bias"].numel))
+            moments.append(values)
+    assert torch.equal(*moments)
+    assert moments[0].any()
+
+
 def test_what_is_missing_damaged_or_of_another_kind_is_named(written: Path, tmp_path: Path) -> None:
     folder = copy(written, tmp_path / "ds")
     one = folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
