@@ -22,15 +22,17 @@ from refimpl.gpu.report import Report, Result
 # In this order, with the seconds each may take. Together 525: under nine minutes.
 PARTS = {
     "machine": 40,  # versions, alignment, NCCL with one rank
-    "agreement": 90,  # every stage ends with the same bits
-    "races": 130,  # the race hunt
-    "sanitizers": 60,  # torch's and CUDA's own
-    "steady": 50,  # host syncs and memory of a warm step
-    "timeline": 35,  # what runs beside what
-    "suite": 60,  # the tests marked gpu
-    "benches": 60,  # beside peers
+    "agreement": 80,  # every stage ends with the same bits
+    "races": 100,  # the race hunt
+    "sanitizers": 45,  # torch's and CUDA's own
+    "steady": 30,  # host syncs and memory of a warm step
+    "timeline": 30,  # what runs beside what
+    "suite": 90,  # the tests marked gpu
+    "kernels": 60,  # beside eager torch
+    "benches": 50,  # beside peers
 }
 TOTAL = 530.0
+STOPPED = "stopped from outside"
 MINIATURE = 300.0  # for each, on a CPU that may be busy with other things
 
 
@@ -50,6 +52,8 @@ def run_part(name: str, device: str, seconds: float, out: Path) -> Result:
             ended = "" if code == 0 else f"exit code {code}" if code > 0 else signal.Signals(-code).name
         except subprocess.TimeoutExpired:
             ended = f"not done after {seconds:.0f} s"
+        except KeyboardInterrupt:
+            ended = STOPPED
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -74,6 +78,8 @@ def check(device: str, out: Path, parts: Sequence[str], total: float = TOTAL) ->
         print(f"{name}: {result.verdict}, {result.seconds} s", flush=True)
         report.results.append(result)
         report.write(out)
+        if result.ended == STOPPED:
+            break
     return report
 
 
@@ -91,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends this finds a report too
     report = check(options.device, options.out, options.part)
     print(f"{options.out / 'report.md'}: {'passed' if report.passed else 'FAILED'}")
     return 0 if report.passed else 1
