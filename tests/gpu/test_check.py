@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from refimpl.gpu import suite
 from refimpl.gpu.check import PARTS, TOTAL, check, main
 from refimpl.gpu.part import Part
 from refimpl.gpu.report import Report, Result, driver
+from refimpl.gpu.steady import waits_among
 from refimpl.gpu.timeline import kernels_of, length, merged
 from refimpl.gpu.twins import Twins
 from refimpl.gpu.workload import STAGES, Workload, differing
@@ -121,6 +123,14 @@ def test_whoever_ends_the_check_finds_a_report(tmp_path: Path) -> None:
 def test_a_machine_without_nvidia_smi_gets_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert driver() == "unknown: nvidia-smi does not say"
+
+
+def test_that_waits_are_looked_for_is_no_wait() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all synchronizing ...")
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:150.)")
+    assert waits_among(told) == [f"test_check.py:{told[1].lineno}"]
 
 
 def test_what_a_profiler_says_of_the_host_is_no_kernel() -> None:
