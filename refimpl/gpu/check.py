@@ -44,10 +44,12 @@ def run_part(name: str, device: str, seconds: float, out: Path) -> Result:
     command = [sys.executable, "-m", "refimpl.gpu.part", name, device, str(seconds), str(findings)]
     begun = time.monotonic()
     with log.open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+        process = None
         try:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+            print(f"{name} ...", flush=True)
             code = process.wait(seconds)
             ended = "" if code == 0 else f"exit code {code}" if code > 0 else signal.Signals(-code).name
         except subprocess.TimeoutExpired:
@@ -55,7 +57,7 @@ def run_part(name: str, device: str, seconds: float, out: Path) -> Result:
         except KeyboardInterrupt:
             ended = STOPPED
         finally:
-            if process.poll() is None:
+            if process is not None and process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     lines = [json.loads(line) for line in findings.read_text().splitlines() if line.endswith("}")]
@@ -73,11 +75,10 @@ def check(device: str, out: Path, parts: Sequence[str], total: float = TOTAL) ->
         if left < 5 and device == "cuda":
             result = Result(name, 0.0, "no time was left", [], [])
         else:
-            print(f"{name} ...", flush=True)
             result = run_part(name, device, min(PARTS[name], left) if device == "cuda" else MINIATURE, out)
-        print(f"{name}: {result.verdict}, {result.seconds} s", flush=True)
         report.results.append(result)
         report.write(out)
+        print(f"{name}: {result.verdict}, {result.seconds} s", flush=True)
         if result.ended == STOPPED:
             break
     return report

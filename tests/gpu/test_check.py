@@ -115,6 +115,7 @@ def test_whoever_ends_the_check_finds_a_report(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "races ...\n"
         process.terminate()
+        process.communicate()
     assert process.returncode == 1
     [part] = json.loads((tmp_path / "report.json").read_text())["parts"]
     assert (part["name"], part["ended"]) == ("races", "stopped from outside")
@@ -128,8 +129,12 @@ def test_a_machine_without_nvidia_smi_gets_a_report(monkeypatch: pytest.MonkeyPa
 def test_that_waits_are_looked_for_is_no_wait() -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all synchronizing ...")
-        warnings.warn("called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:150.)")
+        warnings.warn(
+            "Synchronization debug mode is a prototype feature and does not detect all synchronizing ...", stacklevel=1
+        )
+        warnings.warn(
+            "called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:150.)", stacklevel=1
+        )
     assert waits_among(told) == [f"test_check.py:{told[1].lineno}"]
 
 
