@@ -38,8 +38,11 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
     if device.type == "cpu":
         choice.append("--collect-only")
     command = [sys.executable, "-m", "pytest", *choice]
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # none of what happens to be installed there
     last = ""
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=alone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
