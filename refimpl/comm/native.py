@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from refimpl.comm.collectives import NATIVE, Op, joined
-from refimpl.comm.transport import Library
+from refimpl.comm.transport import Library, movable
 from refimpl.comm.work import Steps
 
 
@@ -19,16 +19,16 @@ class Native(Library):
     gathers_lists = False  # it would gather into a buffer of its own, and copy
 
     def all_reduce(self, x: Tensor, op: Op) -> Steps:
-        yield lambda: self.start(dist.all_reduce, x, self._op(op))
+        yield lambda: self.begin(dist.all_reduce, x, self._op(op))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Steps:
-        yield lambda: self.start(_current("reduce_scatter"), out, x, self._op(op))
+        yield lambda: self.begin(_current("reduce_scatter"), out, x, self._op(op))
 
     def all_gather(self, chunks: list[Tensor], x: Tensor) -> Steps:
         if (whole := joined(chunks)) is not None:
             yield lambda: self.start(_current("all_gather"), whole, x)
         else:
-            yield lambda: self.start(dist.all_gather, chunks, x)
+            yield lambda: self.start(dist.all_gather, [movable(chunk) for chunk in chunks], x)
 
     def _op(self, op: Op) -> Any:
         """The mean of one rank's is its sum, which every version of NCCL gets right."""

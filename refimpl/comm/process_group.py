@@ -6,7 +6,8 @@ torch's own table of groups is where it is found, and it goes with the world.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -64,9 +65,26 @@ def anew(rows: Sequence[Sequence[int]], description: str | None = None) -> dist.
     if sum(map(len, rows)) == dist.get_world_size():
         made = [dist.new_group(list(row), group_desc=description) for row in rows][list(rows).index(mine)]
     else:
-        made = dist.new_group(list(mine), use_local_synchronization=True, group_desc=description)
+        with _not_split():
+            made = dist.new_group(list(mine), use_local_synchronization=True, group_desc=description)
     own: dist.ProcessGroup = made
     return own
+
+
+@contextmanager
+def _not_split() -> Iterator[None]:
+    """A group made inside is its own ranks' business.
+
+    Of a job that is bound to its devices torch lets NCCL split the communicator, for which all ranks of the job must
+    come (ncclCommSplit): where only some do, they wait for ever (pytorch issue 134314, pull request 129965).
+    """
+    job = dist.group.WORLD
+    assert job is not None
+    device, job.bound_device_id = job.bound_device_id, None
+    try:
+        yield
+    finally:
+        job.bound_device_id = device
 
 
 def _own(rows: Sequence[Sequence[int]]) -> Sequence[int]:
@@ -99,7 +117,8 @@ class ControlLine:
         """The first time a collective of the group."""
         if self._name is None:
             ranks = dist.get_process_group_ranks(by_name(self._group))
-            line = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            with _not_split():
+                line = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             assert line is not None
             self._name = line.group_name
         return by_name(self._name)

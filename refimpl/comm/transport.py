@@ -22,7 +22,7 @@ from refimpl.comm.process_group import by_name
 from refimpl.comm.streams import Lane, Streams, lane_of
 from refimpl.comm.work import Steps
 
-GLOO = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)  # and floating ones of two bytes or more
+KNOWN = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)  # and floating ones of two bytes or more
 SAME_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
@@ -145,9 +145,11 @@ class Library(Transport):
         return by_name(self._name)
 
     def start(self, transfer: Any, *args: Any, **options: Any) -> list[Any]:
-        """Start one of torch.distributed's collectives; what the host must wait for."""
-        if self.host_waits:
-            args = tuple(known_to_gloo(arg) if isinstance(arg, Tensor) else arg for arg in args)
+        """Start one of torch.distributed's collectives that move; what the host must wait for."""
+        return self.begin(transfer, *(movable(arg) if isinstance(arg, Tensor) else arg for arg in args), **options)
+
+    def begin(self, transfer: Any, *args: Any, **options: Any) -> list[Any]:
+        """The same, of tensors as they are: for what is added up."""
         handle = transfer(*args, **options, group=self.handle, async_op=self.host_waits)
         return [] if handle is None else [handle]
 
@@ -164,7 +166,7 @@ class Library(Transport):
     def recv(self, x: Tensor, source: int) -> Steps:
         here = self._on_wire(x)
         yield lambda: [dist.irecv(here, group=self.handle, group_src=source)]
-        if here is not x:
+        if here.device != x.device:
             x.copy_(here)
 
     def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
@@ -177,15 +179,15 @@ class Library(Transport):
             return list(dist.batch_isend_irecv([sending, receiving]))
 
         yield both
-        if here is not out:
+        if here.device != out.device:
             out.copy_(here)
 
     def _on_wire(self, x: Tensor) -> Tensor:
         """x where the library can read and fill it: gloo's send and recv hand its address to a socket."""
-        return x.cpu() if self.host_waits else x
+        return x.cpu() if self.host_waits else movable(x)
 
 
-def known_to_gloo(x: Tensor) -> Tensor:
-    """x, or its bytes under a dtype that gloo moves: it knows neither int16 nor float8, nor large unsigned numbers."""
-    fine = x.is_complex() or x.dtype in GLOO or (x.is_floating_point() and x.element_size() > 1)
+def movable(x: Tensor) -> Tensor:
+    """x, or its bytes under a dtype that gloo and NCCL know: not int16, large unsigned numbers and some float8."""
+    fine = x.is_complex() or x.dtype in KNOWN or (x.is_floating_point() and x.element_size() > 1)
     return x if fine else x.view(SAME_SIZE[x.element_size()])

@@ -15,7 +15,7 @@ from refimpl.comm.group import Group
 from refimpl.gpu.part import Finding
 from refimpl.gpu.workload import STAGES, Workload, differing, largest_difference, train
 
-NEAR = 1e-2  # of fp32 weights after 20 steps, relative to the largest of the tensor; other kernels round otherwise
+NEAR = 3e-2  # of fp32 weights after 20 steps, relative to the largest of the tensor; other kernels round otherwise
 
 
 def run(device: torch.device, seconds: float) -> Iterator[Finding]:

@@ -22,15 +22,17 @@ from refimpl.gpu.report import Report, Result
 # In this order, with the seconds each may take. Together 525: under nine minutes.
 PARTS = {
     "machine": 40,  # versions, alignment, NCCL with one rank
-    "agreement": 90,  # every stage ends with the same bits
-    "races": 130,  # the race hunt
-    "sanitizers": 60,  # torch's and CUDA's own
-    "steady": 50,  # host syncs and memory of a warm step
-    "timeline": 35,  # what runs beside what
-    "suite": 60,  # the tests marked gpu
-    "benches": 60,  # beside peers
+    "agreement": 80,  # every stage ends with the same bits
+    "races": 100,  # the race hunt
+    "sanitizers": 45,  # torch's and CUDA's own
+    "steady": 30,  # host syncs and memory of a warm step
+    "timeline": 30,  # what runs beside what
+    "suite": 90,  # the tests marked gpu
+    "kernels": 60,  # beside eager torch
+    "benches": 50,  # beside peers
 }
 TOTAL = 530.0
+STOPPED = "stopped from outside"
 MINIATURE = 300.0  # for each, on a CPU that may be busy with other things
 
 
@@ -42,16 +44,20 @@ def run_part(name: str, device: str, seconds: float, out: Path) -> Result:
     command = [sys.executable, "-m", "refimpl.gpu.part", name, device, str(seconds), str(findings)]
     begun = time.monotonic()
     with log.open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+        process = None
         try:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+            print(f"{name} ...", flush=True)
             code = process.wait(seconds)
             ended = "" if code == 0 else f"exit code {code}" if code > 0 else signal.Signals(-code).name
         except subprocess.TimeoutExpired:
             ended = f"not done after {seconds:.0f} s"
+        except KeyboardInterrupt:
+            ended = STOPPED
         finally:
-            if process.poll() is None:
+            if process is not None and process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     lines = [json.loads(line) for line in findings.read_text().splitlines() if line.endswith("}")]
@@ -69,11 +75,12 @@ def check(device: str, out: Path, parts: Sequence[str], total: float = TOTAL) ->
         if left < 5 and device == "cuda":
             result = Result(name, 0.0, "no time was left", [], [])
         else:
-            print(f"{name} ...", flush=True)
             result = run_part(name, device, min(PARTS[name], left) if device == "cuda" else MINIATURE, out)
-        print(f"{name}: {result.verdict}, {result.seconds} s", flush=True)
         report.results.append(result)
         report.write(out)
+        print(f"{name}: {result.verdict}, {result.seconds} s", flush=True)
+        if result.ended == STOPPED:
+            break
     return report
 
 
@@ -91,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends this finds a report too
     report = check(options.device, options.out, options.part)
     print(f"{options.out / 'report.md'}: {'passed' if report.passed else 'FAILED'}")
     return 0 if report.passed else 1

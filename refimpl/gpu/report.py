@@ -1,10 +1,12 @@
 """The report of one check: report.json for programs, report.md for people, both from the same data."""
 
 import datetime
+import importlib.util
 import json
 import platform
 import subprocess
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +81,19 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
     }
     if torch.cuda.is_available():
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found["driver"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+        found["driver"] = driver()
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        found["triton"] = metadata.version("triton") if importlib.util.find_spec("triton") else "none"
     return found
+
+
+def driver() -> str:
+    """Its version, as nvidia-smi says it; without that tool a report is still a report."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown: nvidia-smi does not say"
 
 
 def _text(value: object) -> str:

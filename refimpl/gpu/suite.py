@@ -1,22 +1,62 @@
-"""Every test that needs a GPU: those marked `gpu`, in the files that have one (others may import what is not here)."""
+"""Every test that needs a GPU: those marked `gpu`, in the files that have one (others may import what is not here).
 
+The kernels are compiled first, on all cores: one after the other, as the tests need them, that would take minutes.
+Triton keeps them on disk, so the next part finds them too. Each test is a finding of its own, told as soon as it ends.
+"""
+
+import multiprocessing
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from refimpl.gpu.part import Finding
+from refimpl.kernels.case import cases
+from refimpl.kernels.compiled import compile_case
+from refimpl.kernels.language import INSTALLED
 
 ROOT = Path(__file__).parents[2]
 MARK = "mark." + "gpu"  # this file has none
+ENDED = re.compile(r"(\S+::.*) (PASSED|FAILED|SKIPPED|ERROR)\b")
 
 
 def run(device: torch.device, seconds: float) -> Iterator[Finding]:
+    if device.type == "cuda" and INSTALLED:
+        major, minor = torch.cuda.get_device_capability(device)
+        compile_it = partial(compiled, capability=10 * major + minor)
+        with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+            spoilt = [text for text in pool.imap_unordered(compile_it, range(len(list(cases())))) if text]
+        yield Finding("kernels that do not compile", spoilt or "none", not spoilt)
     files = [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in file.read_text()]
-    choice = [*files, "-m", "gpu", "-p", "no:cacheprovider", *(["--collect-only"] if device.type == "cpu" else [])]
-    done = subprocess.run([sys.executable, "-m", "pytest", *choice], cwd=ROOT, capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines()
-    print(done.stdout, done.stderr)
-    yield Finding("tests marked gpu", lines[-1:] if done.returncode == 0 else lines[-15:], done.returncode == 0)
+    # Verbose, against the -q of our settings; a newer library's warning is not what is asked.
+    choice = [*files, "-m", "gpu", "-vv", "-W", "default", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    if device.type == "cpu":
+        choice.append("--collect-only")
+    command = [sys.executable, "-m", "pytest", *choice]
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # none of what happens to be installed there
+    last = ""
+    with subprocess.Popen(
+        command, cwd=ROOT, env=alone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last = line.strip() or last
+            if ended := ENDED.match(line):
+                yield Finding(ended[1], ended[2].lower(), {"PASSED": True, "SKIPPED": None}.get(ended[2], False))
+    yield Finding("tests marked gpu", last, process.wait() == 0)
+
+
+def compiled(number: int, capability: int) -> str:
+    """What is wrong with this case's kernels, "" if they compile for a GPU of this capability, as 90."""
+    case = list(cases())[number]
+    try:
+        compile_case(case, capability)
+    except Exception as error:  # whatever the compiler raises is what the report should say
+        return f"{case.name}: {type(error).__name__}: {error}"[:500]
+    return ""

@@ -53,9 +53,10 @@ def profiled(name: str, workload: Workload, group: Group) -> dict[str, float]:
         host = (time.perf_counter() - begun) * 1e3 / STEPS
         if on_gpu:
             torch.cuda.synchronize(group.device)
-    kernels: list[Any] = [e for e in profiler.events() or [] if not on_gpu or e.device_type.name == "CUDA"]
+    events: list[Any] = list(profiler.events() or [])
     if not on_gpu:
-        return {"operations": len(kernels) / STEPS, "host ms": host}
+        return {"operations": len(events) / STEPS, "host ms": host}
+    kernels = kernels_of(events)
     by_stream: dict[int, Spans] = {}
     for kernel in kernels:
         by_stream.setdefault(kernel.device_resource_id, []).append((kernel.time_range.start, kernel.time_range.end))
@@ -71,6 +72,11 @@ def profiled(name: str, workload: Workload, group: Group) -> dict[str, float]:
         "communication ms": length(other) / 1e3 / STEPS,
         "of it hidden": hidden,
     }
+
+
+def kernels_of(events: list[Any]) -> list[Any]:
+    """Those that ran on the device. What a `record_function` spans is told there too, and is no kernel."""
+    return [e for e in events if e.device_type.name == "CUDA" and not e.is_user_annotation]
 
 
 def merged(spans: Spans) -> Spans:

@@ -5,7 +5,6 @@ tensors, the GPU test compares them with the reference in float64, `refimpl benc
 """
 
 import importlib
-import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +40,10 @@ def short(dtype: torch.dtype) -> str:
 
 def cases(small: bool = False) -> Iterator[Case]:
     """Those of every file in this folder, by file name; `small`: those for a CPU, which a file calls SMALL."""
-    for module in sorted(pkgutil.iter_modules([str(Path(__file__).parent)]), key=lambda found: found.name):
-        yield from getattr(importlib.import_module(f"{__package__}.{module.name}"), "SMALL" if small else "CASES", ())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        if "\nCASES = " in file.read_text():  # others may import what is not everywhere, as numpy
+            module = importlib.import_module(f"{__package__}.{file.stem}")
+            yield from getattr(module, "SMALL" if small else "CASES", ())
 
 
 def outputs(result: Any) -> list[Tensor]:

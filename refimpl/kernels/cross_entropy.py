@@ -114,6 +114,9 @@ def forward_kernel(
                 col = start + tl.arange(0, BLOCK)
                 tl.store(at_grad + col, tl.zeros([BLOCK], grad.dtype.element_ty), col < size)
     else:
+        # Before the sums, for which the warps wait for each other: later one may have the gradient there already.
+        known = (target >= 0) & (target < size)
+        aim = tl.load(at + target, known, float("nan")).to(tl.float32)
         top = tl.full([], float("-inf"), tl.float32)
         total = tl.zeros([], tl.float32)
         plain = tl.zeros([], tl.float32)
@@ -126,8 +129,6 @@ def forward_kernel(
             plain += tl.sum(tl.where(col < size, x, 0.0), 0)
             top = higher
         log = top + tl.log(total)
-        known = (target >= 0) & (target < size)
-        aim = tl.load(at + target, known, float("nan")).to(tl.float32)
         weight = 1.0
         if MEAN:
             weight /= tl.load(count).to(tl.float32)

@@ -95,7 +95,8 @@ def copy_engine(*tensors: Tensor) -> bool:
         return False
     if any(stride % 8 or stride == 0 for x in tensors for stride in (*x.stride()[:-1], x.shape[-1])):
         return False
-    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, device=first.device, dtype=torch.int8))
+    device = first.device  # alone: Triton keeps the function, and with it a tensor of ours
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, device=device, dtype=torch.int8))
     return True
 
 

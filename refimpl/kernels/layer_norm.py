@@ -156,6 +156,7 @@ def backward_long_kernel(
                 g *= tl.load(weight + col, col < size, 0.0).to(tl.float32)
             total += g
             product += g * h
+        # For these sums the warps wait for each other: a partial sum may be loaded by another one than has stored it.
         mean_g, mean_gh = tl.sum(total, 0) / size, tl.sum(product, 0) / size
         for start in range(0, size, BLOCK):
             col = start + tl.arange(0, BLOCK)

@@ -132,6 +132,7 @@ def backward_long_kernel(
             if WEIGHT:
                 g *= tl.load(weight + col, col < size, 0.0).to(tl.float32)
             total += g * h
+        # For this sum the warps wait for each other: a partial sum may be loaded by another one than has stored it.
         mean = tl.sum(total, 0) / size
         for start in range(0, size, BLOCK):
             col = start + tl.arange(0, BLOCK)

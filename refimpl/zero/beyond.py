@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from refimpl.comm.group import Group
+from refimpl.comm.streams import told
 from refimpl.zero.flat import Bucket
 
 Spans = tuple[tuple[int, int], ...]  # of a parameter's elements, laid out flat
@@ -35,7 +36,7 @@ class Beyond:
 
     def all_squares(self, mine: float) -> float:
         """The sum of squares of all parts, the same on every rank; `mine` is this part's. A collective."""
-        message = torch.tensor([mine], dtype=torch.float64, device=self.group.device)
+        message = told([mine], torch.float64, self.group.device)
         self.group.all_reduce(message, "sum", tag="norm")
         self.group.settle()
         return float(message.item())

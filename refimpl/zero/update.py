@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from refimpl.comm.group import Group
+from refimpl.comm.streams import told
 from refimpl.optim.loss_scale import LossScaler
 from refimpl.zero.beyond import Beyond
 from refimpl.zero.config import ZeroConfig
@@ -162,7 +163,7 @@ class Update:
         for bucket in self.owned:
             members.setdefault(bucket.group, []).extend(bucket.params)
         params = members.pop(self.group)
-        message = torch.tensor([0.0, *(p not in used for p in params)], dtype=torch.float64, device=self.group.device)
+        message = told([0.0, *(p not in used for p in params)], torch.float64, self.group.device)
         known = self.resting.squares if self.resting else {}
         for bucket, gradient in gradients.items():
             mine = bucket.shard(gradient) if gradient.numel() == bucket.padded else gradient  # of what every rank has
@@ -275,7 +276,7 @@ class Update:
 
 def unused_by_all(group: Group, params: list[nn.Parameter], used: set[nn.Parameter]) -> set[nn.Parameter]:
     """Those of `params` that no rank of `group` has used. A collective."""
-    missed = torch.tensor([p not in used for p in params], dtype=torch.float32, device=group.device)
+    missed = told([p not in used for p in params], torch.float32, group.device)
     group.all_reduce(missed, "sum", tag="norm")
     group.settle()
     return {p for p, ranks in zip(params, missed.tolist(), strict=True) if ranks == group.size}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from refimpl.comm.streams import told
 from refimpl.zero.slices import Slices
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class WholeSquares:
         for group, members in self.cut().items():
             message = torch.zeros(len(members), squares.shape[1], dtype=torch.float64, device=group.device)
             mine = [(at, row_of[p]) for at, p in enumerate(members) if p in row_of]
-            there, here = torch.tensor(mine, dtype=torch.int64, device=group.device).view(-1, 2).unbind(1)
+            there, here = told(mine, torch.int64, group.device).view(-1, 2).unbind(1)
             message[there] = squares[here].to(group.device)
             group.all_reduce(message, "sum", tag="whole squares")
             group.settle()

@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import worlds
 from torch import Tensor
 
 from refimpl.comm import halving, ring, tree
 from refimpl.comm.group import Group
+from refimpl.comm.native import Native
+from refimpl.comm.streams import Streams
 
 UNKNOWN_TO_GLOO = [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
 ALGORITHMS: list[Any] = [ring, halving]
@@ -51,14 +54,15 @@ def moved(group: Group) -> None:
         assert same(out, rows[rank - 1]), dtype
 
 
-def by_both() -> None:
+def by_each() -> None:
     for transport in ("gloo", "shared"):
         moved(Group.world(transport=transport))
+    moved(Group(dist.group.WORLD, transport=Native(dist.group.WORLD, "nccl", Streams())))  # its way, spoken by gloo
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_dtype_is_moved_bit_for_bit(ranks: int) -> None:
-    worlds.run(by_both, ranks=ranks, device="cpu")
+    worlds.run(by_each, ranks=ranks, device="cpu")
 
 
 def added() -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from refimpl import launch
 from refimpl.comm.axes import neighbours
 from refimpl.comm.group import Group
 from refimpl.comm.mesh import Mesh
+from refimpl.comm.process_group import ControlLine, anew, by_name
 
 run = functools.partial(worlds.run, device="cpu")  # gloo, also where there is a GPU
 
@@ -155,6 +157,25 @@ def test_lines_of_the_same_ranks_share_one_process_group() -> None:
         assert Mesh({"data": 2, "model": 2}).group("data", "model").handle is dist.group.WORLD
 
     run(check, ranks=4)
+
+
+def test_a_group_of_some_ranks_waits_for_no_others() -> None:
+    """A job on NCCL is bound to its devices: torch would split its communicator, for which every rank must come."""
+
+    def check() -> None:
+        job, cpu, device = dist.group.WORLD, torch.device("cpu"), torch.device("cuda:0")
+        assert job is not None
+        job.bound_device_id = device
+        with mock.patch.object(dist.distributed_c10d, "_get_split_source", side_effect=AssertionError("a split")):
+            if job.rank() != 1:
+                group = Group(anew([[0, 2]]), device=cpu)
+                group.all_reduce(x := torch.ones(2))
+                assert x.tolist() == [2, 2]
+                dist.barrier(ControlLine(by_name(group.handle.group_name), "nccl").handle)
+        assert job.bound_device_id == device
+        job.bound_device_id = None
+
+    launch.run(check, ranks=3, device="cpu")
 
 
 def test_a_group_of_a_users_own_is_not_taken() -> None:

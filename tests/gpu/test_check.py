@@ -2,7 +2,11 @@
 
 import importlib
 import json
+import subprocess
+import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +14,15 @@ from stream_log import Recorder, Watch, races
 
 from refimpl.comm.work import Steps
 from refimpl.gpu import races as hunt
+from refimpl.gpu import suite
 from refimpl.gpu.check import PARTS, TOTAL, check, main
 from refimpl.gpu.part import Part
-from refimpl.gpu.report import Report, Result
-from refimpl.gpu.timeline import length, merged
+from refimpl.gpu.report import Report, Result, driver
+from refimpl.gpu.steady import waits_among
+from refimpl.gpu.timeline import kernels_of, length, merged
 from refimpl.gpu.twins import Twins
 from refimpl.gpu.workload import STAGES, Workload, differing
+from refimpl.kernels.case import Case, cases
 
 CPU = torch.device("cpu")
 SMALL = Workload(width=64, layers=1, steps=2)
@@ -61,6 +68,83 @@ def test_what_a_part_found_before_its_time_was_over_is_kept(tmp_path: Path) -> N
     assert "- ok: a: 1\n- **FAILED**: b: x 1\n" in report.markdown()
     assert report.results[0].verdict == "FAILED (1 of 2 checks)"
     assert not report.passed
+
+
+def test_each_test_is_a_finding_as_soon_as_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be imported, and a warning, take no other test along."""
+    file = tmp_path / "tests" / "test_some.py"
+    file.parent.mkdir()
+    file.write_text(SOME_TESTS)
+    (file.parent / "test_broken.py").write_text("import nobody_has_this  # mark.gpu")
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "-q"\nfilterwarnings = ["error"]\n')
+    monkeypatch.setattr(suite, "ROOT", tmp_path)
+    monkeypatch.setattr(suite, "INSTALLED", False)
+    found = {f.name.rpartition("::")[2]: f.passed for f in suite.run(torch.device("cuda"), 60)}
+    assert found == {
+        "test_warns[a case]": True, "test_fails": False, "test_needs_more": None, "tests marked gpu": False,
+    }  # fmt: skip
+
+
+SOME_TESTS = """
+import warnings, pytest
+pytestmark = pytest.mark.gpu
+
+@pytest.mark.parametrize("what", ["a case"])
+def test_warns(what):
+    warnings.warn("deprecated")
+
+def test_fails():
+    assert False
+
+def test_needs_more():
+    pytest.skip("two GPUs")
+"""
+
+
+def test_a_kernel_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(case: Case, capability: int) -> list[object]:
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(suite, "compile_case", broken)
+    assert suite.compiled(0, 90) == f"{next(cases()).name}: RuntimeError: PassManager::run failed"
+
+
+def test_whoever_ends_the_check_finds_a_report(tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "-m", "refimpl.gpu", "--device", "cpu", "--part", "races", "machine"]
+    with subprocess.Popen([*command, "--out", tmp_path], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "races ...\n"
+        process.terminate()
+        process.communicate()
+    assert process.returncode == 1
+    [part] = json.loads((tmp_path / "report.json").read_text())["parts"]
+    assert (part["name"], part["ended"]) == ("races", "stopped from outside")
+
+
+def test_a_machine_without_nvidia_smi_gets_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert driver() == "unknown: nvidia-smi does not say"
+
+
+def test_that_waits_are_looked_for_is_no_wait() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        warnings.warn(
+            "Synchronization debug mode is a prototype feature and does not detect all synchronizing ...", stacklevel=1
+        )
+        warnings.warn(
+            "called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:150.)", stacklevel=1
+        )
+    assert waits_among(told) == [f"test_check.py:{told[1].lineno}"]
+
+
+def test_what_a_profiler_says_of_the_host_is_no_kernel() -> None:
+    """Kineto tells the span of every `record_function`, as of an optimizer's step, on the device too."""
+    kernel, span, host = (
+        SimpleNamespace(device_type=SimpleNamespace(name=name), is_user_annotation=said)
+        for name, said in (("CUDA", False), ("CUDA", True), ("CPU", False))
+    )
+    assert kernels_of([kernel, span, host]) == [kernel]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only without a GPU")

@@ -1,10 +1,13 @@
 """Flash attention beside torch's attention in float64: masks, lengths, widths, layouts, and what it reads."""
 
+import weakref
+
 import pytest
 import torch
 from agreement import BOUND, assert_agrees
 from torch import Tensor
 
+from refimpl.kernels import flash_shapes
 from refimpl.kernels.count import counted
 from refimpl.kernels.flash_attention import flash_attention, flash_attention_varlen, reference, reference_varlen
 from refimpl.kernels.flash_backward import backward_tiles
@@ -248,3 +251,13 @@ def test_the_gradient_has_no_gradient(device: torch.device) -> None:
     (grad,) = torch.autograd.grad(flash_attention(q, q, q).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
+
+
+def test_what_gives_a_kernel_memory_keeps_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton holds the function that it was given last: an activation would live with it."""
+    monkeypatch.setattr(flash_shapes, "INTERPRETED", False)
+    x = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="meta")
+    alive = weakref.ref(x)
+    assert flash_shapes.copy_engine(x)
+    del x
+    assert alive() is None

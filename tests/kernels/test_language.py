@@ -46,9 +46,11 @@ def test_training_on_a_cpu_imports_no_kernel() -> None:
     )
 
 
-def test_the_room_opens_without_triton() -> None:
+def test_the_room_opens_without_triton_and_numpy() -> None:
     code = """
-import importlib.util, sys, torch
+import importlib.util, sys
+sys.modules["numpy"] = None
+import torch
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
 from refimpl.kernels.case import cases

@@ -100,7 +100,7 @@ class Recorder(Streams):
 
 
 class Watch(TorchDispatchMode):
-    """Logs every access to memory with the recorder's current stream. `syncs`: how often the host asked for a value."""
+    """Logs every access to memory with the recorder's current stream. `syncs`: how often the host waits."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -126,6 +126,7 @@ class Watch(TorchDispatchMode):
             return tolist(tensor)
 
         def copied(*args: Any, **options: Any) -> Tensor:
+            self.syncs += "device" in options and "pin_memory" not in options  # the host waits for such a copy
             tensor = tensor_of(*args, **options)
             if tensor.numel():
                 self._kernel("from the host", set(), {self._block_of(tensor.untyped_storage(), fresh=True)})

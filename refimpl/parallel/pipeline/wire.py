@@ -118,7 +118,7 @@ class Wire:
             group.recv(size, source, tag="pipeline headers")
             header = torch.empty(int(size.item()), dtype=torch.uint8, device=group.device)
             group.recv(header, source, tag="pipeline headers")
-            self.form = pickle.loads(header.cpu().numpy().tobytes())  # from a rank of this job
+            self.form = pickle.loads(bytes(header.tolist()))  # from a rank of this job
         assert self.form is not None
         tag = f"pipeline {self.name.partition(' ')[0]}"
         tensors = [torch.empty(room.shape, dtype=room.dtype, device=group.device) for room in self.form.rooms]

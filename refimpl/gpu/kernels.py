@@ -1,0 +1,26 @@
+"""`refimpl bench kernels` on a GPU, without torch.compile, which takes minutes: each kernel beside eager torch."""
+
+from collections.abc import Iterator
+
+import torch
+
+from refimpl.bench.kernels import find_limits, heat
+from refimpl.gpu.part import Finding
+from refimpl.kernels.case import cases
+
+
+def run(device: torch.device, seconds: float) -> Iterator[Finding]:
+    small = device.type == "cpu"
+    limits, _ = find_limits(device)
+    yield Finding("limits of this machine, TB/s and TFLOP/s", [limits.bytes_s / 1e12, limits.flops_s / 1e12])
+    for case in list(cases(small))[: 1 if small else None]:
+        try:
+            rows = list(heat(case, device, limits, deadline=0.0))
+        except Exception as error:  # one that fails must not hide the others
+            yield Finding(case.name, f"{type(error).__name__}: {error}", False)
+            continue
+        for row in rows:
+            if row.ms is not None:
+                rate = {"TFLOP/s": row.tflop_s} if row.tflop_s else {"TB/s": row.tb_s}
+                found = {"ms": row.ms, **rate, "of the limit": row.of_limit, "of eager's time": row.beside_eager}
+                yield Finding(f"{case.name}, {row.step}, {row.way}", {**found, "off": row.off})
