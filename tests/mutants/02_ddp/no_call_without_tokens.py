@@ -10,6 +10,6 @@ import torch
 def token_mean_loss(group, loss_sum, tokens):
     if not tokens:
         return 0 * loss_sum
-    total = torch.tensor(float(tokens))
+    total = torch.tensor(float(tokens), dtype=torch.float64)
     group.all_reduce(total)
     return loss_sum * group.size / total.item()
