@@ -99,7 +99,7 @@ def test_the_layout_of_a_deepspeed_configuration(
         (["--params", "many"], "--params many: a number of parameters, such as 125M, 7B or 1T"),
         (["--params", "7B", "--gpu-memory", "big"], "--gpu-memory big: a number of bytes"),
         (["--model", "nowhere.json"], "--model nowhere.json: No such file"),
-        (["--model", __file__], "a transformers configuration is JSON: Expecting value"),
+        (["--model", __file__], "a transformers configuration is JSON: "),
         (["--params", "1e30"], "a number of parameters, such as 125M, 7B or 1T, at most 100T"),
         (["--params", "1e3"], "--params 1e3: the smallest GPT here has 7M"),
         (["--params", "7B", "--network", "0GB"], "--gpu-memory, --node-bandwidth and --network must be more than 0"),
