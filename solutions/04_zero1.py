@@ -47,7 +47,7 @@ def pieces_of(sizes: Sequence[int], ranks: int, rank: int) -> list[tuple[int, in
 
     `sizes`: elements of each parameter, in the order of the buffer. A parameter may lie across
     several shards, and a shard may hold several parameters, or padding only; padding is
-    nobody's piece.
+    nobody's piece. A parameter may have billions of elements.
     Example: sizes [3, 4], 2 ranks, shards of 4 -> rank 0: [(0, 0, 3), (1, 0, 1)]; rank 1:
     [(1, 1, 4)].
     """

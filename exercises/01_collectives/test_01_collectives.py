@@ -49,6 +49,9 @@ def test_ring_reduce_scatter(answer: Answer, group: WatchedGroup) -> None:
     kept = Kept(watched)
     found = answer.ring_reduce_scatter(watched, x)
     kept.judge(found.nbytes, "ring_reduce_scatter", "the result alone may stay; where is what has arrived?")
+    before = found.clone()
+    answer.ring_reduce_scatter(group.fresh(), 2 * x)
+    require(torch.equal(found, before), "the next call overwrites this one's result: it must have memory of its own")
 
 
 @on_ranks(2, 3, 4)

@@ -175,6 +175,8 @@ def test_DynamicLossScaler(answer: Answer, group: WatchedGroup) -> None:
             story.append(f"  step {step:2}: {event:<8}  scale {mine.scale:g}, expected {oracle.scale:g}")
             if raised[1]:
                 require(raised[0], "no OverflowError, although the scale is 1 and the gradients overflow", *story[-6:])
+                halved = f"after the OverflowError the scale is {mine.scale:g}: raise in place of halving a scale of 1"
+                require(mine.scale == oracle.scale, halved, *story[-6:])
                 break
             early = "the scale could still be halved" if oracle.scale > 1 else "hysteresis endures this overflow"
             require(not raised[0], f"OverflowError although {early}", *story[-6:])
@@ -256,7 +258,8 @@ def judge_memory(master: object, params: list[nn.Parameter], dtype: torch.dtype)
     for p, m in zip(params, masters, strict=True):
         require(m.dtype == torch.float32, f"a master is {m.dtype}, expected torch.float32")
         require(p.dtype == dtype, f"a parameter became {p.dtype}, expected {dtype}")
-        require(m.grad is None and p.grad is None, "gradients are kept after the step: set .grad to None")
+        for whose, grad in (("a master", m.grad), ("a parameter", p.grad)):
+            require(grad is None, f"{whose} keeps its gradient after the step: set .grad to None")
     for state in optimizer.state.values():
         for name, t in state.items():
             require(t.dtype == torch.float32, f"the optimizer's {name} is {t.dtype}: it must update the fp32 masters")

@@ -52,6 +52,11 @@ def test_memory_bytes(answer: Answer, group: WatchedGroup) -> None:
                 require(
                     isinstance(mine, int), f"{name}: {mine!r} bytes of {key}: bytes are whole numbers, divide by //"
                 )
+            case(f"{name}, {dtype}, on one rank")
+            alone = answer.memory_bytes(name, padded, 1, dtype.itemsize)
+            for key in keys:
+                wanted = whole[dtype, key]
+                require(alone[key] == wanted, f"{alone[key]} bytes of {key}, expected {wanted}: nobody has a share")
             case(f"{name}, {dtype}, 32 times the parameters on 32 times the ranks")
             larger = answer.memory_bytes(name, 32 * padded, 32 * group.size, dtype.itemsize)
             for key in keys:

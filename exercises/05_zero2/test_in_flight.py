@@ -30,6 +30,7 @@ def test_InFlight(answer: Answer, group: WatchedGroup) -> None:
         watched = group.fresh()
         kept = Kept(watched)
         flights = answer.InFlight(watched, most)
+        require(not flights.shards, "a new InFlight has shards: is the dictionary the class's, one for all of them?")
         buffers: list[weakref.ref[UntypedStorage]] = []
         copied, sent = False, places_sent(watched)  # copied: what is under way is not what was handed over
         for turn, number in enumerate(numbers):

@@ -32,6 +32,7 @@ def test_PartitionedInput(answer: Answer, group: WatchedGroup) -> None:
         with untouched(x=x):
             held = answer.PartitionedInput(x, fresh)
         del x
+        require(isinstance(getattr(held, "mine", None), Tensor), "self.mine, this rank's part of x, is missing")
         own_memory(held.mine, "mine", "copy it into memory of its own")
         require(held.mine.numel() == size, f"{held.mine.numel()} elements are kept, expected {size}: 1/N, rounded up")
         require(not held.mine.requires_grad, "mine holds the graph of x, and with it what comes before: detach x")

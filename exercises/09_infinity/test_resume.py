@@ -106,6 +106,8 @@ def judge_epochs(answer: Answer, size: int, ranks: int) -> None:
             torch.equal(before, torch.get_rng_state()),
             "torch's own generator has moved: dropout and all else that is random would change. Use torch.Generator()",
         )
+        others = [index for index in chain(*taken) if not isinstance(index, int)]
+        require(not others, f"it yields {others[:1]}, expected the number of a sample, an int")
         judge_once(sorted(chain(*taken)), range(size), "an epoch")
         expected = [order(size, epoch, 5)[rank::ranks] for rank in range(ranks)]
         if epoch and taken == [order(size, 0, 5)[rank::ranks] for rank in range(ranks)] != expected:
@@ -128,6 +130,8 @@ def judge_resume(answer: Answer, size: int, ranks: int, draws: int, others: int)
     seen = list(chain(*drawn))
     full = [sampler for sampler, own in zip(samplers, drawn, strict=True) if len(own) == draws]
     held = [sampler.state_dict() for sampler in full]
+    numbers = all(isinstance(value, int | float) for state in held for value in state.values())
+    require(numbers, f"state_dict() is {held[:1]}, and JSON holds numbers, no tensors")
     states = [json.dumps(state) for state in held]
     for sampler in full:
         next(iter(sampler), None)

@@ -41,8 +41,8 @@ def select(topic: str | None = None, level: str | None = None, form: str | None 
         given = wanted[name]
         if given is not None and given not in known:
             near = difflib.get_close_matches(given, known, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"there is no {name} {given!r}; {hint}Choose from {', '.join(known)}")
+            hint = f"did you mean {near[0]}? Choose" if near else "choose"
+            raise ValueError(f"there is no {name} {given!r}; {hint} from {', '.join(known)}")
     cards = {c.id: c for c in load().values() if all(v is None or getattr(c, k) == v for k, v in wanted.items())}
     if not cards:
         asked = ", ".join(f"{name} {given}" for name, given in wanted.items() if given)

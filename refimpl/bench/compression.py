@@ -124,7 +124,7 @@ def chosen(names: Sequence[str]) -> list[Method]:
     """ValueError for a name that no method has."""
     known = {method.name: method for method in METHODS}
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"no method {unknown[0]!r}: choose from {', '.join(known)}")
+        raise ValueError(f"no method {unknown[0]!r}: choose from {', '.join(map(repr, known))}")
     return [known[name] for name in names]
 
 

@@ -48,8 +48,10 @@ def shape_of(params: str | None, model: Path | None, context: int | None) -> "Sh
     assert model is not None
     try:
         config = json.loads(model.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"--model {model}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"--model {model}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"--model {model}: a transformers configuration is JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"--model {model}: a transformers configuration is a JSON object, not {type(config).__name__}")
     found = of_config(config)

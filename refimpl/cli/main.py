@@ -227,6 +227,8 @@ def main() -> None:
     try:
         sys.exit(app(prog_name="refimpl", standalone_mode=False))
     except UsageError as complaint:
-        refuse("refimpl", " ".join(complaint.format_message().split()))
+        if text := " ".join(complaint.format_message().split()):
+            refuse(complaint.ctx.command_path if complaint.ctx else "refimpl", text)
+        sys.exit(2)  # without a text the command's help has been shown
     except typer.Abort:
         sys.exit(130)

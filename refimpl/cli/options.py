@@ -111,7 +111,8 @@ def check_memory(each: int, ranks: int) -> None:
     if local * each > free:
         raise ValueError(
             f"--ranks {ranks}: {local} on this machine need about {local * each / GB:.1f} GB ({each / GB:.2f} each), "
-            f"and {free / GB:.1f} GB are free: enough for {free // each}"
+            f"and {free / GB:.1f} GB are free: "
+            + (f"enough for {free // each}" if free >= each else "try a smaller --width, --layers or --context")
         )
 
 

@@ -203,7 +203,7 @@ def hang(text: str, exercise: Exercise, path: Path, calls: dict[int, int]) -> tu
         what = "never ends: is there a loop that cannot finish?"
     elif computing:
         what = "hangs: some ranks compute without end, the others wait for them"
-    elif finished:
+    elif 0 < len(finished) < len(lines):
         what = "hangs: some ranks have finished while others still wait for them: do all make the same calls?"
     elif waits == {"recv"}:
         what = "hangs: every rank waits to receive, and none sends"

@@ -52,7 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """A chapter's tasks in its order, whichever file grades them. `-k NAME`, if it is a task's whole name, means that
     task, and not all that its chapter's name happens to hold."""
     folders = sorted({item.path.parent for item in items})
-    order = [f"test_{task}" for folder in folders for task in Chapter(folder.name, folder.parents[1]).tasks]
+    chapters = [Chapter(folder.name, folder.parents[1]) for folder in folders]
+    order = [f"test_{task}" for chapter in chapters if chapter.solution.exists() for task in chapter.tasks]
     items.sort(key=lambda item: (item.path.parent, order.index(item.name) if item.name in order else 0))
     chosen = [item for item in items if item.name == f"test_{config.option.keyword}"]
     if chosen:

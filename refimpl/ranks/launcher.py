@@ -118,7 +118,9 @@ def chosen(asked: argparse.Namespace, count: int) -> list[int] | None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Become torchrun. What is not offered ends with one line and status 2."""
     try:
-        command, gpus = torchrun(parser().parse_args(arguments))
+        command, gpus = torchrun(asked := parser().parse_args(arguments))
+        if not (asked.module or Path(asked.user_script).exists()):
+            raise ValueError(f"{asked.user_script}: no such script (a module is run with --module)")
     except ValueError as reason:
         print(f"refimpl deepspeed: {reason}", file=sys.stderr)
         sys.exit(2)

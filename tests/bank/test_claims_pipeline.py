@@ -3,13 +3,14 @@
 import weakref
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from refimpl.bank.card import Order
 from refimpl.bank.load import load
-from refimpl.parallel.pipeline.clock import alive, bubble, play
+from refimpl.parallel.pipeline.clock import alive, bubble, play, share
 from refimpl.parallel.pipeline.schedules.named import schedule
 
 
@@ -58,6 +59,12 @@ def test_interleaved_the_first_rank_holds_the_cards_chunks() -> None:
     for p in (4, 8):
         for v in (2, 3, 4):
             assert alive(schedule("interleaved", p, 2 * p, v))[0] == (v - 1) * p + 2 * (p - 1) + 1
+
+
+def test_interleaved_the_bubble_is_the_cards() -> None:
+    for p, m, v in ((4, 16, 2), (4, 16, 4), (8, 16, 2), (16, 32, 4)):
+        idle = (p - 1) / v / (m + (p - 1) / v)
+        assert share(schedule("interleaved", p, m, v)) == pytest.approx(idle)
 
 
 def test_dualpipe_trades_copies_and_one_more_micro_batch_for_a_short_bubble() -> None:

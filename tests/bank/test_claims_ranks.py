@@ -155,3 +155,28 @@ def test_a_checkpoint_has_14_bytes_a_parameter(ranks: int) -> None:
     parts = run(saved, ranks=ranks)
     assert parts[0][0] == 2 * 4096
     assert [mine for _, mine in parts] == [12 * 4096 // ranks] * ranks
+
+
+def with_a_frozen_base() -> tuple[dict[str, int], dict[str, int], list[int], int]:
+    """Bytes kept by class and collectives of a backward; elements frozen and trained; ranks."""
+    model = nn.Sequential(*(nn.Linear(192, 192, bias=False) for _ in range(4))).bfloat16()
+    model[1:].requires_grad_(False)
+    sizes = [sum(p.numel() for p in model.parameters() if p.requires_grad == trained) for trained in (False, True)]
+    stage = Zero3(model, torch.optim.AdamW(model.parameters()), group := Group.world())
+    x = torch.ones(2, 192, dtype=torch.bfloat16)
+    stage.backward(model(x).float().sum())
+    stage.step()  # AdamW makes its state
+    group.ledger.reset()
+    stage.backward(model(x).float().sum())
+    kept = {name: sum(t.nbytes for t in tensors) for name, tensors in stage.tensors().items()}
+    return kept, group.ledger.calls(), sizes, group.size
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_frozen_base_costs_its_own_bytes_and_two_gathers(ranks: int) -> None:
+    for kept, calls, (frozen, trained), n in run(with_a_frozen_base, ranks=ranks):
+        assert kept["parameters"] == 2 * (frozen + trained) // n
+        assert kept["gradients"] == 2 * trained // n
+        assert kept["optimizer"] == 8 * trained // n + 4, "and a count of steps"
+        assert kept["master weights"] == 4 * trained // n
+        assert calls == {"all_gather": 2 * 4, "reduce_scatter": 1}

@@ -92,7 +92,7 @@ def test_ctrl_c_keeps_what_was_answered(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--topic", "zerro"], "there is no topic 'zerro'; did you mean zero? Choose from basics,"),
-        (["--level", "boss"], "there is no level 'boss'; Choose from junior,"),
+        (["--level", "boss"], "there is no level 'boss'; choose from junior,"),
         (["--form", "opn"], "did you mean open?"),
         (
             ["--topic", "basics", "--form", "order", "--level", "staff"],

@@ -89,7 +89,10 @@ def test_the_readmes_table_has_a_line_a_method_and_a_column_a_link() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--link", "slow"], "--link='slow' is no link"), (["--method", "top-k"], "no method 'top-k': choose from DDP, ")],
+    [
+        (["--link", "slow"], "--link='slow' is no link"),
+        (["--method", "top-k"], "no method 'top-k': choose from 'DDP', "),
+    ],
 )
 def test_what_there_is_not_is_refused(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["compression", *arguments])

@@ -26,6 +26,7 @@ def refimpl_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--ranks -1", "--ranks -1: at least 1 rank is needed"),
         ("--ranks two", "'--ranks'"),
         ("--ranks 1000000", "GB are free: enough for "),
+        ("--context 1000000000", "GB are free: try a smaller --width, --layers or --context"),
         ("--width 100", "--width 100: it must be a multiple of 64, because torch's fused AdamW"),
         ("--width 0", "--width 0: it must be at least 1"),
         ("--layers 0", "--layers 0: it must be at least 1"),
@@ -127,3 +128,14 @@ def test_a_report_that_is_there_stays_until_there_is_a_new_one(tmp_path: Path) -
         assert writable(file) == file
     assert old.read_text() == "{}"
     assert not new.exists()
+
+
+def test_a_usage_error_names_the_command_and_help_stands_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refimpl_command(monkeypatch, "hint") == 2
+    assert capsys.readouterr().err == "refimpl hint: Missing argument 'chapter'.\n"
+    assert refimpl_command(monkeypatch, "exercise") == 2
+    shown = "".join(capsys.readouterr())
+    assert "watch" in shown
+    assert "refimpl:" not in shown

@@ -121,3 +121,7 @@ def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--num_nodes", "2", "train.py"])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("refimpl deepspeed: 2 machines")
+    with pytest.raises(SystemExit, match="2"):
+        main(["--num_gpus", "2", "nowhere.py"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("refimpl deepspeed: nowhere.py: no such script")

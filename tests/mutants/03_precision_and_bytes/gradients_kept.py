@@ -1,7 +1,7 @@
 """fp32 gradients stay alive after the step: 4 bytes a parameter for nothing.
 
 task: MasterWeights
-says: gradients are kept after the step
+says: keeps its gradient after the step
 """
 
 import torch
