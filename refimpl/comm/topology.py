@@ -141,6 +141,23 @@ def itself(group: Group, repeats: int = 4) -> float | None:
     return median(pair.alpha for pair in measure(fast, SIZES[:2], repeats).pairs.values())
 
 
+def floor(link: Link | None, message: float | None) -> str:
+    """Where a message takes more, in seconds, than the link should: that its latency is not to be had here."""
+    if link is None or message is None or message <= link.latency:
+        return ""
+    return (
+        f"a message takes {1e6 * message:.0f} us by itself, more than the link's {1e6 * link.latency:g} us: "
+        "this machine plays no shorter latency"
+    )
+
+
+def tell_floor(group: Group) -> None:
+    """Print `floor` on rank 0, if there is something to say. A collective."""
+    note = floor(group.link, itself(group))
+    if note and group.rank == 0:
+        print(note, flush=True)
+
+
 def _one_after_another(group: Group, sizes: Sequence[int], repeats: int) -> dict[Pair, list[float]]:
     """Every pair: seconds of one way for each size, from the smallest on."""
     mine: dict[Pair, list[float]] = {}
