@@ -2,10 +2,12 @@
 
 The link is that of `refimpl.comm.link`, the nodes are consecutive ranks of this machine. In each turn alpha and beta of
 both levels are measured anew (`topology.measure`), with messages as long as those of the algorithms and while all ranks
-send, as they do in a collective; then every way takes its turn. The formulas of `alpha_beta` are given nothing else. So
-a busy machine slows what is predicted as it slows what is measured, and a gain is that of one turn.
+send, as they do in a collective; then every way takes its turn, some calls in a row after one that does not count:
+ranks leave a barrier up to a millisecond apart, and would be charged with that. The formulas of `alpha_beta` are given
+nothing else. So a busy machine slows what is predicted as it slows what is measured, and a gain is that of one turn.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from refimpl import launch
-from refimpl.bench.race import Times, Turns, environment, race, slowest
+from refimpl.bench.race import Turns, environment
 from refimpl.comm import halving, hierarchy, ring, tree
 from refimpl.comm.alpha_beta import Choice, Levels, pieces, predict
 from refimpl.comm.axes import neighbours
@@ -29,12 +31,12 @@ from refimpl.comm.topology import tell_floor
 REPEATS = 2  # of a message
 HEAT = ("nodes", "ranks", "bytes", "link")  # what all rows of a heat have in common
 RING = Choice(two_level=False, algorithm="ring")
-Turn = tuple[Levels, Times]  # what the links were, and what each way took over them
+Turn = tuple[Levels, dict[str, float]]  # what the links were, and milliseconds of a call, way by way
 
 
 @dataclass(frozen=True)
 class Row:
-    """`ms`: of the slowest rank. `gain`: times as fast as the flat ring. Medians over turns; least and most of them."""
+    """`ms`: of a call. `gain`: times as fast as the flat ring. Medians over turns; least and most of them."""
 
     way: str
     nodes: int
@@ -63,9 +65,18 @@ def heat(each: int, size: int, link: Link, turns: Turns) -> list[Turn]:
     for _ in range(turns.warm_up + turns.turns):
         levels = measure_links(group, messages, REPEATS, each).by_nodes(each)
         ways = contestants(group, near, far, levels, x)
-        times = race(group, {str(way): call for way, call in ways.items()}, Turns(1, turns.steps, 0))
-        found.append((levels, times))
+        found.append((levels, {str(way): in_a_row(group, call, turns.steps) for way, call in ways.items()}))
     return found[turns.warm_up :]
+
+
+def in_a_row(group: Group, call: Callable[[], object], times: int) -> float:
+    """Milliseconds of one of so many calls, on this rank."""
+    group.barrier()
+    call()
+    begun = time.perf_counter()
+    for _ in range(times):
+        call()
+    return 1e3 * (time.perf_counter() - begun) / times
 
 
 def contestants(group: Group, near: Group, far: Group, levels: Levels, x: Tensor) -> dict[Choice, Callable[[], object]]:
@@ -92,7 +103,7 @@ def measure(
     each: int,
     sizes: Sequence[int],
     link: str,
-    turns: Turns = Turns(warm_up=1),  # noqa: B008
+    turns: Turns = Turns(),  # noqa: B008 (frozen)
 ) -> Iterator[list[Row]]:
     """The rows of one heat (nodes, bytes) at a time: `each` ranks a node, `sizes` in bytes. ValueError for the link."""
     asked = Link.parse(link)
@@ -100,16 +111,19 @@ def measure(
         for size in sizes:
             with environment({RANKS_PER_NODE: str(each)}):
                 results = launch.run(heat, each, size, asked, turns, ranks=count * each, device="cpu", timeout=600)
-            turn_by_turn = [
-                (ranks[0][0], slowest([times for _, times in ranks])) for ranks in zip(*results, strict=True)
-            ]
-            yield rows(turn_by_turn, size, link)
+            yield rows([slowest(ranks) for ranks in zip(*results, strict=True)], size, link)
+
+
+def slowest(ranks: Sequence[Turn]) -> Turn:
+    """One turn as its ranks saw it -> as the slowest did, way by way."""
+    levels, first = ranks[0]
+    return levels, {way: max(ms[way] for _, ms in ranks) for way in first}
 
 
 def rows(turn_by_turn: Sequence[Turn], size: int, link: str) -> list[Row]:
     """One row a way; the ring is what all are compared with."""
     levels, first = turn_by_turn[0][0], str(RING)
-    ms = [{way: median(calls) for way, calls in times.items()} for _, times in turn_by_turn]
+    ms = [turn for _, turn in turn_by_turn]
     formula = [
         {str(way): 1e3 * seconds for way, seconds in predict("all_reduce", size, found).items()}
         for found, _ in turn_by_turn

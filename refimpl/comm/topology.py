@@ -5,7 +5,7 @@ Sorted by the time of one middle-sized message, the pairs of a machine of nodes 
 between two neighbours in that order is the widest, and wide enough, lies the border. Who is joined by near pairs is a
 node. With nodes found, all ranks send to a neighbour inside at once, as in a collective, several messages one after
 another: they share memory and cores, and what one of these messages takes is the near link. (The first after a barrier
-waits for who left the barrier last: on a busy machine that is most of its time.) All ranks of two nodes do the same,
+does not count: it waits for who left the barrier last, up to a millisecond.) All ranks of two nodes do the same,
 which is the far link's alpha, and two ranks of a node send to two others: that tells how many cables there are
 (`alpha_beta.crowd`).
 
@@ -180,7 +180,7 @@ def _quick(sizes: Sequence[int], seconds: Sequence[float]) -> list[int]:
 
 def _together(group: Group, lines: Mapping[int, int], sizes: Sequence[int], repeats: int) -> list[float]:
     """Each rank of a node exchanges messages with one of the other: seconds of one, of the slowest, for each size."""
-    peers = {**lines, **{b: a for a, b in lines.items()}}
+    peer = {**lines, **{b: a for a, b in lines.items()}}.get(group.rank, -1)
     seconds = []
     for size in sizes:
         out, message = (torch.zeros(size, dtype=torch.uint8, device=group.device) for _ in range(2))
@@ -188,11 +188,11 @@ def _together(group: Group, lines: Mapping[int, int], sizes: Sequence[int], repe
         for _ in range(repeats + 1):
             group.barrier()
             begun = time.perf_counter()
-            if group.rank in peers:
-                peer = peers[group.rank]
-                for _ in range(ROW):
-                    group.send_recv(message, peer, out, peer, tag="topology")
-                group.settle()
+            for number in range(0 if peer < 0 else ROW + 1):
+                if number == 1:  # the first waits for who left the barrier last
+                    begun = time.perf_counter()
+                group.send_recv(message, peer, out, peer, tag="topology")
+            group.settle()
             times.append((time.perf_counter() - begun) / ROW)
         slowest = [max(repeat) for repeat in zip(*group.all_gather_object(times), strict=True)]
         seconds.append(median(slowest[1:]))
