@@ -180,7 +180,7 @@ def hierarchy(
 
     file = writable(file) if file else None
     try:
-        publish("A call", HEAT, measure(nodes, each, sizes, link, Turns(turns, steps)), file)
+        publish("Least call of the slowest rank", HEAT, measure(nodes, each, sizes, link, Turns(turns, steps)), file)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 

@@ -14,16 +14,13 @@ messages: all at once, chunk i to rank i, so their latencies overlap.
 
 On two levels a round is over with its slowest message. A ring has one rank a node that sends far, N - 1 times; while
 one chunk is late by alpha, it sends the next. So a half takes the cable's time, n(N-1)/N beta and one alpha, or that of
-a chunk on its way round, which crosses on one hop of L and waits for all of these alphas: whichever is more. Before a
-rank sends its next chunk, the cable is idle for a moment, that of sending: inside a node alpha is nothing else than
-software, half of it the sender's and half the receiver's (LogP's o), so that is alpha_near / 2, N - 2 times. A round of
+a chunk on its way round, which crosses on one hop of L and waits for all of these alphas: whichever is more. A round of
 halving that sends s ranks further has min(s, L) that send far, an exchange all L: these share the cable (or,
 `pairwise`, those between the same two nodes do). How much, is measured too: `crowd` is the far beta with all ranks of a
 node sending, over that of one alone; L if they share one cable, 1 if each has its own.
 
-Hockney 1994 (Parallel Computing 20(3)) for alpha and beta; Culler et al. 1993 (LogP, PPoPP) for the two ends of a
-message; Thakur, Rabenseifner & Gropp 2005 (IJHPCA 19(1)) for the formulas; Sanders, Speck & Traeff 2009 for the two
-trees. NCCL: src/graph/tuning.cc has such a table.
+Hockney 1994 (Parallel Computing 20(3)) for alpha and beta; Thakur, Rabenseifner & Gropp 2005 (IJHPCA 19(1)) for
+the formulas; Sanders, Speck & Traeff 2009 for the two trees. NCCL: src/graph/tuning.cc has such a table.
 """
 
 import math
@@ -159,7 +156,7 @@ def flat(collective: str, algorithm: str, size: float, levels: Levels) -> float:
     elif algorithm == "ring":
         crossing, inside = levels.cable(1).seconds(part), levels.near.seconds(part) if levels.each > 1 else 0.0
         across = hops(levels)
-        busy = crossing + (ranks - 2) * (part * levels.cable(1).beta + levels.near.alpha / 2)
+        busy = crossing + (ranks - 2) * part * levels.cable(1).beta
         half = max(busy, across * crossing + (ranks - 1 - across) * inside, (ranks - 1) * inside)
     else:
         half = sum(

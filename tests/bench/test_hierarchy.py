@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from refimpl.bench.hierarchy import RING, contestants, measure, rows, slowest
+from refimpl.bench.hierarchy import RING, contestants, measure, rows
 from refimpl.bench.race import Turns, environment
 from refimpl.comm.alpha_beta import AlphaBeta, Levels
 from refimpl.comm.axes import neighbours
@@ -40,31 +40,17 @@ def test_every_way_gives_the_sum_and_a_run_has_a_row_of_each(capfd: pytest.Captu
     first = next(row for row in heat if row.way == str(RING))
     for row in heat:
         assert (row.nodes, row.ranks, row.bytes, row.link) == (2, 4, 1000, "1Gbit/s 1ns")
-        assert row.gain == row.least_gain == row.most_gain == pytest.approx(first.ms / row.ms)
+        assert row.gain == pytest.approx(first.ms / row.ms)
         assert row.predicted_gain == pytest.approx(first.predicted_ms / row.predicted_ms)
 
 
 def test_the_predicted_gain_is_the_formulas() -> None:
-    ranks = [(LEVELS, {"flat ring": ring, "two-level ring": 1.0}) for ring in (1.5, 2.0, 1.0)]
-    _, found = rows([slowest(ranks)], 10**9, "-")
-    assert found.way == "two-level ring"
-    assert found.gain == 2.0
-    assert found.predicted_gain == pytest.approx(1.5, rel=0.05)
-
-
-def test_a_gain_is_that_of_one_turn() -> None:
-    """Twice as slow in the second turn, both ways and the links too: the ratio of medians would be 3 and 1."""
-    slow = Levels(2, 2, AlphaBeta(2e-6, 2e-10), AlphaBeta(2e-4, 1.6e-8), crowd=2.0)
-    turns = [
-        (LEVELS, {"flat ring": 3.0, "two-level ring": 2.0}),
-        (slow, {"flat ring": 12.0, "two-level ring": 8.0}),
-        (LEVELS, {"flat ring": 6.0, "two-level ring": 3.0}),
-    ]
-    _, found = rows(turns, 10**9, "-")
-    assert (found.gain, found.least_gain, found.most_gain) == (1.5, 1.5, 2.0)
-    [(_, one), (_, two)] = [rows([(levels, turns[0][1])], 10**9, "-") for levels in (LEVELS, slow)]
-    assert found.predicted_gain == pytest.approx(one.predicted_gain)
-    assert two.predicted_ms == pytest.approx(2 * one.predicted_ms, rel=0.3)
+    found = {
+        row.way: row
+        for row in rows(LEVELS, {"flat ring": [0.003, 0.001, 0.002], "two-level ring": [0.001]}, 10**9, "-")
+    }
+    assert found["two-level ring"].gain == 1.0  # by the least calls, which nobody disturbed
+    assert found["two-level ring"].predicted_gain == pytest.approx(1.5, rel=0.05)
 
 
 def test_a_link_that_is_none_is_refused_and_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
