@@ -5,9 +5,10 @@ Sorted by the time of one middle-sized message, the pairs of a machine of nodes 
 between two neighbours in that order is the widest, and wide enough, lies the border. Who is joined by near pairs is a
 node. With nodes found, all ranks send to a neighbour inside at once, as in a collective, several messages one after
 another: they share memory and cores, and what one of these messages takes is the near link. (The first after a barrier
-does not count: it waits for who left the barrier last, up to a millisecond.) All ranks of two nodes do the same,
-which is the far link's alpha, and two ranks of a node send to two others: that tells how many cables there are
-(`alpha_beta.crowd`).
+does not count: it waits for who left the barrier last, up to a millisecond. Of empty messages the least row counts, as
+between pairs; of larger ones the middle row: in the least, ranks that came late had the cable to themselves.) All ranks
+of two nodes do the same, which is the far link's alpha, and two ranks of a node send to two others: that tells how many
+cables there are (`alpha_beta.crowd`).
 
 N ranks: N(N-1)/2 pairs one after another, each a fraction of a second.
 nccl-tests and NCCL's own search (src/graph/topo.cc reads PCI and NVLink from the system) ask the hardware; this asks
@@ -195,7 +196,7 @@ def _together(group: Group, lines: Mapping[int, int], sizes: Sequence[int], repe
             group.settle()
             times.append((time.perf_counter() - begun) / ROW)
         slowest = [max(repeat) for repeat in zip(*group.all_gather_object(times), strict=True)]
-        seconds.append(min(slowest[1:]))
+        seconds.append((min if size == sizes[0] else median)(slowest[1:]))
     return seconds
 
 
