@@ -171,8 +171,8 @@ def hierarchy(
     each: Annotated[int, typer.Option("--ranks-per-node", min=1, help="Ranks of a node.")] = 2,
     sizes: Annotated[list[int], typer.Option(parser=count, help="Bytes in the buffer.")] = ["100K", "4M"],  # type: ignore[list-item]  # noqa: B006
     link: Annotated[str, typer.Option(help="What joins the nodes.")] = "100Mbit/s 1ms",
-    turns: TurnsOption = 3,
-    steps: StepsOption = 1,
+    turns: TurnsOption = 5,
+    steps: StepsOption = 4,
     file: JsonOption = None,
 ) -> None:
     """All-reduces over a slow link: ring, halving, tree and exchange, flat and in two levels, beside their formulas."""
@@ -180,7 +180,7 @@ def hierarchy(
 
     file = writable(file) if file else None
     try:
-        publish("Median call of the slowest rank", HEAT, measure(nodes, each, sizes, link, Turns(turns, steps)), file)
+        publish("Least call of the slowest rank", HEAT, measure(nodes, each, sizes, link, Turns(turns, steps)), file)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 

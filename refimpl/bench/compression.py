@@ -25,6 +25,7 @@ from refimpl.bench.methods import FIRST, METHODS, PERIOD, Method, Step
 from refimpl.bench.race import Turns, environment, race, slowest
 from refimpl.comm.group import Group
 from refimpl.comm.link import VARIABLE
+from refimpl.comm.topology import tell_floor
 from refimpl.model.data import Batches, corpus
 from refimpl.model.gpt import GPT, GPTConfig
 
@@ -113,6 +114,7 @@ def times(task: Task, names: Sequence[str]) -> dict[str, list[float]]:
     They learn next to nothing: a warm-up as short as this one would not bear their full learning rates.
     """
     group, steps = Group.world(), {}
+    tell_floor(group)
     for method in chosen(names):
         model, batches, step = begin(task, method, Group.world(), 1, pace=1e-3)
         data = batches.batch(0, group.rank)

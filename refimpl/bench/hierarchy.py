@@ -2,13 +2,13 @@
 
 The link is that of `refimpl.comm.link`, the nodes are consecutive ranks of this machine. Alpha and beta of both levels
 are measured in the same world just before (`topology.measure`), alpha while all ranks send, as they do in a collective,
-and the formulas of `alpha_beta` are given nothing else.
+with messages as long as those of the algorithms, and the formulas of `alpha_beta` are given nothing else. Of calls and
+of messages the least times count: what a busy machine adds is in the others.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from refimpl.comm.hierarchy import Algorithm
 from refimpl.comm.link import Link
 from refimpl.comm.nodes import RANKS_PER_NODE
 from refimpl.comm.topology import measure as measure_links
+from refimpl.comm.topology import tell_floor
 
 HEAT = ("nodes", "ranks", "bytes", "link")  # what all rows of a heat have in common
 RING = Choice(two_level=False, algorithm="ring")
@@ -30,7 +31,7 @@ RING = Choice(two_level=False, algorithm="ring")
 
 @dataclass(frozen=True)
 class Row:
-    """`ms`: median over calls of the slowest rank. `gain`: times as fast as the flat ring, measured and predicted."""
+    """`ms`: least over calls of the slowest rank. `gain`: times as fast as the flat ring, measured and predicted."""
 
     way: str
     nodes: int
@@ -50,7 +51,9 @@ def heat(each: int, size: int, link: Link, turns: Turns) -> tuple[Levels, Times]
     near, far = neighbours(group, each)
     near.share_messages()
     far.share_messages()
-    levels = measure_links(group, each=each).by_nodes(each)
+    tell_floor(group)
+    messages = (8, 8 + size // group.size, 16 + size // each)
+    levels = measure_links(group, messages, turns.turns * turns.steps, each).by_nodes(each)
     x = group.empty(size // 4, torch.float32).zero_()
     ways = contestants(group, near, far, levels, x)
     return levels, race(group, {str(way): call for way, call in ways.items()}, turns)
@@ -80,7 +83,7 @@ def measure(
     each: int,
     sizes: Sequence[int],
     link: str,
-    turns: Turns = Turns(warm_up=1),  # noqa: B008
+    turns: Turns = Turns(),  # noqa: B008 (frozen)
 ) -> Iterator[list[Row]]:
     """The rows of one heat (nodes, bytes) at a time: `each` ranks a node, `sizes` in bytes. ValueError for the link."""
     asked = Link.parse(link)
@@ -94,7 +97,7 @@ def measure(
 def rows(levels: Levels, times: Times, size: int, link: str) -> list[Row]:
     """One row a way; the ring is what all are compared with."""
     predicted = {str(way): 1e3 * seconds for way, seconds in predict("all_reduce", size, levels).items()}
-    ms = {way: median(calls) for way, calls in times.items()}
+    ms = {way: min(calls) for way, calls in times.items()}
     first = str(RING)
     return [
         Row(

@@ -174,7 +174,7 @@ def figures(
     each = found.ranks // nodes
     _, far = found.alone(each)
     latency, bandwidth = (1e6 * link.latency, link.bits_per_second / 1e9) if link else (None, None)
-    floor = " (less than a message itself: cannot be had)" if link and message and link.latency < message else ""
+    floor = " (a message itself takes more)" if link and message and link.latency < message else ""
     measured = [(f"latency, us{floor}", 1e6 * far.alpha, latency)]
     if far.beta:
         measured.append(("bandwidth of a pair, Gbit/s", 8e-9 / far.beta, bandwidth))

@@ -26,6 +26,7 @@ from refimpl.comm.bucket_model import Step, play
 from refimpl.comm.group import Group
 from refimpl.comm.link import Link
 from refimpl.comm.nodes import RANKS_PER_NODE
+from refimpl.comm.topology import tell_floor
 from refimpl.measure.ledger import Ledger
 from refimpl.measure.timeline import Timeline, phase, timelines
 from refimpl.model.gpt import GPT, GPTConfig
@@ -99,6 +100,7 @@ class Lap:
 def heat(sizes: Sequence[int], workload: Workload, link: Link) -> Lap:
     """Runs on every rank: measure the computing and the link, then let the sizes take turns."""
     world = Group.world(link=link)
+    tell_floor(world)
     alone = Trainee(workload, Group(None, Ledger(), torch.device("cpu")), max(sizes))
     trainees = {size: Trainee(workload, Group.world(Ledger(), link=link), size) for size in sizes}
     turns = workload.turns

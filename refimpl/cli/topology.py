@@ -15,9 +15,8 @@ from rich.text import Text
 from refimpl import launch
 from refimpl.comm.alpha_beta import AlphaBeta, Choice, choose, predict
 from refimpl.comm.group import Group
-from refimpl.comm.link import VARIABLE, Link
 from refimpl.comm.nodes import RANKS_PER_NODE, ranks_per_node
-from refimpl.comm.topology import Topology, itself, measure
+from refimpl.comm.topology import Topology, floor, itself, measure
 
 SIZES = (10_000, 1_000_000, 100_000_000)  # bytes of the all-reduces that are predicted
 COLOURS = ((46, 125, 50), (249, 205, 70), (198, 40, 40))  # green, yellow, red
@@ -46,16 +45,6 @@ def on_rank() -> tuple[Topology, str]:
     group = Group.world()
     group.share_messages()
     return measure(group), floor(group.link, itself(group))
-
-
-def floor(link: Link | None, message: float | None) -> str:
-    """Where a message takes more, in seconds, than the link should: that its latency is not to be had here."""
-    if link is None or message is None or message <= link.latency:
-        return ""
-    return (
-        f"a message takes {1e6 * message:.0f} us by itself, more than the {1e6 * link.latency:g} us of {VARIABLE}: "
-        "this machine plays no shorter latency"
-    )
 
 
 def run(ranks: int | None, picture: Path | None) -> None:

@@ -5,9 +5,10 @@ Sorted by the time of one middle-sized message, the pairs of a machine of nodes 
 between two neighbours in that order is the widest, and wide enough, lies the border. Who is joined by near pairs is a
 node. With nodes found, all ranks send to a neighbour inside at once, as in a collective, several messages one after
 another: they share memory and cores, and what one of these messages takes is the near link. (The first after a barrier
-waits for who left the barrier last: on a busy machine that is most of its time.) All ranks of two nodes do the same,
-which is the far link's alpha, and two ranks of a node send to two others: that tells how many cables there are
-(`alpha_beta.crowd`).
+does not count: it waits for who left the barrier last, up to a millisecond. Of empty messages the least row counts, as
+between pairs; of larger ones the middle row: in the least, ranks that came late had the cable to themselves.) All ranks
+of two nodes do the same, which is the far link's alpha, and two ranks of a node send to two others: that tells how many
+cables there are (`alpha_beta.crowd`).
 
 N ranks: N(N-1)/2 pairs one after another, each a fraction of a second.
 nccl-tests and NCCL's own search (src/graph/topo.cc reads PCI and NVLink from the system) ask the hardware; this asks
@@ -141,6 +142,23 @@ def itself(group: Group, repeats: int = 4) -> float | None:
     return median(pair.alpha for pair in measure(fast, SIZES[:2], repeats).pairs.values())
 
 
+def floor(link: Link | None, message: float | None) -> str:
+    """Where a message takes more, in seconds, than the link should: that its latency is not to be had here."""
+    if link is None or message is None or message <= link.latency:
+        return ""
+    return (
+        f"a message takes {1e6 * message:.0f} us by itself, more than the link's {1e6 * link.latency:g} us: "
+        "this machine plays no shorter latency"
+    )
+
+
+def tell_floor(group: Group) -> None:
+    """Print `floor` on rank 0, if there is something to say. A collective."""
+    note = floor(group.link, itself(group))
+    if note and group.rank == 0:
+        print(note, flush=True)
+
+
 def _one_after_another(group: Group, sizes: Sequence[int], repeats: int) -> dict[Pair, list[float]]:
     """Every pair: seconds of one way for each size, from the smallest on."""
     mine: dict[Pair, list[float]] = {}
@@ -163,7 +181,7 @@ def _quick(sizes: Sequence[int], seconds: Sequence[float]) -> list[int]:
 
 def _together(group: Group, lines: Mapping[int, int], sizes: Sequence[int], repeats: int) -> list[float]:
     """Each rank of a node exchanges messages with one of the other: seconds of one, of the slowest, for each size."""
-    peers = {**lines, **{b: a for a, b in lines.items()}}
+    peer = {**lines, **{b: a for a, b in lines.items()}}.get(group.rank, -1)
     seconds = []
     for size in sizes:
         out, message = (torch.zeros(size, dtype=torch.uint8, device=group.device) for _ in range(2))
@@ -171,14 +189,14 @@ def _together(group: Group, lines: Mapping[int, int], sizes: Sequence[int], repe
         for _ in range(repeats + 1):
             group.barrier()
             begun = time.perf_counter()
-            if group.rank in peers:
-                peer = peers[group.rank]
-                for _ in range(ROW):
-                    group.send_recv(message, peer, out, peer, tag="topology")
-                group.settle()
+            for number in range(0 if peer < 0 else ROW + 1):
+                if number == 1:  # the first waits for who left the barrier last
+                    begun = time.perf_counter()
+                group.send_recv(message, peer, out, peer, tag="topology")
+            group.settle()
             times.append((time.perf_counter() - begun) / ROW)
         slowest = [max(repeat) for repeat in zip(*group.all_gather_object(times), strict=True)]
-        seconds.append(median(slowest[1:]))
+        seconds.append((min if size == sizes[0] else median)(slowest[1:]))
     return seconds
 
 

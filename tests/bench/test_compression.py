@@ -65,10 +65,11 @@ def test_every_method_trains_and_sends_less_than_ddp() -> None:
     assert found[f"local SGD, every {PERIOD}"].sent == pytest.approx(once, rel=0.05)
 
 
-def test_a_run_over_two_links(tmp_path: Path) -> None:
+def test_a_run_over_two_links(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     names = [FIRST, "1-bit Adam"]
     found = list(measure(2, Task(TINY, steps=PERIOD, batch=1, turns=1), ["1Gbit/s 1us", "10Gbit/s"], names))
     assert [one.link for one in found] == ["1Gbit/s 1us", "10Gbit/s"]
+    assert "more than the link's 1 us: this machine plays no shorter latency" in capfd.readouterr().out
     assert found[0].learned == found[1].learned  # no bit depends on the link
     assert [[row.method for row in one.rows()] for one in found] == [names] * 2
     draw(found, tmp_path / "losses.png")

@@ -49,7 +49,8 @@ def test_rows_of_a_run_on_two_nodes_of_two() -> None:
 def test_a_latency_below_a_message_itself_is_said_to_be_out_of_reach() -> None:
     found = Topology(2, {(0, 1): AlphaBeta(6e-5, 8e-9)}, 1.0, 1e-10)
     below, above = (figures("", 2, found, 1e9, Link(1e9, latency), 5e-5)[0].figure for latency in (1e-5, 1e-4))
-    assert (below, above) == ("latency, us (less than a message itself: cannot be had)", "latency, us")
+    assert (below, above) == ("latency, us (a message itself takes more)", "latency, us")
+    assert len(below) <= 42  # more, and 80 columns cut the table's numbers
 
 
 def test_a_nodes_bandwidth_is_what_its_ranks_have_together_whoever_was_first_on_the_cable() -> None:
