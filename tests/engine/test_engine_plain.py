@@ -220,7 +220,7 @@ def test_an_input_of_another_dtype_is_told_the_key(section: str, key: str) -> No
         engine(torch.ones(1, 4))
     assert key in error.value.__notes__[0]
     with pytest.raises(RuntimeError, match="cannot be multiplied") as error:  # another mistake is not explained so
-        engine(torch.ones(1, 3))
+        engine(torch.ones(1, 3, dtype=engine.config.dtype))
     assert not hasattr(error.value, "__notes__")
 
 
