@@ -22,6 +22,15 @@ from types import CodeType, ModuleType
 
 VERSION = "0.19.8+refimpl"  # the DeepSpeed whose behaviour is meant
 
+# Files of DeepSpeed's folders that are one file here: each is that file.
+WITHIN = {
+    "deepspeed.comm": ["comm"],
+    "deepspeed.ops.adagrad": ["cpu_adagrad"],
+    "deepspeed.ops.adam": ["cpu_adam", "fused_adam"],
+    "deepspeed.ops.lamb": ["fused_lamb"],
+    "deepspeed.ops.lion": ["cpu_lion", "fused_lion"],
+}
+
 
 def alias_deepspeed(force: bool = False) -> bool:
     """Let `import deepspeed` mean `refimpl.deepspeed` in this process; True when it does.
@@ -51,7 +60,8 @@ class Finder(MetaPathFinder):
         """The spec of `deepspeed...`; None for other names. ModuleNotFoundError for a part that is not built."""
         if fullname.partition(".")[0] != "deepspeed":
             return None
-        ours = f"refimpl.{fullname}"
+        folder, _, file = fullname.rpartition(".")
+        ours = f"refimpl.{folder if file in WITHIN.get(folder, ()) else fullname}"
         found = importlib.util.find_spec(ours)
         if found is None:
             raise ModuleNotFoundError(
@@ -77,6 +87,7 @@ class Alias(Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(self.name)
+        vars(module).setdefault("__path__", [])  # so that a name below a file is looked up here too: see WITHIN
         self.own_spec = module.__spec__
         return module
 

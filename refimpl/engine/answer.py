@@ -229,4 +229,7 @@ def _nearest(name: str, prefix: str, keys: Table) -> str:
         return f"; the arguments of its class stand in {prefix}params"
     elsewhere = {path.rsplit(".", 1)[-1]: path for path in keys}
     near = difflib.get_close_matches(name, list(elsewhere), n=1, cutoff=0.8)
-    return f"; did you mean {elsewhere[near[0]]}?" if near else "; DeepSpeed has none of this name: take it out"
+    if not near:
+        return "; DeepSpeed has none of this name: take it out"
+    there = elsewhere[near[0]]
+    return f"; did you mean {there}{'' if '.' in there or not prefix else ', at the top level'}?"

@@ -34,6 +34,7 @@ from refimpl.checkpoint.find import checked_tag
 from refimpl.checkpoint.folder import notes_file
 from refimpl.checkpoint.tensors import brought
 from refimpl.checkpoint.write import begin, finish, write_rank
+from refimpl.comm.group import Group
 from refimpl.engine.contents import about_engine, contents
 from refimpl.engine.state import TrainingState
 
@@ -56,8 +57,9 @@ def save(
     """
     if not save_dir:
         raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder")
-    group, save_dir = engine.axes.world, Path(save_dir)
+    group = engine.axes.world
     together(group, engine.saving.wait)
+    save_dir = agreed_folder(group, Path(save_dir))
     tag = agreed_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
     id_ = str(group.all_gather_object(atomic.new_id())[0])
     engine.stage.catch_up()
@@ -126,6 +128,17 @@ def wait_for_ranks(new: Path, ranks: int) -> None:
                 missing = [str(rank) for rank in range(ranks) if not (new / notes_file(rank)).is_file()]
                 raise CheckpointError(f"{new}: rank {', '.join(missing)} has not written its part; it may have died")
         time.sleep(0.005)
+
+
+def agreed_folder(group: Group, folder: Path) -> Path:
+    """Rank 0's, with a warning where another rank names another one, as names that hold the time of day may do."""
+    folders = group.all_gather_object(str(folder.absolute()))
+    if len(set(folders)) == 1:
+        return folder
+    if group.rank == 0:
+        said = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(folders))
+        warnings.warn(f"save_checkpoint: the ranks name different folders: {said}; rank 0's is taken", stacklevel=4)
+    return Path(folders[0])
 
 
 def agreed_tag(engine: TrainingState, tag: str) -> str:

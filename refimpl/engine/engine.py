@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from refimpl.activation.checkpoint import Checkpoint
 from refimpl.checkpoint.errors import together
@@ -93,8 +93,23 @@ class Engine(ModuleState, Asked):
             inputs, kwargs = tree_map_only(Tensor, to_half, (inputs, kwargs))
         if self.training:
             self.tput_timer.start()
-        with self.report.time("fwd"), self._autocast():
+        with self.report.time("fwd"), self._autocast(), self._dtypes_told(inputs, kwargs):
             return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def _dtypes_told(self, *inputs: Any) -> Iterator[None]:
+        """torch's "must have the same dtype" names neither the input nor the key that has made the model 16-bit."""
+        try:
+            yield
+        except RuntimeError as error:
+            dtype, given = self.config.dtype, {x.dtype for x in tree_leaves(inputs) if isinstance(x, Tensor)}
+            if "type" in str(error) and any(kind.is_floating_point and kind != dtype for kind in given):
+                key = "fp16" if dtype == torch.float16 else "bf16"
+                error.add_note(
+                    f"{key}.enabled has made the model {dtype}, and an input is not: cast it, or let the engine: "
+                    '"fp16": {"auto_cast": true}, or in place of the section "torch_autocast": {"enabled": true}'
+                )
+            raise
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """As the configuration says; where it says nothing, a script's own autocast around the call goes on."""

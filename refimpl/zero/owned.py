@@ -70,6 +70,11 @@ class Owned(optim.Optimizer):
     cur_scale = loss_scale  # DeepSpeed has both
 
     @property
+    def _global_grad_norm(self) -> float | None:
+        """The last step's, where DeepSpeed keeps it: scripts of timm's and EVA's kind log it from there."""
+        return self.stage.grad_norm
+
+    @property
     def optimizer(self) -> "Owned":
         """Where DeepSpeed's wrapper has the optimizer that it wraps: this one."""
         return self

@@ -368,4 +368,7 @@ class Stage(Changing, ByName, Held, ABC):
 
     def refuse_without_optimizer(self) -> None:
         if self.update.slices.optimizer is None:
-            raise RuntimeError(f"{type(self).__name__} has no optimizer: pass one when it is built, or to `attach`")
+            raise RuntimeError(
+                f"{type(self).__name__} has no optimizer: give one to `initialize`, or its configuration a section "
+                '"optimizer"; a stage of your own takes one when it is built, or by `attach`'
+            )

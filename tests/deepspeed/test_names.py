@@ -22,7 +22,9 @@ from refimpl.deepspeed.runtime import config as constants
 from refimpl.deepspeed.runtime import utils
 from refimpl.deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from refimpl.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from refimpl.deepspeed.runtime.fp16.loss_scaler import LossScaler
 from refimpl.deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from refimpl.deepspeed.runtime.zero.config import ZeroStageEnum
 from refimpl.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from refimpl.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from refimpl.deepspeed.utils.torch import required_torch_version
@@ -334,3 +336,10 @@ def test_a_clients_optimizer_is_named_by_its_class() -> None:
     engine = deepspeed.initialize(model=model, optimizer=torch.optim.NAdam(model.parameters()), config=config)[0]
     assert engine.optimizer_name() == "NAdam"
     assert deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})[0].optimizer_name() is None
+
+
+def test_what_a_checkpoint_of_deepspeed_holds_can_be_named() -> None:
+    """As scripts name it for torch.load(weights_only=True)."""
+    with torch.serialization.safe_globals([ZeroStageEnum, LossScaler]):
+        assert ZeroStageEnum(2) == 2
+        assert ZeroStageEnum.weights == ZeroStageEnum.max_stage == 3

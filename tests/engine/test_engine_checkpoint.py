@@ -1,6 +1,7 @@
 """A run that stops and goes on gives the bits of one that never stopped; what cannot be resumed says why."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,23 @@ def test_ranks_that_name_different_tags(tmp_path: Path) -> None:
     worlds.run(save, settings(1, checkpoint={"tag_validation": "Ignore"}), tmp_path, "own", ranks=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "rank0"]
     assert len(list((tmp_path / "rank0").glob("*.safetensors"))) == 2
+
+
+def in_time_stamped_folders(folder: Path) -> list[str]:
+    engine = start(settings(1))
+    train(engine, range(1))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        engine.save_checkpoint(folder / f"run.{engine.group.rank}", tag="t")
+    assert engine.load_checkpoint(folder / "run.0")[0] == str(folder / "run.0" / "t")
+    return [str(warning.message) for warning in said]
+
+
+def test_ranks_that_name_different_folders_save_in_that_of_rank_0(tmp_path: Path) -> None:
+    said = worlds.run(in_time_stamped_folders, tmp_path, ranks=3)
+    assert [len(ranks) for ranks in said] == [1, 0, 0]
+    assert f"rank 2: {tmp_path / 'run.2'}; rank 0's is taken" in said[0][0]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.0"]
 
 
 def test_client_state_that_could_not_be_loaded_fails_at_the_save(tmp_path: Path) -> None:

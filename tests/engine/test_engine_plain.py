@@ -1,5 +1,6 @@
 """Training loops as people write them around an engine: plain backward, bare models, two engines, graphs kept."""
 
+import json
 from typing import Any
 
 import pytest
@@ -190,3 +191,40 @@ def dropped(stage: int, who: str) -> float:
 def test_zero_grad_drops_what_was_not_applied(stage: int, who: str) -> None:
     norm = oracle(2, steps=1, micros=1)["norms"][0]
     assert worlds.run(dropped, stage, who, ranks=2) == pytest.approx([norm, norm], rel=1e-5)
+
+
+def logged(stage: int) -> tuple[float, ...]:
+    """The gradient's norm in all the ways in which scripts log it."""
+    engine, optimizer, *_ = refimpl.initialize(model=Net(), config=config(stage))
+    engine.backward(engine(batch(engine.group.rank, 0, 0)))
+    engine.step()
+    norm = engine.get_global_grad_norm()
+    assert torch.isfinite(norm)
+    assert not torch.isnan(norm)
+    assert torch.equal(torch.ones(2) * norm, torch.full((2,), norm.item()))
+    return norm, norm.item(), json.loads(json.dumps(norm)), optimizer._global_grad_norm.item(), float(f"{norm:.17g}")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_norm_is_a_number_that_scripts_may_take_for_a_tensor(stage: int) -> None:
+    expected = oracle(3, steps=1, micros=1)["norms"][0]
+    for ways in worlds.run(logged, stage, ranks=3):
+        assert ways == (ways[0],) * 5
+        assert ways[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("section", "key"), [("bf16", "bf16.enabled"), ("fp16", "fp16.enabled")])
+def test_an_input_of_another_dtype_is_told_the_key(section: str, key: str) -> None:
+    engine, *_ = refimpl.initialize(model=nn.Linear(4, 4), config=config(0, **{section: {"enabled": True}}))
+    with pytest.raises(RuntimeError, match="dtype") as error:
+        engine(torch.ones(1, 4))
+    assert key in error.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as error:  # another mistake is not explained so
+        engine(torch.ones(1, 3, dtype=engine.config.dtype))
+    assert not hasattr(error.value, "__notes__")
+
+
+def test_a_step_without_an_optimizer_says_where_one_is_given() -> None:
+    engine, *_ = refimpl.initialize(model=Net(), config={"train_micro_batch_size_per_gpu": 1})
+    with pytest.raises(RuntimeError, match='give one to `initialize`, or its configuration a section "optimizer"'):
+        engine.step()

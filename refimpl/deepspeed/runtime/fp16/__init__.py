@@ -3,6 +3,6 @@
 DeepSpeed until 0.19.6: deepspeed/runtime/fp16.
 """
 
-from refimpl.deepspeed.runtime.fp16 import fused_optimizer, onebit, unfused_optimizer
+from refimpl.deepspeed.runtime.fp16 import fused_optimizer, loss_scaler, onebit, unfused_optimizer
 
-__all__ = ["fused_optimizer", "onebit", "unfused_optimizer"]
+__all__ = ["fused_optimizer", "loss_scaler", "onebit", "unfused_optimizer"]
