@@ -7,7 +7,8 @@
     data (dp)       sequences; ZeRO divides state over dp x cp; what ZeRO-3 has whole meanwhile: `gathered.py`
     context (cp)    tokens of a sequence: activations / cp, attention in a ring
     expert (ep)     experts, over consecutive ranks of dp x cp: parameters / ep, and ZeRO divides their state over the
-                    dp x cp / ep that have the same ones. Experts are taken to get equally many tokens
+                    dp x cp / ep that have the same ones. Experts are taken to get equally many tokens. Tensor ranks
+                    divide the tokens before them; where experts are not dealt out, only under sequence parallelism
 
 Time, each term stated: compute at `efficiency` of the peak; the bubble (pp - 1) / m of it; the all-reduces of tensor
 parallelism, which nothing hides, over `node` bandwidth (over `network` where tp exceeds a node); messages between
@@ -60,6 +61,11 @@ class Mesh:
         """Ranks that divide the tokens between the cut matrices."""
         return self.tp if self.sequence else 1
 
+    @property
+    def before_experts(self) -> int:
+        """Ranks that divide the tokens before their experts."""
+        return self.tp if self.ep > 1 else self.between
+
     def tokens(self, shape: Shape) -> int:
         """Of a micro-batch, on a context rank."""
         return self.micro * shape.context // self.cp
@@ -92,11 +98,6 @@ class Mesh:
             )
         if self.ep > 1 and shape.experts is None:
             raise ValueError(f"ep {self.ep}: the model has no mixtures of experts")
-        if shape.experts is not None and self.ep == 1 < self.tp and not self.sequence:
-            raise ValueError(
-                f"experts on {self.tp} tensor ranks, none dealt out: each would compute all tokens' experts; set "
-                "expert_parallel.autoep_size"
-            )
         if self.dp * self.cp % self.ep or (shape.experts is not None and shape.experts.count % self.ep):
             count = shape.experts.count if shape.experts else 0
             raise ValueError(
@@ -143,7 +144,7 @@ def judge(shape: Shape, mesh: Mesh, machine: Machine) -> Verdict:
     stages = kinds(shape, mesh.pp, mesh.tp)
     fullest = max((state(shape, mesh, stage) for stage in stages), key=lambda found: sum(found.values()))
     sent = busiest(shape, mesh)
-    done = shape.flops(mesh.batch, mesh.recompute, mesh.tp) / mesh.gpus
+    done = shape.flops(mesh.batch, mesh.recompute, mesh.tp, mesh.tp // mesh.before_experts) / mesh.gpus
     uneven = most_blocks(shape, mesh.pp, mesh.tp) * mesh.pp / shape.layers
     compute = uneven * done / (machine.peak * machine.efficiency)
     idle = bubble(mesh.pp, mesh.micro_batches)
@@ -226,7 +227,7 @@ def kept_of_mixture(shape: Shape, mesh: Mesh) -> int:
     e, w = shape.experts, shape.width
     assert e is not None
     tokens = mesh.tokens(shape) // mesh.between
-    rows = mesh.tokens(shape) * e.k // mesh.tp
+    rows = mesh.tokens(shape) * e.k // mesh.before_experts
     found = (tokens * w + rows * (2 * w + inside(shape) * e.hidden)) * mesh.itemsize
     losses = 0 if mesh.recompute else tokens * (e.count + 1) + e.count
     found += 4 * (tokens * (e.count + e.k + 2 + (mesh.itemsize < 4) * w) + losses + rows)

@@ -124,7 +124,8 @@ def test_a_large_vocabulary_takes_the_place_of_blocks() -> None:
         (runs(4, 1, 1, 8, zero="zero2"), 2), (runs(2, 2, 1, 8, ep=2), 1), (runs(2, 1, 2, 4, ep=2), 1),
         (runs(1, 1, 2, 2, cp=2, ep=2), 1), (runs(2, 2, 2, 4, zero="ddp", ep=2), 0),
         (runs(2, 2, 1, 8, zero="ddp", recompute=True, ep=2), 0), (runs(1, 3, 1, 6, zero="ddp"), 0),
-        (runs(2, 2, 2, 4, zero="ddp", recompute=True, ep=2), 0),
+        (runs(2, 2, 2, 4, zero="ddp", recompute=True, ep=2), 0), (runs(1, 1, 2, 2), 1),  # experts whole, of all tokens
+        (runs(1, 1, 3, 2, zero="ddp"), 0), (runs(2, 1, 2, 4, zero="zero3"), 3), (runs(1, 2, 2, 4, recompute=True), 1),
     ],
     ids=name_of,
 )  # fmt: skip

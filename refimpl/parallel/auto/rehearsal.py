@@ -209,6 +209,8 @@ def differences(model: nn.Module, whole: Notes, part: Notes, group: Group) -> tu
     wrong += [f"{name} gives other outputs" for (name, _), pair in part.shares.items() if not close(*pair)]
     parts, largest = cuts(model), largest_norm(whole.params)
     for name, p in model.named_parameters():
+        if not p.is_floating_point():
+            continue  # quantised: whole, and has no gradient
         cut, found, expected = parts.get(p), part.params.get(name), whole.params.get(name)
         if cut is not None and expected is not None:
             if cut[0].copies > 1:  # a part of a sum, where it lies in the whole
