@@ -22,7 +22,8 @@ from refimpl.model.moe import mixtures
 from refimpl.parallel.expert.marks import is_expert
 from refimpl.parallel.swap import gpt_plan, parallelize
 from refimpl.plan import formulas
-from refimpl.plan.mesh import Mesh, activations
+from refimpl.plan.kept import activations
+from refimpl.plan.mesh import Mesh
 from refimpl.plan.shape import Experts, Shape, of_gpt
 from refimpl.plan.stages import experts_of, parameters_of
 from refimpl.plan.traffic import by_axis, traffic
