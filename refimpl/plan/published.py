@@ -6,8 +6,8 @@ Attention was not fused then, with dropout, and no rank had a part of the tokens
 Korthikanti et al. 2022, arXiv:2205.05198, tables 3 and 5: seconds of a step of such GPTs.
 Le Scao et al. 2022, arXiv:2211.05100: BLOOM, by ZeRO-1 over 8 x 12 x 4 of these GPUs; the speed at its full batch is
 that of BigScience's notes on the training.
-Smith et al. 2022, arXiv:2201.11990, section 2.4: MT-NLG, Narayanan's model of 530 billion on as many GPUs laid out alike,
-of which 2,240 reach 126 TFLOP/s each, and 159 in his second table: no formula of model and layout can say both.
+Smith et al. 2022, arXiv:2201.11990, section 2.4: MT-NLG, Narayanan's model of 530 billion laid out alike, of whose GPUs
+2,240 reach 126 TFLOP/s each, and 159 in his second table: no formula of model and layout can say both.
 Black et al. 2022, arXiv:2204.06745: GPT-NeoX-20B on A100 GPUs with 40 GB, as its public configuration lays it out; it
 waits for the GPU after each layer, and fuses neither norms nor rotations.
 Llama team 2024, arXiv:2407.21783, table 4: 405 billion parameters on H100 GPUs. Its TFLOP/s count no recomputation; a
