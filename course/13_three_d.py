@@ -895,7 +895,9 @@ H100 = Machine(80e9, 989e12, 0.62, 8, 450e9, 50e9, 3.35e12)
 rows = []
 for run in LLAMA:
     layout = f"dp {run.dp} pp {run.pp} cp {run.cp} tp {run.tp}"
-    v = judge(run.shape, run.mesh("zero1", recompute=False), H100)  # 126 blocks on 16 stages: two have one less
+    v = judge(
+        run.shape, run.mesh("zero1", recompute=False), H100
+    )  # 126 blocks on 16 stages: two have one less
     ours = run.shape.flops(run.batch) / v.step / run.gpus / 1e12
     gb = [f"{v.sent[axis] / 1e9:.0f}" for axis in ("tensor", "context", "pipeline", "data")]
     off = f"{ours / run.tflops - 1:+.0%}"
