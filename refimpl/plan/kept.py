@@ -5,16 +5,12 @@ what an activation takes and gives (`transformer.py`). It is written and read in
 twice, read again in backward, and its gradient is written and read: 5 or 7 times its bytes, which no product hides.
 """
 
-from typing import TYPE_CHECKING
-
 from refimpl.plan.shape import Shape, most
 from refimpl.plan.stages import kinds, layers_of, mixtures_of
-
-if TYPE_CHECKING:
-    from refimpl.plan.mesh import Mesh
+from refimpl.plan.traffic import Mesh
 
 
-def activations(shape: Shape, mesh: "Mesh", stage: int = 0) -> int:
+def activations(shape: Shape, mesh: Mesh, stage: int = 0) -> int:
     """What autograd keeps for backward on a stage at its fullest, of as many micro-batches as 1F1B has alive there;
     tokens' numbers aside.
 
@@ -32,7 +28,7 @@ def activations(shape: Shape, mesh: "Mesh", stage: int = 0) -> int:
     return alive * layers * border + max(block - border, last)
 
 
-def moved(shape: Shape, mesh: "Mesh") -> int:
+def moved(shape: Shape, mesh: Mesh) -> int:
     """Bytes of a step that blocks write to memory and read between large products, on the stage with most of them."""
     dense, mixed = kept_of_blocks(shape, mesh)
     times = 2 * (2 if mesh.recompute else 1) + 3
@@ -40,14 +36,14 @@ def moved(shape: Shape, mesh: "Mesh") -> int:
     return mesh.micro_batches * times * max((n - mixtures) * dense + mixtures * mixed for n, mixtures in stages)
 
 
-def kept_of_blocks(shape: Shape, mesh: "Mesh") -> tuple[int, int]:
+def kept_of_blocks(shape: Shape, mesh: Mesh) -> tuple[int, int]:
     """Of a micro-batch in a block with an MLP, and in one with a mixture."""
     attention = kept_of_attention(shape, mesh)
     mixture = kept_of_mixture(shape, mesh) if shape.experts else 0
     return attention + kept_of_mlp(shape, mesh), attention + mixture
 
 
-def kept_of_attention(shape: Shape, mesh: "Mesh") -> int:
+def kept_of_attention(shape: Shape, mesh: Mesh) -> int:
     """Inputs of both norms and of qkv; q, k, v, what attention gives, what is narrow; statistics in fp32; scores."""
     w, tokens = shape.width, mesh.tokens(shape)
     whole = w + shape.keys(mesh.tp) + shape.values(mesh.tp) + (shape.latent.kept if shape.latent else 0)
@@ -57,7 +53,7 @@ def kept_of_attention(shape: Shape, mesh: "Mesh") -> int:
     return elements * mesh.itemsize + 2 * statistics(shape, mesh) + of_heads
 
 
-def kept_of_mlp(shape: Shape, mesh: "Mesh", hidden: int = 0) -> int:
+def kept_of_mlp(shape: Shape, mesh: Mesh, hidden: int = 0) -> int:
     """Its input, and what its matrices make."""
     tokens = mesh.tokens(shape)
     return (shape.width + inside(shape) * most(hidden or shape.hidden, mesh.tp)) * tokens * mesh.itemsize
@@ -68,7 +64,7 @@ def inside(shape: Shape) -> int:
     return 2 if shape.matrices == 2 else 4
 
 
-def kept_of_mixture(shape: Shape, mesh: "Mesh") -> int:
+def kept_of_mixture(shape: Shape, mesh: Mesh) -> int:
     """The gate's input, below fp32 once more in fp32, its probabilities and weights; logits for its losses, which
     nothing that is computed again has; of each row the expert's input, what its matrices make, its answer and weight.
     """
@@ -84,13 +80,13 @@ def kept_of_mixture(shape: Shape, mesh: "Mesh") -> int:
     return found
 
 
-def kept_of_head(shape: Shape, mesh: "Mesh") -> int:
+def kept_of_head(shape: Shape, mesh: Mesh) -> int:
     """Inputs of the last norm and of the head, and the probabilities in fp32."""
     w, tokens = shape.width, mesh.tokens(shape)
     elements = w * tokens // mesh.between + w * tokens
     return elements * mesh.itemsize + statistics(shape, mesh) + 4 * tokens * shape.words(mesh.tp)
 
 
-def statistics(shape: Shape, mesh: "Mesh") -> int:
+def statistics(shape: Shape, mesh: Mesh) -> int:
     """Of a norm: mean and deviation of each token, in fp32; without a mean where norms have no bias."""
     return 4 * (2 if shape.biases == "all" else 1) * mesh.tokens(shape) // mesh.between

@@ -49,6 +49,9 @@ class Mesh(Protocol):
     def itemsize(self) -> int: ...
     @property
     def zero(self) -> formulas.Strategy: ...
+    @property
+    def scores(self) -> int: ...
+    def tokens(self, shape: Shape) -> int: ...
 
 
 AXES = {  # -> the ledger's tags; what has another is a control message
@@ -64,7 +67,7 @@ def traffic(shape: Shape, mesh: Mesh, stage: int, padding: int = 0, of_experts: 
     """By axis, for a rank of a stage. padding, of_experts: elements that the buckets of its data-parallel stage add,
     those of dense parameters and those of experts.
     """
-    tokens = mesh.micro * shape.context // mesh.cp
+    tokens = mesh.tokens(shape)
     n = tokens * shape.width * mesh.itemsize
     first, last = stage == 0, stage == mesh.pp - 1
     layers, mixtures = layers_of(shape, mesh, stage), mixtures_of(shape, mesh, stage)

@@ -82,7 +82,7 @@ class Substitute(torch.autograd.Function):
 
 def make_twin(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A copy on the CPU with other weights, equal on all ranks: spread as in a model that trains well."""
-    twin = deepcopy(model)._apply(lambda x: x.to("cpu", in_twin(x, dtype)))
+    twin: nn.Module = deepcopy(model)._apply(lambda x: x.to("cpu", in_twin(x, dtype)))  # type: ignore[no-untyped-call]
     draw = torch.Generator().manual_seed(0)
     for p in twin.parameters():
         if p.is_floating_point():
