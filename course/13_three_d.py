@@ -883,8 +883,8 @@ pd.DataFrame(rows, columns=["billions", *columns, *(f"{name}, mesh" for name in 
 # hide behind a quarter of the work. (ZeRO-3 is planned 7 to 34% too fast: this planner hides perfectly what can be hidden.)
 #
 # How far can one trust such tables? MT-NLG is the model of 530 billion again, on 2,240 GPUs with the same layout: its paper
-# (arXiv:2201.11990, section 2.4) has 126 TFLOP/s a GPU at a batch of 1,920, the table above 159 at one of 2,240. The software
-# differs by more than the planner is off.
+# (arXiv:2201.11990, section 2.4) has 126 TFLOP/s a GPU at a batch of 1,920, the table above 159 at one of 2,240. Two papers
+# differ there by more than the planner is off.
 #
 # Now Llama 3 of 405 billion parameters (table 4 of its paper), on H100s: peak 989 TFLOP/s, 450 GB/s in a node, 50 between,
 # 3.35 TB/s of memory.
