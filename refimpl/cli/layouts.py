@@ -120,6 +120,7 @@ def show(shape: "Shape", found: "Found", machine: "Machine", gpus: int, top: int
         f"{shape.parameters / 1e9:,.1f} billion parameters{active}: {shape.layers} layers, width {shape.width}, "
         f"{shape.heads} heads, sequences of {shape.context}; {gpus} GPUs of {machine.memory / 1e9:.0f} GB, "
         f"{machine.peak / 1e12:.0f} TFLOP/s of which large products reach {machine.efficiency:.0%}, "
+        f"{machine.reads / 1e12:.2g} TB/s of its memory, "
         f"{machine.node / 1e9:.0f} GB/s in a node of {machine.in_node}, {machine.network / 1e9:.0f} GB/s out of it",
         highlight=False,
     )

@@ -32,6 +32,7 @@ def plan(
     node: int = typer.Option(8, min=1, help="GPUs in a node."),
     node_bandwidth: str = typer.Option("240GB", help="Bytes a second between them, one way."),
     network: str = typer.Option("22GB", help="Bytes a second of a GPU to another node."),
+    memory_bandwidth: str = typer.Option("2000GB", help="Bytes a second of a GPU's own memory."),
     top: int = typer.Option(10, min=1, help="Layouts to show."),
 ) -> None:
     """Decide before a run: `refimpl plan --params 1T --gpus 3072`: which layouts fit, how fast, limited by what."""
@@ -45,10 +46,11 @@ def plan(
         shape = shape_of(params, model, tokens)
         sizes = [bytes_of(text, key) for text, key in (
             (gpu_memory, "--gpu-memory"), (node_bandwidth, "--node-bandwidth"), (network, "--network"),
+            (memory_bandwidth, "--memory-bandwidth"),
         )]  # fmt: skip
         if not all(sizes):
-            raise ValueError("--gpu-memory, --node-bandwidth and --network must be more than 0")
-        machine = Machine(sizes[0], peak, efficiency, node, sizes[1], sizes[2])
+            raise ValueError("--gpu-memory, --node-bandwidth, --network and --memory-bandwidth must be more than 0")
+        machine = Machine(sizes[0], peak, efficiency, node, *sizes[1:])
         found = asked(config, shape, gpus, machine) if config else search(shape, gpus, batch or gpus, machine)
     except ValueError as reason:
         refuse("refimpl plan", reason)

@@ -108,11 +108,11 @@ def by_tensor(model: nn.Module, axes: Axes, partition: Mapping[str, Any] | None,
     Random numbers from now on are the same on all tensor ranks, where tensors are whole.
     """
     model.to(axes.world.device)
-    if isinstance(model, GPT) and partition is None:
-        common_numbers(model, axes.tensor)
-        parallelize(model, with_mixtures(model, gpt_plan(model.config.heads, model.config.vocab)), axes.tensor)
-        return
     try:
+        if isinstance(model, GPT) and partition is None:
+            common_numbers(model, axes.tensor)
+            parallelize(model, with_mixtures(model, gpt_plan(model.config.heads, model.config.vocab)), axes.tensor)
+            return
         plan = None if partition is None else partition_plan(model, partition)
         report = autotp(model, axes.tensor, example, plan=plan)
     except ValueError as error:

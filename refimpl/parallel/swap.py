@@ -16,7 +16,7 @@ outside the split layers each rank then holds T/N tokens, and what works there, 
 becomes an all-gather of tokens (backward: reduce-scatter), g a reduce-scatter (backward: all-gather): each all-reduce
 in two halves, the same bytes. Activations between the split layers: 1/N. Parameters that see a rank's own tokens only
 (`Tokens`: norms; the bias of rows) get a part of their gradient, which a hook sums over the ranks, 2 n (N-1)/N bytes
-for n.
+for n. A module that asks how many tokens it is given, as torchtitan's and transformers' attention, is `AllTokens`.
 
 Megatron-LM builds its model of such layers instead. torch: torch/distributed/tensor/parallel/api.py,
 `parallelize_module`. DeepSpeed: deepspeed/module_inject/autotp_config.py, `partition_config`.
@@ -37,7 +37,14 @@ from refimpl.parallel.door import Door
 from refimpl.parallel.draws import Draws
 from refimpl.parallel.overlap import coming
 from refimpl.parallel.summed import sum_gradients
-from refimpl.parallel.tensor import ColumnParallelEmbedding, ColumnParallelLinear, Exchange, RowParallelLinear, cuts
+from refimpl.parallel.tensor import (
+    ColumnParallelEmbedding,
+    ColumnParallelLinear,
+    Exchange,
+    RowParallelLinear,
+    cuts,
+    local,
+)
 from refimpl.parallel.vocabulary import VocabParallelEmbedding, VocabParallelLoss
 
 
@@ -142,7 +149,17 @@ class ToTokens:
         return plain
 
 
-Style = Columns | EmbeddingColumns | Rows | Vocabulary | Loss | Tokens | ToTokens
+@dataclass(frozen=True)
+class AllTokens:
+    """Stays; under sequence parallelism all ranks' tokens go into it, and the columns in it take them as they are."""
+
+    def __call__(self, plain: nn.Module, at: Where) -> nn.Module:
+        if at.sequence:
+            plain.register_forward_pre_hook(lambda module, args: (gather_sum(args[0], at.group), *args[1:]))
+        return plain
+
+
+Style = Columns | EmbeddingColumns | Rows | Vocabulary | Loss | Tokens | ToTokens | AllTokens
 Plan = Mapping[str, Style]
 
 
@@ -209,11 +226,13 @@ def swap(
     is replaced under all.
     """
     enter: Exchange = (coming if overlap else gather_sum) if sequence else copy
+    given_all = tuple(f"{name}." for name, style in styles.items() if sequence and isinstance(style, AllTokens))
     layers: dict[str, nn.Module] = {}
     kept: dict[nn.Parameter, nn.Parameter] = {}  # a plain parameter -> what takes its place
     for name, style in styles.items():
         plain = model.get_submodule(name)
-        layer = layers[name] = style(plain, Where(name, group, sequence, draws, enter))
+        where = Where(name, group, sequence, draws, local if name.startswith(given_all) else enter)
+        layer = layers[name] = style(plain, where)
         if layer is not plain and (plain._forward_hooks or plain._forward_pre_hooks or plain._backward_hooks):
             raise ValueError(f"{name} has hooks, which would see parts of its tensors: register them after the cut")
         for key, p in plain.named_parameters(recurse=False) if layer is not plain else ():
@@ -229,7 +248,7 @@ def swap(
                     f"{name}.{key} is shared with a layer that is split: give {name} a place in the plan too"
                 )
     replaced = put(model, {model.get_submodule(name): layer for name, layer in layers.items()})
-    for around in side_by_side(styles):
+    for around in side_by_side({name: style for name, style in styles.items() if not name.startswith(given_all)}):
         door = Door(enter, model.get_submodule(around))
         for layer in model.get_submodule(around).children():
             if isinstance(layer, ColumnParallelLinear):

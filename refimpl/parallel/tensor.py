@@ -167,6 +167,7 @@ class RowParallelLinear(Parted):
         outputs_dim, self.multiply = how(plain)
         inputs = plain.weight.shape[1 - outputs_dim]
         self.split = Split((inputs,), inputs if units is None else units, group.size, name)
+        self.inputs, self.name = self.split.sizes[group.rank], name
         self.scattered, self.leave, self.draws = scattered, leave, draws
         self.keep("weight", plain.weight, self.split, 1 - outputs_dim)
         self.keep("bias", plain.bias)
@@ -177,6 +178,11 @@ class RowParallelLinear(Parted):
             self.draws.leave()
         if not self.scattered:
             x = scatter(x, self.group, split=self.split)
+        if x.shape[-1] != self.inputs:
+            raise ValueError(
+                f"{self.name}: {x.shape[-1]} features come in, and this rank's rows are {self.inputs}: under sequence "
+                "parallelism a module that reads the length of its input is AllTokens() in the plan"
+            )
         y = self.leave(self.multiply(x, self.weight, None), self.group)
         return y if self.bias is None else y + self.bias
 

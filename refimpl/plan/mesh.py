@@ -7,9 +7,11 @@
     data (dp)       sequences; ZeRO divides state over dp x cp; what ZeRO-3 has whole meanwhile: `gathered.py`
     context (cp)    tokens of a sequence: activations / cp, attention in a ring
     expert (ep)     experts, over consecutive ranks of dp x cp: parameters / ep, and ZeRO divides their state over the
-                    dp x cp / ep that have the same ones. Experts are taken to get equally many tokens
+                    dp x cp / ep that have the same ones. Experts are taken to get equally many tokens. Tensor ranks
+                    divide the tokens before them; where experts are not dealt out, only under sequence parallelism
 
-Time, each term stated: compute at `efficiency` of the peak; the bubble (pp - 1) / m of it; the all-reduces of tensor
+Time, each term stated: large products at `efficiency` of the peak; what lies between them at the speed of the GPU's
+own memory (norms, activations, softmax: `kept.py`); the bubble (pp - 1) / m of both; the all-reduces of tensor
 parallelism, which nothing hides, over `node` bandwidth (over `network` where tp exceeds a node); messages between
 stages; tokens to their experts and back, which nothing hides; the gradients' reduction and the gathers over `network`,
 as far as they exceed the last micro-batch's backward.
@@ -19,15 +21,19 @@ Narayanan et al. 2021, arXiv:2104.04473, sections 2 and 3; Korthikanti et al. 20
 from dataclasses import dataclass
 
 from refimpl.plan import formulas, gathered
-from refimpl.plan.shape import Shape, most
-from refimpl.plan.stages import experts_of, kinds, layers_of, mixtures_of, most_blocks, parameters_of
+from refimpl.plan.kept import activations, moved
+from refimpl.plan.shape import Shape
+from refimpl.plan.stages import experts_of, kinds, most_blocks, parameters_of
 from refimpl.plan.time import bubble
 from refimpl.plan.traffic import busiest
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a GPU and its links can do: by default an A100 of 80 GB, 8 in a node. Bandwidths: bytes/s, one way."""
+    """What a GPU and its links can do: by default an A100 of 80 GB, 8 in a node. Bandwidths: bytes/s; of links one way.
+
+    `reads`: of its own memory.
+    """
 
     memory: float = 80e9
     peak: float = 312e12  # floating-point operations a second, 16 bit
@@ -35,6 +41,7 @@ class Machine:
     in_node: int = 8
     node: float = 240e9
     network: float = 22e9
+    reads: float = 2e12
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,7 @@ class Mesh:
     cp: int = 1  # ranks that share a sequence
     sequence: bool = True  # tensor ranks divide the tokens outside the cut matrices (`parallelize(sequence=True)`)
     ep: int = 1  # ranks that share the experts
+    scores: int = 0  # bytes that attention keeps of each; not fused 2 in 16 bits, 5 with dropout (Korthikanti et al.)
     budgets: gathered.Budgets = gathered.DEEPSPEEDS  # ZeRO-3's
     away: tuple[str, ...] = ()  # classes of bytes that are not on the GPU: offloaded
 
@@ -59,6 +67,11 @@ class Mesh:
     def between(self) -> int:
         """Ranks that divide the tokens between the cut matrices."""
         return self.tp if self.sequence else 1
+
+    @property
+    def before_experts(self) -> int:
+        """Ranks that divide the tokens before their experts."""
+        return self.tp if self.ep > 1 else self.between
 
     def tokens(self, shape: Shape) -> int:
         """Of a micro-batch, on a context rank."""
@@ -92,11 +105,6 @@ class Mesh:
             )
         if self.ep > 1 and shape.experts is None:
             raise ValueError(f"ep {self.ep}: the model has no mixtures of experts")
-        if shape.experts is not None and self.ep == 1 < self.tp and not self.sequence:
-            raise ValueError(
-                f"experts on {self.tp} tensor ranks, none dealt out: each would compute all tokens' experts; set "
-                "expert_parallel.autoep_size"
-            )
         if self.dp * self.cp % self.ep or (shape.experts is not None and shape.experts.count % self.ep):
             count = shape.experts.count if shape.experts else 0
             raise ValueError(
@@ -143,16 +151,18 @@ def judge(shape: Shape, mesh: Mesh, machine: Machine) -> Verdict:
     stages = kinds(shape, mesh.pp, mesh.tp)
     fullest = max((state(shape, mesh, stage) for stage in stages), key=lambda found: sum(found.values()))
     sent = busiest(shape, mesh)
-    done = shape.flops(mesh.batch, mesh.recompute, mesh.tp) / mesh.gpus
+    done = shape.flops(mesh.batch, mesh.recompute, mesh.tp, mesh.tp // mesh.before_experts) / mesh.gpus
     uneven = most_blocks(shape, mesh.pp, mesh.tp) * mesh.pp / shape.layers
     compute = uneven * done / (machine.peak * machine.efficiency)
+    memory = moved(shape, mesh) / machine.reads
     idle = bubble(mesh.pp, mesh.micro_batches)
     inside = mesh.tp <= machine.in_node
-    last = compute / mesh.micro_batches * (3 if mesh.recompute else 2) / (4 if mesh.recompute else 3)
+    last = (compute + memory) / mesh.micro_batches * (3 if mesh.recompute else 2) / (4 if mesh.recompute else 3)
     alone = mesh.gpus <= machine.in_node
     seconds = {
         "compute": compute,
-        "bubble": compute * idle / (1 - idle),
+        "memory": memory,
+        "bubble": (compute + memory) * idle / (1 - idle),
         "tensor": sent["tensor"] / (machine.node if inside else machine.network),
         "pipeline": sent["pipeline"] / machine.network,
         "context": sent["context"] / (machine.node if mesh.tp * mesh.cp <= machine.in_node else machine.network),
@@ -178,70 +188,3 @@ def state(shape: Shape, mesh: Mesh, stage: int) -> dict[str, int]:
         found["gathered"] = mesh.itemsize * gathered.elements(shape, replicas, mesh.tp, mesh.ep, mesh.budgets)
     found["activations"] = activations(shape, mesh, stage)
     return {name: 0 if name in mesh.away else size for name, size in found.items()}
-
-
-def activations(shape: Shape, mesh: Mesh, stage: int = 0) -> int:
-    """What autograd keeps for backward on a stage at its fullest, of as many micro-batches as 1F1B has alive there;
-    tokens' numbers aside.
-
-    With `recompute` each block keeps its input, and one block, or the head, is there whole at a time. Temporaries come
-    on top, as while the loss is computed 8 bytes a logit.
-    """
-    alive = min(mesh.pp - stage, mesh.micro_batches)
-    layers, mixtures = layers_of(shape, mesh, stage), mixtures_of(shape, mesh, stage)
-    dense = kept_of_attention(shape, mesh) + kept_of_mlp(shape, mesh)
-    mixed = kept_of_attention(shape, mesh) + kept_of_mixture(shape, mesh) if mixtures else 0
-    last = kept_of_head(shape, mesh) if stage == mesh.pp - 1 else 0
-    if not mesh.recompute:
-        return alive * ((layers - mixtures) * dense + mixtures * mixed) + last
-    border = mesh.tokens(shape) * shape.width * mesh.itemsize // mesh.between
-    block = max(dense if layers > mixtures else 0, mixed)
-    return alive * layers * border + max(block - border, last)
-
-
-def kept_of_attention(shape: Shape, mesh: Mesh) -> int:
-    """Inputs of both norms and of qkv; q, k, v, what attention gives, what is narrow; statistics in fp32."""
-    w, tokens = shape.width, mesh.tokens(shape)
-    whole = w + shape.keys(mesh.tp) + shape.values(mesh.tp) + (shape.latent.kept if shape.latent else 0)
-    whole += shape.queries(mesh.tp) + shape.answers(mesh.tp)
-    elements = 2 * w * tokens // mesh.between + whole * tokens
-    return elements * mesh.itemsize + 2 * statistics(shape, mesh) + 4 * tokens * shape.heads_of(mesh.tp)[0]
-
-
-def kept_of_mlp(shape: Shape, mesh: Mesh, hidden: int = 0) -> int:
-    """Its input, and what its matrices make."""
-    tokens = mesh.tokens(shape)
-    return (shape.width + inside(shape) * most(hidden or shape.hidden, mesh.tp)) * tokens * mesh.itemsize
-
-
-def inside(shape: Shape) -> int:
-    """Elements a token and hidden feature: before and after the activation; if gated both factors and the product."""
-    return 2 if shape.matrices == 2 else 4
-
-
-def kept_of_mixture(shape: Shape, mesh: Mesh) -> int:
-    """The gate's input, below fp32 once more in fp32, its probabilities and weights; logits for its losses, which
-    nothing that is computed again has; of each row the expert's input, what its matrices make, its answer and weight.
-    """
-    e, w = shape.experts, shape.width
-    assert e is not None
-    tokens = mesh.tokens(shape) // mesh.between
-    rows = mesh.tokens(shape) * e.k // mesh.tp
-    found = (tokens * w + rows * (2 * w + inside(shape) * e.hidden)) * mesh.itemsize
-    losses = 0 if mesh.recompute else tokens * (e.count + 1) + e.count
-    found += 4 * (tokens * (e.count + e.k + 2 + (mesh.itemsize < 4) * w) + losses + rows)
-    if e.shared:
-        found += kept_of_mlp(shape, mesh, e.shared) - (mesh.between == 1) * tokens * w * mesh.itemsize
-    return found
-
-
-def kept_of_head(shape: Shape, mesh: Mesh) -> int:
-    """Inputs of the last norm and of the head, and the probabilities in fp32."""
-    w, tokens = shape.width, mesh.tokens(shape)
-    elements = w * tokens // mesh.between + w * tokens
-    return elements * mesh.itemsize + statistics(shape, mesh) + 4 * tokens * shape.words(mesh.tp)
-
-
-def statistics(shape: Shape, mesh: Mesh) -> int:
-    """Of a norm: mean and deviation of each token, in fp32; without a mean where norms have no bias."""
-    return 4 * (2 if shape.biases == "all" else 1) * mesh.tokens(shape) // mesh.between

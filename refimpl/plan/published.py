@@ -2,9 +2,14 @@
 
 Narayanan et al. 2021, arXiv:2104.04473, table 1: GPTs on A100 GPUs with 80 GB, 8 in a node; blocks recomputed,
 vocabulary 51,200, sequences of 2,048, micro-batches of one. Its table 2: two of these models by ZeRO-3 alone, and so.
+Attention was not fused then, with dropout, and no rank had a part of the tokens between cut matrices.
 Korthikanti et al. 2022, arXiv:2205.05198, tables 3 and 5: seconds of a step of such GPTs.
 Le Scao et al. 2022, arXiv:2211.05100: BLOOM, by ZeRO-1 over 8 x 12 x 4 of these GPUs; the speed at its full batch is
 that of BigScience's notes on the training.
+Smith et al. 2022, arXiv:2201.11990, section 2.4: MT-NLG, Narayanan's model of 530 billion laid out alike, of whose GPUs
+2,240 reach 126 TFLOP/s each, and 159 in his second table: no formula of model and layout can say both.
+Black et al. 2022, arXiv:2204.06745: GPT-NeoX-20B on A100 GPUs with 40 GB, as its public configuration lays it out; it
+waits for the GPU after each layer, and fuses neither norms nor rotations.
 Llama team 2024, arXiv:2407.21783, table 4: 405 billion parameters on H100 GPUs. Its TFLOP/s count no recomputation; a
 rank of its pipeline has 7 or 8 chunks of a block each, which divide the bubble.
 Mixtures: their own config.json, as far as sizes go, and the sizes that their papers or model cards give.
@@ -15,12 +20,17 @@ one has garbled; that follows from the others.
 from dataclasses import dataclass, replace
 from typing import Any
 
+from refimpl.plan.formulas import Strategy
+from refimpl.plan.mesh import Mesh
 from refimpl.plan.shape import Shape
 
 
 @dataclass(frozen=True)
 class Run:
-    """billions: of parameters. batch: sequences of a step, micro: of a micro-batch. tflops: that a GPU reached."""
+    """billions: of parameters. batch: sequences of a step, micro: of a micro-batch. tflops: that a GPU reached.
+
+    scores, sequence: as of `Mesh`.
+    """
 
     billions: float
     shape: Shape
@@ -31,10 +41,17 @@ class Run:
     batch: int
     tflops: float
     micro: int = 1
+    scores: int = 5
+    sequence: bool = False
 
     @property
     def dp(self) -> int:
         return self.gpus // (self.tp * self.pp * self.cp)
+
+    def mesh(self, zero: Strategy, recompute: bool = True) -> Mesh:
+        """Its layout."""
+        more = {"cp": self.cp, "scores": self.scores, "sequence": self.sequence}
+        return Mesh(self.dp, self.pp, self.tp, self.batch, self.micro, zero, recompute, **more)  # type: ignore[arg-type]
 
 
 def megatron(
@@ -83,7 +100,15 @@ KORTHIKANTI = (  # seconds with blocks recomputed whole; with their scores alone
     (megatron(1008, 160, 25600, 128, 8, 64, 512, 512), 94.42, 71.49),
 )
 BLOOM_176 = Shape(70, 14_336, 112, 250_880, 2048, 4 * 14_336, 112, positions=False, rest=2 * 14_336)
-BLOOM = Run(176.2, BLOOM_176, 384, 4, 12, 1, 2048, 150, 2)
+BLOOM = Run(176.2, BLOOM_176, 384, 4, 12, 1, 2048, 150, 2, scores=2)  # without dropout
+
+MT_NLG = tuple(
+    Run(529.6, MEGATRON[8].shape, gpus, 8, 35, 1, 1920, tflops)
+    for gpus, tflops in ((2240, 126), (2800, 121), (3360, 113))
+)
+NEOX = Run(
+    20.6, Shape(44, 6144, 64, 50_432, 2048, 4 * 6144, 64, positions=False, tied=False), 96, 2, 4, 1, 1536, 117, 4, 2
+)
 
 
 def llama(context: int, gpus: int, cp: int, batch: int, tflops: float) -> Run:
@@ -92,7 +117,7 @@ def llama(context: int, gpus: int, cp: int, batch: int, tflops: float) -> Run:
         126, 16_384, 128, 128_256, context, hidden=53_248, kv_heads=8, matrices=3, biases="none", positions=False,
         tied=False,
     )  # fmt: skip
-    return Run(405, shape, gpus, 8, 16, cp, batch, tflops)
+    return Run(405, shape, gpus, 8, 16, cp, batch, tflops, scores=0, sequence=True)
 
 
 TOKENS = 16 * 2**20  # of a step, in each of the three

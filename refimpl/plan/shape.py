@@ -198,16 +198,17 @@ class Shape:
         idle = self.experts.count - self.experts.k if self.experts else 0
         return self.parameters - self.mixtures() * idle * self.expert
 
-    def flops(self, sequences: int, recompute: bool = False, tp: int = 1) -> int:
+    def flops(self, sequences: int, recompute: bool = False, tp: int = 1, mixed: int = 1) -> int:
         """Floating-point operations of a step over `sequences`: forward once, backward twice; `recompute`: once more.
 
         Scores of masked pairs are counted, as published figures do. See `refimpl.plan.transformer`. tp: as if each of
-        so many tensor ranks had as much to do as the fullest, for which all wait.
+        so many tensor ranks had as much to do as the fullest, for which all wait. mixed: how many of them compute the
+        experts of a token.
         """
         attention = 2 * self.attention_matrix(tp) + 2 * (self.queries(tp) + self.answers(tp)) * self.context
         a_token = tp * (self.layers * attention + (self.layers - self.mixtures()) * 2 * self.mlp_matrix(tp))
         if (e := self.experts) is not None:
-            met = self.width * (e.count + self.matrices * (e.shared + e.k * e.hidden))  # a gate, shared, k experts
+            met = self.width * (mixed * (e.count + self.matrices * e.k * e.hidden) + self.matrices * e.shared)
             a_token += self.mixtures() * 2 * met
         return sequences * self.context * ((4 if recompute else 3) * a_token + 3 * 2 * tp * self.embedding(tp))
 

@@ -4,7 +4,8 @@ tensor     an all-reduce sends 2 n (tp - 1)/tp. Four of n = tokens x width a blo
            runs twice, up to what the last product needs (Megatron-LM runs it to its end: six), two where attention is
            whole; one for the embedding (forward), one for the head (backward), 12 bytes a token for the loss
            in a mixture: two gathers of n in the place of two all-reduces, none under sequence parallelism; the sums of
-           the experts' gradients, which are whole on each rank, and of a gate's where each has other tokens
+           the experts' gradients, which are whole on each rank, and of a gate's where each has other tokens. Nothing
+           where each rank computes all tokens' experts: without sequence parallelism, and not dealt out
 pipeline   n to the next stage, n back; a tied head's gradient once, over to the embedding, and whether there is one
 context    keys and values in a ring: cp - 1 hops forward, cp - 1 in backward, and cp of their gradients in fp32
 expert     each token to its k experts and back, forward and backward (`expert.py`), if all experts get as many
@@ -37,6 +38,8 @@ class Mesh(Protocol):
     @property
     def between(self) -> int: ...
     @property
+    def before_experts(self) -> int: ...
+    @property
     def micro(self) -> int: ...
     @property
     def micro_batches(self) -> int: ...
@@ -46,6 +49,9 @@ class Mesh(Protocol):
     def itemsize(self) -> int: ...
     @property
     def zero(self) -> formulas.Strategy: ...
+    @property
+    def scores(self) -> int: ...
+    def tokens(self, shape: Shape) -> int: ...
 
 
 AXES = {  # -> the ledger's tags; what has another is a control message
@@ -61,7 +67,7 @@ def traffic(shape: Shape, mesh: Mesh, stage: int, padding: int = 0, of_experts: 
     """By axis, for a rank of a stage. padding, of_experts: elements that the buckets of its data-parallel stage add,
     those of dense parameters and those of experts.
     """
-    tokens = mesh.micro * shape.context // mesh.cp
+    tokens = mesh.tokens(shape)
     n = tokens * shape.width * mesh.itemsize
     first, last = stage == 0, stage == mesh.pp - 1
     layers, mixtures = layers_of(shape, mesh, stage), mixtures_of(shape, mesh, stage)
@@ -104,6 +110,8 @@ def of_mixture(shape: Shape, mesh: Mesh, tokens: int) -> int:
     n, w = tokens * shape.width * mesh.itemsize, shape.width * mesh.itemsize
     experts = 2 * (e.count // mesh.ep * shape.expert) * mesh.itemsize * others // mesh.tp
     mlp = 0 if e.shared else 2 * 2 * n * others // mesh.tp
+    if mesh.before_experts == 1:
+        return -mlp
     if mesh.between > 1:
         return experts + 2 * e.count * w * others // mesh.tp - mlp
     return experts + (2 * n + 4 * tokens * e.k) * others // mesh.tp - mlp

@@ -102,7 +102,7 @@ def test_the_layout_of_a_deepspeed_configuration(
         (["--model", __file__], "a transformers configuration is JSON: "),
         (["--params", "1e30"], "a number of parameters, such as 125M, 7B or 1T, at most 100T"),
         (["--params", "1e3"], "--params 1e3: the smallest GPT here has 7M"),
-        (["--params", "7B", "--network", "0GB"], "--gpu-memory, --node-bandwidth and --network must be more than 0"),
+        (["--params", "7B", "--network", "0GB"], "--network and --memory-bandwidth must be more than 0"),
         (["--params", "7B", "--gpus", "37", "--batch", "5"], "no layout divides them all; change the batch"),
     ],
 )

@@ -253,6 +253,7 @@ def test_the_recipe_of_deepspeeds_users_has_the_whole_sequences_gradient() -> No
         ({"tp": 3}, r"4 ranks are no multiple of tp 3 = 3: start a multiple of 3"),
         ({"pp": 2, "tp": 4}, r"4 ranks are no multiple of pp 2 x tp 4 = 8"),
         ({"dp": 4, "data_parallel_size": 2}, r"data_parallel_size = 2, but the ranks are laid out with 4"),
+        ({"tp": 4, "heads": 3}, r"autotp_size: blocks.0.attention.qkv: 3 units of 8 cannot be dealt to 4 ranks"),
         ({"pp": 2, "stage": 3}, r"ZeRO stage 3 with a pipeline: .* use stage 0 or 1"),
         ({"cp": 4, "context": 12}, r"a sequence of 12 tokens does not divide into 8 chunks for 4 ranks: pad it to 16"),
         ({"pp": 2, "model": "BatchNorm1d"}, r"pipeline.stages = 2: a BatchNorm1d that is no chain of layers; give"),
@@ -264,9 +265,11 @@ def test_what_cannot_be_laid_out(axes: dict[str, Any], says: str) -> None:
 
 
 def laid_out(axes: dict[str, Any]) -> None:
-    extra = {key: axes.pop(key) for key in ("data_parallel_size", "stage", "context", "model") if key in axes}
+    extra = {key: axes.pop(key) for key in ("data_parallel_size", "stage", "context", "heads", "model") if key in axes}
     config = settings(axes, zero_optimization={"stage": extra.get("stage", 0)})
     config |= {key: extra[key] for key in ("data_parallel_size",) if key in extra}
     config["gradient_accumulation_steps"] = 1
     shape = replace(SHAPE, context=extra.get("context", SHAPE.context))
+    if "heads" in extra:
+        shape = replace(shape, heads=extra["heads"], width=8 * extra["heads"])
     initialize(model=nn.BatchNorm1d(4) if "model" in extra else GPT(shape), config=config)

@@ -301,6 +301,7 @@ def by_config() -> None:
     column, row = {"partition_type": "column"}, {"partition_type": "row"}
     specs = [
         {"patterns": [r".*\.2\.a\."], "partition_type": "skip"},
+        {"patterns": [r".*\.2\.a\.ask"], **row},  # an earlier one has it
         {"patterns": [r"stack\.\d\.a\.ask\.weight$"], **column},
         {"patterns": [r".*\.tell\.weight$"], **column, "shape": [2, -1]},
         {"patterns": [r".*\.sum_up\.weight$", r".*two"], **row},
@@ -320,8 +321,8 @@ def by_config() -> None:
     same_numbers(model, made("stranger", rank=0)[0], example, group)
     model, _ = made("stranger")
     for wrong, says in (
-        ([*specs[:3]], "plan: stack.0.a.ask, stack.0.a.tell cannot be cut so: its forward does not fit a part, "),
-        ([specs[3] | column], "plan: .*sum_up.* cannot be cut so"),
+        ([*specs[:4]], "plan: stack.0.a.ask, stack.0.a.tell cannot be cut so: its forward does not fit a part, "),
+        ([specs[4] | column], "plan: .*sum_up.* cannot be cut so"),
         (
             [{"patterns": [r".*\.q_proj"], **column}],
             "no layer matches layer_specs.0. .*q_proj.*layers are sight, ",
@@ -332,16 +333,57 @@ def by_config() -> None:
         ),
         ([{"patterns": ["a"], "partition_type": "both"}], "partition_type is 'both': it must be column, row or skip"),
         ([{"patterns": ["a"], **row, "shape": [2, -1]}], "only a column's outputs have blocks"),
+        ([{"patterns": ["a"], **column, "shape": [2, [1, 1]]}], r"shape \[2, \[1, 1\]\]: it must be \[3, -1\], three"),
+        ([{"patterns": ["a"], **column, "shape": [[8, 0], -1]}], r"it must be \[3, -1\], three equal blocks, or"),
+        ([{"patterns": "speak"}], r"layer_specs\[0\]: patterns is 'speak': it must be a list"),
+        ([{"patterns": ["*one"]}], r"layer_specs\[0\] .*'\*one' is no regular expression: nothing to repeat"),
+        ([{"patterns": ["stack"], "model_types": "llama"}], "model_types is 'llama': it must be a list"),
+        (["stack"], r"layer_specs\[0\] is 'stack': it must be an object"),
     ):
         with pytest.raises(ValueError, match=says):
             autotp(model, group, example, plan=partition_plan(model, {"layer_specs": wrong}))
     with pytest.raises(ValueError, match=r"strict_mode, and no layer_specs match stack.0.b.one.weight"):
-        partition_plan(model, {"layer_specs": specs[:4], "strict_mode": True})
+        partition_plan(model, {"layer_specs": specs[:5], "strict_mode": True})
     assert all(type(module) is not ColumnParallelLinear for module in model.modules())
 
 
 def test_deepspeeds_partition_config() -> None:
     run(by_config, ranks=2)
+
+
+class Byte(nn.Linear):
+    """A layer whose weight is quantised."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, bias=False)
+        self.register_buffer("scale", torch.full((width, 1), 0.02))
+        self.weight = nn.Parameter(torch.randint(-127, 128, (width, width), dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+def quantised() -> None:
+    """Its layers stay whole, and the others are cut around them."""
+    group, (model, example) = Group.world(), made("stranger", rank=0)
+    for module in model.modules():
+        for name, child in module.named_children():
+            if name == "sum_up":
+                setattr(module, name, Byte(child.in_features))
+    whole = copy.deepcopy(model)
+    report = autotp(model, group, example)
+    said = {pattern(name): words for name, words in report.details.items()}
+    assert said["stack.*.a.sum_up.weight"] == "of torch.int8: what is quantised is not cut"
+    assert kinds(report)["stack.*.b.two"] == "rows"
+    same_numbers(model, whole, example, group)
+    specs = [{"patterns": [".*sum_up.*"], "partition_type": "row"}]
+    with pytest.raises(ValueError, match=r"sum_up.*; stack.0.a.sum_up.weight is of torch.int8: what is quantised"):
+        partition_plan(whole, {"layer_specs": specs})
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_quantised_stays_whole_and_is_named(ranks: int) -> None:
+    run(quantised, ranks=ranks)
 
 
 def refused() -> None:

@@ -1,5 +1,7 @@
 """A plain GPT swapped by its plan, against the same GPT unsplit: forward, loss, gradients, traffic, state dict."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,22 @@ from worlds import run
 
 from refimpl.comm.group import Group
 from refimpl.model.gpt import GPT, GPTConfig
-from refimpl.parallel.swap import Columns, Loss, Rows, gpt_plan, load_whole_state_dict, parallelize, whole_state_dict
-from refimpl.parallel.tensor import Parted
+from refimpl.parallel.auto import rehearsal
+from refimpl.parallel.autotp import autotp
+from refimpl.parallel.swap import (
+    AllTokens,
+    Columns,
+    Loss,
+    Rows,
+    Style,
+    Tokens,
+    Vocabulary,
+    gpt_plan,
+    load_whole_state_dict,
+    parallelize,
+    whole_state_dict,
+)
+from refimpl.parallel.tensor import Parted, cuts
 from refimpl.plan.transformer import tensor_parallel_sent
 
 B = 2
@@ -151,6 +167,74 @@ def refusals() -> None:
 
 def test_what_a_plan_cannot_do_is_refused_by_name() -> None:
     run(refusals, ranks=2)
+
+
+class Turned(nn.Module):
+    """Attention as in torchtitan's Llama: it reads how many tokens there are, and turns queries by complex numbers."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(4 * heads, 4 * heads) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        """x [B, T, C], turns [T, D/2] complex -> [B, T, C]."""
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, -1, 4) for layer in (self.q, self.k, self.v))
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2))) * turns[:t, None]).flatten(-2)
+            for y in (q, k)
+        )
+        y = nn.functional.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), is_causal=True)
+        mixed: torch.Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return mixed
+
+
+class Reader(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.wte, self.norm = nn.Embedding(24, 4 * heads), nn.LayerNorm(4 * heads)
+        self.attention, self.head = Turned(heads), nn.Linear(4 * heads, 24)
+        self.register_buffer("turns", torch.polar(torch.ones(12, 2), torch.arange(24.0).view(12, 2)))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.wte(tokens)
+        out: torch.Tensor = self.head(x + self.attention(self.norm(x), self.turns))
+        return out
+
+
+def reads_its_length(found_out: bool) -> None:
+    group = Group.world()
+    torch.manual_seed(0)
+    whole, (tokens,) = Reader(group.size), torch.randint(24, (1, 2, 12))
+    plan: dict[str, Style] = {"wte": Vocabulary(), "norm": Tokens(), "head": Columns(gathered=True)}
+    plan |= {"attention.[qkv]": Columns(units=group.size), "attention.out": Rows(units=group.size)}
+    if found_out:  # its twin must be turned too
+        split = copy.deepcopy(whole)
+        assert "whole" not in autotp(split, group, tokens).kinds.values()
+        assert rehearsal.make_twin(whole).turns.dtype == torch.complex128
+    else:
+        with pytest.raises(ValueError, match=r"attention.out: .* AllTokens\(\) in the plan"):
+            parallelize(copy.deepcopy(whole), plan, group, sequence=True)(tokens)
+        plan["attention"] = AllTokens()
+        split = parallelize(copy.deepcopy(whole), plan, group, sequence=True)
+    out, expected = split(tokens), whole(tokens)
+    assert relative(out, expected) < 64 * torch.finfo(torch.float32).eps
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    parts = cuts(split)
+    for name, p in split.named_parameters():
+        grad = p.grad
+        if p in parts:
+            where, dim, _ = parts[p]
+            grad = where.gather(p.grad, group, dim, "test")
+        right = whole.get_parameter(name).grad
+        assert float((grad - right).norm()) < 64 * torch.finfo(torch.float32).eps * max(float(right.norm()), 1.0), name
+
+
+@every_world
+@pytest.mark.parametrize("found_out", [False, True])
+def test_a_model_that_reads_how_many_tokens_it_is_given(ranks: int, found_out: bool) -> None:
+    run(reads_its_length, found_out, ranks=ranks)
 
 
 def against_dtensor(rank_seed: int) -> None:

@@ -22,7 +22,8 @@ from refimpl.model.moe import mixtures
 from refimpl.parallel.expert.marks import is_expert
 from refimpl.parallel.swap import gpt_plan, parallelize
 from refimpl.plan import formulas
-from refimpl.plan.mesh import Mesh, activations
+from refimpl.plan.kept import activations
+from refimpl.plan.mesh import Mesh
 from refimpl.plan.shape import Experts, Shape, of_gpt
 from refimpl.plan.stages import experts_of, parameters_of
 from refimpl.plan.traffic import by_axis, traffic
@@ -31,8 +32,12 @@ from refimpl.zero.stage import Stage
 COUNTED = GPTConfig(vocab=16, context=8, width=64, layers=4, heads=4)
 LARGE = replace(COUNTED, vocab=2048, layers=5)  # as much as two and a half blocks
 UNEVEN = GPTConfig(vocab=17, context=12, width=240, layers=3, heads=5)  # 2 and 3 divide neither heads nor vocabulary
-# Of four layers the second and the fourth are mixtures, of GPT's MLPs, which have biases.
-MIXED = replace(of_gpt(COUNTED), experts=Experts(4, 2, 256, biases=5 * 64, dense=frozenset({0, 2})))
+
+
+def mixed(config: GPTConfig) -> Shape:
+    """Of up to four layers the second and the fourth are mixtures, of GPT's MLPs, which have biases."""
+    w = config.width
+    return replace(of_gpt(config), experts=Experts(4, 2, 4 * w, biases=5 * w, dense=frozenset({0, 2})))
 
 
 # ZeRO-3 keeps small parameters whole, and those that are needed again soon; here all are small.
@@ -41,11 +46,13 @@ LEFT = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 
 def gpt(shape: Shape, recompute: bool) -> GPT:
     """A mixture's tokens in turn to all experts, as the planner has it. What is computed again balances nothing."""
+    plain = replace(shape, experts=None)
+    config = next(config for config in (COUNTED, LARGE, UNEVEN) if of_gpt(config) == plain)
     if shape.experts is None:
-        return GPT(next(config for config in (COUNTED, LARGE, UNEVEN) if of_gpt(config) == shape))
+        return GPT(config)
     count, k = shape.experts.count, shape.experts.k
     gates.choose = lambda logits, *_: torch.arange(len(logits) * k).view(-1, k) % count
-    return mixtures(GPT(COUNTED), count, Routing(k=k), every=2, balance=0 if recompute else 0.1)
+    return mixtures(GPT(config), count, Routing(k=k), every=2, balance=0 if recompute else 0.1)
 
 
 def layouts(stage: Stage) -> list[formulas.Layout]:
@@ -124,12 +131,17 @@ def test_a_large_vocabulary_takes_the_place_of_blocks() -> None:
         (runs(4, 1, 1, 8, zero="zero2"), 2), (runs(2, 2, 1, 8, ep=2), 1), (runs(2, 1, 2, 4, ep=2), 1),
         (runs(1, 1, 2, 2, cp=2, ep=2), 1), (runs(2, 2, 2, 4, zero="ddp", ep=2), 0),
         (runs(2, 2, 1, 8, zero="ddp", recompute=True, ep=2), 0), (runs(1, 3, 1, 6, zero="ddp"), 0),
-        (runs(2, 2, 2, 4, zero="ddp", recompute=True, ep=2), 0),
+        (runs(2, 2, 2, 4, zero="ddp", recompute=True, ep=2), 0), (runs(1, 1, 2, 2), 1),  # experts whole, of all tokens
+        (runs(2, 1, 2, 4, zero="zero3"), 3), (runs(1, 2, 2, 4, recompute=True), 1),
     ],
     ids=name_of,
 )  # fmt: skip
 def test_every_byte_of_mixtures_is_counted(mesh: Mesh, stage: int) -> None:
-    every_byte(MIXED, mesh, stage)
+    every_byte(mixed(COUNTED), mesh, stage)
+
+
+def test_every_byte_of_mixtures_beside_uneven_heads_is_counted() -> None:
+    every_byte(mixed(UNEVEN), runs(1, 1, 3, 2, zero="ddp"), 0)
 
 
 def every_byte(shape: Shape, mesh: Mesh, stage: int) -> None:

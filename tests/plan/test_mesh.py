@@ -1,6 +1,7 @@
 """The planner beside what others have published and beside what is counted: sizes, bytes, traffic, time."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.plan import formulas
 from refimpl.plan.mesh import Machine, Mesh, judge
-from refimpl.plan.published import BLOOM, KORTHIKANTI, LLAMA, MEGATRON, PTD, ZERO3, Run
+from refimpl.plan.published import BLOOM, KORTHIKANTI, LLAMA, MEGATRON, MT_NLG, NEOX, PTD, ZERO3, Run
 from refimpl.plan.search import search
 from refimpl.plan.shape import Experts, Shape, of_gpt, of_size
 from refimpl.plan.stages import layers_of, parameters_of
@@ -35,16 +36,15 @@ ZERO = {
 def test_sizes_and_speed_of_megatrons_table(row: Run) -> None:
     shape = row.shape
     assert shape.parameters / 1e9 == pytest.approx(row.billions, rel=0.03)
-    verdict = judge(shape, Mesh(row.dp, row.pp, row.tp, row.batch, 1, "ddp"), Machine())
-    tflops = shape.flops(row.batch, recompute=True) / verdict.step / row.gpus / 1e12
-    # One efficiency for all: small products reach less of the peak than large ones.
-    assert tflops == pytest.approx(row.tflops, rel=0.35 if row.billions < 7 else 0.18)
+    assert planned(row) == pytest.approx(row.tflops, rel=0.09)
+    products_alone = planned(row, replace(Machine(), reads=math.inf))
+    if row.billions < 4:  # the smaller a model, the more of its time lies between the products
+        assert products_alone > 1.2 * row.tflops
 
 
-def planned(row: Run) -> float:
-    """TFLOP/s a GPU; alone on its axis data parallelism is ZeRO-3."""
-    zero = "zero3" if row.tp == row.pp == 1 else "ddp"
-    verdict = judge(row.shape, Mesh(row.dp, row.pp, row.tp, row.batch, row.micro, zero), Machine())
+def planned(row: Run, machine: Machine | None = None) -> float:
+    """TFLOP/s a GPU; alone on its axis data parallelism is ZeRO-3, in the second table."""
+    verdict = judge(row.shape, row.mesh("zero3" if row in ZERO3 else "ddp"), machine or Machine())
     return row.shape.flops(row.batch, recompute=True) / verdict.step / row.gpus / 1e12
 
 
@@ -52,21 +52,26 @@ def test_zero_3_alone_falls_with_the_gpus_as_in_megatrons_second_table() -> None
     """It is fastest where a GPU has four sequences, and falls by as much as the weights take longer than the work."""
     for row in (*ZERO3, *PTD):
         assert row.shape.parameters / 1e9 == pytest.approx(row.billions, rel=0.001)
-        assert planned(row) == pytest.approx(row.tflops, rel=0.36 if row in ZERO3 else 0.1)
+        assert planned(row) == pytest.approx(row.tflops, rel=0.35 if row in ZERO3 else 0.07)
     for alone, meshed in ((ZERO3[:3], PTD[:3]), (ZERO3[3:], PTD[3:])):
         falls = planned(alone[2]) / planned(alone[0])
         assert falls == pytest.approx(alone[2].tflops / alone[0].tflops, rel=0.15)
         assert planned(meshed[2]) > 2 * planned(alone[2]), "published: 3.2 and 3.3 times"
 
 
-def test_seconds_of_sequence_parallelisms_table_and_blooms_speed() -> None:
+def test_seconds_of_sequence_parallelisms_table_and_others_speeds() -> None:
     for row, recomputed, kept in KORTHIKANTI:
         assert row.shape.parameters / 1e9 == pytest.approx(row.billions, rel=0.02)
         for recompute, seconds in ((True, recomputed), (False, kept)):
-            mesh = Mesh(row.dp, row.pp, row.tp, row.batch, row.micro, "ddp", recompute)
-            assert judge(row.shape, mesh, Machine()).step == pytest.approx(seconds, rel=0.21)
+            mesh = replace(row.mesh("ddp", recompute), sequence=not recompute)
+            assert judge(row.shape, mesh, Machine()).step == pytest.approx(seconds, rel=0.2)
     assert BLOOM.shape.parameters == pytest.approx(176_247_271_424)
-    assert planned(BLOOM) == pytest.approx(BLOOM.tflops, rel=0.12)
+    for row in MT_NLG:
+        assert planned(row) == pytest.approx(row.tflops, rel=0.24)
+    assert planned(MT_NLG[0]) == pytest.approx(planned(PTD[5]), rel=0.02), "published: 126 and 159"
+    assert NEOX.shape.parameters / 1e9 == pytest.approx(NEOX.billions, rel=0.003)
+    assert planned(NEOX, Machine(40e9, reads=1.555e12)) == pytest.approx(NEOX.tflops, rel=0.33)
+    assert planned(BLOOM) == pytest.approx(BLOOM.tflops, rel=0.07)
 
 
 @pytest.mark.parametrize("row", LLAMA, ids=lambda row: f"{row.gpus} GPUs, cp {row.cp}")
@@ -75,11 +80,11 @@ def test_speed_of_llamas_table_with_the_bubble_of_its_chunks(row: Run) -> None:
 
     Of its peak an H100 reaches less than an A100: the share is that of the first row.
     """
-    h100 = Machine(peak=989e12, efficiency=0.55, node=450e9, network=50e9)
-    verdict = judge(row.shape, Mesh(row.dp, row.pp, row.tp, row.batch, recompute=False, cp=row.cp), h100)
+    h100 = Machine(peak=989e12, efficiency=0.55, node=450e9, network=50e9, reads=3.35e12)
+    verdict = judge(row.shape, row.mesh("zero1", recompute=False), h100)
     interleaved = verdict.step - verdict.seconds["bubble"] * 7 / 8
     tflops = row.shape.flops(row.batch) / interleaved / row.gpus / 1e12
-    assert tflops == pytest.approx(row.tflops, rel=0.15)
+    assert tflops == pytest.approx(row.tflops, rel=0.12)
 
 
 @pytest.mark.parametrize("row", LLAMA, ids=lambda row: f"{row.gpus} GPUs, cp {row.cp}")
@@ -193,7 +198,6 @@ def test_what_cannot_be_is_named() -> None:
     for of, mesh, says in (
         (shape, Mesh(2, 1, 1, 8, ep=2), "ep 2: the model has no mixtures of experts"),
         (mixed, Mesh(8, 1, 1, 8, ep=8), "4 experts over ep 8 of 8 data ranks: it must divide both"),
-        (mixed, Mesh(1, 1, 2, 8, sequence=False), "experts on 2 tensor ranks, none dealt out: each would compute all"),
         (mixed, Mesh(3, 1, 1, 9, ep=2), "4 experts over ep 2 of 3 data ranks: it must divide both"),
     ):
         with pytest.raises(ValueError, match=says):

@@ -13,7 +13,7 @@ from refimpl.plan.mesh import Machine, Mesh, judge
 from refimpl.plan.public import FAMILIES, of_config
 from refimpl.plan.published import PUBLIC_MIXTURES
 from refimpl.plan.search import search
-from refimpl.plan.stages import parameters_of
+from refimpl.plan.stages import experts_of, parameters_of
 
 PUBLIC: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_layer": 3, "n_embd": 48, "n_head": 4, "vocab_size": 101, "n_positions": 32},
@@ -113,14 +113,17 @@ def left_by_autotp(settings: dict[str, Any]) -> int:
 
 
 @hf
-@pytest.mark.parametrize("family", ["llama", "uneven", "falcon", "olmo2", "gemma"])
+@pytest.mark.parametrize("family", ["llama", "uneven", "falcon", "olmo2", "gemma", "mixtral", "qwen2_moe"])
 def test_a_tensor_rank_has_what_autotp_leaves_it(family: str) -> None:
-    """101 words on 2 ranks; 3 groups of heads; one head of keys; attention that stays whole; an embedding that does."""
+    """101 words on 2 ranks; 3 groups of heads; one head of keys; attention that stays whole; an embedding that does;
+    experts that do, and one that every token passes and that is cut.
+    """
     uneven = PUBLIC["llama"] | {"num_attention_heads": 6, "num_key_value_heads": 3}
     settings = uneven if family == "uneven" else PUBLIC[family]
     shape = of_config(of_transformers(settings)[1])
     found = run(left_by_autotp, settings)[0]
-    assert parameters_of(shape, Mesh(1, 1, 2, 2, sequence=False), 0) == found
+    mesh = Mesh(1, 1, 2, 2, sequence=False)
+    assert parameters_of(shape, mesh, 0) + experts_of(shape, mesh, 0) == found
 
 
 def test_known_models_by_their_published_shapes() -> None:

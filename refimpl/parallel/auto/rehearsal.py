@@ -82,7 +82,7 @@ class Substitute(torch.autograd.Function):
 
 def make_twin(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A copy on the CPU with other weights, equal on all ranks: spread as in a model that trains well."""
-    twin = deepcopy(model).to("cpu", dtype)
+    twin: nn.Module = deepcopy(model)._apply(lambda x: x.to("cpu", in_twin(x, dtype)))  # type: ignore[no-untyped-call]
     draw = torch.Generator().manual_seed(0)
     for p in twin.parameters():
         if p.is_floating_point():
@@ -96,6 +96,13 @@ def make_twin(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module
         if getattr(module, "gradient_checkpointing", False) is True:
             module.gradient_checkpointing = False  # type: ignore[assignment]  # the marks are gone when it runs again
     return twin.eval()
+
+
+def in_twin(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor there: a rotation by complex numbers stays one."""
+    if x.is_complex():
+        return dtype.to_complex()
+    return dtype if x.is_floating_point() else x.dtype
 
 
 @contextmanager
@@ -209,6 +216,8 @@ def differences(model: nn.Module, whole: Notes, part: Notes, group: Group) -> tu
     wrong += [f"{name} gives other outputs" for (name, _), pair in part.shares.items() if not close(*pair)]
     parts, largest = cuts(model), largest_norm(whole.params)
     for name, p in model.named_parameters():
+        if not p.is_floating_point():
+            continue  # quantised: whole, and has no gradient
         cut, found, expected = parts.get(p), part.params.get(name), whole.params.get(name)
         if cut is not None and expected is not None:
             if cut[0].copies > 1:  # a part of a sum, where it lies in the whole

@@ -8,7 +8,7 @@ from torch import nn
 
 from refimpl.parallel.auto.cut import Cut
 from refimpl.parallel.auto.regions import pattern
-from refimpl.parallel.auto.trace import Trace, plain_layers
+from refimpl.parallel.auto.trace import Trace, plain_layers, unlike
 from refimpl.parallel.swap import Columns, EmbeddingColumns, Rows, Style, Vocabulary
 
 KINDS = {Columns: "columns", EmbeddingColumns: "columns", Rows: "rows", Vocabulary: "vocabulary"}
@@ -46,8 +46,7 @@ def reasons(model: nn.Module, found: Trace) -> dict[str, str]:
     plain, why = plain_layers(model), dict[str, str]()
     for name, module in model.named_modules():
         if name not in plain:
-            matrices = [key for key, p in module.named_parameters(name, recurse=False) if p.dim() > 1]
-            why |= dict.fromkeys(matrices, f"of a {type(module).__name__}, which is no plain linear layer or embedding")
+            why |= {key: unlike(module, p) for key, p in module.named_parameters(name, recurse=False) if p.dim() > 1}
         elif name not in found.layers:
             why[name] = "the example does not call it"
         elif isinstance(module, nn.Embedding):

@@ -55,9 +55,17 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def is_bare(module: nn.Module) -> bool:
-    """No hooks that a swap would lose, nothing inside, no parameter but weight and bias."""
+    """No hooks that a swap would lose, nothing inside, no parameter but weight and bias; and these not quantised."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return not any(hooks) and not module._modules and set(module._parameters) <= {"weight", "bias"}
+    numbers = all(p.is_floating_point() for p in module._parameters.values() if p is not None)
+    return numbers and not any(hooks) and not module._modules and set(module._parameters) <= {"weight", "bias"}
+
+
+def unlike(module: nn.Module, p: Tensor) -> str:
+    """Why a layer that has this matrix is not cut."""
+    if not p.is_floating_point():
+        return f"of {p.dtype}: what is quantised is not cut"
+    return f"of a {type(module).__name__}, which is no plain linear layer or embedding"
 
 
 @dataclass
