@@ -26,9 +26,7 @@ DROPOUTS = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout")
 # What a pattern alone would not equal: settings of an attention or of its configuration, and options of its calls.
 SETTINGS = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "sinks")
 OPTIONS = ("sliding_window", "softcap", "s_aux", "position_bias")
-CROSS = re.compile(
-    r"cross_?att|encoder_att|encdecatt", re.IGNORECASE
-)  # as transformers calls those of other sequences
+CROSS = re.compile(r"cross_?att|encoder_att|encdecatt", re.IGNORECASE)  # as transformers calls those of other sequences
 
 
 class SparseGPTAttention(nn.Module):
