@@ -20,14 +20,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.block_lists import BlockLists
 from refimpl.kernels.block_sparse_kernels import block_sparse_backward, block_sparse_forward
 from refimpl.kernels.case import Case, short
 from refimpl.kernels.checks import autocast, whole
 from refimpl.kernels.flash_shapes import Shapes, check_heads, check_scale, readable
-from refimpl.kernels.language import on, takes
+from refimpl.kernels.language import on, once_differentiable, takes
 
 BLOCKS = (16, 32, 64, 128)
 

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case
 from refimpl.kernels.checks import floating, has_values, integer, number, one_device, rows, whole
-from refimpl.kernels.language import INTERPRETED, on, takes, tl, triton
+from refimpl.kernels.language import INTERPRETED, on, once_differentiable, takes, tl, triton
 from refimpl.kernels.tiles import next_power_of_2
 
 BLOCK = 1 << 15 if INTERPRETED else 4096

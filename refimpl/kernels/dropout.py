@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case, short
 from refimpl.kernels.checks import floating, number, whole
-from refimpl.kernels.language import on, takes, tl, triton
+from refimpl.kernels.language import on, once_differentiable, takes, tl, triton
 
 QUARTER = 1024  # draws of a program, each of which gives four elements: part of what a seed means, so never changed
 WORD = 0xFFFFFFFF

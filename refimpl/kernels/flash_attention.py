@@ -28,7 +28,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +36,7 @@ from refimpl.kernels.checks import autocast, tensors, whole
 from refimpl.kernels.flash_backward import flash_backward
 from refimpl.kernels.flash_forward import flash_forward
 from refimpl.kernels.flash_shapes import Shapes, check_heads, check_scale, reach, readable
-from refimpl.kernels.language import on, takes
+from refimpl.kernels.language import on, once_differentiable, takes
 
 
 def flash_attention(

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case, short
 from refimpl.kernels.checks import floating, one_device, rows, same_shape
-from refimpl.kernels.language import INTERPRETED, on, takes, tl, triton
+from refimpl.kernels.language import INTERPRETED, on, once_differentiable, takes, tl, triton
 from refimpl.kernels.tiles import next_power_of_2
 
 ACTIVATIONS = {"silu": 0, "tanh": 1, "none": 2}  # the last two are torch's names for GELU's approximations

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case, short
 from refimpl.kernels.checks import autocast, floating, integer, one_device
 from refimpl.kernels.dots import dots
-from refimpl.kernels.language import on, takes, tl, triton
+from refimpl.kernels.language import on, once_differentiable, takes, tl, triton
 
 WIDEST = 4096  # groups
 

@@ -45,7 +45,7 @@ def int8_matmul(
     dtype = dtype or (torch.float32 if scaled else torch.int32)
     if dtype not in FLOATS and (scaled or dtype != torch.int32):
         raise TypeError(f"int8_matmul: dtype is {dtype}; it must be a float, or int32 without scales")
-    if not takes(a, b) or dtype == torch.float64 or 0 in (*a.shape, len(b)):
+    if not takes(a, b, a_scale, b_scale) or dtype == torch.float64 or 0 in (*a.shape, len(b)):
         return reference(a, b, a_scale, b_scale, dtype)
     return launch(a, b, a_scale, b_scale, dtype)
 

@@ -1,15 +1,20 @@
 """Triton, or a stand-in whose use says what is missing, and where a kernel can run. No other file imports triton."""
 
 import importlib.util
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import function
 
 PROCESSORS = 132  # streaming multiprocessors of an H100 or H200: what a rehearsal without a GPU assumes
-__all__ = ["INSTALLED", "INTERPRETED", "REHEARSING", "Missing", "on", "processors", "takes", "tl", "triton"]
+__all__ = [
+    "INSTALLED", "INTERPRETED", "REHEARSING", "Missing", "on", "once_differentiable", "processors", "takes", "tl",
+    "triton",
+]  # fmt: skip
 
 REHEARSING: ContextVar[bool] = ContextVar("REHEARSING", default=False)  # within compiled.rehearse: nothing is launched
 
@@ -41,15 +46,28 @@ else:
 def takes(*tensors: Tensor | None) -> bool:
     """Whether a Triton kernel takes this call, not torch's operator.
 
-    All on one CUDA device, or on a CPU under TRITON_INTERPRET=1. float64 is torch's: kernels compute in fp32. Tensors
-    on "meta" have no data; only `compiled.rehearse` hands them to a kernel.
+    All on one CUDA device, or on a CPU under TRITON_INTERPRET=1. float64 is torch's: kernels compute in fp32. So is a
+    view whose minus sign is not in memory (`z.conj().imag`). Tensors on "meta" have no data; only `compiled.rehearse`
+    hands them to a kernel.
     """
     given = [tensor for tensor in tensors if tensor is not None]
     devices = {tensor.device for tensor in given}
     if not INSTALLED or len(devices) > 1 or any(t.dtype == torch.float64 or t.is_complex() for t in given):
         return False
+    if not torch.compiler.is_compiling() and any(t.is_neg() for t in given):
+        return False
     kind = devices.pop().type
     return kind == "cuda" or (kind == "cpu" and INTERPRETED) or (kind == "meta" and REHEARSING.get())
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's own, for kernels: gradients that are views whose minus sign is not in memory are written out before."""
+
+    def written(ctx: Any, *grads: Tensor) -> Any:
+        return backward(ctx, *(grad.resolve_neg() for grad in grads))
+
+    wrapped: Callable[..., Any] = function.once_differentiable(written)
+    return wrapped
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case, short
 from refimpl.kernels.checks import autocast, floating, one_device, present, rows
 from refimpl.kernels.cross_entropy import check, check_range, loss_and_gradient
 from refimpl.kernels.cross_entropy import reference as of_logits
-from refimpl.kernels.language import on, takes
+from refimpl.kernels.language import on, once_differentiable, takes
 
 LEAST = 128  # rows of a chunk
 

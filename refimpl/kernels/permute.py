@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case, short
 from refimpl.kernels.checks import floating, integer, one_device, whole
-from refimpl.kernels.language import on, processors, takes, tl, triton
+from refimpl.kernels.language import on, once_differentiable, processors, takes, tl, triton
 from refimpl.kernels.tiles import tile
 
 LONGEST = 4096  # elements of a token that a program handles; longer ones are shared by several

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case
 from refimpl.kernels.checks import autocast, floating, last_dim, number, one_device, present, rows
-from refimpl.kernels.language import on, processors, takes, tl, triton
+from refimpl.kernels.language import on, once_differentiable, processors, takes, tl, triton
 from refimpl.kernels.tiles import tile
 
 LONGEST, LONGEST_BACKWARD = 16384, 8192  # elements of a row that stay in registers

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case, short
 from refimpl.kernels.checks import floating, one_device
-from refimpl.kernels.language import on, takes, tl, triton
+from refimpl.kernels.language import on, once_differentiable, takes, tl, triton
 from refimpl.kernels.tiles import next_power_of_2
 
 ELEMENTS = 4096  # numbers that a program turns

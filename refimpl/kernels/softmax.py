@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case
 from refimpl.kernels.checks import autocast, floating, rows, whole
-from refimpl.kernels.language import on, takes, tl, triton
+from refimpl.kernels.language import on, once_differentiable, takes, tl, triton
 from refimpl.kernels.tiles import tile
 
 LONGEST, LONGEST_BACKWARD = 16384, 8192  # elements of a row that stay in registers

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from refimpl.kernels.case import Case, short
 from refimpl.kernels.checks import floating, whole
-from refimpl.kernels.language import INTERPRETED, on, takes, tl, triton
+from refimpl.kernels.language import INTERPRETED, on, once_differentiable, takes, tl, triton
 from refimpl.kernels.tiles import next_power_of_2
 
 ELEMENTS = 2048  # logits of a program

@@ -51,14 +51,17 @@ class Problem:
         if blocks.even is None or x.dtype != self.sums:
             return None
         (first, step), size = blocks.even, self.block * self.width
-        shape = (blocks.tiles, len(blocks.numbers) // blocks.tiles * self.block, self.width)
+        shape = (blocks.tiles, blocks.each * self.block, self.width)
         return x.as_strided(shape, (step * size, self.width, 1), x.storage_offset() + first * size)
 
     def gather(self, name: str, x: Tensor, blocks: Blocks) -> Tensor:
         """Blocks of x [blocks, block D] -> [tiles, tokens, D] in the dtype of sums: where they lie, or copied."""
-        if (there := self.where(x, blocks)) is not None:
+        if (there := self.where(x, blocks)) is not None and blocks.even is not None:
+            first, step = blocks.even
+            if step <= blocks.each:  # read in one go, which a core fetches ahead; products ask in their own order
+                x[first : first + (blocks.tiles - 1) * step + blocks.each].sum()
             return there
-        into = self.scratch(name, len(blocks.numbers), x.shape[1])
+        into = self.scratch(name, blocks.tiles * blocks.each, x.shape[1])
         if x.dtype == self.sums:
             torch.index_select(x, 0, blocks.numbers, out=into)
         else:

@@ -7,7 +7,8 @@ Three attentions over the same queries, each with keys of the past alone, mixed 
     window       the last blocks
 
     FLOPs        4 T n D + 4 T (count + 1 + window) b D for a head: linear in T but for the first, 1/b of dense's
-    selection    is shared by a block of queries and by the heads that share a head of keys: blocks are read once
+    selection    is shared by a block of queries and by the heads that share a head of keys: blocks are read once (in
+                 the paper by these heads alone: each query selects for itself)
 
 The layout is made anew for every sequence, and is no function that has a gradient: what is learned of selection is
 learned through the compressed attention, which uses the same scores. Yuan et al. 2025 (arXiv:2502.11089), whose

@@ -6,6 +6,7 @@ DeepSpeed left this to the model's author: the JSON was read, the layers had to 
 """
 
 import importlib
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,7 @@ DROPOUTS = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout")
 # What a pattern alone would not equal: settings of an attention or of its configuration, and options of its calls.
 SETTINGS = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "sinks")
 OPTIONS = ("sliding_window", "softcap", "s_aux", "position_bias")
+CROSS = re.compile(r"cross_?att|encoder_att|encdecatt", re.IGNORECASE)  # as transformers calls those of other sequences
 
 
 class SparseGPTAttention(nn.Module):
@@ -75,7 +77,8 @@ def swap_registered(model: Any, make_pattern: MakePattern) -> int:
     config, kind = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError(f"sparse_attention: {kind} attends to another sequence; only self-attention can be sparse")
-    attentions = [module for module in model.modules() if hasattr(module, "is_causal")]
+    # Bart's decoder alone has cross-attentions, which run if it is given encoder_hidden_states.
+    attentions = [m for name, m in model.named_modules() if hasattr(m, "is_causal") and not CROSS.search(name)]
     none = f"sparse_attention: no attention of {kind} is called through transformers' AttentionInterface"
     if not attentions:
         raise ValueError(none)
@@ -129,6 +132,11 @@ def attention_function(
     """What transformers calls: query [B, H, T_q, D], key [B, K, T_k, D], value [B, K, T_k, V], V at most D ->
     ([B, T_q, H, V], None).
     """
+    if not hasattr(module, "block_sparse"):
+        raise ValueError(
+            f"sparse_attention: {type(module).__name__} was given another sequence to attend to; only self-attention "
+            "can be sparse: leave sparse_attention out, or encoder_hidden_states"
+        )
     refuse_others(module, {name: options.get(name) for name in OPTIONS})
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(

@@ -33,6 +33,7 @@ class Blocks:
     """What some tiles take of a matrix, n blocks each; `even` if tile i has those from first + i step on."""
 
     tiles: int
+    each: int  # n
     numbers: Tensor  # [tiles n], counted over batch, heads and rows
     even: tuple[int, int] | None  # first, step
 
@@ -42,7 +43,7 @@ class Blocks:
         (g, n), first = numbers.shape, int(numbers[0, 0])
         step = int(numbers[1, 0]) - first if g > 1 else n
         even = torch.equal(numbers, first + step * torch.arange(g)[:, None] + torch.arange(n))
-        return Blocks(g, numbers.flatten().to(device), (first, step) if even else None)
+        return Blocks(g, n, numbers.flatten().to(device), (first, step) if even else None)
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,16 @@ class Chunk:
     k_cols: Blocks  # n of keys
     places: tuple[Tensor, ...]  # sequence [g], head [g], row [g, m], column [g, n]
     diagonal: tuple[Tensor, ...]  # (tile, i, j) where the i-th row and the j-th column are one block
+
+
+def cuts(firsts: list[int], most: int) -> Iterator[slice]:
+    """Chunks of tiles that begin at these rows: of `most`, or of half of that on where the even distance ends."""
+    start = 0
+    for end in range(1, len(firsts) + 1):
+        ends = end < len(firsts) and firsts[end] - firsts[end - 1] != firsts[start + 1] - firsts[start]
+        if end in (len(firsts), start + most) or (ends and 2 * (end - start) >= most):
+            yield slice(start, end)
+            start = end
 
 
 class Plan:
@@ -120,8 +131,8 @@ class Plan:
             numbers = (copies + tiles.head).flatten()  # of heads, over the batch
             which = torch.arange(len(tiles.head)).repeat(len(copies))
             step = max(1, CHUNK * threads // (m * n * block**2))
-            for i in range(0, len(numbers), step):
-                head, some = numbers[i : i + step], which[i : i + step]
+            for here in cuts((numbers * n_rows + tiles.rows[which, 0]).tolist(), step):
+                head, some = numbers[here], which[here]
                 rows, cols = tiles.rows[some], tiles.cols[some]
                 q_rows = Blocks.of(head[:, None] * n_rows + rows, device)
                 k_cols = Blocks.of(head[:, None] // shared * n_cols + cols, device)
@@ -129,5 +140,5 @@ class Plan:
                 if self.causal:
                     on = (rows[:, :, None] + self.first == cols[:, None, :]).nonzero(as_tuple=True)
                 places = (head // heads, head % heads, rows, cols)
-                here = (tuple(x.to(device) for x in numbers) for numbers in (places, on))
-                yield Chunk(q_rows, k_cols, *here)
+                there = (tuple(x.to(device) for x in numbers) for numbers in (places, on))
+                yield Chunk(q_rows, k_cols, *there)

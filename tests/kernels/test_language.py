@@ -8,6 +8,7 @@ import torch
 
 from refimpl.kernels import language
 from refimpl.kernels.language import Missing, takes
+from refimpl.kernels.softmax import softmax
 
 
 def test_float64_and_other_devices_are_torchs(device: torch.device) -> None:
@@ -16,6 +17,18 @@ def test_float64_and_other_devices_are_torchs(device: torch.device) -> None:
     assert not takes(x.double())
     assert not takes(x, torch.ones(3, device="meta"))
     assert not takes(torch.ones(3, device="meta"))
+
+
+def test_a_minus_sign_that_is_not_in_memory_is_seen(device: torch.device) -> None:
+    """In what is given, and in the gradient of the result: kernels read memory."""
+    z = torch.randn(2, 3, 5, device=device, dtype=torch.complex64)
+    x, grad = z.conj().imag
+    assert x.is_neg()
+    assert not takes(x)
+    plain = x.resolve_neg().clone().requires_grad_()
+    torch.testing.assert_close(softmax(x), softmax(plain))
+    found, right = (torch.autograd.grad(softmax(plain), plain, g)[0] for g in (grad, grad.resolve_neg()))
+    torch.testing.assert_close(found, right)
 
 
 def test_a_cpu_is_torchs_unless_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,19 @@ def test_scores_of_a_few_tiles_are_all_that_exists(monkeypatch: pytest.MonkeyPat
     assert max(sizes) <= max(some, tiles.TALL * 4096)  # one row of blocks reads everything
 
 
+def test_chunks_end_where_rows_do_not_go_on_evenly() -> None:
+    """As at a head's end, unless less than half of a chunk would be there."""
+
+    def cut(firsts: list[int], most: int) -> list[tuple[int, int]]:
+        return [(here.start, here.stop) for here in tiles.cuts(firsts, most)]
+
+    assert cut([1, 2, 3, 4, 11, 12, 13, 14], 6) == [(0, 4), (4, 8)]
+    assert cut([1, 2, 9, 10, 11], 6) == [(0, 5)]
+    assert cut([0, 2, 4, 6, 8], 2) == [(0, 2), (2, 4), (4, 5)]
+    assert cut([3, 1, 7], 1) == [(0, 1), (1, 2), (2, 3)]
+    assert cut([], 3) == []
+
+
 def test_a_plan_is_made_once_and_takes_any_batch() -> None:
     plan = Plan(torch.eye(4), causal=True)
     for batch, heads in ((1, 1), (3, 2), (0, 2)):

@@ -176,6 +176,23 @@ def test_packed_sequences_are_refused() -> None:
 
 
 @hf
+def test_cross_attention_is_never_sparse() -> None:
+    """A decoder of Bart's by itself has it, and uses it only where it is given an encoder's states."""
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.BartConfig(
+        vocab_size=99, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=8, dropout=0.0
+    )
+    config.is_encoder_decoder = False
+    model = transformers.BartForCausalLM(config).eval()
+    tokens = torch.randint(3, 99, (2, 22))
+    before = model(tokens).logits
+    assert make_sparse(model, lambda heads: DenseSparsityConfig(heads, 8)) == 2
+    torch.testing.assert_close(model(tokens).logits, before)
+    with pytest.raises(ValueError, match="BartAttention was given another sequence to attend to; only self-attention"):
+        model(tokens, encoder_hidden_states=torch.randn(2, 22, 32))
+
+
+@hf
 def test_a_model_whose_attention_is_its_own_is_refused() -> None:
     """transformers logs that of GPT-J, and goes on as before. BigBird-Pegasus knows the future by a mask alone."""
     transformers: Any = importlib.import_module("transformers")

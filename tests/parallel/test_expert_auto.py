@@ -78,6 +78,14 @@ class Masked(Stacked):
         return rows
 
 
+class Normed(Stacked):
+    """A norm that all experts share, as Muse Spark's."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.norm = nn.LayerNorm(WIDTH)
+
+
 class Net(nn.Module):
     """A router that sends nothing to the last expert, and a shared MLP, whose name has experts in it."""
 
@@ -174,6 +182,7 @@ def test_refused() -> None:
     axes = Axes.of_data(Group(None))
     for kind, why in [
         (Squared, "does not answer with the weighted sum"), (Together, "does not answer|otherwise without"),
+        (Normed, r"norm.weight \(6,\) is not one part for each of 4 experts: such experts cannot be dealt out"),
         (Masked, r"its forward takes \(rows, mask, weights, more\), and not tokens"),
     ]:  # fmt: skip
         model = nn.ModuleDict({"deep": made(kind, 0)})

@@ -39,7 +39,7 @@ from refimpl.parallel.expert.looped import Looped
 from refimpl.parallel.expert.marks import mark, name_of
 from refimpl.parallel.expert.routed import Routed
 from refimpl.parallel.expert.swap import expert_parallel, sum_experts
-from refimpl.parallel.expert.trying import Found, alike, stands_alone, take_part, ways
+from refimpl.parallel.expert.trying import Found, alike, stands_alone, take_part, undivided, ways
 
 LIKE_EXPERTS = re.compile(r"experts?$|experts?\d*$", re.IGNORECASE)
 NONE_OF_THEM = re.compile(r"shared|gate|router|norm|residual", re.IGNORECASE)
@@ -124,7 +124,8 @@ def understood(model: nn.Module, name: str, module: nn.Module) -> tuple[str, Fou
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     kind = None if uncallable(module) else KINDS.get(len(names))
     takes = f"its forward takes ({', '.join(names)}), and not tokens, indices and weights"
-    reasons = [f"{where}: {'it has no forward' if uncallable(module) else takes}"]
+    none = "it has no forward" if uncallable(module) else takes if kind is None else undivided(module)
+    reasons = [f"{where}: {none}"]
     for experts in ways(module, kind, names) if kind is not None else ():
         reason = experts.unlike(module)
         if reason is None:

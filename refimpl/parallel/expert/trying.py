@@ -5,6 +5,7 @@ What a module does is not read from its name, but tried out on a few rows, withi
 `looped.py`) adds how its module is asked. A trial draws no random number and leaves everything as it was.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,10 +69,32 @@ def ways(module: nn.Module, kind: type[Found], names: list[str]) -> Iterator[Fou
     direct = any(True for _ in module.parameters(recurse=False))
     if not direct and len(listed := alike(module)) > 1:
         yield kind(len(listed), [], listed, names)
-    counters = [(part, key) for part in module.modules() for key, value in vars(part).items() if number(key, value)]
-    for count in dict.fromkeys(vars(part)[key] for part, key in counters):
-        if count > 1 and all(p.dim() > 0 and p.shape[0] % count == 0 for p in module.parameters()):
-            yield kind(count, [(part, key) for part, key in counters if vars(part)[key] == count], [], names)
+    for count, counters in counted(module).items():
+        if all(divides(count, p) for p in module.parameters()):
+            yield kind(count, counters, [], names)
+
+
+def undivided(module: nn.Module) -> str:
+    """Why there is no way."""
+    for count in counted(module):
+        for name, p in module.named_parameters():
+            if not divides(count, p):
+                return f"{name} {tuple(p.shape)} is not one part for each of {count} experts"
+    return "its experts are neither submodules of equal shapes nor counted by an attribute"
+
+
+def counted(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """How many experts it may have, with the attributes that say so."""
+    found: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for part in module.modules():
+        for key, value in vars(part).items():
+            if number(key, value) and value > 1:
+                found[value].append((part, key))
+    return found
+
+
+def divides(count: int, p: Tensor) -> bool:
+    return p.dim() > 0 and p.shape[0] % count == 0
 
 
 def alike(module: nn.Module) -> list[str]:
