@@ -186,8 +186,8 @@ class PartitionedInput:
     """
 
     def __init__(self, x: Tensor, group: Group) -> None:
-        """Make self.mine [S], this rank's part of x, which may have any shape, dtype and number of
-        elements, and need not be contiguous.
+        """Make self.mine [S], this rank's part of x, which may have any shape, dtype and number
+        of elements, and need not be contiguous.
 
         x may require a gradient; the part needs none. The padding at the end is zero.
         """

@@ -118,8 +118,9 @@ def tokens_of(blocks: Tensor, b: int) -> Tensor:  # given
 
 
 def select_blocks(q: Tensor, k: Tensor, block: int, count: int) -> Tensor:
-    """A choice in the manner of native sparse attention: which blocks each block of queries reads
-    (in the paper each query chooses for itself, with its group of heads): bool [n, n]; causal.
+    """A choice in the manner of native sparse attention: which blocks each block of queries
+    reads (in the paper each query chooses for itself, with its group of heads): bool [n, n];
+    causal.
 
     q, k [T, D], one head. A block of keys is represented by its mean. Each token attends to the
     means of the blocks that ended before it: softmax(q mean^T / sqrt(D)); a token that has none

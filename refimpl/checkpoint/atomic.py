@@ -103,7 +103,7 @@ def discard(path: Path) -> None:
 @contextmanager
 def hold(folder: Path, mark: str, ours: Callable[[str], bool]) -> Iterator[bool]:
     """Save into `folder` in the block; whether nobody else does: then what killed saves left is cleared first."""
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(folder, os.O_DIRECTORY)
     try:
         if free := lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB):
             clear(folder, mark, ours)
@@ -125,7 +125,7 @@ def lock(handle: int, kind: int) -> bool:
 @contextmanager
 def alone(folder: Path) -> Iterator[bool]:
     """Whether nobody holds `folder` by `shared`, and nobody can in the block. True on a file system without flock."""
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(folder, os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,7 +139,7 @@ def alone(folder: Path) -> Iterator[bool]:
 
 def shared(folder: Path) -> int:
     """A handle that keeps `folder` from being pruned until it is closed, or its process ends."""
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(folder, os.O_DIRECTORY)
     lock(handle, fcntl.LOCK_SH)
     return handle
 

@@ -43,6 +43,7 @@ from refimpl.engine.module_state import ModuleState
 from refimpl.engine.report import Report, mean_loss
 from refimpl.engine.small_states import Wanted
 from refimpl.measure.throughput import ThroughputTimer
+from refimpl.zero.norm import GradNorm, shown
 from refimpl.zero.zero3 import Zero3
 
 
@@ -259,9 +260,9 @@ class Engine(ModuleState, Asked):
         """Whether the last `step` changed the weights."""
         return self._step_applied
 
-    def get_global_grad_norm(self) -> float | None:
+    def get_global_grad_norm(self) -> GradNorm | None:
         """L2 norm of the last step's gradient over all ranks, before clipping, unscaled; None before the first step."""
-        return self.stage.grad_norm
+        return shown(self.stage.grad_norm)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""

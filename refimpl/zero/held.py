@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from refimpl.offload.homes import is_here
 from refimpl.optim.loss_scale import LossScaler
 from refimpl.zero.compressed import Compressed
-from refimpl.zero.norm import GradNorm
 from refimpl.zero.owing import Owing
 from refimpl.zero.parameter import DATA, Freed
 
@@ -113,7 +112,7 @@ class Held(ABC):
         return self.update.scaler
 
     @property
-    def grad_norm(self) -> GradNorm | None:
+    def grad_norm(self) -> float | None:
         """Global L2 norm of the last step's gradients: unscaled, before clipping, each parameter counted once."""
         return self.update.grad_norm
 

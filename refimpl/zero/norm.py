@@ -29,3 +29,8 @@ class GradNorm(float):
     ) -> Any:
         args, kwargs = tree_map_only(cls, lambda norm: torch.tensor(float(norm)), (args, dict(kwargs or {})))
         return function(*args, **kwargs)
+
+
+def shown(norm: float | None) -> GradNorm | None:
+    """None before the first step."""
+    return None if norm is None else GradNorm(norm)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, optim
 
 from refimpl.optim.loss_scale import DynamicLossScaler
+from refimpl.zero.norm import GradNorm, shown
 
 if TYPE_CHECKING:
     from refimpl.zero.stage import Stage
@@ -70,9 +71,9 @@ class Owned(optim.Optimizer):
     cur_scale = loss_scale  # DeepSpeed has both
 
     @property
-    def _global_grad_norm(self) -> float | None:
+    def _global_grad_norm(self) -> GradNorm | None:
         """The last step's, where DeepSpeed keeps it: scripts of timm's and EVA's kind log it from there."""
-        return self.stage.grad_norm
+        return shown(self.stage.grad_norm)
 
     @property
     def optimizer(self) -> "Owned":

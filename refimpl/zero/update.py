@@ -23,7 +23,6 @@ from refimpl.optim.loss_scale import LossScaler
 from refimpl.zero.beyond import Beyond
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
-from refimpl.zero.norm import GradNorm
 from refimpl.zero.owing import Owing
 from refimpl.zero.slices import Slices
 from refimpl.zero.whole_squares import WholeSquares
@@ -64,7 +63,7 @@ class Update:
         self.owned: dict[Bucket, Tensor] = {}
         self.masters: dict[Bucket, Tensor] = {}  # fp32; the owned slice itself where that is fp32
         self.left_alone: set[nn.Parameter] = set()  # what the last step has not changed, as no rank has used it
-        self.grad_norm: GradNorm | None = None
+        self.grad_norm: float | None = None
         self.steps = self.skipped_steps = 0
         self.slices = Slices(optimizer, config.allow_untested_optimizer)
         if self.slices.layerwise:
@@ -97,7 +96,7 @@ class Update:
         if not math.isfinite(squares):  # or are the squares too large for fp32?
             squares, _ = self._agree(gradients, used, exact=True)
         finite, self.left_alone = math.isfinite(squares), left_alone
-        self.grad_norm = GradNorm(math.sqrt(squares) / scale)
+        self.grad_norm = math.sqrt(squares) / scale
         if not finite:
             self.skipped_steps += 1
             self._warn(first_finite is None or bool(first_finite))

@@ -54,7 +54,7 @@ def trained(
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
-        norms.append(engine.get_global_grad_norm())
+        norms.append(engine.stage.grad_norm)
     if folder is not None and not first:
         engine.save_checkpoint(folder)
     if folder is not None:
@@ -127,7 +127,7 @@ def built(group_name: str | None, config: dict[str, Any]) -> None:
         (
             "ep_size_2",
             {"expert_parallel": ON | {"autoep_size": 2}},
-            r"autoep_size = 2: expert .Linear.: its forward takes",
+            r"autoep_size = 2: expert .Linear.: its experts are neither",
         ),
         ("ep_size_2", {"expert_parallel": ON | {"expert_tensor_parallel_size": 2}}, r"experts are dealt out whole"),
     ],

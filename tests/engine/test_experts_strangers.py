@@ -67,7 +67,7 @@ def steps(engine: Any, first: int, last: int) -> list[float]:
         x = torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(step))
         engine.backward(engine(x.chunk(engine.axes.feeds)[engine.axes.feed]))
         engine.step()
-        norms.append(engine.get_global_grad_norm())
+        norms.append(engine.stage.grad_norm)
     return norms
 
 
@@ -225,7 +225,7 @@ def of_gpt(ep: int, balance: float, every: int, more: dict[str, Any]) -> list[fl
         ids = torch.randint(31, (BATCH, 9), generator=torch.Generator().manual_seed(step))
         mine = ids.chunk(engine.axes.feeds)[engine.axes.feed]
         engine.train_batch(iter([(mine[:, :-1], mine[:, 1:])]))
-        norms.append(engine.get_global_grad_norm())
+        norms.append(engine.stage.grad_norm)
     return norms
 
 

@@ -97,7 +97,7 @@ def trained(
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-        norms.append(engine.get_global_grad_norm())
+        norms.append(engine.stage.grad_norm)
     if folder is not None and not first:
         engine.save_checkpoint(folder)
         engine.save_16bit_model(folder, "whole.bin")

@@ -14,7 +14,6 @@ from stream_log import Recorder, Watch, races
 
 from refimpl.comm.work import Steps
 from refimpl.gpu import races as hunt
-from refimpl.gpu import suite
 from refimpl.gpu.check import PARTS, TOTAL, check, main
 from refimpl.gpu.part import Part
 from refimpl.gpu.report import Report, Result, driver
@@ -72,6 +71,8 @@ def test_what_a_part_found_before_its_time_was_over_is_kept(tmp_path: Path) -> N
 
 def test_each_test_is_a_finding_as_soon_as_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that cannot be imported, and a warning, take no other test along."""
+    from refimpl.gpu import suite  # it imports triton: see tests/kernels/conftest.py
+
     file = tmp_path / "tests" / "test_some.py"
     file.parent.mkdir()
     file.write_text(SOME_TESTS)
@@ -102,6 +103,8 @@ def test_needs_more():
 
 
 def test_a_kernel_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from refimpl.gpu import suite
+
     def broken(case: Case, capability: int) -> list[object]:
         raise RuntimeError("PassManager::run failed")
 

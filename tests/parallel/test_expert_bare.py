@@ -138,7 +138,7 @@ def trained(ep: int | None, stage: int) -> list[float | None]:
         x = torch.randn(12, 4, WIDTH, generator=torch.Generator().manual_seed(step))
         engine.backward(engine(x.chunk(engine.axes.feeds)[engine.axes.feed]).square().mean())
         engine.step()
-        norms.append(engine.get_global_grad_norm())
+        norms.append(engine.stage.grad_norm)
     return norms
 
 
