@@ -27,13 +27,20 @@ CPU = torch.device("cpu")
 SMALL = Workload(width=64, layers=1, steps=2)
 
 
-@pytest.mark.parametrize("name", [part for part in PARTS if part != "suite"])
+@pytest.mark.parametrize("name", [part for part in PARTS if part not in ("suite", "kernels")])
 def test_every_part_runs_in_miniature(name: str) -> None:
     part: Part = importlib.import_module(f"refimpl.gpu.{name}")
     findings = list(part.run(CPU, 300))
     assert findings
     assert [f for f in findings if f.passed is False] == []
     assert json.loads(json.dumps([f.value for f in findings])) is not None
+
+
+def test_a_kernel_is_timed_in_miniature(tmp_path: Path) -> None:
+    """In a process of its own: in this one Triton may interpret, see tests/kernels/conftest.py."""
+    report = check("cpu", tmp_path, ["kernels"])
+    assert report.passed, report.results
+    assert any("eager" in finding["name"] for finding in report.results[0].findings)
 
 
 def test_the_parts_fit_into_nine_minutes() -> None:
