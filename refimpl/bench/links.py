@@ -27,7 +27,7 @@ from refimpl.comm.axes import neighbours
 from refimpl.comm.group import Group
 from refimpl.comm.link import VARIABLE, Link
 from refimpl.comm.nodes import RANKS_PER_NODE, ranks_per_node
-from refimpl.comm.topology import SIZES, Topology, itself, measure
+from refimpl.comm.topology import SIZES, Topology, floor, itself, measure
 
 HEAT = ("link", "nodes", "ranks")
 CALLS = (*HEAT, "collective", "bytes")
@@ -174,8 +174,8 @@ def figures(
     each = found.ranks // nodes
     _, far = found.alone(each)
     latency, bandwidth = (1e6 * link.latency, link.bits_per_second / 1e9) if link else (None, None)
-    floor = " (a message itself takes more)" if link and message and link.latency < message else ""
-    measured = [(f"latency, us{floor}", 1e6 * far.alpha, latency)]
+    note = " (a message itself takes more)" if floor(link, message) else ""
+    measured = [(f"latency, us{note}", 1e6 * far.alpha, latency)]
     if far.beta:
         measured.append(("bandwidth of a pair, Gbit/s", 8e-9 / far.beta, bandwidth))
     measured.append(("bandwidth of a node, Gbit/s", together / 1e9, bandwidth))

@@ -50,8 +50,10 @@ class Run:
 
     def mesh(self, zero: Strategy, recompute: bool = True) -> Mesh:
         """Its layout."""
-        more = {"cp": self.cp, "scores": self.scores, "sequence": self.sequence}
-        return Mesh(self.dp, self.pp, self.tp, self.batch, self.micro, zero, recompute, **more)  # type: ignore[arg-type]
+        return Mesh(
+            self.dp, self.pp, self.tp, self.batch, self.micro, zero, recompute,
+            cp=self.cp, sequence=self.sequence, scores=self.scores,
+        )  # fmt: skip
 
 
 def megatron(

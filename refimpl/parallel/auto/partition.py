@@ -38,7 +38,8 @@ def partition_plan(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Sty
     specs = [Spec(number, spec, model) for number, spec in enumerate(config.get("layer_specs", []))]
     plan, layers = dict[str, Style](), plain_layers(model)
     for name, layer in layers.items():
-        spec = next(iter([spec for spec in specs if spec.matches(f"{name}.weight")]), None)
+        matching = [spec for spec in specs if spec.matches(f"{name}.weight")]  # all are asked: each notes its matches
+        spec = matching[0] if matching else None
         if spec is None and config.get("strict_mode", False) and not isinstance(layer, nn.Embedding):
             raise ValueError(f"strict_mode, and no layer_specs match {name}.weight")
         style = spec.style(layer) if spec else None
