@@ -1,19 +1,21 @@
 """Ranks that stay: tests run their functions on one living world of each size, instead of starting ranks of their own.
 
 `worlds.run` is `launch.run` on ranks that earlier tests of this process have used. torch's settings and the seeds
-(`launch.World`) and the filters of warnings are put back between calls, and nothing else is. After a call that failed,
-when the environment is another one, and after CALLS calls the ranks are replaced: they may have made different calls,
-and hold groups of their own.
+(`launch.World`) and the filters of warnings are put back between calls, and nothing else is: a function of ours that a
+test leaves patched is an error. After a call that failed, when the environment is another one, and after CALLS calls
+the ranks are replaced: they may have made different calls, and hold groups of their own.
 
 A test whose subject is a process (how it starts, what it holds, how it ends, what is patched in it) uses `launch.run`.
 """
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -82,6 +84,20 @@ def run(fn: Callable[..., T], *args: Any, ranks: int = 2, timeout: float | None 
 
 
 def undisturbed(fn: Callable[..., T], *args: Any) -> T:
-    """In a rank: fn(*args), whose `warnings.simplefilter` ends with it."""
+    """In a rank: fn(*args), whose `warnings.simplefilter` ends with it. RuntimeError for what it leaves patched."""
+    before = {name: dict(vars(module)) for name, module in ours()}
     with warnings.catch_warnings():
-        return fn(*args)
+        value = fn(*args)
+    left = [
+        f"{name}.{attribute}"
+        for name, module in ours()
+        for attribute, was in before.get(name, {}).items()
+        if callable(was) and getattr(module, attribute, None) is not was
+    ]
+    if left:
+        raise RuntimeError(f"{fn.__qualname__} leaves {', '.join(left)} patched: put it back, or use launch.run")
+    return value
+
+
+def ours() -> list[tuple[str, ModuleType]]:
+    return [(name, module) for name, module in sys.modules.items() if name.startswith("refimpl")]

@@ -6,16 +6,17 @@ from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from kept import counted as kept_for_backward
+from torch import Tensor
 from worlds import run
 
 from refimpl.comm.group import Group
 from refimpl.engine.initialize import initialize
 from refimpl.measure.memory import MemoryMeter
-from refimpl.model import gates
 from refimpl.model.gates import Routing
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.model.moe import mixtures
@@ -45,14 +46,18 @@ LEFT = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 
 
 def gpt(shape: Shape, recompute: bool) -> GPT:
-    """A mixture's tokens in turn to all experts, as the planner has it. What is computed again balances nothing."""
+    """What is computed again balances nothing."""
     plain = replace(shape, experts=None)
     config = next(config for config in (COUNTED, LARGE, UNEVEN) if of_gpt(config) == plain)
     if shape.experts is None:
         return GPT(config)
-    count, k = shape.experts.count, shape.experts.k
-    gates.choose = lambda logits, *_: torch.arange(len(logits) * k).view(-1, k) % count
-    return mixtures(GPT(config), count, Routing(k=k), every=2, balance=0 if recompute else 0.1)
+    routing = Routing(k=shape.experts.k)
+    return mixtures(GPT(config), shape.experts.count, routing, every=2, balance=0 if recompute else 0.1)
+
+
+def in_turn(logits: Tensor, scores: Tensor, routing: Routing, *_: object) -> Tensor:
+    """Stands in for `gates.choose`: tokens go to all experts in turn, as the planner has it."""
+    return torch.arange(len(logits) * routing.k).view(-1, routing.k) % logits.shape[1]
 
 
 def layouts(stage: Stage) -> list[formulas.Layout]:
@@ -63,6 +68,7 @@ def layouts(stage: Stage) -> list[formulas.Layout]:
     return [formulas.layout_of(SimpleNamespace(buckets=buckets)) for buckets in found]
 
 
+@patch("refimpl.model.gates.choose", in_turn)
 def counted(shape: Shape, mesh: Mesh, stage: int) -> tuple[dict[str, int], dict[str, int], list[formulas.Layout], int]:
     """Bytes sent by axis, kept by class (activations at the most, else before the update), layouts, pipeline stage."""
     config = {
