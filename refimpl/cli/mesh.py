@@ -212,19 +212,19 @@ def draw(file: Path, mesh: Mesh, alone: Seen, ranks: list[Seen]) -> None:
     """The two curves; what each rank sends on each axis; what each keeps."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
-    left.plot(alone.losses, linewidth=4, alpha=0.4, label="one process")
-    left.plot(ranks[0].losses, color="black", linewidth=1, label=f"{mesh.gpus} ranks")
-    left.set_xlabel("step")
-    left.set_ylabel("loss, nats a byte")
-    left.legend()
+    figure = Figure(figsize=(5, 9), layout="constrained")  # one below the other: as wide as a phone shows
+    top, middle, bottom = figure.subplots(3, 1)
+    top.plot(alone.losses, linewidth=4, alpha=0.4, label="one process")
+    top.plot(ranks[0].losses, color="black", linewidth=1, label=f"{mesh.gpus} ranks")
+    top.set_xlabel("step")
+    top.set_ylabel("loss, nats a byte")
+    top.legend()
     used = [axis for axis in ("pp", "dp", "cp", "tp") if getattr(mesh, axis) > 1]
     names = [f"{n}: " + " ".join(f"{axis}{r.place[axis]}" for axis in used) for n, r in enumerate(ranks)]
     axes = [axis for axis, size in sizes(mesh).items() if size > 1]
     for panel, values, kinds, title in (
         (middle, [r.sent for r in ranks], axes, "MB sent a step, by axis"),
-        (right, [r.kept for r in ranks], ["parameters", "optimizer"], "MB kept between steps"),
+        (bottom, [r.kept for r in ranks], ["parameters", "optimizer"], "MB kept between steps"),
     ):
         start = [0.0] * len(ranks)
         for kind in kinds:
@@ -233,6 +233,5 @@ def draw(file: Path, mesh: Mesh, alone: Seen, ranks: list[Seen]) -> None:
             start = [a + b for a, b in zip(start, width, strict=True)]
         panel.invert_yaxis()
         panel.set_title(title, fontsize=10)
-        panel.tick_params(labelsize=7)
-        panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False)
+        panel.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False)
     figure.savefig(file, dpi=150)
