@@ -200,19 +200,18 @@ def of_period(calls: Sequence[float]) -> float:
 
 
 def draw(found: Sequence[Measured], file: Path) -> None:
-    """Loss over time, a panel a link, as a PNG file."""
+    """Loss over time, a panel a link, one below the other, as a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 * len(found), 4.5), layout="constrained")
+    figure = Figure(figsize=(5, 3.4 * len(found) + 1.3), layout="constrained")  # as wide as a phone shows
     FigureCanvasAgg(figure)
     for place, one in enumerate(found):
-        axes = figure.add_subplot(1, len(found), place + 1)
+        axes = figure.add_subplot(len(found), 1, place + 1)
         for number, name in enumerate(one.step_ms):
             when, losses = [0.0, *one.at(name)], one.learned[name].losses
             style = "-" if number < 10 else "--"
             axes.plot(when, losses, style, label=name, lw=2.5 if name == FIRST else 1.2, color=f"C{number % 10}")
-        axes.set(title=one.link, xlabel="seconds", xlim=(0, one.seconds))
-    figure.axes[0].set_ylabel("loss on a batch apart, nats a byte")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    figure.savefig(file, dpi=110)
+        axes.set(title=one.link, xlabel="seconds", xlim=(0, one.seconds), ylabel="loss on a batch apart, nats a byte")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    figure.savefig(file, dpi=150)
