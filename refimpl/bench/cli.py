@@ -18,6 +18,7 @@ from refimpl.bench.options import (
     TurnsOption,
     axis,
     count,
+    gpt,
     mixture,
     on_disk,
     precision,
@@ -204,6 +205,8 @@ def overlap(
     from refimpl.measure.timeline import chrome_trace
 
     file = writable(file) if file else None
+    picture = writable(picture, "--picture") if picture else None
+    trace = writable(trace, "--trace") if trace else None
     workload = bench.Workload(width, layers, context, Turns(turns, 1))
     for count_ in ranks:
         try:
@@ -246,11 +249,11 @@ def compression(
     from refimpl.bench.compression import HEAT, Measured, Task, draw, measure
     from refimpl.bench.methods import FIRST, METHODS
     from refimpl.comm.link import Link
-    from refimpl.model.gpt import GPTConfig
 
     file = writable(file) if file else None
+    plot = writable(plot, "--plot") if plot else None
     names = [FIRST, *(name for name in methods or [method.name for method in METHODS] if name != FIRST)]
-    task = Task(GPTConfig(vocab=256, context=context, width=width, layers=layers, heads=4), train, batch, turns)
+    task = Task(gpt(context=context, width=width, layers=layers), train, batch, turns)
     if hooks:
         rows = compress_peers.measure(ranks, task.gpt, batch, Turns(turns))
         return publish("Beside torch's hooks", compress_peers.HEAT, [rows], file)
@@ -375,12 +378,11 @@ def one_bit(
 ) -> None:
     """The 1-bit optimizers beside Adam and LAMB on the demo's text: loss, and bytes a step once they compress."""
     from refimpl.bench.one_bit import BESIDE, measure, table
-    from refimpl.model.gpt import GPTConfig
 
     if unknown := sorted(set(names or []) - BESIDE.keys()):
         raise typer.BadParameter(f"--optimizer {unknown[0]!r}: choose from {', '.join(BESIDE)}")
     file = writable(file) if file else None
-    model = GPTConfig(vocab=256, context=context, width=width, layers=layers, heads=4)
+    model = gpt(context=context, width=width, layers=layers)
     rows = measure(names or list(BESIDE), model, ranks, steps)
     print(table(rows))
     if file:

@@ -2,10 +2,13 @@
 
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from refimpl.model.gpt import GPTConfig
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9}
 
@@ -64,13 +67,23 @@ def mixture(text: str) -> str:
     return ",".join(map(str, numbers))
 
 
-def writable(file: Path) -> Path:
-    """The report's file, opened before anything is measured, and left as it was."""
+def gpt(**shape: int) -> "GPTConfig":
+    """A model over bytes, of 4 heads, or one line about a width that these cannot share."""
+    from refimpl.model.gpt import GPTConfig
+
+    try:
+        return GPTConfig(vocab=256, heads=4, **shape)
+    except ValueError as error:
+        raise typer.BadParameter(f"--width: {error}") from None
+
+
+def writable(file: Path, option: str = "--json") -> Path:
+    """A file to be written at the end, opened before anything is measured, and left as it was."""
     new = not file.exists()
     try:
         file.open("a").close()
     except OSError as error:
-        raise typer.BadParameter(f"--json {file}: cannot write there: {error.strerror}") from None
+        raise typer.BadParameter(f"{option} {file}: cannot write there: {error.strerror}") from None
     if new:
         file.unlink()
     return file

@@ -10,6 +10,7 @@ and `refimpl.comm.bucket_model` is told the first two, nothing of the third. Exp
 a collective in forward and backward; the norm's one number travels in the update.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -49,7 +50,7 @@ class Workload:
 
     def model(self) -> GPT:
         torch.manual_seed(0)
-        heads = max(1, self.width // 64)
+        heads = math.gcd(self.width, max(1, self.width // 64))  # about 64 elements a head
         return GPT(GPTConfig(vocab=256, context=self.context, width=self.width, layers=self.layers, heads=heads))
 
     def batch(self, rank: int) -> tuple[Tensor, Tensor]:

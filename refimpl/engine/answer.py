@@ -227,7 +227,7 @@ def _nearest(name: str, prefix: str, keys: Table) -> str:
         return f"; did you mean {near[0]}?"
     if f"{prefix}params" in FREE:
         return f"; the arguments of its class stand in {prefix}params"
-    elsewhere = {path.rsplit(".", 1)[-1]: path for path in keys}
+    elsewhere = {path.rsplit(".", 1)[-1]: path for path in keys if not path.endswith(".enabled")}  # whose switch?
     near = difflib.get_close_matches(name, list(elsewhere), n=1, cutoff=0.8)
     if not near:
         return "; DeepSpeed has none of this name: take it out"

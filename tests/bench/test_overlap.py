@@ -41,6 +41,12 @@ def test_every_bucket_is_on_the_timeline_and_in_the_model(laps: list[Lap]) -> No
     assert best(heat)["costs"] >= 1
 
 
+@pytest.mark.parametrize("width", [1, 130, 200])
+def test_a_model_of_any_width_has_heads(width: int) -> None:
+    model = Workload(width=width, layers=1, context=2).model()
+    assert model(*Workload(context=2).batch(0)).isfinite()
+
+
 def test_the_picture_is_drawn(laps: list[Lap], tmp_path: Path) -> None:
     draw(rows(laps, LINK), laps, tmp_path / "new" / "overlap.png")
     assert (tmp_path / "new" / "overlap.png").read_bytes()[:4] == b"\x89PNG"

@@ -46,6 +46,7 @@ def test_what_the_keys_mean(section: dict[str, Any], expected: Compression) -> N
 WRONG: list[tuple[Any, str]] = [
     ({"type": "topk", "ratoi": 0.1}, "gradient_compression.ratoi: unknown key; did you mean ratio"),
     ({"type": "topk", "rank": 2}, "rank is a key of powersgd; with topk it has no effect"),
+    ({"type": "topk", "enabled": True}, "gradient_compression.enabled: unknown key; DeepSpeed has none of this name"),
     ({"type": "top"}, "gradient_compression.type"),
     ({}, "gradient_compression.type"),
     ({"type": "topk", "ratio": 0}, "gradient_compression.ratio"),

@@ -4,7 +4,8 @@
     p.ds_status                     NOT_AVAILABLE, INFLIGHT or AVAILABLE
     p.ds_tensor                     what this rank has of it, one-dimensional, in the training dtype: as the fragments
                                     of deepspeed.utils.safe_get_local_*
-    p.ds_secondary_tensor           with zero_hpz_partition_size > 1 this rank's second shard of its unit; else None
+    p.ds_secondary_tensor           with zero_hpz_partition_size > 1 this rank's second shard of its unit; else, and of
+                                    one that stays whole, None
     p.ds_zero_param_process_group   the ranks that share it
     p.ds_persist                    whether it stays whole, as small ones do: AVAILABLE then, and `partition` lets it be
     p.all_gather(), p.partition()   make it whole, and let it go; collectives
