@@ -1,5 +1,6 @@
 """Grades chapter 14's kernels over elements and rows: against float64, and by the bytes that their programs move."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -116,6 +117,7 @@ def test_softmax_kernel(answer: Answer, group: WatchedGroup) -> None:
                 padded.softmax(1)[:, :cols].to(dtype)
             ),
             "an exponential overflows: subtract the row's maximum first": (big / big.sum(1, True)).to(dtype),
+            "powers of 2: exp2(x) is exp(x log 2)": (z * math.log(2)).softmax(1).to(dtype),
         }
         equal(out, z.softmax(1).to(dtype), "out", known=known, **bound(dtype))
         require(not out[z == -INF].any(), "an element of -inf must become 0, and no small number")
@@ -135,9 +137,12 @@ def test_logsumexp_kernel(answer: Answer, group: WatchedGroup) -> None:
         out = blank(x[:, 0], dtype=torch.float32)
         with untouched(x_ptr=x):
             c = launch(answer.logsumexp_kernel, (rows,), x, out, cols, stride, BLOCK=block)
+        top = x.double().amax(1, True)
         known = {
             "the sum so far is not rescaled when the maximum grows": unscaled(x, block),
             "this is the maximum: the sum is missing": x.float().amax(1),
+            "the logarithm of the sum is missing": (top + (x.double() - top).exp().sum(1, True)).float()[:, 0],
+            "the maximum was subtracted, and is missing": (x.double() - top).logsumexp(1).float(),
         }
         require(
             not (cols > block and out[-1].isnan() and out[:-1].isfinite().all()),
@@ -179,6 +184,9 @@ def test_rms_norm_kernel(answer: Answer, group: WatchedGroup) -> None:
         known = {
             "the mean is over BLOCK lanes, not over cols": normed((mean * cols / block + eps).rsqrt()),
             "eps belongs under the root, added to the mean": normed(1 / (mean.sqrt() + eps)),
+            "the mean is subtracted, as in LayerNorm: RMSNorm does not": normed(
+                ((s - s.mean(1, True)).square().mean(1, True) + eps).rsqrt(), s - s.mean(1, True)
+            ),
             "the residual is not added": normed((x.double().square().mean(1, True) + eps).rsqrt(), x.double()),
             "squares overflow in 16 bits: make the sum fp32 first": torch.zeros_like(out),
         }

@@ -73,6 +73,9 @@ def test_dropout_kernel(answer: Answer, group: WatchedGroup) -> None:
         known = {
             "p is the share that is kept here, and must be the share that is dropped": dropped(~keep),
             "what is kept must be divided by 1 - p": dropped(keep, 0.0),
+            "what is kept is multiplied by 1 - p: it must be divided": (dropped(keep, 0.0).double() * (1 - p)).to(
+                dtype
+            ),
             "every program drops the same lanes: the offset of tl.rand must be the element's number": dropped(local),
             "what is dropped is 0, also where x is infinite: choose by tl.where, 0 times it is NaN": (
                 z * keep / (1 - p)

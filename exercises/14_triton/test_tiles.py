@@ -123,16 +123,17 @@ def _laid(t: torch.Tensor, beside: bool) -> torch.Tensor:
 
 def _compare(q: Any, k: Any, v: Any, out: Any, lse: Any, share: int, scale: float, BN: int) -> None:
     def attention(
-        causal: bool = True, scale: float = scale, interleaved: bool = False, first: int = 1
+        causal: bool = True, scale: float = scale, interleaved: bool = False, first: int = 1, largest: bool = False
     ) -> tuple[Any, Any]:
-        """`first`: the first key that is hidden, from the query's own on."""
+        """`first`: the first key that is hidden, from the query's own on. largest: the largest score, not lse."""
         keys = [t.double() for t in (k, v)]
         heads = [torch.cat([t] * share) if interleaved else t.repeat_interleave(share, 0) for t in keys]
         scores = q.double() @ heads[0].transpose(1, 2) * scale
         if causal:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(first)
             scores = scores.masked_fill(later, -math.inf)
-        return (scores.softmax(-1) @ heads[1]).to(out.dtype), scores.logsumexp(-1).float()
+        sums = scores.amax(-1) if largest else scores.logsumexp(-1)
+        return (scores.softmax(-1) @ heads[1]).to(out.dtype), sums.float()
 
     bound = {"rtol": 2e-3, "atol": 1e-4} if out.dtype == torch.float16 else {"rtol": 1e-4, "atol": 2e-5}
     wanted, sums = attention()
@@ -148,7 +149,10 @@ def _compare(q: Any, k: Any, v: Any, out: Any, lse: Any, share: int, scale: floa
         "out is infinite or NaN: is the running result, not yet divided by the sum, kept in fp16?",
     )
     equal(out, wanted, "out", known=known, **bound)
-    lse_known = {"lse is the logarithm to base 2, natural is expected": sums / math.log(2)}
+    lse_known = {
+        "lse is the logarithm to base 2, natural is expected": sums / math.log(2),
+        "the maximum was subtracted from the scores, and is missing in lse": sums - attention(largest=True)[1],
+    }
     equal(lse, sums, "lse", known=lse_known, rtol=1e-5, atol=1e-4)
 
 

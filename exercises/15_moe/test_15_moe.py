@@ -131,6 +131,7 @@ def test_biased_gate(answer: Answer, group: WatchedGroup) -> None:
         known = {
             "the bias is in the weights: it decides who is chosen, and nothing else": biased / biased.sum(1, True),
             "not divided by their sum": raw.detach(),
+            "divided by the sum over all E: it is that of the k chosen": raw / scores.sum(1, keepdim=True),
             "the sigmoid is in bf16: 8 bits are too few for a gate": low / low.sum(1, keepdim=True),
             "a softmax of the logits: the scores are sigmoids": (s := soft.gather(1, experts)) / s.sum(1, keepdim=True),
         }

@@ -54,6 +54,9 @@ def test_rebalance(answer: Answer, group: WatchedGroup) -> None:
                 start + 0.125 * (0.25 - total.float() / max(1, int(total.sum())))
             ),
             "as much as is missing: it is `rate`, up or down": start + 0.125 * (total.float().mean() - total),
+            "as much as is missing, in means: it is `rate`, up or down": (
+                start + 0.125 * (1 - 4 * total / max(1, int(total.sum())))
+            ),
             "nothing has changed: bias is changed in place": start,
             "one that has the mean is moved too": start + 0.125 * torch.where(less == 0, 1.0, less),
             "one that has the mean is moved too.": start + 0.125 * torch.where(less == 0, -1.0, less),
@@ -90,6 +93,7 @@ def test_agreed_capacity(answer: Answer, group: WatchedGroup) -> None:
         require(len(set(told)) == 1, same, *details)
         wrong = {
             "k is not in it: a token has k routes": math.ceil(factor * most / experts),
+            "rounded up for each choice: once, for all k": k * math.ceil(factor * most / experts),
             "rounded down: ceil": math.floor(factor * k * most / experts),
             "the smallest rank's T: the others drop what has room": math.ceil(factor * k * min(each) / experts),
             "all ranks' tokens, added: buffers N times too large": math.ceil(factor * k * sum(each) / experts),
@@ -125,6 +129,7 @@ def judge_balance(answer: Answer, group: WatchedGroup, every: list[Tensor], chos
     own = experts.flatten().bincount(minlength=E)
     mean = truth.float().softmax(1).sum(0) / T
     low = truth.detach().softmax(1).float().sum(0) / T
+    likeliest = torch.cat(every).argmax(1).bincount(minlength=E)
     expected = E * (counts / max(int(counts.sum()), 1) * mean).sum()
     value = expected.detach()
     mean_here = mean.detach()
@@ -137,6 +142,9 @@ def judge_balance(answer: Answer, group: WatchedGroup, every: list[Tensor], chos
         ),
         "the factor E is missing: even experts make it 1": value / E,
         "f is divided by the tokens, not by the routes: it is k where all is even": value * experts.shape[1],
+        "f counts each token's likeliest expert: count all its routes, as `experts` says": (
+            E * (likeliest / max(int(likeliest.sum()), 1) * mean_here).sum()
+        ),
         "the softmax is in bf16: 8 bits are too few for a gate": E * (counts / max(int(counts.sum()), 1) * low).sum(),
     }
     if isinstance(found, Tensor) and not bool(found.detach().isfinite().all()):
@@ -254,9 +262,25 @@ def test_two_level_all_to_all(answer: Answer, group: WatchedGroup) -> None:
             known = {
                 "row i is not from rank i: ranks lie by their place, and then by node": swapped,
                 "nothing has moved": x,
+                "between the two, rows that go to one rank must be brought together": lying(every, node, place, n),
+                "between the two, rows that go to one node must be brought together": lying(
+                    every, node, place, n, inner_first=True
+                ),
             }
             equal(found, expected, "what arrives", known={s: t for s, t in known.items() if not t.equal(expected)})
             for watched, what in ((one, "inside the node"), (other, "between the nodes")):
                 oracle = watched.oracle()
                 oracle.all_to_all(torch.empty_like(x), x)
                 same_traffic(watched, oracle, what, itemsize=dtype.itemsize)
+
+
+def lying(every: list[Tensor], node: int, place: int, n: int, inner_first: bool = False) -> Tensor:
+    """What comes of two all-to-alls with nothing moved between them."""
+    nodes = len(every) // n
+    if inner_first:
+        rows = [every[j * n + t // nodes][place * nodes + t % nodes]
+                for j in range(nodes) for t in range(node * n, node * n + n)]  # fmt: skip
+    else:
+        rows = [every[t // n * n + i][node * n + t % n]
+                for i in range(n) for t in range(place * nodes, place * nodes + nodes)]  # fmt: skip
+    return torch.stack(rows)

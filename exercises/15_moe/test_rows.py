@@ -118,13 +118,19 @@ def judge_combined(answer: Answer, experts: Tensor, routes: Tensor, dtype: torch
     rows = y.float() * w.flatten()[routes, None]
     truth = torch.zeros(tokens, M).index_add(0, routes // k, rows).to(dtype)
     bare = torch.zeros(tokens, M).index_add(0, routes // k, y.detach().float()).to(dtype)
-    wrong = torch.zeros(tokens, M)
+    wrong, last, first = (torch.zeros(tokens, M) for _ in range(3))
+    for row, token in zip(rows.detach(), (routes // k).tolist(), strict=True):
+        last[token] = row
+    first.index_add_(0, routes // k, y.detach().float() * w.detach()[routes // k, :1])
     if len(routes):
         row_weights = torch.cat([w.detach().flatten()] * 2)[: len(routes), None]
         wrong.index_add_(0, routes // k, y.detach().float() * row_weights)
     known = {
         "not weighted": bare,
         "weighted in the order of the rows: row r has the weight of route routes[r]": wrong.to(dtype),
+        "a token's rows all have the weight of its first route": first.to(dtype),
+        "the last row of a token overwrites the others: add them": last.to(dtype),
+        "the mean over a token's k routes: the weights have divided already": (truth.detach().float() / k).to(dtype),
     }
     equal(found, truth.detach(), "the sum", known={s: t for s, t in known.items() if not t.equal(truth.detach())})
     room = max(answers.numel(), tokens * k * M, 64)

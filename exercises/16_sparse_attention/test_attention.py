@@ -80,9 +80,12 @@ def test_sparse_forward(answer: Answer, group: WatchedGroup) -> None:
             "scores are divided by D, not by its root": dense(q, k, v, mask, 1 / width)[0].float(),
         }
         equal(out, right.float(), "out", known=known, **BOUND)
+        scores = (q.double() @ k.double().T / width**0.5).masked_fill(~mask, -torch.inf)
+        largest = scores.amax(1)
         others = {
             "it has another base: natural logarithms are asked": (lse / math.log(2)).float(),
             "it is -inf where a row sees nothing: nothing was added up": lse.float().masked_fill(nothing, 0),
+            "this is the largest score: the sum is missing": largest.float(),
         }
         equal(sums, lse.float(), "lse", known=others, **BOUND)
         for col in range(n):
@@ -200,6 +203,7 @@ def other_choices(q: Tensor, k: Tensor, block: int, count: int) -> dict[str, Ten
             shares(scores, before).amax(1)
         ),
         "scores are not divided by sqrt(D)": chosen(shares(scores * width**0.5, before).sum(1)),
+        "a block is represented by its mean, not by its sum": chosen(shares(scores * block, before).sum(1)),
         "the block just before a row is left out: it has ended, so it can be chosen": chosen(wish, of=before.tril(-2)),
         "the row's own block is one of the `count`: it comes besides them": chosen(wish, max(0, count - 1)),
     }
