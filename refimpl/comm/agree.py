@@ -36,6 +36,11 @@ class Agreed:
         for phase in steps:
             yield lambda phase=phase: self._begin(phase, everyone=False)  # type: ignore[misc]
 
+    def announce(self) -> None:
+        """Write the call down, where its transfer is torch's own. CollectiveMismatch if another rank makes another."""
+        if self.board and (refusal := self.board.announce([((), Call(self.what, self.text))])):
+            refusal.wait()
+
     def _begin(self, phase: Phase, everyone: bool) -> list[Any]:
         place = self.patience.begin() if everyone else None
         if self.board:

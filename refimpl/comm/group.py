@@ -310,7 +310,9 @@ class Group:
         """Every rank's picklable object, in rank order. For control, not for data: not charged to the ledger."""
         objects: list[Any] = [obj] * self.size
         if self._line is not None:
-            with self._agreed("all_gather_object", ""):
+            agreed = self._agreed("all_gather_object", "")
+            agreed.announce()
+            with agreed:
                 if self.route.present.needs_its_ranks:
                     self._meet()
                 dist.all_gather_object(objects, obj, group=self._line.handle)

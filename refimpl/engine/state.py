@@ -28,6 +28,13 @@ class TrainingState(nn.Module):
         self.saving = Background()
         self._batches: Iterator[Any] | None = None  # of the training data, in `train_batch`
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Neither copied nor pickled: it is one rank's part of what all ranks do."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: copy.deepcopy(engine.module) is a plain model with "
+            "the whole weights, and save_checkpoint keeps all that training needs (each on every rank)"
+        )
+
     def saved_name(self, name: str) -> str:
         """What a parameter or module of `module` is called in the whole model, of which `module` may be a part."""
         return name

@@ -65,11 +65,20 @@ class ByName:
             )
 
     def full_gradient(self, p: nn.Parameter | str) -> Tensor | None:
-        """The gradient since the last step, the mean over ranks, fp32; None if there is none."""
+        """The gradient since the last step, the mean over ranks, fp32, also of what waits for a later backward.
+
+        None if no rank has any.
+        """
         p = self.parameter(p)
         bucket = self.gradients.bucket_of.get(p)
-        total = None if bucket is None else self.gradients.reduced(bucket)
-        return None if bucket is None or total is None else whole(bucket, total, p)
+        if bucket is None:
+            return None
+        self.view.settle()
+        total, waiting = self.gradients.reduced(bucket), mean_waiting(self.gradients, bucket, p)
+        if total is None:
+            return waiting
+        reduced = whole(bucket, total, p)
+        return reduced if waiting is None else reduced + waiting
 
     def set_full_gradient(self, p: nn.Parameter | str, value: Tensor) -> None:
         """Replace the gradient since the last step by `value`: the same on every rank."""
@@ -129,6 +138,7 @@ class ByName:
         p = self.parameter(p)
         bucket = self.gradients.bucket_of[p]
         if key == "grad":
+            self.view.refuse_waiting(p)
             total = self.gradients.reduced(bucket)
             return None if total is None else bucket.part(total, p).clone()
         part = self.update.state_part(bucket, p, key) if key else bucket.part(self.update.weights(bucket), p)
@@ -204,6 +214,23 @@ def whole(bucket: Bucket, flat: Tensor, p: nn.Parameter) -> Tensor:
             bucket.group.broadcast(here, rank, tag="full parameter")
             at += end - start
     return result.view(p.shape)
+
+
+@torch.no_grad()
+def mean_waiting(gradients: "Gradients", bucket: Bucket, p: nn.Parameter) -> Tensor | None:
+    """What `no_sync` keeps of p's gradient, as its reduction will make it: fp32, a copy; None if no rank keeps any.
+
+    A collective: a rank that did not use p has nothing, and counts as zero.
+    """
+    mine = gradients.waiting(p)
+    if not any(bucket.group.all_gather_object(mine is not None)):
+        return None
+    whole = torch.zeros(p.shape, device=bucket.device) if mine is None else mine.to(torch.float32, copy=True)
+    bucket.group.all_reduce(whole, "sum", tag="full gradient")
+    is_sum = gradients.config.gradient_allreduce_op == "sum"
+    if gradients.across is not None:
+        gradients.across.all_reduce(whole, "sum" if is_sum else "mean", tag="full gradient")
+    return whole if is_sum else whole / gradients.group.size
 
 
 @torch.no_grad()

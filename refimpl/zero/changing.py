@@ -53,6 +53,14 @@ class Changing(ABC):
     def catch_up(self) -> None:
         """See `Stage.catch_up`."""
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Neither copied nor pickled: it is one rank's part of what all ranks do."""
+        kind = type(self).__name__
+        raise TypeError(
+            f"a {kind} cannot be copied or pickled: copy.deepcopy(model) is a plain model with the whole weights, and "
+            "state_dict() this rank's part of a checkpoint (each on every rank)"
+        )
+
     def attach(self, optimizer: optim.Optimizer) -> None:
         """Train with this optimizer, over parameters of the model, from now on. For a stage built without one."""
         if self.update.slices.optimizer is not None:

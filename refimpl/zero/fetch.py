@@ -225,7 +225,8 @@ class Watch:
     unpack_around: Callable[[Any], Tensor] | None
 
     def pack(self, tensor: Tensor) -> tuple[Unit | None, Any]:
-        unit = self.fetch.unit_at.get(tensor.untyped_storage()._cdata)
+        dense = tensor.layout is torch.strided  # a sparse one has several memories, and no parameter is one
+        unit = self.fetch.unit_at.get(tensor.untyped_storage()._cdata) if dense else None
         if unit is not None and tensor.is_leaf:
             tensor = tensor.detach()  # a parameter itself is put elsewhere when it is freed; what it is a view of stays
         return unit, self.pack_around(tensor) if self.pack_around else tensor

@@ -85,8 +85,17 @@ class GradientView:
         """Whether a view of this step's gradients is still somebody's: then its memory is not for the next step."""
         return bool(self._shown.pop(bucket, None))
 
+    def refuse_waiting(self, p: nn.Parameter) -> None:
+        """This rank's own gradient of p has still to be reduced: what is reduced already is not all of it."""
+        if self.gradients.waiting(p) is not None:
+            raise RuntimeError(
+                f"the gradient of {self.gradients.names[p]} waits on each rank for the last micro-batch's backward, "
+                "which reduces it: there is no shard of it yet; full_gradient (safe_get_full_grad) is the mean so far"
+            )
+
     def mine(self, p: nn.Parameter) -> Tensor:
         """The part of p's reduced gradient that this rank has, flat, see `away`; RuntimeError if there is none."""
+        self.refuse_waiting(p)
         bucket = self.gradients.bucket_of[p]
         total = self.gradients.total.get(bucket)
         if total is None:
@@ -115,6 +124,8 @@ class GradientView:
             grads.waiting(p)  # copied at once: the tensor stays the caller's
         elif not isinstance(value, GradientShard):
             grads.used.add(p)
+            if grads.bucket_of[p] in grads.filling:
+                grads.filling[grads.bucket_of[p]].discard(p)
             mine = grads.bucket_of[p].cut(value, p, self.mine(p).numel())
             self.change(p, lambda part: part.copy_(mine))
 

@@ -119,7 +119,7 @@ class Freed(Managed):
             if func not in HARMLESS:
                 for p in tree_leaves((args, kwargs)):
                     if isinstance(p, Freed):
-                        p.zero_unit.wanted(p, getattr(func, "__name__", str(func)))
+                        p.zero_unit.wanted(p, spoken(func))
             return func(*args, **(kwargs or {}))
 
     def whole_copy(self) -> Tensor:
@@ -146,6 +146,12 @@ HARMLESS = {
     torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type,
 }  # fmt: skip
 CONVERSIONS = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
+
+
+def spoken(func: Any) -> str:
+    """What a line of a script calls it: `data`, of which `__get__` is asked, or `matmul`."""
+    name: str = getattr(func, "__name__", str(func))
+    return getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__") else name
 
 
 def stage_of(p: nn.Parameter) -> "Stage | None":

@@ -46,7 +46,7 @@ from refimpl.zero.outputs import tensors_of
 from refimpl.zero.owned import take_over
 from refimpl.zero.parameter import DATA, Freed, Hook, Managed, stage_of, take_raw_grad, untraced
 from refimpl.zero.parked import Parked
-from refimpl.zero.start import refuse_foreign, refuse_replaced, refuse_shared_memory, share
+from refimpl.zero.start import refuse_different, refuse_foreign, refuse_replaced, refuse_shared_memory, share
 from refimpl.zero.update import Update
 
 
@@ -92,9 +92,9 @@ class Stage(Changing, ByName, Held, ABC):
         """Lay the model out for this optimizer, and listen to it."""
         self.group_of = groups_of(optimizer, self.model)
         managed = [p for p in self.names if p in self.group_of or self.manages_all]
-        for p in managed:
-            if stage_of(p) is not self:
-                refuse_foreign(p, self.names[p])
+        refuse_foreign({p: self.names[p] for p in managed if stage_of(p) is not self})
+        everywhere = {name: p for p, name in self.names.items() if self.experts.get(p, self.group) is self.group}
+        refuse_different(self.group, everywhere, self.group_of)
         self._scaled = False  # whether `scale` was called for the backward to come
         self._unscaled = False  # whether fp16's gradients arrived that are of no scaled loss
         self.passes = BackwardPass(self.begin_backward, self.end_backward, self.drop_backward)

@@ -1,6 +1,8 @@
 """How a stage begins, and what it refuses: all ranks take rank 0's model, and every parameter is an ordinary one."""
 
+import zlib
 from collections.abc import Mapping
+from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -34,25 +36,52 @@ def share(
             DATA.__set__(p, DATA.__get__(p).to(dtype))
 
 
-def refuse_foreign(p: nn.Parameter, name: str) -> None:
+def refuse_foreign(names: Mapping[nn.Parameter, str]) -> None:
     """A stage takes ordinary parameters that no other stage has."""
-    if (other := stage_of(p)) is not None:
-        raise ValueError(
-            f"parameter {name} belongs to a {type(other).__name__} already: call its release() (an engine's "
-            "destroy()) first, or give each stage a model of its own"
-        )
-    if p.is_complex():
-        raise TypeError(f"parameter {name} is complex: keep its real and imaginary parts in two parameters")
-    if type(p) not in (nn.Parameter, Managed, Freed):
-        remedy = "run a forward first, so that it has a shape" if nn.parameter.is_lazy(p) else "use nn.Parameter"
-        raise TypeError(f"parameter {name} is a {type(p).__name__}: {remedy}")
+    for p, name in names.items():
+        if (other := stage_of(p)) is not None:
+            raise ValueError(
+                f"parameter {name} belongs to a {type(other).__name__} already: call its release() (an engine's "
+                "destroy()) first, or give each stage a model of its own"
+            )
+        if p.is_meta:
+            raise ValueError(f"parameter {name} is on the meta device: give the model memory and values first")
+        if p.is_complex():
+            raise TypeError(f"parameter {name} is complex: keep its real and imaginary parts in two parameters")
+        if type(p) not in (nn.Parameter, Managed, Freed):
+            remedy = "run a forward first, so that it has a shape" if nn.parameter.is_lazy(p) else "use nn.Parameter"
+            raise TypeError(f"parameter {name} is a {type(p).__name__}: {remedy}")
+
+
+def refuse_different(group: Group, params: Mapping[str, nn.Parameter], in_group: Mapping[nn.Parameter, int]) -> None:
+    """Buckets are laid out on each rank by itself, and padded: other models could travel as long as this one.
+
+    A collective; a few bytes, as long as all is well. ValueError on every rank. torch: DDP's
+    `_verify_param_shape_across_processes`, which knows shapes alone.
+    """
+    mine = [(name, *described(p, in_group.get(p))) for name, p in params.items()]
+    if len(set(group.all_gather_object(zlib.crc32(repr(mine).encode())))) == 1:
+        return
+    first, *others = group.all_gather_object(mine)
+    rank, theirs = next((rank, those) for rank, those in enumerate(others, 1) if those != first)
+    here, there = next(pair for pair in zip_longest(first, theirs, fillvalue=("nothing",)) if pair[0] != pair[1])
+    raise ValueError(
+        f"the ranks have different models. rank {group.ranks[0]}: {' '.join(here)}; rank {group.ranks[rank]}: "
+        f"{' '.join(there)}. Build the same modules in the same order on every rank, and train the same of them"
+    )
+
+
+def described(p: nn.Parameter, number: int | None) -> tuple[str, str, str]:
+    """Shape, dtype and what becomes of it, in words."""
+    trained = f"in the optimizer's group {number}" if number is not None and p.requires_grad else "not trained"
+    return str(list(p.shape)), str(p.dtype), trained
 
 
 def refuse_shared_memory(names: dict[nn.Parameter, str]) -> None:
     """Two parameters on one memory would part: each gets a place of its own."""
     first: dict[int, str] = {}
     for p, name in names.items():
-        if not isinstance(p, Freed) and p.numel():
+        if not isinstance(p, Freed) and p.numel() and not p.is_meta:
             other = first.setdefault(p.data_ptr(), name)
             if other != name:
                 raise ValueError(

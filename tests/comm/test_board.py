@@ -53,6 +53,8 @@ def mismatch(op: str) -> None:
         group.broadcast(torch.ones(10), root=0 if first else 1)
     elif op == "collective":
         _ = group.reduce_scatter(torch.ones(10), torch.ones(10 * n)) if first else group.all_reduce(torch.ones(10 * n))
+    elif op == "objects":
+        _ = group.all_gather_object("mine") if first else group.all_reduce(torch.ones(10))
     group.barrier()
 
 
@@ -67,6 +69,7 @@ OPS = {
     "reduction": "all_reduce (mean) of 10 float32",
     "root": "broadcast of 10 float32 from 0",
     "collective": r"reduce_scatter (sum) of {10 * n} float32",
+    "objects": "all_gather_object",
 }
 
 

@@ -149,6 +149,60 @@ def test_a_parameter_of_nobody() -> None:
         utils.safe_set_local_grad(weight, torch.ones(1))
 
 
+def between_micro_batches(stage: int, unused_on: int) -> list[list[Tensor | None]]:
+    """safe_get_full_grad after the first of two micro-batches, after the second, and after writing between two."""
+    engine = engine_of(stage, gradient_accumulation_steps=2)
+    rank, params = engine.group.rank, list(engine.module.parameters())
+
+    def backward(micro: int) -> None:
+        x = data(10 * micro + rank)
+        engine.backward(engine.module[0](x).square().mean() if rank == unused_on else engine(x).square().mean())
+
+    def read() -> list[Tensor | None]:
+        return [utils.safe_get_full_grad(p) for p in params]
+
+    assert read() == [None] * len(params)
+    backward(0)
+    seen = [read()]
+    if stage < 2:
+        with pytest.raises(RuntimeError, match=r"0\.weight waits on each rank for the last micro-batch"):
+            utils.safe_get_local_grad(params[0])
+        with pytest.raises(RuntimeError, match=r"0\.weight waits on each rank for the last micro-batch"):
+            utils.safe_set_local_grad(params[0], torch.zeros(1))
+    engine.step()
+    backward(1)
+    seen.append(read())
+    if stage < 2:
+        with engine.no_sync():
+            backward(2)  # one part is reduced, one waits
+        seen.append(read())
+    else:
+        backward(2)
+        seen.append(read())
+    for p in params:
+        utils.safe_set_full_grad(p, torch.full(p.shape, 8.0))
+    seen.append(read())
+    engine.step()
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_between_micro_batches_a_gradient_is_the_mean_so_far(stage: int, ranks: int) -> None:
+    model, unused_on = net(), 1 if stage < 3 else -1  # ZeRO-3 needs one path on all ranks
+    expected = []
+    for micro in range(3):
+        for rank in range(ranks):
+            x = data(10 * micro + rank)
+            out = model[0](x) if rank == unused_on else model(x)
+            (out.square().mean() / 2 / ranks).backward()
+        expected.append([p.grad.clone() for p in model.parameters()])
+    expected.append([torch.full_like(p, 8.0) for p in model.parameters()])
+    for seen in worlds.run(between_micro_batches, stage, unused_on, ranks=ranks):
+        for mine, theirs in zip(seen, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
 def clipped(stage: int) -> tuple[float, float]:
     engine = engine_of(stage)
     engine.backward(engine(data(engine.group.rank)).square().mean())

@@ -95,6 +95,20 @@ def test_ranks_that_name_different_tags(tmp_path: Path) -> None:
     assert len(list((tmp_path / "rank0").glob("*.safetensors"))) == 2
 
 
+def save_on_rank_0_alone(config: dict[str, Any], folder: Path) -> None:
+    engine = start(config)
+    train(engine, range(1))
+    if engine.group.rank == 0:
+        engine.save_checkpoint(folder)
+    train(engine, range(1))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_save_on_rank_0_alone_is_told_at_once(stage: int, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=rf"rank 0: all_gather_object at {__file__}(?s:.*)rank 1: "):
+        worlds.run(save_on_rank_0_alone, settings(stage), tmp_path, ranks=2)
+
+
 def in_time_stamped_folders(folder: Path) -> list[str]:
     engine = start(settings(1))
     train(engine, range(1))

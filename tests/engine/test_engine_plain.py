@@ -1,6 +1,8 @@
 """Training loops as people write them around an engine: plain backward, bare models, two engines, graphs kept."""
 
+import copy
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -228,3 +230,10 @@ def test_a_step_without_an_optimizer_says_where_one_is_given() -> None:
     engine, *_ = refimpl.initialize(model=Net(), config={"train_micro_batch_size_per_gpu": 1})
     with pytest.raises(RuntimeError, match='give one to `initialize`, or its configuration a section "optimizer"'):
         engine.step()
+
+
+def test_an_engine_says_what_to_copy_in_its_place() -> None:
+    engine, *_ = refimpl.initialize(model=Net(), config=config(2))
+    for copier in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"Engine cannot be copied or pickled: copy\.deepcopy\(engine\.module\)"):
+            copier(engine)

@@ -123,7 +123,7 @@ def refused(stage_name: str, how: str) -> None:
         ("one memory", "parameters 0.weight and 1.weight share their memory"),
         ("momentum", "SGD has already taken steps"),
         ("plain state", "this state is of whole parameters"),
-        ("data", r"parameter 0.weight\.data = .*p.data.copy_|parameter 0.weight: __get__ needs its values"),
+        ("data", r"parameter 0.weight\.data = .*p.data.copy_|parameter 0.weight: data needs its values"),
         ("state of another", r"this state is rank 0's of 2, Zero\d; here is rank 1 of 2"),
         ("late backward", "modified by an inplace operation"),
     ],

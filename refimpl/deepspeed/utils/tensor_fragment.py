@@ -20,7 +20,10 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient of `param`, whole, fp32, averaged over ranks; None before backward."""
+    """The gradient of `param`, whole, fp32, averaged over ranks; None before backward.
+
+    Between micro-batches it is the mean so far, in every stage (DeepSpeed's stage 1 gives this rank's own there).
+    """
     if not param.requires_grad:
         return None
     stage = stage_of(param)
@@ -67,7 +70,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """A copy of this rank's fragment of the gradient. RuntimeError before backward."""
+    """A copy of this rank's fragment of the gradient. RuntimeError before backward, or while it is not reduced yet."""
     fragment = _stage(param).read_local(param, "grad") if param.requires_grad else None
     if fragment is None and param.requires_grad:
         raise RuntimeError("safe_get_local_grad: no reduced gradient: read it between backward and step")

@@ -1,0 +1,113 @@
+"""Ranks that bring different models are told at once, all of them: what is padded could travel as long as another."""
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+from pairs import pairwise
+from torch import Tensor, nn
+from training import STAGES
+from worlds import run
+
+from refimpl.comm.group import Group
+from refimpl.launch import RankError
+
+DIFFERENT = {
+    "shape": r"rank 0: 0\.weight \[7, 5\] .*; rank 1: 0\.weight \[8, 5\]",
+    "order": r"rank 0: first\.weight \[5, 5\] .*; rank 1: second\.weight \[5, 5\]",
+    "more": r"rank 0: nothing; rank 1: 3\.weight \[3, 3\] torch.float32 in the optimizer's group 0",
+    "dtype": r"rank 0: 0\.weight \[7, 5\] torch.float32 .*; rank 1: 0\.weight \[7, 5\] torch.float64",
+    "frozen": r"rank 0: 0\.weight .* in the optimizer's group 0; rank 1: 0\.weight .* not trained",
+    "groups": r"rank 0: 2\.weight .* in the optimizer's group 0; rank 1: 2\.weight .* in the optimizer's group 1",
+}
+
+
+def model_of(how: str, other: bool) -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 8 if how == "shape" and other else 7), nn.Tanh(), nn.Linear(7, 3))
+    if how == "order":
+        layers = {"first": nn.Linear(5, 5), "second": nn.Linear(5, 5)}
+        return nn.ModuleDict({name: layers[name] for name in sorted(layers, reverse=other)})
+    if how == "more" and other:
+        model.append(nn.Linear(3, 3))
+    model[0].requires_grad_(not (how == "frozen" and other))
+    return model.double() if how == "dtype" and other else model
+
+
+def different(stage: str, how: str) -> str:
+    group = Group.world()
+    other = group.rank == 1
+    model = model_of(how, other)
+    groups = [list(model.parameters())]
+    if how == "groups" and other:
+        groups = [groups[0][:2], groups[0][2:]]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+    with pytest.raises(ValueError, match="different models") as told:
+        STAGES[stage](model, optimizer, group)
+    return str(told.value)
+
+
+@pytest.mark.parametrize(("stage", "how", "ranks"), pairwise(list(STAGES), list(DIFFERENT), [2, 3]))
+def test_different_models_are_refused_on_every_rank(stage: str, how: str, ranks: int) -> None:
+    texts = run(different, stage, how, ranks=ranks)
+    assert len(set(texts)) == 1
+    assert re.search(DIFFERENT[how], texts[0]), texts[0]
+
+
+class Neighbours(nn.Module):
+    """Sums over a sparse adjacency matrix, which autograd keeps: it has no memory of its own to be asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.nodes, self.mix = nn.Parameter(torch.randn(6, 4)), nn.Linear(4, 4)
+
+    def forward(self, adjacency: Tensor) -> Tensor:
+        return torch.sparse.mm(adjacency, self.mix(self.nodes)).square().mean()
+
+
+def on_a_graph(stage: str | None, ranks: list[int]) -> list[Tensor]:
+    model = Neighbours()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if stage:
+        STAGES[stage](model, optimizer)
+        ranks = [Group.world().rank]
+    for step in range(3):
+        for rank in ranks:
+            dense = torch.rand(6, 6, generator=torch.Generator().manual_seed(10 * step + rank)).round()
+            (model(dense.to_sparse()) / len(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.state_dict().values())
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_a_sparse_input_is_as_good_as_any(stage: str) -> None:
+    expected = on_a_graph(None, [0, 1])
+    for found in run(on_a_graph, stage, [], ranks=2):
+        torch.testing.assert_close(found, expected)
+
+
+def without_memory(stage: str) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    STAGES[stage](model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_a_model_without_memory_is_refused(stage: str) -> None:
+    with pytest.raises(RankError, match="parameter weight is on the meta device"):
+        run(without_memory, stage, ranks=2)
+
+
+def copied(stage: str, how: str) -> None:
+    model = nn.Linear(3, 3)
+    built = STAGES[stage](model, torch.optim.SGD(model.parameters(), lr=0.1))
+    copy.deepcopy(built) if how == "copy" else pickle.dumps(built)
+
+
+@pytest.mark.parametrize(("stage", "how"), pairwise(list(STAGES), ["copy", "pickle"]))
+def test_a_stage_says_what_to_copy_in_its_place(stage: str, how: str) -> None:
+    with pytest.raises(RankError, match=r"cannot be copied or pickled: copy\.deepcopy\(model\)"):
+        run(copied, stage, how, ranks=2)
