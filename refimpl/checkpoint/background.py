@@ -17,16 +17,21 @@ class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failures: list[BaseException] = []  # that nobody has heard of yet; one at most
+        self.hopeless = threading.Event()  # what the work waits for will never come: for the work to ask
+        self.failed = False  # the last one, whoever has heard of it
         weakref.finalize(self, tell, self._failures)
 
     def start(self, do: Callable[[], object], name: str) -> None:
         """do() in a thread. Waits for the one before."""
         self.wait()
+        self.hopeless.clear()
+        self.failed = False
 
         def run() -> None:
             try:
                 do()
             except BaseException as error:
+                self.failed = True
                 self._failures.append(error)
 
         self._thread = threading.Thread(target=run, name=name)
@@ -41,11 +46,15 @@ class Background:
         if self._failures:
             raise self._failures.pop()
 
-    def wait(self) -> None:
-        """Return when nothing is under way; raise as `check` does."""
+    def settle(self) -> None:
+        """Return when nothing is under way."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def wait(self) -> None:
+        """Return when nothing is under way; raise as `check` does."""
+        self.settle()
         self.check()
 
 

@@ -11,6 +11,7 @@ which reads every rank's file, optimizer state included, before it writes.
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -94,7 +95,10 @@ def shard_names(count: int, stem: str = "model", suffix: str = ".safetensors") -
 def export(
     folder: Folder, out: Path, dtype: torch.dtype | None, most: int = 5 * 10**9, exclude_frozen: bool = False
 ) -> list[Path]:
-    """Write the weights to the folder `out`; the files. CheckpointError if there are weights in it already."""
+    """Write the weights to the folder `out`; the files.
+
+    CheckpointError if there are weights in it already, or if not all can be written: then none of them stay.
+    """
     with naming(out):
         out.mkdir(parents=True, exist_ok=True)
         if (out / manifest.NAME).is_file():
@@ -104,11 +108,14 @@ def export(
             raise CheckpointError(f"{out}: has {there[0]} already; move it away, or choose another folder")
     shards = in_shards(entries(folder, dtype, exclude_frozen), most)
     names = shard_names(len(shards))
-    for name, shard in zip(names, shards, strict=True):
-        with naming(out / name):
-            atomic.write_file(out / name, lambda part, shard=shard: write_shard(folder, part, shard))  # type: ignore[misc]
-    if len(shards) > 1:
-        write_index(out / "model.safetensors.index.json", dict(zip(names, shards, strict=True)))
+    with ExitStack() as undo:  # of weights that are not whole nothing stays
+        for name, shard in zip(names, shards, strict=True):
+            with naming(out / name):
+                atomic.write_file(out / name, lambda part, shard=shard: write_shard(folder, part, shard))  # type: ignore[misc]
+            undo.callback(atomic.discard, out / name)
+        if len(shards) > 1:
+            write_index(out / "model.safetensors.index.json", dict(zip(names, shards, strict=True)))
+        undo.pop_all()
     return [out / name for name in names]
 
 

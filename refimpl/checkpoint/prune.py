@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from refimpl.checkpoint import atomic, manifest
-from refimpl.checkpoint.errors import CheckpointError, naming
+from refimpl.checkpoint.errors import CheckpointError, explained, naming
 from refimpl.checkpoint.find import named_by
 
 
@@ -103,7 +103,7 @@ def delete(doomed: Found) -> bool:
             for file in [file for file in path.iterdir() if manifest.ours(file.name)]:
                 file.unlink()
     except OSError as error:
-        raise CheckpointError(f"{error.filename}: {error.strerror}; change the permissions") from error
+        raise CheckpointError(f"{error.filename}: {explained(error)}") from error
     with suppress(OSError):
         path.rmdir()
     return True

@@ -21,24 +21,26 @@ DeepSpeed: `save_checkpoint` in deepspeed/runtime/engine.py, which writes into t
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from refimpl.checkpoint import atomic
-from refimpl.checkpoint.errors import CheckpointError, together
+from refimpl.checkpoint.errors import CheckpointError, naming, together
 from refimpl.checkpoint.find import checked_tag
 from refimpl.checkpoint.folder import notes_file
-from refimpl.checkpoint.tensors import brought
+from refimpl.checkpoint.tensors import Later, brought
 from refimpl.checkpoint.write import begin, finish, write_rank
 from refimpl.comm.group import Group
 from refimpl.engine.contents import about_engine, contents
 from refimpl.engine.state import TrainingState
 
 FAILED = ".failed"
+CANNOT = "could not write its part"
 LAST_WAIT = 60.0  # seconds for the other ranks' files when this rank's program has ended
 
 
@@ -58,7 +60,7 @@ def save(
     if not save_dir:
         raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder")
     group = engine.axes.world
-    together(group, engine.saving.wait)
+    wait(engine)
     save_dir = agreed_folder(group, Path(save_dir))
     tag = agreed_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
     id_ = str(group.all_gather_object(atomic.new_id())[0])
@@ -71,7 +73,9 @@ def save(
     held = ExitStack()
     try:
         together(group, lambda: begin(folder, new, held) if group.rank == 0 else None)
-        if not asynchronous:
+        if asynchronous:
+            copies = together(group, lambda: copied(mine, folder))
+        else:
             together(group, lambda: write_rank(new, mine, notes))
             together(group, lambda: finish(folder, new, about, save_latest) if group.rank == 0 else None)
     except Exception:
@@ -82,9 +86,29 @@ def save(
     if not asynchronous:
         held.close()
         return True
-    copies = {name: brought(tensor).to("cpu", copy=True) for name, tensor in mine.items()}
-    engine.saving.start(lambda: write_behind(folder, new, copies, notes, about, save_latest, held), f"save {tag}")
+    hopeless = engine.saving.hopeless.is_set
+    do = partial(write_behind, folder, new, copies, notes, about, save_latest, held, hopeless)
+    engine.saving.start(do, f"save {tag}")
     return True
+
+
+def wait(engine: TrainingState) -> None:
+    """Return when no asynchronous save is under way. Collective; CheckpointError on every rank if it failed on one.
+
+    Rank 0's thread waits for the others' files; of a rank that cannot even write that it failed it hears here.
+    """
+    group, saving = engine.axes.world, engine.saving
+    if group.rank > 0:
+        saving.settle()
+    if any(group.all_gather_object(group.rank > 0 and saving.failed)):
+        saving.hopeless.set()
+    together(group, saving.wait)
+
+
+def copied(mine: Mapping[str, Tensor | Later], folder: Path) -> dict[str, Tensor]:
+    """What a save into `folder` will write, as it is now. CheckpointError if a disk has lost some of it."""
+    with naming(folder):
+        return {name: brought(tensor).to("cpu", copy=True) for name, tensor in mine.items()}
 
 
 def write_behind(
@@ -95,6 +119,7 @@ def write_behind(
     about: dict[str, Any],
     save_latest: bool,
     held: ExitStack,
+    hopeless: Callable[[], bool],
 ) -> None:
     """In a thread of each rank: write its files; rank 0's waits for the others' and finishes."""
     rank = notes["save"]["rank"]
@@ -103,7 +128,7 @@ def write_behind(
             write_rank(new, mine, notes)
             mine.clear()
             if rank == 0:
-                wait_for_ranks(new, about["world_size"])
+                wait_for_ranks(new, about["world_size"], hopeless)
                 finish(folder, new, about, save_latest)
         except BaseException as error:
             if rank == 0:
@@ -113,15 +138,19 @@ def write_behind(
                 (new / f"{rank}{FAILED}").write_text(str(error))
             except FileNotFoundError:
                 raise CheckpointError(f"{new}: rank 0 has given the save up; what failed is rank 0's error") from error
+            except OSError:  # its disk takes no word more: see `wait`
+                raise error from None
             raise
 
 
-def wait_for_ranks(new: Path, ranks: int) -> None:
-    """Return when every rank's notes are there; CheckpointError when a rank says that it failed."""
+def wait_for_ranks(new: Path, ranks: int, hopeless: Callable[[], bool]) -> None:
+    """Return when every rank's notes are there; CheckpointError when a rank says that it failed, or never will."""
     patience: float | None = None
     while not all((new / notes_file(rank)).is_file() for rank in range(ranks)):
         for failure in new.glob(f"*{FAILED}"):
-            raise CheckpointError(f"rank {failure.stem}: {failure.read_text()}")
+            raise CheckpointError(f"rank {failure.stem}: {failure.read_text() or CANNOT}")
+        if hopeless():
+            raise CheckpointError(f"{new}: another rank {CANNOT}")
         if not threading.main_thread().is_alive():
             patience = patience or time.monotonic() + LAST_WAIT
             if time.monotonic() > patience:

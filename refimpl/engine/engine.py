@@ -33,7 +33,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from refimpl.activation.checkpoint import Checkpoint
-from refimpl.checkpoint.errors import together
 from refimpl.engine import checkpoint, resume, weights
 from refimpl.engine.activations import checkpointer
 from refimpl.engine.asked import Asked
@@ -328,7 +327,7 @@ class Engine(ModuleState, Asked):
 
         CheckpointError on every rank if it has failed on one.
         """
-        together(self.axes.world, self.saving.wait)
+        checkpoint.wait(self)
 
     def load_checkpoint(
         self,

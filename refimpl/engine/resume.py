@@ -28,6 +28,7 @@ from refimpl.checkpoint.find import find
 from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.place import Portion
 from refimpl.engine import weights
+from refimpl.engine.checkpoint import wait
 from refimpl.engine.contents import identity, schedule
 from refimpl.engine.small_states import Wanted, own_rank, small_states
 from refimpl.engine.state import TrainingState
@@ -63,7 +64,7 @@ def load(
     """
     if wanted.custom is not None and not wanted.weights_alone:
         raise ValueError("custom_load_fn: its weights do not fit the saved optimizer; add load_optimizer_states=False")
-    together(engine.axes.world, engine.saving.wait)
+    wait(engine)
     found = together(engine.axes.world, lambda: find(load_dir, None if tag is None else str(tag)))
     seen = engine.axes.world.all_gather_object(None if found is None else f"{found[0].name} of save {found[1]['id']}")
     if len(set(seen)) > 1:

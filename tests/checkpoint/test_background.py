@@ -143,4 +143,4 @@ def test_a_rank_whose_folder_rank_0_has_given_up_says_so(tmp_path: Path) -> None
     """Its own error would be of a path that is gone, and the remedy for that a wrong track."""
     notes = {"save": {"id": "x", "rank": 1}}
     with pytest.raises(CheckpointError, match=r"gone: rank 0 has given the save up; what failed is rank 0's error"):
-        checkpoint.write_behind(tmp_path / "a", tmp_path / "gone", {}, notes, {}, True, ExitStack())
+        checkpoint.write_behind(tmp_path / "a", tmp_path / "gone", {}, notes, {}, True, ExitStack(), lambda: False)

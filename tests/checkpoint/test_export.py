@@ -1,6 +1,8 @@
 """Whole weights out of a folder alone: exact, in files that torch and the library load, with a few pieces of memory."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,28 @@ def test_weights_that_are_there_are_not_replaced(tmp_path: Path) -> None:
         export.export(opened, tmp_path / "out", None)
         with pytest.raises(CheckpointError, match=r"has model.safetensors already; move it away"):
             export.export(opened, tmp_path / "out", None)
+
+
+def test_of_weights_that_do_not_fit_none_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next export, when there is room, would refuse to replace them."""
+    worlds.run(begin, 1, 700, "fp32", tmp_path / "ck", ranks=2)
+    real = export.write_shard
+
+    def full(opened: Folder, path: Path, shard: Any) -> None:
+        real(opened, path, shard)
+        if "model-00003" in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Folder(*given(tmp_path / "ck")) as opened:
+        with monkeypatch.context() as patch:
+            patch.setattr(export, "write_shard", full)
+            with pytest.raises(
+                CheckpointError, match=r"model-00003-of-0000\d.safetensors: No space left on device; free"
+            ):
+                export.export(opened, tmp_path / "out", torch.float32, 3000)
+        assert not list((tmp_path / "out").iterdir())
+        export.export(opened, tmp_path / "out", torch.float32, 3000)
+    assert set(everything(tmp_path / "out")) == set(Net().state_dict())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`refimpl checkpoint`: what it shows, what it refuses, what it deletes."""
 
+import errno
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from saving import Net, settings, start, train
 from typer.testing import CliRunner
 
 from refimpl.checkpoint import atomic, manifest, prune
+from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.find import given
 from refimpl.checkpoint.folder import Folder
 from refimpl.cli.checkpoint import app
@@ -106,6 +108,17 @@ def test_what_latest_is_about_to_name_is_not_pruned(
     engine.save_checkpoint(steps, "again")
     assert engine.load_checkpoint(steps)[0] == str(steps / "again")
     assert {p.name for p in steps.iterdir()} == {"latest", "global_step6", "again"}
+
+
+def test_a_disk_that_cannot_be_written_is_not_pruned(steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(
+        CheckpointError, match=r"global_step1/checkpoint.json: Read-only .*; this disk cannot be written"
+    ):
+        prune.prune(steps, 5)
 
 
 def test_what_was_saved_anew_meanwhile_is_not_pruned(steps: Path, tmp_path: Path) -> None:

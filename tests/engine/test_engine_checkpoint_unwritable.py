@@ -62,8 +62,11 @@ def refusing(folder: Path, rank: int, name: str, number: int, do: str) -> str:
             raise OSError(number, os.strerror(number), args[0])
 
     sys.addaudithook(refuse)
+    if do == "behind":
+        engine.save_checkpoint(folder, asynchronous=True)
+    ways = {"save": lambda: engine.save_checkpoint(folder), "behind": engine.wait_for_checkpoint}
     with pytest.raises(CheckpointError) as caught:
-        engine.save_checkpoint(folder) if do == "save" else engine.save_16bit_model(folder, "m.bin")
+        ways.get(do, lambda: engine.save_16bit_model(folder, "m.bin"))()
     engine.group.barrier()
     assert not [path for path in folder.rglob("*") if path.name.startswith(".")]
     armed = False
@@ -87,6 +90,15 @@ def test_a_file_that_cannot_be_opened(rank: int, name: str, number: int, says: s
     assert texts[0].startswith(f"rank {rank}: ")
     assert f"{name}: " in texts[0]
     assert says in texts[0]
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(2, "refimpl-"), (3, "refimpl-"), (3, "rank00001.safetensors")])
+def test_a_rank_whose_disk_takes_not_even_a_word(ranks: int, name: str, tmp_path: Path) -> None:
+    """Rank 0's thread, which waits for that rank's files, hears of it from the ranks that ask for the save."""
+    for text in launch.run(refusing, tmp_path, 1, name, errno.EROFS, "behind", ranks=ranks, timeout=20):
+        assert text.startswith("rank 0: ")
+        assert "rank 1" in text
+        assert "rank00001.safetensors: Read-only file system; this disk cannot be written" in text
 
 
 def test_a_16bit_model_that_cannot_be_written(tmp_path: Path) -> None:

@@ -170,3 +170,24 @@ def loaded_over(home: str, folder: Path) -> bool:
 @pytest.mark.parametrize(("home", "ranks"), [("parameter", 2), ("optimizer", 3)])
 def test_a_load_replaces_what_a_disk_has_lost(home: str, ranks: int, tmp_path: Path) -> None:
     assert all(worlds.run(loaded_over, home, tmp_path, ranks=ranks))
+
+
+def saved_behind(stage: int, folder: Path) -> bool:
+    """Whether an asynchronous save of what one rank's disk has lost leaves the one before alone. Runs on every rank."""
+    engine = start(on_disk(stage, folder / "disk", late=False))
+    train(engine, range(2))
+    engine.save_checkpoint(folder / "saved", "a")
+    last = engine.group.size - 1
+    if engine.group.rank == last:
+        damage(engine.stage.config.optimizer_home, "altered")
+    with pytest.raises(CheckpointError, match=rf"^rank {last}: .*saved/b: .*disk: bytes 8,192 to 12,288"):
+        engine.save_checkpoint(folder / "saved", "b", asynchronous=True)
+    engine.wait_for_checkpoint()
+    return {path.name for path in (folder / "saved").iterdir()} == {"a", "latest"}
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 3)])
+def test_a_save_behind_the_training_of_what_is_lost_is_told_on_every_rank(
+    stage: int, ranks: int, tmp_path: Path
+) -> None:
+    assert all(launch.run(saved_behind, stage, tmp_path, ranks=ranks))
