@@ -3,7 +3,8 @@
     for block in self.blocks: x = block(x)      stays as it is; `model.blocks = Chain(model.blocks, plan)`
 
 `measure` runs each block a few times for its seconds and its bytes. `count` runs the whole chain by a plan and counts
-the bytes held whenever a block has just run: `refimpl.activation.budget.peak` predicts exactly that.
+the bytes held whenever a block has just run: `refimpl.activation.budget.peak` predicts exactly that of blocks whose
+backward needs their input, and no less of others (an activation, a view), whose input it takes for kept.
 DeepSpeed's counterpart: `activation_checkpoint_interval` of a pipeline (deepspeed/runtime/pipe/module.py): every k-th.
 """
 
@@ -75,7 +76,8 @@ def _seconds(block: nn.Module, x: Tensor) -> tuple[float, float]:
     start = _now(x)
     out = block(x)
     middle = _now(x)
-    torch.autograd.grad(out, [x, *(p for p in block.parameters() if p.requires_grad)], torch.ones_like(out))
+    wanted = [t for t in (x, *block.parameters()) if t.requires_grad]
+    torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
     return middle - start, _now(x) - middle
 
 
@@ -93,7 +95,8 @@ def count(plan: Plan, blocks: Sequence[nn.Module], x: Tensor, how: Checkpoint | 
     x = x.detach().clone().requires_grad_()
     loss: list[Tensor] = []
     seed = x.new_ones(())  # of backward; made here, it is no activation
-    meter = MemoryMeter(lambda: {"parameters": [p for b in blocks for p in b.parameters()], "loss": loss, "input": [x]})
+    model = [t for b in blocks for t in (*b.parameters(), *b.buffers())]
+    meter = MemoryMeter(lambda: {"parameters": model, "loss": loss, "input": [x]})
     most = 0
 
     def sample(*_: Any) -> None:

@@ -199,10 +199,15 @@ class Inputs:
 class Saver(torch.autograd.Function):
     """Computes nothing; its node keeps tensors the way autograd does."""
 
+    generate_vmap_rule = True  # torch.func's transforms pass by
+
     @staticmethod
-    def forward(ctx: Any, nothing: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
+    def forward(nothing: Tensor, *tensors: Tensor) -> Tensor:
         return torch.empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -130,6 +130,32 @@ def test_counted_is_predicted_for_blocks_of_other_kinds(name: str) -> None:
     assert peak(best(blocks, budget), blocks) <= budget
 
 
+class Spare(nn.Module):
+    """A batch norm, whose running statistics are no activations, and a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.spare = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def test_buffers_and_unused_parameters() -> None:
+    modules = [nn.Linear(8, 8), Spare(), nn.Linear(8, 8), Spare(), nn.Linear(8, 8)]
+    x = torch.randn(6, 8)
+    blocks = measure(modules, x, repeat=1)
+    for plan in (keep(5), every(1, 5), every(2, 5)):
+        assert count(plan, modules, x) == peak(plan, blocks)
+
+
+def test_an_input_that_backward_does_not_need_is_taken_for_kept() -> None:
+    modules = [nn.Linear(8, 8), nn.Tanh(), nn.Flatten(), nn.Linear(8, 8)]
+    x = torch.randn(6, 8)
+    blocks = measure(modules, x, repeat=1)
+    assert count(keep(4), modules, x) < peak(keep(4), blocks)
+
+
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4, 0.25, 0.18])
 def test_counted_is_predicted_and_within_the_budget(share: float) -> None:
     budget = int(share * peak(keep(7), gpt_blocks()))

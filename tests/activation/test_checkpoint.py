@@ -277,6 +277,18 @@ def test_forward_mode_goes_through() -> None:
         assert torch.equal(forward_ad.unpack_dual(y).tangent, tangent * x.cos())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+def test_transforms_that_save_nothing_go_through() -> None:
+    x, tangent = torch.randn(3, 4), torch.randn(3, 4)
+    double = partial(checkpoint, lambda a: a.sin() * 2)
+    assert torch.equal(torch.func.vmap(double)(x), x.sin() * 2)
+    assert torch.equal(torch.func.jvp(double, (x,), (tangent,))[1], tangent * x.cos() * 2)
+    weight = torch.randn(4, requires_grad=True)
+    (grad,) = torch.autograd.grad(torch.func.vmap(partial(checkpoint, lambda a: (a * weight).sin()))(x).sum(), weight)
+    (plain,) = torch.autograd.grad(torch.func.vmap(lambda a: (a * weight).sin())(x).sum(), weight)
+    assert torch.equal(grad, plain)
+
+
 def test_a_saved_constant_is_the_object_itself() -> None:
     """With what somebody has hung on it, as torch's checkpoint gives it back."""
 

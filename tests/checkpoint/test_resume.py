@@ -87,6 +87,27 @@ def test_a_run_that_was_stopped_draws_what_it_would_have_drawn(
     assert whole[0][0] != whole[1][0]
 
 
+def one_step_late(folder: Path, go_on: bool) -> Any:
+    """Losses and weights of the three steps behind a save."""
+    torch.manual_seed(0)
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "delayed_update": True}}
+    data = TensorDataset(torch.randn(36, 5, generator=torch.Generator().manual_seed(1)))
+    config = settings(2, "fp32") | {"zero_optimization": zero}
+    engine = refimpl.initialize(model=Noisy(), config=config, training_data=data)[0]
+    if go_on:
+        engine.load_checkpoint(folder)
+    else:
+        for _ in range(3):
+            engine.train_batch()
+        engine.save_checkpoint(folder)
+    losses = [engine.train_batch().item() for _ in range(3)]
+    return losses, {name: w.tolist() for name, w in (engine.stage.full_state_dict() or {}).items()}
+
+
+def test_a_late_update_is_in_the_checkpoint_and_in_the_step_that_follows_it(tmp_path: Path) -> None:
+    assert worlds.run(one_step_late, tmp_path, False, ranks=2) == worlds.run(one_step_late, tmp_path, True, ranks=2)
+
+
 def drawn(folder: Path, seed: int, go_on: bool) -> float:
     """This rank's next random number, after a save or a load."""
     torch.manual_seed(seed + torch.distributed.get_rank())
