@@ -18,14 +18,16 @@ SIZES = (
     "hidden_size", "n_embd", "n_embed", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "head_dim",
     "num_key_value_heads", "num_kv_heads", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "vocab_size",
     "max_position_embeddings", "n_positions", "seq_length", "moe_intermediate_size", "num_experts_per_tok",
+    "decoder_sparse_step",
 )  # fmt: skip
 
 
 COUNTS = (*EXPERTS, "first_k_dense_replace", "n_shared_experts", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim",
-          "qk_nope_head_dim", "v_head_dim", "decoder_sparse_step", "shared_expert_intermediate_size",
+          "qk_nope_head_dim", "v_head_dim", "shared_expert_intermediate_size",
           "word_embed_proj_dim", "num_ln_in_parallel_attn")  # fmt: skip
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "bias", "multi_query", "parallel_attn",
          "new_decoder_architecture", "use_qk_norm")  # fmt: skip
+NULLS = (*FLAGS, "q_lora_rank", "first_k_dense_replace")  # where null says something; elsewhere it is as if left out
 
 
 def llama(
@@ -124,7 +126,9 @@ def mixture(shape: Shape, c: Config, hidden: str = "intermediate_size", **more: 
 
 def every_other(c: Config) -> frozenset[int]:
     """Qwen's layers that have an MLP: those named, and of `decoder_sparse_step` all but the last."""
-    step, named = c.get("decoder_sparse_step", 1), c.get("mlp_only_layers") or ()
+    step, named = c.get("decoder_sparse_step", 1), c.get("mlp_only_layers") or []
+    if not isinstance(named, list) or any(type(i) is not int for i in named):
+        raise ValueError(f"mlp_only_layers {named!r}: a list of layers' numbers")
     return frozenset(i for i in range(c["num_hidden_layers"]) if i in named or (i + 1) % step)
 
 
@@ -225,7 +229,7 @@ def of_config(config: Config) -> Shape:
             if (value := config.get(key)) is not None and (type(value) is not kind or value < least):
                 raise ValueError(f"{key} {value!r}: {words}")
     try:
-        shape = FAMILIES[family]({key: value for key, value in config.items() if value is not None or key not in SIZES})
+        shape = FAMILIES[family]({key: value for key, value in config.items() if value is not None or key in NULLS})
     except KeyError as error:
         raise ValueError(f"a {family} configuration without {error}") from None
     if (mixed := [key for key in EXPERTS if (config.get(key) or 0) > 1]) and shape.experts is None:

@@ -167,6 +167,17 @@ def test_what_is_not_known_is_named() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             of_config(PUBLIC["llama"] | change)
+    for value, says in (
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step 0: a whole number of at least 1"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers 3: a list of layers' numbers"),
+        ({"mlp_only_layers": "02"}, "mlp_only_layers '02': a list"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            of_config(PUBLIC["qwen2_moe"] | value)
+    for family, key in (("qwen2_moe", "shared_expert_intermediate_size"), ("deepseek_v3", "kv_lora_rank")):
+        with pytest.raises(ValueError, match=f"a {family} configuration without '{key}'"):
+            of_config(PUBLIC[family] | {key: None})
+    assert of_config(QWEN | {"decoder_sparse_step": None}) == of_config(QWEN), "null is transformers' default"
 
 
 def test_a_familys_own_heads_where_the_configuration_says_nothing() -> None:
