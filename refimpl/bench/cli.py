@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from refimpl.bench.options import (
+    LINKS,
     FolderOption,
     JsonOption,
     Lists,
@@ -228,11 +229,7 @@ def overlap(
 @app.command(cls=Lists)
 def compression(
     ranks: Annotated[int, typer.Option(min=2, help="Number of ranks, each a node.")] = 2,
-    links: Annotated[list[str], typer.Option("--link", help="Links to train over.")] = [  # noqa: B006
-        "0.1Gbit/s 100us",
-        "1Gbit/s 100us",
-        "10Gbit/s 100us",
-    ],
+    links: Annotated[list[str], typer.Option("--link", help="Links to train over.")] = LINKS,
     methods: Annotated[list[str] | None, typer.Option("--method", help="Only these, beside DDP.")] = None,
     width: Annotated[int, typer.Option(min=4, help="Of the model: a multiple of 4.")] = 128,
     layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 4,
@@ -255,6 +252,8 @@ def compression(
     names = [FIRST, *(name for name in methods or [method.name for method in METHODS] if name != FIRST)]
     task = Task(gpt(context=context, width=width, layers=layers), train, batch, turns)
     if hooks:
+        if methods or links != LINKS:
+            raise typer.BadParameter("--hooks has methods of its own, and no link: leave --method and --link out")
         rows = compress_peers.measure(ranks, task.gpt, batch, Turns(turns))
         return publish("Beside torch's hooks", compress_peers.HEAT, [rows], file)
     done: list[Measured] = []

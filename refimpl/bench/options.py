@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from refimpl.model.gpt import GPTConfig
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9}
+LINKS = ["0.1Gbit/s 100us", "1Gbit/s 100us", "10Gbit/s 100us"]
 
 
 class Lists(TyperCommand):

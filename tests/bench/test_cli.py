@@ -122,6 +122,7 @@ def test_comm_writes_a_table_and_a_report(tmp_path: Path) -> None:
         ("parallel --axis tensor --kind 1f1b", "1f1b"),
         ("parallel --axis pipeline --kind gpipe --layers 3 --ranks 2", "3 layers do not make 2 equal stages"),
         ("compression --width 130", "--width: width 130 does not divide into 4 heads"),
+        ("compression --hooks --method sign", "--hooks has methods of its own, and no link"),
         ("one-bit --width 130", "--width: width 130 does not divide into 4 heads"),
         ("compression --plot pyproject.toml/x.png", "--plot pyproject.toml/x.png: cannot write there"),
         ("overlap --picture pyproject.toml/x.png", "--picture pyproject.toml/x.png: cannot write there"),
