@@ -17,13 +17,16 @@ to t, whose input is there, and to have what their backward needs, in m bytes:
                       min over j:  f_i + .. + f_{j-1} + T(j, t, m - input_j) + T(i, j-1, m) )           Again: i to j-1
 
 Bytes are what is held whenever a block has just run (`peak`), which is what a `MemoryMeter` counts then; a block's own
-temporaries, 5,056 bytes of random state a checkpoint and gradients come on top. Chen et al. 2016, arXiv:1604.06174
-(sqrt); Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains" (Rotor), arXiv:1911.13214: its dynamic
-programme, here with the early stop of `checkpoint`. DeepSpeed leaves the choice to the user.
+temporaries, 5,056 bytes of random state a checkpoint and gradients come on top. The search takes every input for kept,
+also one that a block's backward does not need (tanh's): what it finds fits, and something faster may fit too.
+
+Chen et al. 2016, arXiv:1604.06174 (sqrt); Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains"
+(Rotor), arXiv:1911.13214: its dynamic programme, here with the early stop of `checkpoint`. DeepSpeed leaves the choice
+to the user.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,10 +37,12 @@ SLOTS = 2000  # sizes are rounded up to this fraction of the budget
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a chain, as measured. input, output, saved: bytes; forward, backward: seconds.
+    """One block of a chain, as measured. input, output, saved, stopped: bytes; forward, backward: seconds.
 
-    saved: what autograd keeps of it beside its input, its output and its parameters. keeps_output: whether autograd
-    keeps the output too, for the block's own backward: a block that ends with tanh must run to its end again.
+    output: 0 if it is a view of the input. saved: what autograd keeps of the block beside its input, its output and its
+    parameters. keeps_input, keeps_output: whether it keeps these too. stopped: what is there beside input and `saved`
+    where a run for backward stops, as soon as all is saved: nothing behind a last product; a block that ends with tanh
+    runs to its end, and has tanh's result, which is kept, and tanh's input. None: nothing is saved, as of a view.
     """
 
     input: int
@@ -45,6 +50,8 @@ class Block:
     saved: int
     forward: float
     backward: float = 0.0
+    stopped: int | None = 0
+    keeps_input: bool = True
     keeps_output: bool = False
 
 
@@ -90,25 +97,45 @@ def peak(plan: Plan, blocks: Sequence[Block]) -> int:
 
 
 def _samples(plan: Plan, blocks: Sequence[Block], held: int, again: bool) -> Iterator[int]:
-    """Bytes beside the first block's input at each block's end. `again`: the run stops before its last output."""
+    """Bytes beside the first block's input at each block's end. `again`: the run stops in the last block that saves."""
+    if again:
+        saving = [place for place, part in enumerate(plan) if _saves(blocks[i] for i in blocks_of((part,)))]
+        plan = plan[: saving[-1] + 1] if saving else ()
     stretches: list[tuple[Again, int]] = []
+    passed = 0  # of what one part has handed to the next, and nobody keeps so far
     for place, part in enumerate(plan):
         is_last = again and place == len(plan) - 1
         if isinstance(part, Again):
+            held, passed = held + passed, 0
             stretches.append((part, held))
-            numbers = list(blocks_of((part,)))
-            if is_last:  # its input is all that is missing
-                continue
-            for number in numbers:
-                block = blocks[number]
-                yield held + (block.input if number != numbers[0] else 0) + block.output
-        else:
-            numbers = [part]
-            held += blocks[part].saved
-            yield held + (0 if is_last and not blocks[part].keeps_output else blocks[part].output)
-        held += blocks[numbers[-1]].output
+            if not is_last:  # else its input is all that is missing
+                yield from _passing(part.inside, blocks, held)
+                passed = next((blocks[i].output for i in reversed([*blocks_of((part,))]) if blocks[i].output), 0)
+            continue
+        block = blocks[part]
+        if block.keeps_input:
+            held, passed = held + passed, 0
+        held += block.saved
+        yield held + passed + ((block.stopped or 0) if is_last else block.output)
+        passed = block.output or passed
+        if block.keeps_output:
+            held, passed = held + passed, 0
     for part, held_before in stretches:
         yield from _samples(part.inside, blocks, held_before, again=True)
+
+
+def _saves(blocks: Iterable[Block]) -> bool:
+    return any(block.stopped is not None for block in blocks)
+
+
+def _passing(plan: Plan, blocks: Sequence[Block], held: int) -> Iterator[int]:
+    """Bytes at each block's end in a stretch's first run, which keeps nothing: a call holds its input while it runs."""
+    for place, part in enumerate(plan):
+        given = blocks[next(blocks_of((part,)))].input if place else 0
+        if isinstance(part, Again):
+            yield from _passing(part.inside, blocks, held + given)
+        else:
+            yield held + given + blocks[part].output
 
 
 def forwards(plan: Plan, blocks: Sequence[Block]) -> float:
@@ -147,12 +174,14 @@ class _Search:
     def __init__(self, blocks: Sequence[Block], budget: int) -> None:
         self.blocks, self.layers = blocks, len(blocks)
         self.room = budget - blocks[0].input
-        sizes = [size for b in blocks for size in (b.input, b.output, b.saved)]
+        sizes = [size for b in blocks for size in (b.input, b.output, b.saved, b.stopped or 0)]
         divisor = max(1, math.gcd(*sizes))
         self.unit = divisor if self.room // divisor <= SLOTS else -(-self.room // SLOTS)
         self.slots = max(0, self.room // self.unit)
         self.into = [self._slots(b.input) for b in blocks] + [self._slots(blocks[-1].output)]
+        self.out = [self._slots(b.output) for b in blocks]
         self.saved = [self._slots(b.saved) for b in blocks]
+        self.stopped = [self._slots(b.stopped or 0) for b in blocks]
         # again[i][t]: when blocks i to t run for backward; first[i]: in the first run, i to the last.
         self.again: dict[tuple[int, int], Times] = {}
         self.first: dict[int, Times] = {}
@@ -175,13 +204,12 @@ class _Search:
         def rest(j: int) -> Times:
             return self.first[j] if is_first_run else self.again[j, t]
 
-        seconds, out = self.blocks[i].forward, self.into[i + 1]
+        taken = self.saved[i] + self.out[i]
+        stops = not is_first_run and not _saves(self.blocks[i + 1 : t + 1])
+        time = np.full(self.slots + 1, self.blocks[i].forward)
         if i < t:
-            time = seconds + self._with_less(rest(i + 1), self.saved[i] + out)
-            time[: self.saved[i] + out] = np.inf
-        else:
-            time = np.full(self.slots + 1, seconds)
-            time[: self.saved[i] + (out if is_first_run or self.blocks[i].keeps_output else 0)] = np.inf
+            time += self._with_less(rest(i + 1), taken)
+        time[: self.saved[i] + self.stopped[i] if stops else taken] = np.inf
         choice = np.zeros(self.slots + 1, dtype=np.int64)
         need, seconds = 0, 0.0  # of running i to j - 1 and keeping nothing
         for j in range(i + 1, t + 2 if is_first_run else t + 1):
@@ -214,7 +242,7 @@ class _Search:
             j = int(self.choice[i, t, is_first_run][slots])
             if j == 0:
                 parts.append(i)
-                slots -= self.saved[i] + self.into[i + 1]
+                slots -= self.saved[i] + self.out[i]
                 i += 1
             else:
                 parts.append(Again(self._walk(i, j - 1, slots, is_first_run=False)))

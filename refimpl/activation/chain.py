@@ -3,8 +3,8 @@
     for block in self.blocks: x = block(x)      stays as it is; `model.blocks = Chain(model.blocks, plan)`
 
 `measure` runs each block a few times for its seconds and its bytes. `count` runs the whole chain by a plan and counts
-the bytes held whenever a block has just run: `refimpl.activation.budget.peak` predicts exactly that of blocks whose
-backward needs their input, and no less of others (an activation, a view), whose input it takes for kept.
+the bytes held whenever a block has just run: `refimpl.activation.budget.peak` predicts exactly that, or, where a
+stretch begins or ends with views of its input, no less.
 DeepSpeed's counterpart: `activation_checkpoint_interval` of a pipeline (deepspeed/runtime/pipe/module.py): every k-th.
 """
 
@@ -48,22 +48,31 @@ def measure(blocks: Sequence[nn.Module], x: Tensor, repeat: int = 3) -> list[Blo
     """Each block's bytes and seconds, the least of `repeat` runs, with x as the first one's input."""
     measured = []
     for block in blocks:
-        leaf = x.detach().requires_grad_()
+        leaf = leaf_of(x)
         saved: list[Tensor] = []
         with saved_tensors_hooks(partial(_note, saved), lambda t: t):
             out = block(leaf)
-        apart = {t.untyped_storage() for t in (*block.parameters(), *block.buffers(), leaf)}
-        kept = {t.untyped_storage() for t in saved} - apart
-        keeps_output = out.untyped_storage() in kept
-        size = sum(storage.nbytes() for storage in kept - {out.untyped_storage()})
+        there, result = leaf.untyped_storage(), out.untyped_storage()
+        kept = {t.untyped_storage() for t in saved} - {t.untyped_storage() for t in tensors_of(block)}
+        keeps = there in kept, result in kept - {there}
+        size = sum(storage.nbytes() for storage in kept - {there, result})
+        output = 0 if result == there else result.nbytes()
         saved.clear()
         kept.clear()
         seconds = [_seconds(block, leaf) for _ in range(repeat)]
         forward, backward = (min(s[i] for s in seconds) for i in (0, 1))
-        nbytes = leaf.untyped_storage().nbytes(), out.untyped_storage().nbytes(), size
-        measured.append(Block(*nbytes, forward, backward, keeps_output))
+        measured.append(Block(there.nbytes(), output, size, forward, backward, _stopped(block, leaf, size), *keeps))
         x = out.detach()
     return measured
+
+
+def tensors_of(block: nn.Module) -> list[Tensor]:
+    return [*block.parameters(), *block.buffers()]
+
+
+def leaf_of(x: Tensor) -> Tensor:
+    """x, as the input of a chain: with a gradient if it can have one."""
+    return x.detach().requires_grad_(x.is_floating_point())
 
 
 def _note(saved: list[Tensor], tensor: Tensor) -> Tensor:
@@ -76,9 +85,26 @@ def _seconds(block: nn.Module, x: Tensor) -> tuple[float, float]:
     start = _now(x)
     out = block(x)
     middle = _now(x)
-    wanted = [t for t in (x, *block.parameters()) if t.requires_grad]
-    torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
+    torch.autograd.grad(out, _wanted(block, x), torch.ones_like(out), allow_unused=True)
     return middle - start, _now(x) - middle
+
+
+def _wanted(block: nn.Module, x: Tensor) -> list[Tensor]:
+    return [t for t in (x, *block.parameters()) if t.requires_grad]
+
+
+def _stopped(block: nn.Module, x: Tensor, saved: int) -> int | None:
+    """Bytes alive beside its input and `saved` where a block's run for backward stops; None if it never runs so."""
+    loss: list[Tensor] = []
+    meter = MemoryMeter(lambda: {"model": [*tensors_of(block), x], "loss": loss})
+    found: list[int] = []
+    hook = block.register_forward_hook(lambda *_: found.append(meter.now()["activations"]), always_call=True)
+    seed = x.new_ones((), dtype=torch.float32)  # of backward; made here, it is no activation
+    with meter:
+        loss.append(Checkpoint()(block, x).sum(dtype=torch.float32))
+        torch.autograd.grad(loss, _wanted(block, x), [seed], allow_unused=True)
+    hook.remove()
+    return found[1] - saved if len(found) > 1 else None
 
 
 def _now(x: Tensor) -> float:
@@ -92,11 +118,11 @@ def count(plan: Plan, blocks: Sequence[nn.Module], x: Tensor, how: Checkpoint | 
 
     Gradients of parameters are left in place.
     """
-    x = x.detach().clone().requires_grad_()
+    x = leaf_of(x.clone())
     loss: list[Tensor] = []
-    seed = x.new_ones(())  # of backward; made here, it is no activation
-    model = [t for b in blocks for t in (*b.parameters(), *b.buffers())]
-    meter = MemoryMeter(lambda: {"parameters": model, "loss": loss, "input": [x]})
+    seed = x.new_ones((), dtype=torch.float32)
+    model = [t for block in blocks for t in tensors_of(block)]
+    meter = MemoryMeter(lambda: {"model": model, "loss": loss, "input": [x]})
     most = 0
 
     def sample(*_: Any) -> None:
@@ -105,7 +131,7 @@ def count(plan: Plan, blocks: Sequence[nn.Module], x: Tensor, how: Checkpoint | 
 
     hooks = [block.register_forward_hook(sample, always_call=True) for block in blocks]
     with meter:
-        loss.append(run(plan, blocks, x, how or Checkpoint()).sum())
+        loss.append(run(plan, blocks, x, how or Checkpoint()).sum(dtype=torch.float32))
         loss[0].backward(seed)  # type: ignore[no-untyped-call]
     for hook in hooks:
         hook.remove()

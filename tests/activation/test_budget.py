@@ -1,6 +1,7 @@
 """Plans: the formulas, the optimum against all plans there are, and on the repo's GPT predicted bytes = counted."""
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
@@ -72,10 +73,10 @@ sizes = st.integers(1, 9)
 
 
 @given(
-    st.lists(st.tuples(sizes, st.integers(0, 20), st.integers(1, 5), st.booleans()), min_size=1, max_size=4),
+    st.lists(st.tuples(sizes, st.integers(0, 20), st.integers(1, 5), st.integers(0, 9)), min_size=1, max_size=4),
     st.integers(4, 90),
 )
-def test_no_plan_is_better(parts: list[tuple[int, int, int, bool]], budget: int) -> None:
+def test_no_plan_is_better(parts: list[tuple[int, int, int, int]], budget: int) -> None:
     outputs = [size for size, *_ in parts[1:]] + [3]
     blocks = [Block(a, b, s, float(f), 0.0, k) for (a, s, f, k), b in zip(parts, outputs, strict=True)]
     fitting = [plan for plan in plans(0, len(blocks) - 1) if peak(plan, blocks) <= budget]
@@ -110,24 +111,60 @@ class Residual(nn.Module):
         return x + self.inner(x)
 
 
+def tanh_ends() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+
 ODD: dict[str, list[nn.Module]] = {
     "residual": [Residual() for _ in range(6)],
-    "an output that its own block keeps": [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)],
+    "an output that its own block keeps": [tanh_ends() for _ in range(6)],
     "both in turn": [*(m for _ in range(3) for m in (Residual(), nn.Sequential(nn.Linear(16, 16), nn.Softmax(-1))))],
     "of other widths": [nn.Linear(w, v) for w, v in ((16, 40), (40, 24), (24, 24), (24, 8), (8, 56), (56, 16))],
+    "inputs that nobody keeps": [m for _ in range(3) for m in (nn.Linear(16, 16).requires_grad_(False), nn.GELU())],
+    "norms behind": [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True) for _ in range(6)],
 }
+
+
+KINDS: list[Callable[[], nn.Module]] = [
+    Residual, tanh_ends, nn.Tanh, nn.Identity, nn.GELU, lambda: nn.Linear(16, 16), lambda: nn.LayerNorm(16),
+    lambda: nn.Dropout(0.3), lambda: nn.Unflatten(0, (1, -1)), lambda: nn.Softmax(-1),
+    lambda: nn.Linear(16, 16).requires_grad_(False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_counted_is_predicted_for_blocks_of_other_kinds(name: str) -> None:
-    """A second run that stops in tanh itself holds what tanh is computed from: a temporary of the block's."""
     x = torch.randn(3, 5, 16)
     blocks = measure(ODD[name], x, repeat=1)
     budget = int(0.7 * peak(keep(6), blocks))
-    temporary = x.nbytes if blocks[-1].keeps_output else 0
     for plan in (keep(6), every(1, 6), every(2, 6), every(6, 6), best(blocks, budget)):
-        assert 0 <= count(plan, ODD[name], x) - peak(plan, blocks) <= temporary
+        assert count(plan, ODD[name], x) == peak(plan, blocks)
     assert peak(best(blocks, budget), blocks) <= budget
+
+
+def test_counted_is_predicted_for_views() -> None:
+    modules = [m for _ in range(2) for m in (tanh_ends(), nn.Unflatten(-1, (4, 4)), nn.Flatten(-2))]
+    x = torch.randn(3, 5, 16)
+    blocks = measure(modules, x, repeat=1)
+    for plan in (keep(6), every(1, 6), every(2, 6), every(6, 6)):
+        assert count(plan, modules, x) == peak(plan, blocks)
+
+
+def test_counted_is_predicted_behind_an_embedding() -> None:
+    modules, ids = [nn.Embedding(11, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)], torch.arange(11).view(1, 11)
+    blocks = measure(modules, ids, repeat=1)
+    for plan in (keep(4), every(1, 4), every(2, 4)):
+        assert count(plan, modules, ids) == peak(plan, blocks)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_predicted_is_no_less_than_counted_for_any_plan_of_any_chain(seed: int) -> None:
+    draw = random.Random(seed)
+    modules = [draw.choice(KINDS)() for _ in range(draw.randint(2, 6))]
+    x = torch.randn(5, 16)
+    blocks = measure(modules, x, repeat=1)
+    for plan in draw.sample([*plans(0, len(modules) - 1)][:400], 4 if len(modules) > 2 else 2):
+        assert count(plan, modules, x) <= peak(plan, blocks)
 
 
 class Spare(nn.Module):
@@ -147,13 +184,6 @@ def test_buffers_and_unused_parameters() -> None:
     blocks = measure(modules, x, repeat=1)
     for plan in (keep(5), every(1, 5), every(2, 5)):
         assert count(plan, modules, x) == peak(plan, blocks)
-
-
-def test_an_input_that_backward_does_not_need_is_taken_for_kept() -> None:
-    modules = [nn.Linear(8, 8), nn.Tanh(), nn.Flatten(), nn.Linear(8, 8)]
-    x = torch.randn(6, 8)
-    blocks = measure(modules, x, repeat=1)
-    assert count(keep(4), modules, x) < peak(keep(4), blocks)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4, 0.25, 0.18])
