@@ -37,8 +37,13 @@ class Agreed:
             yield lambda phase=phase: self._begin(phase, everyone=False)  # type: ignore[misc]
 
     def announce(self) -> None:
-        """Write the call down, where its transfer is torch's own. CollectiveMismatch if another rank makes another."""
-        if self.board and (refusal := self.board.announce([((), Call(self.what, self.text))])):
+        """Write the call down, where its transfer is torch's own. CollectiveMismatch if another rank makes another.
+
+        Once a rank has told the others that it cannot go on, their calls have parted: no more is compared.
+        """
+        if not self.board or self.patience.lost is not None:
+            return
+        if refusal := self.board.announce([((), Call(self.what, self.text))]):
             refusal.wait()
 
     def _begin(self, phase: Phase, everyone: bool) -> list[Any]:
