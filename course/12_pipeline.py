@@ -388,7 +388,8 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["bubble, ticks", "borders"
 # %% [markdown]
 # (A tick is the forward of a whole rank's layers, a backward takes two. Alive: micro-batches of a whole rank's layers.)
 # Not for nothing: more messages, more memory, and by default Megatron asks for an $m$ that is a multiple of $p$. refimpl
-# makes the table for the next multiple and leaves out what is too many; torch wants a multiple of the number of rounds.
+# makes the table for the next multiple and leaves out what is too many (the formula does not hold then, and
+# `clock.bubble` plays the table); torch wants a multiple of the number of rounds.
 #
 # **Work that nobody waits for.** Backward of $y = xW$ is two products, and only one of them is urgent:
 #

@@ -58,10 +58,10 @@ def shape_of(params: str | None, model: Path | None, context: int | None) -> "Sh
     return replace(found, context=context) if context else found
 
 
-def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine") -> "Found":
+def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine", batch: int | None = None) -> "Found":
     """The layout of a DeepSpeed JSON, with and without recomputation, of which it says nothing.
 
-    ValueError names what is wrong.
+    ValueError names what is wrong, also a `batch` that is not the JSON's.
     """
     from refimpl.engine.config import axes_asked, load_config, raw_config
     from refimpl.plan.formulas import STRATEGIES
@@ -81,6 +81,8 @@ def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine") -> "Found
         )
     dp = gpus // together
     settings = load_config(raw, world_size=dp, rank=1)  # its warnings are rank 0's
+    if batch not in (None, settings.train_batch_size):
+        raise ValueError(f"--batch {batch}: --config {config} has {settings.train_batch_size}: leave one of them out")
     shared, zero = settings.expert_parallel, settings.zero_config()
     budgets = Budgets(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance)
     meshes = [
@@ -137,8 +139,11 @@ def show(shape: "Shape", found: "Found", machine: "Machine", gpus: int, top: int
             of_mixtures = [str(verdict.mesh.ep), gigabytes(verdict.sent.get("expert", 0))] if shape.experts else []
             table.add_row(*cells(verdict), *of_mixtures, verdict.limit if found.fit else verdict.largest)
         console.print(table)
-    if rests := (*found.fit, *found.over)[0].mesh.away:
-        console.print(f"offloaded: {', '.join(rests)}; the time of what travels there and back is not counted")
+    mesh = (*found.fit, *found.over)[0].mesh
+    if mesh.itemsize == 4:
+        console.print("the configuration is for 32 bits: steps take longer than by --peak, which is of 16 bits")
+    if mesh.away:
+        console.print(f"offloaded: {', '.join(mesh.away)}; the time of what travels there and back is not counted")
     if not found.fit:
         console.print("nothing fits: more GPUs, more memory, a smaller model, or offload (refimpl demo --infinity)")
 

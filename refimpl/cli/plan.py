@@ -48,10 +48,10 @@ def plan(
             (gpu_memory, "--gpu-memory"), (node_bandwidth, "--node-bandwidth"), (network, "--network"),
             (memory_bandwidth, "--memory-bandwidth"),
         )]  # fmt: skip
-        if not all(sizes):
-            raise ValueError("--gpu-memory, --node-bandwidth, --network and --memory-bandwidth must be more than 0")
+        if min(sizes) < 10**6:
+            raise ValueError("--gpu-memory, --node-bandwidth, --network, --memory-bandwidth: 1MB or more: 80GB, not 80")
         machine = Machine(sizes[0], peak, efficiency, node, *sizes[1:])
-        found = asked(config, shape, gpus, machine) if config else search(shape, gpus, batch or gpus, machine)
+        found = asked(config, shape, gpus, machine, batch) if config else search(shape, gpus, batch or gpus, machine)
     except ValueError as reason:
         refuse("refimpl plan", reason)
     show(shape, found, machine, gpus, top)

@@ -105,20 +105,20 @@ class Axes:
     def of_mpu(cls, mpu: Any, world: Group) -> "Axes":
         """Of Megatron's or DeepSpeed's object, or module: get_data_parallel_group(), get_model_parallel_group(), ...
 
-        An axis that it does not answer for has one rank. TypeError if it answers for none.
+        An axis that it does not answer for has one rank. A collective. TypeError if it answers for none, with what is
+        no group of this rank, or with groups that do not make a mesh.
         """
 
-        def group(*axes: str) -> Group | None:
-            asks = (getattr(mpu, f"get_{axis}_parallel_group", None) for axis in axes)
-            handle = next((ask() for ask in asks if ask is not None), None)
-            return None if handle is None else Group(handle, world.ledger, world.device, link=world.link)
+        def group(*axes: str, **how: bool) -> Group | None:
+            names = (f"get_{axis}_parallel_group" for axis in axes)
+            name = next((name for name in names if getattr(mpu, name, None) is not None), None)
+            return None if name is None else group_of(mpu, name, world, **how)
 
         alone = Group(None, device=world.device)
         context, tensor = group("sequence", "context"), group("tensor_model", "model")
         replicas = group("sequence_data") or (group("data") if context is None or context.size == 1 else None)
         if replicas is None and hasattr(mpu, "get_context_parallel_group"):  # Megatron-Core's
-            handle = mpu.get_data_parallel_group(with_context_parallel=True)
-            replicas = Group(handle, world.ledger, world.device, link=world.link)
+            replicas = group("data", with_context_parallel=True)
         if replicas is None and context is not None:
             raise TypeError(
                 f"mpu: {type(mpu).__name__} shares sequences and has no get_sequence_data_parallel_group: gradients "
@@ -129,6 +129,7 @@ class Axes:
         model, pipeline = group("model", "tensor_model"), group("pipeline_model", "pipe")
         if context is not None and model is not None and model.ranks == context.ranks:
             tensor = model = None  # in DeepSpeed's parallel_state_sp another name for the ranks of a sequence
+        check_mesh(mpu, world, replicas, model or alone)
         parts = tensor or alone, pipeline or alone, model or alone
         return cls(world, replicas, context or alone, *parts, replicas, alone, group("data") or alone, alone, replicas)
 
@@ -136,6 +137,30 @@ class Axes:
         """The same with the experts dealt out to `ep` replicas. A collective. ValueError as `expert_groups`."""
         expert, expert_data = expert_groups(self.replicas, ep)
         return replace(self, expert=expert, expert_data=expert_data)
+
+
+def group_of(mpu: Any, name: str, world: Group, **how: bool) -> Group | None:
+    """What an mpu answers. TypeError if that is no group of torch's that this rank is in."""
+    ask = getattr(mpu, name)
+    handle = ask(**how) if callable(ask) else ask
+    if handle is not None and not isinstance(handle, dist.ProcessGroup):
+        raise TypeError(
+            f"mpu: {name} of {type(mpu).__name__} is {handle!r} on rank {world.rank}: it must be a function that "
+            "returns a torch.distributed group with this rank in it"
+        )
+    return None if handle is None else Group(handle, world.ledger, world.device, link=world.link)
+
+
+def check_mesh(mpu: Any, world: Group, replicas: Group, model: Group) -> None:
+    """TypeError, on all ranks alike, unless each rank is in one group of each, and two such meet in it alone."""
+    said = world.all_gather_object((replicas.ranks, model.ranks))
+    for rank, (same, parts) in enumerate(said):
+        agreed = all(said[r][0] == same for r in same) and all(said[r][1] == parts for r in parts)
+        if not agreed or set(same) & set(parts) != {rank} or len(same) * len(parts) != world.size:
+            raise TypeError(
+                f"mpu: {type(mpu).__name__} says on rank {rank} of {world.size} that the same part of the model is on "
+                f"ranks {same}, and the other parts of this replica on {parts}: that is no mesh, or ranks disagree"
+            )
 
 
 def expert_groups(data: Group, ep: int) -> tuple[Group, Group]:

@@ -257,7 +257,7 @@ class Group:
         checks.member("broadcast", "root", root, self.size)
         checks.tensors("broadcast", x=x)
         sent = x.numel() * x.element_size() * (self.size - 1) if self.rank == root else 0
-        agreed = self._agreed(f"broadcast of {_words(x)} from {root}", tag)
+        agreed = self._agreed(f"broadcast of {_words(x)} from {self.ranks[root]}", tag)
         with agreed:
             steps = self.transport.broadcast(x, root)
         return self._run("broadcast", sent, tag, async_op, agreed.collective(steps), x)
@@ -268,14 +268,15 @@ class Group:
         checks.tensors("send", x=x)
         steps = self.messages.send(x, to)  # first: on a slow link it leaves at this instant
         sent = x.numel() * x.element_size()
-        agreed = self._agreed(f"send of {_words(x)} to {to}", tag, [((self.rank, to), _words(x))])
+        agreed = self._agreed(f"send of {_words(x)} to {self.ranks[to]}", tag, [((self.rank, to), _words(x))])
         return self._run("send", sent, tag, async_op, agreed.message(steps), x)
 
     def recv(self, x: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
         """Fill x with what rank `source` of this group sends. Sends nothing itself. ValueError if there is no such."""
         checks.other("recv", "source", source, self.size, self.rank)
         checks.tensors("recv", x=x)
-        agreed = self._agreed(f"recv of {_words(x)} from {source}", tag, [((source, self.rank), _words(x))])
+        words = f"recv of {_words(x)} from {self.ranks[source]}"
+        agreed = self._agreed(words, tag, [((source, self.rank), _words(x))])
         return self._run("recv", 0, tag, async_op, agreed.message(self.messages.recv(x, source)), x)
 
     def send_recv(self, x: Tensor, to: int, out: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
@@ -288,7 +289,7 @@ class Group:
         checks.other("send_recv", "source", source, self.size, self.rank)
         checks.tensors("send_recv", x=x, out=out)
         begun = self.messages.send_recv(x, to, out, source)
-        what = f"send_recv of {_words(x)} to {to} and {_words(out)} from {source}"
+        what = f"send_recv of {_words(x)} to {self.ranks[to]} and {_words(out)} from {self.ranks[source]}"
         parts = [((self.rank, to), _words(x)), ((source, self.rank), _words(out))]
         steps = self._agreed(what, tag, parts).message(begun)
         sending = self._run("send", x.numel() * x.element_size(), tag, True, steps, out, x)

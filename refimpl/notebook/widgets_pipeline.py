@@ -1,6 +1,6 @@
 """The knobs of the pipeline's chapter: a schedule's picture under any number of ranks, micro-batches and chunks.
 
-Theory only: the clock plays the table, and the table's own formulas stand below the picture.
+Theory only: the clock plays the table, at every size, also where no formula for the bubble is known.
 """
 
 from collections.abc import Sequence

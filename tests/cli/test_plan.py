@@ -102,7 +102,8 @@ def test_the_layout_of_a_deepspeed_configuration(
         (["--model", __file__], "a transformers configuration is JSON: "),
         (["--params", "1e30"], "a number of parameters, such as 125M, 7B or 1T, at most 100T"),
         (["--params", "1e3"], "--params 1e3: the smallest GPT here has 7M"),
-        (["--params", "7B", "--network", "0GB"], "--network and --memory-bandwidth must be more than 0"),
+        (["--params", "7B", "--network", "0GB"], "--network, --memory-bandwidth: 1MB or more"),
+        (["--params", "7B", "--gpu-memory", "80"], "80GB, not 80"),
         (["--params", "7B", "--gpus", "37", "--batch", "5"], "no layout divides them all; change the batch"),
     ],
 )
@@ -121,6 +122,19 @@ def test_a_model_that_is_no_object(
     (tmp_path / "config.json").write_text("[1]")
     assert refimpl_command(monkeypatch, "plan", "--model", str(tmp_path / "config.json")) == 2
     assert "a transformers configuration is a JSON object, not list" in capsys.readouterr().err
+
+
+def test_a_configuration_of_another_batch_or_of_32_bits_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "ds.json"
+    command = ("plan", "--params", "7B", "--config", str(file), "--batch")
+    for half in (False, True):
+        file.write_text(json.dumps({"train_batch_size": 8, "bf16": {"enabled": half}}))
+        assert refimpl_command(monkeypatch, *command, "8") == 0
+        assert ("is for 32 bits" in capsys.readouterr().out) != half
+    assert refimpl_command(monkeypatch, *command, "64") == 2
+    assert "has 8: leave one of them out" in capsys.readouterr().err
 
 
 def test_what_is_offloaded_is_not_on_the_gpu(

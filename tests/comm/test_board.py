@@ -114,6 +114,21 @@ def test_a_message_that_does_not_fit_its_buffer_is_refused(sent: int, wanted: in
     assert f"rank 1: recv of {wanted} float32 from 0 at {__file__}" in str(caught.value)
 
 
+def test_ranks_are_called_by_their_number_in_the_job():
+    """In a group of ranks 1 and 3 its number 1 is rank 3: "rank 1 waits for 1" would send the reader astray."""
+
+    def work() -> None:
+        handle = dist.new_group([1, 3])
+        if dist.get_rank() in (1, 3):
+            group = Group(handle)
+            group.send(torch.ones(2), 1) if group.rank == 0 else group.recv(torch.ones(3), 0)
+
+    with pytest.raises(launch.RankError) as caught:
+        run(work, ranks=4)
+    assert "rank 1: send of 2 float32 to 3 at " in str(caught.value)
+    assert "rank 3: recv of 3 float32 from 1 at " in str(caught.value)
+
+
 def test_uneven_parts_must_suit_sender_and_receiver():
     def work(wanted: int) -> list[float]:
         group = Group.world()

@@ -14,6 +14,7 @@ from worlds import run
 from refimpl import launch
 from refimpl.comm.group import Group
 from refimpl.comm.mesh import Mesh
+from refimpl.comm.process_group import of_rows
 from refimpl.engine.initialize import initialize
 from refimpl.model.gpt import GPT
 from refimpl.zero.init import Init
@@ -180,6 +181,39 @@ def test_sequence_ranks_of_an_mpu() -> None:
     assert run(by_mpu, True, ranks=4) == [(2, 0, 4), (2, 0, 4), (2, 1, 4), (2, 1, 4)]
     with pytest.raises(launch.RankError, match="shares sequences and has no get_sequence_data_parallel_group"):
         run(by_mpu, False, ranks=4)
+
+
+WRONG = {
+    "a number": "get_data_parallel_group of Megatron is -100 on rank",
+    "no function": "get_data_parallel_group of Megatron is 'dp' on rank",
+    "everybody": r"on rank 0 of 4 that the same part of the model is on ranks \[0, 1, 2, 3\], and the other parts",
+    "the same twice": r"on ranks \[0, 1\], and the other parts of this replica on \[0, 1\]: that is no mesh",
+    "one disagrees": r"on rank 0 of 4 that the same part of the model is on ranks \[0\]",
+    "no parts": r"on ranks \[0, 2\], and the other parts of this replica on \[0\]: that is no mesh",
+}
+
+
+def wrong(kind: str) -> None:
+    mesh = Mesh({"dp": 2, "tp": 2})
+    tp, dp, rows = mesh.group("tp").handle, mesh.group("dp").handle, of_rows([[rank] for rank in range(4)])
+    data = {
+        "a number": lambda: -100,  # torch's answer to who is not in a group
+        "no function": "dp",
+        "everybody": lambda: mesh.world.handle,
+        "the same twice": lambda: tp,
+        "one disagrees": lambda: rows if mesh.world.rank == 0 else dp,
+        "no parts": lambda: dp,
+    }
+    model = {} if kind == "no parts" else {"get_model_parallel_group": lambda: tp}
+    mpu = type("Megatron", (), {})()
+    vars(mpu).update(get_data_parallel_group=data[kind], **model)
+    initialize(model=nn.Linear(4, 4), mpu=mpu, config={"train_micro_batch_size_per_gpu": 1})
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_mpu_is_refused_by_what_is_wrong(kind: str) -> None:
+    with pytest.raises(launch.RankError, match=WRONG[kind]):
+        run(wrong, kind, ranks=4)
 
 
 class Sequences(Mpu):

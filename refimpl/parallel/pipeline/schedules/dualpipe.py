@@ -11,8 +11,9 @@ the other direction while it waits for one, and a forward can be paired with a b
 messages and whose computation overlap on a GPU. Here the two of a pair run one after the other.
 
 Bubble (p/2-1)(f+i-w) when f = i = w and m is even and at least 2p; for other m the pattern of more micro-batches, less
-what is too many, and no formula. The paper's formula, (p/2-1)(F&B + B - 3W), is that of pairs run as one operation
-whose results come at its end, `clock.bubble(table, cost, pairs=True)`, where no input half is shorter than a forward.
+what is too many, and no formula: `clock.bubble` plays it. The paper's formula, (p/2-1)(F&B + B - 3W), is that of pairs
+run as one operation whose results come at its end, `clock.bubble(table, cost, pairs=True)`, where no input half is
+shorter than a forward.
 Memory: two copies of every parameter. Alive: p+1 at most, on every rank.
 Gradients of the two copies are summed at the end, as those of two data-parallel replicas.
 DeepSeek-V3, arXiv:2412.19437, section 3.2.1. torch's ScheduleDualPipeV is this table folded: its p ranks are the first

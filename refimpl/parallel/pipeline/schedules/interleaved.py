@@ -7,8 +7,8 @@
 
 Chunk c of rank r is stage c p + r. Micro-batches go by groups of p: a group passes all chunks before the next group.
 Bubble (p-1)(f+b) in a chunk's seconds, which are 1/v of a rank's, when m is a multiple of p; for other m the table of
-the next multiple, less what is too many. Alive: (v-1)p + 2(p-1-r) + 1 chunks on rank r, each 1/v of the rank's
-activations. Messages: v times as many.
+the next multiple, less what is too many, and no formula: `clock.bubble` plays it. Alive: (v-1)p + 2(p-1-r) + 1 chunks
+on rank r, each 1/v of the rank's activations. Messages: v times as many.
 Narayanan et al. 2021, arXiv:2104.04473, section 2.2.2 (m a multiple of p there).
 """
 
