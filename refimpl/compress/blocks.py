@@ -18,6 +18,8 @@ from torch import Tensor
 
 from refimpl.compress.compressor import Compressor, Layout, Wire, flat, generator
 
+MOST = 3.4e38  # fp32 ends just above: a scale of that, rounded, times 127 would be infinite
+
 
 @dataclass(frozen=True)
 class Blocks(Compressor):
@@ -54,7 +56,8 @@ class Blocks(Compressor):
             return ()
         values = in_blocks(x.float(), self.block)  # [blocks, block]
         scales = values.abs().amax(1) / self.largest  # NaN stays NaN
-        scales = torch.where(scales == 0, 1.0, torch.where(scales.isfinite(), scales, torch.nan))
+        most = MOST / self.largest
+        scales = torch.where(scales == 0, 1.0, torch.where(scales.isfinite(), scales.clamp(max=most), torch.nan))
         units = (values / scales[:, None]).nan_to_num_(0).view(-1)[: len(x)]
         units = units.add_(self._dither(units, turn)).floor_() if self.stochastic else units.round_()
         codes = units.clamp_(-self.largest, self.largest).to(torch.int8)

@@ -8,7 +8,8 @@ up for all that is lost. An operator that is `unbiased`, E C(x) = x, does withou
     wire_bytes  exactly their bytes: the layout's
     turn        which draw it is, for operators that draw at random; the others ignore it
 
-x that is not finite must not look finite after C: all ranks then skip the step.
+x that is not finite must not look finite after C: all ranks then skip the step. A finite x stays finite in blocks and
+in top-k; in the others where the sums and products that they form of it do so in fp32.
 """
 
 from abc import ABC, abstractmethod

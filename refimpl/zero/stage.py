@@ -46,7 +46,7 @@ from refimpl.zero.outputs import tensors_of
 from refimpl.zero.owned import take_over
 from refimpl.zero.parameter import DATA, Freed, Hook, Managed, stage_of, take_raw_grad, untraced
 from refimpl.zero.parked import Parked
-from refimpl.zero.start import refuse_different, refuse_foreign, refuse_replaced, refuse_shared_memory, share
+from refimpl.zero.start import refuse_different, refuse_foreign, refuse_replaced, refuse_unfit, share
 from refimpl.zero.update import Update
 
 
@@ -83,7 +83,7 @@ class Stage(Changing, ByName, Held, ABC):
         everywhere = self.group.size
         self.experts = {p: same if same.size < everywhere else self.group for p, same in (experts or {}).items()}
         self.parted = any(same is not self.group for same in self.experts.values())
-        refuse_shared_memory(self.names)
+        refuse_unfit(self.model, self.names)
         self.handles: list[Any] = []
         self.parked = Parked(self)
         self.build(optimizer)

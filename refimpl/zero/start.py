@@ -77,6 +77,18 @@ def described(p: nn.Parameter, number: int | None) -> tuple[str, str, str]:
     return str(list(p.shape)), str(p.dtype), trained
 
 
+def refuse_unfit(model: nn.Module, names: dict[nn.Parameter, str]) -> None:
+    """What torch's DDP wraps is reduced by it, too, and its hooks have no effect here; see `refuse_shared_memory`."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"{name or 'the model'} is torch's DistributedDataParallel, which reduces every gradient once more, "
+                "and whose communication hook has no effect here: hand over its .module, and for fewer bytes set "
+                "communication_data_type or compression (gradient_compression in the JSON)"
+            )
+    refuse_shared_memory(names)
+
+
 def refuse_shared_memory(names: dict[nn.Parameter, str]) -> None:
     """Two parameters on one memory would part: each gets a place of its own."""
     first: dict[int, str] = {}

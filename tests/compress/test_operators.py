@@ -94,6 +94,16 @@ def test_what_is_not_finite_does_not_come_back_finite(name: str, bad: float, pla
     assert not operator.decompress(operator.compress(x), 300).isfinite().all()
 
 
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name.startswith("int")])
+def test_the_largest_finite_numbers_stay_finite(name: str) -> None:
+    """As in a mask of torch.finfo(torch.float32).min that is gathered in int8."""
+    most = torch.finfo(torch.float32).max
+    for x in (torch.tensor([-most]), torch.tensor([most, 1.0, -most, 0.0, most / 2] * 20)):
+        back = OPERATORS[name].decompress(OPERATORS[name].compress(x), len(x))
+        assert back.isfinite().all()
+        assert back[0] == pytest.approx(x[0].item(), rel=1e-3)
+
+
 @every
 def test_zeros_stay_zeros(name: str) -> None:
     operator = OPERATORS[name]

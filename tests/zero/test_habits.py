@@ -95,10 +95,12 @@ def refused(stage_name: str, how: str) -> None:
     if how == "one memory":
         model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
         model[1].weight.data = model[0].weight.data
+    if how == "reduced by torch":
+        model = nn.Sequential(nn.parallel.DistributedDataParallel(model))
     if how == "momentum":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         plain(model, optimizer, lambda step: batch(step, 0))
-    if how in ("complex", "one memory"):
+    if how in ("complex", "one memory", "reduced by torch"):
         optimizer = by_adamw(model)
     STAGES[stage_name](model, optimizer, group)
     plain(model, optimizer, lambda step: batch(step, group.rank))
@@ -121,6 +123,7 @@ def refused(stage_name: str, how: str) -> None:
     [
         ("complex", "parameter wave is complex"),
         ("one memory", "parameters 0.weight and 1.weight share their memory"),
+        ("reduced by torch", "0 is torch's DistributedDataParallel, .*: hand over its .module"),
         ("momentum", "SGD has already taken steps"),
         ("plain state", "this state is of whole parameters"),
         ("data", r"parameter 0.weight\.data = .*p.data.copy_|parameter 0.weight: data needs its values"),
