@@ -123,15 +123,19 @@ def lock(handle: int, kind: int) -> bool:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[bool]:
-    """Whether nobody holds `folder` by `shared`, and nobody can in the block. True on a file system without flock."""
+def alone(folder: Path) -> Iterator[bool | None]:
+    """Whether nobody holds `folder` by `shared`, and nobody can in the block; None if somebody else is alone with it.
+
+    True on a file system without flock.
+    """
     handle = os.open(folder, os.O_DIRECTORY)
     try:
+        free: bool | None = True
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free = True
         except OSError as error:
-            free = error.errno != errno.EWOULDBLOCK
+            if error.errno == errno.EWOULDBLOCK:
+                free = False if lock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB) else None
         yield free
     finally:
         os.close(handle)

@@ -1,9 +1,8 @@
 """Work that goes on while training does, one at a time; what it raises reaches the trainer at its next call.
 
-A thread that dies alone tells nobody: a job would train for a day on checkpoints that are not written. So `check`
-(every step) and `wait` (every save and load) raise what the work raised, the same object, with the traceback of where
-it happened. The thread is no daemon: Python waits for it before it exits, so that a last save is not lost; what nobody
-asked for until then is printed.
+A thread that dies alone tells nobody: a job would train for a day on checkpoints that are not written. So `wait` raises
+what the work raised, the same object, with the traceback of where it happened. The thread is no daemon: Python waits
+for it before it exits, so that a last save is not lost; what nobody asked for until then is printed.
 """
 
 import sys
@@ -19,13 +18,14 @@ class Background:
         self._failures: list[BaseException] = []  # that nobody has heard of yet; one at most
         self.hopeless = threading.Event()  # what the work waits for will never come: for the work to ask
         self.failed = False  # the last one, whoever has heard of it
+        self.unheard = False  # work was begun whose end the ranks have not yet told each other
         weakref.finalize(self, tell, self._failures)
 
     def start(self, do: Callable[[], object], name: str) -> None:
         """do() in a thread. Waits for the one before."""
         self.wait()
         self.hopeless.clear()
-        self.failed = False
+        self.failed, self.unheard = False, True
 
         def run() -> None:
             try:
@@ -41,11 +41,6 @@ class Background:
     def busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def check(self) -> None:
-        """Raise what the work has raised, once."""
-        if self._failures:
-            raise self._failures.pop()
-
     def settle(self) -> None:
         """Return when nothing is under way."""
         if self._thread is not None:
@@ -53,9 +48,10 @@ class Background:
             self._thread = None
 
     def wait(self) -> None:
-        """Return when nothing is under way; raise as `check` does."""
+        """Return when nothing is under way; raise what the work has raised, once."""
         self.settle()
-        self.check()
+        if self._failures:
+            raise self._failures.pop()
 
 
 def tell(failures: list[BaseException]) -> None:

@@ -95,7 +95,7 @@ def shard_names(count: int, stem: str = "model", suffix: str = ".safetensors") -
 def export(
     folder: Folder, out: Path, dtype: torch.dtype | None, most: int = 5 * 10**9, exclude_frozen: bool = False
 ) -> list[Path]:
-    """Write the weights to the folder `out`; the files.
+    """Write the weights to the folder `out`; the files. What a killed export has left there is cleared first.
 
     CheckpointError if there are weights in it already, or if not all can be written: then none of them stay.
     """
@@ -108,7 +108,9 @@ def export(
             raise CheckpointError(f"{out}: has {there[0]} already; move it away, or choose another folder")
     shards = in_shards(entries(folder, dtype, exclude_frozen), most)
     names = shard_names(len(shards))
-    with ExitStack() as undo:  # of weights that are not whole nothing stays
+    with ExitStack() as held, ExitStack() as undo:  # of weights that are not whole nothing stays
+        with naming(out):
+            held.enter_context(atomic.hold(out, manifest.NAME, manifest.ours))
         for name, shard in zip(names, shards, strict=True):
             with naming(out / name):
                 atomic.write_file(out / name, lambda part, shard=shard: write_shard(folder, part, shard))  # type: ignore[misc]

@@ -62,9 +62,14 @@ def named_by(latest: Path) -> str:
 def missing(folder: Path, who: str, latest: Path) -> str:
     """Why there is no manifest: nothing there, or what somebody else wrote."""
     named = "" if who == "load_checkpoint" else f" ({latest} names it)"
-    if folder.is_dir() and any(folder.glob("*_model_states.pt")):
-        return f"no such file{named}: this is a checkpoint of DeepSpeed; `refimpl checkpoint import` reads it"
-    return f"no such file{named}"
+    return f"no such file{named}{of_deepspeed(folder)}"
+
+
+def of_deepspeed(folder: Path) -> str:
+    """What to do with a checkpoint of DeepSpeed, or a folder of such; "" for what is none."""
+    if not any(any(folder.glob(pattern)) for pattern in ("*_model_states.pt", "*/*_model_states.pt")):
+        return ""
+    return ": this is a checkpoint of DeepSpeed; `refimpl checkpoint import` reads it"
 
 
 def given(folder: Path) -> tuple[Path, dict[str, Any]]:

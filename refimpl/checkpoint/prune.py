@@ -15,6 +15,10 @@ from refimpl.checkpoint.errors import CheckpointError, explained, naming
 from refimpl.checkpoint.find import named_by
 
 
+class Gone(CheckpointError):
+    """Somebody else has deleted it meanwhile."""
+
+
 @dataclass(frozen=True)
 class Found:
     """A complete checkpoint in a folder of checkpoints."""
@@ -22,6 +26,7 @@ class Found:
     tag: str
     path: Path
     about: dict[str, Any]
+    written: int  # when: nanoseconds
 
     @property
     def step(self) -> int:
@@ -32,22 +37,28 @@ class Found:
         return sum(file["bytes"] for file in self.about["files"].values())
 
 
-def found(path: Path) -> Found:
-    """The checkpoint in this folder. CheckpointError if its manifest is damaged."""
-    return Found(path.name, path, manifest.read(path / manifest.NAME))
+def found(path: Path, tag: str | None = None) -> Found:
+    """The checkpoint in this folder. CheckpointError if its manifest is damaged; `Gone` if there is none any more."""
+    file = path / manifest.NAME
+    try:
+        with naming(file):
+            written = file.stat().st_mtime_ns
+        return Found(tag or path.name, path, manifest.read(file), written)
+    except CheckpointError as error:
+        if file.exists():
+            raise
+        raise Gone(str(error)) from error
 
 
 def in_order(folder: Path) -> list[Found]:
     """The complete checkpoints in a folder by step, the oldest first. CheckpointError for a damaged manifest."""
     with naming(folder):
         paths = {tag: manifest.folder_of(folder, tag) for tag in manifest.complete(folder)}
-    there = [Found(tag, path, manifest.read(path / manifest.NAME)) for tag, path in paths.items()]
-    return sorted(there, key=lambda f: (f.step, written(f), f.tag))
-
-
-def written(f: Found) -> int:
-    """When: nanoseconds."""
-    return (f.path / manifest.NAME).stat().st_mtime_ns
+    there = []
+    for tag, path in paths.items():
+        with suppress(Gone):
+            there.append(found(path, tag))
+    return sorted(there, key=lambda f: (f.step, f.written, f.tag))
 
 
 def to_delete(there: list[Found], keep: int, every: int | None, latest: str | None) -> list[Found]:
@@ -74,7 +85,7 @@ def prune(folder: Path, keep: int, every: int | None = None, dry_run: bool = Fal
             return to_delete(in_order(folder), keep, every, latest_of(folder))
         with atomic.hold(folder, manifest.NAME, manifest.ours) as nobody_saves:
             there = in_order(folder)
-            newest = None if nobody_saves else max(there, key=written, default=None)
+            newest = None if nobody_saves else max(there, key=lambda f: f.written, default=None)
             doomed = [f for f in to_delete(there, keep, every, latest_of(folder)) if f is not newest]
             left = [str(each.path) for each in doomed if not delete(each)]
             if left:
@@ -87,21 +98,23 @@ def prune(folder: Path, keep: int, every: int | None = None, dry_run: bool = Fal
 def delete(doomed: Found) -> bool:
     """The files of a checkpoint, its manifest first, and the folder if that was all. False if somebody reads it.
 
-    Nothing, if a save has given its name to another meanwhile.
+    Nothing, if a save has given its name to another meanwhile, or another prune is at it.
     """
     path = doomed.path
     if path.is_symlink():
-        path.unlink()
+        path.unlink(missing_ok=True)
         return True
     try:
         with atomic.alone(path) as free:
             if not free:
-                return False
+                return free is None or not (path / manifest.NAME).exists()
             if found(path).about["id"] != doomed.about["id"]:
                 return True
             (path / manifest.NAME).unlink()
             for file in [file for file in path.iterdir() if manifest.ours(file.name)]:
                 file.unlink()
+    except (Gone, FileNotFoundError):
+        return True
     except OSError as error:
         raise CheckpointError(f"{error.filename}: {explained(error)}") from error
     with suppress(OSError):

@@ -19,6 +19,7 @@ def show(folder: Source) -> None:
 
     from refimpl.checkpoint import manifest, prune
     from refimpl.checkpoint.errors import CheckpointError, naming
+    from refimpl.checkpoint.find import of_deepspeed
     from refimpl.checkpoint.folder import Folder
 
     try:
@@ -30,7 +31,7 @@ def show(folder: Source) -> None:
     except CheckpointError as reason:
         refuse("refimpl checkpoint show", reason)
     if not found:
-        refuse("refimpl checkpoint show", f"{folder}: no complete checkpoint")
+        refuse("refimpl checkpoint show", f"{folder}: no complete checkpoint{of_deepspeed(folder)}")
     table = Table()
     for column in ("tag", "step", "stage", "ranks", "dtype", "optimizer", "parameters", "MB"):
         table.add_column(column, justify="left" if column in ("tag", "dtype", "optimizer") else "right", no_wrap=True)

@@ -12,7 +12,8 @@ makes files of whole weights of it.
 
 Asynchronous (`checkpoint.writer.decoupled`, as in DeepSpeed): the ranks copy what they own to host memory, 12 Psi / N
 bytes, and go on training; a thread on each writes. Threads may hold no collective, so rank 0's waits for the others'
-files in the folder that all see. What fails there is raised by the next `step`, `save_checkpoint` or `load_checkpoint`.
+files in the folder that all see. What fails there is raised on every rank by the next `step` that updates,
+`save_checkpoint` or `load_checkpoint`: until all have written, a step tells a word more (`hear`), and later none.
 Whoever wants to read what was saved calls `engine.wait_for_checkpoint()` on every rank. A program waits for its own
 rank's thread when it ends; a rank of `launch.run` is ended with its function, and must wait before.
 DeepSpeed: `save_checkpoint` in deepspeed/runtime/engine.py, which writes into the folder itself, without checksums.
@@ -22,7 +23,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from typing import Any
 from torch import Tensor
 
 from refimpl.checkpoint import atomic
+from refimpl.checkpoint.background import Background
 from refimpl.checkpoint.errors import CheckpointError, naming, together
 from refimpl.checkpoint.find import checked_tag
 from refimpl.checkpoint.folder import notes_file
@@ -42,6 +44,10 @@ from refimpl.engine.state import TrainingState
 FAILED = ".failed"
 CANNOT = "could not write its part"
 LAST_WAIT = 60.0  # seconds for the other ranks' files when this rank's program has ended
+
+
+class Heard(CheckpointError):
+    """What failed on another rank, which says it itself."""
 
 
 def save(
@@ -92,6 +98,18 @@ def save(
     return True
 
 
+def hear(engine: TrainingState) -> None:
+    """At a step: CheckpointError on every rank if an asynchronous save has failed on one.
+
+    A collective from the save until every rank's thread has ended, then nothing.
+    """
+    saving = engine.saving
+    if saving.unheard:
+        standing = engine.axes.world.all_gather_object("failed" if saving.failed else "busy" if saving.busy else "done")
+        if "failed" in standing or "busy" not in standing:
+            wait(engine)
+
+
 def wait(engine: TrainingState) -> None:
     """Return when no asynchronous save is under way. Collective; CheckpointError on every rank if it failed on one.
 
@@ -102,7 +120,14 @@ def wait(engine: TrainingState) -> None:
         saving.settle()
     if any(group.all_gather_object(group.rank > 0 and saving.failed)):
         saving.hopeless.set()
-    together(group, saving.wait)
+    saving.unheard = False
+    together(group, partial(own, saving))
+
+
+def own(saving: Background) -> None:
+    """Wait, and raise what failed on this rank itself."""
+    with suppress(Heard):
+        saving.wait()
 
 
 def copied(mine: Mapping[str, Tensor | Later], folder: Path) -> dict[str, Tensor]:
@@ -144,13 +169,13 @@ def write_behind(
 
 
 def wait_for_ranks(new: Path, ranks: int, hopeless: Callable[[], bool]) -> None:
-    """Return when every rank's notes are there; CheckpointError when a rank says that it failed, or never will."""
+    """Return when every rank's notes are there; Heard when a rank says that it failed, CheckpointError if one died."""
     patience: float | None = None
     while not all((new / notes_file(rank)).is_file() for rank in range(ranks)):
         for failure in new.glob(f"*{FAILED}"):
-            raise CheckpointError(f"rank {failure.stem}: {failure.read_text() or CANNOT}")
+            raise Heard(f"rank {failure.stem}: {failure.read_text() or CANNOT}")
         if hopeless():
-            raise CheckpointError(f"{new}: another rank {CANNOT}")
+            raise Heard(f"{new}: another rank {CANNOT}")
         if not threading.main_thread().is_alive():
             patience = patience or time.monotonic() + LAST_WAIT
             if time.monotonic() > patience:

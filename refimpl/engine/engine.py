@@ -151,8 +151,9 @@ class Engine(ModuleState, Asked):
                 "engine.step() inside no_sync() or coalesce_grad_reduction(): the gradients are not reduced; leave the "
                 "block first"
             )
-        self.saving.check()
         due = self.is_gradient_accumulation_boundary() or not self.config.managed_gradient_accumulation
+        if due:
+            checkpoint.hear(self)
         self.micro_steps += max(1, self._pending)
         self._accumulated += max(1, self._pending)
         self._pending = 0
@@ -274,9 +275,10 @@ class Engine(ModuleState, Asked):
     def destroy(self) -> None:
         """Let go of model and optimizer: another engine may have them. Stage 3 leaves the model in shards.
 
-        Waits for a save that is under way.
+        Waits for a save that is under way: a collective then, and CheckpointError on every rank if it failed on one.
         """
-        self.saving.wait()
+        if self.saving.unheard:
+            checkpoint.wait(self)
         if isinstance(self.stage, Zero3):
             self.stage.detach_all()
             for p in self.stage.names:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from refimpl.checkpoint.place import Place
 from refimpl.checkpoint.tensors import Later
+from refimpl.offload.blocks import Buffer
 from refimpl.offload.homes import is_here
 from refimpl.zero.flat import Bucket, round_up
 from refimpl.zero.parameter import DATA
@@ -162,7 +163,7 @@ def restore_states(stage: Stage, bucket: Bucket, source: Source, wanted: set[str
         saved = source.state(names[like]) if names[like] in wanted else {}
         if not saved:
             continue
-        slices.optimizer.state[s.param] = state = fresh_state(saved, s.param)
+        slices.optimizer.state[s.param] = state = fresh_state(saved, s.param, stage.update.is_away())
         for key in [key for key, value in saved.items() if isinstance(value, Cut)]:
             for p in members:
                 low, high = max(spans[p][0], s.start), min(spans[p][1], s.end)
@@ -170,12 +171,20 @@ def restore_states(stage: Stage, bucket: Bucket, source: Source, wanted: set[str
                 source.fill(key, names[p], first + low - bucket.offset[p], out)
 
 
-def fresh_state(saved: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-    """The state of a slice: what is not cut, and room for what is to be read."""
-    return {
-        key: torch.zeros(like.shape, dtype=value.dtype, device=like.device) if isinstance(value, Cut) else value
-        for key, value in saved.items()
-    }
+def fresh_state(saved: Mapping[str, Any], like: Tensor, passing: bool) -> dict[str, Any]:
+    """The state of a slice: what is not cut, and room for what is to be read; `passing`: and then put elsewhere."""
+    return {key: room(like, value.dtype, passing) if isinstance(value, Cut) else value for key, value in saved.items()}
+
+
+def room(like: Tensor, dtype: torch.dtype, passing: bool) -> Tensor:
+    """Zeros in like's shape; what is passing in pages of its own, which the system has back at once.
+
+    malloc would keep it: small things that stay are put into it, and the next bucket's state no longer fits.
+    """
+    if not passing:
+        return torch.zeros(like.shape, dtype=dtype, device=like.device)
+    pages = Buffer(like.numel() * dtype.itemsize).bytes.untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(pages, 0, like.shape)  # type: ignore[call-overload, no-any-return]
 
 
 def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

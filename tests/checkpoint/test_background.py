@@ -67,7 +67,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
 
 
 def failing(folder: Path, rank: int, at: str) -> str:
-    """The disk of one rank is full; says what its trainer hears, and where."""
+    """The disk of one rank is full; says what this rank's trainer hears, and where."""
     engine = start(settings(2))
     train(engine, range(1))
     engine.save_checkpoint(folder, "whole")
@@ -91,35 +91,45 @@ def failing(folder: Path, rank: int, at: str) -> str:
 
 
 def heard(engine: Any, folder: Path, at: str) -> BaseException:
-    if at != "step":
-        with pytest.raises(CheckpointError) as caught:
-            engine.save_checkpoint(folder, "next") if at == "save" else engine.wait_for_checkpoint()
-        return caught.value
-    engine.backward(engine(next(iter(engine.module.parameters())).new_ones(4, 64)))
-    try:
-        engine.step()
-    except CheckpointError as error:
-        failure: BaseException = error
-    else:
-        failure = RuntimeError("nothing was raised")
-        engine.stage.zero_grad()
-    return failure
+    calls = {
+        "save": lambda: engine.save_checkpoint(folder, "next"),
+        "wait": engine.wait_for_checkpoint,
+        "step": lambda: train(engine, range(1, 2)),
+        "destroy": engine.destroy,
+    }
+    with pytest.raises(CheckpointError) as caught:
+        calls[at]()
+    engine.zero_grad()
+    return caught.value
 
 
-@pytest.mark.parametrize("at", ["save", "wait"])
+@pytest.mark.parametrize("at", ["save", "wait", "step", "destroy"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_next_save_and_who_waits_raise_it_on_every_rank(rank: int, at: str, tmp_path: Path) -> None:
-    texts = worlds.run(failing, tmp_path, rank, at, ranks=2)
-    assert all(f"rank {rank}" in text and "No space left on device; free space" in text for text in texts)
+def test_whatever_comes_next_raises_it_on_every_rank(rank: int, at: str, tmp_path: Path) -> None:
+    texts = worlds.run(failing, tmp_path, rank, at, ranks=3)
+    assert all(f"rank {rank}: " in text and "No space left on device; free space" in text for text in texts)
+    assert not any("rank 0: rank" in text for text in texts), "whose it is says it, and nobody for it"
     assert "in full" in texts[rank], "the line in the thread"
+    assert "write_behind" in texts[rank]
 
 
-def test_a_step_raises_with_the_threads_own_traceback(tmp_path: Path) -> None:
-    text = failing(tmp_path, 0, "step")
-    assert "CheckpointError" in text
-    assert "No space left on device; free space" in text
-    assert "in full" in text
-    assert "write_behind" in text
+def test_when_all_have_written_steps_ask_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = start(settings(2)), []
+    real = engine.axes.world.all_gather_object
+
+    def counted(obj: Any) -> list[Any]:
+        asked.append(obj)
+        return real(obj)
+
+    monkeypatch.setattr(engine.axes.world, "all_gather_object", counted)
+    train(engine, range(2))
+    assert not asked
+    engine.save_checkpoint(tmp_path, asynchronous=True)
+    engine.saving.settle()
+    train(engine, range(2, 3))
+    before = len(asked)
+    train(engine, range(3, 5))
+    assert len(asked) == before
 
 
 def test_a_failure_is_raised_once_and_the_next_work_runs() -> None:
@@ -133,7 +143,7 @@ def test_a_failure_is_raised_once_and_the_next_work_runs() -> None:
     with pytest.raises(KeyError) as caught:
         work.wait()
     assert caught.value is error
-    work.check()
+    work.wait()
     work.start(lambda: done.append(threading.current_thread().name), "second")
     work.wait()
     assert done == ["second"]

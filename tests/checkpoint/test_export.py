@@ -89,6 +89,25 @@ def test_weights_that_are_there_are_not_replaced(tmp_path: Path) -> None:
             export.export(opened, tmp_path / "out", None)
 
 
+def test_what_a_killed_export_has_left_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worlds.run(begin, 1, 700, "fp32", tmp_path / "ck", ranks=1)
+    out = tmp_path / "out"
+
+    def killed(folder: Folder, path: Path, shard: Any) -> None:
+        path.write_bytes(b"half of it")
+        raise KeyboardInterrupt
+
+    with Folder(*given(tmp_path / "ck")) as opened:
+        monkeypatch.setattr(export, "write_shard", killed)
+        with pytest.raises(KeyboardInterrupt):
+            export.export(opened, out, torch.float32)
+        monkeypatch.undo()
+        (out / ".mine").write_text("kept")
+        assert any(".refimpl-" in path.name for path in out.iterdir())
+        export.export(opened, out, torch.float32)
+    assert sorted(path.name for path in out.iterdir()) == [".mine", "model.safetensors"]
+
+
 def test_of_weights_that_do_not_fit_none_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next export, when there is room, would refuse to replace them."""
     worlds.run(begin, 1, 700, "fp32", tmp_path / "ck", ranks=2)

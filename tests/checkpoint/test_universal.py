@@ -16,7 +16,7 @@ from refimpl.checkpoint.find import given
 from refimpl.checkpoint.folder import Folder
 from refimpl.engine.resume import Saved
 from refimpl.measure.memory import MemoryMeter
-from refimpl.zero.portable import restore
+from refimpl.zero.portable import restore, room
 
 STATES = ("exp_avg", "exp_avg_sq")
 
@@ -166,6 +166,24 @@ def test_in_any_home_no_more_than_a_layer_is_in_memory(there: str, here: str, tm
     with Folder(*given(tmp_path)) as opened, MemoryMeter(dict) as meter:
         export.export(opened, tmp_path / "out", torch.float32, 4 * layer)
     assert meter.peak["other"] + meter.peak["activations"] <= 2 * 4 * layer, "a layer, and a file's pieces of it"
+
+
+def resident() -> int:
+    """Bytes of this process's own memory."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+
+def test_state_on_its_way_to_a_disk_gives_its_memory_back() -> None:
+    """malloc keeps what lies below something that stays, once it has had pieces of that size back."""
+    n = 4 << 20
+    torch.ones(n + 1024)
+    before = resident()
+    state = room(torch.empty(n, device="meta"), torch.float32, passing=True).fill_(1)
+    stays = [torch.ones(1000) for _ in range(20)]
+    assert resident() - before > 3 * n
+    del state
+    assert resident() - before < n, len(stays)
 
 
 class Hollow(nn.Module):

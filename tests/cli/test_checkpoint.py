@@ -130,6 +130,46 @@ def test_what_was_saved_anew_meanwhile_is_not_pruned(steps: Path, tmp_path: Path
     assert run("verify", steps / "global_step1")[0] == 0
 
 
+@pytest.mark.parametrize("moment", ["manifest read", "folder opened", "files listed"])
+def test_two_prunes_side_by_side(moment: str, steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one deletes all that both want to, at this moment of the first."""
+    steps = Path(shutil.copytree(steps, tmp_path / "steps"))
+    module, name = {
+        "manifest read": (manifest, "read"),
+        "folder opened": (atomic, "alone"),
+        "files listed": (manifest, "complete"),
+    }[moment]
+    real = getattr(module, name)
+
+    def after_another(path: Path) -> Any:
+        monkeypatch.setattr(module, name, real)
+        there = real(path) if moment == "files listed" else None
+        prune.prune(steps, 1)
+        return there or real(path)
+
+    monkeypatch.setattr(module, name, after_another)
+    prune.prune(steps, 1)
+    assert tags(steps) == {6}
+
+
+def test_what_another_prune_is_deleting_is_not_called_read(steps: Path, tmp_path: Path) -> None:
+    steps = Path(shutil.copytree(steps, tmp_path / "steps"))
+    with atomic.alone(steps / "global_step1"):
+        assert prune.delete(prune.found(steps / "global_step1"))
+    assert "global_step1" in {path.name for path in steps.iterdir()}
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_a_checkpoint_of_deepspeed_is_named(one: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "global_step7"
+    folder.mkdir()
+    (folder / "mp_rank_00_model_states.pt").touch()
+    for command, more in (("show", ()), ("verify", ()), ("export", (tmp_path / "out",))):
+        status, text = run(command, folder if one else tmp_path, *more)
+        assert (status, text.count("\n")) == (2, 1)
+        assert "this is a checkpoint of DeepSpeed; `refimpl checkpoint import` reads it" in text
+
+
 def test_prune(steps: Path) -> None:
     (steps / "notes").mkdir()
     (steps / "notes/a.txt").write_text("mine")
