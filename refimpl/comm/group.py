@@ -32,7 +32,7 @@ from refimpl.comm.board import Board
 from refimpl.comm.collectives import Op
 from refimpl.comm.link import Link
 from refimpl.comm.logged import entered
-from refimpl.comm.patience import Patience
+from refimpl.comm.patience import Meeting, Patience
 from refimpl.comm.process_group import ControlLine, backend_of, device_of
 from refimpl.comm.route import Route
 from refimpl.comm.streams import Streams, streams_of
@@ -295,6 +295,10 @@ class Group:
         sending = self._run("send", x.numel() * x.element_size(), tag, True, steps, out, x)
         return self._run("recv", 0, tag, async_op, iter([lambda: [sending]]), out)
 
+    def last_call(self) -> str:
+        """What this rank began last, for the reader of an error: "all_gather of 8 float32 a rank at train.py:12"."""
+        return self._board.mine() if self._board else "a collective"
+
     def settle(self) -> None:
         """Before the host reads a number from a GPU: return, patiently (see `Patience`), when it is there."""
         if self.device.type == "cuda":
@@ -304,7 +308,10 @@ class Group:
     def barrier(self) -> None:
         """Return when every rank has come here."""
         if self._line is not None:
-            with self._agreed("barrier", ""):
+            _ = self.transport  # where this is not known, who makes another call asks for it first
+            agreed = self._agreed("barrier", "")
+            agreed.announce()
+            with agreed:
                 self._meet()
 
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -314,15 +321,19 @@ class Group:
             agreed = self._agreed("all_gather_object", "")
             agreed.announce()
             with agreed:
-                if self.route.present.needs_its_ranks:
+                if self.route.met:
                     self._meet()
                 dist.all_gather_object(objects, obj, group=self._line.handle)
         return objects
 
     def _meet(self) -> None:
-        """Return when every rank has come here; what is under way goes on meanwhile."""
+        """Return when every rank has come here; what is under way goes on meanwhile, and others may be asked."""
         assert self._line is not None
-        self.route.present.wait_for(dist.barrier(self._line.handle, async_op=True))
+        meeting = Meeting(dist.barrier(self._line.handle, async_op=True), self.route.present.advance)
+        if self.patience.lost is None:
+            self.patience.wait(meeting, self.patience.begin())
+        else:
+            meeting.wait()
 
     def _parts(self, out: Tensor, x: Tensor, out_splits: list[int] | None, in_splits: list[int] | None) -> list[Part]:
         """The messages to and from every other rank of an all-to-all in uneven parts."""

@@ -7,10 +7,15 @@ costs nothing. Only transfers for which the host waits come here: NCCL's are ord
 where it reads a number, see `Group.settle`.
 """
 
+import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+
+SHORT = 0.001  # seconds to sleep where other transfers of its own may go on
 
 
 class Patience:
@@ -54,6 +59,28 @@ class Patience:
     def _ask(self, number: int) -> None:
         for ask in list(self.ask):
             ask(number)
+
+
+@dataclass
+class Meeting:
+    """torch's barrier under way, waited for with a hand free: `advance` lets other things under way go on."""
+
+    handle: Any
+    advance: Callable[[], None]
+
+    def is_completed(self) -> bool:
+        return bool(self.handle.is_completed())
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """As torch's: RuntimeError if it is not over within the limit, and may be waited for again."""
+        end = math.inf if limit is None else time.monotonic() + limit.total_seconds()
+        while not self.handle.is_completed():
+            if time.monotonic() > end:
+                raise RuntimeError("the barrier is not over yet")
+            self.advance()
+            with suppress(RuntimeError):  # not done within the time
+                self.handle.wait(timedelta(seconds=SHORT))
+        self.handle.wait()
 
 
 def _is_done_within(handle: Any, seconds: float) -> bool:

@@ -20,7 +20,6 @@ import os
 import time
 import weakref
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +31,7 @@ from refimpl.comm import collectives
 from refimpl.comm.board import CollectiveMismatch
 from refimpl.comm.collectives import Op, Scratch
 from refimpl.comm.mapped import Mapped, Own, Place, host, of_peer
+from refimpl.comm.patience import SHORT
 from refimpl.comm.signals import Channel, Need, Watch, all_words, message_words, unsupported
 from refimpl.comm.streams import Streams
 from refimpl.comm.transport import Library
@@ -39,7 +39,6 @@ from refimpl.comm.work import Steps
 
 Shows = Generator[Need, None, Tensor | None]
 PATIENCE = 0.05  # seconds a rank sleeps before it looks whether the peer is alive
-SHORT = 0.001  # ... while other collectives of its own may go on
 
 
 class Task:
@@ -74,8 +73,6 @@ class Task:
 
 class Shared(Library):
     """`files`, `pids`: of every rank of the group; this rank's own file is among them."""
-
-    needs_its_ranks = True
 
     def __init__(self, handle: dist.ProcessGroup, files: Sequence[Mapped], own: Own, pids: Sequence[int]) -> None:
         super().__init__(handle, "gloo", Streams())
@@ -254,13 +251,6 @@ class Shared(Library):
         for task in self._tasks:
             task.advance()
         self._tasks = [task for task in self._tasks if not task.over]
-
-    def wait_for(self, handle: Any) -> None:
-        while not handle.is_completed():
-            self._progress()
-            with suppress(RuntimeError):  # not done within the time
-                handle.wait(timedelta(seconds=SHORT))
-        handle.wait()
 
     def finish(self, task: Task, limit: timedelta | None = None) -> bool:
         """Go on with all that is under way until this is over; False if it is not within the limit."""

@@ -41,7 +41,6 @@ class Throttled(Composed):
     def __init__(self, way: Library, cables: Cables, backend: str, streams: Streams) -> None:
         super().__init__(way.handle, backend, streams)
         self.way, self.cables = way, cables
-        self.needs_its_ranks = way.needs_its_ranks
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_TIMERSLACK, 1, 0, 0, 0)  # ns that this thread's sleeps may be late: not 50 us
 
@@ -76,9 +75,6 @@ class Throttled(Composed):
 
     def scratch(self) -> list[Tensor]:
         return [*super().scratch(), *self.way.scratch()]
-
-    def wait_for(self, handle: Any) -> None:
-        self.way.wait_for(handle)
 
     def advance(self) -> None:
         self.way.advance()

@@ -30,7 +30,6 @@ class Transport(ABC):
     """`size` ranks, of which this one is number `rank`."""
 
     in_halves = False  # whether an all-reduce is two transfers, the second of which must be started
-    needs_its_ranks = False  # whether what is under way goes on only while its ranks are in calls of this transport
     gathers_lists = True  # whether an all-gather into separate tensors is as fast as into one buffer
     lane: Lane | None = None  # where there are streams: the one that the steps run on
 
@@ -70,10 +69,6 @@ class Transport(ABC):
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory from which the collectives of these ranks go the shortest way. A flat tensor, not resizable."""
         return torch.empty(numel, dtype=dtype, device=device)
-
-    def wait_for(self, handle: Any) -> None:
-        """Return when a transfer of torch.distributed is done; what is under way here goes on meanwhile."""
-        handle.wait()
 
     def crossed_behind(self) -> int:
         """Bytes over slow links of the collectives that have ended since it was asked last, if begun by others."""

@@ -59,6 +59,7 @@ class Standing:
     does: str  # what it is about to do; "" if it waits
     expected: str  # what it did here the last time, "" if it never was here
     failed: str = ""  # why it cannot do it
+    waits: str = ""  # in which call it waits for the others: " in all_gather ... at train.py:12"
 
 
 def stuck(number: int, said: Sequence[Standing | None]) -> bool:
@@ -75,7 +76,7 @@ def parted(said: Sequence[Standing]) -> list[str] | None:
     if all((standing.at, standing.does) == (first.at, first.does) for standing in said):
         return None
     usual = first.expected or "something else"
-    return [(s.does or "waits for the others") if s.at == first.at else usual for s in said]
+    return [(s.does or f"waits for the others{s.waits}") if s.at == first.at else usual for s in said]
 
 
 class RollCall:

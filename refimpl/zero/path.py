@@ -40,7 +40,7 @@ class Path:
     """Where one rank is. `begin` and `visit` return once it is sure that every rank does the same."""
 
     def __init__(self, group: Group, check: bool) -> None:
-        self.patience = group.patience
+        self.patience, self.last_call = group.patience, group.last_call
         self.outline, self.traces = Outline(), dict[str, Trace]()
         self.trace = Trace()  # of the iteration under way
         self.at = 0  # things done
@@ -82,7 +82,7 @@ class Path:
         """This rank has waited long for collective `number`: if a calling rank is the reason, call too."""
         assert self.roll_call is not None
         if stuck(number, self.roll_call.said()):
-            self.roll_call(Standing(self.at, self.patience.begun, "", ""))
+            self.roll_call(Standing(self.at, self.patience.begun, "", "", waits=f" in {self.last_call()}"))
 
     def remove(self) -> None:
         """Nobody is asked for this path any more."""

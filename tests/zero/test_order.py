@@ -190,6 +190,37 @@ def test_every_rank_is_told_what_each_does(
         assert re.search(rf"through the model\. {lines}\. ZeRO-3 needs", text), (way, text)
 
 
+CALLS: dict[str, Callable[[Group], object]] = {
+    "barrier": lambda group: group.barrier(),
+    "all_gather_object": lambda group: group.all_gather_object("mine"),
+}
+
+
+def call_alone(name: str) -> str:
+    """What this rank is told; rank 0 makes a call that has no place in a path, and the others evaluate."""
+    stage = built()
+    train(stage)
+    with pytest.raises(RankDivergence) as told:  # noqa: PT012
+        if stage.group.rank == 0:
+            CALLS[name](stage.group)
+        else:
+            evaluate(stage)
+    return str(told.value)
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "gloo"), (3, "shared")])
+@pytest.mark.parametrize("name", CALLS)
+def test_who_waits_in_a_call_that_the_others_do_not_make_says_in_which(
+    name: str, ranks: int, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFIMPL_TRANSPORT", transport)
+    with World(ranks) as world:
+        told = world.call(call_alone, name)
+        world.kill()
+    assert told == [told[0]] * ranks
+    assert re.search(rf"rank 0: waits for the others in {name} at .*test_order\.py:\d+; rank 1: a new forward", told[0])
+
+
 def part_at_once(turn: Callable[[Zero3], None]) -> str:
     return part(turn, built(), after=0)
 
