@@ -103,7 +103,7 @@ def judge_many(answer: Answer, group: WatchedGroup) -> None:
     for rank in range(16):
         case(f"the messages of rank {rank} of 16, which go nowhere")
         one = group.tally()
-        one.rank, one.size = rank, 16
+        one.rank, one.size, one.ranks = rank, 16, list(range(16))
         answer.halving_all_reduce(torch.zeros(37), one)
         judge_messages(one, 37, 4)
 
