@@ -10,7 +10,6 @@ where it reads a number, see `Group.settle`.
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -74,12 +73,10 @@ class Meeting:
     def wait(self, limit: timedelta | None = None) -> None:
         """As torch's: RuntimeError if it is not over within the limit, and may be waited for again."""
         end = math.inf if limit is None else time.monotonic() + limit.total_seconds()
-        while not self.handle.is_completed():
+        while not _is_done_within(self.handle, SHORT):
             if time.monotonic() > end:
                 raise RuntimeError("the barrier is not over yet")
             self.advance()
-            with suppress(RuntimeError):  # not done within the time
-                self.handle.wait(timedelta(seconds=SHORT))
         self.handle.wait()
 
 
