@@ -308,10 +308,7 @@ class Group:
     def barrier(self) -> None:
         """Return when every rank has come here."""
         if self._line is not None:
-            _ = self.transport  # where this is not known, who makes another call asks for it first
-            agreed = self._agreed("barrier", "")
-            agreed.announce()
-            with agreed:
+            with self._agreed("barrier", ""):
                 self._meet()
 
     def all_gather_object(self, obj: Any) -> list[Any]:

@@ -82,7 +82,7 @@ class Path:
         """This rank has waited long for collective `number`: if a calling rank is the reason, call too."""
         assert self.roll_call is not None
         if stuck(number, self.roll_call.said()):
-            self.roll_call(Standing(self.at, self.patience.begun, "", "", waits=f" in {self.last_call()}"))
+            self.roll_call(Standing(self.at, self.patience.begun, "", "", waits=f", in or after {self.last_call()}"))
 
     def remove(self) -> None:
         """Nobody is asked for this path any more."""
