@@ -17,7 +17,6 @@ class Background:
         self._thread: threading.Thread | None = None
         self._failures: list[BaseException] = []  # that nobody has heard of yet; one at most
         self.hopeless = threading.Event()  # what the work waits for will never come: for the work to ask
-        self.failed = False  # the last one, whoever has heard of it
         self.unheard = False  # work was begun whose end the ranks have not yet told each other
         weakref.finalize(self, tell, self._failures)
 
@@ -25,13 +24,12 @@ class Background:
         """do() in a thread. Waits for the one before."""
         self.wait()
         self.hopeless.clear()
-        self.failed, self.unheard = False, True
+        self.unheard = True
 
         def run() -> None:
             try:
                 do()
             except BaseException as error:
-                self.failed = True
                 self._failures.append(error)
 
         self._thread = threading.Thread(target=run, name=name)
@@ -40,6 +38,11 @@ class Background:
     @property
     def busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has failed, and `wait` has not raised that yet."""
+        return bool(self._failures)
 
     def settle(self) -> None:
         """Return when nothing is under way."""

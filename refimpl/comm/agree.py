@@ -49,9 +49,11 @@ class Agreed:
     def _begin(self, phase: Phase, everyone: bool) -> list[Any]:
         place = self.patience.begin() if everyone else None
         if self.board:
-            part, ranks = ", {what} from {ends[0]} to {ends[1]}" if everyone else "", self.board.ranks
-            ends = {m: [ranks[i] for i in m] for m, _ in self.parts}
-            calls = [(m, Call(what, self.text + part.format(what=what, ends=ends[m]))) for m, what in self.parts]
+            of = self.board.ranks
+            calls = [
+                (m, Call(what, f"{self.text}, {what} from {of[m[0]]} to {of[m[1]]}" if everyone else self.text))
+                for m, what in self.parts
+            ]
             if everyone:
                 half = f"second half of call {self.number}: " if self.number else ""
                 calls.append(((), Call(half + self.what, half + self.text)))

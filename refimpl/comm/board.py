@@ -103,12 +103,8 @@ class Channel:
 
     def last(self, member: int) -> str:
         """The last call of a member, for the reader of an error."""
-        number = self.last_number(member)
+        number = self._latest(member)[0]
         return f"call {number}, {self.says(member, number)}" if number else "no call yet"
-
-    def last_number(self, member: int) -> int:
-        """Of a member's calls; 0 if there is none."""
-        return self._latest(member)[0]
 
     def _at(self, member: int, number: int | None = None) -> int:
         """Where a call stands, or (without a number) what is known of the latest."""
@@ -172,7 +168,7 @@ class Board:
     def mine(self) -> str:
         """The last call of this rank in this group, in words."""
         channel = self.channel()
-        return channel.says(self.me, channel.last_number(self.me)) if channel else "a collective"
+        return channel.last(self.me) if channel else "a collective"
 
     def standings(self) -> str:
         """The last call of each rank of this group, a line each."""

@@ -296,7 +296,7 @@ class Group:
         return self._run("recv", 0, tag, async_op, iter([lambda: [sending]]), out)
 
     def last_call(self) -> str:
-        """What this rank began last, for the reader of an error: "all_gather of 8 float32 a rank at train.py:12"."""
+        """What this rank began last, for the reader of an error: "call 7, all_gather of 8 float32 at train.py:12"."""
         return self._board.mine() if self._board else "a collective"
 
     def settle(self) -> None:

@@ -227,12 +227,12 @@ def mean_waiting(gradients: "Gradients", bucket: Bucket, p: nn.Parameter) -> Ten
     mine = gradients.waiting(p)
     if not any(bucket.group.all_gather_object(mine is not None)):
         return None
-    whole = torch.zeros(p.shape, device=bucket.device) if mine is None else mine.to(torch.float32, copy=True)
-    bucket.group.all_reduce(whole, "sum", tag="full gradient")
+    total = torch.zeros(p.shape, device=bucket.device) if mine is None else mine.to(torch.float32, copy=True)
+    bucket.group.all_reduce(total, "sum", tag="full gradient")
     is_sum = gradients.config.gradient_allreduce_op == "sum"
     if gradients.across is not None:
-        gradients.across.all_reduce(whole, "sum" if is_sum else "mean", tag="full gradient")
-    return whole if is_sum else whole / gradients.group.size
+        gradients.across.all_reduce(total, "sum" if is_sum else "mean", tag="full gradient")
+    return total if is_sum else total / gradients.group.size
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ class Standing:
     does: str  # what it is about to do; "" if it waits
     expected: str  # what it did here the last time, "" if it never was here
     failed: str = ""  # why it cannot do it
-    waits: str = ""  # where it waits for the others: ", in or after all_gather ... at train.py:12"
+    waits: str = ""  # where it waits for the others: ", in or after call 7, all_gather at train.py:12"
 
 
 def stuck(number: int, said: Sequence[Standing | None]) -> bool:

@@ -181,7 +181,7 @@ def room(like: Tensor, dtype: torch.dtype, passing: bool) -> Tensor:
 
     malloc would keep it: small things that stay are put into it, and the next bucket's state no longer fits.
     """
-    if not passing or like.is_cuda:
+    if not passing or like.device.type != "cpu":
         return torch.zeros(like.shape, dtype=dtype, device=like.device)
     pages = Buffer(like.numel() * dtype.itemsize).bytes.untyped_storage()
     return torch.empty(0, dtype=dtype).set_(pages, 0, like.shape)  # type: ignore[call-overload, no-any-return]
