@@ -12,7 +12,8 @@ from refimpl.engine.sections import SparseAttention as SparseSection
 from refimpl.model.patterns.named import pattern_named
 from refimpl.model.sparse_swap import make_sparse
 from refimpl.zero.parameter import place
-from refimpl.zero.unit import Unit, make_whole, unit_of, whole
+from refimpl.zero.unit import Unit, unit_of, whole
+from refimpl.zero.units import make_whole
 
 
 def sparse(model: nn.Module, section: SparseSection, axes: Axes) -> None:

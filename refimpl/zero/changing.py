@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from refimpl.zero.flat import Bucket, lay_out
 from refimpl.zero.owned import let_go
 from refimpl.zero.parameter import Managed, place
-from refimpl.zero.unit import make_whole
+from refimpl.zero.units import make_whole
 
 if TYPE_CHECKING:
     from refimpl.comm.group import Group

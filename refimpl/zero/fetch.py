@@ -11,7 +11,7 @@ nothing is released there until its gradients are complete.
 DeepSpeed: deepspeed/runtime/zero/parameter_offload.py and partitioned_param_coordinator.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from refimpl.zero.outputs import tensors_of
 from refimpl.zero.parameter import Hook, untraced
 from refimpl.zero.path import Path
 from refimpl.zero.prefetch import Pass, next_ones, soon_again
-from refimpl.zero.unit import Unit, gather
+from refimpl.zero.unit import Unit
 
 
 @dataclass
@@ -238,6 +238,16 @@ class Watch:
         if unit is not None and not unit.is_whole:
             self.fetch.unpack(unit)
         return tensor
+
+
+def gather(now: list[Unit], ahead: Iterable[Unit] = ()) -> None:
+    """Return when the units `now` are available, with those `ahead` on their way: all start before one is awaited."""
+    for unit in now:
+        unit.start()
+    for unit in ahead:
+        unit.prefetch()
+    for unit in now:
+        unit.wait()
 
 
 def of_several(module: nn.Module, units: list[Unit]) -> bool:

@@ -19,7 +19,8 @@ class Filling:
     def __init__(self, bucket: Bucket, buffer: Tensor) -> None:
         """`buffer` [P]: what is in it does not matter."""
         self.bucket, self.buffer = bucket, buffer
-        self.arrived: dict[nn.Parameter, Tensor | None] = {}  # what arrived; None: it is in the buffer
+        self.arrived: set[nn.Parameter] = set()
+        self.kept: dict[nn.Parameter, Tensor] = {}  # of what arrived, what is not in the buffer yet
         buffer.index_fill_(0, bucket.padding, 0)
 
     def add(self, p: nn.Parameter, grad: Tensor) -> None:
@@ -28,17 +29,18 @@ class Filling:
             self.copy_kept()
             self.bucket.piece(self.buffer, p).add_(grad)
             return
-        self.arrived[p] = grad
+        self.arrived.add(p)
         if grad.numel() >= SMALL and not grad.is_cuda:
             self.bucket.piece(self.buffer, p).copy_(grad)
-            self.arrived[p] = None
+        else:
+            self.kept[p] = grad
 
     def copy_kept(self) -> None:
         """Copy what was kept into the buffer."""
-        kept = [(self.bucket.piece(self.buffer, p), grad) for p, grad in self.arrived.items() if grad is not None]
-        if kept:
-            torch._foreach_copy_([piece for piece, _ in kept], [grad for _, grad in kept])
-            self.arrived = dict.fromkeys(self.arrived)
+        if self.kept:
+            place_of = dict(zip(self.bucket.params, self.bucket.pieces(self.buffer), strict=True))
+            torch._foreach_copy_([place_of[p] for p in self.kept], list(self.kept.values()))
+            self.kept = {}
 
     def of(self, p: nn.Parameter) -> Tensor | None:
         """The gradient of p so far, a view in p's shape."""
@@ -47,13 +49,13 @@ class Filling:
 
     def discard(self, p: nn.Parameter) -> None:
         """Forget the gradient of p."""
-        self.arrived.pop(p, None)
+        self.arrived.discard(p)
+        self.kept.pop(p, None)
 
     def complete(self) -> Tensor:
         """The buffer [P], zero where nothing arrived."""
         self.copy_kept()
-        if len(self.arrived) < len(self.bucket.params):
-            for p in self.bucket.params:
-                if p not in self.arrived:
-                    self.bucket.piece(self.buffer, p).zero_()
+        for p in self.bucket.params if len(self.arrived) < len(self.bucket.params) else ():
+            if p not in self.arrived:
+                self.bucket.piece(self.buffer, p).zero_()
         return self.buffer

@@ -20,7 +20,7 @@ FSDP1 frees the same way (torch/distributed/utils.py, `_free_storage`); DeepSpee
 tensor (deepspeed/runtime/zero/partition_parameters.py), which views kept by autograd do not see.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,9 +31,8 @@ from refimpl.comm.work import Work
 from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import Disk, Host, away
 from refimpl.offload.shelf import HostShelf, Shelf
-from refimpl.zero.config import ZeroConfig
-from refimpl.zero.flat import ALIGN, Bucket, round_up
-from refimpl.zero.parameter import DATA, Freed, Managed, place, stage_of
+from refimpl.zero.flat import Bucket
+from refimpl.zero.parameter import Freed, place, stage_of
 from refimpl.zero.ways import Flat, Way
 
 
@@ -244,50 +243,6 @@ def unit_of(p: nn.Parameter) -> Unit | None:
     return getattr(p, "zero_unit", None)
 
 
-def make_units(
-    params: list[nn.Parameter],
-    owner: dict[nn.Parameter, str],
-    first: dict[str, str],
-    group_of: dict[nn.Parameter, int],
-    group: Group,
-    config: ZeroConfig,
-    experts: Mapping[nn.Parameter, Group],
-) -> dict[str, list[Unit]]:
-    """Units by path of the module that needs them: one a module, optimizer group, dtype, ranks; frozen ones apart.
-
-    `first`: the modules that share their units, by path: that of the first of them (see `joined`).
-    """
-    together: dict[tuple[str, int, torch.dtype, Group], list[nn.Parameter]] = {}
-    for p in params:
-        key = (first.get(owner[p], owner[p]), group_of.get(p, -1), p.dtype, experts.get(p, group))
-        together.setdefault(key, []).append(p)
-    units: dict[str, list[Unit]] = {}
-    kept = 0  # elements
-    for (_, index, _, ranks), members in together.items():
-        paths = list(dict.fromkeys(owner[p] for p in members))
-        name = " to ".join(path or "the model" for path in dict.fromkeys((paths[0], paths[-1])))
-        with whole(members):
-            unit = Unit(members, ranks, index, name, config.dtype)
-        unit.is_joined = len(paths) > 1
-        kept += unit.mine.numel()
-        if config.parameter_home is not None:
-            home = config.parameter_home if kept > config.max_in_host else Host()
-            unit.shelve(home, round_up(config.sub_group_size, ALIGN))
-        for path in paths:
-            units.setdefault(path, []).append(unit)
-    return units
-
-
-def gather(now: list[Unit], ahead: Iterable[Unit] = ()) -> None:
-    """Return when the units `now` are available, with those `ahead` on their way: all start before one is awaited."""
-    for unit in now:
-        unit.start()
-    for unit in ahead:
-        unit.prefetch()
-    for unit in now:
-        unit.wait()
-
-
 class whole:
     """Parameters that may be sharded, whole for the time of a `with` block. A collective; what is written is lost."""
 
@@ -309,25 +264,3 @@ class whole:
             unit.held -= 1
         for unit in self._free_after:
             unit.free()
-
-
-def resident(params: list[nn.Parameter], config: ZeroConfig) -> set[nn.Parameter]:
-    """The parameters that stay whole on every rank: small ones, up to a total."""
-    chosen: set[nn.Parameter] = set()
-    room = config.model_persistence_threshold
-    for p in params:
-        if p.numel() <= min(config.param_persistence_threshold, room):
-            chosen.add(p)
-            room -= p.numel()
-    make_whole([p for p in params if p in chosen])  # a list: a set's order differs between ranks
-    return chosen
-
-
-def make_whole(params: list[nn.Parameter]) -> None:
-    """Parameters that `zero.Init` sharded get data of their own again. A collective, in the order of `params`."""
-    with whole(params):
-        for p in params:
-            if (unit := unit_of(p)) is not None:
-                unit.let_go(p)
-                del p.zero_unit  # type: ignore[attr-defined]
-                place({p: DATA.__get__(p).clone()}, Managed)

@@ -25,7 +25,8 @@ from refimpl.zero.plus import Plus
 from refimpl.zero.saved import StateDicts
 from refimpl.zero.stage import Stage
 from refimpl.zero.start import share
-from refimpl.zero.unit import Unit, make_units, resident, unit_of, whole
+from refimpl.zero.unit import Unit, unit_of, whole
+from refimpl.zero.units import make_units, resident
 
 
 class Zero3(Stage):
