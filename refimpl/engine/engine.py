@@ -86,7 +86,6 @@ class Engine(ModuleState, Asked):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward. Floating-point inputs are cast to fp16 only with `fp16.auto_cast`, as in DeepSpeed."""
-        self.stage.update.refuse_torn()
         if self._accumulated + self._pending == 0:
             self.group.ledger.reset()
         if self.config.fp16.enabled and self.config.fp16.auto_cast:

@@ -100,6 +100,7 @@ def lost_parameters(moment: str, folder: Path) -> bool:
     """Whether every use of weights of which the last rank's disk has lost some says so. Runs on every rank."""
     engine = start(all_on_disk(folder / "disk"))
     train(engine, range(2))
+    engine.save_checkpoint(folder / "before")
     x, last = torch.ones(4, SIZE), engine.group.size - 1
     loss = engine(x) if moment == "backward" else torch.zeros(())
     if engine.group.rank == last:
@@ -110,6 +111,7 @@ def lost_parameters(moment: str, folder: Path) -> bool:
         "forward": lambda: engine(x),
         "show": lambda: weights(engine),
         "save": lambda: engine.save_checkpoint(folder / "saved"),
+        "load": lambda: engine.load_checkpoint(folder / "before"),
     }
     for use in ((lambda: engine.backward(loss)) if moment == "backward" else uses[moment], *uses.values()):
         with pytest.raises((OffloadError, CheckpointError), match=rf"rank {last}: .*disk: bytes .* of the offloaded"):
