@@ -98,9 +98,9 @@ def seen(stage: Stage, bucket: Bucket) -> Tensor:
 
 def piece(bucket: Bucket, flat: Tensor, low: int, high: int) -> Tensor | Later:
     """Elements low to high of flat; of a shard that rests on a disk and is not trained: `Later`, if there are any."""
-    if is_here(flat) or low == high:
+    if is_here(flat):
         return flat[low:high]
-    return Later(flat.dtype, (high - low,), lambda: bucket.now()[low:high])
+    return flat.new_empty(0) if low == high else Later(flat.dtype, (high - low,), lambda: bucket.now()[low:high])
 
 
 def offset_here(flat: Tensor, bucket: Bucket) -> int:
