@@ -161,14 +161,14 @@ class Engine(ModuleState, Asked):
             self.tput_timer.stop()
             return
         self.report.before_update()
+        accumulated, self._accumulated = self._accumulated, 0  # also if the step raises: its gradients are gone
         with self.report.time("step"):
             self._step_applied = self.stage.step()
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
-        samples = self._accumulated * self.train_micro_batch_size_per_gpu() * self.axes.feeds
+        samples = accumulated * self.train_micro_batch_size_per_gpu() * self.axes.feeds
         self.global_samples += samples
-        self._accumulated = 0
         self.tput_timer.stop(samples)
         self.report.after_update(self.global_steps, self.global_samples, self.get_lr())
 

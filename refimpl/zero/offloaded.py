@@ -88,10 +88,8 @@ class OffloadedUpdate(Brought):
     def prepare(
         self, gradients: dict[Bucket, Tensor], used: set[nn.Parameter], first_finite: Tensor | None = None
     ) -> bool:
-        """As in `Update`; nothing is left of a step that was skipped. OffloadError on every rank if one lost some."""
+        """As in `Update`; nothing is left of a step that was skipped."""
         self.handed = {}
-        if self.resting is not None and isinstance(self.resting.home, Disk):
-            together(self.group, self.resting.settle, OffloadError)
         return super().prepare(gradients, used, first_finite)
 
     @torch.no_grad()

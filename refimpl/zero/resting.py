@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from refimpl.checkpoint.errors import together
+from refimpl.comm.group import Group
 from refimpl.offload.blocks import BlockFile, OffloadError, Record
 from refimpl.offload.homes import Disk, Host, away
 from refimpl.offload.shelf import Shelf
@@ -44,8 +46,8 @@ class Resting:
         self._full.add(bucket)
         return self._kept[bucket]
 
-    def settle(self) -> None:
-        """Return when all of them are there; OffloadError if some are lost."""
+    def settle(self, group: Group) -> None:
+        """Return when all of them are there; OffloadError on every rank of `group` if one has lost some."""
 
     def run(self, bucket: Bucket, start: int) -> tuple[BlockFile, Record] | None:
         """Where the elements from `start`, where a part begins, must be read; None: nowhere, they are in memory."""
@@ -90,10 +92,8 @@ class RestingOnDisk(Resting):
             self.lost = self.lost or error
         return away(mean)
 
-    def settle(self) -> None:
-        if self.lost is not None:
-            raise self.lost
-        self.disk.arrived()
+    def settle(self, group: Group) -> None:
+        together(group, self._arrived, OffloadError)
 
     def whole(self, bucket: Bucket) -> Tensor:
         shelf = self.shelves[bucket]
@@ -113,6 +113,14 @@ class RestingOnDisk(Resting):
 
     def clear(self, held: Callable[[Bucket], bool]) -> None:
         self.squares, self.lost = {}, None
+
+    def _arrived(self) -> None:
+        try:
+            self.disk.arrived()
+        except OffloadError as error:
+            self.lost = self.lost or error
+        if self.lost is not None:
+            raise self.lost
 
     def _put(self, bucket: Bucket, flat: Tensor) -> None:
         if bucket in self.shelves:

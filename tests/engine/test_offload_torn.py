@@ -130,7 +130,10 @@ def trained(engine: refimpl.Engine) -> dict[str, torch.Tensor]:
 
 
 def lost_gradients(stage: int, how: str, folder: Path) -> bool:
-    """Whether gradients that cannot be kept leave the state as it was, and training goes on. Runs on every rank."""
+    """Whether gradients that cannot be kept leave the state as it was, and training goes on when the disk is well.
+
+    Runs on every rank.
+    """
     plain = start(all_on_disk(folder / "plain", stage))
     engine = start(all_on_disk(folder / "disk", stage))
     for each in (plain, engine):
@@ -141,11 +144,9 @@ def lost_gradients(stage: int, how: str, folder: Path) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         if engine.group.rank == last:
             patch.setattr(os, how, lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-        with pytest.raises(OffloadError, match=rf"rank {last}: .*disk: cannot (read|write): Input/output error"):
+        with pytest.raises(OffloadError, match=rf"rank {last}: .*disk: cannot (read|write): Input.*Nothing was updated"):
             train(engine, range(5, 6))
     kept = same(before, trained(engine))
-    engine.save_checkpoint(folder / "saved")
-    engine.load_checkpoint(folder / "saved")
     for each in (plain, engine):
         train(each, range(4, 8))
     return kept and same(trained(plain), trained(engine))
