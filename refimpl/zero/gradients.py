@@ -35,8 +35,8 @@ from refimpl.zero.resting import Resting
 
 IN_FLIGHT = 2  # two buckets travel while a third fills
 DROPPED = (
-    "Nothing was updated, and the gradients since the last step are dropped on every rank: save, or go on when the disk "
-    "is well"
+    "Nothing was updated, and the gradients since the last step are dropped on every rank: save, or go on when the "
+    "disk is well"
 )
 
 

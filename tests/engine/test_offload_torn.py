@@ -144,7 +144,9 @@ def lost_gradients(stage: int, how: str, folder: Path) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         if engine.group.rank == last:
             patch.setattr(os, how, lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-        with pytest.raises(OffloadError, match=rf"rank {last}: .*disk: cannot (read|write): Input.*Nothing was updated"):
+        with pytest.raises(
+            OffloadError, match=rf"rank {last}: .*disk: cannot (read|write): Input.*Nothing was updated"
+        ):
             train(engine, range(5, 6))
     kept = same(before, trained(engine))
     for each in (plain, engine):
