@@ -51,7 +51,7 @@ def naming(path: Path) -> Iterator[None]:
 
 def explained(error: BaseException) -> str:
     """What the system said, and what to do about it. torch and safetensors wrap the system's error in their own."""
-    if type(error).__module__.startswith("refimpl"):  # of a disk that something is offloaded to: it says itself which
+    if is_ours(error):  # of a disk that something is offloaded to: it says itself which
         return str(error)
     inner: BaseException | None = error
     while inner is not None and not isinstance(inner, OSError):
@@ -65,6 +65,11 @@ def explained(error: BaseException) -> str:
     return f"{text}; {remedy}" if remedy else text
 
 
+def is_ours(error: BaseException) -> bool:
+    """Whether it is of a kind of this project's, whose text says all."""
+    return type(error).__module__.startswith("refimpl")
+
+
 def together(group: Group, do: Callable[[], T], kind: type[Exception] = CheckpointError) -> T:
     """do() on every rank. If any rank's raises, every rank raises one of `kind` that says which and why.
 
@@ -75,7 +80,7 @@ def together(group: Group, do: Callable[[], T], kind: type[Exception] = Checkpoi
         result = do()
     except Exception as error:
         failure = error
-    mine = None if failure is None else str(failure) if isinstance(failure, kind) else repr(failure)
+    mine = None if failure is None else str(failure) if is_ours(failure) else repr(failure)
     said = group.all_gather_object(mine)
     if any(text is not None for text in said):
         raise kind(by_rank(said)) from failure

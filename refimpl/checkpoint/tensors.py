@@ -33,7 +33,7 @@ NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-PIECE = 1 << 22  # elements moved at a time
+PIECE = 1 << 18  # elements moved at a time: 1 MB stays in cache between its reading, summing and writing
 LONGEST_HEADER = 100 << 20  # bytes; the library refuses more too
 
 Entry = tuple[torch.dtype, tuple[int, ...]]

@@ -86,7 +86,6 @@ class Engine(ModuleState, Asked):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward. Floating-point inputs are cast to fp16 only with `fp16.auto_cast`, as in DeepSpeed."""
-        self.stage.update.refuse_torn()
         if self._accumulated + self._pending == 0:
             self.group.ledger.reset()
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
@@ -162,14 +161,14 @@ class Engine(ModuleState, Asked):
             self.tput_timer.stop()
             return
         self.report.before_update()
+        accumulated, self._accumulated = self._accumulated, 0  # also if the step raises: its gradients are gone
         with self.report.time("step"):
             self._step_applied = self.stage.step()
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
-        samples = self._accumulated * self.train_micro_batch_size_per_gpu() * self.axes.feeds
+        samples = accumulated * self.train_micro_batch_size_per_gpu() * self.axes.feeds
         self.global_samples += samples
-        self._accumulated = 0
         self.tput_timer.stop(samples)
         self.report.after_update(self.global_steps, self.global_samples, self.get_lr())
 

@@ -60,10 +60,12 @@ def load(
     """Restore the checkpoint `tag`, by default the one that `latest` names: (its path, this rank's client_state).
 
     (None, None) and a warning when `load_dir` has no `latest`: a fresh start, as in DeepSpeed. CheckpointError, on
-    every rank and before anything has changed, for a checkpoint that is not there, damaged or of something else.
+    every rank and before anything has changed, for a checkpoint that is not there, damaged or of something else. Where
+    the ranks are out of step: what has parted them.
     """
     if wanted.custom is not None and not wanted.weights_alone:
         raise ValueError("custom_load_fn: its weights do not fit the saved optimizer; add load_optimizer_states=False")
+    engine.stage.group.patience.refuse_lost()
     wait(engine)
     found = together(engine.axes.world, lambda: find(load_dir, None if tag is None else str(tag)))
     seen = engine.axes.world.all_gather_object(None if found is None else f"{found[0].name} of save {found[1]['id']}")

@@ -84,10 +84,16 @@ class Transfer:
         self.blocks = blocks
 
     def wait(self) -> None:
-        """Return when all have arrived; raises what went wrong with one, when none is under way any more."""
-        wait(self.blocks)
-        for block in self.blocks:
+        """Return when all have arrived; raises what went wrong with one, once, when none is under way any more."""
+        blocks = self.taken()
+        wait(blocks)
+        for block in blocks:
             block.result()
+
+    def taken(self) -> Sequence["Future[None]"]:
+        """The blocks, for who waits for them in its place."""
+        blocks, self.blocks = self.blocks, ()
+        return blocks
 
 
 class BlockFile:

@@ -137,7 +137,7 @@ class Disk(Host):
         return self.spare
 
     def send(self, record: Record, values: Tensor, dtype: torch.dtype) -> None:
-        """Begin to write a copy of `values` [n]. Two are under way at most; an error shows at the next one."""
+        """Begin to write a copy of `values` [n]. Two are under way at most; an error shows, once, at the next one."""
         if not self.leaving or len(self.leaving[0][1].view) < record.nbytes:
             self.arrived()
             self.leaving = deque((None, Buffer(record.nbytes), Transfer([])) for _ in range(2))
@@ -157,10 +157,9 @@ class Disk(Host):
             self.file.forget()
 
     def arrived(self, *records: Record) -> None:
-        """Wait for what was sent to these records, or for all."""
-        for record, _, transfer in self.leaving:
-            if not records or record in records:
-                transfer.wait()
+        """Wait for what was sent to these records, or for all. OffloadError, once, if some of it was not written."""
+        ways = [transfer for record, _, transfer in self.leaving if not records or record in records]
+        Transfer([block for way in ways for block in way.taken()]).wait()
 
     def memory(self) -> list[Tensor]:
         leaving = [buffer for _, buffer, _ in self.leaving]

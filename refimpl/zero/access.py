@@ -161,8 +161,12 @@ class ByName:
             )
 
     def parameter(self, p: nn.Parameter | str) -> nn.Parameter:
-        """The parameter of this name. KeyError for one that is not the model's; RuntimeError while states are away."""
+        """The parameter of this name. KeyError for one that is not the model's; RuntimeError while states are away.
+
+        RuntimeError too where what is here is of no one step.
+        """
         self.parked.refuse()
+        self.update.refuse_torn()
         if not isinstance(p, str) and p in self.names:
             return p
         for known, name in self.names.items():

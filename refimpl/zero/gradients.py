@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from refimpl.comm.collectives import Op, Scratch
 from refimpl.comm.group import Group
 from refimpl.comm.work import Work
+from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import is_here
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.filling import Filling
@@ -33,6 +34,10 @@ from refimpl.zero.parameter import REQUIRES_GRAD, take_raw_grad
 from refimpl.zero.resting import Resting
 
 IN_FLIGHT = 2  # two buckets travel while a third fills
+DROPPED = (
+    "Nothing was updated, and the gradients since the last step are dropped on every rank: save, or go on when the "
+    "disk is well"
+)
 
 
 @dataclass
@@ -298,12 +303,21 @@ class Gradients:
                 scratch.give(buffer)
 
     def finish(self) -> dict[Bucket, Tensor]:
-        """All gradients since the last step as means over ranks; a bucket in which all is frozen has none."""
+        """All gradients since the last step as means over ranks; a bucket in which all is frozen has none.
+
+        OffloadError on every rank if a disk has lost some of one's: all are dropped, and a backward begins anew.
+        """
         if self.filling:  # the last backward was not reduced
             for bucket in self.buckets:
                 if bucket in self.filling or any(p.requires_grad for p in bucket.params):
                     self.launch(bucket)
             self.settle_all()
+        if self.resting is not None and self.total:
+            try:
+                self.resting.settle(self.group)
+            except OffloadError as error:
+                self.drop()
+                raise OffloadError(f"{error}. {DROPPED}") from error
         return self.total
 
     def clear(self) -> None:

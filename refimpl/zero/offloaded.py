@@ -4,9 +4,12 @@ Masters are copies, fp32 ones too: 4 bytes a parameter more than without a home,
 a `Disk` reads and writes every part once (AdamW: 12 bytes a parameter each way, divided by N) and keeps in memory no
 more than the home's buffers. The arithmetic is that of `Update`, on the same elements: same bits.
 
-A block that the disk does not give back is found when its part comes, and the parts before it are a step ahead then.
-No second copy is kept of what is lost: the way back is a checkpoint. Every rank hears of it at once, and nothing of
-half a step is computed with, shown or saved.
+A block that the disk does not give back is found when its part comes, and the parts before it are a step ahead then, on
+other ranks all of them. What is intact: what was saved. What is lost: that block, and that all others are of one step.
+Every rank hears of it at once, and nothing of half a step is computed with, shown or saved; a checkpoint that is loaded
+ends it. A second slot for each part, so that the old ones stay until the step is over, would take the disk's space
+twice and bring back all but the block; a look at every block before the step would read half as much again, and do no
+more. So there is one copy, and the way back is a checkpoint.
 DeepSpeed: deepspeed/runtime/zero/stage3.py, `_optimizer_step` over sub-groups.
 """
 
@@ -27,7 +30,8 @@ from refimpl.zero.update import master_of
 
 HALF = (
     "A step was interrupted in the middle of its update: of the weights and states here some are of before it, some of "
-    "after it. Load a checkpoint with its optimizer state; if the disk fails, start again on another and load it there"
+    "after it, and none is used any more. Checkpoints are as they were. Load a checkpoint with its optimizer state; if "
+    "the disk fails, start again on another and load it there"
 )
 Handed = tuple[Tensor, float, set[nn.Parameter]]  # mean gradient, its factor, the parameters to leave alone
 
@@ -84,10 +88,8 @@ class OffloadedUpdate(Brought):
     def prepare(
         self, gradients: dict[Bucket, Tensor], used: set[nn.Parameter], first_finite: Tensor | None = None
     ) -> bool:
-        """As in `Update`; nothing is left of a step that was skipped. OffloadError on every rank if one lost some."""
+        """As in `Update`; nothing is left of a step that was skipped."""
         self.handed = {}
-        if self.resting is not None and isinstance(self.resting.home, Disk):
-            together(self.group, self.resting.settle, OffloadError)
         return super().prepare(gradients, used, first_finite)
 
     @torch.no_grad()

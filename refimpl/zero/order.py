@@ -35,6 +35,11 @@ from refimpl.comm.group import Group
 from refimpl.offload.blocks import OffloadError
 from refimpl.ranks.lost import RankLost
 
+OUT_OF_STEP = (
+    "Nothing was updated since the last step; but the ranks have begun different calls, and are of no more use: start "
+    "them again"
+)
+
 
 class RankDivergence(RuntimeError):
     """Ranks take different paths through the model. The text names what each of them does where they part.
@@ -108,7 +113,8 @@ class RollCall:
         self.round += 1
         standings = [standing for standing in said if standing is not None]
         if any(standing.failed for standing in standings):
-            self.patience.lost = OffloadError(by_rank([standing.failed or None for standing in standings]))
+            failed = by_rank([standing.failed or None for standing in standings])
+            self.patience.lost = OffloadError(f"{failed}. {OUT_OF_STEP}")
             raise self.patience.lost
         if (doing := parted(standings)) is not None:
             ranks = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(doing))

@@ -97,8 +97,10 @@ def seen(stage: Stage, bucket: Bucket) -> Tensor:
 
 
 def piece(bucket: Bucket, flat: Tensor, low: int, high: int) -> Tensor | Later:
-    """Elements low to high of flat; of a shard that rests on a disk and is not trained: `Later`."""
-    return flat[low:high] if is_here(flat) else Later(flat.dtype, (high - low,), lambda: bucket.now()[low:high])
+    """Elements low to high of flat; of a shard that rests on a disk and is not trained: `Later`, if there are any."""
+    if is_here(flat):
+        return flat[low:high]
+    return flat.new_empty(0) if low == high else Later(flat.dtype, (high - low,), lambda: bucket.now()[low:high])
 
 
 def offset_here(flat: Tensor, bucket: Bucket) -> int:

@@ -6,14 +6,19 @@
             every further micro-batch                         4 (Host), 4 read and 4 written (Disk)
 
 With a disk what stays in memory are the buffers of those that travel: what a rank needs no longer grows with the model.
-The sum of squares is taken on the way out. ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840, section 4. ZeRO-Infinity:
-Rajbhandari et al. 2021, arXiv:2104.07857, section 5.1. DeepSpeed: deepspeed/runtime/zero/stage3.py, `partition_grads`.
+The sum of squares is taken on the way out. A disk that cannot take or give them is told to every rank before the
+update: they are dropped, and the state is that of the last step. A run that comes back altered is found in the update,
+beside its part: see offloaded.py.
+ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840, section 4. ZeRO-Infinity: Rajbhandari et al. 2021, arXiv:2104.07857,
+section 5.1. DeepSpeed: deepspeed/runtime/zero/stage3.py, `partition_grads`.
 """
 
 from collections.abc import Callable
 
 from torch import Tensor
 
+from refimpl.checkpoint.errors import together
+from refimpl.comm.group import Group
 from refimpl.offload.blocks import BlockFile, OffloadError, Record
 from refimpl.offload.homes import Disk, Host, away
 from refimpl.offload.shelf import Shelf
@@ -44,8 +49,8 @@ class Resting:
         self._full.add(bucket)
         return self._kept[bucket]
 
-    def settle(self) -> None:
-        """Return when all of them are there; OffloadError if some are lost."""
+    def settle(self, group: Group) -> None:
+        """Return when all of them are there; OffloadError on every rank of `group` if one has lost some."""
 
     def run(self, bucket: Bucket, start: int) -> tuple[BlockFile, Record] | None:
         """Where the elements from `start`, where a part begins, must be read; None: nowhere, they are in memory."""
@@ -90,10 +95,8 @@ class RestingOnDisk(Resting):
             self.lost = self.lost or error
         return away(mean)
 
-    def settle(self) -> None:
-        if self.lost is not None:
-            raise self.lost
-        self.disk.arrived()
+    def settle(self, group: Group) -> None:
+        together(group, self._arrived, OffloadError)
 
     def whole(self, bucket: Bucket) -> Tensor:
         shelf = self.shelves[bucket]
@@ -113,6 +116,14 @@ class RestingOnDisk(Resting):
 
     def clear(self, held: Callable[[Bucket], bool]) -> None:
         self.squares, self.lost = {}, None
+
+    def _arrived(self) -> None:
+        try:
+            self.disk.arrived()
+        except OffloadError as error:
+            self.lost = self.lost or error
+        if self.lost is not None:
+            raise self.lost
 
     def _put(self, bucket: Bucket, flat: Tensor) -> None:
         if bucket in self.shelves:

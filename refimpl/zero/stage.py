@@ -133,6 +133,7 @@ class Stage(Changing, ByName, Held, ABC):
         self.handles += [
             self.model.register_forward_pre_hook(untraced(self.before_forward)),
             self.model.register_forward_hook(untraced(self.after_forward)),
+            self.model.register_state_dict_pre_hook(Hook(self.before_state_dict)),  # type: ignore[no-untyped-call]
         ]
         if self.config.delayed_update:  # or an update under way would be published over what is loaded
             hook = self.model.register_load_state_dict_pre_hook
@@ -323,6 +324,7 @@ class Stage(Changing, ByName, Held, ABC):
     # What the hooks call.
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
+        self.update.refuse_torn()
         self.parked.refuse("lp_params")
         if not in_backward():
             if not self.passes.settle():
@@ -339,6 +341,10 @@ class Stage(Changing, ByName, Held, ABC):
         for tensor in tensors_of(output):
             if tensor.requires_grad:
                 tensor.register_hook(Hook(lambda _: self.passes.sign()))  # type: ignore[no-untyped-call]
+
+    def before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars:  # which a load asks for the names alone
+            self.update.refuse_torn()
 
     def begin_backward(self) -> None:
         self.parked.refuse("lp_params", "lp_grads", "contiguous_grad_buffer")

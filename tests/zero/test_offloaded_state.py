@@ -220,10 +220,9 @@ def altered(disk: Disk) -> list[str]:
     os.pwrite(buffered, page, 0)
     os.close(buffered)
     said: list[str] = []
-    for step in range(2):
-        here.backward(here.model(tokens(step, here.group.rank)))
+    for step in (1, 2):
         with pytest.raises(OffloadError) as error:
-            here.apply(here.collect())
+            steps(here, step, step + 1)
         said.append(str(error.value))
     return said
 

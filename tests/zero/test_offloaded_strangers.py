@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def test_a_late_update_publishes_what_it_has_updated(home: str, tmp_path: Path) 
 
 
 def torn(home: Host, late: bool) -> list[str]:
-    """Runs on every rank: the optimizer raises at its third part; what saving says then."""
+    """Runs on every rank: the optimizer raises at its third part; what each use says then."""
     here = built("zero2", home, delayed_update=late)
     steps(here, 0, 1)
     here.catch_up()
@@ -103,18 +104,28 @@ def torn(home: Host, late: bool) -> list[str]:
     with pytest.raises(OffloadError if isinstance(home, Disk) else OSError, match="told to"):
         one_more()
     said = []
-    for look in (here.state_dict, here.full_state_dict, here.optimizer.state_dict):
+    uses: tuple[Callable[[], object], ...] = (
+        here.state_dict,
+        here.full_state_dict,
+        here.optimizer.state_dict,
+        here.model.state_dict,
+        lambda: here.model(tokens(2, here.group.rank)),
+        lambda: here.full_parameter("norm.weight"),
+        lambda: here.read_local("norm.weight", "exp_avg"),
+        lambda: here.set_full_parameter("norm.weight", torch.zeros(13)),
+    )
+    for use in uses:
         with pytest.raises(OffloadError) as error:
-            look()
+            use()
         said.append(str(error.value))
     if late and before is not None:  # nothing of the half is published
-        assert differing(dict(here.model.state_dict()), before) == []
+        assert differing(dict(here.model.state_dict(keep_vars=True)), before) == []
     return said
 
 
 @every_home
 @pytest.mark.parametrize("late", [False, True])
-def test_half_a_step_cannot_be_saved(late: bool, home: str, tmp_path: Path) -> None:
+def test_half_a_step_is_of_no_use(late: bool, home: str, tmp_path: Path) -> None:
     for said in run(torn, HOMES[home](tmp_path), late, ranks=2)[0]:
         assert "interrupted in the middle of its update" in said
         assert "Load a checkpoint with its optimizer state" in said
