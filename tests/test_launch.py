@@ -322,6 +322,24 @@ def test_a_hang_tells_for_each_rank_where_it_stands():
     assert len(lines) == 4
 
 
+def apart() -> None:
+    group = Group.world()
+    if group.rank == 0:
+        group.barrier()
+    else:
+        group.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_wait_for_each_other_in_different_calls_are_told(ranks: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("refimpl.ranks.world._TOGETHER", 0.3)
+    with pytest.raises(launch.RankTimeout, match="every rank waits") as caught:
+        launch.run(apart, ranks=ranks, timeout=600)
+    _, *lines = str(caught.value).splitlines()
+    calls = [f"barrier at {here(apart, 'barrier')}", *[f"all_reduce at {here(apart, 'all_reduce')}"] * (ranks - 1)]
+    assert [line.split(": ")[0] for line in lines] == [f"  rank {r} waits in {call}" for r, call in enumerate(calls)]
+
+
 def test_a_rank_blocked_in_torchs_own_wait_is_found():
     def work() -> None:
         if dist.get_rank() == 0:
@@ -332,17 +350,16 @@ def test_a_rank_blocked_in_torchs_own_wait_is_found():
         launch.run(work, timeout=600)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_rank_that_returns_a_step_early_is_told_long_before_the_time_is_over(stage: int, ranks: int):
+@pytest.mark.parametrize(("stage", "steps", "ranks"), [(0, 2, 2), (3, 2, 3), (0, 0, 3), (3, 0, 2), (3, 0, 3)])
+def test_a_rank_that_returns_early_is_told_long_before_the_time_is_over(stage: int, steps: int, ranks: int):
     def work() -> None:
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         }
         engine = refimpl.deepspeed.initialize(model=nn.Linear(4, 4), config=config)[0]
-        for _ in range(3 - (dist.get_rank() == 1)):
+        for _ in range(steps if dist.get_rank() == 1 else 3):
             engine.backward(engine(torch.ones(1, 4)).sum())
             engine.step()
 
@@ -351,7 +368,8 @@ def test_a_rank_that_returns_a_step_early_is_told_long_before_the_time_is_over(s
     head, *lines = str(caught.value).splitlines()
     assert head == "ranks wait in a collective that the others, which have finished, never enter"
     source = "engine.backward(engine(torch.ones(1, 4)).sum())"  # not the line of ours that waits for its gradients
-    waits = f"waits in wait at {here(work, 'backward')}: {source}"
+    call = "hear_all" if stage == 3 and not steps else "wait"  # no path is known yet
+    waits = f"waits in {call} at {here(work, 'backward')}: {source}"
     assert lines == [f"  rank {rank} {'finished' if rank == 1 else waits}" for rank in range(ranks)]
 
 

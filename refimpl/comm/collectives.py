@@ -135,7 +135,10 @@ def ordered_reduce(out: Tensor, rows: list[Tensor], rank: int, op: Op) -> None:
     low = own.dtype in (torch.bfloat16, torch.float16)
     # Sum in `out` itself, unless that would overwrite the own row before its turn or needs another dtype.
     in_place = len(rows) > 1 and rank < 2 and not low and out.dtype == own.dtype
-    block = BLOCK if own.device.type == "cpu" else max(1, own.numel())  # on a GPU each block is a launch a row
+    block = BLOCK >> low if own.device.type == "cpu" else max(1, own.numel())  # on a GPU each block is a launch a row
+    wide = torch.empty(
+        0 if in_place else min(block, own.numel()), dtype=torch.float32 if low else own.dtype, device=own.device
+    )
     for start in range(0, own.numel(), block):
         blocks, here = rows, out
         if own.numel() > block:
@@ -143,13 +146,13 @@ def ordered_reduce(out: Tensor, rows: list[Tensor], rank: int, op: Op) -> None:
         if in_place:
             total, rest = combine(blocks[0], blocks[1], out=here), blocks[2:]
         else:
-            total, rest = blocks[0].float() if low else blocks[0].clone(), blocks[1:]
+            total, rest = wide[: here.numel()].copy_(blocks[0]), blocks[1:]
         for other in rest:
             combine(total, other, out=total)
         if op == "mean" and len(rows) > 1:
             total.div_(len(rows))
         if not in_place:
-            here.copy_(total.to(own.dtype))
+            here.copy_(total if here.dtype == own.dtype else total.to(own.dtype))
 
 
 def combine(total: Tensor, other: Tensor, op: Op) -> Tensor:

@@ -15,13 +15,14 @@ from datetime import timedelta
 from typing import Any
 
 SHORT = 0.001  # seconds to sleep where other transfers of its own may go on
+SELDOM = 0.5  # seconds to sleep at most: on a busy machine whoever looks up often keeps others from their work
 
 
 class Patience:
     """The collectives that this rank has begun in one group, numbered from 1, and how they are waited for."""
 
     def __init__(self, stall: float = 0.5, again: float = 0.1) -> None:
-        """Somebody is asked after `stall` seconds, and every `again` seconds after that."""
+        """Somebody is asked after `stall` seconds, and every `again` seconds or more after that."""
         self.stall, self.again = stall, again
         self.begun = 0  # collectives (of two halves: both), the same on every rank at the same point of the program
         self.ask: list[Callable[[int], None]] = []  # who may know why a collective does not end
@@ -41,10 +42,10 @@ class Patience:
     def wait(self, handle: Any, number: int) -> None:
         """Return when the transfer `handle` of collective `number` is done."""
         self.refuse_lost()
-        pause = self.stall
-        while self.ask and not _is_done_within(handle, pause):
+        began, seconds = time.monotonic(), self.stall
+        while self.ask and not _is_done_within(handle, seconds):
             self._ask(number)
-            pause = self.again
+            seconds = pause(time.monotonic() - began, self.again)
         handle.wait()
 
     def poll(self, is_done: Callable[[], bool]) -> None:
@@ -78,6 +79,18 @@ class Meeting:
                 raise RuntimeError("the barrier is not over yet")
             self.advance()
         self.handle.wait()
+
+
+def hear_all(are_heard: Callable[[], bool]) -> None:
+    """Return when what the other ranks say by other ways than a collective is there."""
+    began = time.monotonic()
+    while not are_heard():
+        time.sleep(pause(time.monotonic() - began, 1e-4))
+
+
+def pause(waited: float, shortest: float) -> float:
+    """Seconds until one who has waited so long looks up again: ever more, to be late by a tenth of what was waited."""
+    return min(max(shortest, 0.1 * waited), SELDOM)
 
 
 def _is_done_within(handle: Any, seconds: float) -> bool:

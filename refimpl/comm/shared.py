@@ -31,8 +31,8 @@ from refimpl.comm import collectives
 from refimpl.comm.board import CollectiveMismatch
 from refimpl.comm.collectives import Op, Scratch
 from refimpl.comm.mapped import Mapped, Own, Place, host, of_peer
-from refimpl.comm.patience import SHORT
-from refimpl.comm.signals import Channel, Need, Watch, all_words, message_words, unsupported
+from refimpl.comm.patience import SHORT, pause
+from refimpl.comm.signals import LOOKS, Channel, Need, Watch, all_words, message_words, unsupported
 from refimpl.comm.streams import Streams
 from refimpl.comm.transport import Library
 from refimpl.comm.work import Steps
@@ -49,6 +49,7 @@ class Task:
         self.need: Need | None = None
         self.error: Exception | None = None
         self.over = False
+        self.awaited: float | None = None  # since when (time.monotonic())
 
     def advance(self) -> None:
         """Go as far as possible without waiting."""
@@ -254,11 +255,19 @@ class Shared(Library):
 
     def finish(self, task: Task, limit: timedelta | None = None) -> bool:
         """Go on with all that is under way until this is over; False if it is not within the limit."""
-        end = math.inf if limit is None else time.monotonic() + limit.total_seconds()
-        while not task.over and time.monotonic() < end:
+        now = time.monotonic()
+        end = math.inf if limit is None else now + limit.total_seconds()
+        since, looks = task.awaited or now, LOOKS
+        task.awaited = since
+        while not task.over and (now := time.monotonic()) < end:
             self._progress()
             if not task.over and task.need:
-                self.watch.wait(task.need, PATIENCE if len(self._tasks) == 1 else SHORT)
+                shortest = PATIENCE if len(self._tasks) == 1 else SHORT
+                try:
+                    self.watch.wait(task.need, min(pause(now - since, shortest), end - now), looks)
+                except RuntimeError as error:  # the peer has ended: this is no limit that was over
+                    task.over, task.error = True, error
+                looks = 0
         return task.over
 
 

@@ -105,9 +105,9 @@ class Watch:
     def met(self, need: Need) -> bool:
         return self.files[need.member].words[need.word] >= need.value
 
-    def wait(self, need: Need, seconds: float) -> None:
+    def wait(self, need: Need, seconds: float, looks: int = LOOKS) -> None:
         """Return when the need is met, or after a while. RuntimeError if it never will be: the peer has ended."""
-        for _ in range(LOOKS):
+        for _ in range(looks):
             if self.met(need):
                 return
             os.sched_yield()

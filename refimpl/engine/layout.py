@@ -1,6 +1,7 @@
 """What must be so before an engine is built, for ranks that disagree would wait for each other for ever."""
 
 from collections.abc import Collection
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -11,7 +12,13 @@ from refimpl.engine.keys import ConfigError
 from refimpl.optim.one_bit_lamb import OneBitLamb
 from refimpl.optim.travelling import Travelling
 
-ALIKE = ("zero_optimization", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
+# What ranks would wait for each other for ever over, and what would let their weights part in silence.
+ALIKE = (
+    "zero_optimization", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size",
+    "managed_gradient_accumulation", "gradient_clipping", "gradient_allreduce_op", "gradient_compression",
+    "prescale_gradients", "gradient_predivide_factor", "communication_data_type", "data_types", "fp16", "bf16",
+    "torch_autocast", "optimizer", "scheduler",
+)  # fmt: skip
 
 
 def check_layout(config: DeepSpeedConfig, axes: Axes, own_stages: bool) -> None:
@@ -33,13 +40,23 @@ def check_layout(config: DeepSpeedConfig, axes: Axes, own_stages: bool) -> None:
 
 
 def check_agreed(config: DeepSpeedConfig, axes: Axes) -> None:
-    """ConfigError on all ranks where they were given other configurations: they would wait for each other for ever."""
-    said = axes.world.all_gather_object(config.model_dump(include=set(ALIKE), mode="json"))
-    for key in ALIKE:
-        values = [one[key] for one in said]
+    """ConfigError on all ranks where they were given other configurations, by the keys that differ."""
+    said = axes.world.all_gather_object(leaves(config.model_dump(include=set(ALIKE), mode="json")))
+    wrong = []
+    for key in dict.fromkeys(key for one in said for key in one):
+        values = [one.get(key, "nothing") for one in said]
         if any(value != values[0] for value in values):
             each = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise ConfigError(f"{key} differs between ranks: {each}; give all of them the same configuration")
+            wrong.append(f"{key} differs between ranks: {each}; give all of them the same configuration")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+
+
+def leaves(values: Any, path: str = "") -> dict[str, Any]:
+    """What is no section, by its full path."""
+    if not isinstance(values, dict):
+        return {path: values}
+    return {k: v for name, inside in values.items() for k, v in leaves(inside, f"{path}.{name}".lstrip(".")).items()}
 
 
 def check_whole(optimizer: Optimizer | None, axes: Axes, copies: Collection[nn.Parameter]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from refimpl.launch import RankDied, RankError, RankTimeout, World
 from refimpl.notebook import cell
 from refimpl.notebook.cell import Bundle, Stop
-from refimpl.ranks.stand import LEFT_ALONE
+from refimpl.ranks.stand import LEFT_ALONE, STUCK
 
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
@@ -145,7 +145,7 @@ class Ranks:
 def _reason(error: RankError, stops: Mapping[int, Stop], timeout: float | None) -> str:
     if isinstance(error, RankTimeout):
         head, _, standings = str(error).partition("\n")
-        if head == LEFT_ALONE:
+        if head in (LEFT_ALONE, STUCK):
             return f"{head[0].upper()}{head[1:]}:\n{standings}"
         return f"The cell did not end within {timeout:g} s:\n{standings}"
     first = {rank: stop for rank, stop in stops.items() if not stop.secondary}

@@ -1,7 +1,8 @@
 """cloudpickle, for more than it sends by value itself.
 
 It already sends lambdas, closures and all of `__main__` (scripts, notebook cells) by value. Here the functions and
-classes of modules that no import would find do too, such as a test file's under pytest's importlib mode.
+classes of modules that no import would find do too, such as a test file's under pytest's importlib mode. And code
+keeps its file's name, which cloudpickle 3.1.3 takes away: a rank's errors and stacks name it.
 """
 
 import io
@@ -23,6 +24,9 @@ def dumps(obj: object) -> bytes:
     return file.getvalue()
 
 
+_NAMELESS = "<dynamic-code>"  # for every file, in cloudpickle 3.1.3
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -30,6 +34,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.seen = {"__main__"}
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.CodeType):
+            make, args = self.dispatch_table[types.CodeType](obj)
+            return make, tuple(obj.co_filename if isinstance(a, str) and a == _NAMELESS else a for a in args)
         if isinstance(obj, types.FunctionType | type | types.ModuleType):
             name = obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__
             module = sys.modules.get(name)

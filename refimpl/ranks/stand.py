@@ -3,7 +3,6 @@
 A rank that waits in a GPU's collective looks as if it computed; its flight recorder knows better (see `flight.py`).
 """
 
-import math
 import os
 import signal
 import time
@@ -19,6 +18,7 @@ from refimpl.ranks.silence import awake
 
 STILL = 0.25  # seconds a second that hanging ranks may be awake, in all: they look up, and machines are busy
 LEFT_ALONE = "ranks wait in a collective that the others, which have finished, never enter"
+STUCK = "every rank waits in a collective, and in no one that all have entered"
 
 
 def stand(
@@ -58,25 +58,27 @@ def _answers(files: dict[int, Path], begins: dict[int, int], is_complete: Callab
 
 
 class Lonely:
-    """Finds ranks that wait in a collective which the others, who have returned, will never enter.
+    """Finds ranks that all wait in collectives which the others, who have returned or wait elsewhere, never enter.
 
-    They are asked twice, `seconds` apart: a rank that is about to get its last message stands elsewhere by then, and
-    while a long one is on its way, or a loop makes the same call again and again, some thread moves its bytes.
+    They are asked twice, `alone` seconds apart once one has returned, else `together` and only while all are still: a
+    rank that is about to get its last message stands elsewhere by then, and while a long one is on its way, or a loop
+    makes the same call again and again, some thread moves its bytes.
     """
 
-    def __init__(self, ranks: Sequence[Rank], seconds: float) -> None:
-        self.ranks, self.seconds = ranks, seconds
+    def __init__(self, ranks: Sequence[Rank], alone: float, together: float) -> None:
+        self.ranks, self.alone, self.together = ranks, alone, together
         self.before: dict[int, str] = {}
         self.asked = self.awake = 0.0
 
     def asks_at(self, heard: float, results: Collection[int]) -> float:
-        """When (time.monotonic()) to ask next: `heard` is when a rank was heard last, `results` who has returned."""
-        return max(heard, self.asked) + self.seconds if results else math.inf
+        """When (time.monotonic()) to look next: `heard` is when a rank was heard last, `results` who has returned."""
+        return max(heard, self.asked) + (self.alone if results else self.together)
 
-    def refuse(self, does: dict[int, str]) -> None:
+    def refuse(self, results: Collection[int], ask: Callable[[], dict[int, str]]) -> None:
         """RankTimeout if all who have not finished wait where they did when asked last, and nobody moved since."""
-        moved, past = awake(self.ranks) - self.awake, time.monotonic() - self.asked
-        waits = {rank: what for rank, what in does.items() if what != "finished"}
-        if all(what.startswith("waits") for what in waits.values()) and does == self.before and moved < STILL * past:
-            raise RankTimeout(f"{LEFT_ALONE}\n{lines(does)}")
+        still = awake(self.ranks) - self.awake < STILL * (time.monotonic() - self.asked)
+        does = ask() if results or still else {}
+        waits = [what.startswith("waits") for what in does.values() if what != "finished"]
+        if waits and all(waits) and does == self.before and still:
+            raise RankTimeout(f"{LEFT_ALONE if results else STUCK}\n{lines(does)}")
         self.before, self.asked, self.awake = does, time.monotonic(), awake(self.ranks)

@@ -35,6 +35,7 @@ OnOutput = Callable[[int, str, str], object]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _ALONE = 1.0  # seconds between two looks at ranks that wait while others have returned
+_TOGETHER = 5.0  # ... at ranks that all wait
 _START = 120.0  # seconds a world may take to start: the very first waits until the server has imported torch
 
 
@@ -92,8 +93,8 @@ class World:
         """fn(*args) on every rank; see `launch.run`. on_output(rank, "stdout" | "stderr", text) replaces printing.
 
         Time that the machine had no CPU for the ranks does not count (`silence.py`).
-        RankTimeout too, within seconds, if some ranks have returned and all others stand in a collective in which
-        these will never join them. KeyboardInterrupt carries where each rank stands as a note.
+        RankTimeout too, within seconds, if all ranks that have not returned stand in collectives in which the others
+        will never join them. KeyboardInterrupt carries where each rank stands as a note.
         """
         if not self.alive:
             raise RuntimeError("this world's ranks were stopped: start a new World")
@@ -155,7 +156,7 @@ class World:
         failures: list[Failed] = []
         pending = set(range(self.setup.ranks))
         patience = math.inf if timeout is None else timeout
-        silence, lonely = Silence(self.processes, patience), Lonely(self.processes, _ALONE)
+        silence, lonely = Silence(self.processes, patience), Lonely(self.processes, _ALONE, _TOGETHER)
         try:
             while pending and time.monotonic() < (end := end_of_grace(failures) if failures else silence.ends):
                 for rank, kind, value in self._messages(pending, min(end, lonely.asks_at(silence.began, results))):
@@ -173,7 +174,7 @@ class World:
                         else:
                             failures.append(failed(rank, value))
                 if pending and not failures and time.monotonic() >= lonely.asks_at(silence.began, results):
-                    lonely.refuse(self._stand(pending))
+                    lonely.refuse(results, lambda: self._stand(pending))
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(lines(self._stand(pending)))
             raise

@@ -20,7 +20,6 @@ at every second call: no collective is needed, nothing travels while nobody call
 """
 
 import json
-import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,6 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from refimpl.checkpoint.errors import by_rank
 from refimpl.comm.group import Group
+from refimpl.comm.patience import hear_all
 from refimpl.offload.blocks import OffloadError
 from refimpl.ranks.lost import RankLost
 
@@ -104,14 +104,9 @@ class RollCall:
         """
         self.patience.refuse_lost()
         self.store.set(self._key(self.rank), json.dumps({"round": self.round, **asdict(mine)}))
-        pause = 1e-4
-        while None in (said := self.said()):
-            self._expect(said)
-            self.advance()  # what this rank has begun, others may be waiting for
-            time.sleep(pause)
-            pause = min(2 * pause, 0.005)
+        hear_all(self._all_have_said)
+        standings = [standing for standing in self.said() if standing is not None]
         self.round += 1
-        standings = [standing for standing in said if standing is not None]
         if any(standing.failed for standing in standings):
             failed = by_rank([standing.failed or None for standing in standings])
             self.patience.lost = OffloadError(f"{failed}. {OUT_OF_STEP}")
@@ -130,6 +125,13 @@ class RollCall:
     def said(self) -> list[Standing | None]:
         """What each rank has said in this round, so far."""
         return [self._said(rank) for rank in range(self.size)]
+
+    def _all_have_said(self) -> bool:
+        """RankLost if one never will."""
+        said = self.said()
+        self._expect(said)
+        self.advance()  # what this rank has begun, others may be waiting for
+        return None not in said
 
     def _said(self, rank: int) -> Standing | None:
         if not self.store.check([self._key(rank)]):

@@ -94,7 +94,7 @@ class Stage(Changing, ByName, Held, ABC):
         managed = [p for p in self.names if p in self.group_of or self.manages_all]
         refuse_foreign({p: self.names[p] for p in managed if stage_of(p) is not self})
         everywhere = {name: p for p, name in self.names.items() if self.experts.get(p, self.group) is self.group}
-        refuse_different(self.group, everywhere, self.group_of)
+        refuse_different(self.group, everywhere, self.group_of, optimizer)
         self._scaled = False  # whether `scale` was called for the backward to come
         self._unscaled = False  # whether fp16's gradients arrived that are of no scaled loss
         self.passes = BackwardPass(self.begin_backward, self.end_backward, self.drop_backward)

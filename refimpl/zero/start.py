@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from itertools import zip_longest
 
 import torch
-from torch import nn
+from torch import Tensor, nn, optim
 
 from refimpl.comm.group import Group
 from refimpl.zero.experts import apart
@@ -53,21 +53,28 @@ def refuse_foreign(names: Mapping[nn.Parameter, str]) -> None:
             raise TypeError(f"parameter {name} is a {type(p).__name__}: {remedy}")
 
 
-def refuse_different(group: Group, params: Mapping[str, nn.Parameter], in_group: Mapping[nn.Parameter, int]) -> None:
+def refuse_different(
+    group: Group,
+    params: Mapping[str, nn.Parameter],
+    in_group: Mapping[nn.Parameter, int],
+    optimizer: optim.Optimizer | None,
+) -> None:
     """Buckets are laid out on each rank by itself, and padded: other models could travel as long as this one.
 
-    A collective; a few bytes, as long as all is well. ValueError on every rank. torch: DDP's
-    `_verify_param_shape_across_processes`, which knows shapes alone.
+    With another learning rate on one rank the weights of DDP would part. A collective; a few bytes, as long as all is
+    well. ValueError on every rank. torch: DDP's `_verify_param_shape_across_processes`, which knows shapes alone.
     """
-    mine = [(name, *described(p, in_group.get(p))) for name, p in params.items()]
+    mine = [(name, *described(p, in_group.get(p))) for name, p in params.items()], options(optimizer)
     if len(set(group.all_gather_object(zlib.crc32(repr(mine).encode())))) == 1:
         return
     first, *others = group.all_gather_object(mine)
     rank, theirs = next((rank, those) for rank, those in enumerate(others, 1) if those != first)
-    here, there = next(pair for pair in zip_longest(first, theirs, fillvalue=("nothing",)) if pair[0] != pair[1])
+    pairs = (pair for both in zip(first, theirs, strict=True) for pair in zip_longest(*both, fillvalue=("nothing",)))
+    here, there = next(pair for pair in pairs if pair[0] != pair[1])
     raise ValueError(
-        f"the ranks have different models. rank {group.ranks[0]}: {' '.join(here)}; rank {group.ranks[rank]}: "
-        f"{' '.join(there)}. Build the same modules in the same order on every rank, and train the same of them"
+        f"the ranks have different models or optimizers. rank {group.ranks[0]}: {' '.join(here)}; rank "
+        f"{group.ranks[rank]}: {' '.join(there)}. Build the same modules in the same order on every rank, train the "
+        "same of them, and give the optimizer the same options"
     )
 
 
@@ -75,6 +82,18 @@ def described(p: nn.Parameter, number: int | None) -> tuple[str, str, str]:
     """Shape, dtype and what becomes of it, in words."""
     trained = f"in the optimizer's group {number}" if number is not None and p.requires_grad else "not trained"
     return str(list(p.shape)), str(p.dtype), trained
+
+
+def options(optimizer: optim.Optimizer | None) -> list[tuple[str, ...]]:
+    """The numbers and words in the optimizer's groups, in words."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [
+        (f"{type(optimizer).__name__}, group {i}:", key, str(value.tolist() if isinstance(value, Tensor) else value))
+        for i, group in enumerate(groups)
+        for key, value in group.items()
+        if isinstance(value, int | float | str | Tensor)
+        or (isinstance(value, tuple | list) and all(isinstance(x, int | float) for x in value))
+    ]
 
 
 def refuse_unfit(model: nn.Module, names: dict[nn.Parameter, str]) -> None:

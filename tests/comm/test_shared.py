@@ -7,6 +7,7 @@ import random
 import resource
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from refimpl import launch
 from refimpl.comm import shared, signals
 from refimpl.comm.composed import Composed
 from refimpl.comm.group import Group
+from refimpl.comm.patience import Patience
 from refimpl.comm.shared import Shared
-from refimpl.comm.signals import SLOTS
+from refimpl.comm.signals import SLOTS, Need
 from refimpl.ranks.lost import RankLost
 
 run = functools.partial(launch.run, device="cpu")
@@ -196,6 +198,23 @@ def test_a_peer_that_dies_is_named_by_whoever_waits_for_it() -> None:
         run(check, ranks=2, on_report=lambda rank, text: said.append(text))
     assert all("waits in vain in all_reduce (sum) of 4 float32, tag 'loss'" in text for text in said)
     assert all("remote process has exited: rank 1" in text for text in said)
+
+
+def test_who_asks_around_meanwhile_is_told_that_a_peer_has_died() -> None:
+    class Gone:
+        def met(self, need: Need) -> bool:
+            return False
+
+        def wait(self, need: Need, seconds: float, looks: int) -> None:
+            raise RuntimeError("remote process has exited: rank 1")
+
+    transport: Any = object.__new__(Shared)
+    transport.watch, transport._tasks = Gone(), []
+    (task,) = transport._begin(iter([Need(1, 0, 1)]))
+    patience = Patience(stall=0.01)
+    patience.ask.append(lambda number: pytest.fail("the death was taken for a limit that was over"))
+    with pytest.raises(RuntimeError, match="has exited: rank 1"):
+        patience.wait(task, 1)
 
 
 def test_a_hang_names_the_call_and_the_line() -> None:

@@ -85,6 +85,8 @@ def refused(what: str) -> None:
     config = settings(axes)
     if what == "steps" and Group.world().rank == 1:
         config["gradient_accumulation_steps"] = 2
+    if what == "rate" and Group.world().rank == 1:
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.25}}
     if what.startswith("clip"):
         config |= {"gradient_accumulation_steps": 1, "zero_optimization": {"stage": int(what[-1])}}
     if what == "axes" and Group.world().rank == 1:
@@ -109,6 +111,7 @@ def refused(what: str) -> None:
         ("clip at stage 1", "would be of this rank's part of the model: set gradient_clipping"),
         ("twice", "this GPT is cut already; build it anew"),
         ("steps", r"gradient_accumulation_steps differs between ranks: rank 0: 8, rank 1: 2"),
+        ("rate", r"ConfigError: optimizer\.params\.lr differs between ranks: rank 0: 0\.5, rank 1: 0\.25; give all"),
         ("axes", "the ranks ask for different axes"),
     ],
 )

@@ -21,6 +21,8 @@ DIFFERENT = {
     "dtype": r"rank 0: 0\.weight \[7, 5\] torch.float32 .*; rank 1: 0\.weight \[7, 5\] torch.float64",
     "frozen": r"rank 0: 0\.weight .* in the optimizer's group 0; rank 1: 0\.weight .* not trained",
     "groups": r"rank 0: 2\.weight .* in the optimizer's group 0; rank 1: 2\.weight .* in the optimizer's group 1",
+    "rate": r"rank 0: AdamW, group 0: lr 0\.001; rank 1: AdamW, group 0: lr 0\.002",
+    "betas": r"rank 0: AdamW, group 0: betas \(0\.9, 0\.999\); rank 1: AdamW, group 0: betas \(0\.8, 0\.999\)",
 }
 
 
@@ -42,7 +44,11 @@ def different(stage: str, how: str) -> str:
     groups = [list(model.parameters())]
     if how == "groups" and other:
         groups = [groups[0][:2], groups[0][2:]]
-    optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+    optimizer = torch.optim.AdamW(
+        [{"params": group} for group in groups],
+        lr=torch.tensor(0.002) if how == "rate" and other else 0.001,
+        betas=(0.8 if how == "betas" and other else 0.9, 0.999),
+    )
     with pytest.raises(ValueError, match="different models") as told:
         STAGES[stage](model, optimizer, group)
     return str(told.value)
