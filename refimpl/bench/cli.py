@@ -19,6 +19,7 @@ from refimpl.bench.options import (
     TurnsOption,
     axis,
     count,
+    drawable,
     gpt,
     mixture,
     on_disk,
@@ -206,7 +207,7 @@ def overlap(
     from refimpl.measure.timeline import chrome_trace
 
     file = writable(file) if file else None
-    picture = writable(picture, "--picture") if picture else None
+    picture = drawable(picture, "--picture") if picture else None
     trace = writable(trace, "--trace") if trace else None
     workload = bench.Workload(width, layers, context, Turns(turns, 1))
     for count_ in ranks:
@@ -248,7 +249,7 @@ def compression(
     from refimpl.comm.link import Link
 
     file = writable(file) if file else None
-    plot = writable(plot, "--plot") if plot else None
+    plot = drawable(plot, "--plot") if plot else None
     names = [FIRST, *(name for name in methods or [method.name for method in METHODS] if name != FIRST)]
     task = Task(gpt(context=context, width=width, layers=layers), train, batch, turns)
     if hooks:
@@ -382,7 +383,10 @@ def one_bit(
         raise typer.BadParameter(f"--optimizer {unknown[0]!r}: choose from {', '.join(BESIDE)}")
     file = writable(file) if file else None
     model = gpt(context=context, width=width, layers=layers)
-    rows = measure(names or list(BESIDE), model, ranks, steps)
+    try:
+        rows = measure(names or list(BESIDE), model, ranks, steps)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     print(table(rows))
     if file:
         file.write_text(json.dumps({"environment": environment(), "rows": [asdict(row) for row in rows]}, indent=2))

@@ -180,8 +180,12 @@ class Measured:
 
 
 def measure(ranks: int, task: Task, links: Sequence[str], names: Sequence[str]) -> Iterator[Measured]:
-    """One link at a time; `links` as REFIMPL_LINK is said. `names` begins with DDP. ValueError for unknown methods."""
+    """One link at a time; `links` as REFIMPL_LINK is said. `names` begins with DDP.
+
+    ValueError for unknown methods, and for a context longer than the text.
+    """
     chosen(names)
+    Batches(corpus(), task.gpt.context, task.batch)
     with environment({VARIABLE: ""}):
         learned = launch.run(curves, task, names, ranks=ranks, timeout=600, device="cpu")[0]
     for link in links:

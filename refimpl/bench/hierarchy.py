@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from refimpl import launch
+from refimpl.bench.comm import numbers
 from refimpl.bench.race import Times, Turns, environment, race, slowest
 from refimpl.comm import halving, hierarchy, ring, tree
 from refimpl.comm.alpha_beta import Choice, Levels, pieces, predict
@@ -26,6 +27,7 @@ from refimpl.comm.topology import measure as measure_links
 from refimpl.comm.topology import tell_floor
 
 HEAT = ("nodes", "ranks", "bytes", "link")  # what all rows of a heat have in common
+RANKS = 512  # at most
 RING = Choice(two_level=False, algorithm="ring")
 
 
@@ -85,10 +87,15 @@ def measure(
     link: str,
     turns: Turns = Turns(),  # noqa: B008 (frozen)
 ) -> Iterator[list[Row]]:
-    """The rows of one heat (nodes, bytes) at a time: `each` ranks a node, `sizes` in bytes. ValueError for the link."""
+    """The rows of one heat (nodes, bytes) at a time: `each` ranks a node, `sizes` in bytes, about.
+
+    ValueError for the link, and for more ranks than are started at once.
+    """
     asked = Link.parse(link)
+    if most := [count for count in nodes if count * each > RANKS]:
+        raise ValueError(f"{most[0]} nodes of {each} ranks are {most[0] * each} processes: at most {RANKS}")
     for count in nodes:
-        for size in sizes:
+        for size in (4 * numbers(size, count * each) for size in sizes):
             with environment({RANKS_PER_NODE: str(each)}):
                 results = launch.run(heat, each, size, asked, turns, ranks=count * each, device="cpu", timeout=600)
             yield rows(results[0][0], slowest([times for _, times in results]), size, link)

@@ -27,7 +27,7 @@ from refimpl.comm.axes import neighbours
 from refimpl.comm.group import Group
 from refimpl.comm.link import VARIABLE, Link
 from refimpl.comm.nodes import RANKS_PER_NODE, ranks_per_node
-from refimpl.comm.topology import SIZES, Topology, floor, itself, measure
+from refimpl.comm.topology import ROW, SIZES, Topology, floor, itself, measure
 
 HEAT = ("link", "nodes", "ranks")
 CALLS = (*HEAT, "collective", "bytes")
@@ -129,21 +129,27 @@ def everything(sizes: Sequence[int], collectives: Sequence[str], turns: Turns, m
 
 
 def at_once(group: Group, each: int, messages: Sequence[int]) -> Times:
-    """All ranks of a node send to the next node: milliseconds of a message of each of two sizes."""
+    """All ranks of a node send to the next node: milliseconds of a message in a row of them, of each of two sizes."""
     to, source = (group.rank + each) % group.size, (group.rank - each) % group.size
+
+    def row(x: Tensor, out: Tensor) -> None:
+        for _ in range(ROW):
+            group.send_recv(x, to, out, source)
+
     calls = {}
     for size in (messages[-1] // 2, messages[-1]):
         x, out = group.empty(size, torch.uint8).zero_(), torch.empty(size, dtype=torch.uint8)
-        calls[str(size)] = partial(group.send_recv, x, to, out, source)
-    return race(group, calls, Turns(REPEATS, 1))
+        calls[str(size)] = partial(row, x, out)
+    return {size: [ms / ROW for ms in rows] for size, rows in race(group, calls, Turns(REPEATS // 2, 1)).items()}
 
 
 def bandwidth(sends: Times, each: int) -> float:
-    """Bits a second of `each` ranks together, from the least times of two sizes; a time is that of the slowest rank.
+    """Bits a second of `each` ranks together, from the median times of two sizes; a time is that of the slowest rank.
 
-    (Of ranks that share a cable the first has its message when the last has waited for all of them.)
+    (Of ranks that share a cable the first has its message when the last has waited for all of them. In the least time
+    a rank came late, and the others had had the cable to themselves.)
     """
-    (small, fast), (large, slow) = ((int(size), min(ms) / 1e3) for size, ms in sends.items())
+    (small, fast), (large, slow) = ((int(size), median(ms) / 1e3) for size, ms in sends.items())
     return 8 * each * (large - small) / max(slow - fast, 1e-9)
 
 

@@ -58,7 +58,11 @@ def optimizers(steps: int) -> dict[str, Callable[[list[nn.Parameter]], Optimizer
 
 
 def measure(names: Sequence[str], model: GPTConfig, ranks: int, steps: int, batch: int = 4) -> list[Row]:
-    """A row for each of `names`, and for what they are compared with. KeyError for another name."""
+    """A row for each of `names`, and for what they are compared with. KeyError for another name.
+
+    ValueError for a context longer than the text.
+    """
+    Batches(corpus(), model.context, batch)
     wanted = [name for name in BESIDE if name in names or name in {BESIDE[other] for other in names}]
     losses = dict[str, float]()
     rows = []

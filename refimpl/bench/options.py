@@ -90,6 +90,13 @@ def writable(file: Path, option: str = "--json") -> Path:
     return file
 
 
+def drawable(file: Path, option: str) -> Path:
+    """`writable`, and named as what it will be."""
+    if file.suffix.lower() != ".png":
+        raise typer.BadParameter(f"{option} {file}: it is drawn as PNG: name it {file.with_suffix('.png')}")
+    return writable(file, option)
+
+
 def on_disk(folder: Path) -> Path:
     """A folder that is there and can be written, on the disk to measure."""
     try:

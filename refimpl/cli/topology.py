@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from refimpl import launch
+from refimpl.cli.options import check_picture
 from refimpl.comm.alpha_beta import AlphaBeta, Choice, choose, predict
 from refimpl.comm.group import Group
 from refimpl.comm.nodes import RANKS_PER_NODE, ranks_per_node
@@ -49,6 +50,8 @@ def on_rank() -> tuple[Topology, str]:
 
 def run(ranks: int | None, picture: Path | None) -> None:
     """Measure, print on rank 0, and draw into `picture`. ValueError for `ranks` beside a launcher's, or below 2."""
+    if picture is not None:
+        check_picture("picture", picture)
     if launch.under_torchrun():
         launch.join(device="cpu")
         group = Group.world()

@@ -75,10 +75,12 @@ class Link:
     def parse(cls, text: str, name: str = "link") -> "Link":
         """ "1Gbit/s 100us", "100 Mbit/s, 2 ms", "125MB/s". ValueError, which begins with `name`, for anything else."""
         found = _TEXT.fullmatch(text)
-        if found and float(found[1]) > 0:
+        if found:
             number, prefix, unit, latency, seconds = found.groups()
             bits = float(number) * _SCALE[prefix.lower()] * (8 if unit == "B/s" else 1)
-            return cls(bits, float(latency) * _SECONDS[seconds] if latency else 0.0)
+            late = float(latency) * _SECONDS[seconds] if latency else 0.0
+            if 0 < bits < math.inf and late < math.inf:
+                return cls(bits, late)
         raise ValueError(
             f'{name}={text!r} is no link: write a bandwidth and a latency, such as {name}="1Gbit/s 100us" (bit/s or '
             "B/s with k, M, G or T before it; s, ms, us or ns)"

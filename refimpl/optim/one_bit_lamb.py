@@ -12,10 +12,10 @@ of f is taken that m's part has in the direction; f stays within factor_min and 
 factor_threshold of the last step's. Bytes: as 1-bit Adam. State: 12 bytes a parameter, and the errors' 8 + 8/N.
 
 `bias_correction` multiplies lr as in LAMB, by the count of all steps: the ratio has cancelled v's scale, so what is
-left of the correction is a warm-up of the steps' length, and has nothing to do with the freeze. Without it, as in the
-paper, losses alone in one process are those of DeepSpeed's class to 6e-6 over 400 steps of a GPT, 320 of them frozen;
-with it `refimpl bench one-bit --width 64 --layers 1` ends 2.7% above LAMB (8% when the correction stopped at the
-freeze).
+left of the correction is a warm-up of the steps' length, and has nothing to do with the freeze. In f it corrects v and
+w, each by the steps that it has seen: of two averages that began at 0 the older is larger for that alone. Without it,
+as in the paper, losses alone in one process are those of DeepSpeed's class to 6e-6 over 400 steps of a GPT, 320 of
+them frozen.
 Li et al. 2021, arXiv:2104.06069, algorithm 1. DeepSpeed until 0.19.6: deepspeed/runtime/fp16/onebit/lamb.py.
 """
 
@@ -145,11 +145,11 @@ class OneBitLamb(Travelling):
     def factor(self, p: Tensor, group: dict[str, Any], u: Tensor) -> float:
         """How much longer steps may be than with the frozen variance."""
         state = self.state[p]
-        frozen, fresh = denominator(state["exp_avg_sq"], group), denominator(state["exp_avg_sq_fresh"], group)
+        frozen, fresh = self.root(p, group), self.root(p, group, "exp_avg_sq_fresh", "step")
         now = float((frozen / fresh).max()) if p.numel() else 1.0
         if group["weight_decay"]:
-            whole = float(squared(u).sqrt())
-            share = min(1.0, float(squared(state["exp_avg"] / frozen).sqrt()) / whole) if whole else 1.0
+            whole, ours = float(squared(u).sqrt()), state["exp_avg"] / denominator(state["exp_avg_sq"], group)
+            share = min(1.0, float(squared(ours).sqrt()) / whole) if whole else 1.0
             now = now * share + (1.0 - share)
         now = min(max(now, self.factor_min), self.factor_max)
         last = state.get("last_factor", 1.0)

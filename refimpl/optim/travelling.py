@@ -118,22 +118,23 @@ class Travelling(torch.optim.Optimizer, ABC):
             state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         return state
 
-    def corrections(self, p: Tensor, group: dict[str, Any]) -> tuple[float, float]:
-        """What p's momentum and variance are to be divided by: they began at 0. 1 without `bias_correction`."""
-        if not group["bias_correction"]:
-            return 1.0, 1.0
-        state, (beta1, beta2) = self.state[p], group["betas"]
-        return 1 - beta1 ** max(1, state.get("step", 0)), 1 - beta2 ** max(1, state.get("variance_step", 0))
+    def correction(self, p: Tensor, group: dict[str, Any], beta: float, steps: str) -> float:
+        """What an average of p's that has seen so many `steps` is divided by: it began at 0.
 
-    def root(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        1 without `bias_correction`.
+        """
+        return 1 - beta ** max(1, self.state[p].get(steps, 0)) if group["bias_correction"] else 1.0
+
+    def root(
+        self, p: Tensor, group: dict[str, Any], variance: str = "exp_avg_sq", steps: str = "variance_step"
+    ) -> Tensor:
         """sqrt(v) + eps of Adam, v corrected; in new memory."""
-        _, correction = self.corrections(p, group)
-        variance = self.state[p]["exp_avg_sq"]
-        return denominator(variance if correction == 1 else variance / correction, group)
+        correction, v = self.correction(p, group, group["betas"][1], steps), self.state[p][variance]
+        return denominator(v if correction == 1 else v / correction, group)
 
     def adams(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """Adam's direction, m / (sqrt(v) + eps) + weight_decay * p, both corrected; in new memory."""
-        correction, _ = self.corrections(p, group)
+        correction = self.correction(p, group, group["betas"][0], "step")
         return direction(p, self.state[p], group, self.root(p, group), correction)
 
     def mean(self, params: list[Tensor], values: list[Tensor], groups: list[dict[str, Any]]) -> None:

@@ -120,7 +120,7 @@ class ZeroOneAdam(Travelling):
         for p, group, root, c in zip(params, groups, roots, values, strict=True):
             state = self.state[p]
             p.copy_(state["met_at"]).sub_(c / root)
-            state["exp_avg"].copy_(c).mul_(self.corrections(p, group)[0] / group["lrs"])
+            state["exp_avg"].copy_(c).mul_(self.correction(p, group, group["betas"][0], "step") / group["lrs"])
             for key in APART:
                 del state[key]
         for group in self.param_groups:

@@ -93,6 +93,8 @@ def test_the_readmes_table_has_a_line_a_method_and_a_column_a_link() -> None:
     [
         (["--link", "slow"], "--link='slow' is no link"),
         (["--method", "top-k"], "no method 'top-k': choose from 'DDP', "),
+        (["--context", "1000000"], "bytes is too short: a context of 1000000 needs 1000001"),
+        (["--plot", "losses"], "--plot losses: it is drawn as PNG: name it losses.png"),
     ],
 )
 def test_what_there_is_not_is_refused(arguments: list[str], message: str) -> None:

@@ -39,7 +39,8 @@ def test_every_way_gives_the_sum_and_a_run_has_a_row_of_each(capfd: pytest.Captu
     assert [row.way for row in heat] == list(ways)
     first = next(row for row in heat if row.way == str(RING))
     for row in heat:
-        assert (row.nodes, row.ranks, row.bytes, row.link) == (2, 4, 1000, "1Gbit/s 1ns")
+        assert (row.nodes, row.ranks, row.link) == (2, 4, "1Gbit/s 1ns")
+        assert row.bytes == 992, "of fp32 that four ranks share evenly"
         assert row.gain == pytest.approx(first.ms / row.ms)
         assert row.predicted_gain == pytest.approx(first.predicted_ms / row.predicted_ms)
 
@@ -56,6 +57,8 @@ def test_the_predicted_gain_is_the_formulas() -> None:
 def test_a_link_that_is_none_is_refused_and_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="is no link"):
         next(measure([2], 2, [1000], "fast"))
+    with pytest.raises(ValueError, match="3 nodes of 200 ranks are 600 processes: at most 512"):
+        next(measure([2, 3], 200, [1000], "1Gbit/s"))
     monkeypatch.setenv(RANKS_PER_NODE, "7")
     with environment({RANKS_PER_NODE: "3"}):
         assert os.environ[RANKS_PER_NODE] == "3"

@@ -54,8 +54,12 @@ def test_a_latency_below_a_message_itself_is_said_to_be_out_of_reach() -> None:
 
 
 def test_a_nodes_bandwidth_is_what_its_ranks_have_together_whoever_was_first_on_the_cable() -> None:
-    """1 byte/us for two ranks, latency 1 ms: the first has its 1,000 bytes after 2 ms, the second after 3."""
-    first, second = {"1000": [2.0, 3.0], "2000": [3.0, 5.0]}, {"1000": [3.0, 2.0], "2000": [5.0, 3.0]}
+    """1 byte/us for two ranks, latency 1 ms: the first has its 1,000 bytes after 2 ms, the second after 3.
+
+    Once one comes 0.9 ms late.
+    """
+    first = {"1000": [2.0, 3.0, 2.0], "2000": [3.0, 5.0, 3.0]}
+    second = {"1000": [3.0, 2.0, 2.1], "2000": [5.0, 3.0, 5.0]}
     assert bandwidth(slowest([first, second]), 2) == pytest.approx(8e6)
 
 

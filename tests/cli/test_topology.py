@@ -71,7 +71,17 @@ def test_a_latency_below_a_message_itself_is_said_to_be_out_of_reach(monkeypatch
     assert "more than the link's 0.001 us" in result.output
 
 
-@pytest.mark.parametrize("words", [["--ranks", "2"], ["--topology", "--ranks", "1"], ["--picture", "a.png"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--ranks", "2"],
+        ["--topology", "--ranks", "1"],
+        ["--picture", "a.png"],
+        ["--topology", "--picture", "heat"],
+        ["--topology", "--picture", "nowhere/heat.png"],
+    ],
+    ids=" ".join,
+)
 def test_what_cannot_be_is_refused_in_a_line(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     result = CliRunner().invoke(app, ["doctor", *words])
     assert result.exit_code == 2

@@ -51,7 +51,19 @@ def test_a_link_is_said_in_words(text: str, bits: float, latency: float) -> None
 
 
 @pytest.mark.parametrize(
-    "text", ["fast", "1", "1Gbit/s 100", "-1Gbit/s", "0Gbit/s 1us", "1Gbit/s -1us", "100us", "1Xbit/s"]
+    "text",
+    [
+        "fast",
+        "1",
+        "1Gbit/s 100",
+        "-1Gbit/s",
+        "0Gbit/s 1us",
+        "1Gbit/s -1us",
+        "100us",
+        "1Xbit/s",
+        "1e400Gbit/s 1us",
+        "1Gbit/s 1e400s",
+    ],
 )
 def test_a_malformed_variable_is_named_and_a_right_one_shown(text: str) -> None:
     with pytest.raises(ValueError, match=r'REFIMPL_LINK=.* is no link: .*such as REFIMPL_LINK="1Gbit/s 100us"'):

@@ -347,3 +347,16 @@ def test_alone_it_is_adam_with_a_frozen_variance() -> None:
         optimizer.step()
     m = [0.1, 0.09 + 0.3]
     torch.testing.assert_close(p.detach(), torch.full((3,), 1 - 0.1 * sum(m) / 0.001**0.5))
+
+
+def test_with_bias_correction_a_steady_gradient_takes_lambs_steps_after_the_freeze_too() -> None:
+    """Nothing has settled after 3 of 1,000 steps of memory: a variance that is only older must not look larger."""
+    moved = []
+    for kind, more in ((Lamb, {}), (OneBitLamb, {"freeze_step": 3, "coeff_beta": 0.0})):
+        p = nn.Parameter(torch.linspace(1.0, 2.0, 8))
+        optimizer = kind([p], lr=1e-4, betas=(0.0, 0.999), **more)
+        for _ in range(12):
+            p.grad = torch.full((8,), 0.5)
+            optimizer.step()
+        moved.append(torch.linspace(1.0, 2.0, 8) - p.detach())
+    torch.testing.assert_close(moved[1], moved[0], rtol=0.01, atol=0)
