@@ -15,7 +15,7 @@ from torch import Tensor
 
 from refimpl.kernels.block_lists import BlockLists
 
-CHUNK = 2**18  # scores alive at a time and thread: 1 MB in fp32, and backward has two such; about a core's cache
+CHUNK = 2**17  # scores alive at a time and thread: 0.5 MB in fp32; backward has two such, and blocks: a core's cache
 TALL = 256  # tokens of queries in a tile, at most: more of them re-use the gathered keys, and fill the cache
 
 
