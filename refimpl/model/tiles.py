@@ -30,7 +30,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Blocks:
-    """What some tiles take of a matrix, n blocks each; `even` if tile i has those from first + i step on."""
+    """What some tiles take of a matrix, n blocks each; `even` if tile i has those from first + i step on, step >= 0."""
 
     tiles: int
     each: int  # n
@@ -42,7 +42,7 @@ class Blocks:
         """[g, n]."""
         (g, n), first = numbers.shape, int(numbers[0, 0])
         step = int(numbers[1, 0]) - first if g > 1 else n
-        even = torch.equal(numbers, first + step * torch.arange(g)[:, None] + torch.arange(n))
+        even = step >= 0 and torch.equal(numbers, first + step * torch.arange(g)[:, None] + torch.arange(n))
         return Blocks(g, n, numbers.flatten().to(device), (first, step) if even else None)
 
 
