@@ -38,13 +38,17 @@ class Problem:
         self.sums = torch.float64 if q.dtype == torch.float64 else torch.float32
         self.key_bias = key_bias
         self.held: dict[str, Tensor] = {}
+        self.views: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # of what is held
 
     def scratch(self, name: str, *shape: int) -> Tensor:
         """Memory by name, in the dtype of sums, taken again and again: fresh pages would cost a tenth of the time."""
-        size = math.prod(shape)
-        if name not in self.held or self.held[name].numel() < size:
-            self.held[name] = torch.empty(size, dtype=self.sums, device=self.device)
-        return self.held[name][:size].view(shape)
+        if (name, shape) not in self.views:
+            size = math.prod(shape)
+            if name not in self.held or self.held[name].numel() < size:
+                self.held[name] = torch.empty(size, dtype=self.sums, device=self.device)
+                self.views = {key: view for key, view in self.views.items() if key[0] != name}
+            self.views[name, shape] = self.held[name][:size].view(shape)
+        return self.views[name, shape]
 
     def where(self, x: Tensor, blocks: Blocks) -> Tensor | None:
         """Blocks of x [blocks, block D] where they lie, [tiles, tokens, D]; None unless evenly, in sums' dtype."""
@@ -56,10 +60,7 @@ class Problem:
 
     def gather(self, name: str, x: Tensor, blocks: Blocks) -> Tensor:
         """Blocks of x [blocks, block D] -> [tiles, tokens, D] in the dtype of sums: where they lie, or copied."""
-        if (there := self.where(x, blocks)) is not None and blocks.even is not None:
-            first, step = blocks.even
-            if step <= blocks.each:  # read in one go, which a core fetches ahead; products ask in their own order
-                x[first : first + (blocks.tiles - 1) * step + blocks.each].sum()
+        if (there := self.where(x, blocks)) is not None:
             return there
         into = self.scratch(name, blocks.tiles * blocks.each, x.shape[1])
         if x.dtype == self.sums:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from refimpl.kernels.block_lists import BlockLists
 
-CHUNK = 2**18  # scores alive at a time and thread: 1 MB in fp32, and backward has two such; about a core's cache
+CHUNK = 2**17  # scores alive at a time and thread: 0.5 MB in fp32; backward has two such, and blocks: a core's cache
 TALL = 256  # tokens of queries in a tile, at most: more of them re-use the gathered keys, and fill the cache
 
 
@@ -30,7 +30,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Blocks:
-    """What some tiles take of a matrix, n blocks each; `even` if tile i has those from first + i step on."""
+    """What some tiles take of a matrix, n blocks each; `even` if tile i has those from first + i step on, step >= 0."""
 
     tiles: int
     each: int  # n
@@ -42,7 +42,7 @@ class Blocks:
         """[g, n]."""
         (g, n), first = numbers.shape, int(numbers[0, 0])
         step = int(numbers[1, 0]) - first if g > 1 else n
-        even = torch.equal(numbers, first + step * torch.arange(g)[:, None] + torch.arange(n))
+        even = step >= 0 and torch.equal(numbers, first + step * torch.arange(g)[:, None] + torch.arange(n))
         return Blocks(g, n, numbers.flatten().to(device), (first, step) if even else None)
 
 
