@@ -1,14 +1,17 @@
 """cloudpickle, for more than it sends by value itself.
 
 It already sends lambdas, closures and all of `__main__` (scripts, notebook cells) by value. Here the functions and
-classes of modules that no import would find do too, such as a test file's under pytest's importlib mode.
+classes of modules that no import would find do too, such as a test file's under pytest's importlib mode. And code
+keeps the file that it came from, which cloudpickle 3.1.3 forgets: errors name it, with the line.
 """
 
 import io
 import sys
 import types
+from collections import ChainMap
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle  # type: ignore[import-untyped]
 
@@ -23,7 +26,18 @@ def dumps(obj: object) -> bytes:
     return file.getvalue()
 
 
+def _code(code: types.CodeType) -> tuple[Any, ...]:
+    make, args, *_ = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    return _from, (code.co_filename, make, args)
+
+
+def _from(file: str, make: Callable[..., types.CodeType], args: tuple[Any, ...]) -> types.CodeType:
+    return make(*args).replace(co_filename=file)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    dispatch_table: ClassVar = ChainMap({types.CodeType: _code}, cloudpickle.Pickler.dispatch_table)
+
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.by_value: list[types.ModuleType] = []
