@@ -6,9 +6,9 @@ from typing import Any
 
 from refimpl.comm.board import Board, Call, caller
 from refimpl.comm.patience import Patience
-from refimpl.comm.register import Register
 from refimpl.comm.work import Phase, Steps
 from refimpl.ranks.lost import RankLost, lost_connection
+from refimpl.ranks.register import Register
 
 Part = tuple[tuple[int, ...], str]  # (sender, receiver) of one message, and what it holds
 
@@ -86,14 +86,14 @@ class Agreed:
 
 def who_left(register: Register | None) -> str:
     """In words; this rank is about to leave too, and says so to those that wait for it."""
-    ended, gave_up = register.left() if register else ([], [])
+    left, waited = register.left() if register else ([], [])
     if register:
         register.give_up()
     did = "(it returned, raised or was killed)"
-    if not ended:
+    if not left:
         return f"another rank left {did} or is stuck. Look at what the others printed last"
-    text = f"{_ranks(ended)} ended {did}. Look at the last output there"
-    return text + (f"; {_ranks(gave_up)} waited in vain before this one" if gave_up else "")
+    text = f"{_ranks(left)} left {did}. Look at the last output there"
+    return text + (f"; {_ranks(waited)} waited in vain before this one" if waited else "")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

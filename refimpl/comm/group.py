@@ -34,13 +34,13 @@ from refimpl.comm.link import Link
 from refimpl.comm.logged import entered
 from refimpl.comm.patience import Meeting, Patience
 from refimpl.comm.process_group import ControlLine, backend_of, device_of
-from refimpl.comm.register import Register
 from refimpl.comm.route import Route
 from refimpl.comm.streams import Streams, streams_of
 from refimpl.comm.transport import Transport
 from refimpl.comm.work import Steps, Work
 from refimpl.measure.ledger import Ledger
 from refimpl.ranks import environment
+from refimpl.ranks.register import Register
 
 
 class Group:
@@ -82,7 +82,9 @@ class Group:
         where = Path(directory or "")
         self._job_rank = self.ranks[handle.rank()] if handle else 0
         self._board = Board(where, handle.group_name, self.ranks, handle.rank()) if handle and directory else None
-        self._register = Register.of_job(where) if handle and directory else None
+        self._register = Register.of_job()
+        if self._register:
+            self._register.enter()
         self.route = Route(handle, self.backend, self.device, self.streams, deterministic, transport, link)
         self.rank, self.size = self.route.direct.rank, self.route.direct.size
 
