@@ -8,6 +8,7 @@ from refimpl.comm.board import Board, Call, caller
 from refimpl.comm.patience import Patience
 from refimpl.comm.work import Phase, Steps
 from refimpl.ranks.lost import RankLost, lost_connection
+from refimpl.ranks.register import Register
 
 Part = tuple[tuple[int, ...], str]  # (sender, receiver) of one message, and what it holds
 
@@ -19,9 +20,16 @@ class Agreed:
     """
 
     def __init__(
-        self, board: Board | None, patience: Patience, rank: int, what: str, tag: str, parts: Sequence[Part] = ()
+        self,
+        board: Board | None,
+        register: Register | None,
+        patience: Patience,
+        rank: int,
+        what: str,
+        tag: str,
+        parts: Sequence[Part] = (),
     ) -> None:
-        self.board, self.patience, self.rank, self.what = board, patience, rank, what
+        self.board, self.register, self.patience, self.rank, self.what = board, register, patience, rank, what
         self.text = what + (f", tag {tag!r}" if tag else "") + caller()
         self.parts = parts
         self.number = 0  # of the first phase among the group's calls, once that has begun
@@ -71,10 +79,25 @@ class Agreed:
             reason = re.sub(r"^\[[^]]*\] ", "", str(error).strip().splitlines()[-1]).rstrip(".")  # not gloo's own file
             did = self.board.standings() if self.board else ""
             raise RankLost(
-                f"rank {self.rank} waits in vain in {self.text}: another rank left (it returned, raised or was killed) "
-                f"or is stuck. Look at what the others printed last. The library says: {reason}."
+                f"rank {self.rank} waits in vain in {self.text}: {who_left(self.register)}. The library says: {reason}."
                 + (f"\nThe last call of each rank of this group:{did}" if did else "")
             ) from None
+
+
+def who_left(register: Register | None) -> str:
+    """In words; this rank is about to leave too, and says so to those that wait for it."""
+    left, waited = register.left() if register else ([], [])
+    if register:
+        register.give_up()
+    did = "(it returned, raised or was killed)"
+    if not left:
+        return f"another rank left {did} or is stuck. Look at what the others printed last"
+    text = f"{_ranks(left)} left {did}. Look at the last output there"
+    return text + (f"; {_ranks(waited)} waited in vain before this one" if waited else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 class Transfer:

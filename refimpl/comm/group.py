@@ -40,6 +40,7 @@ from refimpl.comm.transport import Transport
 from refimpl.comm.work import Steps, Work
 from refimpl.measure.ledger import Ledger
 from refimpl.ranks import environment
+from refimpl.ranks.register import Register
 
 
 class Group:
@@ -81,6 +82,9 @@ class Group:
         where = Path(directory or "")
         self._job_rank = self.ranks[handle.rank()] if handle else 0
         self._board = Board(where, handle.group_name, self.ranks, handle.rank()) if handle and directory else None
+        self._register = Register.of_job()
+        if self._register:
+            self._register.enter()
         self.route = Route(handle, self.backend, self.device, self.streams, deterministic, transport, link)
         self.rank, self.size = self.route.direct.rank, self.route.direct.size
 
@@ -176,7 +180,7 @@ class Group:
     def _agreed(self, what: str, tag: str, parts: Sequence[Part] = ()) -> Agreed:
         """What is begun only when no rank is seen to begin something else; `what` must be equal on all ranks."""
         board = self._board if self.size > 1 else None
-        return Agreed(board, self.patience, self._job_rank, what, tag, parts)
+        return Agreed(board, self._register, self.patience, self._job_rank, what, tag, parts)
 
     def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
         """Replace x [n] by its sum, mean or maximum over ranks, the same bits on every rank. Any n; x contiguous.

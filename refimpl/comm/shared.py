@@ -129,7 +129,7 @@ class Shared(Library):
         yield lambda: self._begin(self._broadcast(x.view(-1), root))
 
     def send(self, x: Tensor, to: int) -> Steps:
-        yield lambda: self._begin(self._give(self._to[to], {to: x.detach().view(-1)}))
+        yield lambda: self._begin(self._give(self._to[to], x.detach().view(-1)))
 
     def recv(self, x: Tensor, source: int) -> Steps:
         yield lambda: self._begin(self._take(self._from[source], {source: x.detach().view(-1)}))
@@ -161,7 +161,7 @@ class Shared(Library):
 
     def _gather(self, number: int, chunks: list[Tensor], x: Tensor) -> Iterator[Need]:
         """x [s] of every rank -> chunks, N tensors [s]."""
-        copied = yield from self._show(self._all, number, dict.fromkeys(self._all.others, x))
+        copied = yield from self._show_all(self._all, number, x)
         if chunks[self.rank].data_ptr() != x.data_ptr():
             chunks[self.rank].copy_(x)
         yield from self._copy(self._all, number, {m: chunks[m] for m in self._all.others})
@@ -177,13 +177,13 @@ class Shared(Library):
 
     def _broadcast(self, x: Tensor, root: int) -> Iterator[Need]:
         if self.rank == root:
-            yield from self._give(self._all, dict.fromkeys(self._all.others, x))
+            yield from self._give(self._all, x)
         else:
             yield from self._take(self._all, {root: x})
 
-    def _give(self, channel: Channel, pieces: dict[int, Tensor]) -> Iterator[Need]:
+    def _give(self, channel: Channel, x: Tensor) -> Iterator[Need]:
         number = channel.number()
-        copied = yield from self._show(channel, number, pieces)
+        copied = yield from self._show_all(channel, number, x)
         yield from self._end(channel, number, copied)
 
     def _take(self, channel: Channel, pieces: dict[int, Tensor]) -> Iterator[Need]:
@@ -194,14 +194,18 @@ class Shared(Library):
 
     def _show(self, channel: Channel, number: int, pieces: dict[int, Tensor]) -> Shows:
         """Let each member read its piece, where it lies or in a copy; returns the buffer of the copies, if any."""
-        copied, different = None, {id(piece): piece for piece in pieces.values()}
-        if not all(map(self.own.holds, different.values())):
-            like, sizes = next(iter(different.values())), [len(piece) for piece in different.values()]
-            copied = self._buffer(sum(sizes), like)
-            for copy, (key, piece) in zip(torch.split(copied, sizes), list(different.items()), strict=True):
-                different[key] = copy.copy_(piece)
-        places = {key: self.own.place(piece) for key, piece in different.items()}
-        yield from channel.post(number, {m: places[id(piece)] for m, piece in pieces.items()})
+        copied = None
+        if not all(map(self.own.holds, pieces.values())):
+            copied = self._buffer(sum(map(len, pieces.values())), next(iter(pieces.values())))
+            copies = torch.split(copied, [len(piece) for piece in pieces.values()])
+            pieces = {m: copy.copy_(piece) for copy, (m, piece) in zip(copies, pieces.items(), strict=True)}
+        yield from channel.post(number, {m: self.own.place(piece) for m, piece in pieces.items()})
+        return copied
+
+    def _show_all(self, channel: Channel, number: int, x: Tensor) -> Shows:
+        """The same of one piece, which all members read."""
+        copied = None if self.own.holds(x) else self._buffer(x.numel(), x).copy_(x)
+        yield from channel.post(number, dict.fromkeys(channel.others, self.own.place(x if copied is None else copied)))
         return copied
 
     def _shown(self, channel: Channel, member: int, number: int, like: Tensor) -> Tensor:

@@ -2,14 +2,16 @@
 
 It already sends lambdas, closures and all of `__main__` (scripts, notebook cells) by value. Here the functions and
 classes of modules that no import would find do too, such as a test file's under pytest's importlib mode. And code
-keeps its file's name, which cloudpickle 3.1.3 takes away: a rank's errors and stacks name it.
+keeps the file that it came from, which cloudpickle 3.1.3 forgets: errors name it, with the line.
 """
 
 import io
 import sys
 import types
+from collections import ChainMap
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle  # type: ignore[import-untyped]
 
@@ -24,19 +26,24 @@ def dumps(obj: object) -> bytes:
     return file.getvalue()
 
 
-_NAMELESS = "<dynamic-code>"  # for every file, in cloudpickle 3.1.3
+def _code(code: types.CodeType) -> tuple[Any, ...]:
+    make, args, *_ = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    return _from, (code.co_filename, make, args)
+
+
+def _from(file: str, make: Callable[..., types.CodeType], args: tuple[Any, ...]) -> types.CodeType:
+    return make(*args).replace(co_filename=file)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    dispatch_table: ClassVar = ChainMap({types.CodeType: _code}, cloudpickle.Pickler.dispatch_table)
+
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.by_value: list[types.ModuleType] = []
         self.seen = {"__main__"}
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, types.CodeType):
-            make, args = self.dispatch_table[types.CodeType](obj)
-            return make, tuple(obj.co_filename if isinstance(a, str) and a == _NAMELESS else a for a in args)
         if isinstance(obj, types.FunctionType | type | types.ModuleType):
             name = obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__
             module = sys.modules.get(name)

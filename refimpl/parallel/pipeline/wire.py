@@ -10,8 +10,9 @@ DeepSpeed: deepspeed/runtime/pipe/engine.py, _send_tensor_meta (tensors and tupl
 """
 
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from refimpl.comm.group import Group
 from refimpl.comm.work import Work
+
+T = TypeVar("T")
+
+
+def each(kind: type[T], change: Callable[[T], Any], value: Any) -> Any:
+    """The value with every one of that kind in it changed. Most values are one tensor, and a message costs its sender's
+    and its receiver's Python: they do not go through torch's trees.
+    """
+    return change(value) if isinstance(value, kind) else tree_map_only(kind, change, value)
+
+
+def leaves(kind: type[T], value: Any) -> list[T]:
+    """Those of that kind in it."""
+    return [value] if isinstance(value, kind) else [x for x in tree_leaves(value) if isinstance(x, kind)]
 
 
 @dataclass(frozen=True)
@@ -41,24 +56,24 @@ class Form:
 
     @property
     def rooms(self) -> list[Room]:
-        return [leaf for leaf in tree_leaves(self.nest) if isinstance(leaf, Room)]
+        return leaves(Room, self.nest)
 
     def __str__(self) -> str:
-        return str(tree_map_only(Room, str, self.nest))
+        return str(each(Room, str, self.nest))
 
     def fill(self, tensors: list[Tensor]) -> Any:
         """The value, with these tensors in it; each that needs a gradient is the beginning of a graph."""
         left = iter(tensors)
-        return tree_map_only(Room, lambda room: next(left).detach().requires_grad_(room.requires_grad), self.nest)
+        return each(Room, lambda room: next(left).detach().requires_grad_(room.requires_grad), self.nest)
 
 
 def form_of(value: Any) -> Form:
-    return Form(tree_map_only(Tensor, lambda x: Room(tuple(x.shape), x.dtype, x.requires_grad), value))
+    return Form(each(Tensor, lambda x: Room(tuple(x.shape), x.dtype, x.requires_grad), value))
 
 
 def tensors_of(value: Any) -> list[Tensor]:
     """In the order of `Form.rooms`."""
-    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    return leaves(Tensor, value)
 
 
 def with_gradient(value: Any) -> list[Tensor]:
@@ -80,7 +95,7 @@ class Alias(torch.autograd.Function):
 
 def writable(value: Any) -> Any:
     """The same, for layers that change what they are given, as nn.ReLU(inplace=True): a leaf autograd lets nobody."""
-    return tree_map_only(Tensor, lambda x: Alias.apply(x) if x.requires_grad and x.is_leaf else x, value)  # type: ignore[no-untyped-call]
+    return each(Tensor, lambda x: Alias.apply(x) if x.requires_grad and x.is_leaf else x, value)  # type: ignore[no-untyped-call]
 
 
 class Wire:
