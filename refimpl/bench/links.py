@@ -38,6 +38,7 @@ WAYS = {
     TWO_LEVEL: Choice(two_level=True, algorithm="exchange"),
 }
 REPEATS = 10
+BAND = 0.1  # of a latency: later than that is said
 ITSELF = "a message itself, us"
 
 
@@ -180,7 +181,8 @@ def figures(
     each = found.ranks // nodes
     _, far = found.alone(each)
     latency, bandwidth = (1e6 * link.latency, link.bits_per_second / 1e9) if link else (None, None)
-    note = " (a message itself takes more)" if floor(link, message) else ""
+    late = link is not None and far.alpha > (1 + BAND) * link.latency
+    note = " (a message itself takes more)" if floor(link, message) else f" (more than {BAND:.0%} late)" if late else ""
     measured = [(f"latency, us{note}", 1e6 * far.alpha, latency)]
     if far.beta:
         measured.append(("bandwidth of a pair, Gbit/s", 8e-9 / far.beta, bandwidth))

@@ -51,6 +51,8 @@ def test_a_latency_below_a_message_itself_is_said_to_be_out_of_reach() -> None:
     below, above = (figures("", 2, found, 1e9, Link(1e9, latency), 5e-5)[0].figure for latency in (1e-5, 1e-4))
     assert (below, above) == ("latency, us (a message itself takes more)", "latency, us")
     assert len(below) <= 42  # more, and 80 columns cut the table's numbers
+    late, near = (figures("", 2, found, 1e9, Link(1e9, latency), 4e-5)[0].figure for latency in (5e-5, 5.5e-5))
+    assert (late, near) == ("latency, us (more than 10% late)", "latency, us")
 
 
 def test_a_nodes_bandwidth_is_what_its_ranks_have_together_whoever_was_first_on_the_cable() -> None:
