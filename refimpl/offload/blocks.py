@@ -6,7 +6,8 @@ disk and page-aligned memory past the page cache, which would otherwise keep a s
 
 The file has no name (O_TMPFILE, or unlinked at once): two runs in one folder never meet, a SIGKILL leaves nothing
 behind, and nobody can cut it short. Its space is taken when a record is made (`posix_fallocate`): a full disk says so
-before training begins. Every block is summed as 64-bit words when it is written, and compared when it is read.
+before training begins, of gradients in the first step, which then changes nothing. Every block is summed as 64-bit
+words when it is written, and compared when it is read.
 
 ZeRO-Infinity: Rajbhandari et al. 2021, arXiv:2104.07857, section 6.3 (DeepNVMe). DeepSpeed: csrc/aio, by libaio.
 """
