@@ -76,6 +76,10 @@ class Managed(nn.Parameter):
         if value and self.stage is not None:
             self.stage.unfrozen(self)
 
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """As torch's; but "cpu:1", as accelerate calls the CPU on rank 1, is where all of it is already: no copy."""
+        return super().to(*map(unnumbered, args), **{key: unnumbered(value) for key, value in kwargs.items()})
+
     def requires_grad_(self, requires_grad: bool = True) -> "Managed":
         self.requires_grad = requires_grad
         return self
@@ -146,6 +150,11 @@ HARMLESS = {
     torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type,
 }  # fmt: skip
 CONVERSIONS = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
+
+
+def unnumbered(x: Any) -> Any:
+    """A CPU without its number; all else as it is."""
+    return torch.device("cpu") if isinstance(x, torch.device | str) and torch.device(x).type == "cpu" else x
 
 
 def spoken(func: Any) -> str:

@@ -80,7 +80,7 @@ def loaded(stage_name: str, dtype: torch.dtype) -> bool:
     model, optimizer, stage = stage_of_small(stage_name, dtype, reduce_bucket_size=40)
     plain(model, optimizer, lambda step: batch(step, stage.group.rank).to(dtype))
     other = small(7).to(dtype)
-    model.to("cpu").to(dtype)  # nothing to do
+    model.to("cpu").to(torch.device("cpu", 1)).to(device="cpu:0").to(dtype)  # nothing to do
     model.load_state_dict(other.state_dict())
     assert differing(model.state_dict(), other.state_dict()) == []
     twin_optimizer = by_adamw(other)
