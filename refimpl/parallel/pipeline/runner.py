@@ -37,6 +37,11 @@ from refimpl.parallel.pipeline.wire import Arriving, Wire, form_of, tensors_of, 
 Loss = Callable[[Any, Any], Tensor]
 Added = Callable[[int], Tensor | None]
 
+NO_GRADIENT = (
+    "the loss has no gradient, so that nothing would be trained: it was detached, computed in no_grad() or from whole "
+    "numbers (argmax), or no parameter of any stage requires one"
+)
+
 
 class Pipeline:
     """This rank's part of a pipeline over the ranks of `group`."""
@@ -81,7 +86,8 @@ class Pipeline:
         that hold the last. scale: what each loss is multiplied with for backward, 1 / micro-batches if it is None.
         Returns this rank's share of the losses, not scaled, by micro-batch: those whose last stage is here, and what
         stages that are here have added.
-        ValueError for another number of micro-batches; RankLost when another rank is gone.
+        ValueError for another number of micro-batches, and for a loss without a gradient; RankLost when another rank
+        is gone.
         """
         self._check(inputs, targets)
         self.group.share_messages()
@@ -199,6 +205,8 @@ class Step:
                 self.hear(out)
             if self.targets is not None:
                 out = self.pipeline.loss(out, self.targets[micro])
+                if torch.is_grad_enabled() and added is None and not with_gradient(out):
+                    raise ValueError(NO_GRADIENT)
             self._result(micro, out)
         else:
             self._put(Value("forward", stage, micro), out)
