@@ -76,7 +76,7 @@ class Managed(nn.Parameter):
         if value and self.stage is not None:
             self.stage.unfrozen(self)
 
-    def to(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
         """As torch's; but "cpu:1", as accelerate calls the CPU on rank 1, is where all of it is already: no copy."""
         return super().to(*map(unnumbered, args), **{key: unnumbered(value) for key, value in kwargs.items()})
 
