@@ -86,6 +86,7 @@ def test_the_parts_on_all_ranks_are_the_parameter(shapes: list[tuple[int, ...]],
             assert torch.equal(part, bucket.shard(bucket.full)[start:end])
             assert torch.equal(bucket.cut(original.detach(), p, len(part)), part)
             assert torch.equal(bucket.part(bucket.full, p).view(p.shape), bucket.piece(bucket.full, p))
+            assert torch.equal(bucket.pieces(bucket.full)[i], bucket.piece(bucket.full, p))
             parts.append(part)
         assert torch.equal(torch.cat(parts), original.flatten())
 
