@@ -80,14 +80,19 @@ def gpt(**shape: int) -> "GPTConfig":
 
 def writable(file: Path, option: str = "--json") -> Path:
     """A file to be written at the end, opened before anything is measured, and left as it was."""
-    new = not file.exists()
     try:
-        file.open("a").close()
+        open_once(file)
     except OSError as error:
         raise typer.BadParameter(f"{option} {file}: cannot write there: {error.strerror}") from None
+    return file
+
+
+def open_once(file: Path) -> None:
+    """OSError if it cannot be written; it is left as it was."""
+    new = not file.exists()
+    file.open("a").close()
     if new:
         file.unlink()
-    return file
 
 
 def drawable(file: Path, option: str) -> Path:

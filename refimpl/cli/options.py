@@ -126,18 +126,18 @@ def check_picture(option: str, file: Path) -> None:
     """A file that can be drawn into, before anything is measured; it is left as it was. ValueError."""
     from matplotlib.backend_bases import FigureCanvasBase
 
+    from refimpl.bench.options import open_once
+
     known = FigureCanvasBase.get_supported_filetypes()
     if file.suffix[1:].lower() not in known:
         raise ValueError(f"--{option} {file}: the suffix says the format, one of {', '.join(sorted(known))}")
-    place, new = environment.find(), not file.exists()
+    place = environment.find()
     if place and place.rank:
         return  # rank 0 draws
     try:
-        file.open("a").close()
+        open_once(file)
     except OSError as error:
         raise ValueError(f"--{option} {file}: cannot write there: {error.strerror}; choose another file") from None
-    if new:
-        file.unlink()
 
 
 def check_writable(option: str, folder: Path) -> None:
