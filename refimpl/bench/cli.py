@@ -127,6 +127,7 @@ def sparse(
     blocks: Annotated[list[int], typer.Option("--block", min=1, help="Tokens in a block's side.")] = [64],  # noqa: B006
     heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
     width: Annotated[int, typer.Option(min=1, help="Of a head.")] = 64,
+    published: Annotated[bool, typer.Option("--published", help="As wide as in the patterns' papers.")] = False,
     turns: TurnsOption = 4,
     file: JsonOption = None,
 ) -> None:
@@ -135,7 +136,8 @@ def sparse(
 
     file = writable(file) if file else None
     try:
-        publish("Attention over a pattern", HEAT, measure(tokens, patterns, blocks, heads, width, turns), file)
+        heats = measure(tokens, patterns, blocks, heads, width, turns, published)
+        publish("Attention over a pattern", HEAT, heats, file)
     except (ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -298,7 +300,7 @@ def overhead(
 ) -> None:
     """CPU time a step in our own Python, by function, on a model of 100 tiny units and 1,000 parameters.
 
-    ZeRO-3 with each unit by itself, and with neighbours gathered as one.
+    ZeRO-3 with each unit by itself, with neighbours gathered as one, and with small parameters left whole.
     """
     from refimpl.bench.overhead import HEAT, measure
 

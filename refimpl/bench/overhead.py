@@ -9,7 +9,8 @@ backward with its hooks and the update all run: waiting for other ranks is not c
     no profiler     step less plain step, the honest sum. The plain step is the same model on one rank by plain torch,
                     whose optimizer walks over 1,000 tensors where a stage has a few flat ones
 
-ZeRO-3 twice: with the 100 units by themselves, and with neighbours gathered as one (`ZeroConfig.unit_size`).
+ZeRO-3 three times: each of the 100 units gathered by itself; neighbours as one (`ZeroConfig.unit_size`); and with
+parameters as small as these left whole, as DeepSpeed's default does (`stage3_param_persistence_threshold`, 100,000).
 
 DeepSpeed and FSDP2 hide this time behind a GPU's kernels as long as the kernels take longer.
 """
@@ -33,14 +34,18 @@ from refimpl.comm.group import Group
 from refimpl.zero.config import ZeroConfig
 
 ROOT = Path(refimpl.__file__).parent
-HEAT = ("stage", "ranks", "parameters", "unit_size")  # what all rows of a heat have in common
+HEAT = ("stage", "ranks", "parameters", "gathered")  # what all rows of a heat have in common
 ALL = "all functions of refimpl"
 OTHERS = "called by them, less plain step"
 HONEST = "step less plain step, no profiler"
 PLAIN = "plain step, no profiler"
 WIDTH = 64
 PARAMETERS = 10  # a unit
-UNIT_SIZES = (0, 16_384)  # elements of units that ZeRO-3 joins; 0: none
+GATHERED = {  # what ZeRO-3 gathers
+    "each unit": ZeroConfig(),
+    "neighbours as one": ZeroConfig(unit_size=16_384),
+    "nothing this small": ZeroConfig(param_persistence_threshold=100_000),
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Row:
     stage: int
     ranks: int
     parameters: int
-    unit_size: int
+    gathered: str
     calls: int
     us_a_step: int
     us_a_parameter: float
@@ -83,13 +88,13 @@ class Lap:
     plain: float
 
 
-def heat(stage: int, unit_size: int, units: int, turns: int, steps: int) -> Lap:
+def heat(stage: int, config: ZeroConfig, units: int, turns: int, steps: int) -> Lap:
     """Runs on every rank: a stage and a plain step take turns, first timed, then profiled."""
     group = Group.world()
     x = torch.ones(WIDTH)
     models = [nn.Sequential(*(Scales() for _ in range(units))) for _ in range(2)]
     optimizers = [adamw(model.parameters()) for model in models]
-    STAGES[stage](models[0], optimizers[0], group, ZeroConfig(unit_size=unit_size))
+    STAGES[stage](models[0], optimizers[0], group, config)
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         def run() -> None:
@@ -171,16 +176,15 @@ def measure(
     turns: int = 5,
     steps: int = 4,
     top: int = 25,
-    unit_sizes: Sequence[int] = UNIT_SIZES,
 ) -> Iterator[list[Row]]:
-    """The rows of one heat (ranks, stage, unit size) at a time: the `top` dearest functions, the rest, the sums."""
+    """The rows of one heat (ranks, stage, what is gathered): the `top` dearest functions, the rest, the sums."""
     for count, stage in product(ranks, stages):
-        for size in unit_sizes if stage == 3 else [0]:
-            laps = launch.run(heat, stage, size, units, turns, steps, ranks=count, timeout=600)
-            yield rows(laps, stage, size, units, top)
+        for gathered, config in GATHERED.items() if stage == 3 else [("", ZeroConfig())]:
+            laps = launch.run(heat, stage, config, units, turns, steps, ranks=count, timeout=600)
+            yield rows(laps, stage, gathered, units, top)
 
 
-def rows(laps: Sequence[Lap], stage: int, unit_size: int, units: int, top: int) -> list[Row]:
+def rows(laps: Sequence[Lap], stage: int, gathered: str, units: int, top: int) -> list[Row]:
     """Means over ranks, dearest first."""
     names = dict.fromkeys(name for lap in laps for name in lap.functions)
     seen = {n: [lap.functions.get(n, (0.0, 0.0)) for lap in laps] for n in names}
@@ -194,5 +198,5 @@ def rows(laps: Sequence[Lap], stage: int, unit_size: int, units: int, top: int) 
     lines.append((HONEST, 0.0, mean(lap.staged - lap.plain for lap in laps)))
     lines.append((PLAIN, 0.0, mean(lap.plain for lap in laps)))
     parameters = units * PARAMETERS
-    heat_of = (stage, len(laps), parameters, unit_size)
+    heat_of = (stage, len(laps), parameters, gathered)
     return [Row(n, *heat_of, round(calls), round(us), us / parameters) for n, calls, us in lines]

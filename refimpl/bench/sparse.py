@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,8 @@ from refimpl.model.sparse import block_sparse_attention
 from refimpl.model.tiles import Plan
 
 HEAT = ("tokens", "pattern", "block", "density")
-OPTIONS = {"num_random_blocks": 1, "seed": 0, "different_layout_per_head": False}
+WINDOW = 512  # tokens that a Longformer's token reads around itself (arXiv:2004.05150, section 5)
+BIGBIRD = {"num_random_blocks": 3, "num_sliding_window_blocks": 3, "num_global_blocks": 2}  # ITC base, arXiv:2007.14062
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -41,15 +43,31 @@ class Row:
 
 
 def measure(
-    tokens: Sequence[int], patterns: Sequence[str], blocks: Sequence[int], heads: int, width: int, turns: int
+    tokens: Sequence[int],
+    patterns: Sequence[str],
+    blocks: Sequence[int],
+    heads: int,
+    width: int,
+    turns: int,
+    published: bool = False,
 ) -> Iterator[list[Row]]:
-    """A heat for each length, pattern and block; bidirectional, fp32, one sequence."""
+    """A heat for each length, pattern and block; bidirectional, fp32, one sequence. See `options_of`."""
     torch.set_num_threads(1)
     for length in tokens:
         for name in patterns:
             for block in blocks:
-                layout = pattern_named(name, heads, {"block": block, "attention": "bidirectional", **OPTIONS})
+                layout = pattern_named(name, heads, options_of(name, block, published))
                 yield heat(length, name, block, layout.make_layout(length), width, turns)
+
+
+def options_of(pattern: str, block: int, published: bool) -> dict[str, Any]:
+    """DeepSpeed's defaults; or where a paper says how wide it had a pattern, that."""
+    options = {"block": block, "attention": "bidirectional", "seed": 0}
+    if published and pattern in ("local", "bslongformer"):
+        options["num_sliding_window_blocks"] = -(-WINDOW // block) + 1  # half before, half after, and the token's own
+    if published and pattern == "bigbird":
+        options |= BIGBIRD
+    return options
 
 
 def heat(length: int, name: str, block: int, layout: Tensor, width: int, turns: int) -> list[Row]:

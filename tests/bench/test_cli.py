@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from refimpl.bench.cli import app
 from refimpl.bench.options import count, spread
+from refimpl.bench.overhead import GATHERED
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_overhead_writes_a_table_and_a_report(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["overhead", *options.split(), str(file)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     rows = json.loads(file.read_text())["rows"]
-    assert [row["unit_size"] for row in rows] == [0] * (4 + 5) + [16_384] * (4 + 5)
+    assert [row["gathered"] for row in rows] == [name for name in GATHERED for _ in range(4 + 5)]
     assert all(row["parameters"] == 30 for row in rows)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from refimpl.bench import sparse
+from refimpl.model.patterns.named import pattern_named
 from refimpl.model.patterns.sliding import BigBirdSparsityConfig
 from refimpl.model.sparse import block_sparse_attention
 
@@ -17,6 +18,15 @@ def test_a_heat_has_its_contestants(monkeypatch: pytest.MonkeyPatch) -> None:
     assert heats[0][0].density == 10 / 16
     assert heats[1][0].density == 1
     assert all(row.forward_ms > 0 and not math.isnan(row.backward_ms) for heat in heats for row in heat)
+
+
+@pytest.mark.parametrize(("block", "pattern", "blocks"), [(64, "local", 9), (64, "bigbird", 8), (128, "local", 5)])
+def test_published_widths(block: int, pattern: str, blocks: int) -> None:
+    """A row reads 256 tokens on either side and its own block; in BigBird two global blocks, three and three random."""
+    layout = pattern_named(pattern, 1, sparse.options_of(pattern, block, published=True)).make_layout(8192)
+    rows = layout[0, 8:-8].sum(-1)
+    assert rows.max() == blocks
+    assert rows.float().mean() > blocks - 1  # random ones may fall on the window
 
 
 @pytest.mark.filterwarnings("ignore")  # that it is not compiled
