@@ -921,12 +921,14 @@ except Wrong as wrong:
 # graded on this disk. CUDA streams have the same bug (a copy with `non_blocking=True` from memory that is used again),
 # and a like cure: a log of who touches what, and which waits order it.
 #
-# Its relative: an error *in the middle* of a step, an altered block, a full disk or a cable. Half of the parts are a step
-# ahead of the others, and training could go on. A second slot for each part, so that the old one stays until the step
-# is over, would undo the half, for twice the disk; the altered block it would not bring back, and nor would a look at
-# all blocks before the step. So refimpl keeps one copy: it tells every rank at once, neither computes with, shows nor
-# saves what is of half a step, and goes on when a checkpoint was loaded. Gradients that the disk loses inside backward
-# are found before anything is updated: there the state before the step stays, and training goes on.
+# Its relative: an error *in the middle* of a step, of a disk or a cable that gives back another block than it was given.
+# Half of the parts are a step ahead of the others then, and training could go on. A second slot for each part, so that
+# the old one stays until the step is over, would undo the half, for twice the disk; the block it would not bring back. So
+# refimpl keeps one copy. What *somebody else* has done to the file, cut it or written to it, shows in its length and
+# date: two words to compare before a step, and only if they are new is every part read first. An error there has
+# changed nothing. In the middle it tells every rank at once, neither computes with, shows nor saves what is of half a
+# step, and goes on when a checkpoint was loaded. Gradients that the disk loses inside backward are found before anything
+# is updated: there the state before the step stays, and training goes on.
 
 # %%
 scratch.cleanup()

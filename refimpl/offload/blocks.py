@@ -7,7 +7,8 @@ disk and page-aligned memory past the page cache, which would otherwise keep a s
 The file has no name (O_TMPFILE, or unlinked at once): two runs in one folder never meet, a SIGKILL leaves nothing
 behind, and nobody can cut it short. Its space is taken when a record is made (`posix_fallocate`): a full disk says so
 before training begins, of gradients in the first step, which then changes nothing. Every block is summed as 64-bit
-words when it is written, and compared when it is read.
+words when it is written, and compared when it is read. The length and date that this process leaves tell whether
+somebody else has changed the file since.
 
 ZeRO-Infinity: Rajbhandari et al. 2021, arXiv:2104.07857, section 6.3 (DeepNVMe). DeepSpeed: csrc/aio, by libaio.
 """
@@ -18,11 +19,12 @@ import os
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -118,6 +120,8 @@ class BlockFile:
         self.writers = ThreadPoolExecutor(threads, thread_name_prefix="offload-write")
         self.end = self.read_bytes = self.written_bytes = 0
         self._sums: dict[int, int] = {}  # by offset of a block
+        self._left, self._lock = self._state(), Lock()  # length and date when this process last changed it
+        self._changing, self._touched = 0, False  # changes of its own under way; whether it found somebody else's
 
     def record(self, nbytes: int) -> Record:
         """Room for so many bytes. OffloadError if the disk has it not."""
@@ -126,7 +130,8 @@ class BlockFile:
         try:
             if size > free:  # the kernel would fill the disk before it says so
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            take_space(self.descriptor, self.end, size)
+            with self._change():
+                take_space(self.descriptor, self.end, size)
         except OSError as error:
             raise OffloadError(
                 f"{self.folder}: no room for {size:,} more bytes to offload ({free:,} free, {self.end:,} taken by this "
@@ -145,9 +150,43 @@ class BlockFile:
         self.read_bytes += record.nbytes
         return self._begin(self.readers, self._read_block, record, buffer.view[start:])
 
+    def was_touched(self) -> bool:
+        """Whether somebody else has changed it since it was trusted; to be asked when no write is under way.
+
+        Dates stand still for some milliseconds on most systems: what is changed in the same ones is not seen.
+        """
+        return self._touched or self._left != self._state()
+
+    def trust(self) -> None:
+        """As it is now it is right."""
+        self._left, self._touched = self._state(), False
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """A change of its own: the first of several looks at what it finds, the last has seen what all have left."""
+        with self._lock:
+            self._touched |= not self._changing and self._left != self._state()
+            self._changing += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._changing -= 1
+                self._left = self._state()
+
+    def _state(self) -> tuple[int, int]:
+        state = os.fstat(self.descriptor)
+        return state.st_size, state.st_mtime_ns
+
     def forget(self) -> None:
-        """Read any block as it is, until it is written anew: all of it is about to be replaced."""
+        """Read any block as it is, until it is written anew: all of it is about to be replaced.
+
+        OSError if the file was cut, and the disk has no room for what was there.
+        """
         self._sums.clear()
+        if self._state()[0] < self.end:
+            take_space(self.descriptor, 0, self.end)
+        self.trust()
 
     def close(self) -> None:
         """Let the threads go. The file ends with this object."""
@@ -164,7 +203,8 @@ class BlockFile:
     def _write_block(self, offset: int, block: memoryview) -> None:
         self._sums[offset] = total(block)
         try:
-            done = os.pwritev(self.descriptor, [block], offset)
+            with self._change():
+                done = os.pwritev(self.descriptor, [block], offset)
         except OSError as error:
             raise OffloadError(f"{self.folder}: cannot write: {error.strerror}; {REMEDY}") from error
         if done != len(block):

@@ -42,6 +42,7 @@ class DelayedUpdate(OffloadedUpdate):
         """Publish the update before, and start this one with the settings (learning rates) of now."""
         self.catch_up()
         self.check(closure)
+        self.look()
         self.used = {bucket: (grad.clone(), factor, alone) for bucket, (grad, factor, alone) in self.handed.items()}
         used, settings, threads = self.used, self.slices.settings(), torch.get_num_threads()
 

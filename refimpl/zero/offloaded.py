@@ -4,16 +4,18 @@ Masters are copies, fp32 ones too: 4 bytes a parameter more than without a home,
 a `Disk` reads and writes every part once (AdamW: 12 bytes a parameter each way, divided by N) and keeps in memory no
 more than the home's buffers. The arithmetic is that of `Update`, on the same elements: same bits.
 
-A block that the disk does not give back is found when its part comes, and the parts before it are a step ahead then, on
-other ranks all of them. What is intact: what was saved. What is lost: that block, and that all others are of one step.
-Every rank hears of it at once, and nothing of half a step is computed with, shown or saved; a checkpoint that is loaded
-ends it. A second slot for each part, so that the old ones stay until the step is over, would take the disk's space
-twice and bring back all but the block; a look at every block before the step would read half as much again, and do no
-more. So there is one copy, and the way back is a checkpoint.
+Who else has changed a disk's file, or cut it, is seen by its date and length before a step changes anything: every part
+is read then, and if one is lost each rank hears of it and has the weights of before the step. A block that the disk
+itself does not give back is found when its part comes, and the parts before it are a step ahead then, on other ranks
+all of them. What is intact: what was saved. What is lost: that block, and that all others are of one step. Every rank
+hears of it at once, and nothing of half a step is computed with, shown or saved; a checkpoint that is loaded ends it. A
+second slot for each part, so that the old ones stay until the step is over, would take the disk's space twice and bring
+back all but the block; to read every block before every step would cost half as much again, and do no more. So there is
+one copy, and the way back is a checkpoint.
 DeepSpeed: deepspeed/runtime/zero/stage3.py, `_optimizer_step` over sub-groups.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +34,10 @@ HALF = (
     "A step was interrupted in the middle of its update: of the weights and states here some are of before it, some of "
     "after it, and none is used any more. Checkpoints are as they were. Load a checkpoint with its optimizer state; if "
     "the disk fails, start again on another and load it there"
+)
+BEFORE = (
+    "Nothing was updated: the weights are those of before this step. What was lost of their masters and states comes "
+    "back with a checkpoint: load one with its optimizer state. Who else changes the files of this process?"
 )
 Handed = tuple[Tensor, float, set[nn.Parameter]]  # mean gradient, its factor, the parameters to leave alone
 
@@ -95,6 +101,7 @@ class OffloadedUpdate(Brought):
     @torch.no_grad()
     def apply(self, closure: Callable[[], Any] | None = None) -> Any:
         self.check(closure)
+        self.look()
         if self.masters.keys() - self.gone:
             super().apply()
         self.on_every_rank(lambda: self.update_parts(self.handed, self.slices.settings()))
@@ -111,6 +118,26 @@ class OffloadedUpdate(Brought):
             self.torn = OffloadError(HALF)
             raise OffloadError(f"{error}. {HALF}") from error
 
+    def look(self) -> None:
+        """OffloadError on every rank if somebody has changed one's file, and some of what rests there is lost.
+
+        A collective if there is a disk.
+        """
+        if isinstance(self.home, Disk):
+            try:
+                together(self.group, self._look, OffloadError)
+            except OffloadError as error:
+                raise OffloadError(f"{error}. {BEFORE}") from error
+
+    def _look(self) -> None:
+        homes = {self.home, self.config.gradient_home}
+        touched = [home.file for home in homes if isinstance(home, Disk) and home.file.was_touched()]
+        if touched:
+            for _ in self._rounds(self.parts, back=False):
+                pass
+        for file in touched:
+            file.trust()
+
     def check(self, closure: Callable[[], Any] | None) -> None:
         """Whether a step can be taken."""
         if closure is not None:
@@ -122,9 +149,7 @@ class OffloadedUpdate(Brought):
         """Each part in turn: its gradient, the optimizer's step with these settings of its groups, the weights."""
         self.torn = OffloadError(HALF)
         parts = [part for part in self.parts if part.bucket in handed]
-        for part in parts:
-            part.beside = self.resting.run(part.bucket, part.start) if self.resting else None
-        for part in self.home.rounds(parts):
+        for part in self._rounds(parts):
             self.follow(part)
             grad, factor, left_alone = handed[part.bucket]
             mine = grad[part.start : part.end] if part.gradient is None else part.gradient
@@ -132,7 +157,14 @@ class OffloadedUpdate(Brought):
             self.slices.step_inside(part.bucket, part.start, part.end, settings)
             self.slices.release_gradients(part.bucket)
             self.round(part)
-            part.beside = None
         if self.config.parameter_home is not None:
             self.config.parameter_home.arrived()
         self.torn = None
+
+    def _rounds(self, parts: list[Part], back: bool = True) -> Iterator[Part]:
+        """As the home's, of each part with its gradient, if that rests on the disk too."""
+        for part in parts:
+            part.beside = self.resting.run(part.bucket, part.start) if self.resting else None
+        yield from self.home.rounds(parts, back)
+        for part in parts:
+            part.beside = None

@@ -19,6 +19,7 @@ from refimpl.zero.resting import RestingOnDisk
 
 PAGE = 4096
 HALF = "A step was interrupted in the middle of its update"
+BEFORE = "Nothing was updated: the weights are those of before this step"
 
 
 def on_disk(stage: int, folder: Path, late: bool) -> dict[str, Any]:
@@ -29,17 +30,20 @@ def on_disk(stage: int, folder: Path, late: bool) -> dict[str, Any]:
 
 
 def damage(disk: Disk, how: str) -> None:
-    """Of the third block and on: a bit changes, or the file ends."""
+    """Of the third block and on: somebody changes a bit, the disk does (no date says so), or the file ends."""
     path, at = f"/proc/self/fd/{disk.file.descriptor}", 2 * PAGE
     if how == "cut":
         os.truncate(path, at)
         return
+    before = os.stat(path)
     with open(path, "r+b", buffering=0) as file:  # through the page cache: O_DIRECT wants whole pages
         byte = os.pread(file.fileno(), 1, at + 17)[0]
         os.pwrite(file.fileno(), bytes([byte ^ 1]), at + 17)
+        later = {"altered": 10**9, "decayed": 0}[how]  # ns: a date that the system's own steps cannot make the same
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + later))
 
 
-def interrupted(stage: int, how: str, late: bool, folder: Path) -> bool:
+def interrupted(stage: int, late: bool, folder: Path) -> bool:
     """Whether four steps with a damaged disk and a resume are four steps without. Runs on every rank."""
     config = on_disk(stage, folder / "disk", late)
     plain = start(config)
@@ -52,7 +56,7 @@ def interrupted(stage: int, how: str, late: bool, folder: Path) -> bool:
     last, home = engine.group.size - 1, engine.stage.config.optimizer_home
     if engine.group.rank == last:
         assert isinstance(home, Disk)
-        damage(home, how)
+        damage(home, "decayed")
 
     def two_more() -> None:
         train(engine, range(2, 4))
@@ -69,20 +73,70 @@ def interrupted(stage: int, how: str, late: bool, folder: Path) -> bool:
         with pytest.raises((OffloadError, CheckpointError), match=HALF):
             use()
     assert not (folder / "saved/b").exists()
-    again = engine if how == "altered" else start(on_disk(stage, folder / "another", late), seed=1)
+    again = engine if stage != 2 or late else start(on_disk(stage, folder / "another", late), seed=1)
     again.load_checkpoint(folder / "saved")
     train(again, range(again.global_steps, 4))
     return same(weights(plain), weights(again))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("stage", "late"), [(1, False), (2, False), (2, True), (3, False)])
+def test_half_a_step_is_told_on_every_rank_and_a_checkpoint_goes_on(
+    stage: int, late: bool, ranks: int, tmp_path: Path
+) -> None:
+    assert all(worlds.run(interrupted, stage, late, tmp_path, ranks=ranks))
+
+
+def noticed(stage: int, how: str, late: bool, folder: Path) -> bool:
+    """Whether a step before which somebody changed a file changes nothing, and a resume goes on. Runs on every rank."""
+    plain, engine = (start(on_disk(stage, folder / name, late)) for name in ("plain", "disk"))
+    train(plain, range(2))
+    plain.stage.catch_up()
+    train(engine, range(2))
+    engine.save_checkpoint(folder / "saved", "a")
+    before, last = trained(engine), engine.group.size - 1
+    if engine.group.rank == last:
+        damage(engine.stage.config.optimizer_home, how)
+    for step in (2, 3):
+        with pytest.raises(
+            OffloadError, match=rf"rank {last}: .*disk: bytes 8,192 to 12,288 of the offloaded.*{BEFORE}"
+        ):
+            train(engine, range(step, step + 1))
+    kept = same(before, trained(engine))
+    engine.load_checkpoint(folder / "saved")
+    for each in (plain, engine):
+        train(each, range(2, 4))
+        each.stage.catch_up()
+    return kept and same(weights(plain), weights(engine))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
     ("stage", "how", "late"), [(1, "altered", False), (2, "cut", False), (2, "altered", True), (3, "altered", False)]
 )
-def test_half_a_step_is_told_on_every_rank_and_a_checkpoint_goes_on(
+def test_a_file_that_somebody_changed_is_noticed_before_a_step_changes_anything(
     stage: int, how: str, late: bool, ranks: int, tmp_path: Path
 ) -> None:
-    assert all(worlds.run(interrupted, stage, how, late, tmp_path, ranks=ranks))
+    assert all(worlds.run(noticed, stage, how, late, tmp_path, ranks=ranks))
+
+
+def untouched(folder: Path) -> list[int]:
+    """Bytes read by each of five steps, before the last of which somebody has changed the file's date alone."""
+    engine = start(on_disk(2, folder, late=False))
+    file, read = engine.stage.config.optimizer_home.file, []
+    for step in range(5):
+        begun = file.read_bytes
+        if step == 4:
+            os.utime(f"/proc/self/fd/{file.descriptor}", (0, 0))
+        train(engine, range(step, step + 1))
+        read.append(file.read_bytes - begun)
+    return read
+
+
+def test_all_is_read_once_more_only_where_a_date_is_new(tmp_path: Path) -> None:
+    for _, second, third, fourth, last in worlds.run(untouched, tmp_path, ranks=2):  # the first makes the state
+        assert second == third == fourth
+        assert last == 2 * second
 
 
 def all_on_disk(folder: Path, stage: int = 3) -> dict[str, Any]:

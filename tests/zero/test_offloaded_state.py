@@ -218,6 +218,7 @@ def altered(disk: Disk) -> list[str]:
     page = bytearray(os.pread(buffered, 4096, 0))
     page[17] ^= 1
     os.pwrite(buffered, page, 0)
+    os.utime(buffered, (0, 0))  # dates stand still for some milliseconds
     os.close(buffered)
     said: list[str] = []
     for step in (1, 2):
@@ -228,9 +229,9 @@ def altered(disk: Disk) -> list[str]:
 
 
 def test_a_byte_that_changed_on_the_disk_is_noticed(tmp_path: Path) -> None:
-    first, second = run(altered, Disk(tmp_path), ranks=2)[0]
-    assert "are not what was written there" in first
-    assert "A step was interrupted in the middle of its update" in second
+    for said in run(altered, Disk(tmp_path), ranks=2)[0]:
+        assert "are not what was written there" in said
+        assert "Nothing was updated" in said
 
 
 def clipped_by_hand(stage: str, disk: Disk | None) -> dict[str, Tensor]:
