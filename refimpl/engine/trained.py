@@ -54,10 +54,15 @@ def trainable(model: nn.Module, parameters: Parameters | None, is_stage: bool = 
         tensors = group["params"]
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                kind = type(tensor).__name__
+                raise ValueError(f"model_parameters: group {number} has a {kind}, no tensor: pass model.parameters()")
             if tensor not in known:
                 shape = tuple(tensor.shape)
                 raise ValueError(f"model_parameters: group {number} has a tensor {shape} that `model` does not have")
         group["params"] = tensors
+    if not is_stage and parameters is not None and not any(group["params"] for group in groups):
+        raise ValueError("model_parameters: empty: an iterator that was used up before? Pass list(model.parameters())")
     if not is_stage and not any(tensor.requires_grad for group in groups for tensor in group["params"]):
         raise ValueError("model_parameters: nothing to train; every parameter has requires_grad=False")
     return groups

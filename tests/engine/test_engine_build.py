@@ -182,6 +182,10 @@ def test_model_parameters_as_tensors_or_groups() -> None:
         start(Net(), model_parameters=model.parameters())
     with pytest.raises(ValueError, match="nothing to train"):
         start(Net().requires_grad_(False))
+    with pytest.raises(ValueError, match=r"model_parameters: empty: .* list\(model.parameters\(\)\)"):
+        start(Net(), model_parameters=iter(()))
+    with pytest.raises(ValueError, match=r"group 0 has a tuple, no tensor: pass model.parameters\(\)"):
+        start(model := Net(), model_parameters=model.named_parameters())
 
 
 def test_schedules_from_the_file_the_client_or_a_callable() -> None:
