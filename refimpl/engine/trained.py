@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from refimpl.engine import arguments
 from refimpl.engine.keys import ConfigError
@@ -97,7 +98,13 @@ def make_scheduler(client: Any | None, section: SchedulerSection | None, optimiz
     if client is not None and section is not None:
         raise ValueError("lr_scheduler: given twice, as an argument and as `scheduler` in config; keep one")
     if client is not None:
-        return client(optimizer) if callable(client) else client
+        schedule = client(optimizer) if callable(client) else client
+        if isinstance(schedule, LRScheduler) and schedule.optimizer.param_groups is not optimizer.param_groups:
+            raise ValueError(
+                f"lr_scheduler: {type(schedule).__name__} moves the rates of another optimizer, not of the one that "
+                "trains; give a callable that makes it: lambda optimizer: ..."
+            )
+        return schedule
     if section is None:
         return None
     return checked("scheduler", schedule_named(section.type), optimizer, section.params)
