@@ -101,8 +101,10 @@ def make_dataloader(
     `drop_last` drops an incomplete last micro-batch. shuffle: another order every epoch, else always the dataset's.
     Batches are loaded in this process: the ranks are the workers.
     """
+    if isinstance(dataset, DataLoader):
+        raise TypeError("training_data: a DataLoader: pass its dataset, of which a loader is made for each rank")
     stream = isinstance(dataset, IterableDataset)
-    return DataLoader(
+    loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_size=micro_batch,
         sampler=None if stream else StatefulDistributedSampler(dataset, ranks, rank, shuffle),
@@ -110,6 +112,11 @@ def make_dataloader(
         collate_fn=collate_fn,
         generator=torch.Generator(),  # every iterator draws from it; torch's own stays as it was for who goes on
     )
+    if not stream and len(loader) == 0:
+        raise ValueError(
+            f"training_data: {len(dataset)} samples make no micro-batch of {micro_batch} on each of {ranks} ranks"  # type: ignore[arg-type]
+        )
+    return loader
 
 
 def first_batch(dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any] | None) -> Any:

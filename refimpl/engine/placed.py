@@ -46,6 +46,11 @@ def place_model(model: nn.Module, config: DeepSpeedConfig, device: torch.device)
                     for p in unit.params:
                         place({p: p.data.to(device)}, nn.Parameter)
                     Unit(unit.params, unit.group, name=unit.name)
+    if nowhere := [name for name, p in model.named_parameters() if p.is_meta]:
+        raise ValueError(
+            f"parameter {nowhere[0]} is on the meta device and has no values: call model.to_empty(device='cpu') and "
+            "give it some, or build the model under zero.Init"
+        )
     model.to(device)
     if (cast := config.zero_config().dtype) is not None:
         for module in model.modules():

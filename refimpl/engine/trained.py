@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from refimpl.engine import arguments
 from refimpl.engine.keys import ConfigError
@@ -54,10 +55,15 @@ def trainable(model: nn.Module, parameters: Parameters | None, is_stage: bool = 
         tensors = group["params"]
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                kind = type(tensor).__name__
+                raise ValueError(f"model_parameters: group {number} has a {kind}, no tensor: pass model.parameters()")
             if tensor not in known:
                 shape = tuple(tensor.shape)
                 raise ValueError(f"model_parameters: group {number} has a tensor {shape} that `model` does not have")
         group["params"] = tensors
+    if not is_stage and parameters is not None and not any(group["params"] for group in groups):
+        raise ValueError("model_parameters: empty: an iterator that was used up before? Pass list(model.parameters())")
     if not is_stage and not any(tensor.requires_grad for group in groups for tensor in group["params"]):
         raise ValueError("model_parameters: nothing to train; every parameter has requires_grad=False")
     return groups
@@ -92,7 +98,13 @@ def make_scheduler(client: Any | None, section: SchedulerSection | None, optimiz
     if client is not None and section is not None:
         raise ValueError("lr_scheduler: given twice, as an argument and as `scheduler` in config; keep one")
     if client is not None:
-        return client(optimizer) if callable(client) else client
+        schedule = client(optimizer) if callable(client) else client
+        if isinstance(schedule, LRScheduler) and schedule.optimizer.param_groups is not optimizer.param_groups:
+            raise ValueError(
+                f"lr_scheduler: {type(schedule).__name__} moves the rates of another optimizer, not of the one that "
+                "trains; give a callable that makes it: lambda optimizer: ..."
+            )
+        return schedule
     if section is None:
         return None
     return checked("scheduler", schedule_named(section.type), optimizer, section.params)

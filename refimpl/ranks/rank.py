@@ -28,7 +28,7 @@ if sys.platform == "win32":
     raise ImportError("refimpl starts its ranks through a fork server, which Windows lacks: use Linux, macOS or WSL")
 from multiprocessing.context import ForkServerProcess
 
-from refimpl.ranks import flight
+from refimpl.ranks import flight, folder
 from refimpl.ranks.allocator import keep_freed_memory
 from refimpl.ranks.lost import lost_connection as lost_connection
 from refimpl.ranks.settings import Settings
@@ -101,6 +101,7 @@ class Rank(ForkServerProcess):
         os.environ.clear()
         os.environ.update(setup.environment)
         os.environ.update(RANK=str(self.number), LOCAL_RANK=str(self.number), REFIMPL_DEVICE=str(device))
+        folder.hold(setup.directory)  # until this process ends
         keep_freed_memory()
         torch.set_num_threads(setup.threads)
         if device.type == "cuda":

@@ -11,15 +11,15 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, TypeVar
 
+from refimpl.ranks import folder
 from refimpl.ranks.environment import without_place
 from refimpl.ranks.errors import Failed, RankError, RankTimeout, end_of_grace, failed
 from refimpl.ranks.meet import devices_of
@@ -64,7 +64,8 @@ class World:
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1, not {ranks}")
         backend, devices = devices_of(ranks, device)
-        directory = Path(tempfile.mkdtemp(prefix="refimpl-"))
+        directory, handle = folder.make()
+        self._let_go = weakref.finalize(self, os.close, handle)
         environment = _environment(ranks, threads)
         if compare:
             environment["REFIMPL_BOARD"] = str(directory)
@@ -130,6 +131,7 @@ class World:
         for pipe in (*self.pipes, *self.lives):
             pipe.close()
         shutil.rmtree(self.setup.directory, ignore_errors=True)
+        self._let_go()
         atexit.unregister(self.kill)
 
     def __enter__(self) -> "World":

@@ -182,6 +182,10 @@ def test_model_parameters_as_tensors_or_groups() -> None:
         start(Net(), model_parameters=model.parameters())
     with pytest.raises(ValueError, match="nothing to train"):
         start(Net().requires_grad_(False))
+    with pytest.raises(ValueError, match=r"model_parameters: empty: .* list\(model.parameters\(\)\)"):
+        start(Net(), model_parameters=iter(()))
+    with pytest.raises(ValueError, match=r"group 0 has a tuple, no tensor: pass model.parameters\(\)"):
+        start(model, model_parameters=model.named_parameters())
 
 
 def test_schedules_from_the_file_the_client_or_a_callable() -> None:
@@ -328,3 +332,21 @@ def test_counters_and_getters() -> None:
     assert engine.config == load_config(
         config(gradient_accumulation_steps=2, zero_optimization={"stage": 1}), world_size=1
     )
+
+
+def test_what_would_train_nothing_is_refused() -> None:
+    """A schedule of rates that nobody uses, data that are no batch, values that are nowhere."""
+    model = Net()
+    own, other = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, Net()))
+    with pytest.raises(ValueError, match="lr_scheduler: StepLR moves the rates of another optimizer"):
+        start(model, optimizer_=own, lr_scheduler=torch.optim.lr_scheduler.StepLR(other, 1))
+    few: Any = [torch.ones(4)]
+    loader: Any = torch.utils.data.DataLoader(few)
+    with pytest.raises(ValueError, match=r"training_data: 0 samples make no micro-batch of \d+ on each of 1 ranks"):
+        refimpl.initialize(model=Net(), config={"train_batch_size": 4}, training_data=few[:0])
+    with pytest.raises(TypeError, match="training_data: a DataLoader: pass its dataset"):
+        refimpl.initialize(model=Net(), config={"train_batch_size": 4}, training_data=loader)
+    with torch.device("meta"):
+        nowhere = Net()
+    with pytest.raises(ValueError, match=r"parameter into.weight is on the meta device"):
+        start(nowhere)

@@ -1,0 +1,50 @@
+"""The temporary folder in which the ranks of one machine find each other, for as long as one of them lives.
+
+Each process that uses it holds it by `flock`, which ends with the process, however that ends. A job of which every
+process was killed cannot take its folder away; it leaves one that nobody holds. By that the next job to make a folder
+recognises it, and deletes it. On a file system without flock it stays.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+PREFIX = "refimpl-ranks-"
+
+
+def make() -> tuple[Path, int]:
+    """(a new folder, the descriptor that holds it); those of killed jobs are gone."""
+    clear()
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        with suppress(FileNotFoundError):  # nobody held it yet, and another job has cleared it
+            return folder, hold(folder)
+
+
+def hold(folder: Path) -> int:
+    """Keep others from deleting `folder` until the descriptor is closed, or this process ends.
+
+    FileNotFoundError if it is gone.
+    """
+    handle = os.open(folder, os.O_DIRECTORY)
+    with suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_SH)  # waits for whoever is deleting it
+    if not folder.is_dir():
+        os.close(handle)
+        raise FileNotFoundError(folder)
+    return handle
+
+
+def clear() -> None:
+    """Delete the folders that nobody holds."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):  # gone meanwhile, another user's, or held
+            handle = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)

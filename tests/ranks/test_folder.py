@@ -1,0 +1,70 @@
+"""The folder of a job's ranks goes with them, and if all are killed, with the next job."""
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from refimpl import launch
+from refimpl.ranks import folder
+
+
+@pytest.fixture
+def tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def killed_with_a_folder(tmp: Path) -> Path:
+    """What a process that made one has left."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, str(folder.make()[0]).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(write)
+    with os.fdopen(read) as said:
+        return Path(said.read())
+
+
+def test_what_killed_jobs_left_is_cleared_and_what_is_held_is_not(tmp: Path) -> None:
+    left = killed_with_a_folder(tmp)
+    (left / "register").write_text("x")
+    foreign = tmp / "refimpl-mine"
+    foreign.mkdir()
+    kept, handle = folder.make()
+    assert set(tmp.iterdir()) == {foreign, kept}
+    other, its_handle = folder.make()
+    assert set(tmp.iterdir()) == {foreign, kept, other}
+    os.close(handle)
+    folder.clear()
+    assert set(tmp.iterdir()) == {foreign, other}
+    os.close(its_handle)
+
+
+def test_one_that_was_cleared_before_it_was_held_is_not_used(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold, made = folder.hold, []
+
+    def late(new: Path) -> int:
+        made.append(new)
+        if len(made) == 1:
+            folder.clear()  # another job, before this one holds what it has made
+        return hold(new)
+
+    monkeypatch.setattr(folder, "hold", late)
+    new, handle = folder.make()
+    assert made[0] != new == made[1]
+    assert list(tmp.iterdir()) == [new]
+    os.close(handle)
+
+
+def test_a_rank_holds_it_too(tmp: Path) -> None:
+    with launch.World(2) as world:
+        world._let_go()  # as if the caller's process were gone
+        folder.clear()
+        assert world.setup.directory.is_dir()
+        assert len(set(world.call(os.getpid))) == 2
+    assert not world.setup.directory.exists()
