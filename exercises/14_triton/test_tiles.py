@@ -106,7 +106,7 @@ def test_flash_kernel(answer: Answer, group: WatchedGroup) -> None:
             within(torch.full((heads, T, D), float("nan"), dtype=dtype)),
             within(torch.full((heads, T), float("nan"))),
         )
-        grid, scale = (-(-T // BM), heads), 1 / math.sqrt(D)
+        grid, scale = (-(-T // BM), heads), (1.5 if T == 21 else 1) / math.sqrt(D)
         with untouched(q_ptr=q, k_ptr=k, v_ptr=v):
             c = launch(
                 answer.flash_kernel, grid, q, k, v, out, lse, T, share, scale,
@@ -142,6 +142,7 @@ def _compare(q: Any, k: Any, v: Any, out: Any, lse: Any, share: int, scale: floa
         "not causal: a query sees keys that come after it": attention(causal=False)[0],
         "a query sees its own key too: keys after it are hidden": attention(first=0)[0],
         "scale is not applied to the scores": attention(scale=1.0)[0],
+        "scale is an argument, and need not be 1 / sqrt(D)": attention(scale=q.shape[-1] ** -0.5)[0],
         "query head h must read key head h // group, not h % (number of key heads)": attention(interleaved=True)[0],
     }
     require(

@@ -199,6 +199,7 @@ def test_positions(answer: Answer, group: WatchedGroup) -> None:
                 experts, number, 10**6, True
             ).clamp(max=capacity - 1),
             "places are counted from 1": places(experts, number, capacity - 1, True, start=1),
+            "places are counted from 1: the first is 0": places(experts, number, capacity, True, start=1),
             "places of padding are counted: a token that goes nowhere takes none": padded(experts, number, capacity),
         }
         equal(found, by_choice, "the places", known={s: t for s, t in known.items() if not torch.equal(t, by_choice)})

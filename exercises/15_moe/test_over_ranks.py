@@ -72,8 +72,8 @@ def test_rebalance(answer: Answer, group: WatchedGroup) -> None:
 @on_ranks(2, 3, 4)
 def test_agreed_capacity(answer: Answer, group: WatchedGroup) -> None:
     everyone = {
-        "the example": ([6, 10, 8, 6], 4, 2, 1.25),
         "the last batch is shorter": ([64, 64, 64, 40][-group.size :], 8, 1, 1.0),
+        "the example": ([6, 10, 8, 6], 4, 2, 1.25),
         "a rank has no tokens": ([0, 9, 5, 0], 2, 1, 2.0),
         "fewer places than one a token": ([3, 2, 1, 3], 8, 1, 1.5),
         "no tokens anywhere": ([0, 0, 0, 0], 4, 2, 1.0),
@@ -93,6 +93,7 @@ def test_agreed_capacity(answer: Answer, group: WatchedGroup) -> None:
         require(len(set(told)) == 1, same, *details)
         wrong = {
             "k is not in it: a token has k routes": math.ceil(factor * most / experts),
+            "the factor is not in it": math.ceil(k * most / experts),
             "rounded up for each choice: once, for all k": k * math.ceil(factor * most / experts),
             "rounded down: ceil": math.floor(factor * k * most / experts),
             "the smallest rank's T: the others drop what has room": math.ceil(factor * k * min(each) / experts),
@@ -195,12 +196,13 @@ def test_average_gradients(answer: Answer, group: WatchedGroup) -> None:
         experts = [parameters(r, 500 + 100 * (r % ep), r % 2 == 0) for r in range(n)]
         mine, own = dense[group.rank], experts[group.rank]
         world, line = group.fresh(), same.fresh()
+        held = [[None if p.grad is None else p.grad.clone() for p in params] for params in (mine, own)]
         sums = summed(dense), summed([experts[r] for r in range(n) if r % ep == home])
         mixed = summed(experts)
         with untouched(dense=mine, experts=own):
             answer.average_gradients(mine, own, world, line)
-        for what, params, totals in (("dense", mine, sums[0]), ("expert", own, sums[1])):
-            for i, (p, total) in enumerate(zip(params, totals, strict=True)):
+        for what, params, totals, before in (("dense", mine, sums[0], held[0]), ("expert", own, sums[1], held[1])):
+            for i, (p, total, grad) in enumerate(zip(params, totals, before, strict=True)):
                 if not p.requires_grad:
                     require(p.grad is None, "a frozen parameter has a gradient now")
                     continue
@@ -214,6 +216,8 @@ def test_average_gradients(answer: Answer, group: WatchedGroup) -> None:
                         "loss is the mean over its own"
                     ] = total / (n // ep)
                     known["summed, and not divided by the number of ranks"] = total
+                if grad is not None:
+                    known["this rank's own, as it was: what a copy of it became must be put into p.grad"] = grad
                 expected = (total / n).to(p.dtype)
                 different = {s: t.to(p.dtype) for s, t in known.items() if not torch.equal(t.to(p.dtype), expected)}
                 name = f"the gradient of {what} parameter {i}"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refimpl.grading.compare import Wrong, equal, require
+from refimpl.grading.compare import Wrong, equal, require, rounded_once
 from refimpl.grading.exchange import DTYPES, attached, numbers
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import Kept, Largest, untouched
@@ -83,7 +83,10 @@ def judge_routes(found: Any, expected: Tensor, experts: Tensor) -> None:
         sorted_same = torch.equal(flat[found], flat[expected]) and not torch.equal(found, expected)
         details = [f"  expected {expected.tolist()[:12]}", f"  found    {found.tolist()[:12]}"]
         require(not sorted_same, "an expert's rows are not in the order of their routes: is the sort stable?", *details)
-    known = {"the number of the token, not of the route t k + j": expected // experts.shape[1]}
+    known = {
+        "the number of the token, not of the route t k + j": expected // experts.shape[1],
+        "in the order of the tokens: an expert's rows must lie together": expected.sort().values,
+    }
     equal(found, expected, "the routes", known={s: t for s, t in known.items() if not t.equal(expected)})
 
 
@@ -100,12 +103,7 @@ def test_combine(answer: Answer, group: WatchedGroup) -> None:
     found = answer.combine(answers, torch.arange(200), weights)
     exact = (answers.double().view(100, 2, M) * weights.double()[:, :, None]).sum(1)
     require(isinstance(found, Tensor) and found.shape == exact.shape, "the sum is no tensor [T, M]")
-    # Rounded once, at the end: half of bf16's last place.
-    error = ((found.double() - exact).abs() / (exact.abs() * 2**-8 + 1e-5)).max().item()
-    rounded = (
-        f"rounded more than once, {error:.1f} times half of the last place: weigh and add in fp32, round at the end"
-    )
-    require(error < 1.1, rounded)
+    rounded_once(found, exact, "the sum", "weigh and add in fp32, round at the end", atol=1e-5)
 
 
 def judge_combined(answer: Answer, experts: Tensor, routes: Tensor, dtype: torch.dtype) -> None:

@@ -71,23 +71,23 @@ def test_bigbird_layout(answer: Answer, group: WatchedGroup) -> None:
         chance = parts.drawn(n, each, random.Random(n))
         begin = (torch.arange(n) - width // 2).clamp(0, max(0, n - width))[:, None]
         moved = (torch.arange(n) >= begin) & (torch.arange(n) < begin + width)
+        globally = parts.columns(n, ends) | parts.rows(n, ends)
         known = {
             "global blocks must also read everything: their rows are missing": near | parts.columns(n, ends) | chance,
             "global blocks must also be read by every row: their columns are missing": near
             | parts.rows(n, ends)
             | chance,
             "the window is wider than `width` in all: width // 2 on each side": right | parts.window(n, 2 * width + 1),
+            "the window is narrower than `width`: width // 2 on each side, and one's own": (
+                globally | parts.window(n, max(1, width - 2)) | chance
+            ),
             "the window is cut at either end, not moved inwards there": right | moved,
             "the window is cut at either end, and does not go on at the other": right | around(n, width),
-            "random blocks are missing, or not drawn by rng.sample(range(n), each) row after row": (
-                near | parts.columns(n, ends) | parts.rows(n, ends)
-            ),
-            "the same random blocks for all rows: draw row after row": (
-                near | parts.columns(n, ends) | parts.rows(n, ends) | once
-            ),
+            "random blocks are missing, or not drawn by rng.sample(range(n), each) row after row": (near | globally),
+            "the same random blocks for all rows: draw row after row": (near | globally | once),
         }
         found = answer.bigbird_layout(n, width, first, each, random.Random(n))
-        rest = near | parts.columns(n, ends) | parts.rows(n, ends)
+        rest = near | globally
         if isinstance(found, Tensor) and found.shape == rest.shape and bool((found >= rest).all()):
             known["other random blocks: rng.sample(range(n), each) for each row, global ones too, 0 first"] = found
         same_layout(found, right, known)
@@ -152,6 +152,7 @@ def test_layers_to_see(answer: Answer, group: WatchedGroup) -> None:
         most = int(torch.as_tensor(found).max())
         if isinstance(found, Tensor) and found.shape == right.shape:
             known["a block knows itself after 0 layers, before any layer"] = torch.where(right == 0, found, right)
+            known["all are one too many: a block knows itself after 0 layers"] = right + (right >= 0)
         known[f"it ends after {most} layers: go on until nothing new is heard"] = torch.where(right > most, -1, right)
         equal(found, right, f"layers ({name})", known=known)
 

@@ -62,6 +62,16 @@ def equal(
     raise Wrong(f"{what}: {reason}" if reason else f"{what} is wrong", *difference(found, expected, rtol, atol))
 
 
+def rounded_once(found: Tensor, exact: Tensor, what: str, advice: str, atol: float = 0.0) -> None:
+    """Raise Wrong if `found`, of 16 bits, is further from `exact`, in fp64, than its own rounding and a few in fp32."""
+    if found.dtype.itemsize > 2:
+        return
+    kind = torch.finfo(found.dtype)
+    half = exact.abs().clamp(min=kind.smallest_normal) * kind.eps / 2 + atol
+    off = ((found.detach().double() - exact) / half).abs().nan_to_num(0).max().item()
+    require(off < 1.1, f"{what} is rounded more than once, {off:.1f} times half of the last place: {advice}")
+
+
 def close(found: Tensor, expected: Tensor, rtol: float = 1e-5, atol: float = 1e-6) -> bool:
     """Whether both have one shape and equal values: integers exactly, floats within rtol and atol, NaN equal to NaN."""
     if found.shape != expected.shape:

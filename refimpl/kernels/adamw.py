@@ -50,10 +50,15 @@ def adamw(
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"adamw: betas are {betas!r}; they must be two numbers")
     number("adamw", 0, math.nextafter(1, 0), **{f"betas[{i}]": beta for i, beta in enumerate(betas)})
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"adamw: lr is {list(lr.shape)}; it must be one number")
+        if lr.is_cpu and not weights.is_cpu:
+            lr = float(lr)  # as torch's fused optimizers take it: the host has it already
+        else:
+            one_device("adamw", weights=weights, lr=lr)
     if not isinstance(lr, Tensor):
         number("adamw", 0, lr=lr)
-    elif lr.numel() != 1:
-        raise ValueError(f"adamw: lr is {list(lr.shape)}; it must be one number")
     options = (lr, betas, eps, weight_decay, adam_w, low, grad_scale, found_inf)
     if weights.numel() == 0:
         return

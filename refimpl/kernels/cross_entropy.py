@@ -90,10 +90,8 @@ def reference(
     loss = F.cross_entropy(flat, aims, None, None, ignore_index, None, reduction, label_smoothing)
     if z_loss:
         squares = torch.where(aims == ignore_index, 0.0, z_loss * flat.logsumexp(-1).square())
-        loss = (
-            loss
-            + {"none": squares, "sum": squares.sum(), "mean": squares.sum() / (aims != ignore_index).sum()}[reduction]
-        )
+        mean = squares.sum() / (aims != ignore_index).sum().clamp(min=1)
+        loss = loss + {"none": squares, "sum": squares.sum(), "mean": mean}[reduction]
     return loss.view(targets.shape) if reduction == "none" else loss
 
 

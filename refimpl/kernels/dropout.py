@@ -36,7 +36,7 @@ def dropout(x: Tensor, p: float, seed: int, training: bool = True) -> Tensor:
     if not training or p == 0:
         return x
     if p == 1:
-        return x * 0
+        return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
     with on(x):
         y: Tensor = Dropout.apply(x, p, seed)  # type: ignore[no-untyped-call]
         return y
@@ -44,7 +44,7 @@ def dropout(x: Tensor, p: float, seed: int, training: bool = True) -> Tensor:
 
 def reference(x: Tensor, p: float, seed: int) -> Tensor:
     """The same by torch's operators."""
-    return x * mask(x.shape, p, seed, x.device) / (1 - p)
+    return torch.where(mask(x.shape, p, seed, x.device), x, 0) / (1 - p)  # a product would keep inf as NaN
 
 
 def mask(shape: torch.Size, p: float, seed: int, device: torch.device) -> Tensor:

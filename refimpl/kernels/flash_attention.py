@@ -240,4 +240,7 @@ CASES = (
     _case(torch.bfloat16, 1, 16, 16, 16384, 128),
     _packed_case(torch.bfloat16, (4096, 1000, 17, 3000), 16, 4, 64, 1023),
 )
-SMALL = (_case(torch.float32, 1, 4, 4, 512, 64),)
+SMALL = (
+    _case(torch.float32, 1, 4, 4, 512, 64),
+    _packed_case(torch.float32, (300, 17, 195), 4, 2, 64, 127),
+)

@@ -78,7 +78,7 @@ def chunk_loss(logits: Tensor, targets: Tensor, count: Tensor | None, *options: 
     loss = of_logits(logits, targets, ignore_index, "sum", smoothing, z_loss)
     weight = (targets != ignore_index).to(loss.dtype)[:, None]
     if count is not None:
-        loss, weight = loss / count, weight / count
+        loss, weight = loss / count, weight / count.clamp(min=1)  # of no row a loss of NaN, and no gradient
     wide = logits.to(loss.dtype)
     slope = weight * (1 + 2 * z_loss * wide.logsumexp(1, keepdim=True)) if z_loss else weight
     grad = wide.softmax(1) * slope - weight * (smoothing / wide.shape[1])

@@ -67,7 +67,7 @@ def check(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tenso
     if torch.is_grad_enabled() and (q.requires_grad or keys.requires_grad or values.requires_grad):
         raise ValueError("paged_attention has no gradient: call it under torch.no_grad(), or detach its inputs")
     if q.is_cpu and len(q):
-        page = max(1, keys.shape[1])
+        page = keys.shape[1]
         if bool((lengths < 0).any()) or int(lengths.max()) > table.shape[1] * page:
             raise ValueError(
                 f"paged_attention: lengths {lengths.tolist()}; the table has {table.shape[1]} pages of {page}"
@@ -211,3 +211,4 @@ def _case(dtype: torch.dtype, batch: int, heads: int, shared: int, length: int, 
 
 
 CASES = (_case(torch.bfloat16, 32, 32, 8, 8192, 128, 16),)
+SMALL = (_case(torch.float32, 4, 8, 2, 512, 64, 16),)

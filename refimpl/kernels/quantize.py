@@ -159,4 +159,4 @@ def _case(name: str, dtype: torch.dtype, size: int, back: bool) -> Case:
 
 LETTERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 CASES = tuple(_case(name, dtype, 1 << 26, back) for name, dtype in LETTERS.items() for back in (False, True))
-SMALL = tuple(_case(name, dtype, 1 << 20, False) for name, dtype in LETTERS.items())
+SMALL = tuple(_case(name, dtype, 1 << 20, back) for name, dtype in LETTERS.items() for back in (False, True))

@@ -38,7 +38,7 @@ def coarse(q: Tensor, k: Tensor, block: int, scale: float | None = None) -> Tens
     scores = q @ keys.transpose(2, 3) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
     ends = torch.arange(1, keys.shape[2] + 1, device=q.device) * block
     future = torch.arange(q.shape[2], device=q.device)[:, None] < ends
-    return torch.softmax(scores.masked_fill(future, -1e30), -1).masked_fill(future, 0)
+    return torch.softmax(scores.masked_fill(future, torch.finfo(scores.dtype).min), -1).masked_fill(future, 0)
 
 
 def selected(p: Tensor, block: int, count: int, shared: int = 1) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from refimpl.deepspeed.ops import sparse_attention
 from refimpl.deepspeed.ops.sparse_attention import (
     BertSparseSelfAttention,
+    BigBirdSparsityConfig,
     FixedSparsityConfig,
     LocalSlidingWindowSparsityConfig,
     SparseAttentionUtils,
@@ -65,6 +66,18 @@ def test_modules_of_one_length_keep_their_own_layouts() -> None:
     first = fixed(q, q, q)
     assert not torch.allclose(local(q, q, q), first)
     torch.testing.assert_close(fixed(q, q, q), oracle(q, q, q, torch.zeros(())))
+
+
+def test_a_loaded_layout_is_the_one_that_is_used() -> None:
+    """Drawn blocks are part of what was trained: also in a module that has attended by others before."""
+    x = torch.randn(1, 2, 64, 4)
+    ours, theirs = (
+        SparseSelfAttention(BigBirdSparsityConfig(2, 8, num_global_blocks=0, seed=seed), max_seq_length=128)
+        for seed in (0, 1)
+    )
+    assert not torch.equal(ours(x, x, x), theirs(x, x, x))
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours(x, x, x), theirs(x, x, x))
 
 
 def test_a_row_that_may_read_nothing_gives_zeros() -> None:

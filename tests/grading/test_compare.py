@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from refimpl.grading.compare import Wrong, by_users, equal, first_divergence
+from refimpl.grading.compare import Wrong, by_users, equal, first_divergence, rounded_once
 from refimpl.grading.traffic import side_by_side
 
 RIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -31,6 +31,17 @@ def test_a_known_mistake_is_named(found: Tensor, name: str) -> None:
 def test_what_differs_by_rounding_is_equal() -> None:
     equal(RIGHT * (1 + 1e-7), RIGHT, "y")
     equal(torch.tensor([float("nan")]), torch.tensor([float("nan")]), "y")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_one_rounding_is_told_from_two(dtype: torch.dtype) -> None:
+    """Whichever way numbers near the middle of two go."""
+    exact = torch.linspace(-3, 3, 4001, dtype=torch.float64)
+    rounded_once((exact * (1 + 1e-6)).to(dtype), exact, "y", "round at the end")
+    with pytest.raises(
+        Wrong, match=r"y is rounded more than once, [12]\.\d times half of the last place: round at the"
+    ):
+        rounded_once((exact.to(dtype) * 3 / 3).to(dtype), exact, "y", "round at the end")
 
 
 def test_integers_are_compared_exactly() -> None:

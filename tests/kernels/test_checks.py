@@ -1,4 +1,4 @@
-"""What is no tensor or no number is named at once, by every operation."""
+"""What is no tensor or no number, has another dtype or lies on another device is named at once, by every operation."""
 
 import math
 from collections.abc import Callable
@@ -12,12 +12,14 @@ from refimpl.kernels.block_sparse_attention import block_sparse_attention
 from refimpl.kernels.cross_entropy import cross_entropy
 from refimpl.kernels.dropout import dropout
 from refimpl.kernels.flash_attention import flash_attention, flash_attention_varlen
+from refimpl.kernels.glu import geglu, swiglu
 from refimpl.kernels.grouped_matmul import grouped_matmul
 from refimpl.kernels.int8_matmul import int8_matmul
 from refimpl.kernels.layer_norm import layer_norm
 from refimpl.kernels.linear_cross_entropy import linear_cross_entropy
 from refimpl.kernels.multi_norm import multi_norm
-from refimpl.kernels.permute import permute, sort_by_expert
+from refimpl.kernels.paged_attention import paged_attention
+from refimpl.kernels.permute import permute, sort_by_expert, unpermute
 from refimpl.kernels.quantize import dequantize, quantize
 from refimpl.kernels.rms_norm import rms_norm
 from refimpl.kernels.rotary import rotary
@@ -27,6 +29,17 @@ from refimpl.kernels.topk_gate import topk_gate
 X, Q, AIMS = torch.ones(2, 4), torch.ones(1, 2, 3, 8), torch.tensor([0, 3])
 CODES, MOMENTS = torch.ones(2, 4, dtype=torch.int8), [torch.zeros(4) for _ in range(4)]
 STARTS = torch.tensor([0, 3], dtype=torch.int32)
+S, ORDER = torch.ones(1, 2, 16, 8), sort_by_expert(torch.tensor([[0], [1]]), 2)
+PAGED = (torch.ones(1, 2, 8), torch.ones(2, 4, 1, 8), torch.ones(2, 4, 1, 8), torch.tensor([[0, 1]]), torch.tensor([5]))
+
+
+def away(*inputs: Any, which: int = -1) -> tuple[Any, ...]:
+    """One of them on another device."""
+    moved = list(inputs)
+    moved[which] = moved[which].to("meta")
+    return tuple(moved)
+
+
 WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (rms_norm, ([1.0, 2.0],), {}, "rms_norm: x is a list; it must be a tensor"),
     (rms_norm, (None, X), {}, "rms_norm: x is a NoneType; it must be a tensor"),
@@ -65,6 +78,38 @@ WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (adamw, (*MOMENTS, torch.ones(()), 0.1), {"betas": (0.9,)}, r"betas are \(0.9,\); they must be two numbers"),
     (adamw, (*MOMENTS, torch.ones(()), torch.ones(2)), {}, r"lr is \[2\]; it must be one number"),
     (adamw, (*MOMENTS, torch.ones(()), 0.1), {"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0"),
+    (softmax, (X.long(),), {}, "softmax: x is torch.int64"),
+    (swiglu, (X, X.long()), {}, "swiglu: up is torch.int64"),
+    (geglu, (X.bool(), X), {}, "geglu: gate is torch.bool"),
+    (dropout, (X.long(), 0.5, 1), {}, "dropout: x is torch.int64"),
+    (rotary, (Q, Q[0, 0, :, :4], Q[0, 0, :, :4].long()), {}, "rotary: sin is torch.int64"),
+    (topk_gate, (X.long(), 1), {}, "topk_gate: logits is torch.int64"),
+    (block_sparse_attention, (S, S, S.long(), torch.ones(1, 1), 16), {}, "block_sparse_attention: v is torch.int64"),
+    (block_sparse_attention, (S, S, S.half(), torch.ones(1, 1), 16), {}, "v torch.float16: one dtype is needed"),
+    (paged_attention, (PAGED[0].long(), *PAGED[1:]), {}, "paged_attention: q is torch.int64"),
+    (paged_attention, (*PAGED[:3], PAGED[3].float(), PAGED[4]), {}, "paged_attention: table is torch.float32"),
+    (paged_attention, (PAGED[0].half(), *PAGED[1:]), {}, "q is torch.float16, keys torch.float32"),
+    (permute, (X.long(), ORDER), {}, "permute: x is torch.int64"),
+    (unpermute, (X, ORDER, X.long()), {}, "unpermute: weights is torch.int64"),
+    (quantize, (X.long(),), {}, "quantize: x is torch.int64"),
+    (dequantize, (CODES.long(), X[0]), {}, "codes cannot be torch.int64"),
+    (linear_cross_entropy, (X, X.long(), AIMS), {}, "linear_cross_entropy: weight is torch.int64"),
+    (adamw, (*MOMENTS, torch.ones(()), 0.1), {"low": CODES[0]}, "adamw: low is torch.int8"),
+    (swiglu, away(X, X), {}, "swiglu: all tensors must be on one device, but gate on cpu, up on meta"),
+    (layer_norm, away(X, X[0], X[0]), {}, "layer_norm: .* bias on meta"),
+    (cross_entropy, away(X, AIMS), {}, "cross_entropy: .* targets on meta"),
+    (linear_cross_entropy, away(X, X, AIMS), {}, "linear_cross_entropy: .* targets on meta"),
+    (rotary, away(Q, Q[0, 0, :, :4], Q[0, 0, :, :4]), {}, "rotary: .* sin on meta"),
+    (block_sparse_attention, away(S, S, S, torch.ones(1, 1), 16, which=2), {}, "block_sparse_attention: .* v on meta"),
+    (flash_attention_varlen, away(*[Q[0].transpose(0, 1)] * 3, STARTS, STARTS), {}, "starts_k must be int32 on cpu"),
+    (paged_attention, away(*PAGED), {}, "paged_attention: .* lengths on meta"),
+    (unpermute, away(X, ORDER, X[:, :1], which=2), {}, "unpermute: .* weights on meta"),
+    (grouped_matmul, away(X, torch.ones(1, 4, 3), torch.tensor([2])), {}, "grouped_matmul: .* counts on meta"),
+    (int8_matmul, away(CODES, CODES), {}, "int8_matmul: .* b on meta"),
+    (dequantize, away(CODES, X[0, :1]), {}, "dequantize: .* scales on meta"),
+    (multi_norm, (away(X, X),), {}, r"the tensors are on \['cpu', 'meta'\]; one is needed"),
+    (adamw, away(*MOMENTS, torch.ones(()), 0.1, which=3), {}, "adamw: .* second on meta"),
+    (adamw, (*MOMENTS, torch.ones(()), torch.ones((), device="meta")), {}, "adamw: .* lr on meta"),
 ]
 
 

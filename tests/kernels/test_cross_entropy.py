@@ -10,7 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from refimpl.kernels import cross_entropy as room
 from refimpl.kernels import linear_cross_entropy as linear
+from refimpl.kernels.count import counted
 from refimpl.kernels.cross_entropy import cross_entropy, reference
+from refimpl.kernels.language import INTERPRETED
 from refimpl.kernels.linear_cross_entropy import linear_cross_entropy
 
 OPTIONS = [
@@ -64,6 +66,26 @@ def test_a_mean_of_no_row_is_nan_and_a_sum_is_0(device: torch.device) -> None:
         aims = targets[: len(logits)]
         assert cross_entropy(logits, aims).isnan()
         assert cross_entropy(logits, aims, reduction="sum") == 0
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("by", ["kernel", "torch"])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_a_mean_of_no_row_has_no_gradient(
+    device: torch.device, by: str, z_loss: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's: a batch of padding alone leaves the weights as they are, not NaN."""
+    if by == "torch":
+        monkeypatch.setattr(linear, "takes", lambda *tensors: False)
+        monkeypatch.setattr(room, "takes", lambda *tensors: False)
+    x, weight = torch.randn(3, 4, device=device).requires_grad_(), torch.randn(5, 4, device=device).requires_grad_()
+    ignored = torch.full((3,), -100, device=device)
+    for loss in (
+        linear_cross_entropy(x, weight, ignored, z_loss=z_loss),
+        cross_entropy(x @ weight.T, ignored, z_loss=z_loss),
+    ):
+        assert loss.isnan()
+        assert all(g.count_nonzero() == 0 for g in torch.autograd.grad(loss, (x, weight)))
 
 
 def test_what_cannot_be_is_refused(device: torch.device) -> None:
@@ -192,6 +214,26 @@ def test_linear_never_makes_all_logits(
     with Watch():
         linear_cross_entropy(x, weight, torch.zeros(64, device=device, dtype=torch.long))
     assert 0 < max(sizes) <= 64 * 4 < 64 * 32
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counted under the interpreter")
+def test_linear_does_six_operations_and_reads_its_logits_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """6 N D V in the forward pass and none in backward; a chunk's logits are read twice and written in their place."""
+    from torch.utils.flop_counter import FlopCounterMode  # which imports triton's own functions
+
+    monkeypatch.setattr(linear, "LEAST", 4)
+    n, d, v = 10, 8, 37
+    x, weight = torch.randn(n, d, requires_grad=True), torch.randn(v, d, requires_grad=True)
+    with FlopCounterMode(display=False) as products, counted(trace=True) as c:
+        loss = linear_cross_entropy(x, weight, torch.randint(v, (n,)))
+    assert products.get_total_flops() == 6 * n * d * v
+    assert c.loaded_from["logits"] == 4 * (2 * n * v + n)  # and each row's target once more
+    assert c.stored_to == {"grad": 4 * n * v, "losses": 4 * n}
+    assert not c.races()
+    assert not c.outside
+    with FlopCounterMode(display=False) as products, counted() as c:
+        loss.backward()
+    assert products.get_total_flops() == c.launches == 0
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8)], ids=str)

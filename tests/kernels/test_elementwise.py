@@ -116,6 +116,15 @@ def test_the_gradient_has_the_mask_of_the_result(device: torch.device) -> None:
     assert torch.equal(dropout(x.double(), 0.5, 7), y.double())  # torch's operators draw the same
 
 
+def test_what_is_dropped_is_gone_whatever_it_was(device: torch.device) -> None:
+    """inf and NaN too, which a product with 0 would keep; by torch's operators as by the kernel."""
+    x = torch.full((4000,), torch.inf, device=device)
+    x[::2] = torch.nan
+    for y in (dropout(x, 0.5, 3), drop.reference(x, 0.5, 3)):
+        assert torch.equal(y == 0, ~drop.mask(x.shape, 0.5, 3, x.device))
+    assert dropout(x, 1.0, 3).count_nonzero() == 0
+
+
 def test_dropout_at_its_ends(device: torch.device) -> None:
     x = torch.randn(9, device=device, requires_grad=True)
     assert dropout(x, 0.0, 1) is x

@@ -102,6 +102,4 @@ def test_a_word_that_names_nothing_is_refused() -> None:
 
 
 def test_every_kernel_of_this_room_has_a_case_for_a_cpu() -> None:
-    assert (
-        {case.operation for case in cases()} >= {case.operation for case in cases(small=True)} >= {"rms_norm", "adamw"}
-    )
+    assert {case.operation for case in cases()} == {case.operation for case in cases(small=True)}

@@ -97,6 +97,15 @@ def test_the_scale_divides_the_gradient_and_an_overflow_changes_nothing(device: 
         assert_near(ours, theirs)
 
 
+def test_a_rate_that_the_host_has_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor on the CPU beside weights on a GPU, as torch's fused optimizers take it: no kernel can read it there."""
+    given = []
+    monkeypatch.setattr(room, "reference", lambda *arguments: given.append(arguments[5]))
+    adamw(*(t.to("meta") for t in shard(torch.device("cpu"))), torch.ones((), device="meta"), torch.tensor(0.5))
+    assert given == [0.5]
+    assert isinstance(given[0], float)
+
+
 def test_what_adamw_refuses(device: torch.device) -> None:
     weights, grad, first, second = shard(device)
     one = torch.ones((), device=device)

@@ -71,3 +71,18 @@ def test_nothing_of_the_future_comes_in() -> None:
     for token in (0, 3, 9, 22):
         for grad in torch.autograd.grad(out[:, :, token].sum(), (k, v), retain_graph=True):
             assert not bool(grad[:, :, token + 1 :].any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_in_16_bits(dtype: torch.dtype) -> None:
+    q, k, v = (x.to(dtype).requires_grad_() for x in made())
+    gates = torch.rand(2, 4, N * BLOCK, 3, dtype=dtype)
+    wide = [x.detach().double() for x in (q, k, v, gates)]
+    out = native_sparse_attention(q, k, v, gates, BLOCK, count=9)  # all of the past, so that no rounding chooses
+    out.sum().backward()
+    assert out.dtype == dtype
+    torch.testing.assert_close(
+        out.double(), native_sparse_attention(*wide, BLOCK, count=9), rtol=0, atol=32 * torch.finfo(dtype).eps
+    )
+    assert q.grad is not None
+    assert q.grad.isfinite().all()

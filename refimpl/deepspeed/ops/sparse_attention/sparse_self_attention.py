@@ -42,6 +42,7 @@ class SparseSelfAttention(nn.Module):
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
         self.plans: dict[int, Plan] = {}
+        self.register_load_state_dict_post_hook(_planned_anew)  # type: ignore[no-untyped-call]
 
     def get_layout(self, L: int) -> Tensor:
         """The layout for L tokens: int64 [heads, n, n] on the CPU. ValueError if `block` does not divide L, or L is
@@ -103,6 +104,11 @@ class SparseSelfAttention(nn.Module):
             biases.append(added(attn_mask.reshape(length, length), self.attn_mask_mode))
         block = self.sparsity_config.block
         return block_sparse_attention(query, key, value, self.plan(length), block, key_bias=key_bias, biases=biases)
+
+
+def _planned_anew(module: SparseSelfAttention, keys: object) -> None:
+    """After loading: plans were made of the layout before, whose blocks may have been drawn."""
+    module.plans.clear()
 
 
 def added(mask: Tensor, mode: str) -> Tensor:
