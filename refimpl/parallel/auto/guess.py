@@ -63,7 +63,7 @@ def candidates(model: nn.Module) -> list[Tensor]:
 
 def sizes(layer: nn.Module) -> tuple[int, int]:
     """(inputs, outputs) of a linear layer; Hugging Face's Conv1D has its weight the other way round."""
-    rows, columns = layer.weight.shape  # type: ignore[union-attr,misc]
+    rows, columns = layer.weight.shape  # type: ignore[misc]
     return (columns, rows) if isinstance(layer, nn.Linear) else (rows, columns)
 
 
