@@ -128,6 +128,9 @@ def judge_blocks(q: Any, scales: Any, x: Tensor, block: int) -> None:
         "one scale for all: a block has its own": torch.full((count,), float(x.abs().max()) / 127 if n else 0.0),
         "the largest magnitude / 128: then 127 is not reached, or 128 does not fit": expected * 127 / 128,
         "the largest value, not the largest magnitude": rows.amax(1) / 127,
+        "of the span from the least to the largest: 0 stays 0 here, so it is of magnitudes": (
+            (rows.amax(1) - rows.amin(1)) / 254
+        ),
         "divided in bf16: scales have 24 bits, not 8": (rows.abs().amax(1).bfloat16() / 127).float(),
         "of a block of zeros is 1: nothing is wrong with 0": torch.where(expected > 0, expected, 1.0),
         "127 / the largest magnitude: x is q * scale": 127 / rows.abs().amax(1),

@@ -52,6 +52,9 @@ def test_sparse_mean(answer: Answer, group: WatchedGroup) -> None:
             "of several ranks' values for one element only one counts: they must be added": last / group.size,
             "divided by the ranks that sent an element: the others have 0 there": total / holders.clamp(min=1),
             "this rank's alone": each[group.rank],
+            "divided before it is sent, which rounds in bf16: divide the sum, in fp32": torch.stack(
+                [torch.zeros(n).index_copy(0, i.long(), (v / group.size).float()) for v, i in every]
+            ).sum(0),
         }
         expected = total / group.size
         equal(found, expected, "the mean", ranks=group.size, known=other(known, expected))

@@ -119,6 +119,7 @@ def judge_error(name: str, found: Tensor, right: Tensor, before: Tensor, whole: 
         "all that was to be sent: what was sent is to be taken off": whole,
         "what was missed by signs times the root of the mean square: the scale is the mean magnitude": by_norm,
         "added to the old error, which was sent already": right + before,
+        "0 where the sign is of 0, as if nothing was sent: its bit says +": torch.where(whole == 0, 0.0, right),
     }
     if result.shape == whole.shape:
         known["whole - the mean that came back: it is what *this rank's* signs missed"] = whole - result
@@ -178,6 +179,7 @@ def judge_power(
     forgetful = torch.linalg.qr(bare @ q)[0]
     raw = mean @ q
     unit = raw / raw.norm(dim=0)
+    each = torch.stack([torch.linalg.qr(w @ q)[0] for w in whole]).mean(0)
     known = {
         "the exact mean: nothing is compressed": mean,
         "of the gradients alone: the error is to be added first": forgetful @ (forgetful.T @ bare),
@@ -186,6 +188,7 @@ def judge_power(
         "the new q is this rank's own": p @ p.T @ whole[rank],
         "the new q is this rank's own: sum M' P over ranks before dividing": p @ p.T @ whole[rank] / len(every),
         "P's columns have length 1, but are not orthogonal": unit @ (mean.T @ unit).T,
+        "each rank's P is made orthonormal, and then their mean taken: first the mean of M q": each @ (mean.T @ each).T,
     }
     equal(found, result, "the result", ranks=len(every), known=other(known, result), rtol=1e-3, atol=1e-4)
 

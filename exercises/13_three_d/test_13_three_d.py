@@ -130,6 +130,9 @@ def test_context_batch(answer: Answer, group: WatchedGroup) -> None:
         equal(found[0], inputs, "inputs", known=last)
         cut = torch.cat([inputs[:, 1:], torch.full_like(inputs[:, :1], IGNORED)], 1)
         known = {
+            "the sequence's last token is its own target: it has none": tokens[:, (at + 1).clamp(max=7)].masked_fill(
+                padding, IGNORED
+            ),
             "shifted after cutting: the token that follows is on another rank, or elsewhere in this one's": cut,
             "token 0 has no target: it is a token like any other, position -1 is padding": torch.where(
                 inputs == 0, IGNORED, targets

@@ -55,16 +55,19 @@ def test_mesh_groups(answer: Answer, group: WatchedGroup) -> None:
         names = list(axes)
         for along in ([], [names[0]], [names[-1]], names, names[::2], names[:-3:-1]):
             case(f"axes {axes}, along {along}")
-            grid = torch.arange(math.prod(axes.values())).view(*axes.values())
-            others = [n for n in names if n not in along]
-            order = [names.index(n) for n in (*others, *(n for n in names if n in along))]
-            size = math.prod(axes[n] for n in names if n in along)
-            expected = grid.permute(*order).reshape(-1, size).tolist()
-            across = grid.permute(*order).reshape(-1, size).t().tolist()
-            runs = grid.view(-1, size).tolist()
+            right = groups_of(axes, along)
+            known = {"across": right.t(), "runs": torch.arange(right.numel()).view(right.shape)}
+            known["sorted"] = groups_of({n: axes[n] for n in sorted(axes)}, along)
             with untouched(axes=axes, along=along):
                 found = answer.mesh_groups(axes, along)
-            judge_groups(found, expected, {"across": across, "runs": runs}, grid.numel())
+            judge_groups(found, right.tolist(), {what: t.tolist() for what, t in known.items()}, right.numel())
+
+
+def groups_of(axes: dict[str, int], along: list[str]) -> Tensor:
+    """A group a row."""
+    grid, names = torch.arange(math.prod(axes.values())).view(*axes.values()), list(axes)
+    order = sorted(range(len(names)), key=lambda i: names[i] in along)
+    return grid.permute(*order).reshape(-1, math.prod(axes[n] for n in along))
 
 
 def judge_groups(found: Any, expected: list[list[int]], known: dict[str, list[list[int]]], ranks: int) -> None:
@@ -86,6 +89,8 @@ def judge_groups(found: Any, expected: list[list[int]], known: dict[str, list[li
     runs = "consecutive ranks are grouped, whatever the axis: only the last axes have consecutive ranks"
     require(as_sets != sorted(known["runs"]), runs, *evidence)
     require(sorted(r for g in found for r in g) == list(range(ranks)), "every rank is in exactly one group", *evidence)
+    by_name = "axes are taken in the order of their names: it is the mapping's order that counts"
+    require(as_sets != sorted(known["sorted"]), by_name, *evidence)
     raise Wrong("these are not the groups along those axes", *evidence)
 
 

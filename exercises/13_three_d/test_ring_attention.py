@@ -21,6 +21,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     return scores.softmax(-1).nan_to_num(0.0) @ v.double()
 
 
+def stale(q: Tensor, k: Tensor, v: Tensor, positions: list[Tensor], rank: int) -> Tensor:
+    """The running softmax whose outputs stay in units of the largest score of their time."""
+    ranks, here = len(positions), positions[rank][:, None]
+    top, out, total = torch.full(q.shape[1:3], -INF).double(), torch.zeros(q.shape[1:]).double(), torch.zeros(())
+    for hop in range(ranks):
+        source = (rank - hop) % ranks
+        seen = (positions[source] >= 0) & (positions[source] <= here)
+        scores = (q[rank].double() @ k[source].double().mT * q.shape[-1] ** -0.5).masked_fill(~seen, -INF)
+        largest = torch.maximum(top, scores.amax(-1))
+        weights = (scores - largest[..., None]).exp().nan_to_num(0.0)
+        out, total = out + weights @ v[source].double(), total * (top - largest).exp().nan_to_num(0.0) + weights.sum(-1)
+        top = largest
+    return (out / total.clamp(min=1e-300)[..., None]).to(q.dtype)
+
+
 class LooksWithin(WatchedGroup):
     """Weighs what is alive whenever a transfer begins."""
 
@@ -137,6 +152,9 @@ def judge_attended(found: Any, q: Tensor, k: Tensor, v: Tensor, positions: list[
         "padding looks at keys: as a query it gives 0": of((where >= 0) & ((where <= here) | (here < 0))),
         "the parts are averaged: each weighs by its sum of exp(score)": (sum(parts) / ranks).to(q.dtype),
         "scores are not divided by sqrt(D)": of(real & (where <= here), q[rank] * q.shape[-1] ** 0.5),
+        "a larger score came, and what earlier keys gave was not scaled down with their sum": stale(
+            q, k, v, positions, rank
+        ),
     }
     expected = of(real & (where <= here))
     if isinstance(found, Tensor) and found.shape == expected.shape and bool(found.isnan().any()):

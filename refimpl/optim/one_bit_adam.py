@@ -64,6 +64,6 @@ class OneBitAdam(Travelling):
             params, groups = [p for p, _ in moved], [group for _, group in moved]
             self.mean(params, [self.state[p]["exp_avg"] for p in params], groups)
         elif self.taken == self.freeze_step:
-            self.warn_of_dead(moved)
+            self.freeze_variance(moved)
         for p, group in moved:
             p.sub_(self.adams(p, group).mul_(group["lr"]))

@@ -111,7 +111,7 @@ class OneBitLamb(Travelling):
 
     def freeze(self, moved: list[tuple[Tensor, dict[str, Any]]]) -> None:
         """The warm-up is over: begin a fresh variance, and say how much each momentum is to be scaled."""
-        self.warn_of_dead(moved)
+        self.freeze_variance(moved)
         params = [p for group in self.param_groups for p in group["params"] if "exp_avg" in self.state[p]]
         roots = [float(squared(self.state[p]["exp_avg"]).sqrt()) / max(1, p.numel()) ** 0.5 for p in params]
         there = [root for root in roots if root > 0]

@@ -160,8 +160,13 @@ class Travelling(torch.optim.Optimizer, ABC):
         masked: Tensor = mask.to(p.device).view(p.shape) == 0
         return out | masked
 
-    def warn_of_dead(self, moved: list[tuple[Tensor, dict[str, Any]]]) -> None:
-        """The variance is frozen from now on: say how many elements have none."""
+    def freeze_variance(self, moved: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        """From the next step on: say how many elements have none, and owe nothing of what was exchanged before.
+
+        That was gradients, or momenta of a freeze that a checkpoint had behind it and this run has ahead of it.
+        """
+        if self.exchange is not None:
+            self.exchange.forget()
         none = sum(int((self.state[p]["exp_avg_sq"] == 0).sum()) for p, group in moved if MASK not in group)
         if none and (self.exchange is None or self.exchange.rank == 0):
             total = sum(p.numel() for p, _ in moved)

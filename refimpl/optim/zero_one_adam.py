@@ -90,9 +90,7 @@ class ZeroOneAdam(Travelling):
         if exact:
             self.count("var_counter", self.var_update_scaler, "var_interval")
         if self.taken == self.var_freeze_step:
-            self.warn_of_dead(moved)
-            if self.exchange is not None:
-                self.exchange.forget()  # the errors were of gradients
+            self.freeze_variance(moved)
 
     def step_apart(self, moved: list[tuple[Tensor, dict[str, Any]]]) -> None:
         """With a frozen variance, on this rank alone."""

@@ -27,6 +27,7 @@ memory and traffic are as in `tensor.py` and `door.py`. DeepSpeed: deepspeed/mod
 names of layers and of models.
 """
 
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -40,6 +41,8 @@ from torch import Tensor, nn
 from refimpl.comm.group import Group
 from refimpl.parallel.auto import rehearsal
 from refimpl.parallel.auto.cut import Cut
+from refimpl.parallel.auto.guess import guessed
+from refimpl.parallel.auto.guess import words as words_of
 from refimpl.parallel.auto.regions import Region, find_regions, words
 from refimpl.parallel.auto.report import Report, describe, reasons
 from refimpl.parallel.auto.stage import Stage, alike_regions
@@ -57,25 +60,25 @@ def autotp(
 
     `example`: what the model is called with: a tensor, a tuple of arguments or a dictionary of keyword arguments; the
     same on all ranks, small, of two tokens or more. Default: the model's own `dummy_inputs`, if it has them, as
-    transformers' models do. `plan`: as of `parallelize`, to choose the layers oneself; units and numbers to divide are
-    found all the same, and it is rehearsed. Rank 0's weights are taken, and its random numbers for dropout on whole
-    tensors; `draws`: this rank's own for parts (default: made of rank 0's seed), see `draws.py`. The loss needs no
-    change: logits are gathered. Call it before the optimizer is made.
+    transformers' models do; else a call that works, which is guessed and logged (auto/guess.py). `plan`: as of
+    `parallelize`, to choose the layers oneself; units and numbers to divide are found all the same, and it is
+    rehearsed. Rank 0's weights are taken, and its random numbers for dropout on whole tensors; `draws`: this rank's own
+    for parts (default: made of rank 0's seed), see `draws.py`. The loss needs no change: logits are gathered. Call it
+    before the optimizer is made.
 
-    ValueError without an example, if nothing can be cut, and if a plan cannot be kept, with the reasons. RuntimeError
-    if cuts that were each right are not together. The model's layers are then what they were. A plan of no layers needs
-    no example: each rank keeps the whole model.
+    ValueError without an example where no guess works, if nothing can be cut, and if a plan cannot be kept, with the
+    reasons. RuntimeError if cuts that were each right are not together. The model's layers are then what they were. A
+    plan of no layers needs no example, nor does a single rank: each keeps the whole model.
     """
-    keeps_all = plan is not None and not plan
-    example = None if keeps_all else known_example(model, example)
     if group.size == 1:
         return describe(Cut(), dict.fromkeys(plain_layers(model), "one rank"))
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_contiguous():
             group.broadcast(tensor.data, tag=TAG)
-    if keeps_all:
+    if plan is not None and not plan:
         common_numbers(model, group)
         return describe(Cut(), dict.fromkeys(plain_layers(model), "the plan has no layer"))
+    example = known_example(model, example, group)
     stage = set_up(model, example, group)
     regions, why = proposed(stage.twin, partial(called, example=example), group.size)
     if plan is not None:
@@ -156,16 +159,23 @@ def masked_example(model: nn.Module, example: Any) -> dict[str, Any] | None:
     return {**example, "attention_mask": mask}
 
 
-def known_example(model: nn.Module, example: Any) -> Any:
-    """The one that is given, or the model's own. ValueError if there is none."""
+def known_example(model: nn.Module, example: Any, group: Group) -> Any:
+    """The one that is given, the model's own, or a guess. ValueError if there is none."""
     example = getattr(model, "dummy_inputs", None) if example is None else example
-    if example is None:
-        name = type(model).__name__
+    if example is not None:
+        return example
+    name = type(model).__name__
+    if (guess := guessed(model, called)) is None:
         raise ValueError(
-            f"{name} has no dummy_inputs: give autotp an example of what it is called with, initialize its "
-            "training_data, or the model that attribute"
+            f"{name} has no dummy_inputs, and no guess at its arguments works: give autotp an example of what it is "
+            "called with, initialize its training_data, or the model that attribute"
         )
-    return example
+    if group.rank == 0:
+        logging.getLogger("refimpl").warning(
+            "autotp: %s has no example: rehearsed with %s, a guess; what training calls beyond it stays untried",
+            name, words_of(guess),
+        )  # fmt: skip
+    return guess
 
 
 def called(twin: nn.Module, example: Any) -> Any:

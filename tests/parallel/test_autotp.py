@@ -2,11 +2,11 @@
 
 import copy
 import importlib.util
-from typing import Any
 
 import autotp_models as models
 import pytest
 import torch
+from autotp_same import kinds, made, same_numbers
 from torch import Tensor, nn
 from worlds import run
 
@@ -21,28 +21,11 @@ from refimpl.parallel.autotp import autotp
 from refimpl.parallel.swap import whole_state_dict
 from refimpl.parallel.tensor import ColumnParallelLinear, cuts
 
-BOUND = 64 * torch.finfo(torch.float32).eps  # see `compare`
 hf = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers (the hf extra)")
 
 
-def made(name: str, rank: int | None = None) -> tuple[nn.Module, dict[str, Any]]:
-    """A model with no bias that is 0, different on each rank, and what it is called with. Rank 0's is taken by all."""
-    torch.manual_seed(Group.world().rank if rank is None else rank)
-    model: nn.Module = getattr(models, name)()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    if hasattr(model, "config"):
-        model.config.use_cache = False
-    return model.eval(), dict(getattr(model, "dummy_inputs", None) or models.tokens())
-
-
 def compare(names: list[str]) -> dict[str, Report]:
-    """Cuts each model, and compares it with the whole; returns what its layers became.
-
-    The bound: 64 roundings, relative to the tensor's norm: a split dot product adds in another order, and only that.
-    What is 0 but for rounding (the gradient of a bias that is added to all keys) is measured by the largest gradient.
-    """
+    """Cuts each model, and compares it with the whole; returns what its layers became."""
     group, found = Group.world(), {}
     for name in names:
         model, example = made(name)
@@ -51,34 +34,6 @@ def compare(names: list[str]) -> dict[str, Report]:
         assert torch.equal(states[0], torch.random.get_rng_state())  # of rank 0 nothing is drawn; the others follow it
         same_numbers(model, made(name, rank=0)[0], example, group)
     return found
-
-
-def kinds(report: Report) -> dict[str, str]:
-    """Names without their numbers."""
-    return {pattern(layer): kind for layer, kind in report.kinds.items()}
-
-
-def same_numbers(model: nn.Module, whole: nn.Module, example: dict[str, Any], group: Group) -> None:
-    outs, expected = tensors(model(**example)), tensors(whole(**example))
-    assert len(outs) == len(expected)
-    torch.manual_seed(1)
-    weights = [torch.randn_like(y) for y in expected]
-    for ys in (outs, expected):
-        torch.autograd.backward([sum((y * w).sum() for y, w in zip(ys, weights, strict=True))])
-    for y, right in zip(outs, expected, strict=True):
-        assert float((y - right).detach().norm()) < BOUND * float(right.detach().norm())
-    parts, plain = cuts(model), dict(whole.named_parameters(remove_duplicate=False))
-    largest = max(float(p.grad.norm()) for p in plain.values() if p.grad is not None)
-    for name, p in model.named_parameters(remove_duplicate=False):
-        right, grad = plain[name].grad, p.grad
-        if right is None:
-            assert grad is None or not grad.any(), name
-            continue
-        if p in parts:
-            split, dim, _ = parts[p]
-            right = split.part(right, group.rank, dim)
-            assert split.part(split.gather(p.detach(), group, dim, "test"), group.rank, dim).equal(p.detach()), name
-        assert float((grad - right).norm()) < BOUND * max(float(right.norm()), 1e-2 * largest), name
 
 
 ATTENTION = {"q_proj": "columns", "k_proj": "columns", "v_proj": "columns", "o_proj": "rows"}
@@ -389,8 +344,8 @@ def test_what_is_quantised_stays_whole_and_is_named(ranks: int) -> None:
 def refused() -> None:
     group = Group.world()
     model, example = made("stranger", rank=0)
-    with pytest.raises(ValueError, match="Stranger has no dummy_inputs: give autotp an example of what it is called"):
-        autotp(model, group)
+    with pytest.raises(ValueError, match="Sequential has no dummy_inputs, and no guess at its arguments works: give"):
+        autotp(nn.Sequential(nn.Conv1d(6, 4, 1), nn.Linear(5, 3)), group)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     plain = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 3))
     with pytest.raises(ValueError, match=r"Sequential cannot be cut for 2 ranks: .*0: what 0 give 2 does not"):

@@ -212,6 +212,31 @@ def test_resuming_gives_the_same_bits(name: str) -> None:
     run(go, 9, ranks=2)
 
 
+@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
+def test_a_longer_warm_up_owes_nothing_of_the_freeze_that_was_loaded(kind: type[OneBitAdam | OneBitLamb]) -> None:
+    """Errors of momenta at weights long gone are no part of what is first exchanged."""
+
+    def go() -> tuple[bool, bool]:
+        group = Group.world()
+
+        def trained(freeze_step: int, steps: range, state: Any = None) -> DDP:
+            torch.manual_seed(0)
+            model = Net()
+            stage = DDP(model, kind(groups(model), lr=1e-2, freeze_step=freeze_step), group)
+            if state is not None:
+                stage.load_state_dict(state)
+            for step in steps:
+                stage.backward(model(tokens(step, group.rank)))
+                stage.step()
+            return stage
+
+        early = trained(2, range(4))
+        late = trained(6, range(4, 6), early.state_dict())
+        return tuple(any(e.any() for e in stage.update.means.errors().values()) for stage in (early, late))
+
+    assert run(go) == [(True, False)] * 2
+
+
 def test_a_closure_whose_loss_is_not_finite_changes_nothing() -> None:
     def go() -> None:
         model = nn.Linear(3, 3)
