@@ -171,7 +171,7 @@ class Update:
             if self.beyond and not self.beyond.counted_elsewhere.keys().isdisjoint(bucket.params):
                 seen = self.resting.whole(bucket) if self.resting and bucket in known else mine
                 message[0] -= sum(sum_of_squares(copy, exact) for copy in self.beyond.copies(bucket, seen))
-        self.group.all_reduce(message, "sum", tag="norm")
+        self.group.all_reduce(message, "sum", tag="norm", within=self.slices.rates())
         self.group.settle()
         ranks = self.group.size
         if self.across is not None:  # which has the same gradients, and may have used other parameters

@@ -61,6 +61,25 @@ def test_different_models_are_refused_on_every_rank(stage: str, how: str, ranks:
     assert re.search(DIFFERENT[how], texts[0]), texts[0]
 
 
+def with_a_rate_of_its_own(stage: str) -> None:
+    """As ReduceLROnPlateau does it with a loss of this rank's own."""
+    group, model = Group.world(), model_of("", False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    STAGES[stage](model, optimizer, group)
+    for step in range(3):
+        if step == 2 and group.rank == group.size - 1:
+            optimizer.param_groups[0]["lr"] = 0.0005
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("stage", "ranks"), pairwise(list(STAGES), [2, 3]))
+def test_a_rate_that_changes_on_one_rank_is_told_before_the_weights_part(stage: str, ranks: int) -> None:
+    with pytest.raises(RankError, match=r"rank \d: all_reduce \(sum\) of .* in a step with lr 0\.0005, .*'norm'"):
+        run(with_a_rate_of_its_own, stage, ranks=ranks)
+
+
 class Neighbours(nn.Module):
     """Sums over a sparse adjacency matrix, which autograd keeps: it has no memory of its own to be asked for."""
 
