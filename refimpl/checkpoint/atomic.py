@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from refimpl.ranks.flock import lock
+
 LEFTOVER = re.compile(r"\.(?P<name>.+)\.refimpl-(?P<id>old|[0-9a-f]{8})")
 
 
@@ -113,15 +115,6 @@ def hold(folder: Path, mark: str, ours: Callable[[str], bool]) -> Iterator[bool]
         os.close(handle)
 
 
-def lock(handle: int, kind: int) -> bool:
-    """False if somebody else's lock forbids this one, or the file system has none."""
-    try:
-        fcntl.flock(handle, kind)
-    except OSError:
-        return False
-    return True
-
-
 @contextmanager
 def alone(folder: Path) -> Iterator[bool | None]:
     """Whether nobody holds `folder` by `shared`, and nobody can in the block; None if somebody else is alone with it.
@@ -139,13 +132,6 @@ def alone(folder: Path) -> Iterator[bool | None]:
         yield free
     finally:
         os.close(handle)
-
-
-def shared(folder: Path) -> int:
-    """A handle that keeps `folder` from being pruned until it is closed, or its process ends."""
-    handle = os.open(folder, os.O_DIRECTORY)
-    lock(handle, fcntl.LOCK_SH)
-    return handle
 
 
 def clear(folder: Path, mark: str, ours: Callable[[str], bool]) -> None:

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refimpl.checkpoint import atomic, manifest
+from refimpl.checkpoint import manifest
 from refimpl.checkpoint.errors import CheckpointError, naming
 from refimpl.checkpoint.place import Place, Portion
 from refimpl.checkpoint.tensors import PIECE, Reader
 from refimpl.checkpoint.tree import decode
+from refimpl.ranks.flock import shared
 
 OPEN = 64  # files of ranks at a time
 
@@ -197,7 +198,7 @@ class Folder:
 
     def __enter__(self) -> "Folder":
         with suppress(OSError):  # of a folder that has just gone `check` tells, to all ranks
-            self._held = atomic.shared(self.path)
+            self._held = shared(self.path)
         return self
 
     def __exit__(

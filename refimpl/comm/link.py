@@ -26,7 +26,6 @@ import mmap
 import os
 import re
 import shutil
-import tempfile
 import time
 import weakref
 from collections import deque
@@ -40,6 +39,7 @@ from torch.distributed import distributed_c10d
 
 from refimpl.comm.mapped import host
 from refimpl.comm.nodes import ranks_per_node
+from refimpl.ranks import folder
 
 VARIABLE = "REFIMPL_LINK"
 LONGEST, LEARNT = 100_000, 4  # ns of a way back from waiting that counts; so many last ones are remembered
@@ -125,9 +125,9 @@ class Cables:
         self._late = deque([0], LEARNT)  # ns from when a rank stopped waiting for a message to when its caller went on
         self._waited = 0  # when the call under way stopped, or was to stop, waiting; 0: it has not waited
         if self.apart:
-            folder, name = _folder(), f"{link.bits_per_second:g}-{link.latency:g}"
-            self._free = Words(folder / f"cables-{name}", size * size)  # per cable: when it is free, in ns
-            self._stamps = Words(folder / f"stamps-{handle.group_name}", self.members**2 * 2 * (2 + KEPT))
+            where, name = _folder(), f"{link.bits_per_second:g}-{link.latency:g}"
+            self._free = Words(where / f"cables-{name}", size * size)  # per cable: when it is free, in ns
+            self._stamps = Words(where / f"stamps-{handle.group_name}", self.members**2 * 2 * (2 + KEPT))
 
     def send(self, kind: int, sizes: Mapping[int, int], now: int) -> int:
         """Put messages of so many bytes to these members on their cables `now`. Returns when the last has left, in ns.
@@ -203,12 +203,12 @@ def _folder() -> Path:
     """Where the ranks of this job keep what they share about cables: the first that comes says it."""
     store: Any = distributed_c10d._get_default_store()
     if store.add("refimpl/link/asked", 1) == 1:
-        folder = os.environ.get("REFIMPL_BOARD")
-        if not folder:
-            folder = tempfile.mkdtemp(prefix="refimpl-link-")
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        store.set("refimpl/link/at", f"{host()}\n{folder}")
-    there, _, folder = store.get("refimpl/link/at").decode().rpartition("\n")
+        at = os.environ.get("REFIMPL_BOARD")
+        if not at:
+            at = str(folder.make()[0])
+            atexit.register(shutil.rmtree, at, ignore_errors=True)
+        store.set("refimpl/link/at", f"{host()}\n{at}")
+    there, _, at = store.get("refimpl/link/at").decode().rpartition("\n")
     if there != host():
         raise RuntimeError(f"{VARIABLE} plays several nodes on one machine, and these ranks are on several: unset it")
-    return Path(folder)
+    return Path(at)

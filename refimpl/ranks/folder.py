@@ -12,6 +12,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from refimpl.ranks.flock import lock, shared
+
 PREFIX = "refimpl-ranks-"
 
 
@@ -29,9 +31,7 @@ def hold(folder: Path) -> int:
 
     FileNotFoundError if it is gone.
     """
-    handle = os.open(folder, os.O_DIRECTORY)
-    with suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_SH)  # waits for whoever is deleting it
+    handle = shared(folder)
     if not folder.is_dir():
         os.close(handle)
         raise FileNotFoundError(folder)
@@ -41,10 +41,10 @@ def hold(folder: Path) -> int:
 def clear() -> None:
     """Delete the folders that nobody holds."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # gone meanwhile, another user's, or held
+        with suppress(OSError):  # gone meanwhile, or another user's
             handle = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                if lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                    shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)

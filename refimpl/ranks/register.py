@@ -15,6 +15,7 @@ import mmap
 import os
 import select
 import struct
+from functools import cache
 from pathlib import Path
 
 import torch.distributed as dist
@@ -40,8 +41,14 @@ class Register:
         directory = os.environ.get("REFIMPL_BOARD")
         if not directory or not dist.is_initialized():
             return None
+        return cls._mapped(Path(directory), dist.get_world_size(), dist.get_rank())
+
+    @classmethod
+    @cache
+    def _mapped(cls, directory: Path, ranks: int, me: int) -> "Register | None":
+        """Once a job: each of its groups asks."""
         try:
-            return cls(Path(directory), dist.get_world_size(), dist.get_rank())
+            return cls(directory, ranks, me)
         except FileNotFoundError:
             return None
 

@@ -108,26 +108,30 @@ class OffloadedUpdate(Brought):
         self.handed = {}
 
     def on_every_rank(self, update: Callable[[], object]) -> None:
-        """update(); where a disk fails one rank, every rank raises an OffloadError. A collective if there is a disk."""
-        if not isinstance(self.home, Disk):
-            update()
-            return
+        """update(); half of it may be done where `together` raises."""
         try:
-            together(self.group, update, OffloadError)
-        except OffloadError as error:
+            self.together(update, HALF)
+        except OffloadError:
             self.torn = OffloadError(HALF)
-            raise OffloadError(f"{error}. {HALF}") from error
+            raise
 
     def look(self) -> None:
-        """OffloadError on every rank if somebody has changed one's file, and some of what rests there is lost.
+        """OffloadError on every rank if somebody has changed one's file, and some of what rests there is lost."""
+        if isinstance(self.home, Disk):
+            self.together(self._look, BEFORE)
+
+    def together(self, do: Callable[[], object], then: str) -> None:
+        """do(); where a disk fails one rank, every rank raises an OffloadError, which says what then is.
 
         A collective if there is a disk.
         """
-        if isinstance(self.home, Disk):
-            try:
-                together(self.group, self._look, OffloadError)
-            except OffloadError as error:
-                raise OffloadError(f"{error}. {BEFORE}") from error
+        if not isinstance(self.home, Disk):
+            do()
+            return
+        try:
+            together(self.group, do, OffloadError)
+        except OffloadError as error:
+            raise OffloadError(f"{error}. {then}") from error
 
     def _look(self) -> None:
         homes = {self.home, self.config.gradient_home}
@@ -165,6 +169,8 @@ class OffloadedUpdate(Brought):
         """As the home's, of each part with its gradient, if that rests on the disk too."""
         for part in parts:
             part.beside = self.resting.run(part.bucket, part.start) if self.resting else None
-        yield from self.home.rounds(parts, back)
-        for part in parts:
-            part.beside = None
+        try:
+            yield from self.home.rounds(parts, back)
+        finally:
+            for part in parts:
+                part.beside = None

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from refimpl.parallel.auto import rehearsal
 from refimpl.parallel.auto.trace import plain_layers, tensors
+from refimpl.parallel.tensor import how
 
 SEQUENCES, TOKENS = 2, 8
 MOST = 3  # required arguments: with more there are too many ways to call it
@@ -62,9 +63,10 @@ def candidates(model: nn.Module) -> list[Tensor]:
 
 
 def sizes(layer: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of a linear layer; Hugging Face's Conv1D has its weight the other way round."""
-    rows, columns = layer.weight.shape  # type: ignore[misc]
-    return (columns, rows) if isinstance(layer, nn.Linear) else (rows, columns)
+    """(inputs, outputs) of a linear layer."""
+    weight: Any = layer.weight
+    outputs, _ = how(layer)
+    return weight.shape[1 - outputs], weight.shape[outputs]
 
 
 def below(most: int, *shape: int) -> Tensor:
