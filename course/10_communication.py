@@ -706,13 +706,13 @@ for name, operator in {
 # - **Tests behind this chapter:** [tests/comm/test_link.py](../tests/comm/test_link.py) (bandwidth, latency, what crosses),
 #   [tests/compress](../tests/compress/test_operators.py) (contraction, wire bytes, feedback),
 #   [tests/comm/test_hierarchy.py](../tests/comm/test_hierarchy.py) and
-#   [test_alpha_beta.py](../tests/comm/test_alpha_beta.py) (bytes near and far, Thakur's table),
+#   [test_level_model.py](../tests/comm/test_level_model.py) (bytes near and far, messages played one by one),
 #   [tests/zero/test_plus.py](../tests/zero/test_plus.py) (the paper's table between nodes),
 #   [tests/zero/test_one_bit.py](../tests/zero/test_one_bit.py) and [test_lamb.py](../tests/zero/test_lamb.py),
 #   [tests/optim/test_local_sgd.py](../tests/optim/test_local_sgd.py).
 # - **Code:** [link.py](../refimpl/comm/link.py), [hierarchy.py](../refimpl/comm/hierarchy.py),
 #   [halving.py](../refimpl/comm/halving.py), [tree.py](../refimpl/comm/tree.py),
-#   [alpha_beta.py](../refimpl/comm/alpha_beta.py), [compress/](../refimpl/compress/compressor.py),
+#   [level_model.py](../refimpl/comm/level_model.py), [compress/](../refimpl/compress/compressor.py),
 #   [plus.py](../refimpl/zero/plus.py), [one_bit_adam.py](../refimpl/optim/one_bit_adam.py),
 #   [diloco.py](../refimpl/optim/diloco.py).
 # - **DeepSpeed:**

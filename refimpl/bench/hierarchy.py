@@ -2,8 +2,9 @@
 
 The link is that of `refimpl.comm.link`, the nodes are consecutive ranks of this machine. Alpha and beta of both levels
 are measured in the same world just before (`topology.measure`), alpha while all ranks send, as they do in a collective,
-with messages as long as those of the algorithms, and the formulas of `alpha_beta` are given nothing else. Of calls and
-of messages the least times count: what a busy machine adds is in the others.
+with messages as long as those of the algorithms, and the formulas of `level_model` are given nothing else. A call
+begins on all ranks at one instant, and is over with the last of them. Of calls and of messages the least times count:
+what a busy machine adds is in the others.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from refimpl import launch
 from refimpl.bench.comm import numbers
-from refimpl.bench.race import Times, Turns, environment, race, slowest
+from refimpl.bench.race import Times, Turns, environment, from_one_instant, slowest
 from refimpl.comm import halving, hierarchy, ring, tree
-from refimpl.comm.alpha_beta import Choice, Levels, pieces, predict
+from refimpl.comm.alpha_beta import pieces
 from refimpl.comm.axes import neighbours
 from refimpl.comm.group import Group
 from refimpl.comm.hierarchy import Algorithm
+from refimpl.comm.level_model import Choice, Levels, predict
 from refimpl.comm.link import Link
 from refimpl.comm.nodes import RANKS_PER_NODE
 from refimpl.comm.topology import measure as measure_links
@@ -58,7 +60,7 @@ def heat(each: int, size: int, link: Link, turns: Turns) -> tuple[Levels, Times]
     levels = measure_links(group, messages, turns.turns * turns.steps, each).by_nodes(each)
     x = group.empty(size // 4, torch.float32).zero_()
     ways = contestants(group, near, far, levels, x)
-    return levels, race(group, {str(way): call for way, call in ways.items()}, turns)
+    return levels, from_one_instant(group, {str(way): call for way, call in ways.items()}, turns)
 
 
 def contestants(group: Group, near: Group, far: Group, levels: Levels, x: Tensor) -> dict[Choice, Callable[[], object]]:

@@ -5,7 +5,7 @@ network namespaces (see `namespaces.py`), of which nobody asks anything. First e
 messages there and back (see `refimpl.comm.topology`): alpha is the latency, 8 / beta the bandwidth. Then all ranks send
 to another node at once, both ways: what a node's cable carries. What a message takes without any link stands below: a
 latency that is less than that cannot be had here. Then each collective, by each way, is held against the alpha-beta
-formula (`refimpl.comm.alpha_beta`) of what was asked; inside a node it has what was measured there.
+formula (`refimpl.comm.level_model`) of what was asked; inside a node it has what was measured there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +20,12 @@ from torch import Tensor
 from refimpl import launch
 from refimpl.bench import namespaces
 from refimpl.bench.comm import COLLECTIVES, NATIVE, Way, contestants, numbers
-from refimpl.bench.race import Times, Turns, environment, race, slowest
+from refimpl.bench.race import Times, Turns, environment, from_one_instant, race, slowest
 from refimpl.comm import hierarchy, ring
-from refimpl.comm.alpha_beta import AlphaBeta, Choice, Levels, predict
+from refimpl.comm.alpha_beta import AlphaBeta
 from refimpl.comm.axes import neighbours
 from refimpl.comm.group import Group
+from refimpl.comm.level_model import Choice, Levels, predict
 from refimpl.comm.link import VARIABLE, Link
 from refimpl.comm.nodes import RANKS_PER_NODE, ranks_per_node
 from refimpl.comm.topology import ROW, SIZES, Topology, floor, itself, measure
@@ -125,7 +126,9 @@ def everything(sizes: Sequence[int], collectives: Sequence[str], turns: Turns, m
     for collective in collectives:
         for n in (numbers(size, group.size) for size in sizes):
             full, other, shard = (group.empty(s, torch.float32).zero_() for s in (n, n, n // group.size))
-            times[collective, 4 * n] = race(group, ways(collective, group, near, far, full, other, shard), turns)
+            times[collective, 4 * n] = from_one_instant(
+                group, ways(collective, group, near, far, full, other, shard), turns
+            )
     return Found(found, times, together, message)
 
 

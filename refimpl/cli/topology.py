@@ -14,8 +14,9 @@ from rich.text import Text
 
 from refimpl import launch
 from refimpl.cli.options import check_picture
-from refimpl.comm.alpha_beta import AlphaBeta, Choice, choose, predict
+from refimpl.comm.alpha_beta import AlphaBeta
 from refimpl.comm.group import Group
+from refimpl.comm.level_model import Choice, choose, predict
 from refimpl.comm.nodes import RANKS_PER_NODE, ranks_per_node
 from refimpl.comm.topology import Topology, floor, itself, measure
 

@@ -20,13 +20,15 @@ Traffic a rank, n bytes: near + far together are the flat collective's. Far it i
 (n is the whole buffer; each node has one cable to the rest, which its L ranks share.) An all-to-all saves no bytes, but
 messages: F-1 far ones a rank in place of N-L.
 
-Time of an all-reduce by rings (alpha, beta of a level; the far beta is the shared cable's):
+Time of an all-reduce by rings (alpha, beta of a level; a rank's far beta is that of the cable alone):
 
-    flat         2(N-1) n/N beta_far + 2 alpha_far        where (L-1) n/N beta_far hides all other alphas
-    two levels   2(L-1) (alpha_near + n/L beta_near) + 2(F-1) (alpha_far + n/F beta_far)
+    flat         2(N-1) n/N beta_far + alpha_far        where (L-1) n/N beta_far hides all other alphas
+    two levels   2(L-1) (alpha_near + n/L beta_near) + 2(F-1) n/F beta_far + alpha_far        where the cable is never
+                 idle: while one rank's message is late, those of its L-1 neighbours are on it
 
 With links inside a node much faster than the cable, that is F(N-1)/(N(F-1)) times as fast: 1.5 for 2 x 2 ranks, 2 for
-two large nodes, little for many nodes. `alpha_beta.py` has every case, `refimpl bench hierarchy` measures it.
+two large nodes, little for many nodes, and less where n is so small that alpha_far counts. `level_model.py` has every
+case, `refimpl bench hierarchy` measures it.
 
 Order of the sum: the ranks of a node first, then the nodes, (g0 + g1) + (g2 + g3), which is not the order of
 `Group.all_reduce`. By the groups' own collectives (`within`, `between` not given) each of the two sums is in rank

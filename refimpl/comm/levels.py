@@ -5,7 +5,7 @@
 
 or, with no line changed, REFIMPL_COLLECTIVES=two-level for whoever trains over all ranks; nodes are then those of
 `nodes.py` (REFIMPL_RANKS_PER_NODE, else LOCAL_WORLD_SIZE). REFIMPL_COLLECTIVES=measured measures the links first, in
-some seconds, and takes for each collective and size what the alpha-beta model says is fastest (`alpha_beta.py`).
+some seconds, and takes for each collective and size what the alpha-beta model says is fastest (`level_model.py`).
 
 Bits: those of `hierarchy.py`, (g0 + g1) + (g2 + g3), the same in every run, on every rank, and in DDP and all ZeRO
 stages: an all-reduce and a reduce-scatter add an element in one order. They are not the bits of one process that adds
@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from refimpl.comm import halving, hierarchy, ring, tree
-from refimpl.comm.alpha_beta import Choice, choose
 from refimpl.comm.axes import neighbours
 from refimpl.comm.behind import Behind, Job
 from refimpl.comm.collectives import Op, joined
 from refimpl.comm.group import Group
 from refimpl.comm.hierarchy import Algorithm, AllReduce
+from refimpl.comm.level_model import Choice, choose
 from refimpl.comm.mesh import Mesh
 from refimpl.comm.nodes import on_nodes
 from refimpl.comm.process_group import anew

@@ -7,8 +7,9 @@ node. With nodes found, all ranks send to a neighbour inside at once, as in a co
 another: they share memory and cores, and what one of these messages takes is the near link. (The first after a barrier
 does not count: it waits for who left the barrier last, up to a millisecond. Of empty messages the least row counts, as
 between pairs; of larger ones the middle row: in the least, ranks that came late had the cable to themselves.) All ranks
-of two nodes do the same, which is the far link's alpha, and two ranks of a node send to two others: that tells how many
-cables there are (`alpha_beta.crowd`).
+of two nodes do the same with empty messages, which is the far link's alpha, and post rows of larger ones without
+waiting in between, so that a cable is never idle: what a message of these takes tells how much they share it
+(`level_model.crowd`). Two ranks of a node that send to two others tell how many cables there are.
 
 N ranks: N(N-1)/2 pairs one after another, each a fraction of a second.
 nccl-tests and NCCL's own search (src/graph/topo.cc reads PCI and NVLink from the system) ask the hardware; this asks
@@ -24,8 +25,9 @@ from statistics import median
 
 import torch
 
-from refimpl.comm.alpha_beta import AlphaBeta, Levels, fit
+from refimpl.comm.alpha_beta import AlphaBeta, fit
 from refimpl.comm.group import Group
+from refimpl.comm.level_model import Levels
 from refimpl.comm.link import Link
 
 SIZES = (8, 65_536, 1 << 20, 1 << 23)  # bytes
@@ -40,7 +42,7 @@ Pair = tuple[int, int]  # the lower rank first
 
 @dataclass(frozen=True)
 class Topology:
-    """`pairs`: every two ranks, the lower first. `crowd`, `pairwise`: see `alpha_beta`; 1 and False for one level.
+    """`pairs`: every two ranks, the lower first. `crowd`, `pairwise`: see `level_model`; 1 and False for one level.
 
     `inside`, `across`: a link in a node, and one between two, while all ranks use theirs; None for one level.
     """
@@ -121,12 +123,13 @@ def measure(group: Group, sizes: Sequence[int] = SIZES, repeats: int = 4, each: 
     lines = dict(zip(nodes[0][:each], nodes[1][:each], strict=True))
     first = min(nodes[0][0], nodes[1][0]), max(nodes[0][0], nodes[1][0])
     sent = _quick(sizes, measured[first])
-    across = fit(sent, _together(group, lines, sent, repeats))
+    [alpha] = _together(group, lines, sent[:1], repeats)
+    across = AlphaBeta(alpha, fit(sent, _together(group, lines, sent, repeats, ahead=True)).beta)
     crowd = across.beta / pairs[first].beta if pairs[first].beta else 1.0
     crowd, pairwise = min(max(crowd, 1.0), float(each)), False
     if len(nodes) > 2 and crowd > 1 + each / 4:  # they share: is that one cable for all nodes?
         apart = {nodes[0][0]: nodes[1][0], nodes[0][1]: nodes[2][0]}
-        pairwise = fit(sent, _together(group, apart, sent, repeats)).beta < 1.5 * pairs[first].beta
+        pairwise = fit(sent, _together(group, apart, sent, repeats, ahead=True)).beta < 1.5 * pairs[first].beta
     return Topology(group.size, pairs, crowd, alone.gamma, pairwise, inside, across)
 
 
@@ -179,8 +182,13 @@ def _quick(sizes: Sequence[int], seconds: Sequence[float]) -> list[int]:
     return sorted(sizes)[: max(2, sum(t < LONG for t in seconds))]
 
 
-def _together(group: Group, lines: Mapping[int, int], sizes: Sequence[int], repeats: int) -> list[float]:
-    """Each rank of a node exchanges messages with one of the other: seconds of one, of the slowest, for each size."""
+def _together(
+    group: Group, lines: Mapping[int, int], sizes: Sequence[int], repeats: int, ahead: bool = False
+) -> list[float]:
+    """Each rank of a node exchanges messages with one of the other: seconds of one, of the slowest, for each size.
+
+    `ahead`: all of a row are posted before the first is waited for.
+    """
     peer = {**lines, **{b: a for a, b in lines.items()}}.get(group.rank, -1)
     seconds = []
     for size in sizes:
@@ -189,10 +197,12 @@ def _together(group: Group, lines: Mapping[int, int], sizes: Sequence[int], repe
         for _ in range(repeats + 1):
             group.barrier()
             begun = time.perf_counter()
-            for number in range(0 if peer < 0 else ROW + 1):
-                if number == 1:  # the first waits for who left the barrier last
-                    begun = time.perf_counter()
+            if peer >= 0:  # the first waits for who left the barrier last
                 group.send_recv(message, peer, out, peer, tag="topology")
+                begun = time.perf_counter()
+                row = [group.send_recv(message, peer, out, peer, async_op=ahead, tag="topology") for _ in range(ROW)]
+                for work in row:
+                    work.wait()
             group.settle()
             times.append((time.perf_counter() - begun) / ROW)
         slowest = [max(repeat) for repeat in zip(*group.all_gather_object(times), strict=True)]

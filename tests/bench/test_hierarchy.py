@@ -7,9 +7,10 @@ import torch
 
 from refimpl.bench.hierarchy import RING, contestants, measure, rows
 from refimpl.bench.race import Turns, environment
-from refimpl.comm.alpha_beta import AlphaBeta, Levels
+from refimpl.comm.alpha_beta import AlphaBeta
 from refimpl.comm.axes import neighbours
 from refimpl.comm.group import Group
+from refimpl.comm.level_model import Levels
 from refimpl.comm.nodes import RANKS_PER_NODE
 from refimpl.launch import run
 

@@ -1,13 +1,12 @@
 """The model of time: fitted exactly where times are exact, its formulas those of the algorithms' own messages."""
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies
 
 from refimpl.comm import alpha_beta
-from refimpl.comm.alpha_beta import FLAT, AlphaBeta, Choice, Levels, choose, fit, flat, one_level, predict, two_level
+from refimpl.comm.alpha_beta import AlphaBeta, fit, one_level
 from refimpl.comm.halving import rounds
 from refimpl.plan.time import Link, ring_all_reduce_seconds
 
@@ -86,79 +85,6 @@ def test_a_trees_time_tends_to_twice_the_buffer() -> None:
         assert best <= 2 * (6 + other - 1) * LINK.seconds(1e7 / other)
 
 
-def test_on_equal_links_two_levels_are_no_gain_and_one_level_is_the_flat_formula() -> None:
-    even = Levels(1, 8, LINK, LINK)
-    for name in FLAT:
-        assert flat("all_reduce", name, 1e6, even) == pytest.approx(one_level("all_reduce", name, 1e6, 8, LINK))
-    assert {way.two_level for way in predict("all_reduce", 1e6, even)} == {False}
-    node = Levels(8, 1, LINK, LINK)
-    assert flat("reduce_scatter", "ring", 1e6, node) == one_level("reduce_scatter", "ring", 1e6, 8, LINK)
-
-
-@pytest.mark.parametrize(("each", "size"), [(2, 2), (2, 4), (4, 2), (8, 16)])
-def test_the_factor_of_two_levels_on_a_shared_cable(each: int, size: int) -> None:
-    ranks = each * size
-    levels = Levels(each, size, AlphaBeta(0.0, 0.0), AlphaBeta(1e-4, 8e-9), crowd=each)
-    ways = predict("all_reduce", 1e12, levels)
-    large = ways[Choice(False, "ring")] / ways[Choice(True, "ring")]
-    assert large == pytest.approx(size * (ranks - 1) / (ranks * (size - 1)), rel=1e-4)
-    ways = predict("all_reduce", 1e-3, levels)
-    crossed = [sum((start + hop) % each == each - 1 for hop in range(ranks - 1)) for start in range(ranks)]
-    crossings = max(crossed)  # by the chunk that crosses most often on its way round
-    assert ways[Choice(False, "ring")] / ways[Choice(True, "ring")] == pytest.approx(crossings / (size - 1), rel=1e-4)
-    assert choose("all_reduce", 1e8, levels).two_level
-    # Chunk i of every rank to rank i: each node sends L times what two levels send.
-    half = flat("reduce_scatter", "exchange", 1e12, levels) / two_level("reduce_scatter", "exchange", 1e12, levels)
-    assert half == pytest.approx(each, rel=1e-4)
-
-
-def played_ring(levels: Levels, size: float) -> float:
-    """Seconds of a ring's reduce-scatter: a cable a node, on which a chunk is for n/N beta, and arrives alpha later."""
-    ranks, part = levels.ranks, size / levels.ranks
-    free, here = [0.0] * levels.size, [0.0] * ranks  # when the node's cable is; when each rank has its next chunk
-    for _ in range(ranks - 1):
-        arrives = list(here)
-        for rank in sorted(range(ranks), key=lambda r: here[r]):
-            node, there = rank // levels.each, (rank + 1) % ranks
-            if there // levels.each == node:
-                arrives[there] = here[rank] + levels.near.seconds(part)
-            else:
-                free[node] = max(free[node], here[rank]) + part * levels.far.beta
-                arrives[there] = free[node] + levels.far.alpha
-        here = [max(a, b) for a, b in zip(arrives, here, strict=True)]  # what a rank sends goes out before
-    return max(here)
-
-
-@pytest.mark.parametrize(("each", "size"), [(2, 2), (2, 4), (4, 2), (8, 4)])
-@pytest.mark.parametrize("nbytes", [8e3, 8e4, 4e5, 1e6, 1e7])
-def test_a_ring_hides_latency_behind_the_chunks_that_follow(each: int, size: int, nbytes: float) -> None:
-    """Within an eighth, as if it were played; with all alphas on top of the bytes it is up to 1.4 times that."""
-    levels = Levels(each, size, AlphaBeta(1e-5, 1e-11), AlphaBeta(1e-3, 8e-9), crowd=each)
-    assert flat("reduce_scatter", "ring", nbytes, levels) == pytest.approx(played_ring(levels, nbytes), rel=0.125)
-
-
-def test_a_cable_to_each_node_lets_an_exchange_use_all() -> None:
-    """3 nodes of 2: chunks of n/6. To each other node go 2 x 2 of them, and one of n/6 by two ranks in two levels."""
-    n, shared = 6e6, Levels(2, 3, AlphaBeta(0.0, 0.0), AlphaBeta(0.0, 1e-9), crowd=2.0)
-    each = replace(shared, pairwise=True)
-    assert flat("reduce_scatter", "exchange", n, shared) == pytest.approx(8e6 * 1e-9)
-    assert flat("reduce_scatter", "exchange", n, each) == pytest.approx(4e6 * 1e-9)
-    assert two_level("reduce_scatter", "exchange", n, each) == pytest.approx(2e6 * 1e-9)
-    assert two_level("all_to_all", "exchange", n, each) == pytest.approx(4e6 * 1e-9)
-    # Three blocks to the rank 3 further (one of each pair of nodes), one to 2 further (two of them), one to the next.
-    assert flat("reduce_scatter", "halving", n, each) == pytest.approx((3 + 2 + 1) * 1e6 * 1e-9)
-    assert flat("reduce_scatter", "halving", n, shared) == pytest.approx((6 + 2 + 1) * 1e6 * 1e-9)
-    assert flat("reduce_scatter", "ring", n, each) == flat("reduce_scatter", "ring", n, shared)
-
-
-def test_own_cables_make_the_flat_ring_wait_and_nobody_crowd() -> None:
-    levels = Levels(4, 2, AlphaBeta(0.0, 0.0), AlphaBeta(0.0, 1e-9), crowd=1.0)
-    assert two_level("all_reduce", "ring", 8e6, levels) == pytest.approx(2 * 8e6 / 4 / 2 * 1e-9)
-    assert flat("all_reduce", "ring", 8e6, levels) == pytest.approx(2 * 8e6 * 7 / 8 * 1e-9)
-
-
-def test_an_unknown_collective_or_algorithm_is_a_key_error() -> None:
-    with pytest.raises(KeyError):
-        predict("gossip", 1.0, Levels(2, 2, LINK, LINK))
+def test_an_unknown_algorithm_is_a_key_error() -> None:
     with pytest.raises(KeyError):
         one_level("all_gather", "tree", 1.0, 4, LINK)

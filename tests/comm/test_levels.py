@@ -14,10 +14,10 @@ from torch import Tensor
 from training import STAGES, Job, adamw, tokens
 
 from refimpl import launch
-from refimpl.comm.alpha_beta import Choice
 from refimpl.comm.axes import neighbours
 from refimpl.comm.behind import Behind
 from refimpl.comm.group import Group
+from refimpl.comm.level_model import Choice
 from refimpl.comm.levels import ByLevels, of_mesh, two_level, world
 from refimpl.comm.mesh import Mesh
 from refimpl.engine.initialize import connect
