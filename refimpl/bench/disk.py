@@ -3,11 +3,13 @@
     read, write    requests of one size, so many threads, each with one under way, past the page cache
     both           as many threads again that write elsewhere meanwhile: what a pipeline asks of a disk. The halves of
                    the record change places each turn: what is read is what the turn before has written, as in training
+    update         each thread reads a block, adds one to its words, and writes it back: what a disk gives who uses it
     Disk           parts read, touched, written back, by `Disk.rounds`: bytes both ways, checksums included
 
 Each contestant's turn comes several times, so that all meet the disk in the same moods; the best turn counts, because a
 disk has no other way to show what it can do. The reference of a ratio is the best plain row of the same direction: of
-six, so `Disk` has a turn beside each of the six that go both ways.
+six, so `Disk` has a turn beside each of the six that update. `of_both` is the rate by that of the best row of "both",
+whose bytes no core ever sees: a disk that is made of its host's memory is faster with them than with any others.
 """
 
 import os
@@ -25,7 +27,8 @@ from refimpl.offload.homes import Disk
 HEAT = ("folder", "MB")
 BLOCKS = (1 << 18, 1 << 20, 1 << 22)
 DEPTHS = (1, 8)
-PART = 1 << 24  # bytes of a part
+PART = 1 << 22  # bytes of a part
+DIRECTIONS = ("read", "write", "both", "update")
 MB = 10**6
 
 
@@ -41,10 +44,13 @@ class Row:
     in_flight: int
     MB_per_s: float
     ratio: float
+    of_both: float | None
 
 
 def plain(file: BlockFile, record: Record, block: int, threads: int, direction: str) -> Callable[[], int]:
     """Requests of `block` bytes over the record; returns how many bytes moved. "both": one half read, one written."""
+    if direction == "update":
+        return update(file, record, block, threads)
     room = Buffer(2 * threads * block).view  # one, for its pages are huge then, as those of a part
     starts = list(range(record.offset, record.offset + record.nbytes, block))
     halves = [starts[: len(starts) // 2], starts[len(starts) // 2 :]]
@@ -64,6 +70,27 @@ def plain(file: BlockFile, record: Record, block: int, threads: int, direction: 
             for job in [pool.submit(worker, *job) for job in jobs]:
                 job.result()
         return record.nbytes
+
+    return run
+
+
+def update(file: BlockFile, record: Record, block: int, threads: int) -> Callable[[], int]:
+    """Each block read, changed and written back by one of the threads."""
+    room = Buffer(threads * block).view
+
+    def worker(number: int) -> None:
+        mine = room[number * block : (number + 1) * block]
+        words = np.frombuffer(mine, dtype=np.int64)
+        for offset in range(record.offset + number * block, record.offset + record.nbytes, threads * block):
+            os.preadv(file.descriptor, [mine], offset)
+            words += 1
+            os.pwritev(file.descriptor, [mine], offset)
+
+    def run() -> int:
+        with ThreadPoolExecutor(threads) as pool:
+            for job in [pool.submit(worker, number) for number in range(threads)]:
+                job.result()
+        return 2 * record.nbytes
 
     return run
 
@@ -107,19 +134,22 @@ def measure(folder: Path, size: int, turns: int) -> Iterator[list[Row]]:
         file.write(Record(record.offset + at, 1 << 20), zeros).wait()  # a block never written is read from nowhere
     ways = {
         ("plain", direction, block, depth): plain(file, record, block, depth, direction)
-        for direction in ("read", "write", "both")
+        for direction in DIRECTIONS
         for block in BLOCKS
         for depth in DEPTHS
     }
-    ours, offloaded = ("Disk", "both", disk.file.block, disk.file.aio.queue_depth), pipeline(disk, size)
+    ours, offloaded = ("Disk", "update", disk.file.block, disk.file.aio.queue_depth), pipeline(disk, size)
     rates = dict.fromkeys([*ways, ours], 0.0)
     for _ in range(turns):
         for way, run in ways.items():
-            for who, move in ((way, run), (ours, offloaded))[: 1 + (way[1] == "both")]:
+            for who, move in ((way, run), (ours, offloaded))[: 1 + (way[1] == "update")]:
                 begun = time.perf_counter()
                 rates[who] = max(rates[who], move() / (time.perf_counter() - begun) / MB)
-    best = {d: max(rate for (who, way, *_), rate in rates.items() if (who, way) == ("plain", d)) for _, d, *_ in rates}
+    best = {d: max(rate for (who, way, *_), rate in rates.items() if (who, way) == ("plain", d)) for d in DIRECTIONS}
     yield [
-        Row(who, way, str(folder), size // MB, block >> 10, depth, rate, rate / best[way])
+        Row(
+            who, way, str(folder), size // MB, block >> 10, depth, rate, rate / best[way],
+            rate / best["both"] if way in ("both", "update") else None,
+        )
         for (who, way, block, depth), rate in rates.items()
-    ]
+    ]  # fmt: skip

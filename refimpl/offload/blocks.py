@@ -7,8 +7,9 @@ disk and page-aligned memory past the page cache, which would otherwise keep a s
 The file has no name (O_TMPFILE, or unlinked at once): two runs in one folder never meet, a SIGKILL leaves nothing
 behind, and nobody can cut it short. Its space is taken when a record is made (`posix_fallocate`): a full disk says so
 before training begins, of gradients in the first step, which then changes nothing. Every block is summed as 64-bit
-words when it is written, and compared when it is read. The length and date that this process leaves tell whether
-somebody else has changed the file since.
+words when it is written, and compared when it is read, by the thread that computes with it: another would draw it into
+its own cache, from where computing and the disk fetch it more slowly. The length and date that this process leaves tell
+whether somebody else has changed the file since.
 
 ZeRO-Infinity: Rajbhandari et al. 2021, arXiv:2104.07857, section 6.3 (DeepNVMe). DeepSpeed: csrc/aio, by libaio.
 """
@@ -20,9 +21,10 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -45,10 +47,10 @@ class OffloadWarning(UserWarning):
 class Aio:
     """How a disk is driven, under DeepSpeed's names (section `aio`). Its defaults there are 1 MB and 8.
 
-    Fewer and larger requests move as much, and leave the cores to the update: see `refimpl bench disk`.
+    Four requests each way keep a disk as busy, with fewer threads beside the update: see `refimpl bench disk`.
     """
 
-    block_size: int = 1 << 22  # bytes of one request, rounded up to pages
+    block_size: int = 1 << 20  # bytes of one request, rounded up to pages
     queue_depth: int = 4  # requests under way at once, for each of
     intra_op_parallelism: int = 1  # so many threads' worth
 
@@ -80,20 +82,28 @@ class Record:
     nbytes: int
 
 
-class Transfer:
-    """Blocks on their way."""
+Look = Callable[[], None]
 
-    def __init__(self, blocks: Sequence["Future[None]"]) -> None:
+
+class Transfer:
+    """Blocks on their way, each with how to look at it once it has arrived."""
+
+    def __init__(self, blocks: Sequence[tuple["Future[None]", Look]]) -> None:
         self.blocks = blocks
 
     def wait(self) -> None:
         """Return when all have arrived; raises what went wrong with one, once, when none is under way any more."""
-        blocks = self.taken()
-        wait(blocks)
-        for block in blocks:
-            block.result()
+        wrong: list[OffloadError] = []
+        for moved, look in self.taken():
+            try:
+                moved.result()
+                look()
+            except OffloadError as error:
+                wrong.append(error)
+        if wrong:
+            raise wrong[0]
 
-    def taken(self) -> Sequence["Future[None]"]:
+    def taken(self) -> Sequence[tuple["Future[None]", Look]]:
         """The blocks, for who waits for them in its place."""
         blocks, self.blocks = self.blocks, ()
         return blocks
@@ -143,12 +153,21 @@ class BlockFile:
     def write(self, record: Record, buffer: Buffer) -> Transfer:
         """Begin to write the buffer's first `record.nbytes`, which must stay untouched until it is done."""
         self.written_bytes += record.nbytes
-        return self._begin(self.writers, self._write_block, record, buffer.view)
+        moving = []
+        for offset, block in self._cut(record, buffer.view):
+            self._sums[offset] = total(block)
+            moving.append((self.writers.submit(self._write_block, offset, block), _nothing))
+        return Transfer(moving)
 
     def read(self, record: Record, buffer: Buffer, start: int = 0) -> Transfer:
         """Begin to fill `record.nbytes` of the buffer, from `start` on."""
         self.read_bytes += record.nbytes
-        return self._begin(self.readers, self._read_block, record, buffer.view[start:])
+        return Transfer(
+            [
+                (self.readers.submit(self._read_block, offset, block), partial(self._compare, offset, block))
+                for offset, block in self._cut(record, buffer.view[start:])
+            ]
+        )
 
     def was_touched(self) -> bool:
         """Whether somebody else has changed it since it was trusted; to be asked when no write is under way.
@@ -193,15 +212,11 @@ class BlockFile:
         self.readers.shutdown()
         self.writers.shutdown()
 
-    def _begin(
-        self, pool: ThreadPoolExecutor, move: Callable[[int, memoryview], None], record: Record, memory: memoryview
-    ) -> Transfer:
-        starts = range(0, record.nbytes, self.block)
-        cut = [(record.offset + at, memory[at : min(at + self.block, record.nbytes)]) for at in starts]
-        return Transfer([pool.submit(move, *block) for block in cut])
+    def _cut(self, record: Record, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
+        for at in range(0, record.nbytes, self.block):
+            yield record.offset + at, memory[at : min(at + self.block, record.nbytes)]
 
     def _write_block(self, offset: int, block: memoryview) -> None:
-        self._sums[offset] = total(block)
         try:
             with self._change():
                 done = os.pwritev(self.descriptor, [block], offset)
@@ -215,12 +230,19 @@ class BlockFile:
             done = os.preadv(self.descriptor, [block], offset)
         except OSError as error:
             raise OffloadError(f"{self.folder}: cannot read: {error.strerror}; {REMEDY}") from error
+        if done != len(block):
+            raise self._wrong(offset, block)
+
+    def _compare(self, offset: int, block: memoryview) -> None:
         known = self._sums.get(offset)
-        if done != len(block) or (known is not None and total(block) != known):
-            raise OffloadError(
-                f"{self.folder}: bytes {offset:,} to {offset + len(block):,} of the offloaded state are not what was "
-                f"written there: the disk or its cable is failing; {REMEDY}"
-            )
+        if known is not None and total(block) != known:
+            raise self._wrong(offset, block)
+
+    def _wrong(self, offset: int, block: memoryview) -> OffloadError:
+        return OffloadError(
+            f"{self.folder}: bytes {offset:,} to {offset + len(block):,} of the offloaded state are not what was "
+            f"written there: the disk or its cable is failing; {REMEDY}"
+        )
 
 
 def opened(folder: Path) -> tuple[bool, int]:
@@ -273,11 +295,15 @@ def take_space(descriptor: int, start: int, nbytes: int) -> None:
 def total(block: memoryview) -> int:
     """The sum of 64-bit words, modulo 2^64: at the speed of memory. Finds what is altered or missing, not swapped.
 
-    By numpy, in the one thread that calls: torch would start a team of threads for each block under way.
+    By numpy: torch would start a team of threads for each block.
     """
     import numpy as np  # the stages need torch alone until something rests on a disk
 
     return int(np.frombuffer(block, dtype=np.uint64).sum())
+
+
+def _nothing() -> None:
+    """There is nothing to look at."""
 
 
 def pages(nbytes: int) -> int:

@@ -4,22 +4,25 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from refimpl.bench.disk import PART, measure, plain
+from refimpl.bench.disk import DIRECTIONS, PART, measure, plain
 from refimpl.cli.main import app
-from refimpl.offload.blocks import BlockFile
+from refimpl.offload.blocks import BlockFile, Buffer
 
 
 def test_every_way_has_a_row_and_the_best_plain_one_is_the_measure(tmp_path: Path) -> None:
     ((*rows,),) = measure(tmp_path, 3 * PART, 1)
-    for direction in ("read", "write", "both"):
+    for direction in DIRECTIONS:
         plain = [row.ratio for row in rows if (row.who, row.direction) == ("plain", direction)]
         assert max(plain) == 1
         assert len(plain) == 6
     (disk,) = [row for row in rows if row.who == "Disk"]
-    best = max(row.MB_per_s for row in rows if (row.who, row.direction) == ("plain", "both"))
-    assert disk.ratio == pytest.approx(disk.MB_per_s / best)
+    best = {d: max(row.MB_per_s for row in rows if (row.who, row.direction) == ("plain", d)) for d in DIRECTIONS}
+    assert disk.ratio == pytest.approx(disk.MB_per_s / best["update"])
+    assert disk.of_both == pytest.approx(disk.MB_per_s / best["both"])
+    assert {row.direction for row in rows if row.of_both is None} == {"read", "write"}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -38,6 +41,17 @@ def test_what_is_read_is_what_the_turn_before_has_written(tmp_path: Path, monkey
         assert read | written == set(range(record.offset, record.offset + record.nbytes, 1 << 20))
         assert not turn or read == before
         before = written
+
+
+def test_an_update_reads_each_block_and_writes_it_back_changed(tmp_path: Path) -> None:
+    file = BlockFile(tmp_path)
+    record, room = file.record(8 << 20), Buffer(8 << 20)
+    room.bytes.view(torch.int64).copy_(torch.arange(1 << 20))
+    file.write(record, room).wait()
+    assert plain(file, record, 1 << 20, 3, "update")() == 2 * record.nbytes
+    file.forget()  # whoever wrote it kept no sums
+    file.read(record, room).wait()
+    assert torch.equal(room.bytes.view(torch.int64), torch.arange(1 << 20) + 1)
 
 
 def test_a_folder_that_cannot_be_is_refused_in_one_line(tmp_path: Path) -> None:
