@@ -197,9 +197,10 @@ def _together(
         for _ in range(repeats + 1):
             group.barrier()
             begun = time.perf_counter()
-            if peer >= 0:  # the first waits for who left the barrier last
-                group.send_recv(message, peer, out, peer, tag="topology")
-                begun = time.perf_counter()
+            if peer >= 0:
+                if not ahead:  # the first waits for who left the barrier last
+                    group.send_recv(message, peer, out, peer, tag="topology")
+                    begun = time.perf_counter()
                 row = [group.send_recv(message, peer, out, peer, async_op=ahead, tag="topology") for _ in range(ROW)]
                 for work in row:
                     work.wait()
