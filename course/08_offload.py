@@ -305,7 +305,7 @@ class Timed(Disk):
     def note(self, what, part, buffer, transfer):
         bar = [what, part.start, self.buffers.index(buffer), time.perf_counter(), 0.0]
         way = transfer(part, buffer)
-        for block in way.blocks:
+        for block, _ in way.blocks:
             block.add_done_callback(lambda _: bar.__setitem__(4, time.perf_counter()))
         self.bars.append(bar)
         return way
@@ -654,7 +654,7 @@ rows = [row for heat in measure(folder, 256 << 20, turns=3) for row in heat]
 plain_rows = [row for row in rows if row.who == "plain"]
 best = {
     way: max(row.MB_per_s for row in plain_rows if row.direction == way)
-    for way in ("read", "write", "both")
+    for way in ("read", "write", "both", "update")
 }
 ours = next(row for row in rows if row.who == "Disk")
 
@@ -675,6 +675,7 @@ pd.Series(
         "disk alone, write": f"{best['write']:,.0f}",
         "disk alone, in turn": f"{2 / (1 / best['read'] + 1 / best['write']):,.0f}",
         "disk alone, both at once": f"{best['both']:,.0f}",
+        "disk alone, read, changed and written": f"{best['update']:,.0f}",
         "Disk: pipeline, checksums, updates on one core": f"{ours.MB_per_s:,.0f}, {ours.ratio:.0%} of that",
         "one core, forward and backward": f"{speed / 1e9:,.0f} GFLOP/s",
         "tokens at which the disk takes as long": f"{needed:,.0f}",
@@ -683,8 +684,9 @@ pd.Series(
 ).to_frame()
 
 # %% [markdown]
-# The two rows in the middle tell how much a pipeline can gain here: if the disk is no faster at both than in turn, only
-# the update's time. A slow device is easily kept busy: one core needs few tokens. A device that is a thousand times as
+# In turn, and both at once: these two tell how much a pipeline can gain here. If the disk is no faster at both than in turn,
+# only the update's time. Below them, plain threads that change what they read: who uses bytes has them in a core's cache,
+# from which some disks, those of a virtual machine, fetch them more slowly. A slow device is easily kept busy: one core needs few tokens. A device that is a thousand times as
 # fast, with a disk like this one, needs a thousand times as many. On your own machine: `refimpl bench disk FOLDER`, and
 # `refimpl bench offload`, in which a step with each home takes turns with a plain one.
 #
