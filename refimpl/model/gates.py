@@ -32,6 +32,9 @@ from refimpl.model.routes import Drop, Routes, balance_loss, capacity_of, fill, 
 JITTER = 1e-2
 FEW = 8  # experts of a token that are found one after the other
 WIDEST = 8192  # experts that the kernel takes
+# What only tokens that choose can have, and its defaults.
+OF_TOKENS = {"drop": "position", "normalize": None, "scale": 1.0, "second_sampled": False, "balance": "all",
+             "bias": False, "groups": 1}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,10 @@ class Routing:
         for name, values in known.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(map(repr, values))}")
+        told = [name for name, default in OF_TOKENS.items() if getattr(self, name) != default]
+        told += ["noise='RSample'"] * (self.noise == "RSample")
+        if self.by == "experts" and told:
+            raise ValueError(f"by='experts' goes without {', '.join(told)}: these are for tokens that choose")
 
     @classmethod
     def deepspeed(

@@ -279,6 +279,8 @@ def test_another_routers_choice_becomes_routes() -> None:
         ({"capacity_factor": 0.0}, "capacity_factor is 0.0"),
         ({"noise": "rsample"}, "noise is 'rsample': it must be one of 'RSample'"),
         ({"drop": "last"}, "drop is 'last'"),
+        ({"by": "experts", "bias": True, "scale": 2.5}, "by='experts' goes without scale, bias: these"),
+        ({"by": "experts", "noise": "RSample"}, "by='experts' goes without noise='RSample'"),
     ],
 )
 def test_what_cannot_be_routed_is_named(routing: dict[str, object], says: str) -> None:
