@@ -152,8 +152,8 @@ def loaded(path: Path, *keys: str) -> dict[str, Any]:
     has = content if isinstance(content, Mapping) else {}
     if missing := [key for key in keys if key not in has]:
         raise CheckpointError(
-            f"{path}: has no {missing[0]}: not what DeepSpeed 0.19 writes under this name; bring back the file that was "
-            "saved"
+            f"{path}: has no {missing[0]}: not what DeepSpeed 0.19 writes under this name; bring back the file that "
+            "was saved"
         )
     return dict(has)
 
