@@ -56,7 +56,9 @@ def judge_steps(found: Any, step: float, write: float, node: float, nodes: int) 
             (2 * write * node) ** 0.5 / step if nodes > 1 else 0
         ),
         "the formula's 2 is missing: half an interval is lost a failure, not a whole one": (write * mtbf) ** 0.5 / step,
-        "a job on more nodes fails sooner: divide by them": (2 * write * node * nodes) ** 0.5 / step if nodes > 1 else 0,
+        "a job on more nodes fails sooner: divide by them": (
+            (2 * write * node * nodes) ** 0.5 / step if nodes > 1 else 0
+        ),
         "that is seconds, not steps": (2 * write * mtbf) ** 0.5,
     }
     reason = next((said for said, steps in known.items() if abs(found - steps) <= 1 and steps > 4), "")
