@@ -109,8 +109,8 @@ class RollCall:
             self.store.set(self._key(self.rank), json.dumps({"round": self.round, **asdict(mine)}))
             hear_all(self._all_have_said)
             standings = [standing for standing in self.said() if standing is not None]
-        except dist.DistNetworkError as error:  # the store has gone, with the rank that kept it
-            raise self._lost() from error
+        except dist.DistNetworkError as gone:  # the store has gone, with the rank that kept it
+            raise self._lost() from gone
         self.round += 1
         if any(standing.failed for standing in standings):
             failed = by_rank([standing.failed or None for standing in standings])
