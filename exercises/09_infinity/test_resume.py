@@ -56,6 +56,9 @@ def judge_steps(found: Any, step: float, write: float, node: float, nodes: int) 
             (2 * write * node) ** 0.5 / step if nodes > 1 else 0
         ),
         "the formula's 2 is missing: half an interval is lost a failure, not a whole one": (write * mtbf) ** 0.5 / step,
+        "a job on more nodes fails sooner: divide by them": (
+            (2 * write * node * nodes) ** 0.5 / step if nodes > 1 else 0
+        ),
         "that is seconds, not steps": (2 * write * mtbf) ** 0.5,
     }
     reason = next((said for said, steps in known.items() if abs(found - steps) <= 1 and steps > 4), "")
@@ -112,7 +115,10 @@ def judge_epochs(answer: Answer, size: int, ranks: int) -> None:
         expected = [order(size, epoch, 5)[rank::ranks] for rank in range(ranks)]
         if epoch and taken == [order(size, 0, 5)[rank::ranks] for rank in range(ranks)] != expected:
             raise Wrong("the second epoch has the first one's order: its seed is seed + epoch")
-        require(taken == expected, f"the ranks take {taken}, expected {expected}")
+        require(
+            taken == expected,
+            f"the ranks take {taken}, expected {expected}: of torch.randperm, by a generator with seed + epoch",
+        )
 
 
 def judge_once(found: list[int], expected: Any, what: str) -> None:

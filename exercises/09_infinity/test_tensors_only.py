@@ -21,7 +21,8 @@ from refimpl.grading.traffic import WatchedGroup
 TRAP = "trap_of_the_grader"  # a module whose import is noticed
 CLOSE = (  # what lists of allowed names have held: some are harmless, some call whatever a file hands them
     ("builtins", "set"), ("builtins", "complex"), ("collections", "defaultdict"), ("collections", "Size"),
-    ("torch", "device"), ("torch._utils", "_rebuild_tensor"), ("torch.storage", "_load_from_bytes"),
+    ("torch", "device"), ("torch", "Tensor"), ("torch", "size"), ("torch._utils", "_rebuild_tensor"),
+    ("torch.storage", "_load_from_bytes"),
     ("torch._tensor", "_rebuild_from_type_v2"), ("torch.nn.parameter", "Parameter"),
 )  # fmt: skip
 

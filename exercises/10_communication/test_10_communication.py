@@ -111,6 +111,8 @@ def test_quantize_blocks(answer: Answer, group: WatchedGroup) -> None:
         if n > 32:
             x[16:32] = 0
             x[32:48] *= 1e-12
+        if n % block:
+            x[n // block * block :] *= 1e-9  # what stands behind x must not count
         with untouched(x=x), Largest() as made:
             q, scales = pair(answer.quantize_blocks(x, block), "q, scales")
         judge_blocks(q, scales, x, block)
@@ -132,6 +134,7 @@ def judge_blocks(q: Any, scales: Any, x: Tensor, block: int) -> None:
             (rows.amax(1) - rows.amin(1)) / 254
         ),
         "divided in bf16: scales have 24 bits, not 8": (rows.abs().amax(1).bfloat16() / 127).float(),
+        "padding that is no zero counts in the last one": torch.cat([expected[:-1], expected[-1:].clamp(min=1 / 127)]),
         "of a block of zeros is 1: nothing is wrong with 0": torch.where(expected > 0, expected, 1.0),
         "127 / the largest magnitude: x is q * scale": 127 / rows.abs().amax(1),
         "the largest magnitude / 127.5: then 127.5 is rounded to 128, which does not fit": expected * 127 / 127.5,

@@ -114,7 +114,9 @@ def judge_one_bit(
 
 def judge_error(name: str, found: Tensor, right: Tensor, before: Tensor, whole: Tensor, result: Tensor) -> None:
     by_norm = whole - signs(whole, whole.norm() / len(whole) ** 0.5)
+    alone = whole - before
     known = {
+        "without the old error: it is to be added before the signs are taken": alone - signs(alone, alone.abs().mean()),
         "it is as before: what was missed belongs into it, in place": before,
         "all that was to be sent: what was sent is to be taken off": whole,
         "what was missed by signs times the root of the mean square: the scale is the mean magnitude": by_norm,

@@ -147,6 +147,9 @@ def judge_outer(
         "(1 - mu) d is added: here it is d": mu * speed + (1 - mu) * d,
         "it holds lr d: lr is applied to the step": mu * speed + lr * d,
         "the ranks' ways were added, not averaged": mu * speed + ranks * d,
+        "start was rounded to the params' dtype first: the way begins at start, in fp32": (
+            mu * speed + torch.stack([(begin.to(end.dtype) - end).float() for end in ends]).mean(0)
+        ),
     }
     equal(momentum, m, f"momentum, {name}", ranks=ranks, known=other(known, m), rtol=1e-4, atol=1e-5)
     right = begin - lr * (d + mu * m)

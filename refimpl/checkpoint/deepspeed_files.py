@@ -58,7 +58,7 @@ class Written:
             )
         if not ranks:
             raise CheckpointError(f"{folder}: no *_optim_states.pt: no ZeRO checkpoint of DeepSpeed. {hint(found)}")
-        self.optim = [unpickle.load(ranks[r])["optimizer_state_dict"] for r in sorted(ranks)]
+        self.optim = [loaded(ranks[r], "optimizer_state_dict")["optimizer_state_dict"] for r in sorted(ranks)]
         first = self.optim[0]
         if first.get("ds_zero_partition_groups"):  # AutoEP: the experts' are cut over other ranks than the rest
             raise CheckpointError(f"{ranks[min(ranks)]}: {IN_PARTS}. Write its weights with DeepSpeed")
@@ -75,7 +75,7 @@ class Written:
         names = ["mp_rank_00_model_states.pt"]
         if self.stage == 3:
             names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(self.ranks)]
-        self.models = [unpickle.load(folder / name) for name in names]
+        self.models = [loaded(folder / name, "module", "param_shapes") for name in names]
         self.model = self.models[0]
         self.trained = dict(self._lay_out())
 
@@ -144,6 +144,18 @@ class Written:
             name: torch.cat([part[name].reshape(-1) for part in parts])[: prod(shape)].view(tuple(shape))
             for name, shape in shapes.items()
         }
+
+
+def loaded(path: Path, *keys: str) -> dict[str, Any]:
+    """The dictionary in a file. CheckpointError if it holds something else, or one without these keys."""
+    content = unpickle.load(path)
+    has = content if isinstance(content, Mapping) else {}
+    if missing := [key for key in keys if key not in has]:
+        raise CheckpointError(
+            f"{path}: has no {missing[0]}: not what DeepSpeed 0.19 writes under this name; bring back the file that "
+            "was saved"
+        )
+    return dict(has)
 
 
 def cut(flats: list[Tensor], begin: int, end: int) -> Tensor:

@@ -63,12 +63,23 @@ def read(path: Path) -> dict[str, Any]:
     if about.pop("sha256", None) != seal(about):
         raise CheckpointError(f"{path}: damaged or edited, its checksum differs; load another checkpoint")
     wrong = [key for key, kind in NEEDED.items() if key not in about or not isinstance(about[key], kind)]
-    if wrong := wrong or [key for key in COUNTS if about[key] < 0]:
+    if wrong := wrong or [key for key in COUNTS if about[key] < 0] or odd_entries(about):
         raise CheckpointError(
             f"{path}: {', '.join(wrong)}: missing, or of another kind: another program has sealed it; load another "
             "checkpoint"
         )
     return about
+
+
+def odd_entries(about: dict[str, Any]) -> list[str]:
+    """Keys of a manifest whose entries are none that a save writes."""
+    digests = [file if isinstance(file, dict) else {} for file in about["files"].values()]
+    sizes = [digest.get("bytes") for digest in digests if isinstance(digest.get("sha256"), str)]
+    fine = {
+        "files": len(sizes) == len(digests) and all(type(size) is int and size >= 0 for size in sizes),
+        "order": all(isinstance(name, str) for name in about["order"]),
+    }
+    return [key for key, is_fine in fine.items() if not is_fine]
 
 
 def other_version(path: Path) -> str:

@@ -15,6 +15,7 @@ import mmap
 import os
 import select
 import struct
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -74,6 +75,12 @@ class Register:
         by_state = {state: [rank for rank, (_, s) in entries.items() if s == state] for state in (HERE, WAITED, LEFT)}
         there = {rank: entries[rank][0] for rank in by_state[HERE] if entries[rank][0]}
         return sorted(by_state[LEFT] + ended(there, 0 if by_state[LEFT] else SOON)), by_state[WAITED]
+
+    def gone(self, ranks: Iterable[int]) -> bool:
+        """Whether one of these ranks has left, or its process has ended. Asked by those whom no connection tells."""
+        entries = {rank: self._entry(rank) for rank in ranks if rank != self.me}
+        processes = {rank: pid for rank, (pid, _) in entries.items() if pid}
+        return any(state != HERE for _, state in entries.values()) or bool(ended(processes, 0))
 
     def _entry(self, rank: int) -> tuple[int, int]:
         pid, state = _ENTRY.unpack_from(self.memory, rank * _ENTRY.size)

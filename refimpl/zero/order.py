@@ -30,10 +30,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from refimpl.checkpoint.errors import by_rank
+from refimpl.comm.agree import who_left
 from refimpl.comm.group import Group
 from refimpl.comm.patience import hear_all
 from refimpl.offload.blocks import OffloadError
 from refimpl.ranks.lost import RankLost
+from refimpl.ranks.register import Register
 
 OUT_OF_STEP = (
     "Nothing was updated since the last step; but the ranks have begun different calls, and are of no more use: start "
@@ -89,7 +91,7 @@ class RollCall:
 
     def __init__(self, group: Group) -> None:
         self.patience, self.rank, self.size, self.round = group.patience, group.rank, group.size, 0
-        self.advance = group.transport.advance
+        self.advance, self.ranks, self.register = group.transport.advance, group.ranks, Register.of_job()
         assert group.handle is not None
         everyone = f"{group.handle.group_name} {dist.get_process_group_ranks(group.handle)}"
         store = PrefixStore(f"roll call of {everyone}", _get_default_store())
@@ -100,12 +102,15 @@ class RollCall:
     def __call__(self, mine: Standing) -> None:
         """Say where this rank is; return when every rank is about to do the same.
 
-        RankDivergence if one is not, OffloadError if one cannot.
+        RankDivergence if one is not, OffloadError if one cannot, RankLost if one is no longer there.
         """
         self.patience.refuse_lost()
-        self.store.set(self._key(self.rank), json.dumps({"round": self.round, **asdict(mine)}))
-        hear_all(self._all_have_said)
-        standings = [standing for standing in self.said() if standing is not None]
+        try:
+            self.store.set(self._key(self.rank), json.dumps({"round": self.round, **asdict(mine)}))
+            hear_all(self._all_have_said)
+            standings = [standing for standing in self.said() if standing is not None]
+        except dist.DistNetworkError as gone:  # the store has gone, with the rank that kept it
+            raise self._lost() from gone
         self.round += 1
         if any(standing.failed for standing in standings):
             failed = by_rank([standing.failed or None for standing in standings])
@@ -147,6 +152,13 @@ class RollCall:
         for rank, standing in enumerate(said):
             if standing is None and self.store.check([_gone(rank)]) and self._said(rank) is None:
                 raise RankLost(f"rank {rank} has left; rank {self.rank} is about to do more with ZeRO-3 than it did")
+        silent = [self.ranks[rank] for rank, standing in enumerate(said) if standing is None]
+        if self.register and self.register.gone(silent) and None in self.said():  # killed: it left no word
+            raise self._lost()
+
+    def _lost(self) -> RankLost:
+        mine = self.ranks[self.rank]
+        return RankLost(f"rank {mine} waits in vain to hear what the others do: {who_left(self.register)}")
 
 
 def _leave(store: Store, rank: int) -> None:

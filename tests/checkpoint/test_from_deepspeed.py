@@ -238,6 +238,8 @@ def test_what_is_missing_damaged_or_of_another_kind_is_named(written: Path, tmp_
     flipped[len(content) // 2] ^= 1
     one.write_bytes(flipped)
     refused(r"zero_pp_rank_1_mp_rank_00_optim_states.pt: damaged, the checksum of .* differs")
+    torch.save([1], one)
+    refused(r"zero_pp_rank_1_mp_rank_00_optim_states.pt: has no optimizer_state_dict: not what DeepSpeed")
     one.unlink()
     refused(r"1 \*_optim_states.pt, 2 ranks wrote it; bring back those of rank 1")
     one.write_bytes(content)

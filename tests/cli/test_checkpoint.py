@@ -237,6 +237,12 @@ def test_a_manifest_that_another_program_has_sealed_is_named(steps: Path, tmp_pa
         status, text = run(command[0], tmp_path / "copy", *command[1:])
         assert status == 2
         assert "checkpoint.json: parameters: missing, or of another kind: another program has sealed it" in text
+    odd: tuple[dict[str, Any], ...] = ({"files": {"rank00000.json": {"bytes": 1}}}, {"order": [{}]})
+    for one in odd:
+        manifest.write(path, {key: value for key, value in about.items() if key != "version"} | one)
+        for command in (["show"], ["verify"], ["export", str(tmp_path / "out")]):
+            status, text = run(command[0], tmp_path / "copy", *command[1:])
+            assert (status, f"checkpoint.json: {next(iter(one))}: missing, or of another kind" in text) == (2, True)
     manifest.write(path, {key: value for key, value in about.items() if key != "version"} | {"world_size": 2})
     status, text = run("verify", tmp_path / "copy")
     assert (status, "its files are not two of each of 2 ranks" in text) == (2, True)

@@ -38,6 +38,8 @@ def test_the_first_that_ended_is_told_from_those_that_waited_for_it(tmp_path: Pa
         os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
         if rank == 1:
             assert mine.left() == ([1], [])
+            assert mine.gone([0, 1])
+            assert not mine.gone([0, 2, 3])  # which are not there yet
     shutil.rmtree(tmp_path)  # as the rank does that made it, when it leaves
     assert mine.left() == ([1], [2, 3])
     assert who_left(mine).startswith("rank 1 left (it returned, raised or was killed)")
@@ -52,6 +54,8 @@ def test_who_leaves_says_so_before_it_has_ended_and_a_new_group_begins_anew(tmp_
     assert other.left() == ([], [0])
     mine.enter()
     assert other.left() == ([], [])
+    assert not other.gone([0, 1])
     mine.leave()
     assert other.left() == ([0], [])
+    assert other.gone([0, 1])
     assert Register.of_job() is None

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from refimpl.comm.group import Group
 from refimpl.launch import RankError, World, run
 from refimpl.ranks.lost import RankLost
+from refimpl.ranks.register import Register
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.order import RankDivergence, Standing, parted, stuck
 from refimpl.zero.path import Outline
@@ -430,6 +431,34 @@ def leaves() -> str:
 
 def test_a_rank_that_leaves_is_named() -> None:
     assert "rank 0 has left" in run(leaves, ranks=2)[1]
+
+
+class Closed(dist.HashStore):
+    """A store of which the rank that kept it is no longer there."""
+
+    def set(self, key: str, value: str) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+def is_killed() -> list[str]:
+    stage, here = built(), Register.of_job()
+    assert here
+    assert stage.path.roll_call
+    if stage.group.rank == 0:
+        here.leave()  # as its process's end is seen: it left no word
+        return []
+    said = []
+    for store in (stage.path.roll_call.store, Closed()):
+        stage.path.roll_call.store = store
+        with pytest.raises(RankLost) as lost:
+            evaluate(stage)
+        said.append(str(lost.value))
+    return said
+
+
+def test_a_rank_that_is_killed_is_named() -> None:
+    for said in run(is_killed, ranks=2)[1]:
+        assert said.startswith("rank 1 waits in vain to hear what the others do: rank 0 left")
 
 
 def unchecked() -> bool:
