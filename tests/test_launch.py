@@ -107,6 +107,18 @@ def test_closures_lambdas_and_classes_of_this_file_travel():
     assert second.x.tolist() == [1, 2, 3]
 
 
+def test_a_function_may_use_the_name_of_a_module_that_cannot_be_pickled():
+    """cloudpickle takes torch.distributed.config for used here; it is no plain module."""
+    engine = SimpleNamespace(config=2)
+
+    def work() -> float:
+        import torch.distributed as dist
+
+        return torch.ones(1).item() * engine.config + dist.get_rank()
+
+    assert launch.run(work) == [2.0, 3.0]
+
+
 @pytest.mark.parametrize("namesake", [False, True])
 def test_a_module_that_no_import_finds_travels_by_value(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, namesake: bool

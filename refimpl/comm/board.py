@@ -8,6 +8,9 @@ not seen.
 
 A record holds the last 64 calls of a rank. Each carries a checksum of itself and all before it, so that a rank that
 comes later than that still notices, at its next call in sight.
+
+Groups of the same ranks (two engines, say) share a record, and travel apart: a call of the one must not meet a call of
+the other, were both of one length. What tells groups apart, alike on every rank, is their first call: its number.
 """
 
 import mmap
@@ -97,13 +100,25 @@ class Channel:
         """What a member calls there, for the reader of an error."""
         if self._checksum(member, number) is None:
             return "is already past it" if self._latest(member)[0] >= number else "has not come here yet"
+        return self._text(member, number)[0]
+
+    def group(self, member: int, number: int) -> tuple[str, str] | None:
+        """The first call of the group that a member calls there: number and text. None where no group is told."""
+        text = [] if self._checksum(member, number) is None else self._text(member, number)
+        return (text[1], text[2]) if len(text) == 3 else None
+
+    def _text(self, member: int, number: int) -> list[str]:
         at = self._at(member, number) + _HEAD.size
         _, _, length = _HEAD.unpack_from(self.memory, at - _HEAD.size)
-        return self.memory[at : at + length].decode(errors="replace")
+        return self.memory[at : at + length].decode(errors="replace").split("\n")
+
+    def calls(self, member: int) -> int:
+        """How many a member has made."""
+        return self._latest(member)[0]
 
     def last(self, member: int) -> str:
         """The last call of a member, for the reader of an error."""
-        number = self._latest(member)[0]
+        number = self.calls(member)
         return f"call {number}, {self.says(member, number)}" if number else "no call yet"
 
     def _at(self, member: int, number: int | None = None) -> int:
@@ -130,6 +145,7 @@ class Board:
         self._name = directory / f"board{zlib.crc32(f'{group} {ranks}'.encode()):08x}"
         self._channels: dict[tuple[int, ...], Channel | None] = {}
         self._refusal: Refusal | None = None
+        self._first: Call | None = None  # that all of this group's ranks have begun
 
     def announce(self, calls: Sequence[tuple[tuple[int, ...], Call]]) -> Refusal | None:
         """Write down one call on each of these channels (members' numbers; none: all). A refusal if one differs.
@@ -145,14 +161,21 @@ class Board:
         for members, call in calls:
             if there := self.channel(*members):
                 before = there.checksum()
-                call.number = there.post(call.fits, call.text)
+                call.number = there.post(*(call.fits, call.text) if members else self._of_group(call))
                 posted.append((there, before, call.number))
         for channel, _, number in posted:
             if not channel.agrees(number):
                 members = next(m for m, known in self._channels.items() if known is channel)
                 self._refusal = Refusal(CollectiveMismatch(self._text(channel, members, number)), posted)
                 return self._refusal
+        if self._first is None and calls[-1][0] == ():
+            self._first = calls[-1][1]
         return None
+
+    def _of_group(self, call: Call) -> tuple[str, str]:
+        """What must fit, and the text, with this group's own mark."""
+        first = self._first or Call("", "this one")
+        return f"{call.fits} in group {first.number}", f"{call.text}\n{first.number}\n{first.text}"
 
     def channel(self, *members: int) -> Channel | None:
         """That of the whole group, or from one member to another. None once its folder is gone: ranks have left."""
@@ -170,6 +193,11 @@ class Board:
         channel = self.channel()
         return channel.last(self.me) if channel else "a collective"
 
+    def behind(self) -> list[int]:
+        """The members that have made fewer calls than this one."""
+        channel = self.channel()
+        return [m for m in range(len(self.ranks)) if channel.calls(m) < channel.calls(self.me)] if channel else []
+
     def standings(self) -> str:
         """The last call of each rank of this group, a line each."""
         channel = self.channel()
@@ -178,7 +206,11 @@ class Board:
     def _text(self, channel: Channel, members: tuple[int, ...], number: int) -> str:
         ranks = [self.ranks[member] for member in members] or self.ranks
         said = {rank: channel.says(member, number) for member, rank in enumerate(ranks)}
+        groups = {rank: first for member, rank in enumerate(ranks) if (first := channel.group(member, number))}
         head = "ranks called different collectives, or one with buffers of different lengths"
+        if len({number for number, _ in groups.values()}) > 1:
+            head = "ranks called collectives of different groups, as those of two engines are"
+            said |= {rank: f"{said[rank]}, in the group of call {n}, {first}" for rank, (n, first) in groups.items()}
         if members:
             head = "what one rank sends is not what the other waits for"
         if len(set(said.values())) == 1:

@@ -32,6 +32,7 @@ from refimpl.comm.board import Board
 from refimpl.comm.collectives import Op
 from refimpl.comm.link import Link
 from refimpl.comm.logged import entered
+from refimpl.comm.nodes import refuse_uneven
 from refimpl.comm.patience import Meeting, Patience
 from refimpl.comm.process_group import ControlLine, backend_of, device_of
 from refimpl.comm.route import Route
@@ -101,7 +102,9 @@ class Group:
     @property
     def transport(self) -> Transport:
         """The way of this group's collectives. Where it may be shared memory, asking for it first is a collective."""
-        return self.route.met or self.route.collectives
+        if self.route.met is None:
+            self._agreed("a group's first collective", "").announce()
+        return self.route.collectives
 
     @property
     def messages(self) -> Transport:
@@ -130,9 +133,11 @@ class Group:
         """All ranks of this job; a group of one in a process that is alone.
 
         RuntimeError if a launcher started this process as one of several ranks, and they were not joined: each would
-        train by itself.
+        train by itself. ValueError if REFIMPL_RANKS_PER_NODE does not divide them.
         """
-        if not dist.is_initialized():
+        if dist.is_initialized():
+            refuse_uneven(dist.get_world_size())
+        else:
             environment.expect_alone()
         handle = dist.group.WORLD if dist.is_initialized() else None
         return cls(handle, ledger, deterministic=deterministic, transport=transport, link=link)
@@ -302,6 +307,10 @@ class Group:
     def last_call(self) -> str:
         """What this rank began last, for the reader of an error: "call 7, all_gather of 8 float32 at train.py:12"."""
         return self._board.mine() if self._board else "a collective"
+
+    def behind(self) -> list[int]:
+        """The ranks of this group that are seen to have begun fewer calls than this one."""
+        return self._board.behind() if self._board else []
 
     def settle(self) -> None:
         """Before the host reads a number from a GPU: return, patiently (see `Patience`), when it is there."""

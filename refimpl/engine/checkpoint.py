@@ -40,6 +40,7 @@ from refimpl.checkpoint.write import begin, finish, write_rank
 from refimpl.comm.group import Group
 from refimpl.engine.contents import about_engine, contents
 from refimpl.engine.state import TrainingState
+from refimpl.zero.start import refuse_added
 
 FAILED = ".failed"
 CANNOT = "could not write its part"
@@ -72,6 +73,7 @@ def save(
     id_ = str(group.all_gather_object(atomic.new_id())[0])
     engine.stage.catch_up()
     together(group, engine.stage.refuse_unfit)
+    together(group, lambda: refuse_added(engine.module, engine.stage.names))
     folder, new = save_dir / tag, atomic.unfinished(save_dir / tag, id_)
     mine, notes = together(group, lambda: contents(engine, client_state, exclude_frozen))
     notes = {"save": {"id": id_, "rank": group.rank}} | notes

@@ -35,6 +35,14 @@ class TrainingState(nn.Module):
             "the whole weights, and save_checkpoint keeps all that training needs (each on every rank)"
         )
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """What torch's DistributedDataParallel asks first of a module that it is to wrap."""
+        raise TypeError(
+            f"DistributedDataParallel around an {type(self).__name__}, which averages gradients over the ranks itself: "
+            "call the engine in its place"
+        )
+
     def saved_name(self, name: str) -> str:
         """What a parameter or module of `module` is called in the whole model, of which `module` may be a part."""
         return name

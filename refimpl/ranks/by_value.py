@@ -2,9 +2,12 @@
 
 It already sends lambdas, closures and all of `__main__` (scripts, notebook cells) by value. Here the functions and
 classes of modules that no import would find do too, such as a test file's under pytest's importlib mode. And code
-keeps the file that it came from, which cloudpickle 3.1.3 forgets: errors name it, with the line.
+keeps the file that it came from, which cloudpickle 3.1.3 forgets: errors name it, with the line. A module of a class of
+its own goes by its name, as others do: cloudpickle takes torch.distributed.config for used, and cannot send it, where a
+function has the names `torch`, `distributed` and `config`.
 """
 
+import importlib
 import io
 import sys
 import types
@@ -52,6 +55,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 cloudpickle.register_pickle_by_value(module)
                 self.by_value.append(module)
             self.seen.add(name)
+            if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType and obj not in self.by_value:
+                return importlib.import_module, (name,)
         return super().reducer_override(obj)
 
 

@@ -13,6 +13,7 @@ names the module (DeepSpeed issues 7998, 5828). What a rank does next is nearly 
     calling   has heard all ranks: they are not                                 RankDivergence  -
     follows   cannot do it: its disk has lost what it needs                     what failed     calling
     calling   has heard all ranks: one cannot                                   OffloadError    -
+    calling   sees a rank call the roll of another model, where it has not said RankDivergence  -
 
 A calling rank begins nothing, so whoever waits for it learns why; who waits for a rank that is merely slow finds nobody
 calling, and waits on. What is said stands in the key-value store in which the ranks met, a value a rank, written over
@@ -31,6 +32,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from refimpl.checkpoint.errors import by_rank
 from refimpl.comm.agree import who_left
+from refimpl.comm.board import caller
 from refimpl.comm.group import Group
 from refimpl.comm.patience import hear_all
 from refimpl.offload.blocks import OffloadError
@@ -91,12 +93,13 @@ class RollCall:
 
     def __init__(self, group: Group) -> None:
         self.patience, self.rank, self.size, self.round = group.patience, group.rank, group.size, 0
-        self.advance, self.ranks, self.register = group.transport.advance, group.ranks, Register.of_job()
+        self.advance, self.behind = group.transport.advance, group.behind
+        self.ranks, self.register = group.ranks, Register.of_job()
         assert group.handle is not None
         everyone = f"{group.handle.group_name} {dist.get_process_group_ranks(group.handle)}"
-        store = PrefixStore(f"roll call of {everyone}", _get_default_store())
-        number = store.add(f"stages of {self.rank}", 1)  # ranks build their stages in the same order
-        self.store = PrefixStore(f"stage {number}", store)
+        self.all = PrefixStore(f"roll call of {everyone}", _get_default_store())  # of the stages of these ranks
+        self.number = self.all.add(f"stages of {self.rank}", 1)  # ranks build their stages in the same order
+        self.store = self._of_stage(self.number)
         self.leave = weakref.finalize(self, _leave, self.store, self.rank)  # also when the process ends
 
     def __call__(self, mine: Standing) -> None:
@@ -106,6 +109,7 @@ class RollCall:
         """
         self.patience.refuse_lost()
         try:
+            self._go(mine)
             self.store.set(self._key(self.rank), json.dumps({"round": self.round, **asdict(mine)}))
             hear_all(self._all_have_said)
             standings = [standing for standing in self.said() if standing is not None]
@@ -132,11 +136,50 @@ class RollCall:
         return [self._said(rank) for rank in range(self.size)]
 
     def _all_have_said(self) -> bool:
-        """RankLost if one never will."""
+        """RankLost if one never will; RankDivergence if one waits for this rank elsewhere."""
         said = self.said()
         self._expect(said)
+        self._refuse_elsewhere([rank for rank, standing in enumerate(said) if standing is None])
         self.advance()  # what this rank has begun, others may be waiting for
         return None not in said
+
+    def look_elsewhere(self, mine: Standing) -> None:
+        """This rank waits in a collective: RankDivergence if one that has not begun it calls another stage's roll."""
+        behind = self.behind()
+        if self._elsewhere(behind):
+            self._go(mine)
+            self._refuse_elsewhere(behind)
+
+    def _go(self, mine: Standing) -> None:
+        """Let all see to which stage this rank has come."""
+        what = (mine.does + caller()) if mine.does else f"waits for the others{mine.waits}"
+        here = {"stage": self.number, "round": self.round, "what": f"{what} (model {self.number} under ZeRO-3)"}
+        self.all.set(_place(self.rank), json.dumps(here))
+
+    def _elsewhere(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Those of these ranks that wait for this one where it has not come, in the roll of another stage."""
+        places = {rank: json.loads(self.all.get(_place(rank))) for rank in ranks if self.all.check([_place(rank)])}
+        others = {rank: place for rank, place in places.items() if place["stage"] != self.number}
+        return {rank: p["what"] for rank, p in others.items() if not self._has_come(p["stage"], p["round"])}
+
+    def _has_come(self, stage: int, round_: int) -> bool:
+        """Whether this rank has said something there."""
+        store, key = self._of_stage(stage), _key(self.rank, round_)
+        return store.check([key]) and json.loads(store.get(key))["round"] >= round_
+
+    def _refuse_elsewhere(self, ranks: Sequence[int]) -> None:
+        if there := self._elsewhere(ranks):
+            there[self.rank] = json.loads(self.all.get(_place(self.rank)))["what"]
+            who = "; ".join(f"rank {rank}: {what}" for rank, what in sorted(there.items()))
+            self.patience.lost = RankDivergence(
+                f"the ranks have come to different models, and wait for each other. {who}. Call the engines in the "
+                "same order on every rank",
+                out_of_step=True,
+            )
+            raise self.patience.lost
+
+    def _of_stage(self, number: int) -> Store:
+        return PrefixStore(f"stage {number}", self.all)
 
     def _said(self, rank: int) -> Standing | None:
         if not self.store.check([self._key(rank)]):
@@ -145,8 +188,7 @@ class RollCall:
         return Standing(**value) if value.pop("round") == self.round else None
 
     def _key(self, rank: int) -> str:
-        """Two in turn: who has begun round n + 2 knows that all have read what it said in round n."""
-        return f"{rank} {self.round % 2}"
+        return _key(rank, self.round)
 
     def _expect(self, said: Sequence[Standing | None]) -> None:
         for rank, standing in enumerate(said):
@@ -159,6 +201,15 @@ class RollCall:
     def _lost(self) -> RankLost:
         mine = self.ranks[self.rank]
         return RankLost(f"rank {mine} waits in vain to hear what the others do: {who_left(self.register)}")
+
+
+def _key(rank: int, round_: int) -> str:
+    """Two in turn: who has begun round n + 2 knows that all have read what it said in round n."""
+    return f"{rank} {round_ % 2}"
+
+
+def _place(rank: int) -> str:
+    return f"{rank} has come to"
 
 
 def _leave(store: Store, rank: int) -> None:

@@ -81,8 +81,10 @@ class Path:
     def stalled(self, number: int) -> None:
         """This rank has waited long for collective `number`: if a calling rank is the reason, call too."""
         assert self.roll_call is not None
+        mine = Standing(self.at, self.patience.begun, "", "", waits=f", in or after {self.last_call()}")
         if stuck(number, self.roll_call.said()):
-            self.roll_call(Standing(self.at, self.patience.begun, "", "", waits=f", in or after {self.last_call()}"))
+            self.roll_call(mine)
+        self.roll_call.look_elsewhere(mine)
 
     def remove(self) -> None:
         """Nobody is asked for this path any more."""

@@ -46,7 +46,7 @@ from refimpl.zero.outputs import tensors_of
 from refimpl.zero.owned import take_over
 from refimpl.zero.parameter import DATA, Freed, Hook, Managed, stage_of, take_raw_grad, untraced
 from refimpl.zero.parked import Parked
-from refimpl.zero.start import refuse_different, refuse_foreign, refuse_replaced, refuse_unfit, share
+from refimpl.zero.start import refuse_different, refuse_foreign, refuse_replaced, refuse_unfit, share, warn_of_added
 from refimpl.zero.update import Update
 
 
@@ -219,6 +219,8 @@ class Stage(Changing, ByName, Held, ABC):
             if (grad := take_raw_grad(p)) is not None:
                 self.gradients.add(p, grad)
         refuse_replaced(self.model, self.names, self.gradients)
+        if not self.update.steps & (self.update.steps + 1):  # the 1st, 2nd, 4th, 8th, ... step: it walks the model
+            warn_of_added(self.model, self.names)
         return self.gradients.finish()
 
     def apply(self, gradients: dict[Bucket, Tensor]) -> bool:

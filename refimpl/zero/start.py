@@ -1,5 +1,6 @@
 """How a stage begins, and what it refuses: all ranks take rank 0's model, and every parameter is an ordinary one."""
 
+import warnings
 import zlib
 from collections.abc import Mapping
 from itertools import zip_longest
@@ -7,6 +8,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn, optim
 
+from refimpl.checkpoint.errors import CheckpointError
 from refimpl.comm.group import Group
 from refimpl.zero.experts import apart
 from refimpl.zero.gradients import Gradients
@@ -132,3 +134,26 @@ def refuse_replaced(model: nn.Module, names: dict[nn.Parameter, str], gradients:
             f"{', '.join(gone)}: replaced in the model since the stage was built, so the new tensor is not trained. "
             "Copy values in place (p.copy_ under torch.no_grad), or build the stage after the change"
         )
+
+
+COMPLETE = "complete the model before `initialize` (or the stage), or destroy() the engine and make another"
+
+
+def added(model: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[str, nn.Parameter]:
+    """What came into the model behind its stage."""
+    return {name: p for name, p in model.named_parameters() if p not in names}
+
+
+def warn_of_added(model: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
+    """Nobody trains it, as in torch, whose optimizer does not know it. Without a gradient it is no news."""
+    used = [name for name, p in added(model, names).items() if stage_of(p) is None and p.grad is not None]
+    if used:
+        warnings.warn(
+            f"{', '.join(used)}: added to the model since the stage was built, so not trained: {COMPLETE}", stacklevel=4
+        )
+
+
+def refuse_added(model: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
+    """CheckpointError: a checkpoint has no place for it."""
+    if new := added(model, names):
+        raise CheckpointError(f"{', '.join(new)}: added to the model since the stage was built: {COMPLETE}")

@@ -339,3 +339,41 @@ def test_under_torchrun_who_waits_for_a_rank_that_left_says_in_which_call(tmp_pa
     line = f"{tmp_path / 'script.py'}:8"
     assert f"RankLost: rank 0 waits in vain in all_reduce (sum) of 4 float32, tag 'loss' at {line}: rank 1 left" in err
     assert "rank 1: no call yet" in err
+
+
+def two_engines(transport: str) -> None:
+    """Two groups of the same ranks, as two engines have them, used in another order on rank 0, at last."""
+    os.environ["REFIMPL_TRANSPORT"] = transport
+    groups = [Group.world(), Group.world()]
+    for group in groups:
+        group.all_reduce(torch.ones(8), tag="norm")
+    for group in groups if dist.get_rank() == 0 else groups[::-1]:
+        group.all_reduce(torch.ones(8), tag="norm")
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_calls_of_two_groups_of_the_same_ranks_do_not_meet(ranks: int, transport: str):
+    """They would wait for ever in memory that is shared, and be added up over gloo: both calls look alike."""
+    with pytest.raises(launch.RankError, match="ranks called collectives of different groups") as caught:
+        run(two_engines, transport, ranks=ranks)
+    assert isinstance(caught.value.__cause__, CollectiveMismatch)
+    said = re.findall(r"rank \d: (.*) at .*:\d+, in the group of call (\d+), .* at ", str(caught.value.__cause__))
+    assert {call for call, _ in said} == {"all_reduce (sum) of 8 float32, tag 'norm'"}
+    assert len({first for _, first in said}) == 2
+
+
+def test_ranks_do_not_meet_while_another_calls_something_else():
+    """Where memory is shared a group's first collective exchanges objects first: another's are not taken for these."""
+
+    def work() -> list[str]:
+        group = Group.world()
+        if group.rank == 0:
+            group.all_reduce(torch.ones(8), tag="start")
+        return group.all_gather_object("mine")
+
+    with pytest.raises(launch.RankError) as caught:
+        run(work)
+    text = str(caught.value.__cause__)
+    assert re.search(r"rank 0: (a group's first collective at|has not come here yet)", text), text
+    assert re.search(r"rank 1: (all_gather_object at|has not come here yet)", text), text

@@ -2,6 +2,8 @@
 
 import pytest
 
+from refimpl import launch
+from refimpl.comm.group import Group
 from refimpl.comm.nodes import node_of, ranks_per_node
 
 
@@ -22,3 +24,9 @@ def test_ranks_are_numbered_node_by_node(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_makes_no_whole_nodes_is_named_with_what_would(name: str, said: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}={said}: 6 ranks .*REFIMPL_RANKS_PER_NODE to one of 1, 2, 3, 6"):
         ranks_per_node(6, {name: said})
+
+
+def test_a_job_says_at_once_that_it_has_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFIMPL_RANKS_PER_NODE", "3")
+    with pytest.raises(launch.RankError, match="REFIMPL_RANKS_PER_NODE=3: 2 ranks do not make whole nodes"):
+        launch.run(lambda: Group.world().rank, ranks=2, device="cpu")

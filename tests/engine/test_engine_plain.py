@@ -3,6 +3,8 @@
 import copy
 import json
 import pickle
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from test_engine import SIZE, STAGES, Net, batch, close, config, oracle
 from torch import Tensor, nn
 
 import refimpl
+from refimpl.checkpoint.errors import CheckpointError
+from refimpl.launch import RankError
 
 
 def weights_of(engine: Any) -> dict[str, Tensor] | None:
@@ -237,3 +241,33 @@ def test_an_engine_says_what_to_copy_in_its_place() -> None:
     for copier in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"Engine cannot be copied or pickled: copy\.deepcopy\(engine\.module\)"):
             copier(engine)
+
+
+def test_torchs_ddp_around_an_engine_is_refused() -> None:
+    def wrapped() -> None:
+        engine, *_ = refimpl.initialize(model=Net(), config=config(1))
+        nn.parallel.DistributedDataParallel(engine)
+
+    with pytest.raises(RankError, match="DistributedDataParallel around an Engine, which averages gradients"):
+        worlds.run(wrapped, ranks=2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_layer_that_comes_behind_the_engine_is_named(stage: int, tmp_path: Path) -> None:
+    """Nobody trains it, as in torch, whose optimizer does not know it; a parameter without a gradient is no news."""
+
+    def told() -> list[str]:
+        engine, *_ = refimpl.initialize(model=Net(), config=config(stage))
+        engine.module.late, engine.module.idle = nn.Linear(1, 1), nn.Linear(1, 1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(3):
+                engine.backward(engine.module.late(engine(batch(engine.group.rank, step, 0)).view(1)).sum())
+                engine.step()
+        with pytest.raises(CheckpointError, match=r"late\.weight, late\.bias, idle\.weight, idle\.bias: added"):
+            engine.save_checkpoint(tmp_path)
+        return [str(w.message) for w in caught]
+
+    for texts in worlds.run(told, ranks=2):
+        assert len(texts) == 2  # the first and the second step
+        assert all(text.startswith("late.weight, late.bias: added to the model since") for text in texts)

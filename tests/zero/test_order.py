@@ -110,11 +110,17 @@ USUAL = (0, 1, 2, 3, 4)
 EQUAL, DIFFERENT = [8] * 5, [8, 160, 24, 72, 400]
 
 
-def built(equal: bool = False, prefetch: bool = True, is_checkpointed: bool = False, **config: Any) -> Zero3:
+def built(
+    equal: bool = False,
+    prefetch: bool = True,
+    is_checkpointed: bool = False,
+    handle: dist.ProcessGroup | None = None,
+    **config: Any,
+) -> Zero3:
     """A stage in a process group of its own: what is left of one case does not meet the next."""
     torch.manual_seed(0)
     model = Chain(EQUAL if equal else DIFFERENT, is_checkpointed)
-    group = Group(dist.new_group())
+    group = Group(handle or dist.new_group())
     group.patience.stall = group.patience.again = 0.05
     config = {"prefetch_bucket_size": 10**6 if prefetch else 0, "leaf_modules": (nn.Sequential,)} | config
     return Zero3(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group, ZeroConfig(**config))
@@ -222,6 +228,37 @@ def test_who_waits_in_a_call_that_the_others_do_not_make_says_where(
     assert re.search(
         r"rank 0: waits for the others, in or after .* at .*test_order\.py:\d+; rank 1: a new forward", told[0]
     )
+
+
+def part_elsewhere(follows: bool) -> str:
+    """What this rank is told: rank 0 goes on with the one of two models, and the others with the other one.
+
+    follows: the others do what was expected of them, and wait in a collective; else they too call the roll.
+    """
+    handle = dist.new_group()
+    one, other = built(handle=handle), built(handle=handle)
+    for _ in range(2 if follows else 0):
+        train(one)
+        train(other)
+    with pytest.raises(RankDivergence, match="have come to different models") as told:
+        evaluate(one) if one.group.rank == 0 else train(other)
+    return str(told.value)
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "gloo"), (3, "shared")])
+@pytest.mark.parametrize("follows", [False, True])
+def test_ranks_at_different_models_are_told_which(
+    follows: bool, ranks: int, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFIMPL_TRANSPORT", transport)
+    with World(ranks) as world:
+        told = world.call(part_elsewhere, follows)
+        world.kill()
+    where = r" at .*test_order\.py:\d+ \(model {} under ZeRO-3\)"
+    theirs = r"waits for the others, in or after call \d+, all_gather .*" if follows else A_FORWARD
+    for text in told:
+        assert re.search(rf"rank 0: a new forward of the model \(training, no gradients\){where.format(1)}", text), text
+        assert re.search(rf"rank [12]: {theirs}{where.format(2)}", text), text
 
 
 def part_at_once(turn: Callable[[Zero3], None]) -> str:
