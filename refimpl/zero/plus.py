@@ -74,6 +74,12 @@ class Plus:
                 "shards lie on several, and backward's gathers go between them",
                 stacklevel=2,
             )
+        if group.rank == 0 and len(here) == 1 and group.size < dist.get_world_size():  # as MiCS may put them
+            warnings.warn(
+                f"zero_hpz_partition_size = {size}: the {group.size} ranks that share the parameters are on one node "
+                "already, so second shards cost memory and save nothing; leave it out",
+                stacklevel=2,
+            )
         if config.zero_quantized_gradients:
             near, far = self.nodes()
             if config.zeropp_loco_param is not None:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from training import Job, Net, adamw, differing, oracle, tokens, train
 from worlds import run
 
+from refimpl.comm.axes import neighbours
 from refimpl.comm.group import Group
 from refimpl.comm.levels import two_level
 from refimpl.comm.mesh import Mesh
@@ -412,6 +413,15 @@ def spread() -> int:
     return sum("zero_hpz_partition_size = 4: 2 of these ranks are on a node" in str(w.message) for w in caught)
 
 
+def beside_mics() -> int:
+    """Warnings of second shards where MiCS has put all shards on one node."""
+    near, _ = neighbours(Group.world(), 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Plus(near, ZeroConfig(**HPZ))
+    return sum("the 2 ranks that share the parameters are on one node already" in str(w.message) for w in caught)
+
+
 def with_experts() -> None:
     mesh = Mesh({"expert": 2, "same": 2})
     net = Net()
@@ -423,6 +433,7 @@ def test_refusals_name_the_key() -> None:
     with pytest.raises(RankError, match="zero_hpz_partition_size = 2: must divide the 3 ranks"):
         run(uneven, ranks=3)
     assert nodes(2, 2, spread) == [1, 0, 0, 0]
+    assert nodes(2, 2, beside_mics) == [1, 0, 1, 0]
     with pytest.raises(RankError, match="zero_quantized_gradients: not with experts"):
         run(with_experts, ranks=4)
     for options, word in (
