@@ -57,6 +57,7 @@ def test_dropout_kernel(answer: Answer, group: WatchedGroup) -> None:
         (200, 0.25, 8, 64, torch.float16),
         (33, 0.0, 1, 16, torch.float32),
         (1, 0.9, 5, 16, torch.float32),
+        (64, float(random_numbers(3, 64).median()), 3, 16, torch.float32),  # one of the numbers is p itself
     ):
         case(f"{n} elements {str(dtype)[6:]}, p = {p}, seed {seed}, BLOCK = {block}")
         x, numbers = (torch.rand(n) + 1).to(dtype), random_numbers(seed, n)
@@ -72,6 +73,8 @@ def test_dropout_kernel(answer: Answer, group: WatchedGroup) -> None:
 
         known = {
             "p is the share that is kept here, and must be the share that is dropped": dropped(~keep),
+            "where the number is p itself the element is kept: >=, not >": dropped(numbers > p),
+            "kept is where the number is at least p; below 1 - p are as many, but others": dropped(numbers < 1 - p),
             "what is kept must be divided by 1 - p": dropped(keep, 0.0),
             "it is divided by p, and must be by 1 - p": dropped(keep, 1 - max(p, 1e-9)),
             "what is kept is multiplied by 1 - p: it must be divided": (dropped(keep, 0.0).double() * (1 - p)).to(

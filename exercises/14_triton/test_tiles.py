@@ -123,14 +123,18 @@ def _laid(t: torch.Tensor, beside: bool) -> torch.Tensor:
 
 def _compare(q: Any, k: Any, v: Any, out: Any, lse: Any, share: int, scale: float, BN: int) -> None:
     def attention(
-        causal: bool = True, scale: float = scale, interleaved: bool = False, first: int = 1, largest: bool = False
-    ) -> tuple[Any, Any]:
-        """`first`: the first key that is hidden, from the query's own on. largest: the largest score, not lse."""
+        causal: bool = True, scale: float = scale, interleaved: bool = False, first: int = 1, largest: bool = False,
+        step: int = 1,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """`first`: the first key that is hidden, from the query's own on. largest: the largest score, not lse. step:
+        so many keys are hidden together, or seen.
+        """
         keys = [t.double() for t in (k, v)]
         heads = [torch.cat([t] * share) if interleaved else t.repeat_interleave(share, 0) for t in keys]
         scores = q.double() @ heads[0].transpose(1, 2) * scale
         if causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(first)
+            token = torch.arange(scores.shape[-1])
+            later = token // step * step >= token[:, None] + first
             scores = scores.masked_fill(later, -math.inf)
         sums = scores.amax(-1) if largest else scores.logsumexp(-1)
         return (scores.softmax(-1) @ heads[1]).to(out.dtype), sums.float()
@@ -141,6 +145,7 @@ def _compare(q: Any, k: Any, v: Any, out: Any, lse: Any, share: int, scale: floa
         "the result so far is not rescaled when the maximum grows": _unscaled(q, k, v, share, scale, BN).to(out.dtype),
         "not causal: a query sees keys that come after it": attention(causal=False)[0],
         "a query sees its own key too: keys after it are hidden": attention(first=0)[0],
+        "whole blocks of keys are hidden, and keys in the last one are not": attention(step=BN)[0],
         "scale is not applied to the scores": attention(scale=1.0)[0],
         "scale is an argument, and need not be 1 / sqrt(D)": attention(scale=q.shape[-1] ** -0.5)[0],
         "query head h must read key head h // group, not h % (number of key heads)": attention(interleaved=True)[0],
@@ -149,9 +154,12 @@ def _compare(q: Any, k: Any, v: Any, out: Any, lse: Any, share: int, scale: floa
         out.isfinite().all() or not wanted.isfinite().all() or out.dtype != torch.float16,
         "out is infinite or NaN: is the running result, not yet divided by the sum, kept in fp16?",
     )
+    larger = "subtract the maximum so far, the larger of the last one and the block's own"
+    require(not (lse == math.inf).any(), f"lse is infinite: an exponential overflows; {larger}")
     equal(out, wanted, "out", known=known, **bound)
     lse_known = {
         "lse is the logarithm to base 2, natural is expected": sums / math.log(2),
+        "it is rounded to 16 bits: lse is fp32": sums.half().float(),
         "the maximum was subtracted from the scores, and is missing in lse": sums - attention(largest=True)[1],
     }
     equal(lse, sums, "lse", known=lse_known, rtol=1e-5, atol=1e-4)

@@ -58,6 +58,9 @@ def test_rebalance(answer: Answer, group: WatchedGroup) -> None:
                 start + 0.125 * (1 - 4 * total / max(1, int(total.sum())))
             ),
             "nothing has changed: bias is changed in place": start,
+            "the mean of the biases is taken off: each moves by `rate`, or stays": (
+                start + 0.125 * less - (start + 0.125 * less).mean()
+            ),
             "one that has the mean is moved too": start + 0.125 * torch.where(less == 0, 1.0, less),
             "one that has the mean is moved too.": start + 0.125 * torch.where(less == 0, -1.0, less),
             "fp32 cannot tell the counts apart: compare whole numbers": start
@@ -77,6 +80,7 @@ def test_agreed_capacity(answer: Answer, group: WatchedGroup) -> None:
         "a rank has no tokens": ([0, 9, 5, 0], 2, 1, 2.0),
         "fewer places than one a token": ([3, 2, 1, 3], 8, 1, 1.5),
         "no tokens anywhere": ([0, 0, 0, 0], 4, 2, 1.0),
+        "more places than tokens": ([3, 2, 3, 1], 3, 2, 4.0),
         "more than fp32 can count": ([BIG + 1, 5, 3, 2], 1, 1, 1.0),
     }
     for name, (each, experts, k, factor) in everyone.items():
@@ -95,6 +99,8 @@ def test_agreed_capacity(answer: Answer, group: WatchedGroup) -> None:
             "k is not in it: a token has k routes": math.ceil(factor * most / experts),
             "the factor is not in it": math.ceil(k * most / experts),
             "rounded up for each choice: once, for all k": k * math.ceil(factor * most / experts),
+            "not more than the tokens of a rank: it is ceil(factor k T / E) all the same": min(expected, most),
+            "without tokens there is nothing to make room for: 0": max(1, expected),
             "rounded down: ceil": math.floor(factor * k * most / experts),
             "the smallest rank's T: the others drop what has room": math.ceil(factor * k * min(each) / experts),
             "all ranks' tokens, added: buffers N times too large": math.ceil(factor * k * sum(each) / experts),
@@ -140,6 +146,9 @@ def judge_balance(answer: Answer, group: WatchedGroup, every: list[Tensor], chos
         ),
         "the mean is over all ranks' tokens: P is over this rank's": (
             value * T * experts.shape[1] / max(int(counts.sum()), 1)
+        ),
+        "P is of all ranks' tokens: it is the mean over this rank's": (
+            E * (counts / max(int(counts.sum()), 1) * torch.cat(every).float().softmax(1).mean(0)).sum()
         ),
         "the factor E is missing: even experts make it 1": value / E,
         "f is divided by the tokens, not by the routes: it is k where all is even": value * experts.shape[1],

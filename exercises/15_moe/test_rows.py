@@ -120,6 +120,7 @@ def judge_combined(answer: Answer, experts: Tensor, routes: Tensor, dtype: torch
     for row, token in zip(rows.detach(), (routes // k).tolist(), strict=True):
         last[token] = row
     first.index_add_(0, routes // k, y.detach().float() * w.detach()[routes // k, :1])
+    left = torch.zeros(tokens).index_add(0, routes // k, w.detach().flatten()[routes])
     if len(routes):
         row_weights = torch.cat([w.detach().flatten()] * 2)[: len(routes), None]
         wrong.index_add_(0, routes // k, y.detach().float() * row_weights)
@@ -128,11 +129,17 @@ def judge_combined(answer: Answer, experts: Tensor, routes: Tensor, dtype: torch
         "weighted in the order of the rows: row r has the weight of route routes[r]": wrong.to(dtype),
         "a token's rows all have the weight of its first route": first.to(dtype),
         "the last row of a token overwrites the others: add them": last.to(dtype),
+        "divided by the weights that are left: what is dropped takes its share with it": (
+            truth.detach().float() / left.where(left > 0, 1)[:, None]
+        ).to(dtype),
         "the mean over a token's k routes: the weights have divided already": (truth.detach().float() / k).to(dtype),
     }
     equal(found, truth.detach(), "the sum", known={s: t for s, t in known.items() if not t.equal(truth.detach())})
-    room = max(answers.numel(), tokens * k * M, 64)
-    made = f"something of {largest.numel:,} elements is made; k T x M are {room:,}: no one-hot matrices"
+    room = max(answers.numel(), tokens * M, 64)
+    made = (
+        f"something of {largest.numel:,} elements is made; the answers have {answers.numel():,}, the result "
+        f"{tokens * M:,}: add each row to its token, without one-hot matrices or rows for what was dropped"
+    )
     require(largest.numel <= room, made)
     if not len(routes):
         return

@@ -78,6 +78,7 @@ def test_bigbird_layout(answer: Answer, group: WatchedGroup) -> None:
             | parts.rows(n, ends)
             | chance,
             "the window is wider than `width` in all: width // 2 on each side": right | parts.window(n, 2 * width + 1),
+            "the window is wider than `width` in all: width // 2 on each side.": right | parts.window(n, width + 2),
             "the window is narrower than `width`: width // 2 on each side, and one's own": (
                 globally | parts.window(n, max(1, width - 2)) | chance
             ),
@@ -89,7 +90,11 @@ def test_bigbird_layout(answer: Answer, group: WatchedGroup) -> None:
         found = answer.bigbird_layout(n, width, first, each, random.Random(n))
         rest = near | globally
         if isinstance(found, Tensor) and found.shape == rest.shape and bool((found >= rest).all()):
-            known["other random blocks: rng.sample(range(n), each) for each row, global ones too, 0 first"] = found
+            few = int((found & ~rest).sum(1).max()) <= each
+            other = "other random blocks: rng.sample(range(n), each) for each row, global ones too, 0 first"
+            known[other if few else "a row reads more than its window, the global blocks and `each` random ones"] = (
+                found
+            )
         same_layout(found, right, known)
 
 
@@ -142,7 +147,6 @@ def test_layers_to_see(answer: Answer, group: WatchedGroup) -> None:
         right = walked(layout)
         known = {
             "[r, c] and [c, r] are exchanged: row r takes from the blocks that row r reads": walked(layout.T),
-            "what is never seen is -1": torch.where(right < 0, 0, right),
             "only one layer is counted: what a block reads has heard of others before": torch.where(
                 right > 1, -1, right
             ),
@@ -153,6 +157,7 @@ def test_layers_to_see(answer: Answer, group: WatchedGroup) -> None:
         if isinstance(found, Tensor) and found.shape == right.shape:
             known["a block knows itself after 0 layers, before any layer"] = torch.where(right == 0, found, right)
             known["all are one too many: a block knows itself after 0 layers"] = right + (right >= 0)
+            known["what is never seen is -1"] = torch.where(right < 0, found, right)
         known[f"it ends after {most} layers: go on until nothing new is heard"] = torch.where(right > most, -1, right)
         equal(found, right, f"layers ({name})", known=known)
 
@@ -181,6 +186,7 @@ def test_block_lists(answer: Answer, group: WatchedGroup) -> None:
             "blocks are numbered over rows or heads: they must be column numbers, 0 .. n - 1": (
                 layout.flatten(0, 1).flatten().nonzero().flatten()
             ),
+            "a row's blocks are in descending order: ascending is asked": n - 1 - layout.flip(-1).nonzero()[:, -1],
             "each head's columns are moved by n: they must be column numbers, 0 .. n - 1": (
                 layout.nonzero()[:, 2] + n * layout.nonzero()[:, 0]
             ),
@@ -189,7 +195,13 @@ def test_block_lists(answer: Answer, group: WatchedGroup) -> None:
             isinstance(found[0], Tensor) and len(found[0]) == heads * n + 1,
             "starts must have an entry for each row of each head, and one more: the number of blocks",
         )
-        anew = {"they begin anew with each head: one list holds the blocks of all": by_head(layout)}
+        together = layout.any(0).sum(-1).repeat(heads).cumsum(0)
+        anew = {
+            "all heads have one layout here, what any of them reads: each head has its own": torch.cat(
+                [torch.zeros(1, dtype=torch.int64), together]
+            ),
+            "they begin anew with each head: one list holds the blocks of all": by_head(layout),
+        }
         equal(found[0], torch.tensor(starts), "starts", known=anew)
         equal(found[1], torch.tensor(blocks, dtype=torch.int64), "blocks", known=known)
         require(

