@@ -59,13 +59,13 @@ class Limits:
 def measure(word: str = "", seconds: float = 420.0, device: torch.device | None = None) -> Iterator[list[Row]]:
     """The limits, then every case whose name holds `word`; after `seconds` only ours and eager's."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = [case for case in cases(small=device.type == "cpu") if word in case.name]
+    if not chosen:
+        raise ValueError(f"no kernel's case has {word!r} in its name")
     deadline = time.monotonic() + seconds
     torch._logging.set_logs(dynamo=logging.ERROR)  # type: ignore[attr-defined]  # no warning for each break of a graph
     limits, rows = find_limits(device)
     yield rows
-    chosen = [case for case in cases(small=device.type == "cpu") if word in case.name]
-    if not chosen:
-        raise ValueError(f"no kernel's case has {word!r} in its name")
     for case in chosen:
         yield list(heat(case, device, limits, deadline))
 

@@ -16,6 +16,8 @@ empty slots. Otherwise only tokens travel, dropped or not dropped.
 
 Under tensor parallelism all ranks of `tensor` hold the same tokens, and would send each of them tp times. Each goes on
 with 1/tp of them, and the results are gathered: T M (tp-1)/tp elements inside the node, and all-to-alls of 1/tp.
+A gate that draws (noise, random token selection) has to draw the same on each, as dropout has (`parallel/draws.py`):
+an engine sees to it, and whoever seeds the ranks apart afterwards has copies that drift apart.
 Experts that are whole on each tensor rank see a part of the tokens, and their gradients are summed; experts that are
 themselves cut into columns and rows (`cut_experts`) need all tokens, so these are gathered before them.
 
