@@ -102,7 +102,8 @@ class Engine(ModuleState, Asked):
             yield
         except RuntimeError as error:
             dtype, given = self.config.dtype, {x.dtype for x in tree_leaves(inputs) if isinstance(x, Tensor)}
-            if "type" in str(error) and any(kind.is_floating_point and kind != dtype for kind in given):
+            halved = dtype != torch.float32
+            if halved and "type" in str(error) and any(kind.is_floating_point and kind != dtype for kind in given):
                 key = "fp16" if dtype == torch.float16 else "bf16"
                 error.add_note(
                     f"{key}.enabled has made the model {dtype}, and an input is not: cast it, or let the engine: "

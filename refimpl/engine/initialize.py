@@ -62,6 +62,9 @@ def initialize(
         raise ValueError(f"initialize needs one configuration, as one of {', '.join(given)}; found {found}")
     if model is None:
         raise ValueError("initialize needs a model")
+    if not isinstance(model, nn.Module):
+        given_model = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise TypeError(f"initialize: model must be a torch.nn.Module, not {given_model}")
     (source,) = sources.values()
     raw = raw_config(source)
     if mesh_param is not None:

@@ -206,6 +206,10 @@ class Stage(Changing, ByName, Held, ABC):
 
     def collect(self) -> dict[Bucket, Tensor]:
         """The mean gradients since the last step."""
+        if not self.handles:
+            raise RuntimeError(
+                f"step() of a {type(self).__name__} that was released (an engine's destroy()): make another"
+            )
         self.refuse_without_optimizer()
         self.parked.refuse()
         if not self.passes.settle():

@@ -225,6 +225,12 @@ def test_an_input_of_another_dtype_is_told_the_key(section: str, key: str) -> No
     with pytest.raises(RuntimeError, match="dtype") as error:
         engine(torch.ones(1, 4))
     assert key in error.value.__notes__[0]
+    if key == "bf16.enabled":  # in fp32 no key is the reason
+        engine.destroy()
+        engine, *_ = refimpl.initialize(model=nn.Linear(4, 4), config=config(0))
+        with pytest.raises(RuntimeError, match="dtype") as error:
+            engine(torch.ones(1, 4, dtype=torch.float64))
+        assert not hasattr(error.value, "__notes__")
     with pytest.raises(RuntimeError, match="cannot be multiplied") as error:  # another mistake is not explained so
         engine(torch.ones(1, 3, dtype=engine.config.dtype))
     assert not hasattr(error.value, "__notes__")
@@ -271,3 +277,17 @@ def test_a_layer_that_comes_behind_the_engine_is_named(stage: int, tmp_path: Pat
     for texts in worlds.run(told, ranks=2):
         assert len(texts) == 2  # the first and the second step
         assert all(text.startswith("late.weight, late.bias: added to the model since") for text in texts)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_destroyed_engine_says_so(stage: int) -> None:
+    engine, *_ = refimpl.initialize(model=Net(), config=config(stage))
+    engine.destroy()
+    with pytest.raises(RuntimeError, match=r"step\(\) of a \w+ that was released \(an engine's destroy\(\)\)"):
+        engine.step()
+
+
+@pytest.mark.parametrize(("model", "said"), [(Net, "the class Net"), ([Net()], "a list")])
+def test_what_is_no_module_is_refused(model: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=rf"model must be a torch\.nn\.Module, not {said}"):
+        refimpl.initialize(model=model, config=config(0))
