@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,9 +67,7 @@ def plain(file: BlockFile, record: Record, block: int, threads: int, direction: 
             halves.reverse()
             jobs = [(n, halves[0][n::threads], False) for n in range(threads)]
             jobs += [(threads + n, halves[1][n::threads], True) for n in range(threads)]
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            for job in [pool.submit(worker, *job) for job in jobs]:
-                job.result()
+        in_threads([partial(worker, *job) for job in jobs])
         return record.nbytes
 
     return run
@@ -87,12 +86,17 @@ def update(file: BlockFile, record: Record, block: int, threads: int) -> Callabl
             os.pwritev(file.descriptor, [mine], offset)
 
     def run() -> int:
-        with ThreadPoolExecutor(threads) as pool:
-            for job in [pool.submit(worker, number) for number in range(threads)]:
-                job.result()
+        in_threads([partial(worker, number) for number in range(threads)])
         return 2 * record.nbytes
 
     return run
+
+
+def in_threads(jobs: Sequence[Callable[[], None]]) -> None:
+    """All at once, a thread each."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for job in [pool.submit(job) for job in jobs]:
+            job.result()
 
 
 class Run:

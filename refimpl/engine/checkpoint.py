@@ -72,8 +72,7 @@ def save(
     tag = agreed_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
     id_ = str(group.all_gather_object(atomic.new_id())[0])
     engine.stage.catch_up()
-    together(group, engine.stage.refuse_unfit)
-    together(group, lambda: refuse_added(engine.module, engine.stage.names))
+    together(group, lambda: refuse_unfit(engine))
     folder, new = save_dir / tag, atomic.unfinished(save_dir / tag, id_)
     mine, notes = together(group, lambda: contents(engine, client_state, exclude_frozen))
     notes = {"save": {"id": id_, "rank": group.rank}} | notes
@@ -98,6 +97,12 @@ def save(
     do = partial(write_behind, folder, new, copies, notes, about, save_latest, held, hopeless)
     engine.saving.start(do, f"save {tag}")
     return True
+
+
+def refuse_unfit(engine: TrainingState) -> None:
+    """What a checkpoint cannot keep, before anything of it is written."""
+    engine.stage.refuse_unfit()
+    refuse_added(engine.module, engine.stage.names)
 
 
 def hear(engine: TrainingState) -> None:

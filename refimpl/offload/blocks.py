@@ -21,7 +21,7 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -93,15 +93,13 @@ class Transfer:
 
     def wait(self) -> None:
         """Return when all have arrived; raises what went wrong with one, once, when none is under way any more."""
-        wrong: list[OffloadError] = []
-        for moved, look in self.taken():
-            try:
+        blocks = self.taken()
+        try:
+            for moved, look in blocks:
                 moved.result()
                 look()
-            except OffloadError as error:
-                wrong.append(error)
-        if wrong:
-            raise wrong[0]
+        finally:
+            wait([moved for moved, _ in blocks])
 
     def taken(self) -> Sequence[tuple["Future[None]", Look]]:
         """The blocks, for who waits for them in its place."""

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from refimpl.checkpoint.errors import CheckpointError, naming
 from refimpl.offload import blocks
-from refimpl.offload.blocks import Aio, BlockFile, Buffer, OffloadError, OffloadWarning, Record
+from refimpl.offload.blocks import Aio, BlockFile, Buffer, OffloadError, OffloadWarning, Record, Transfer
 from refimpl.offload.homes import Disk
 from refimpl.offload.shelf import Shelf
 
@@ -34,6 +35,25 @@ def test_what_is_written_is_read(aio: Aio, nbytes: int, tmp_path: Path) -> None:
         file.read(record, back).wait()
         assert torch.equal(back.bytes, buffer.bytes)
     assert file.written_bytes == file.read_bytes == sum(record.nbytes for record in records) == file.end
+
+
+def test_when_an_error_comes_nothing_moves_any_more() -> None:
+    failed, moved = threading.Event(), list[int]()
+
+    def fail() -> None:
+        failed.set()
+        raise MemoryError
+
+    def move() -> None:
+        failed.wait()
+        moved.append(1)
+
+    with ThreadPoolExecutor(2) as pool:
+        way = Transfer([(pool.submit(fail), lambda: None), (pool.submit(move), lambda: None)])
+        with pytest.raises(MemoryError):
+            way.wait()
+        assert moved
+        way.wait()  # it has been said
 
 
 def test_the_page_cache_is_passed_by_where_that_can_be(tmp_path: Path) -> None:
