@@ -103,8 +103,8 @@ def killed(at: int, do: Callable[[], object]) -> str:
 
 
 @contextmanager
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="grading-") as name:
+def folder(inside: str | None = None) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="grading-", dir=inside) as name:
         yield Path(name)
 
 
@@ -147,10 +147,11 @@ def test_save(answer: Answer, group: WatchedGroup) -> None:
 
 
 def judge_kills(answer: Answer) -> None:
-    with folder() as pristine:
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a kill loses no page: hundreds of flushes saved
+    with folder(memory) as pristine:
         answer.save(pristine, "old", dict(FILES["old"]))
         for at in range(1, MOST):
-            with folder() as place:
+            with folder(memory) as place:
                 root = Path(shutil.copytree(pristine, place / "root"))
                 call = killed(at, lambda root=root: answer.save(root, "new", dict(FILES["new"])))
                 if not call:
