@@ -1,8 +1,9 @@
 """Attention over a pattern beside dense attention and beside torch's FlexAttention with the same mask, taking turns.
 
 Ours reads the pattern's blocks: its bound is density times what dense attention takes. Peers: torch's fused attention
-over everything (`F.scaled_dot_product_attention`), and FlexAttention, compiled by inductor, with a block mask made of
-the same layout. Forward and backward, unless `forward` alone; CPU time of one thread (of two, their waiting for each
+over everything (`F.scaled_dot_product_attention`), which never has the scores in memory; the same written out, as
+models have it that are not fused ("eager"); and FlexAttention, compiled by inductor, with a block mask made of the same
+layout. Forward and backward, unless `forward` alone; CPU time of one thread (of two, their waiting for each
 other would count), of which the least of the turns counts. FlexAttention has no backward on CPUs, and needs a C++
 compiler there.
 """
@@ -38,8 +39,10 @@ class Row:
     contestant: str
     forward_ms: float
     backward_ms: float  # NaN where there is none
-    forward_of_dense: float  # time / (density x dense attention's)
-    backward_of_dense: float
+    forward_of_fused: float  # time / (density x fused dense attention's)
+    backward_of_fused: float
+    forward_of_eager: float  # time / (density x eager dense attention's)
+    backward_of_eager: float
 
 
 def measure(
@@ -77,7 +80,8 @@ def heat(length: int, name: str, block: int, layout: Tensor, width: int, turns: 
     q, k, v = (torch.randn(1, len(layout), length, width, device=device, requires_grad=True) for _ in range(3))
     plan = Plan(layout[:1] if all(torch.equal(part, layout[0]) for part in layout) else layout)
     contestants: dict[str, Attention] = {
-        "dense (torch)": F.scaled_dot_product_attention,
+        "dense, fused": F.scaled_dot_product_attention,
+        "dense, eager": eager,
         "ours": lambda q, k, v: block_sparse_attention(q, k, v, plan, block),
     }
     if device == "cuda" or shutil.which("c++") or shutil.which("g++"):
@@ -88,11 +92,20 @@ def heat(length: int, name: str, block: int, layout: Tensor, width: int, turns: 
             forward, backward = timed(attention, q, k, v, backward=who != "FlexAttention" or device == "cuda")
             before = least.get(who, (float("inf"), float("inf"))) if turn else (float("inf"), float("inf"))
             least[who] = min(before[0], forward), min(before[1], backward) if backward == backward else backward
-    dense, share = least["dense (torch)"], plan.density
+    bounds = [plan.density * ms for dense in ("dense, fused", "dense, eager") for ms in least[dense]]
     return [
-        Row(length, name, block, round(share, 4), who, f, b, f / share / dense[0], b / share / dense[1])
-        for who, (f, b) in least.items()
+        Row(
+            length, name, block, round(plan.density, 4), who, *ms, *(x / y for x, y in zip(ms * 2, bounds, strict=True))
+        )
+        for who, ms in least.items()
     ]
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[1, H, T, D] -> the same; one head after the other, since the scores of each are T x T in memory."""
+    scale = q.shape[3] ** -0.5
+    heads = zip(q[0], k[0], v[0], strict=True)
+    return torch.stack([torch.softmax(q @ k.T * scale, -1) @ v for q, k, v in heads])[None]
 
 
 def timed(attention: Attention, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> tuple[float, float]:

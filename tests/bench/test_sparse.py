@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from refimpl.bench import sparse
 from refimpl.model.patterns.named import pattern_named
@@ -14,10 +15,16 @@ from refimpl.model.sparse import block_sparse_attention
 def test_a_heat_has_its_contestants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse.shutil, "which", lambda name: None)  # compiling takes half a minute
     heats = list(sparse.measure([128], ["local", "dense"], [32], heads=2, width=8, turns=1))
-    assert [[row.contestant for row in heat] for heat in heats] == [["dense (torch)", "ours"]] * 2
+    assert [[row.contestant for row in heat] for heat in heats] == [["dense, fused", "dense, eager", "ours"]] * 2
     assert heats[0][0].density == 10 / 16
     assert heats[1][0].density == 1
+    assert heats[1][0].forward_of_fused == heats[1][1].backward_of_eager == 1, "each is its own bound"
     assert all(row.forward_ms > 0 and not math.isnan(row.backward_ms) for heat in heats for row in heat)
+
+
+def test_eager_attention_is_the_fused_one() -> None:
+    q, k, v = (torch.randn(1, 3, 20, 8) for _ in range(3))
+    torch.testing.assert_close(sparse.eager(q, k, v), F.scaled_dot_product_attention(q, k, v))
 
 
 @pytest.mark.parametrize(("block", "pattern", "blocks"), [(64, "local", 9), (64, "bigbird", 8), (128, "local", 5)])
