@@ -8,6 +8,7 @@ backward with its hooks and the update all run: waiting for other ranks is not c
     called by them  the same of everybody else's Python functions, less those of the plain step
     no profiler     step less plain step, the honest sum. The plain step is the same model on one rank by plain torch,
                     whose optimizer walks over 1,000 tensors where a stage has a few flat ones
+    torch's own     the same of DDP, ZeroRedundancyOptimizer or FSDP2, which gathers each unit (see `peers.py`)
 
 ZeRO-3 three times: each of the 100 units gathered by itself; neighbours as one (`ZeroConfig.unit_size`); and with
 parameters as small as these left whole, as DeepSpeed's default does (`stage3_param_persistence_threshold`, 100,000).
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 import refimpl
 from refimpl import launch
-from refimpl.bench.peers import STAGES, adamw
+from refimpl.bench.peers import STAGES, Step, adamw, plain_step, torchs_own
 from refimpl.comm.group import Group
 from refimpl.zero.config import ZeroConfig
 
@@ -78,9 +79,22 @@ class Scales(nn.Module):
         return x
 
 
+class Units(nn.Module):
+    """So many `Scales`, one after the other."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.units = nn.Sequential(*(Scales() for _ in range(count)))
+
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        """x [64] -> a loss []."""
+        loss: Tensor = self.units(x).sum()
+        return loss
+
+
 @dataclass(frozen=True)
 class Lap:
-    """What one rank saw in a step, in us: calls and self time by function; all others; both steps unprofiled."""
+    """What one rank saw in a step, in us: calls and self time by function; all others; the steps unprofiled."""
 
     functions: dict[str, tuple[float, float]]
     others: float
@@ -90,28 +104,34 @@ class Lap:
 
 def heat(stage: int, config: ZeroConfig, units: int, turns: int, steps: int) -> Lap:
     """Runs on every rank: a stage and a plain step take turns, first timed, then profiled."""
-    group = Group.world()
-    x = torch.ones(WIDTH)
-    models = [nn.Sequential(*(Scales() for _ in range(units))) for _ in range(2)]
+    models = [Units(units) for _ in range(2)]
     optimizers = [adamw(model.parameters()) for model in models]
-    STAGES[stage](models[0], optimizers[0], group, config)
-
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(steps):
-                model(x).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return run
-
-    staged, plain = (train(*pair) for pair in zip(models, optimizers, strict=True))
+    STAGES[stage](models[0], optimizers[0], Group.world(), config)
+    staged, plain = (repeated(plain_step(*pair), steps) for pair in zip(models, optimizers, strict=True))
     both = [(cpu_us(staged), cpu_us(plain)) for _ in range(turns + 1)][1:]  # the first is a warm-up
     took = [median(us) / steps for us in zip(*both, strict=True)]
     ours, others = profiled(staged)
     _, plain_others = profiled(plain)
     per_step = {name: (calls / steps, us / steps) for name, (calls, us) in ours.items()}
     return Lap(per_step, (others - plain_others) / steps, *took)
+
+
+def torchs_heat(stage: int, units: int, turns: int) -> float:
+    """Runs on every rank: a step by torch's own and a plain one take turns; the difference, in us."""
+    models = [Units(units) for _ in range(2)]
+    theirs = repeated(torchs_own(stage, Scales).build(models[0], Group.world(), torch.float32))
+    plain = repeated(plain_step(models[1], adamw(models[1].parameters())))
+    return median([cpu_us(theirs) - cpu_us(plain) for _ in range(turns + 1)][1:])
+
+
+def repeated(step: Step, steps: int = 1) -> Callable[[], None]:
+    x = torch.ones(WIDTH)
+
+    def run() -> None:
+        for _ in range(steps):
+            step(x, x)
+
+    return run
 
 
 def cpu_us(run: Callable[[], None]) -> float:
@@ -179,12 +199,17 @@ def measure(
 ) -> Iterator[list[Row]]:
     """The rows of one heat (ranks, stage, what is gathered): the `top` dearest functions, the rest, the sums."""
     for count, stage in product(ranks, stages):
+        torchs = mean(launch.run(torchs_heat, stage, units, turns, ranks=count, timeout=600))
         for gathered, config in GATHERED.items() if stage == 3 else [("", ZeroConfig())]:
             laps = launch.run(heat, stage, config, units, turns, steps, ranks=count, timeout=600)
-            yield rows(laps, stage, gathered, units, top)
+            yield rows(laps, torchs, stage, gathered, units, top)
 
 
-def rows(laps: Sequence[Lap], stage: int, gathered: str, units: int, top: int) -> list[Row]:
+def torchs_row(stage: int) -> str:
+    return f"{torchs_own(stage).name} less plain step"
+
+
+def rows(laps: Sequence[Lap], torchs: float, stage: int, gathered: str, units: int, top: int) -> list[Row]:
     """Means over ranks, dearest first."""
     names = dict.fromkeys(name for lap in laps for name in lap.functions)
     seen = {n: [lap.functions.get(n, (0.0, 0.0)) for lap in laps] for n in names}
@@ -196,6 +221,7 @@ def rows(laps: Sequence[Lap], stage: int, gathered: str, units: int, top: int) -
     lines.append((ALL, *(sum(column) for column in zip(*means.values(), strict=True))))
     lines.append((OTHERS, 0.0, mean(lap.others for lap in laps)))
     lines.append((HONEST, 0.0, mean(lap.staged - lap.plain for lap in laps)))
+    lines.append((torchs_row(stage), 0.0, torchs))
     lines.append((PLAIN, 0.0, mean(lap.plain for lap in laps)))
     parameters = units * PARAMETERS
     heat_of = (stage, len(laps), parameters, gathered)

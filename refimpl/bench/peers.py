@@ -60,20 +60,24 @@ class Implementation:
 
 def implementations(stage: int) -> list[Implementation]:
     """Ours, its peers and compute alone at ZeRO stage 0 to 3. IndexError for another stage."""
-    peers = {
-        0: Implementation("torch DDP", torch_ddp),
-        1: Implementation("torch ZeroRedundancy", torch_zero1),
-        2: Implementation("torch FSDP2 stage 2", partial(torch_fsdp2, reshard=False)),
-        3: Implementation("torch FSDP2 stage 3", partial(torch_fsdp2, reshard=True)),
-    }
     racers = [
         Implementation(f"refimpl {STAGES[stage].__name__}", partial(refimpl_stage, kind=STAGES[stage]), "ours"),
-        peers[stage],
+        torchs_own(stage),
     ]
     found = importlib.util.find_spec("deepspeed")
     if found is not None and found.origin is not None:  # a folder of that name is no package
         racers.append(Implementation(f"DeepSpeed stage {stage}", partial(deepspeed_stage, stage=stage)))
     return [*racers, Implementation(ALONE, alone, "alone")]
+
+
+def torchs_own(stage: int, unit: type[nn.Module] = Block) -> Implementation:
+    """What torch has for a ZeRO stage; FSDP2 gathers each `unit` by itself."""
+    return (
+        Implementation("torch DDP", torch_ddp),
+        Implementation("torch ZeroRedundancy", torch_zero1),
+        Implementation("torch FSDP2 stage 2", partial(torch_fsdp2, reshard=False, unit=unit)),
+        Implementation("torch FSDP2 stage 3", partial(torch_fsdp2, reshard=True, unit=unit)),
+    )[stage]
 
 
 def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -145,7 +149,9 @@ def torch_zero1(model: nn.Module, group: Group, dtype: torch.dtype) -> Step:
     return plain_step(wrapped, optimizer)
 
 
-def torch_fsdp2(model: nn.Module, group: Group, dtype: torch.dtype, reshard: bool) -> Step:
+def torch_fsdp2(
+    model: nn.Module, group: Group, dtype: torch.dtype, reshard: bool, unit: type[nn.Module] = Block
+) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -153,7 +159,7 @@ def torch_fsdp2(model: nn.Module, group: Group, dtype: torch.dtype, reshard: boo
     mesh = init_device_mesh(group.device.type, (group.size,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     for module in model.modules():
-        if isinstance(module, Block):
+        if isinstance(module, unit):
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     return plain_step(model, adamw(model.parameters()))

@@ -5,6 +5,7 @@ from threading import Thread
 
 import pytest
 
+from refimpl.bench import overhead
 from refimpl.bench.overhead import ALL, GATHERED, HONEST, OTHERS, PLAIN, Cost, Lap, cpu_us, measure, profiled, rows
 from refimpl.measure.ledger import Ledger
 
@@ -56,30 +57,33 @@ def test_sums_and_order() -> None:
         Lap({"a": (2.0, 10.0), "b": (1.0, 40.0), "c": (4.0, 2.0)}, others=8.0, staged=150.0, plain=100.0),
         Lap({"a": (2.0, 30.0), "b": (1.0, 40.0)}, others=12.0, staged=170.0, plain=100.0),
     ]
-    found = {row.function: (row.calls, row.us_a_step, row.us_a_parameter) for row in rows(laps, 2, "", units=2, top=1)}
+    made = rows(laps, 90.0, 2, "", units=2, top=1)
+    found = {row.function: (row.calls, row.us_a_step, row.us_a_parameter) for row in made}
     assert found == {
         "b": (1, 40, 2.0),
         "2 other functions of refimpl": (4, 21, 1.05),
         ALL: (5, 61, 3.05),
         OTHERS: (0, 10, 0.5),
         HONEST: (0, 60, 3.0),
+        "torch FSDP2 stage 2 less plain step": (0, 90, 4.5),
         PLAIN: (0, 100, 5.0),
     }
-    assert {(row.stage, row.ranks, row.parameters) for row in rows(laps, 2, "", units=2, top=1)} == {(2, 2, 20)}
+    assert {(row.stage, row.ranks, row.parameters) for row in made} == {(2, 2, 20)}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_run(stage: int) -> None:
-    ((*functions, rest, all_, _, _, plain), *others) = measure([2], [stage], units=3, turns=1, steps=1, top=5)
+    ((*functions, rest, all_, _, _, peer, plain), *others) = measure([2], [stage], units=3, turns=1, steps=1, top=5)
     assert [functions[0].gathered, *(heat[0].gathered for heat in others)] == (list(GATHERED) if stage == 3 else [""])
     assert len(functions) == 5
     assert all(one.us_a_step >= other.us_a_step for one, other in pairwise(functions))
     assert all_.us_a_step == pytest.approx(sum(row.us_a_step for row in [*functions, rest]), abs=4)
     assert plain.us_a_step > 0
+    assert peer.function == overhead.torchs_row(stage)
     assert all(row.parameters == 30 for row in functions)
 
 
 def test_every_gradient_of_every_unit_is_seen() -> None:
-    ((*functions, _, _, _, _, _),) = measure([2], [1], units=3, turns=1, steps=2, top=1000)
+    ((*functions, _, _, _, _, _, _),) = measure([2], [1], units=3, turns=1, steps=2, top=1000)
     calls = {row.function: row.calls for row in functions}
     assert calls["measure/ledger Ledger.mark"] == 30  # one for each gradient that arrives
