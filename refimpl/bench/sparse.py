@@ -53,11 +53,14 @@ def measure(
 ) -> Iterator[list[Row]]:
     """A heat for each length, pattern and block; bidirectional, fp32, one sequence. See `options_of`."""
     torch.set_num_threads(1)
-    for length in tokens:
-        for name in patterns:
-            for block in blocks:
-                layout = pattern_named(name, heads, options_of(name, block, published))
-                yield heat(length, name, block, layout.make_layout(length), width, turns)
+    layouts = {
+        (length, name, block): pattern_named(name, heads, options_of(name, block, published)).make_layout(length)
+        for length in tokens
+        for name in patterns
+        for block in blocks
+    }  # all of them first: what is wrong with the last is said before the first is measured
+    for (length, name, block), layout in layouts.items():
+        yield heat(length, name, block, layout, width, turns)
 
 
 def options_of(pattern: str, block: int, published: bool) -> dict[str, Any]:
