@@ -16,9 +16,7 @@ def flash_kernel(
     first, head = tl.program_id(0) * BM, tl.program_id(1)
     query, feature = first + tl.arange(0, BM), tl.arange(0, D)[None, :]
     inside = query[:, None] < T
-    q = tl.load(
-        q_ptr + head * q_head + query[:, None] * q_token + feature, mask=inside, other=0.0
-    )
+    q = tl.load(q_ptr + head * q_head + query[:, None] * q_token + feature, mask=inside, other=0.0)
     kv = head // group * kv_head + feature
     top = tl.full((BM,), -float("inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
@@ -34,9 +32,7 @@ def flash_kernel(
         shrink = tl.exp(top - new)
         total = total * shrink + tl.sum(weights, axis=1)
         v = tl.load(v_ptr + at, mask=key[:, None] < T, other=0.0)
-        result = tl.dot(
-            weights.to(v.dtype), v, result * shrink[:, None], input_precision="ieee"
-        )
+        result = tl.dot(weights.to(v.dtype), v, result * shrink[:, None], input_precision="ieee")
         top = new
     out = (head * T + query[:, None]) * D + feature
     tl.store(out_ptr + out, result / total[:, None], mask=inside)
