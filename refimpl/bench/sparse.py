@@ -37,9 +37,9 @@ class Row:
     density: float
     contestant: str
     forward_ms: float
-    backward_ms: float  # NaN where there is none
+    backward_ms: float | None
     forward_of_dense: float  # time / (density x dense attention's)
-    backward_of_dense: float
+    backward_of_dense: float | None
 
 
 def measure(
@@ -85,21 +85,22 @@ def heat(length: int, name: str, block: int, layout: Tensor, width: int, turns: 
     }
     if device == "cuda" or shutil.which("c++") or shutil.which("g++"):
         contestants["FlexAttention"] = flex(layout, block, length, device)
-    least: dict[str, tuple[float, float]] = {}
-    for turn in range(turns + 1):
+    times: dict[str, list[list[float]]] = {who: [] for who in contestants}
+    for _ in range(turns + 1):
         for who, attention in contestants.items():
-            forward, backward = timed(attention, q, k, v, backward=who != "FlexAttention" or device == "cuda")
-            before = least.get(who, (float("inf"), float("inf"))) if turn else (float("inf"), float("inf"))
-            least[who] = min(before[0], forward), min(before[1], backward) if backward == backward else backward
-    dense, share = least["dense (torch)"], plan.density
-    return [
-        Row(length, name, block, round(share, 4), who, f, b, f / share / dense[0], b / share / dense[1])
-        for who, (f, b) in least.items()
-    ]
+            times[who].append(timed(attention, q, k, v, backward=who != "FlexAttention" or device == "cuda"))
+    least = {who: [min(way) for way in zip(*taken[1:], strict=True)] for who, taken in times.items()}  # one warms up
+    shares = [plan.density * ms for ms in least["dense (torch)"]]
+
+    def row(who: str, forward: float, backward: float | None = None) -> Row:
+        of_dense = forward / shares[0], None if backward is None else backward / shares[1]
+        return Row(length, name, block, round(plan.density, 4), who, forward, backward, *of_dense)
+
+    return [row(who, *ms) for who, ms in least.items()]
 
 
-def timed(attention: Attention, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> tuple[float, float]:
-    """Milliseconds of (forward, backward); the latter NaN unless asked."""
+def timed(attention: Attention, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> list[float]:
+    """Milliseconds of forward and, if asked, of backward."""
     clock = time.perf_counter if q.is_cuda else time.process_time
 
     def now() -> float:
@@ -110,13 +111,13 @@ def timed(attention: Attention, q: Tensor, k: Tensor, v: Tensor, backward: bool)
     start = now()
     if not backward:
         attention(q.detach(), k.detach(), v.detach())
-        return now() - start, float("nan")
+        return [now() - start]
     out = attention(q, k, v)
     middle = now()
     seed = torch.ones_like(out)
     begun = now()
     torch.autograd.grad(out, (q, k, v), seed)
-    return middle - start, now() - begun
+    return [middle - start, now() - begun]
 
 
 def flex(layout: Tensor, block: int, length: int, device: str) -> Attention:

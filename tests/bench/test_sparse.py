@@ -1,7 +1,5 @@
 """The race of attentions: every contestant in every heat, and FlexAttention's result is ours."""
 
-import math
-
 import pytest
 import torch
 
@@ -17,7 +15,7 @@ def test_a_heat_has_its_contestants(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [[row.contestant for row in heat] for heat in heats] == [["dense (torch)", "ours"]] * 2
     assert heats[0][0].density == 10 / 16
     assert heats[1][0].density == 1
-    assert all(row.forward_ms > 0 and not math.isnan(row.backward_ms) for heat in heats for row in heat)
+    assert all(row.forward_ms > 0 and row.backward_ms is not None for heat in heats for row in heat)
 
 
 @pytest.mark.parametrize(("block", "pattern", "blocks"), [(64, "local", 9), (64, "bigbird", 8), (128, "local", 5)])
