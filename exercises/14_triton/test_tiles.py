@@ -108,7 +108,7 @@ def test_flash_kernel(answer: Answer, group: WatchedGroup) -> None:
             within(torch.full((heads, T, D), float("nan"), dtype=dtype)),
             within(torch.full((heads, T), float("nan"))),
         )
-        grid, scale = (-(-T // BM), heads), (1.5 if T == 21 else 1) / math.sqrt(D)
+        grid, scale = (-(-T // BM), heads), {21: 1.5, 37: 1.1}.get(T, 1) / math.sqrt(D)
         with untouched(q_ptr=q, k_ptr=k, v_ptr=v):
             c = launch(
                 answer.flash_kernel, grid, q, k, v, out, lse, T, share, scale,
@@ -126,7 +126,7 @@ def _laid(t: torch.Tensor, beside: bool) -> torch.Tensor:
 def _compare(q: Any, k: Any, v: Any, out: Any, lse: Any, share: int, scale: float, BM: int, BN: int) -> None:
     def attention(
         causal: bool = True, scale: float = scale, interleaved: bool = False, first: int = 1, largest: bool = False,
-        step: int = 1, hidden: float = -math.inf,
+        step: int = 1, hidden: float = -math.inf, q: Any = q,
     ) -> tuple[Any, Any]:  # fmt: skip
         """`first`: the first key that is hidden, from the query's own on. largest: the largest score, not lse. step:
         so many keys are hidden together, or seen. hidden: what hides them, in blocks up to the diagonal.
@@ -142,7 +142,7 @@ def _compare(q: Any, k: Any, v: Any, out: Any, lse: Any, share: int, scale: floa
         sums = scores.amax(-1) if largest else scores.logsumexp(-1)
         return (scores.softmax(-1) @ heads[1]).to(out.dtype), sums
 
-    bound = {"rtol": 2e-3, "atol": 1e-4} if out.dtype == torch.float16 else {"rtol": 1e-4, "atol": 2e-5}
+    bound = {"rtol": 2e-3, "atol": 5e-4} if out.dtype == torch.float16 else {"rtol": 1e-4, "atol": 2e-5}
     wanted, sums = attention()
     known = {
         "the result so far is not rescaled when the maximum grows": _unscaled(q, k, v, share, scale, BN).to(out.dtype),
@@ -164,6 +164,9 @@ def _compare(q: Any, k: Any, v: Any, out: Any, lse: Any, share: int, scale: floa
     lse_known = {
         "lse is the logarithm to base 2, natural is expected": sums / math.log(2),
         "it is rounded to 16 bits: lse is fp32": sums.half(),
+        "q is scaled in 16 bits: scale the scores, which are fp32": attention(
+            scale=1.0, q=q * torch.tensor(scale, dtype=q.dtype)
+        )[1],
         "the maximum was subtracted from the scores, and is missing in lse": sums - attention(largest=True)[1],
     }
     equal(lse, sums.float(), "lse", known=lse_known, rtol=1e-5, atol=1e-4)
