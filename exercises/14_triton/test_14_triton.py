@@ -95,7 +95,7 @@ def test_transpose_kernel(answer: Answer, group: WatchedGroup) -> None:
 def test_softmax_kernel(answer: Answer, group: WatchedGroup) -> None:
     for rows, cols, block, stride, dtype in shapes(whole_row=True):
         x = torch.randn(rows, cols) * 4
-        x[0, 0] = 1000.0  # exp of it overflows
+        x[0, -1] = 1000.0  # exp of it overflows, less the first of the row too
         if cols > 2:
             x[-1, 1] = -INF
             x[rows // 2] -= 20000.0  # a row far below 0: lanes beyond it must not be its maximum
@@ -112,6 +112,10 @@ def test_softmax_kernel(answer: Answer, group: WatchedGroup) -> None:
             ),
             "an exponential overflows: subtract the row's maximum first": (big / big.sum(1, True)).to(dtype),
             "powers of 2: exp2(x) is exp(x log 2)": (z * math.log(2)).softmax(1).to(dtype),
+            "this is the logarithm of the softmax": z.log_softmax(1).to(dtype),
+            "an exponential overflows: subtract the row's maximum, any other element may lie far below it": (
+                (f := (z - z[:, :1]).float().exp()) / f.sum(1, True)
+            ).to(dtype),
             "exp(x - lse) has lse's rounding, large for a large lse: subtract the maximum, divide by the sum": (
                 (x.float() - x.float().logsumexp(1, True)).exp().to(dtype)
             ),

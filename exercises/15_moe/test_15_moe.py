@@ -106,6 +106,8 @@ def test_biased_gate(answer: Answer, group: WatchedGroup) -> None:
         bias = torch.tensor([0.5, 0.0, -1.0, 0.25, 2.0, 0.0, -0.125, 0.0]).repeat(3)[:number]
         if dtype == BF16:
             bias = 0.5 + 2.0**-10 * torch.arange(number)  # not in bf16, and decides where scores are equal
+        if tokens == 7:
+            bias -= 4  # no score + bias is above 0
         bias.requires_grad_()
         with untouched(logits=logits, bias=bias):
             experts, weights = pair(answer.biased_gate(logits, bias, k), "experts, weights")
@@ -124,6 +126,7 @@ def test_biased_gate(answer: Answer, group: WatchedGroup) -> None:
                 1, first_highest(scores.detach().gather(1, chosen), k)
             ),
             "the bias is rounded to 16 bits: it is fp32": first_highest(scores.detach() + bias.detach().to(BF16), k),
+            "score + bias is cut off at 0: a bias may be below -1": first_highest(by.clamp(min=0), k),
         }
         judge_order(experts, by, k, "the experts", wrong_ways)
         raw, biased = scores.gather(1, experts), by.gather(1, experts)

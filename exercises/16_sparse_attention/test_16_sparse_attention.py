@@ -33,7 +33,8 @@ def same_layout(found: Tensor, expected: Tensor, known: dict[str, Tensor]) -> No
 
 @on_ranks(1)
 def test_fixed_layout(answer: Answer, group: WatchedGroup) -> None:
-    for n, local, causal in ((8, 4, False), (8, 4, True), (11, 4, True), (11, 4, False), (3, 5, False), (7, 1, True)):
+    cuts = ((8, 4, False), (8, 4, True), (11, 4, True), (11, 4, False), (9, 4, False), (3, 5, False), (7, 1, True))
+    for n, local, causal in cuts:
         case(f"n = {n}, local = {local}, causal = {causal}")
         word = "unidirectional" if causal else "bidirectional"
         right = FixedSparsityConfig(1, 1, num_local_blocks=local, attention=word).make_layout(n)[0].bool()

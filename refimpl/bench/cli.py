@@ -93,7 +93,10 @@ def parallel(
 
 @app.command(cls=Lists)
 def moe(
-    ranks: Annotated[list[int], typer.Option(min=1, help="Numbers of ranks, which share the experts.")] = [1, 2],  # noqa: B006
+    ranks: Annotated[list[int], typer.Option(min=1, max=512, help="Numbers of ranks, which share the experts.")] = [  # noqa: B006
+        1,
+        2,
+    ],
     sizes: Annotated[list[str], typer.Option("--size", parser=mixture, help="TOKENS,WIDTH,HIDDEN,EXPERTS,K.")] = [  # noqa: B006
         "256,64,128,8,2",
         "1024,128,256,8,1",

@@ -1,5 +1,6 @@
 """What the benches' options have in common: lists of values, sizes such as 25M, a file that can be written."""
 
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,14 +12,27 @@ if TYPE_CHECKING:
     from refimpl.model.gpt import GPTConfig
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9}
+MOST = 10**15  # of anything that can be counted here
 LINKS = ["0.1Gbit/s 100us", "1Gbit/s 100us", "10Gbit/s 100us"]
 
 
 class Lists(TyperCommand):
-    """Reads `--ranks 2 4` as `--ranks 2 --ranks 4`: a bare word that follows a value belongs to the same option."""
+    """Reads `--ranks 2 4` as `--ranks 2 --ranks 4`: a bare word that follows a value belongs to the same option.
+
+    What no memory holds is refused in one line, on a rank too.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, spread(args))
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RuntimeError as error:
+            if not (asked := re.search(r"tried to allocate (\d+) bytes", str(error))):
+                raise
+            size = f"{int(asked[1]) / 1e9:,.1f} GB"
+            raise typer.BadParameter(f"{size} at once are more than this machine's memory: ask for less") from None
 
 
 def spread(args: list[str]) -> list[str]:
@@ -41,8 +55,8 @@ def count(text: str) -> int:
         value = int(float(number) * scale)
     except (ValueError, OverflowError):
         raise typer.BadParameter(f"{text!r} is not a number such as 25M") from None
-    if value < 1:
-        raise typer.BadParameter(f"{text!r} must be at least 1")
+    if not 1 <= value <= MOST:
+        raise typer.BadParameter(f"{text!r} must be at least 1, and at most {MOST:.0e}")
     return value
 
 

@@ -27,14 +27,14 @@ def environment() -> dict[str, Any]:
 def publish(title: str, common: Sequence[str], heats: Iterable[Sequence[Any]], file: Path | None) -> None:
     """Show a table for each heat as soon as it is over, then write the report.
 
-    A heat is rows of one dataclass that agree in the fields `common`, which stand above the table.
+    A heat is rows of one dataclass that agree in the fields `common`, which stand above the table. JSON knows no NaN.
     """
     from rich.console import Console
     from rich.table import Table
 
     rows = []
     for heat in heats:
-        lines = [asdict(line) for line in heat]
+        lines = [{name: None if value != value else value for name, value in asdict(line).items()} for line in heat]
         table = Table(title=f"{title}: {', '.join(f'{name} {shown(lines[0][name])}' for name in common)}")
         columns = [name for name in lines[0] if name not in common]
         for name in columns:

@@ -38,11 +38,11 @@ class Row:
     density: float
     contestant: str
     forward_ms: float
-    backward_ms: float  # NaN where there is none
+    backward_ms: float | None
     forward_of_fused: float  # time / (density x fused dense attention's)
-    backward_of_fused: float
+    backward_of_fused: float | None
     forward_of_eager: float  # time / (density x eager dense attention's)
-    backward_of_eager: float
+    backward_of_eager: float | None
 
 
 def measure(
@@ -56,11 +56,14 @@ def measure(
 ) -> Iterator[list[Row]]:
     """A heat for each length, pattern and block; bidirectional, fp32, one sequence. See `options_of`."""
     torch.set_num_threads(1)
-    for length in tokens:
-        for name in patterns:
-            for block in blocks:
-                layout = pattern_named(name, heads, options_of(name, block, published))
-                yield heat(length, name, block, layout.make_layout(length), width, turns)
+    layouts = {
+        (length, name, block): pattern_named(name, heads, options_of(name, block, published)).make_layout(length)
+        for length in tokens
+        for name in patterns
+        for block in blocks
+    }  # all of them first: what is wrong with the last is said before the first is measured
+    for (length, name, block), layout in layouts.items():
+        yield heat(length, name, block, layout, width, turns)
 
 
 def options_of(pattern: str, block: int, published: bool) -> dict[str, Any]:
@@ -86,19 +89,18 @@ def heat(length: int, name: str, block: int, layout: Tensor, width: int, turns: 
     }
     if device == "cuda" or shutil.which("c++") or shutil.which("g++"):
         contestants["FlexAttention"] = flex(layout, block, length, device)
-    least: dict[str, tuple[float, float]] = {}
-    for turn in range(turns + 1):
+    times: dict[str, list[list[float]]] = {who: [] for who in contestants}
+    for _ in range(turns + 1):
         for who, attention in contestants.items():
-            forward, backward = timed(attention, q, k, v, backward=who != "FlexAttention" or device == "cuda")
-            before = least.get(who, (float("inf"), float("inf"))) if turn else (float("inf"), float("inf"))
-            least[who] = min(before[0], forward), min(before[1], backward) if backward == backward else backward
-    bounds = [plan.density * ms for dense in ("dense, fused", "dense, eager") for ms in least[dense]]
-    return [
-        Row(
-            length, name, block, round(plan.density, 4), who, *ms, *(x / y for x, y in zip(ms * 2, bounds, strict=True))
-        )
-        for who, ms in least.items()
-    ]
+            times[who].append(timed(attention, q, k, v, backward=who != "FlexAttention" or device == "cuda"))
+    least = {who: [min(way) for way in zip(*taken[1:], strict=True)] for who, taken in times.items()}  # one warms up
+    bounds = [[plan.density * ms for ms in least[dense]] for dense in ("dense, fused", "dense, eager")]
+
+    def row(who: str, forward: float, backward: float | None = None) -> Row:
+        shares = [(forward / f, None if backward is None else backward / b) for f, b in bounds]
+        return Row(length, name, block, round(plan.density, 4), who, forward, backward, *shares[0], *shares[1])
+
+    return [row(who, *ms) for who, ms in least.items()]
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -108,8 +110,8 @@ def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack([torch.softmax(q @ k.T * scale, -1) @ v for q, k, v in heads])[None]
 
 
-def timed(attention: Attention, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> tuple[float, float]:
-    """Milliseconds of (forward, backward); the latter NaN unless asked."""
+def timed(attention: Attention, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> list[float]:
+    """Milliseconds of forward and, if asked, of backward."""
     clock = time.perf_counter if q.is_cuda else time.process_time
 
     def now() -> float:
@@ -120,13 +122,13 @@ def timed(attention: Attention, q: Tensor, k: Tensor, v: Tensor, backward: bool)
     start = now()
     if not backward:
         attention(q.detach(), k.detach(), v.detach())
-        return now() - start, float("nan")
+        return [now() - start]
     out = attention(q, k, v)
     middle = now()
     seed = torch.ones_like(out)
     begun = now()
     torch.autograd.grad(out, (q, k, v), seed)
-    return middle - start, now() - begun
+    return [middle - start, now() - begun]
 
 
 def flex(layout: Tensor, block: int, length: int, device: str) -> Attention:

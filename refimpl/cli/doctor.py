@@ -5,7 +5,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,8 +52,8 @@ def examine() -> Iterator[Finding]:
     yield _precision("fp16", torch.float16)
     yield _triton()
     yield _disk()
-    yield _ranks()
-    yield _transport()
+    yield _tried("ranks", _ranks)
+    yield _tried("transport", _transport)
 
 
 def show(findings: Iterable[Finding]) -> None:
@@ -137,6 +137,14 @@ def _disk() -> Finding:
     state = f"{folder}: write {speeds[0]:.2f} GB/s, read {speeds[1]:.2f} GB/s"
     slow = "offloading to disk will be slow here: point TMPDIR at a local disk" if min(speeds) < 0.1 else ""
     return Finding("disk", state, slow)
+
+
+def _tried(name: str, look: Callable[[], Finding]) -> Finding:
+    """What is found with ranks, or why one of them failed."""
+    try:
+        return look()
+    except launch.RankError as error:
+        return Finding(name, "fails", str(error).splitlines()[0])
 
 
 def _nothing() -> None:

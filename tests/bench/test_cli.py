@@ -1,6 +1,7 @@
 """The command line: lists after an option, counts such as 25M, the table, and the report's shape."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from refimpl.bench.cli import app
 from refimpl.bench.options import count, spread
 from refimpl.bench.overhead import GATHERED
+from refimpl.bench.publish import publish
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_overhead_writes_a_table_and_a_report(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["overhead", *options.split(), str(file)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     rows = json.loads(file.read_text())["rows"]
-    assert [row["gathered"] for row in rows] == [name for name in GATHERED for _ in range(4 + 5)]
+    assert [row["gathered"] for row in rows] == [name for name in GATHERED for _ in range(4 + 6)]
     assert all(row["parameters"] == 30 for row in rows)
 
 
@@ -129,9 +131,32 @@ def test_comm_writes_a_table_and_a_report(tmp_path: Path) -> None:
         ("overlap --picture pyproject.toml/x.png", "--picture pyproject.toml/x.png: cannot write there"),
         ("overlap --trace tests", "--trace tests: cannot write there"),
         ("table pyproject.toml", "pyproject.toml"),
+        ("moe --ranks 9999 --size 8,8,8,9999,1", "--ranks"),
+        ("sparse --tokens 99999999999999999999", "99999999999999999999"),
+        ("sparse --tokens 1B", "GB at once are more than this machine's memory"),
     ],
 )
 def test_bad_input(options: str, words: str) -> None:
     result = CliRunner().invoke(app, options.split())
     assert result.exit_code == 2
     assert words in result.output
+
+
+def test_what_is_wrong_with_the_last_pattern_is_said_before_the_first_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("refimpl.bench.sparse.heat", lambda *_: pytest.fail("measured first"))
+    result = CliRunner().invoke(app, ["sparse", "--tokens", "256", "100"])
+    assert result.exit_code == 2
+    assert "sequence length 100 is not a multiple of the block size 64" in result.output
+
+
+def test_a_report_holds_no_nan(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Row:
+        who: str
+        ms: float
+
+    file = tmp_path / "report.json"
+    publish("A race", ("who",), [[Row("nobody", float("nan"))]], file)
+    assert json.loads(file.read_text(), parse_constant=pytest.fail)["rows"] == [{"who": "nobody", "ms": None}]

@@ -1,7 +1,5 @@
 """The race of attentions: every contestant in every heat, and FlexAttention's result is ours."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +17,7 @@ def test_a_heat_has_its_contestants(monkeypatch: pytest.MonkeyPatch) -> None:
     assert heats[0][0].density == 10 / 16
     assert heats[1][0].density == 1
     assert heats[1][0].forward_of_fused == heats[1][1].backward_of_eager == 1, "each is its own bound"
-    assert all(row.forward_ms > 0 and not math.isnan(row.backward_ms) for heat in heats for row in heat)
+    assert all(row.forward_ms > 0 and row.backward_ms is not None for heat in heats for row in heat)
 
 
 def test_eager_attention_is_the_fused_one() -> None:

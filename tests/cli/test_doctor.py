@@ -46,3 +46,12 @@ def test_nothing_missing_needs_no_advice(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(doctor, "cores", lambda: 64)
     assert not doctor._precision("bf16", torch.bfloat16).advice
     assert not doctor._cores().advice
+
+
+def test_ranks_that_fail_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise doctor.launch.RankError("rank 1 raised ValueError: REFIMPL_TRANSPORT must be gloo\n\nTraceback ...")
+
+    monkeypatch.setattr(doctor.launch, "run", fails)
+    found = doctor._tried("transport", doctor._transport)
+    assert found == doctor.Finding("transport", "fails", "rank 1 raised ValueError: REFIMPL_TRANSPORT must be gloo")
