@@ -309,6 +309,10 @@ class Group:
         """The ranks of this group that are seen to have begun fewer calls than this one."""
         return self._board.behind() if self._board else []
 
+    def elsewhere(self) -> dict[int, str]:
+        """The ranks of this group that are seen in a call of another one, to which this has not come: that call."""
+        return self._board.elsewhere() if self._board else {}
+
     def settle(self) -> None:
         """Before the host reads a number from a GPU: return, patiently (see `Patience`), when it is there."""
         if self.device.type == "cuda":
