@@ -48,6 +48,7 @@ from refimpl.zero.parameter import DATA, Freed, Hook, Managed, stage_of, take_ra
 from refimpl.zero.parked import Parked
 from refimpl.zero.start import refuse_different, refuse_foreign, refuse_replaced, refuse_unfit, share, warn_of_added
 from refimpl.zero.update import Update
+from refimpl.zero.wrapped import refuse_wrapping
 
 
 class Stage(Changing, ByName, Held, ABC):
@@ -130,6 +131,7 @@ class Stage(Changing, ByName, Held, ABC):
         for p in managed:
             p.__class__ = Freed if isinstance(p, Freed) else Managed
             p.stage = self  # type: ignore[attr-defined]
+        refuse_wrapping(self.model)
         self.handles += [
             self.model.register_forward_pre_hook(untraced(self.before_forward)),
             self.model.register_forward_hook(untraced(self.after_forward)),

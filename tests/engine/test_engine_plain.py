@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import refimpl
 from refimpl.checkpoint.errors import CheckpointError
-from refimpl.launch import RankError
 
 
 def weights_of(engine: Any) -> dict[str, Tensor] | None:
@@ -249,13 +248,22 @@ def test_an_engine_says_what_to_copy_in_its_place() -> None:
             copier(engine)
 
 
-def test_torchs_ddp_around_an_engine_is_refused() -> None:
-    def wrapped() -> None:
-        engine, *_ = refimpl.initialize(model=Net(), config=config(1))
-        nn.parallel.DistributedDataParallel(engine)
+@pytest.mark.parametrize("stage", STAGES)
+def test_torchs_ddp_around_an_engine_or_its_model_is_refused(stage: int) -> None:
+    """... and around a copy of the model, or the model once it is let go, it is not."""
 
-    with pytest.raises(RankError, match="DistributedDataParallel around an Engine, which averages gradients"):
-        worlds.run(wrapped, ranks=2)
+    def wrapped() -> None:
+        engine, *_ = refimpl.initialize(model=Net(), config=config(stage))
+        model, copied = engine.module, copy.deepcopy(engine.module)
+        for what, who in ((engine, "an Engine"), (model, f"a model that {type(engine.stage).__name__} trains")):
+            with pytest.raises(TypeError, match=f"DistributedDataParallel around {who}, which averages gradients"):
+                nn.parallel.DistributedDataParallel(what)
+        nn.parallel.DistributedDataParallel(copied)
+        engine.destroy()
+        if stage < 3:  # which leaves it in shards
+            nn.parallel.DistributedDataParallel(model)
+
+    worlds.run(wrapped, ranks=2)
 
 
 @pytest.mark.parametrize("stage", STAGES)
