@@ -151,7 +151,8 @@ class Gradients:
         self.sign()
         self.group.ledger.mark(mark)
         grad = take_raw_grad(p)
-        assert grad is not None
+        if grad is None:  # frozen since the forward
+            return
         self.add(p, grad if self.divisor == 1 else grad / self.divisor, bucket)
         missing = self._missing.get(bucket) if self._missing else None
         if missing is not None:

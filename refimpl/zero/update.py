@@ -147,7 +147,8 @@ class Update:
 
     def adopt(self, bucket: Bucket) -> None:
         """The masters follow what was written to the weights from outside."""
-        if bucket in self.masters and self.owned[bucket].dtype != self.masters[bucket].dtype:
+        wider = bucket in self.masters and self.masters[bucket].dtype != self.owned[bucket].dtype
+        if wider and self.owned[bucket].numel():
             follow(self.owned[bucket], self.masters[bucket])
 
     def publish(self, bucket: Bucket) -> None:
