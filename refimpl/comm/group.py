@@ -322,8 +322,8 @@ class Group:
     def barrier(self) -> None:
         """Return when every rank has come here."""
         if self._line is not None:
-            with self._agreed("barrier", ""):
-                self._meet()
+            with self._agreed("barrier", "") as agreed:
+                self._meet(agreed)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's picklable object, in rank order. For control, not for data: not charged to the ledger."""
@@ -333,16 +333,16 @@ class Group:
             agreed.announce()
             with agreed:
                 if self.route.met:
-                    self._meet()
+                    self._meet(agreed)
                 dist.all_gather_object(objects, obj, group=self._line.handle)
         return objects
 
-    def _meet(self) -> None:
+    def _meet(self, agreed: Agreed) -> None:
         """Return when every rank has come here; what is under way goes on meanwhile, and others may be asked."""
         assert self._line is not None
         meeting = Meeting(dist.barrier(self._line.handle, async_op=True), self.route.present.advance)
         if self.patience.lost is None:
-            self.patience.wait(meeting, self.patience.begin())
+            self.patience.wait(meeting, self.patience.begin(), agreed.is_late)
         else:
             meeting.wait()
 
