@@ -1,6 +1,7 @@
 """One call of a group on its way: announced on the board before each of its phases, and its failure put into words."""
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -71,8 +72,19 @@ class Agreed:
         with self:
             return [Transfer(handle, self, place) for handle in phase()]
 
-    def __enter__(self) -> None:
+    def is_late(self, waited: float) -> None:
+        """Say so, to the reader of a job that seems to hang."""
+        did = f" The last call of each rank of this group:{self.board.standings()}" if self.board else ""
+        print(
+            f"rank {self.rank} has waited {waited:.0f} s for other ranks in {self.text}. Are they slow, or did they go "
+            f"another way?{did}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def __enter__(self) -> "Agreed":
         """Errors inside that only say that a connection closed become RankLost."""
+        return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, RuntimeError) and lost_connection(error) and not isinstance(error, RankLost):
@@ -111,4 +123,4 @@ class Transfer:
             if self.place is None:
                 self.handle.wait()
             else:
-                self.part_of.patience.wait(self.handle, self.place)
+                self.part_of.patience.wait(self.handle, self.place, self.part_of.is_late)

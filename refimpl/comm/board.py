@@ -198,6 +198,18 @@ class Board:
         channel = self.channel()
         return [m for m in range(len(self.ranks)) if channel.calls(m) < channel.calls(self.me)] if channel else []
 
+    def elsewhere(self) -> dict[int, str]:
+        """The members that have gone on to a call of another group of these ranks, which this one has not made."""
+        channel, mine, found = self.channel(), str(self._first.number if self._first else 0), dict[int, str]()
+        if channel is None:
+            return found
+        for member in range(len(self.ranks)):
+            number = channel.calls(member)
+            group = channel.group(member, number)
+            if number > channel.calls(self.me) and group and group[0] != mine:
+                found[member] = f"{channel.last(member)}, in the group of call {group[0]}, {group[1]}"
+        return found
+
     def standings(self) -> str:
         """The last call of each rank of this group, a line each."""
         channel = self.channel()

@@ -9,16 +9,24 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # which torch moves, and 
 
 
 def tensors(call: str, **given: Tensor | list[Tensor]) -> None:
-    """Every tensor must be contiguous: it travels as one piece of memory."""
+    """Each must be contiguous, as it travels as one piece of memory; all of one dtype, as nothing is converted."""
+    first = dtype = None
     for name, value in given.items():
-        for tensor in value if isinstance(value, list) else [value]:
+        for tensor in value if isinstance(value, list) else (value,):
             if not tensor.is_contiguous():
                 shape = tuple(tensor.shape)
                 raise ValueError(f"{call}: {name} {shape} is not contiguous in memory: pass {name}.contiguous()")
+            if dtype is None:
+                first, dtype = name, tensor.dtype
+            elif tensor.dtype != dtype:
+                raise ValueError(f"{call}: {first} is {dtype}, {name} is {tensor.dtype}: they must have one dtype")
 
 
 def reduction(call: str, op: str, x: Tensor, out: Tensor) -> None:
-    """The reduction must exist, for this dtype."""
+    """x and out must be contiguous, and the reduction must exist for x's dtype; out's may be wider."""
+    tensors(call, x=x)
+    if out is not x:
+        tensors(call, out=out)
     if op not in NATIVE:
         raise ValueError(f"{call}: op must be one of {', '.join(NATIVE)}, not {op!r}")
     if x.dtype in UNSIGNED or (x.is_floating_point() and x.element_size() == 1):
@@ -29,13 +37,6 @@ def reduction(call: str, op: str, x: Tensor, out: Tensor) -> None:
         raise ValueError(f"{call}: {x.dtype} has no greatest: take the maximum of x.abs()")
     if out.is_floating_point() != x.is_floating_point():
         raise ValueError(f"{call}: x is {x.dtype}, out is {out.dtype}: they must have one dtype")
-
-
-def same_dtype(call: str, x: Tensor, out: Tensor | list[Tensor]) -> None:
-    """What arrives is not converted."""
-    for tensor in out if isinstance(out, list) else [out]:
-        if tensor.dtype != x.dtype:
-            raise ValueError(f"{call}: x is {x.dtype}, out is {tensor.dtype}: they must have one dtype")
 
 
 def splits(call: str, rank: int, size: int, **given: tuple[Tensor, list[int] | None]) -> int:
@@ -57,10 +58,9 @@ def splits(call: str, rank: int, size: int, **given: tuple[Tensor, list[int] | N
 
 
 def parts(call: str, rank: int, size: int, whole: Tensor, part: Tensor) -> None:
-    """The whole must be as long as the ranks' parts together, and both contiguous."""
+    """The whole must be as long as the ranks' parts together."""
     if whole.numel() != part.numel() * size:
         raise ValueError(f"{call} on rank {rank}: {whole.numel()} elements are not {size} ranks x {part.numel()}")
-    tensors(call, whole=whole, part=part)
 
 
 def member(call: str, name: str, rank: int, size: int) -> None:

@@ -193,7 +193,6 @@ class Group:
         `async_op`: where it is composed of two halves, the second starts when it is waited for, or with the group's
         next collective. `within`: in words, what must be equal on all ranks besides; compared as the call is, not sent.
         """
-        checks.tensors("all_reduce", x=x)
         checks.reduction("all_reduce", op, x, x)
         sent = collectives.sent_in_all_reduce(x.numel(), self.rank, self.size) * x.element_size()
         agreed = self._agreed(f"all_reduce ({op}) of {_words(x)}{within and ', in '}{within}", tag)
@@ -208,7 +207,6 @@ class Group:
         """
         if x.numel() != out.numel() * self.size:
             raise ValueError(f"reduce_scatter: x has {x.numel()} elements, out {out.numel()}, ranks {self.size}")
-        checks.tensors("reduce_scatter", x=x, out=out)
         checks.reduction("reduce_scatter", op, x, out)
         sent = (x.numel() - out.numel()) * x.element_size()
         agreed = self._agreed(f"reduce_scatter ({op}) of {_words(x)}", tag)
@@ -225,7 +223,6 @@ class Group:
         if whole != x.numel() * self.size or (isinstance(out, list) and any(c.numel() != x.numel() for c in out)):
             raise ValueError(f"all_gather: out has {whole} elements, x {x.numel()}, ranks {self.size}")
         checks.tensors("all_gather", x=x, out=out)
-        checks.same_dtype("all_gather", x, out)
         flat = (
             out.detach().view(self.size, -1).unbind() if isinstance(out, Tensor) else [c.detach().view(-1) for c in out]
         )
@@ -247,7 +244,6 @@ class Group:
     ) -> Work:
         """Rank r's chunk i of x becomes rank i's chunk r of out. Splits count rows of dimension 0; equal by default."""
         checks.tensors("all_to_all", x=x, out=out)
-        checks.same_dtype("all_to_all", x, out)
         kept = checks.splits("all_to_all", self.rank, self.size, x=(x, in_splits), out=(out, out_splits))
         sent = (x.numel() - kept) * x.element_size()
         what, parts = f"all_to_all of {_words(x)}", list[Part]()
@@ -296,7 +292,8 @@ class Group:
         """
         checks.other("send_recv", "to", to, self.size, self.rank)
         checks.other("send_recv", "source", source, self.size, self.rank)
-        checks.tensors("send_recv", x=x, out=out)
+        checks.tensors("send_recv", x=x)
+        checks.tensors("send_recv", out=out)
         begun = self.messages.send_recv(x, to, out, source)
         what = f"send_recv of {_words(x)} to {self.ranks[to]} and {_words(out)} from {self.ranks[source]}"
         parts = [((self.rank, to), _words(x)), ((source, self.rank), _words(out))]
@@ -312,6 +309,10 @@ class Group:
         """The ranks of this group that are seen to have begun fewer calls than this one."""
         return self._board.behind() if self._board else []
 
+    def elsewhere(self) -> dict[int, str]:
+        """The ranks of this group that are seen in a call of another one, to which this has not come: that call."""
+        return self._board.elsewhere() if self._board else {}
+
     def settle(self) -> None:
         """Before the host reads a number from a GPU: return, patiently (see `Patience`), when it is there."""
         if self.device.type == "cuda":
@@ -321,8 +322,8 @@ class Group:
     def barrier(self) -> None:
         """Return when every rank has come here."""
         if self._line is not None:
-            with self._agreed("barrier", ""):
-                self._meet()
+            with self._agreed("barrier", "") as agreed:
+                self._meet(agreed)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's picklable object, in rank order. For control, not for data: not charged to the ledger."""
@@ -332,16 +333,16 @@ class Group:
             agreed.announce()
             with agreed:
                 if self.route.met:
-                    self._meet()
+                    self._meet(agreed)
                 dist.all_gather_object(objects, obj, group=self._line.handle)
         return objects
 
-    def _meet(self) -> None:
+    def _meet(self, agreed: Agreed) -> None:
         """Return when every rank has come here; what is under way goes on meanwhile, and others may be asked."""
         assert self._line is not None
         meeting = Meeting(dist.barrier(self._line.handle, async_op=True), self.route.present.advance)
         if self.patience.lost is None:
-            self.patience.wait(meeting, self.patience.begin())
+            self.patience.wait(meeting, self.patience.begin(), agreed.is_late)
         else:
             meeting.wait()
 

@@ -40,7 +40,6 @@ from refimpl.comm.group import Group
 
 def all_reduce(group: Group, x: Tensor, op: Op = "sum") -> None:
     """Replace x [n], contiguous, by its sum, mean or maximum over ranks. Any n: blocks may differ by one element."""
-    checks.tensors("halving all_reduce", x=x)
     checks.reduction("halving all_reduce", op, x, x)
     chunks = x.detach().view(-1).tensor_split(group.size)
     blocks = Blocks(group, chunks)
@@ -67,7 +66,7 @@ def all_gather(group: Group, out: Tensor, x: Tensor) -> None:
     ValueError if out is not N times as long as x.
     """
     checks.parts("halving all_gather", group.rank, group.size, whole=out, part=x)
-    checks.same_dtype("halving all_gather", x, out)
+    checks.tensors("halving all_gather", x=x, out=out)
     chunks = out.detach().view(group.size, -1).unbind()
     chunks[group.rank].copy_(x.detach().view(-1))
     blocks = Blocks(group, chunks)

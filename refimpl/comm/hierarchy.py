@@ -73,7 +73,6 @@ def all_reduce(
 
     Any n: if L does not divide it, a copy is made that is longer by less than L elements.
     """
-    checks.tensors("two-level all_reduce", x=x)
     checks.reduction("two-level all_reduce", op, x, x)
     flat, n = x.detach().view(-1), x.numel()
     uneven = -n % near.size
@@ -119,7 +118,7 @@ def all_gather(
     ValueError if out is not N times as long as x.
     """
     _check("all_gather", near, far, whole=out, part=x)
-    checks.same_dtype("two-level all_gather", x, out)
+    checks.tensors("two-level all_gather", x=x, out=out)
     rows = out.detach().view(far.size, -1)  # [F, L*s]
     mine = rows.new_empty(far.size, x.numel())  # [F, s]
     between.all_gather(far, mine.view(-1), x.detach().view(-1))
@@ -142,7 +141,6 @@ def all_to_all(
     """
     ranks, nodes, each = near.size * far.size, far.size, near.size
     checks.tensors("two-level all_to_all", x=x, out=out)
-    checks.same_dtype("two-level all_to_all", x, out)
     rank = far.rank * each + near.rank
     checks.splits("two-level all_to_all", rank, ranks, x=(x, in_splits), out=(out, out_splits))
     given = in_splits or [x.shape[0] // ranks] * ranks
@@ -186,4 +184,3 @@ def _check(call: str, near: Group, far: Group, whole: Tensor, part: Tensor) -> N
         raise ValueError(
             f"two-level {call}: {whole.numel()} elements are not {far.size} nodes x {near.size} ranks x {part.numel()}"
         )
-    checks.tensors(f"two-level {call}", whole=whole, part=part)

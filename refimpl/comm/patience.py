@@ -2,9 +2,10 @@
 
 Ranks that went different ways wait for each other for ever, inside a library that can not be told to stop. So a rank
 does not sleep in there: after half a second, and every tenth after that, it looks up. Whoever knows more (the roll call
-of ZeRO-3) is asked then, with the number of the collective that is waited for, and may raise. A wait that ends in time
-costs nothing. Only transfers for which the host waits come here: NCCL's are ordered by streams, and the host meets them
-where it reads a number, see `Group.settle`.
+of ZeRO-3) is asked then, with the number of the collective that is waited for, and may raise. Where nobody knows (the
+others may be in a call of torch's own, which is not seen here) it waits on, and after half a minute a line on stderr
+says for what. A wait that ends in time costs nothing. Only transfers for which the host waits come here: NCCL's are
+ordered by streams, and the host meets them where it reads a number, see `Group.settle`.
 """
 
 import math
@@ -21,9 +22,9 @@ SELDOM = 0.5  # seconds to sleep at most: on a busy machine whoever looks up oft
 class Patience:
     """The collectives that this rank has begun in one group, numbered from 1, and how they are waited for."""
 
-    def __init__(self, stall: float = 0.5, again: float = 0.1) -> None:
-        """Somebody is asked after `stall` seconds, and every `again` seconds or more after that."""
-        self.stall, self.again = stall, again
+    def __init__(self, stall: float = 0.5, again: float = 0.1, late: float = 30) -> None:
+        """Somebody is asked after `stall` seconds, and every `again` seconds or more after that; told after `late`."""
+        self.stall, self.again, self.late = stall, again, late
         self.begun = 0  # collectives (of two halves: both), the same on every rank at the same point of the program
         self.ask: list[Callable[[int], None]] = []  # who may know why a collective does not end
         self.lost: RuntimeError | None = None  # why this group is of no more use: its ranks have begun different calls
@@ -39,13 +40,17 @@ class Patience:
         if self.lost is not None:
             raise self.lost
 
-    def wait(self, handle: Any, number: int) -> None:
-        """Return when the transfer `handle` of collective `number` is done."""
+    def wait(self, handle: Any, number: int, tell: Callable[[float], None]) -> None:
+        """Return when the transfer `handle` of collective `number` is done. Is it `late`, `tell` hears so, once."""
         self.refuse_lost()
-        began, seconds = time.monotonic(), self.stall
-        while self.ask and not _is_done_within(handle, seconds):
+        began, seconds, told = time.monotonic(), self.stall if self.ask else self.late, False
+        while not _is_done_within(handle, seconds):
             self._ask(number)
-            seconds = pause(time.monotonic() - began, self.again)
+            waited = time.monotonic() - began
+            if waited >= self.late and not told:
+                tell(waited)
+                told = True
+            seconds = pause(waited, self.again)
         handle.wait()
 
     def poll(self, is_done: Callable[[], bool]) -> None:

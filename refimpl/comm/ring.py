@@ -41,7 +41,6 @@ from refimpl.comm.group import Group
 
 def all_reduce(group: Group, x: Tensor, op: Op = "sum") -> None:
     """Replace x [n], contiguous, by its sum, mean or maximum over ranks. Any n: chunks may differ by one element."""
-    checks.tensors("ring all_reduce", x=x)
     checks.reduction("ring all_reduce", op, x, x)
     chunks = x.detach().view(-1).tensor_split(group.size)  # [n] -> N views of [n/N], rounded up or down
     chunks[group.rank].copy_(_reduce(group, chunks, op))
@@ -65,7 +64,7 @@ def all_gather(group: Group, out: Tensor, x: Tensor) -> None:
     ValueError if out is not N times as long as x.
     """
     checks.parts("ring all_gather", group.rank, group.size, whole=out, part=x)
-    checks.same_dtype("ring all_gather", x, out)
+    checks.tensors("ring all_gather", x=x, out=out)
     chunks = out.detach().view(group.size, -1).unbind()
     chunks[group.rank].copy_(x.detach().view(-1))
     _gather(group, chunks)

@@ -89,7 +89,6 @@ def all_reduce(group: Group, x: Tensor, op: Op = "sum", *, pieces: int = 1) -> N
 
     `pieces`: in how many each half is cut; equal on all ranks, at least 1.
     """
-    checks.tensors("tree all_reduce", x=x)
     checks.reduction("tree all_reduce", op, x, x)
     if pieces < 1:
         raise ValueError(f"tree all_reduce: pieces must be at least 1, not {pieces}")

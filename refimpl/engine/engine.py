@@ -43,6 +43,7 @@ from refimpl.engine.report import Report, mean_loss
 from refimpl.engine.small_states import Wanted
 from refimpl.measure.throughput import ThroughputTimer
 from refimpl.zero.norm import GradNorm, shown
+from refimpl.zero.parameter import stage_of
 from refimpl.zero.zero3 import Zero3
 
 
@@ -281,7 +282,7 @@ class Engine(ModuleState, Asked):
             checkpoint.wait(self)
         if isinstance(self.stage, Zero3):
             self.stage.detach_all()
-            for p in self.stage.names:
+            for p in [p for p in self.stage.names if stage_of(p) is self.stage]:
                 del p.stage  # type: ignore[attr-defined]
         else:
             self.stage.release()

@@ -8,6 +8,7 @@ is copied while it is still in cache, and its memory is free again. What never a
 import torch
 from torch import Tensor, nn
 
+from refimpl.comm.collectives import Scratch
 from refimpl.zero.flat import Bucket
 
 SMALL = 1 << 14  # elements: 64 KB of fp32
@@ -16,12 +17,13 @@ SMALL = 1 << 14  # elements: 64 KB of fp32
 class Filling:
     """Of one bucket, from its first gradient until the whole of it is reduced."""
 
-    def __init__(self, bucket: Bucket, buffer: Tensor) -> None:
-        """`buffer` [P]: what is in it does not matter."""
-        self.bucket, self.buffer = bucket, buffer
+    def __init__(self, bucket: Bucket, scratch: Scratch, dtype: torch.dtype | None) -> None:
+        """`scratch` lends the buffer. `dtype`: in which gradients add up, the bucket's by default."""
+        self.bucket = bucket
+        self.buffer = scratch.take(bucket.padded, torch.empty(0, dtype=dtype or bucket.dtype, device=bucket.device))
         self.arrived: set[nn.Parameter] = set()
         self.kept: dict[nn.Parameter, Tensor] = {}  # of what arrived, what is not in the buffer yet
-        buffer.index_fill_(0, bucket.padding, 0)
+        self.buffer.index_fill_(0, bucket.padding, 0)
 
     def add(self, p: nn.Parameter, grad: Tensor) -> None:
         """Add a gradient of p, without a graph."""

@@ -97,7 +97,7 @@ class Gradients:
         self._arrived: dict[Bucket, Flight] = {}  # reduced here, still to meet what is `across`
         self._lent: dict[Bucket, Tensor] = {}  # the buffers that totals live in until the step
         # Kept between steps, for what fills, which the ranks exchange, and for the results.
-        self._scratch, self._results = Scratch(group.streams, group.empty), Scratch(group.streams)
+        self._scratch, self.results = Scratch(group.streams, group.empty), Scratch(group.streams)
         divisor = group.size if config.prescale_gradients else config.gradient_predivide_factor
         plain_sum = config.gradient_allreduce_op == "sum"
         self.op: Op = "mean" if divisor == 1 and not plain_sum else "sum"  # a plain mean divides inside the sum
@@ -113,10 +113,6 @@ class Gradients:
                 self.bucket_of[p] = bucket
                 hook = partial(self.arrive, bucket, f"grad {self.names[p]}")
                 self._handles.append(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-
-    def take(self, numel: int, like: Tensor) -> Tensor:
-        """A [numel] buffer of like's dtype for the result of a reduction."""
-        return self._results.take(numel, like)
 
     def begin(self) -> None:
         """A backward begins: every bucket with something to train awaits its gradients."""
@@ -155,7 +151,8 @@ class Gradients:
         self.sign()
         self.group.ledger.mark(mark)
         grad = take_raw_grad(p)
-        assert grad is not None
+        if grad is None:  # frozen since the forward
+            return
         self.add(p, grad if self.divisor == 1 else grad / self.divisor, bucket)
         missing = self._missing.get(bucket) if self._missing else None
         if missing is not None:
@@ -205,9 +202,7 @@ class Gradients:
     def _open(self, bucket: Bucket) -> Filling:
         """The bucket's gradients of this rank, with a buffer to fill."""
         if bucket not in self.filling:
-            dtype = self.config.grad_accum_dtype or bucket.dtype
-            buffer = self._scratch.take(bucket.padded, torch.empty(0, dtype=dtype, device=bucket.device))
-            self.filling[bucket] = Filling(bucket, buffer)
+            self.filling[bucket] = Filling(bucket, self._scratch, self.config.grad_accum_dtype)
         return self.filling[bucket]
 
     def _launch_full(self, touched: Bucket) -> None:
@@ -298,7 +293,7 @@ class Gradients:
     def _give_back(self, flight: Flight) -> None:
         """The buffers of a reduction that is over or of no use, but for what its bucket's total lives in."""
         flight.reduction.work.wait()
-        for scratch, buffer in ((self._scratch, flight.local), (self._results, flight.reduction.memory)):
+        for scratch, buffer in ((self._scratch, flight.local), (self.results, flight.reduction.memory)):
             if scratch.lends(buffer) and buffer is not self._lent.get(flight.bucket):
                 scratch.give(buffer)
 
@@ -323,7 +318,7 @@ class Gradients:
     def clear(self) -> None:
         """Forget all gradients; their buffers stay for the next backward."""
         for bucket, buffer in self._lent.items():
-            scratch = self._scratch if self._scratch.lends(buffer) else self._results
+            scratch = self._scratch if self._scratch.lends(buffer) else self.results
             scratch.give(buffer, keep=not self.held(bucket))
         self._lent, self.total = {}, {}
         if self.resting is not None:
@@ -339,12 +334,12 @@ class Gradients:
     def buffers(self) -> list[Tensor]:
         """Transient memory kept between steps."""
         resting = self.resting.memory() if self.resting else []
-        return self._scratch.tensors() + self._results.tensors() + resting
+        return self._scratch.tensors() + self.results.tensors() + resting
 
     def trim(self) -> None:
         """Keep no buffer that is free."""
         self._scratch.trim()
-        self._results.trim()
+        self.results.trim()
 
     def remove(self) -> None:
         """Let go of the parameters."""

@@ -28,7 +28,7 @@ from refimpl.zero.flat import Bucket
 from refimpl.zero.gradients import Reduction
 from refimpl.zero.owing import place, warn_of_loss
 from refimpl.zero.slices import Slices
-from refimpl.zero.update import Update, sum_of_squares
+from refimpl.zero.update import Update
 
 if TYPE_CHECKING:
     from refimpl.zero.stage import Stage
@@ -167,11 +167,9 @@ class OneBitUpdate(Update):
         super().add(owned)
         self.means.add(self.slices, owned)
 
-    def squares(self, gradient: Tensor, mine: Tensor, exact: bool) -> Tensor:
-        """Of a gradient that is this rank's own: its share of the mean over ranks."""
-        if self.averaging.takes_mean_gradient:
-            return super().squares(gradient, mine, exact)
-        return sum_of_squares(gradient, exact) / self.group.size
+    @property
+    def averaged(self) -> bool:
+        return self.averaging.takes_mean_gradient
 
     def catch_up(self) -> bool:
         """Weights that differ between ranks meet; whether they did."""

@@ -14,6 +14,7 @@ names the module (DeepSpeed issues 7998, 5828). What a rank does next is nearly 
     follows   cannot do it: its disk has lost what it needs                     what failed     calling
     calling   has heard all ranks: one cannot                                   OffloadError    -
     calling   sees a rank call the roll of another model, where it has not said RankDivergence  -
+    calling   sees a rank in a call of another engine, which it has not made    RankDivergence  -
 
 A calling rank begins nothing, so whoever waits for it learns why; who waits for a rank that is merely slow finds nobody
 calling, and waits on. What is said stands in the key-value store in which the ranks met, a value a rank, written over
@@ -93,7 +94,7 @@ class RollCall:
 
     def __init__(self, group: Group) -> None:
         self.patience, self.rank, self.size, self.round = group.patience, group.rank, group.size, 0
-        self.advance, self.behind = group.transport.advance, group.behind
+        self.advance, self.behind, self.calls = group.transport.advance, group.behind, group.elsewhere
         self.ranks, self.register = group.ranks, Register.of_job()
         assert group.handle is not None
         everyone = f"{group.handle.group_name} {dist.get_process_group_ranks(group.handle)}"
@@ -157,10 +158,11 @@ class RollCall:
         self.all.set(_place(self.rank), json.dumps(here))
 
     def _elsewhere(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Those of these ranks that wait for this one where it has not come, in the roll of another stage."""
+        """Those of these ranks that wait where this one has not come: another stage's roll, or another group's call."""
         places = {rank: json.loads(self.all.get(_place(rank))) for rank in ranks if self.all.check([_place(rank)])}
         others = {rank: place for rank, place in places.items() if place["stage"] != self.number}
-        return {rank: p["what"] for rank, p in others.items() if not self._has_come(p["stage"], p["round"])}
+        rolls = {rank: p["what"] for rank, p in others.items() if not self._has_come(p["stage"], p["round"])}
+        return {rank: what for rank, what in self.calls().items() if rank in ranks} | rolls
 
     def _has_come(self, stage: int, round_: int) -> bool:
         """Whether this rank has said something there."""

@@ -58,6 +58,13 @@ class Owned(optim.Optimizer):
             self.stage.update.keep_state(bucket)
         self.stage.update.replaced()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Neither copied nor pickled: its parameters are one rank's slices, and its steps the stage's."""
+        raise TypeError(
+            f"a {type(self).__name__} that {type(self.stage).__name__} has taken over cannot be copied or pickled: "
+            "optimizer.state_dict() is this rank's part of its state, and a checkpoint has it all"
+        )
+
     def _whose(self) -> dict[str, Any]:
         shared = self.stage.update.replicated() and not self.stage.parted  # every rank has the same
         rank = 0 if shared else self.stage.group.rank

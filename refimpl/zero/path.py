@@ -5,9 +5,10 @@
     what came after this many of the same in a row         at its end: another iteration, a step
     nothing: it is the first time                          where it was never before
 
-An iteration runs from a forward of the model (or of a part called by itself) to the next one, or to the step, and has
-a trace of its own for each kind: with and without gradients, in training and in evaluation mode. Ranks that have done
-the same so far expect the same, so one that does as expected need not ask; any other calls the roll first.
+An iteration runs from a forward of the model (or of a part called by itself) to the next one, to the step, or to a
+state_dict, and has a trace of its own for each kind: with and without gradients, in training and in evaluation mode.
+Ranks that have done the same so far expect the same, so one that does as expected need not ask; any other calls the
+roll first.
 """
 
 from refimpl.comm.group import Group

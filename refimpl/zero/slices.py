@@ -232,8 +232,8 @@ class Slices:
 
     def rates(self) -> str:
         """The learning rate of each group, in words. With another one on one rank the weights would part."""
-        groups = self.optimizer.param_groups if self.optimizer else []
-        rates = [str(group["lr"]) for group in groups if isinstance(group.get("lr"), int | float)]  # no wait for a GPU
+        given = [group.get("lr") for group in (self.optimizer.param_groups if self.optimizer else ())]
+        rates = [str(lr) for lr in given if isinstance(lr, int | float)]  # no wait for a GPU
         return f"a step with lr {', '.join(rates)}, which must be equal on all ranks" if rates else ""
 
     def step_inside(self, bucket: Bucket, start: int, end: int, settings: list[dict[str, Any]]) -> None:

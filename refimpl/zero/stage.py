@@ -27,6 +27,7 @@ from refimpl.comm import levels
 from refimpl.comm.group import Group
 from refimpl.optim.loss_scale import LossScaler
 from refimpl.optim.travelling import Travelling
+from refimpl.zero import start
 from refimpl.zero.access import ByName
 from refimpl.zero.backward import BackwardPass, in_backward
 from refimpl.zero.beyond import Beyond, Spans
@@ -46,8 +47,8 @@ from refimpl.zero.outputs import tensors_of
 from refimpl.zero.owned import take_over
 from refimpl.zero.parameter import DATA, Freed, Hook, Managed, stage_of, take_raw_grad, untraced
 from refimpl.zero.parked import Parked
-from refimpl.zero.start import refuse_different, refuse_foreign, refuse_replaced, refuse_unfit, share, warn_of_added
 from refimpl.zero.update import Update
+from refimpl.zero.wrapped import refuse_wrapping
 
 
 class Stage(Changing, ByName, Held, ABC):
@@ -83,7 +84,7 @@ class Stage(Changing, ByName, Held, ABC):
         everywhere = self.group.size
         self.experts = {p: same if same.size < everywhere else self.group for p, same in (experts or {}).items()}
         self.parted = any(same is not self.group for same in self.experts.values())
-        refuse_unfit(self.model, self.names)
+        start.refuse_unfit(self.model, self.names)
         self.handles: list[Any] = []
         self.parked = Parked(self)
         self.build(optimizer)
@@ -92,9 +93,9 @@ class Stage(Changing, ByName, Held, ABC):
         """Lay the model out for this optimizer, and listen to it."""
         self.group_of = groups_of(optimizer, self.model)
         managed = [p for p in self.names if p in self.group_of or self.manages_all]
-        refuse_foreign({p: self.names[p] for p in managed if stage_of(p) is not self})
+        start.refuse_foreign({p: self.names[p] for p in managed if stage_of(p) is not self})
         everywhere = {name: p for p, name in self.names.items() if self.experts.get(p, self.group) is self.group}
-        refuse_different(self.group, everywhere, self.group_of, optimizer)
+        start.refuse_different(self.group, everywhere, self.group_of, optimizer)
         self._scaled = False  # whether `scale` was called for the backward to come
         self._unscaled = False  # whether fp16's gradients arrived that are of no scaled loss
         self.passes = BackwardPass(self.begin_backward, self.end_backward, self.drop_backward)
@@ -130,6 +131,7 @@ class Stage(Changing, ByName, Held, ABC):
         for p in managed:
             p.__class__ = Freed if isinstance(p, Freed) else Managed
             p.stage = self  # type: ignore[attr-defined]
+        refuse_wrapping(self.model)
         self.handles += [
             self.model.register_forward_pre_hook(untraced(self.before_forward)),
             self.model.register_forward_hook(untraced(self.after_forward)),
@@ -145,7 +147,7 @@ class Stage(Changing, ByName, Held, ABC):
         """The buckets of what is trained, with rank 0's weights; the rest of the model gets them too."""
         size, dtype = self.config.reduce_bucket_size, self.config.dtype
         buckets = lay_out(params, self.group_of, self.group, size, dtype, self.experts)
-        share(self.model, set(params), self.group, dtype, self.experts)
+        start.share(self.model, set(params), self.group, dtype, self.experts)
         return buckets
 
     @abstractmethod
@@ -222,14 +224,15 @@ class Stage(Changing, ByName, Held, ABC):
         for p in self.include_thawed():
             if (grad := take_raw_grad(p)) is not None:
                 self.gradients.add(p, grad)
-        refuse_replaced(self.model, self.names, self.gradients)
+        start.refuse_replaced(self.model, self.names, self.gradients)
         if not self.update.steps & (self.update.steps + 1):  # the 1st, 2nd, 4th, 8th, ... step: it walks the model
-            warn_of_added(self.model, self.names)
+            start.warn_of_added(self.model, self.names)
         return self.gradients.finish()
 
     def apply(self, gradients: dict[Bucket, Tensor]) -> bool:
         """Update this rank's part and gather; False if the update is skipped."""
         finite = self.update.prepare(gradients, self.gradients.used, self.gradients.first_finite)
+        start.warn_of_nothing(self.update.left_alone, self.gradients, type(self).__name__)
         if finite:
             self.update.apply()
         self.after_update(finite)

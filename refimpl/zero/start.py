@@ -153,6 +153,16 @@ def warn_of_added(model: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
         )
 
 
+def warn_of_nothing(left_alone: set[nn.Parameter], gradients: Gradients, stage: str) -> None:
+    """No rank has used a parameter since the last step."""
+    if gradients.bucket_of and left_alone.issuperset(gradients.bucket_of):
+        warnings.warn(
+            f"{stage}: step() has nothing to update: the loss of no rank depends on a parameter of its model. Is it of "
+            "another model or engine, detached, or was engine.module replaced?",
+            stacklevel=4,
+        )
+
+
 def refuse_added(model: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
     """CheckpointError: a checkpoint has no place for it."""
     if new := added(model, names):

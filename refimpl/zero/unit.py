@@ -225,10 +225,11 @@ class Unit(Bucket):
             self.on_use(self, what)
         if self.is_free:
             stage = stage_of(p)
-            name = stage.name_of(p) if stage else self.name
+            name = stage.name_of(p) if stage else f"of {self.name}"
+            where = "outside its module's forward" if stage else "before `initialize`, and after destroy(),"
             raise RuntimeError(
-                f"parameter {name}: {what} needs its values, and outside its module's forward this rank has 1/N of "
-                "them. Inside `with GatheredParameters(parameters, modifier_rank=0):` they are whole and changes kept; "
+                f"parameter {name}: {what} needs its values, and {where} this rank has 1/N of them. Inside `with "
+                "GatheredParameters(parameters, modifier_rank=0):` they are whole and changes kept; "
                 "stage.full_parameter(name) reads one, model.state_dict() all (each on every rank)"
             )
 

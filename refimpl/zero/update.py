@@ -77,6 +77,11 @@ class Update:
         self.masters |= fresh
         self.slices.add(fresh)
 
+    @property
+    def averaged(self) -> bool:
+        """Whether gradients are the mean over ranks; if not each rank's are its own."""
+        return True
+
     def replicated(self) -> bool:
         """Whether every rank updates everything, and so sees all gradients."""
         return all(mine.numel() == bucket.padded for bucket, mine in self.owned.items())
@@ -142,9 +147,9 @@ class Update:
 
     def adopt(self, bucket: Bucket) -> None:
         """The masters follow what was written to the weights from outside."""
-        mine, master = self.owned[bucket], self.masters.get(bucket)
-        if master is not None and master.dtype != mine.dtype and mine.numel():
-            follow(mine, master)
+        wider = bucket in self.masters and self.masters[bucket].dtype != self.owned[bucket].dtype
+        if wider and self.owned[bucket].numel():
+            follow(self.owned[bucket], self.masters[bucket])
 
     def publish(self, bucket: Bucket) -> None:
         """Round the fp32 master into the owned slice (nothing to do when they are the same memory)."""
@@ -166,11 +171,14 @@ class Update:
         message = told([0.0, *(p not in used for p in params)], torch.float64, self.group.device)
         known = self.resting.squares if self.resting else {}
         for bucket, gradient in gradients.items():
-            mine = bucket.shard(gradient) if gradient.numel() == bucket.padded else gradient  # of what every rank has
-            message[0] += known[bucket] if bucket in known else self.squares(gradient, mine, exact)
+            everywhere = self.averaged and gradient.numel() == bucket.padded  # then each rank counts a part
+            mine = bucket.shard(gradient) if everywhere else gradient
+            message[0] += known[bucket] if bucket in known else sum_of_squares(mine, exact)
             if self.beyond and not self.beyond.counted_elsewhere.keys().isdisjoint(bucket.params):
                 seen = self.resting.whole(bucket) if self.resting and bucket in known else mine
                 message[0] -= sum(sum_of_squares(copy, exact) for copy in self.beyond.copies(bucket, seen))
+        if not self.averaged:
+            message[0] /= self.group.size
         self.group.all_reduce(message, "sum", tag="norm", within=self.slices.rates())
         self.group.settle()
         ranks = self.group.size
@@ -184,10 +192,6 @@ class Update:
         for group, experts in members.items():
             left_alone |= unused_by_all(group, experts, used)
         return squares, left_alone
-
-    def squares(self, gradient: Tensor, mine: Tensor, exact: bool) -> Tensor:
-        """This rank's share of a mean gradient's sum of squares: that of `mine`, its shard of it."""
-        return sum_of_squares(mine, exact)
 
     def _warn(self, was_finite: bool) -> None:
         """Say that a step is skipped, at the 1st, 2nd, 4th, 8th, ... time. A scale on its way down skips by design."""

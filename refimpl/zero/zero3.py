@@ -69,7 +69,7 @@ class Zero3(Stage):
     def reduce(self, bucket: Bucket, local: Tensor) -> Reduction:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; frees the parameters."""
         self.path.visit(bucket, "reduction")
-        mine = self.gradients.take(bucket.padded // bucket.group.size, local)  # [S]
+        mine = self.gradients.results.take(bucket.padded // bucket.group.size, local)  # [S]
         work = self.plus.reduce_scatter(bucket, mine, local, self.gradients.op)
         if not self.fetch.keeps:
             bucket.free()
@@ -77,6 +77,12 @@ class Zero3(Stage):
 
     def complete(self, unit: Unit) -> None:
         self.gradients.complete(unit)
+
+    def before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """It gathers, so all ranks must call it: one that does alone is told, and the others with it."""
+        super().before_state_dict(model, prefix, keep_vars)
+        if not keep_vars and not all(unit.held for unit in self.units):
+            self.path.begin("a state_dict of the model")
 
     def end_backward(self, asked: bool) -> None:
         super().end_backward(asked)

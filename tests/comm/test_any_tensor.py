@@ -97,7 +97,7 @@ def shaped() -> None:
             assert torch.equal(part, torch.full(shape, float(group.rank)))
         with pytest.raises(ValueError, match=r"all_gather: x is torch.int64, out is torch.float32"):
             by.all_gather(group, torch.empty(ranks), torch.ones(1, dtype=torch.int64))
-        with pytest.raises(ValueError, match=r"all_gather: part \(3, 2\) is not contiguous"):
+        with pytest.raises(ValueError, match=r"all_gather: x \(3, 2\) is not contiguous"):
             by.all_gather(group, torch.empty(6 * ranks), torch.ones(2, 3).t())
     for by in (*ALGORITHMS, tree):
         with pytest.raises(ValueError, match=r"all_reduce: x \(3, 2\) is not contiguous"):

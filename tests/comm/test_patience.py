@@ -25,28 +25,34 @@ class Handle:
             raise RuntimeError(self.error)
 
 
+def nothing(_: float) -> None:
+    """Who is told that a wait is long."""
+
+
 @pytest.mark.parametrize("needs", [0, 1, 3])
 def test_whoever_knows_is_asked_as_long_as_it_takes(needs: int) -> None:
     patience, asked = Patience(stall=0.5, again=0.1), list[int]()
     patience.ask.append(asked.append)
     handle = Handle(needs)
-    patience.wait(handle, 7)
+    patience.wait(handle, 7, nothing)
     # A handle that is done just when its limit is over is waited for again, and nobody is asked.
     assert asked == [7] * max(0, needs - 1)
     assert handle.limits[:2] == [0.5, *([0.1] if needs > 1 else [None])]
 
 
-def test_with_nobody_to_ask_it_is_one_wait() -> None:
-    handle = Handle(0)
-    Patience().wait(handle, 1)
-    assert handle.limits == [None]
+@pytest.mark.parametrize(("needs", "tells"), [(0, 0), (1, 0), (5, 1)])
+def test_with_nobody_to_ask_it_is_one_wait_and_a_late_one_is_told_once(needs: int, tells: int) -> None:
+    handle, told = Handle(needs), list[float]()
+    Patience(again=0, late=0).wait(handle, 1, told.append)
+    assert len(told) == tells
+    assert len(handle.limits) == max(1, needs) + 1
 
 
 def test_a_failure_is_not_taken_for_a_limit() -> None:
     patience = Patience()
     patience.ask.append(lambda _: None)
     with pytest.raises(RuntimeError, match="connection closed"):
-        patience.wait(Handle(2, "connection closed"), 1)
+        patience.wait(Handle(2, "connection closed"), 1, nothing)
 
 
 def test_who_is_asked_may_raise() -> None:
@@ -56,7 +62,7 @@ def test_who_is_asked_may_raise() -> None:
     patience = Patience(stall=0, again=0)
     patience.ask.append(refuse)
     with pytest.raises(ValueError, match="never mind 3"):
-        patience.wait(Handle(5), 3)
+        patience.wait(Handle(5), 3, nothing)
     patience.begun = 9
     with pytest.raises(ValueError, match="never mind 9"):
         patience.poll(lambda: False)
@@ -76,4 +82,4 @@ def test_after_ranks_have_parted_nothing_begins_and_nothing_is_awaited() -> None
     with pytest.raises(RuntimeError, match="have parted"):
         patience.begin()
     with pytest.raises(RuntimeError, match="have parted"):
-        patience.wait(Handle(0), 1)
+        patience.wait(Handle(0), 1, nothing)

@@ -214,7 +214,7 @@ def test_who_asks_around_meanwhile_is_told_that_a_peer_has_died() -> None:
     patience = Patience(stall=0.01)
     patience.ask.append(lambda number: pytest.fail("the death was taken for a limit that was over"))
     with pytest.raises(RuntimeError, match="has exited: rank 1"):
-        patience.wait(task, 1)
+        patience.wait(task, 1, lambda _: None)
 
 
 def test_a_hang_names_the_call_and_the_line() -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import refimpl
 from refimpl.checkpoint.errors import CheckpointError
-from refimpl.launch import RankError
 
 
 def weights_of(engine: Any) -> dict[str, Tensor] | None:
@@ -247,15 +246,26 @@ def test_an_engine_says_what_to_copy_in_its_place() -> None:
     for copier in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"Engine cannot be copied or pickled: copy\.deepcopy\(engine\.module\)"):
             copier(engine)
+        with pytest.raises(TypeError, match=r"SGD that Zero2 has taken over cannot be copied or pickled: optimizer\."):
+            copier(engine.optimizer)
 
 
-def test_torchs_ddp_around_an_engine_is_refused() -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_torchs_ddp_around_an_engine_or_its_model_is_refused(stage: int) -> None:
+    """... and around a copy of the model, or the model once it is let go, it is not."""
+
     def wrapped() -> None:
-        engine, *_ = refimpl.initialize(model=Net(), config=config(1))
-        nn.parallel.DistributedDataParallel(engine)
+        engine, *_ = refimpl.initialize(model=Net(), config=config(stage))
+        model, copied = engine.module, copy.deepcopy(engine.module)
+        for what, who in ((engine, "an Engine"), (model, f"a model that {type(engine.stage).__name__} trains")):
+            with pytest.raises(TypeError, match=f"DistributedDataParallel around {who}, which averages gradients"):
+                nn.parallel.DistributedDataParallel(what)
+        nn.parallel.DistributedDataParallel(copied)
+        engine.destroy()
+        if stage < 3:  # which leaves it in shards
+            nn.parallel.DistributedDataParallel(model)
 
-    with pytest.raises(RankError, match="DistributedDataParallel around an Engine, which averages gradients"):
-        worlds.run(wrapped, ranks=2)
+    worlds.run(wrapped, ranks=2)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -283,8 +293,44 @@ def test_a_layer_that_comes_behind_the_engine_is_named(stage: int, tmp_path: Pat
 def test_a_destroyed_engine_says_so(stage: int) -> None:
     engine, *_ = refimpl.initialize(model=Net(), config=config(stage))
     engine.destroy()
+    engine.destroy()
     with pytest.raises(RuntimeError, match=r"step\(\) of a \w+ that was released \(an engine's destroy\(\)\)"):
         engine.step()
+    if stage == 3:
+        with pytest.raises(RuntimeError, match=r"before `initialize`, and after destroy\(\), this rank has 1/N"):
+            engine(batch(0, 0, 0))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_that_trains_nothing_says_so(stage: int) -> None:
+    """The loss is another engine's."""
+
+    def told() -> list[str]:
+        engine, other = (refimpl.initialize(model=Net(), config=config(stage))[0] for _ in range(2))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            other.backward(engine(batch(0, 0, 0)))
+            other.step()
+        return [str(w.message) for w in caught]
+
+    for texts in worlds.run(told, ranks=2):
+        assert len(texts) == 1
+        assert "step() has nothing to update: the loss of no rank depends on a parameter" in texts[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(stage: int) -> None:
+    engine, *_ = refimpl.initialize(model=Net(), config=config(stage))
+    before = weights_of(engine)
+    loss = engine(batch(0, 0, 0))
+    name, frozen = next(engine.module.named_parameters())
+    frozen.requires_grad_(False)
+    engine.backward(loss)
+    engine.step()
+    after = weights_of(engine)
+    assert before is not None
+    assert after is not None
+    assert [torch.equal(before[key], after[key]) for key in after] == [key == name for key in after]
 
 
 @pytest.mark.parametrize(("model", "said"), [(Net, "the class Net"), ([Net()], "a list")])

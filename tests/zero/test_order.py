@@ -18,6 +18,8 @@ from refimpl.ranks.register import Register
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.order import RankDivergence, Standing, parted, stuck
 from refimpl.zero.path import Outline
+from refimpl.zero.stage import Stage
+from refimpl.zero.zero2 import Zero2
 from refimpl.zero.zero3 import Zero3
 
 # The state machine, as tables.
@@ -126,7 +128,7 @@ def built(
     return Zero3(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group, ZeroConfig(**config))
 
 
-def train(stage: Zero3, *plan: int | str, step: bool = True) -> None:
+def train(stage: Stage, *plan: int | str, step: bool = True) -> None:
     stage.backward(stage.model(torch.ones(2, 8), plan or USUAL))
     if step:
         stage.step()
@@ -158,6 +160,7 @@ WRONG_TURNS: dict[str, tuple[Callable[[Zero3], None], str, str]] = {
     "evaluates": (evaluate, A_FORWARD, r"a new forward of the model \(training, no gradients\)"),
     "does not step": (lambda stage: train(stage, step=False), "step", A_FORWARD),
     "steps at once": (lambda stage: stage.step(), A_FORWARD, "step"),
+    "saves": (lambda stage: stage.model.state_dict(), A_FORWARD, "a state_dict of the model"),
     "raises": (bad_batch, r"forward of layers\.2", A_FORWARD),
 }
 
@@ -255,10 +258,32 @@ def test_ranks_at_different_models_are_told_which(
         told = world.call(part_elsewhere, follows)
         world.kill()
     where = r" at .*test_order\.py:\d+ \(model {} under ZeRO-3\)"
-    theirs = r"waits for the others, in or after call \d+, all_gather .*" if follows else A_FORWARD
+    theirs = A_FORWARD + where.format(2)
+    if follows:  # who calls the roll sees them in their call, unless they have said so themselves by then
+        theirs = r".*call \d+, all_gather .* at .*test_order\.py:\d+(, in the group of| \(model 2 under ZeRO-3\))"
     for text in told:
         assert re.search(rf"rank 0: a new forward of the model \(training, no gradients\){where.format(1)}", text), text
-        assert re.search(rf"rank [12]: {theirs}{where.format(2)}", text), text
+        assert re.search(rf"rank [12]: {theirs}", text), text
+
+
+def part_from_zero2() -> None:
+    """Rank 0 goes on with a model under ZeRO-3, where it calls the roll, and the others with one under ZeRO-2."""
+    handle, model = dist.new_group(), Chain(EQUAL, False)
+    one, other = built(handle=handle), Zero2(model, torch.optim.AdamW(model.parameters()), Group(handle))
+    train(one)
+    train(other)
+    evaluate(one) if one.group.rank == 0 else train(other)
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "gloo"), (3, "shared")])
+def test_a_rank_in_a_call_of_another_stage_is_named_by_who_calls_the_roll(
+    ranks: int, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFIMPL_TRANSPORT", transport)
+    rank_0 = r"rank 0: a new forward of the model \(training, no gradients\) at .*\(model 1 under ZeRO-3\)"
+    other = r"rank [12]: call \d+, reduce_scatter .*test_order\.py:\d+, in the group of call \d+, .*test_order\.py:\d+"
+    with pytest.raises(RankError, match=rf"come to different models, and wait for each other\. {rank_0}; {other}"):
+        run(part_from_zero2, ranks=ranks)
 
 
 def part_at_once(turn: Callable[[Zero3], None]) -> str:
