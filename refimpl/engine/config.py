@@ -123,18 +123,6 @@ class DeepSpeedConfig(value.Section):
         return self
 
     @model_validator(mode="after")
-    def check_autocast(self) -> Self:
-        """Weights that autocast has rounded wait for backward as whole as they were: stage 3 would keep all of them."""
-        autocast = self.torch_autocast
-        if autocast.enabled and self.zero_optimization.stage == 3 and autocast.dtype != self.dtype:
-            name = str(autocast.dtype).removeprefix("torch.")
-            raise ValueError(
-                f"torch_autocast.enabled: zero_optimization.stage 3 would keep {name} copies of all weights until "
-                f"backward: enable {'bf16' if autocast.dtype == torch.bfloat16 else 'fp16'}, or use stage 0, 1 or 2"
-            )
-        return self
-
-    @model_validator(mode="after")
     def check_one_bit(self) -> Self:
         """What averages its momentum by itself needs all of it on every rank, as in DeepSpeed."""
         stage, name = self.zero_optimization.stage, "" if self.optimizer is None else self.optimizer.type

@@ -114,8 +114,11 @@ class Engine(ModuleState, Asked):
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """As the configuration says; where it says nothing, a script's own autocast around the call goes on."""
-        asked = self.config.torch_autocast
-        return torch.autocast(self.device.type, asked.dtype) if asked.enabled else nullcontext()
+        asked, stage = self.config.torch_autocast, self.config.zero_optimization.stage
+        if not asked.enabled:
+            return nullcontext()
+        # Its cache would keep every rounded weight until forward is over, which ZeRO-3 has no memory for.
+        return torch.autocast(self.device.type, asked.dtype, cache_enabled=stage < 3)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add the gradient of loss / gradient_accumulation_steps (of loss, if not `scale_wrt_gas`); return `loss`.

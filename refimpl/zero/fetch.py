@@ -25,6 +25,7 @@ from refimpl.zero.parameter import Hook, untraced
 from refimpl.zero.path import Path
 from refimpl.zero.prefetch import Pass, next_ones, soon_again
 from refimpl.zero.unit import Unit
+from refimpl.zero.watch import Watch
 
 
 @dataclass
@@ -151,9 +152,9 @@ class Fetch:
             if around != running.around:
                 return
             outer = getattr(around[0], "__self__", None) if around else None
-            if isinstance(outer, Watch) and outer.fetch is self:
+            if isinstance(outer, Watch) and outer.unit_at is self.unit_at:
                 return
-            watch = Watch(self, *(around or (None, None)))
+            watch = Watch(self.unit_at, self.unpack, *(around or (None, None)))
             torch._C._autograd._push_saved_tensors_default_hooks(watch.pack, watch.unpack)
             running.is_watched = True
 
@@ -214,30 +215,6 @@ class Fetch:
             handle.remove()
         for unit in self.units:
             unit.on_use = None
-
-
-@dataclass
-class Watch:
-    """What autograd saves while a module runs: for the hooks `around`, and noted if it lies in a unit."""
-
-    fetch: Fetch
-    pack_around: Callable[[Tensor], Any] | None
-    unpack_around: Callable[[Any], Tensor] | None
-
-    def pack(self, tensor: Tensor) -> tuple[Unit | None, Any]:
-        dense = tensor.layout is torch.strided  # a sparse one has several memories, and no parameter is one
-        unit = self.fetch.unit_at.get(tensor.untyped_storage()._cdata) if dense else None
-        if unit is not None and tensor.is_leaf:
-            tensor = tensor.detach()  # a parameter itself is put elsewhere when it is freed; what it is a view of stays
-        return unit, self.pack_around(tensor) if self.pack_around else tensor
-
-    def unpack(self, packed: tuple[Unit | None, Any]) -> Tensor:
-        unit, kept = packed
-        # Which may run a checkpointed function again.
-        tensor: Tensor = self.unpack_around(kept) if self.unpack_around else kept
-        if unit is not None and not unit.is_whole:
-            self.fetch.unpack(unit)
-        return tensor
 
 
 def gather(now: list[Unit], ahead: Iterable[Unit] = ()) -> None:

@@ -1,0 +1,76 @@
+"""What autograd saves of a parameter under ZeRO-3: noted when it is saved, gathered when backward unpacks it.
+
+    saved                                    kept until backward                  unpacked
+    a part of a unit's memory                a view of it, empty while freed      when the unit is gathered
+    a parameter in another dtype             which parameter, and its shape       rounded once more
+    anything else                            itself                               itself
+
+The second is autocast's: it rounds the weight of each product, and the copies of all of them would wait for backward, 2
+bytes a parameter on every rank. Of a frozen parameter the copy stays: nothing tells whose it is.
+DeepSpeed: deepspeed/runtime/zero/linear.py, a linear layer that saves the parameter itself.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refimpl.zero.unit import Unit
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """`parameter` in another dtype, or a view of that."""
+
+    parameter: Tensor
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+    def again(self) -> Tensor:
+        """While the parameter is there."""
+        return self.parameter.detach().to(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass
+class Watch:
+    """What autograd saves while a module runs: for the hooks `around`, and noted if it is a unit's.
+
+    unit_at: units by the memory they lie in. gather(unit) returns when it is whole.
+    """
+
+    unit_at: Mapping[int, Unit]
+    gather: Callable[[Unit], None]
+    pack_around: Callable[[Tensor], Any] | None
+    unpack_around: Callable[[Any], Tensor] | None
+
+    def pack(self, tensor: Tensor) -> tuple[Unit | None, Any]:
+        dense = tensor.layout is torch.strided  # a sparse one has several memories, and no parameter is one
+        unit = self.unit_at.get(tensor.untyped_storage()._cdata) if dense else None
+        if unit is not None and tensor.is_leaf:
+            tensor = tensor.detach()  # a parameter itself is put elsewhere when it is freed; what it is a view of stays
+        if self.pack_around:
+            return unit, self.pack_around(tensor)
+        source = source_of(tensor) if unit is None and dense else None
+        if source is not None and (home := self.unit_at.get(source.untyped_storage()._cdata)):
+            return home, Rounded(source, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return unit, tensor
+
+    def unpack(self, packed: tuple[Unit | None, Any]) -> Tensor:
+        unit, kept = packed
+        # Which may run a checkpointed function again.
+        tensor = self.unpack_around(kept) if self.unpack_around else kept
+        if unit is not None and not unit.is_whole:
+            self.gather(unit)
+        return tensor.again() if isinstance(tensor, Rounded) else tensor
+
+
+def source_of(tensor: Tensor) -> Tensor | None:
+    """The leaf that `tensor` is a copy of in another dtype, or a view of one."""
+    copy = tensor if tensor._base is None else tensor._base
+    if copy.grad_fn is None or copy.grad_fn.name() != "ToCopyBackward0":
+        return None
+    return getattr(copy.grad_fn.next_functions[0][0], "variable", None)
