@@ -3,9 +3,8 @@
 Ours reads the pattern's blocks: its bound is density times what dense attention takes. Peers: torch's fused attention
 over everything (`F.scaled_dot_product_attention`), which never has the scores in memory; the same written out, as
 models have it that are not fused ("eager"); and FlexAttention, compiled by inductor, with a block mask made of the same
-layout. Forward and backward, unless `forward` alone; CPU time of one thread (of two, their waiting for each
-other would count), of which the least of the turns counts. FlexAttention has no backward on CPUs, and needs a C++
-compiler there.
+layout. Forward and backward; CPU time of one thread (of two, their waiting for each other would count), of which the
+least of the turns counts. FlexAttention has no backward on CPUs, and needs a C++ compiler there.
 """
 
 import shutil

@@ -69,8 +69,9 @@ class Watch:
 
 
 def source_of(tensor: Tensor) -> Tensor | None:
-    """The leaf that `tensor` is a copy of in another dtype, or a view of one."""
+    """The leaf that `tensor` is a plain copy of in another dtype, or a view of one: laid out as the leaf, unchanged."""
     copy = tensor if tensor._base is None else tensor._base
-    if copy.grad_fn is None or copy.grad_fn.name() != "ToCopyBackward0":
+    if copy.grad_fn is None or copy.grad_fn.name() != "ToCopyBackward0" or copy._version:
         return None
-    return getattr(copy.grad_fn.next_functions[0][0], "variable", None)
+    leaf: Tensor | None = getattr(copy.grad_fn.next_functions[0][0], "variable", None)
+    return leaf if leaf is not None and (leaf.stride(), leaf.device) == (copy.stride(), copy.device) else None
