@@ -86,25 +86,26 @@ def run(fn: Callable[..., T], *args: Any, ranks: int = 2, timeout: float | None 
 
 def undisturbed(fn: Callable[..., T], *args: Any) -> T:
     """In a rank: fn(*args), whose `warnings.simplefilter` ends with it. RuntimeError for what it leaves patched."""
-    before = {name: dict(vars(module)) for name, module in ours()}
     with warnings.catch_warnings():
         value = fn(*args)
-    left = [
-        f"{name}.{attribute}"
-        for name, module in ours()
-        if not same(before.get(name, {}), vars(module))
-        for attribute, was in before.get(name, {}).items()
-        if callable(was) and getattr(module, attribute, None) is not was
-    ]
+    left = []
+    for name, module in ours():
+        before, now = NAMES.get(name, {}), vars(module)
+        if not same(before, now):
+            left += [f"{name}.{n}" for n, was in before.items() if callable(was) and now.get(n) is not was]
+            NAMES[name] = dict(now)
     if left:
         raise RuntimeError(f"{fn.__qualname__} leaves {', '.join(left)} patched: put it back, or use launch.run")
     return value
 
 
 def same(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether what was there is there, in its place: a quick look, at some 20,000 names a call."""
-    return len(before) <= len(now) and all(map(is_, before.values(), now.values()))
+    """Whether what was there is there, in its place, and no more: a quick look, at some 20,000 names a call."""
+    return len(before) == len(now) and all(map(is_, before.values(), now.values()))
 
 
 def ours() -> list[tuple[str, ModuleType]]:
     return [(name, module) for name, module in sys.modules.items() if name.startswith("refimpl")]
+
+
+NAMES = {name: dict(vars(module)) for name, module in ours()}  # in a rank: as the call before left them

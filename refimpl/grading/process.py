@@ -7,9 +7,9 @@ fail the right answer to another's.
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from operator import is_
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.modules import module as hooks
@@ -47,13 +47,23 @@ def _fill(found: MutableMapping[Any, Any], old: Mapping[Any, Any]) -> None:
 
 
 class Process:
-    """The state of this process as it was when this was made."""
+    """The state of this process as it was when this was made; names as they were when their module was first seen."""
+
+    noted: ClassVar[dict[int, tuple[Any, dict[str, Any]]]] = {}  # id of a module or class -> it, and its names
+    modules: ClassVar[set[str]] = set()  # that were looked at
 
     def __init__(self) -> None:
+        self.note()
         self.switches = {name: read() for name, (read, _) in SWITCHES.items()}
         self.seeds = [read() for read, _ in SEEDS]
         self.hooks = {n: dict(v) for n, v in vars(hooks).items() if n.startswith("_global_") and isinstance(v, dict)}
-        self.names = {id(place): (place, dict(vars(place))) for place in _places()}
+
+    @classmethod
+    def note(cls) -> None:
+        """The names of what was imported since the last look. The ranks' server looks first (see `noted.py`)."""
+        new = [name for name in sys.modules if name not in cls.modules]
+        cls.modules.update(new)
+        cls.noted.update((id(place), (place, dict(vars(place)))) for place in _places(new))
 
     def changed(self) -> list[str]:
         """What an answer has set and left set, by the name of the function that sets it."""
@@ -70,20 +80,21 @@ class Process:
         self.reset_switches()
         for name, old in self.hooks.items():
             _fill(getattr(hooks, name), old)
-        for place, names in self.names.values():
+        for place, names in self.noted.values():
             _put_back(place, names)
 
 
-def _places() -> list[Any]:
-    """Modules whose names people replace, and the classes that are defined in them."""
-    found: list[Any] = []
-    for name, module in list(sys.modules.items()):
+def _places(names: Iterable[str]) -> list[Any]:
+    """Of these modules those whose names people replace, and the classes that are defined in them."""
+    found: list[Any] = [torch.Tensor, torch.nn.Parameter]
+    for name in names:
+        module = sys.modules[name]
         at_home = name in PATCHED or name.rpartition(".")[0] in PATCHED or name.startswith(("refimpl.", "torch.nn."))
         if module is None or not at_home:
             continue
         found.append(module)
         found += [v for v in list(vars(module).values()) if issubclass(type(v), type) and v.__module__ == name]
-    return [*found, torch.Tensor, torch.nn.Parameter]
+    return found
 
 
 def _put_back(place: Any, names: dict[str, Any]) -> None:

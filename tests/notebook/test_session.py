@@ -181,6 +181,15 @@ def test_another_number_of_ranks_is_another_world(ranks: Ranks):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Also where all this is a shell's background job, which ignores interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_stops_the_ranks(ranks: Ranks):
     pids = ranks.pull("__import__('os').getpid()")
     caller = threading.get_ident()
