@@ -187,15 +187,15 @@ class Group:
         board = self._board if self.size > 1 else None
         return Agreed(board, self._register, self.patience, self._job_rank, what, tag, parts)
 
-    def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "", within: str = "") -> Work:
+    def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
         """Replace x [n] by its sum, mean or maximum over ranks, the same bits on every rank. Any n; x contiguous.
 
         `async_op`: where it is composed of two halves, the second starts when it is waited for, or with the group's
-        next collective. `within`: in words, what must be equal on all ranks besides; compared as the call is, not sent.
+        next collective.
         """
         checks.reduction("all_reduce", op, x, x)
         sent = collectives.sent_in_all_reduce(x.numel(), self.rank, self.size) * x.element_size()
-        agreed = self._agreed(f"all_reduce ({op}) of {_words(x)}{within and ', in '}{within}", tag)
+        agreed = self._agreed(f"all_reduce ({op}) of {_words(x)}", tag)
         with agreed:
             steps = self.transport.all_reduce(x.detach().view(-1), op)
         return self._run("all_reduce", sent, tag, async_op, agreed.collective(steps), x)
