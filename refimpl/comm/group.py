@@ -17,9 +17,7 @@ way.
 DeepSpeed's counterpart: deepspeed/comm/comm.py, which keeps one global backend instead.
 """
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +38,7 @@ from refimpl.comm.streams import Streams, streams_of
 from refimpl.comm.transport import Transport
 from refimpl.comm.work import Steps, Work
 from refimpl.measure.ledger import Ledger
-from refimpl.ranks import environment
+from refimpl.ranks import environment, here
 from refimpl.ranks.register import Register
 
 
@@ -76,13 +74,12 @@ class Group:
         self._line = ControlLine(handle, self.backend) if handle else None
         self.patience = Patience()
         self._half: Work | None = None  # an all-reduce whose second half is not begun
-        directory = os.environ.get("REFIMPL_BOARD")
         self.ranks = (
             dist.get_process_group_ranks(handle) if handle else [dist.get_rank() if dist.is_initialized() else 0]
         )
-        where = Path(directory or "")
+        folder = here.of_job()
         self._job_rank = self.ranks[handle.rank()] if handle else 0
-        self._board = Board(where, handle.group_name, self.ranks, handle.rank()) if handle and directory else None
+        self._board = Board(folder, handle.group_name, self.ranks, handle.rank()) if handle and folder else None
         self._register = Register.of_job()
         if self._register:
             self._register.enter()
