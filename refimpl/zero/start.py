@@ -126,6 +126,16 @@ def refuse_replaced(model: nn.Module, names: dict[nn.Parameter, str], gradients:
         )
 
 
+def refuse_other_optimizer(mine: optim.Optimizer | None, other: optim.Optimizer | None) -> None:
+    """What is assigned in its place would never be asked to step. (DeepSpeed takes it, without its shards.)"""
+    if other is not mine:
+        raise AttributeError(
+            "optimizer: it cannot be replaced, as its state is of this rank's slices of the model. For another rate, "
+            "decay or betas set engine.optimizer.param_groups on every rank; for another optimizer engine.destroy(), "
+            "and initialize(model=..., optimizer=...) anew (of a stage: release(), and build another)"
+        )
+
+
 COMPLETE = "complete the model before `initialize` (or the stage), or destroy() the engine and make another"
 
 
