@@ -22,29 +22,34 @@ WORDS = 2
 
 def settings(optimizer: optim.Optimizer | None, kind: type, waits: bool = True) -> Settings:
     """The numbers and words in the optimizer's groups. `kind`: its class, for the reader; `waits`: for a GPU too."""
-    return {
-        (f"{kind.__name__}, group {i}:", key): words
-        for i, group in enumerate(optimizer.param_groups if optimizer else ())
-        for key, value in group.items()
-        if key != "params" and (words := in_words(value, waits))
-    }
+    found = Settings()
+    for i, group in enumerate(optimizer.param_groups if optimizer else ()):
+        whose = f"{kind.__name__}, group {i}:"
+        for key in sorted(group):
+            if key != "params" and (words := in_words(group[key], waits)):
+                found[whose, key] = words
+    return found
 
 
 def in_words(value: Any, waits: bool) -> str:
     """A number (1 and 1.0 are one), a text, or several numbers; "" for anything else."""
-    if isinstance(value, Tensor):
-        return in_words(value.tolist(), waits) if waits or value.device.type == "cpu" else ""
+    if value is None:
+        return ""
+    if isinstance(value, bool | str):
+        return str(value)
+    if isinstance(value, float | int):
+        return repr(float(value))
     if isinstance(value, tuple | list):
         parts = [in_words(x, waits) for x in value if isinstance(x, int | float | Tensor)]
         return f"({', '.join(parts)})" if parts and len(parts) == len(value) else ""
-    if isinstance(value, bool | str):
-        return str(value)
-    return repr(float(value)) if isinstance(value, int | float) else ""
+    if isinstance(value, Tensor):
+        return in_words(value.tolist(), waits) if waits or value.device.type == "cpu" else ""
+    return ""
 
 
 def checksum(given: Settings) -> list[float]:
     """What this rank adds to the sums."""
-    mine = float(zlib.crc32(repr(sorted(given.items())).encode()) % 2**20)
+    mine = float(zlib.crc32(repr(given).encode()) % 2**20)
     return [mine, mine * mine]
 
 
