@@ -28,9 +28,8 @@ from torch.distributed import distributed_c10d
 
 from refimpl.ranks import environment
 from refimpl.ranks.errors import RankDied, RankError, RankTimeout
-from refimpl.ranks.meet import leave, meet
+from refimpl.ranks.meet import meet
 from refimpl.ranks.rank import report
-from refimpl.ranks.register import Register
 from refimpl.ranks.world import OnReport, World
 
 __all__ = ["RankDied", "RankError", "RankTimeout", "World", "join", "report", "run", "under_torchrun"]
@@ -117,12 +116,9 @@ def _place(rank: int | None, world_size: int | None) -> environment.Place:
 
 
 def _leave() -> None:
-    if register := Register.of_job():
-        register.leave()
     failed = hasattr(sys, "last_value")  # then others may still wait in a collective, and destroying could too
     if dist.is_initialized() and not failed:
         gc.collect()  # transfers in reference cycles keep gloo's threads, with which Python can not exit
         dist.destroy_process_group()
     elif dist.is_initialized() and "nccl" in dist.get_backend():
         distributed_c10d._abort_process_group()  # what others will not enter must not keep this process on the GPU
-    leave()

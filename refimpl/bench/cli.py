@@ -1,7 +1,6 @@
 """`refimpl bench zero`, `parallel`, `moe`, `sparse`, `kernels`, `comm`, `hierarchy`, `overlap` and more."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,8 +25,9 @@ from refimpl.bench.options import (
     precision,
     writable,
 )
-from refimpl.bench.publish import environment, publish
+from refimpl.bench.publish import publish, write_rows
 from refimpl.bench.race import Turns
+from refimpl.bench.written import write_json, writing
 
 app = typer.Typer(help="Measure side by side with peers.", no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -215,21 +215,26 @@ def overlap(
     picture = drawable(picture, "--picture") if picture else None
     trace = writable(trace, "--trace") if trace else None
     workload = bench.Workload(width, layers, context, Turns(turns, 1))
+    done: list[bench.Row] = []
     for count_ in ranks:
         try:
             laps = bench.race(count_, sizes, workload, link)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         heat = bench.rows(laps, link)
-        publish("DDP over a slow link", bench.HEAT, [heat], file)
+        publish("DDP over a slow link", bench.HEAT, [heat], None)
+        done += heat
         best = bench.best(heat)
         print(f"best bucket size: measured {best['measured']:,}, predicted {best['predicted']:,}, whose step takes")
         print(f"{best['costs']:.2f} times the best")
         if picture:
-            draw(heat, laps, picture)
+            with writing(picture):
+                draw(heat, laps, picture)
         if trace:
             last = {rank: lap.steps[best["measured"]][-1] for rank, lap in enumerate(laps)}
-            trace.write_text(json.dumps(chrome_trace(last)))
+            write_json(trace, chrome_trace(last), indent=None)
+    if file:
+        write_rows(file, done)
 
 
 @app.command(cls=Lists)
@@ -271,7 +276,8 @@ def compression(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if plot:
-        draw(done, plot)
+        with writing(plot):
+            draw(done, plot)
 
 
 @app.command(cls=Lists)
@@ -394,7 +400,7 @@ def one_bit(
         raise typer.BadParameter(str(error)) from None
     print(table(rows))
     if file:
-        file.write_text(json.dumps({"environment": environment(), "rows": [asdict(row) for row in rows]}, indent=2))
+        write_rows(file, rows)
 
 
 @app.command()

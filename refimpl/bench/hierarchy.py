@@ -16,7 +16,7 @@ from torch import Tensor
 
 from refimpl import launch
 from refimpl.bench.comm import numbers
-from refimpl.bench.race import Times, Turns, environment, from_one_instant, slowest
+from refimpl.bench.race import Times, Turns, environment, from_one_instant, race, slowest
 from refimpl.comm import halving, hierarchy, ring, tree
 from refimpl.comm.alpha_beta import pieces
 from refimpl.comm.axes import neighbours
@@ -60,7 +60,7 @@ def heat(each: int, size: int, link: Link, turns: Turns) -> tuple[Levels, Times]
     levels = measure_links(group, messages, turns.turns * turns.steps, each).by_nodes(each)
     x = group.empty(size // 4, torch.float32).zero_()
     ways = contestants(group, near, far, levels, x)
-    return levels, from_one_instant(group, {str(way): call for way, call in ways.items()}, turns)
+    return levels, race(group, {str(way): call for way, call in ways.items()}, turns, from_one_instant)
 
 
 def contestants(group: Group, near: Group, far: Group, levels: Levels, x: Tensor) -> dict[Choice, Callable[[], object]]:

@@ -126,9 +126,8 @@ def everything(sizes: Sequence[int], collectives: Sequence[str], turns: Turns, m
     for collective in collectives:
         for n in (numbers(size, group.size) for size in sizes):
             full, other, shard = (group.empty(s, torch.float32).zero_() for s in (n, n, n // group.size))
-            times[collective, 4 * n] = from_one_instant(
-                group, ways(collective, group, near, far, full, other, shard), turns
-            )
+            contestants = ways(collective, group, near, far, full, other, shard)
+            times[collective, 4 * n] = race(group, contestants, turns, from_one_instant)
     return Found(found, times, together, message)
 
 

@@ -6,7 +6,6 @@ mean over the last eighth of the steps and all ranks; the bytes are what the led
 in the compressed steps, beside the 4 Psi (N-1)/N that DDP sends of fp16.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ class Row:
     loss: float
     of_uncompressed: float  # loss / that of AdamW or Lamb
     sent_a_step: float  # bytes of gradients and momenta a rank sends, the mean over the compressed steps
-    of_fp16: float  # ... / what DDP sends in fp16
+    of_fp16: float | None  # ... / what DDP sends in fp16; None where nothing is sent
 
 
 def optimizers(steps: int) -> dict[str, Callable[[list[nn.Parameter]], Optimizer]]:
@@ -71,7 +70,7 @@ def measure(names: Sequence[str], model: GPTConfig, ranks: int, steps: int, batc
         losses[name] = loss
         fp16 = 4 * numel * (ranks - 1) / ranks
         frozen = 0 if BESIDE[name] == name else max(1, steps // 5)
-        share = sent / fp16 if fp16 else math.nan
+        share = sent / fp16 if sent else None
         rows.append(Row(name, ranks, steps, frozen, loss, loss / losses[BESIDE[name]], sent, share))
     return rows
 
@@ -106,7 +105,7 @@ def table(rows: Sequence[Row]) -> str:
     lines = ["| optimizer | loss | / uncompressed | bytes a step | / fp16's |", "|---|---|---|---|---|"]
     lines += [
         f"| {row.optimizer} | {row.loss:.3f} | {row.of_uncompressed:.3f} | {row.sent_a_step:,.0f} | "
-        f"1 / {1 / row.of_fp16:.1f} |"
+        + (f"1 / {1 / row.of_fp16:.1f} |" if row.of_fp16 else "- |")
         for row in rows
     ]
     return "\n".join(lines)

@@ -1,6 +1,5 @@
 """A bench's rows as tables in the terminal and as a JSON report, with what the times depend on."""
 
-import json
 import os
 import platform
 from collections.abc import Iterable, Sequence
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from refimpl.bench.written import write_json
 
 
 def environment() -> dict[str, Any]:
@@ -27,12 +28,12 @@ def environment() -> dict[str, Any]:
 def publish(title: str, common: Sequence[str], heats: Iterable[Sequence[Any]], file: Path | None) -> None:
     """Show a table for each heat as soon as it is over, then write the report.
 
-    A heat is rows of one dataclass that agree in the fields `common`, which stand above the table. JSON knows no NaN.
+    A heat is rows of one dataclass that agree in the fields `common`, which stand above the table.
     """
     from rich.console import Console
     from rich.table import Table
 
-    rows = []
+    rows: list[Any] = []
     for heat in heats:
         lines = [{name: None if value != value else value for name, value in asdict(line).items()} for line in heat]
         table = Table(title=f"{title}: {', '.join(f'{name} {shown(lines[0][name])}' for name in common)}")
@@ -49,9 +50,14 @@ def publish(title: str, common: Sequence[str], heats: Iterable[Sequence[Any]], f
         for line in lines:
             table.add_row(*(shown(line[name]) for name in columns))
         Console().print(table)
-        rows += lines
+        rows += heat
     if file:
-        file.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        write_rows(file, rows)
+
+
+def write_rows(file: Path, rows: Sequence[Any]) -> None:
+    """The report of rows, each a dataclass. SystemExit where it cannot be written, see `written`."""
+    write_json(file, {"environment": environment(), "rows": [asdict(row) for row in rows]})
 
 
 def shown(value: object) -> str:

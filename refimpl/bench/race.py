@@ -20,6 +20,7 @@ HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 AHEAD = 20e-3  # seconds from a rank's last word to the instant at which all begin: long enough to hear of it
 
 Times = dict[str, list[float]]  # contestant -> milliseconds of each timed step
+Row = Callable[[Group, Callable[[], object], int], list[float]]  # how a contestant takes so many steps in a row
 
 
 @dataclass(frozen=True)
@@ -31,35 +32,49 @@ class Turns:
     warm_up: int = 1
 
 
-def race(group: Group, contestants: Mapping[str, Callable[[], object]], turns: Turns) -> Times:
-    """Let the contestants take turns; milliseconds of every timed step of each, on this rank."""
-    clock = Clock(group.device, warmup=turns.warm_up * turns.steps)
-    for _ in range(turns.warm_up + turns.turns):
-        for name, step in contestants.items():
-            group.barrier()
-            for _ in range(turns.steps):
-                with clock.time(name):
-                    step()
-    return {name: times[clock.warmup :] for name, times in clock.ms.items()}
+def in_a_row(group: Group, step: Callable[[], object], steps: int) -> list[float]:
+    """Milliseconds of each of so many steps, one after the other; the first begins behind a barrier."""
+    clock = Clock(group.device)
+    group.barrier()
+    for _ in range(steps):
+        with clock.time():
+            step()
+    return clock.ms["step"]
 
 
-def from_one_instant(group: Group, contestants: Mapping[str, Callable[[], object]], turns: Turns) -> Times:
-    """As `race`, for ranks of one machine: milliseconds from an instant at which all ranks begin, at every step.
-
-    In a row of steps one hides the latency at the end of the one before; behind a barrier whoever leaves it first has
-    a head start, of up to a millisecond where ranks are more than cores.
-    """
-    found = Times()
+def race(group: Group, contestants: Mapping[str, Callable[[], object]], turns: Turns, row: Row = in_a_row) -> Times:
+    """Let the contestants take turns; milliseconds of every timed step of each, on this rank. `row`: one turn."""
+    times = Times()
     for turn in range(turns.warm_up + turns.turns):
         for name, step in contestants.items():
-            for _ in range(turns.steps):
-                begin = max(group.all_gather_object(time.monotonic())) + AHEAD
-                time.sleep(max(0.0, begin - time.monotonic()))
-                step()
-                group.settle()
-                if turn >= turns.warm_up:
-                    found.setdefault(name, []).append(1e3 * (time.monotonic() - begin))
-    return found
+            ms = row(group, step, turns.steps)
+            if turn >= turns.warm_up:
+                times.setdefault(name, []).extend(ms)
+    return times
+
+
+def from_one_instant(group: Group, step: Callable[[], object], steps: int) -> list[float]:
+    """As `in_a_row`, for ranks of one machine: milliseconds from an instant at which all ranks begin, at every step.
+
+    In a row of steps one hides the latency at the end of the one before; behind a barrier whoever leaves it first has
+    a head start, of up to a millisecond where ranks are more than cores. An instant that a rank has heard of too late
+    is told with the next one: that step does not count, and is taken again, from an instant twice as far ahead.
+    """
+    ms, ahead, late, last = list[float](), AHEAD, False, list[float]()
+    while True:
+        told = group.all_gather_object((time.monotonic(), late))
+        if any(was_late for _, was_late in told):
+            ahead *= 2
+        else:
+            ms += last
+        if len(ms) == steps:
+            return ms
+        begin = max(now for now, _ in told) + ahead
+        late = time.monotonic() > begin
+        time.sleep(max(0.0, begin - time.monotonic()))
+        step()
+        group.settle()
+        last = [1e3 * (time.monotonic() - begin)]
 
 
 def slowest(ranks: list[Times]) -> Times:

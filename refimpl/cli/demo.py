@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from refimpl import launch
+from refimpl.bench.written import writing
 from refimpl.cli import page, report
 from refimpl.cli.doctor import cores
 from refimpl.cli.options import Plan
@@ -171,7 +172,9 @@ def publish(plan: Plan, rows: list[Row], curves: Curves, facts: dict[str, Any]) 
     plan.out.mkdir(parents=True, exist_ok=True)
     files = {name: plan.out / name for name in ("report.json", "demo.png", "demo.html")}
     report.write_json(files["report.json"], facts, rows)
-    page.draw(files["demo.png"], rows, curves)
-    page.write(files["demo.html"], facts, rows, curves)
+    with writing(files["demo.png"]):
+        page.draw(files["demo.png"], rows, curves)
+    with writing(files["demo.html"]):
+        page.write(files["demo.html"], facts, rows, curves)
     for file in files.values():
         console.print(str(file), highlight=False, soft_wrap=True)

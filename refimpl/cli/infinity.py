@@ -9,7 +9,6 @@ backward and 4 written of the weights. After Rajbhandari et al. 2021, arXiv:2104
 memory that ranks share belongs to no process's limit.
 """
 
-import json
 import re
 import resource
 import shutil
@@ -28,6 +27,7 @@ from rich.table import Table
 from refimpl import launch
 from refimpl.bench.disk import Row as DiskRow
 from refimpl.bench.disk import measure as measure_disk
+from refimpl.bench.written import write_json, writing
 from refimpl.cli import options
 from refimpl.cli.train import STAGES, Task
 from refimpl.comm.group import Group
@@ -149,7 +149,8 @@ def run(ranks: int, steps: int, folder: Path, out: Path) -> int:
     fastest = max(row.MB_per_s for row in raw if row.who == "plain" and row.direction == "both")
     console.print(tabulated(lived, limit, ranks, fastest))
     report(out, lived, limit, ranks, raw)
-    draw(out / "infinity.png", lived, limit, ranks)
+    with writing(out / "infinity.png"):
+        draw(out / "infinity.png", lived, limit, ranks)
     console.print(f"{out / 'report.json'}\n{out / 'infinity.png'}")
     return 0 if [bool(one.died_of) for one in lived] == [True, True, True, False] else 1
 
@@ -197,7 +198,7 @@ def report(out: Path, lived: list[Lived], limit: int, ranks: int, disk: list[Dis
         "ways": [asdict(one) for one in lived],
         "disk": [asdict(row) for row in disk],
     }
-    (out / "report.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_json(out / "report.json", found)
 
 
 def draw(file: Path, lived: list[Lived], limit: int, ranks: int) -> None:

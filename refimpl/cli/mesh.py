@@ -5,7 +5,6 @@ cut by rows is summed in parts (`parallel/tensor.py`), and AdamW divides a gradi
 and all. BOUND is what the curves may differ by; bytes are counted on every rank and equal `refimpl.plan` exactly.
 """
 
-import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from refimpl import launch
+from refimpl.bench.written import write_json, writing
 from refimpl.cli.options import TRAIN_BYTES, check_memory
 from refimpl.cli.train import Task
 from refimpl.engine.initialize import initialize
@@ -149,8 +149,9 @@ def run(mesh: Mesh, task: Task, out: Path) -> int:
     )
     said: dict[str, Any] = {"mesh": asdict(mesh), "largest_deviation": worst, "bound": BOUND, "bytes_exact": exact}
     said |= {"one_process": alone.losses, "ranks": [asdict(r) for r in ranks]}
-    (out / "report.json").write_text(json.dumps(said, indent=1) + "\n")
-    draw(out / "mesh.png", mesh, alone, ranks)
+    write_json(out / "report.json", said)
+    with writing(out / "mesh.png"):
+        draw(out / "mesh.png", mesh, alone, ranks)
     console.print(f"{out / 'report.json'}\n{out / 'mesh.png'}")
     return 0 if worst <= BOUND and exact else 1
 

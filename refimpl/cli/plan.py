@@ -1,5 +1,6 @@
 """`refimpl plan`: layouts of a model on many GPUs. `refimpl plan activations`: what to compute again in a budget."""
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,13 @@ app = typer.Typer(help="Decide before a run: what fits, and what it costs.", inv
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
+def finite(number: float) -> float:
+    """What `min` and `max` let through is neither infinity nor NaN."""
+    if not math.isfinite(number):
+        raise typer.BadParameter(f"{number} is no finite number")
+    return number
+
+
 @app.callback()
 def plan(
     context: typer.Context,
@@ -27,8 +35,8 @@ def plan(
     gpu_memory: str = typer.Option("80GB", help="Memory of one."),
     batch: int | None = typer.Option(None, min=1, help="Sequences of a step. Default: one a GPU, or more."),
     tokens: int | None = typer.Option(None, "--context", min=1, help="Tokens in a sequence."),
-    peak: float = typer.Option(312e12, min=1, help="Operations a second that one could do (16 bit)."),
-    efficiency: float = typer.Option(0.62, min=0.01, max=1, help="Share of it that large products reach."),
+    peak: float = typer.Option(312e12, callback=finite, min=1, help="Operations a second that one could do (16 bit)."),
+    efficiency: float = typer.Option(0.62, callback=finite, min=0.01, max=1, help="Share that large products reach."),
     node: int = typer.Option(8, min=1, help="GPUs in a node."),
     node_bandwidth: str = typer.Option("240GB", help="Bytes a second between them, one way."),
     network: str = typer.Option("22GB", help="Bytes a second of a GPU to another node."),

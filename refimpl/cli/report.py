@@ -1,6 +1,5 @@
 """What the demo found: one row a strategy, as JSON and as tables for the terminal."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,6 +7,8 @@ from typing import Any
 
 from rich.table import Table
 from rich.text import Text
+
+from refimpl.bench import written
 
 Bytes = dict[str, float]  # class -> bytes per parameter
 Sent = dict[str, int]  # collective -> bytes per step and rank
@@ -30,7 +31,7 @@ class Row:
 
 def write_json(file: Path, environment: dict[str, Any], rows: Sequence[Row]) -> None:
     """{"environment": {...}, "rows": [...]}."""
-    file.write_text(json.dumps({"environment": environment, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    written.write_json(file, {"environment": environment, "rows": [asdict(row) for row in rows]})
 
 
 def verdict(row: Row) -> str:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from refimpl import launch
+from refimpl.bench.written import writing
 from refimpl.cli.options import check_picture
 from refimpl.comm.alpha_beta import AlphaBeta
 from refimpl.comm.group import Group
@@ -69,7 +70,8 @@ def run(ranks: int | None, picture: Path | None) -> None:
     if note:
         print(note)
     if picture is not None:
-        draw(found, picture)
+        with writing(picture):
+            draw(found, picture)
         print(f"written: {picture}")
 
 

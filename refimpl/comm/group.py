@@ -17,9 +17,7 @@ way.
 DeepSpeed's counterpart: deepspeed/comm/comm.py, which keeps one global backend instead.
 """
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +38,7 @@ from refimpl.comm.streams import Streams, streams_of
 from refimpl.comm.transport import Transport
 from refimpl.comm.work import Steps, Work
 from refimpl.measure.ledger import Ledger
-from refimpl.ranks import environment
+from refimpl.ranks import environment, here
 from refimpl.ranks.register import Register
 
 
@@ -76,13 +74,12 @@ class Group:
         self._line = ControlLine(handle, self.backend) if handle else None
         self.patience = Patience()
         self._half: Work | None = None  # an all-reduce whose second half is not begun
-        directory = os.environ.get("REFIMPL_BOARD")
         self.ranks = (
             dist.get_process_group_ranks(handle) if handle else [dist.get_rank() if dist.is_initialized() else 0]
         )
-        where = Path(directory or "")
+        folder = here.of_job()
         self._job_rank = self.ranks[handle.rank()] if handle else 0
-        self._board = Board(where, handle.group_name, self.ranks, handle.rank()) if handle and directory else None
+        self._board = Board(folder, handle.group_name, self.ranks, handle.rank()) if handle and folder else None
         self._register = Register.of_job()
         if self._register:
             self._register.enter()
@@ -187,15 +184,15 @@ class Group:
         board = self._board if self.size > 1 else None
         return Agreed(board, self._register, self.patience, self._job_rank, what, tag, parts)
 
-    def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "", within: str = "") -> Work:
+    def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
         """Replace x [n] by its sum, mean or maximum over ranks, the same bits on every rank. Any n; x contiguous.
 
         `async_op`: where it is composed of two halves, the second starts when it is waited for, or with the group's
-        next collective. `within`: in words, what must be equal on all ranks besides; compared as the call is, not sent.
+        next collective.
         """
         checks.reduction("all_reduce", op, x, x)
         sent = collectives.sent_in_all_reduce(x.numel(), self.rank, self.size) * x.element_size()
-        agreed = self._agreed(f"all_reduce ({op}) of {_words(x)}{within and ', in '}{within}", tag)
+        agreed = self._agreed(f"all_reduce ({op}) of {_words(x)}", tag)
         with agreed:
             steps = self.transport.all_reduce(x.detach().view(-1), op)
         return self._run("all_reduce", sent, tag, async_op, agreed.collective(steps), x)

@@ -19,13 +19,11 @@ monotonic clock, which all its processes share, as they share the file that says
     Group.world(link=Link(1e9, 100e-6)), group.throttled(Link(1e9, 100e-6, pairs=((0, 2),)))
 """
 
-import atexit
 import fcntl
 import math
 import mmap
 import os
 import re
-import shutil
 import time
 import weakref
 from collections import deque
@@ -37,9 +35,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from refimpl.comm.mapped import host
 from refimpl.comm.nodes import ranks_per_node
-from refimpl.ranks import folder
+from refimpl.ranks import here
+from refimpl.ranks.here import host
 
 VARIABLE = "REFIMPL_LINK"
 LONGEST, LEARNT = 100_000, 4  # ns of a way back from waiting that counts; so many last ones are remembered
@@ -200,15 +198,11 @@ class Words:
 
 
 def _folder() -> Path:
-    """Where the ranks of this job keep what they share about cables: the first that comes says it."""
+    """Where the ranks of this job keep what they share about cables. RuntimeError if they are on several machines."""
     store: Any = distributed_c10d._get_default_store()
     if store.add("refimpl/link/asked", 1) == 1:
-        at = os.environ.get("REFIMPL_BOARD")
-        if not at:
-            at = str(folder.make()[0])
-            atexit.register(shutil.rmtree, at, ignore_errors=True)
-        store.set("refimpl/link/at", f"{host()}\n{at}")
-    there, _, at = store.get("refimpl/link/at").decode().rpartition("\n")
-    if there != host():
+        store.set("refimpl/link/on", host())
+    where = here.of_job() or here.agreed()
+    if where is None or store.get("refimpl/link/on").decode() != host():
         raise RuntimeError(f"{VARIABLE} plays several nodes on one machine, and these ranks are on several: unset it")
-    return Path(at)
+    return where

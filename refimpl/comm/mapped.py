@@ -92,9 +92,3 @@ def of_peer(pid: int, descriptor: int, words: int) -> Mapped:
         return Mapped(mine, words)
     finally:
         os.close(mine)
-
-
-def host() -> str:
-    """What processes that find each other in /proc have in common: the running kernel, the numbering of processes."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

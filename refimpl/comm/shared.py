@@ -30,12 +30,13 @@ from torch import Tensor
 from refimpl.comm import collectives
 from refimpl.comm.board import CollectiveMismatch
 from refimpl.comm.collectives import Op, Scratch
-from refimpl.comm.mapped import Mapped, Own, Place, host, of_peer
+from refimpl.comm.mapped import Mapped, Own, Place, of_peer
 from refimpl.comm.patience import SHORT, pause
 from refimpl.comm.signals import LOOKS, Channel, Need, Watch, all_words, message_words, unsupported
 from refimpl.comm.streams import Streams
 from refimpl.comm.transport import Library
 from refimpl.comm.work import Steps
+from refimpl.ranks.here import host
 
 Shows = Generator[Need, None, Tensor | None]
 PATIENCE = 0.05  # seconds a rank sleeps before it looks whether the peer is alive

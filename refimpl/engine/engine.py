@@ -113,11 +113,16 @@ class Engine(ModuleState, Asked):
             raise
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """As the configuration says; where it says nothing, a script's own autocast around the call goes on."""
+        """As the configuration says; where it says nothing, a script's own autocast around the call goes on.
+
+        torch's cache has one rounded copy of a weight serve all products, whose gradients are then added up in 16 bits.
+        Without it (ZeRO-3) each product has a copy of its own, and they are added up in fp32: of a weight that several
+        products use the bits are those of `torch.autocast(cache_enabled=False)`. A script's own has the cache.
+        """
         asked, stage = self.config.torch_autocast, self.config.zero_optimization.stage
         if not asked.enabled:
             return nullcontext()
-        # Its cache would keep every rounded weight until forward is over, which ZeRO-3 has no memory for.
+        # The cache would keep every rounded weight until forward is over, which ZeRO-3 has no memory for.
         return torch.autocast(self.device.type, asked.dtype, cache_enabled=stage < 3)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:

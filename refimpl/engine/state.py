@@ -56,6 +56,10 @@ class TrainingState(nn.Module):
         """The torch optimizer; its parameters are this rank's fp32 shards. None in an engine for inference."""
         return self.stage.update.slices.optimizer
 
+    @optimizer.setter
+    def optimizer(self, other: Optimizer | None) -> None:
+        self.stage.optimizer = other
+
     def data_state(self) -> Any | None:
         """The position in the training data that `initialize` was given; None if there is none that could say it."""
         keeper = position_of(self.training_dataloader)

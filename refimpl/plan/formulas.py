@@ -84,7 +84,7 @@ def memory_bytes(strategy: Strategy, ranks: int, itemsize: int, layout: Layout) 
 def traffic(strategy: Strategy, ranks: int, itemsize: int, layout: Layout, micro_batches: int = 1) -> list[Sent]:
     """What rank 0 sends per step, by collective and purpose. `itemsize`: bytes of an element on the wire."""
     once = layout.padded * itemsize * (ranks - 1) // ranks
-    words = layout.parameters + 1  # fp64: of each parameter, whether any rank used it, and the sum of squares
+    words = layout.parameters + 3  # fp64: of each parameter, whether any rank used it; squares; 2 of the settings
     rank_0s = -(-words // ranks)  # those that rank 0 adds up and returns; it sends the others
     norm = Sent("all_reduce", "norm", 8 * (words - rank_0s + rank_0s * (ranks - 1)))
     if strategy == "ddp":

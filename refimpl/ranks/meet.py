@@ -2,17 +2,14 @@
 
 import datetime
 import os
-import shutil
 import socket
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from refimpl.ranks import folder
 from refimpl.ranks.allocator import keep_freed_memory
 from refimpl.ranks.environment import Place
 
@@ -45,23 +42,6 @@ def meet(place: Place, meeting: str, device: str, backend: str | None, timeout: 
         timeout=timeout,
         device_id=mine if chosen == "nccl" else None,
     )
-    _share_board(local_rank)
-
-
-def leave() -> None:
-    """Take down what `meet` put up on this machine."""
-    if os.environ.get("LOCAL_RANK") == "0":
-        shutil.rmtree(os.environ["REFIMPL_BOARD"], ignore_errors=True)
-
-
-def _share_board(local_rank: int) -> None:
-    """Agree on a folder in which the ranks of this machine see each other's calls (see `refimpl.comm.board`)."""
-    folders: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(folders, str(folder.make()[0]) if local_rank == 0 else "")
-    os.environ["REFIMPL_BOARD"] = next(name for name in folders if name and os.path.isdir(name))
-    folder.hold(Path(os.environ["REFIMPL_BOARD"]))  # until this process ends
-    # Nobody leaves, and takes the folder away, before all have found it.
-    dist.all_gather_object(folders, os.environ["REFIMPL_BOARD"])
 
 
 def _on_this_machine(place: Place, store: Store) -> tuple[int, int]:

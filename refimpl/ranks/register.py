@@ -11,6 +11,7 @@ map, and how it leaves:
 Bytes: 16 a rank. The folder may be gone by then, with the rank that made it; what is mapped stays.
 """
 
+import atexit
 import mmap
 import os
 import select
@@ -20,6 +21,8 @@ from functools import cache
 from pathlib import Path
 
 import torch.distributed as dist
+
+from refimpl.ranks import here
 
 HERE, WAITED, LEFT = range(3)
 SOON = 500  # ms: a process that is killed closes its connections a little before it has ended
@@ -39,19 +42,21 @@ class Register:
     @classmethod
     def of_job(cls) -> "Register | None":
         """This rank's in the job that it has joined, if there is one and its folder is still there."""
-        directory = os.environ.get("REFIMPL_BOARD")
-        if not directory or not dist.is_initialized():
+        directory = here.of_job()
+        if directory is None or not dist.is_initialized():
             return None
-        return cls._mapped(Path(directory), dist.get_world_size(), dist.get_rank())
+        return cls._mapped(directory, dist.get_world_size(), dist.get_rank())
 
     @classmethod
     @cache
     def _mapped(cls, directory: Path, ranks: int, me: int) -> "Register | None":
         """Once a job: each of its groups asks."""
         try:
-            return cls(directory, ranks, me)
+            mine = cls(directory, ranks, me)
         except FileNotFoundError:
             return None
+        atexit.register(mine.leave)
+        return mine
 
     def enter(self) -> None:
         """This rank is here, whatever it said before."""
@@ -62,8 +67,8 @@ class Register:
         self._write(WAITED)
 
     def leave(self) -> None:
-        """It leaves."""
-        if self._entry(self.me)[1] == HERE:
+        """It leaves. A process that it has forked does not."""
+        if self._entry(self.me) == (os.getpid(), HERE):
             self._write(LEFT)
 
     def left(self) -> tuple[list[int], list[int]]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from refimpl.ranks import folder
+from refimpl.ranks import folder, here
 from refimpl.ranks.environment import without_place
 from refimpl.ranks.errors import Failed, RankError, RankTimeout, end_of_grace, failed
 from refimpl.ranks.meet import devices_of
@@ -67,8 +67,7 @@ class World:
         directory, handle = folder.make()
         self._let_go = weakref.finalize(self, os.close, handle)
         environment = _environment(ranks, threads)
-        if compare:
-            environment["REFIMPL_BOARD"] = str(directory)
+        environment[here.VARIABLE] = str(directory) if compare else ""
         self.setup = Setup(ranks, backend, devices, threads, directory, environment, keep_settings)
         self.alive = True  # until stopped
         self.idle = False  # every rank waits for the next call

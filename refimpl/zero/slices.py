@@ -26,6 +26,7 @@ from torch import Tensor, nn, optim
 from refimpl.optim.travelling import Travelling
 from refimpl.zero.flat import ALIGN, Bucket
 from refimpl.zero.parameter import DATA, GRAD
+from refimpl.zero.settings import Settings, settings
 
 ELEMENTWISE = (
     optim.AdamW, optim.Adam, optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam,
@@ -230,11 +231,9 @@ class Slices:
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in options]
 
-    def rates(self) -> str:
-        """The learning rate of each group, in words. With another one on one rank the weights would part."""
-        given = [group.get("lr") for group in (self.optimizer.param_groups if self.optimizer else ())]
-        rates = [str(lr) for lr in given if isinstance(lr, int | float)]  # no wait for a GPU
-        return f"a step with lr {', '.join(rates)}, which must be equal on all ranks" if rates else ""
+    def settings_in_words(self) -> Settings:
+        """The same, as far as it must be equal on all ranks; without waiting for a GPU."""
+        return settings(self.optimizer, self.kind, waits=False)
 
     def step_inside(self, bucket: Bucket, start: int, end: int, settings: list[dict[str, Any]]) -> None:
         """The optimizer's own step, of the slices there alone, with these settings. Its step hooks run each time."""

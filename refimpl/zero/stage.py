@@ -381,6 +381,10 @@ class Stage(Changing, ByName, Held, ABC):
         assert self.update.slices.optimizer is not None
         return self.update.slices.optimizer
 
+    @optimizer.setter
+    def optimizer(self, other: optim.Optimizer | None) -> None:
+        start.refuse_other_optimizer(self.update.slices.optimizer, other)
+
     def refuse_without_optimizer(self) -> None:
         if self.update.slices.optimizer is None:
             raise RuntimeError(

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from itertools import zip_longest
 
 import torch
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.comm.group import Group
 from refimpl.zero.experts import apart
 from refimpl.zero.gradients import Gradients
 from refimpl.zero.parameter import DATA, Freed, Managed, stage_of
+from refimpl.zero.settings import settings
 
 
 @torch.no_grad()
@@ -66,7 +67,8 @@ def refuse_different(
     With another learning rate on one rank the weights of DDP would part. A collective; a few bytes, as long as all is
     well. ValueError on every rank. torch: DDP's `_verify_param_shape_across_processes`, which knows shapes alone.
     """
-    mine = [(name, *described(p, in_group.get(p))) for name, p in params.items()], options(optimizer)
+    given = settings(optimizer, type(optimizer))
+    mine = [(name, *described(p, in_group.get(p))) for name, p in params.items()], [(*k, v) for k, v in given.items()]
     if len(set(group.all_gather_object(zlib.crc32(repr(mine).encode())))) == 1:
         return
     first, *others = group.all_gather_object(mine)
@@ -84,18 +86,6 @@ def described(p: nn.Parameter, number: int | None) -> tuple[str, str, str]:
     """Shape, dtype and what becomes of it, in words."""
     trained = f"in the optimizer's group {number}" if number is not None and p.requires_grad else "not trained"
     return str(list(p.shape)), str(p.dtype), trained
-
-
-def options(optimizer: optim.Optimizer | None) -> list[tuple[str, ...]]:
-    """The numbers and words in the optimizer's groups, in words."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [
-        (f"{type(optimizer).__name__}, group {i}:", key, str(value.tolist() if isinstance(value, Tensor) else value))
-        for i, group in enumerate(groups)
-        for key, value in group.items()
-        if isinstance(value, int | float | str | Tensor)
-        or (isinstance(value, tuple | list) and all(isinstance(x, int | float) for x in value))
-    ]
 
 
 def refuse_unfit(model: nn.Module, names: dict[nn.Parameter, str]) -> None:
@@ -133,6 +123,16 @@ def refuse_replaced(model: nn.Module, names: dict[nn.Parameter, str], gradients:
         raise RuntimeError(
             f"{', '.join(gone)}: replaced in the model since the stage was built, so the new tensor is not trained. "
             "Copy values in place (p.copy_ under torch.no_grad), or build the stage after the change"
+        )
+
+
+def refuse_other_optimizer(mine: optim.Optimizer | None, other: optim.Optimizer | None) -> None:
+    """What is assigned in its place would never be asked to step. (DeepSpeed takes it, without its shards.)"""
+    if other is not mine:
+        raise AttributeError(
+            "optimizer: it cannot be replaced, as its state is of this rank's slices of the model. For another rate, "
+            "decay or betas set engine.optimizer.param_groups on every rank; for another optimizer engine.destroy(), "
+            "and initialize(model=..., optimizer=...) anew (of a stage: release(), and build another)"
         )
 
 

@@ -24,6 +24,7 @@ from refimpl.zero.beyond import Beyond
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
 from refimpl.zero.owing import Owing
+from refimpl.zero.settings import WORDS, Settings, are_equal, checksum, difference
 from refimpl.zero.slices import Slices
 from refimpl.zero.whole_squares import WholeSquares
 
@@ -161,6 +162,8 @@ class Update:
     ) -> tuple[float, set[nn.Parameter]]:
         """What all ranks must know of the step, in one message: the sum of squares, and what no rank has used.
 
+        And whether their optimizers have the same settings, ValueError if not.
+
         `exact`: squared in fp64, three times the time. Then nothing overflows, and the norm rounds to the same fp32
         number however the parameters are cut: clipping keeps the stages equal bit for bit.
         """
@@ -168,7 +171,8 @@ class Update:
         for bucket in self.owned:
             members.setdefault(bucket.group, []).extend(bucket.params)
         params = members.pop(self.group)
-        message = told([0.0, *(p not in used for p in params)], torch.float64, self.group.device)
+        given = self.slices.settings_in_words()
+        message = told([0.0, *checksum(given), *(p not in used for p in params)], torch.float64, self.group.device)
         known = self.resting.squares if self.resting else {}
         for bucket, gradient in gradients.items():
             everywhere = self.averaged and gradient.numel() == bucket.padded  # then each rank counts a part
@@ -179,19 +183,32 @@ class Update:
                 message[0] -= sum(sum_of_squares(copy, exact) for copy in self.beyond.copies(bucket, seen))
         if not self.averaged:
             message[0] /= self.group.size
-        self.group.all_reduce(message, "sum", tag="norm", within=self.slices.rates())
+        self.group.all_reduce(message, "sum", tag="norm")
         self.group.settle()
         ranks = self.group.size
         if self.across is not None:  # which has the same gradients, and may have used other parameters
             self.across.all_reduce(message[1:], "sum", tag="norm")
             self.across.settle()
             ranks *= self.across.size
-        squares, *unused = message.tolist()
+        squares, *counts = message.tolist()
+        sums, unused = counts[:WORDS], counts[WORDS:]
+        if not are_equal(sums, ranks):
+            self._refuse_parted(given)
         squares = self.beyond.all_squares(squares) if self.beyond else squares
         left_alone = {p for p, missed in zip(params, unused, strict=True) if missed == ranks}
         for group, experts in members.items():
             left_alone |= unused_by_all(group, experts, used)
         return squares, left_alone
+
+    def _refuse_parted(self, given: Settings) -> None:
+        """ValueError on every rank, before anything is updated. A collective."""
+        of_ranks = dict(zip(self.group.ranks, self.group.all_gather_object(given), strict=True))
+        for others in self.across.all_gather_object(of_ranks) if self.across is not None else ():
+            of_ranks |= others
+        raise ValueError(
+            f"{self.stage}, step {self.steps}: {difference(of_ranks)}, and the weights would part; nothing is updated. "
+            "Set it alike on every rank; a schedule that follows the loss needs its mean over all ranks"
+        )
 
     def _warn(self, was_finite: bool) -> None:
         """Say that a step is skipped, at the 1st, 2nd, 4th, 8th, ... time. A scale on its way down skips by design."""

@@ -1,6 +1,7 @@
 """The command line: lists after an option, counts such as 25M, the table, and the report's shape."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,5 +159,22 @@ def test_a_report_holds_no_nan(tmp_path: Path) -> None:
         ms: float
 
     file = tmp_path / "report.json"
-    publish("A race", ("who",), [[Row("nobody", float("nan"))]], file)
-    assert json.loads(file.read_text(), parse_constant=pytest.fail)["rows"] == [{"who": "nobody", "ms": None}]
+    publish("A race", ("who",), [[Row("nobody", float("nan")), Row("all", math.inf)]], file)
+    rows = json.loads(file.read_text(), parse_constant=pytest.fail)["rows"]
+    assert rows == [{"who": "nobody", "ms": None}, {"who": "all", "ms": None}]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ("one-bit --ranks 1 --optimizer AdamW --steps 1 --width 8 --layers 1 --context 8 --json", "| - |"),
+        ("overlap --bucket 20K --width 8 --layers 1 --context 8 --turns 1 --json", "best bucket size"),
+        ("overlap --bucket 20K --width 8 --layers 1 --context 8 --turns 1 --trace", "best bucket size"),
+    ],
+)
+def test_a_full_disk_is_one_line_and_the_tables_stay(options: str, shown: str) -> None:
+    result = CliRunner().invoke(app, [*options.split(), "/dev/full"])
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1), result.output
+    assert result.stderr == "/dev/full: cannot be written: No space left on device; what is printed above is all\n"
+    assert shown in result.stdout

@@ -1,14 +1,18 @@
 """Turns alternate, warm-up is left out, the slowest rank counts, and the huge-page world really has huge pages."""
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import worlds
 
 from refimpl import launch
-from refimpl.bench.race import HUGE_PAGES, Turns, both_worlds, huge_pages, race, slowest
+from refimpl.bench.race import AHEAD, HUGE_PAGES, Turns, both_worlds, from_one_instant, huge_pages, race, slowest
 from refimpl.comm.group import Group
 
 PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -23,6 +27,34 @@ def test_contestants_alternate() -> None:
     times = race(Group(None), {"a": contestant("a"), "b": contestant("b")}, Turns(turns=2, steps=3, warm_up=1))
     assert order == ["a"] * 3 + ["b"] * 3 + ["a"] * 3 + ["b"] * 3 + ["a"] * 3 + ["b"] * 3
     assert {name: len(ms) for name, ms in times.items()} == {"a": 6, "b": 6}
+
+
+class Absent(Group):
+    """Its last rank hears what all have said only when the instant is over, twice."""
+
+    times = 2
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        said = super().all_gather_object(obj)
+        if self.times and self.rank == self.size - 1:
+            self.times -= 1
+            while time.monotonic() < max(now for now, _ in said) + 3 * AHEAD:
+                pass
+        return said
+
+
+def taken(kind: type[Group]) -> tuple[int, int]:
+    """Steps taken, and steps that count."""
+    steps: list[int] = []
+    times = race(kind(dist.group.WORLD), {"a": lambda: steps.append(0)}, Turns(1, 2, warm_up=0), from_one_instant)
+    return len(steps), len(times["a"])
+
+
+def test_a_step_that_a_rank_began_late_is_taken_again_by_all() -> None:
+    together, *others = worlds.run(taken, Absent, ranks=3)
+    assert others == [together] * 2
+    assert together[0] >= 4
+    assert together[1] == 2
 
 
 def test_slowest_rank_of_each_step() -> None:
@@ -58,9 +90,9 @@ def huge_kilobytes() -> int:
 
 @pytest.mark.skipif(not PAGES.exists() or "[madvise]" not in PAGES.read_text(), reason="huge pages are not on request")
 def test_one_world_has_huge_pages_and_the_other_has_not() -> None:
-    worlds = dict(both_worlds(huge_kilobytes, ranks=2))
-    assert worlds["plain"] == [0, 0]
-    assert all(kilobytes > 32_000 for kilobytes in worlds["huge"])
+    pages = dict(both_worlds(huge_kilobytes, ranks=2))
+    assert pages["plain"] == [0, 0]
+    assert all(kilobytes > 32_000 for kilobytes in pages["huge"])
 
 
 def test_rounds_alternate_between_worlds() -> None:

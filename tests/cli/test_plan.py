@@ -46,6 +46,15 @@ def test_refused_in_one_line(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", ["--peak", "--efficiency"])
+@pytest.mark.parametrize("number", ["inf", "nan"])
+def test_numbers_that_are_none_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, number: str
+) -> None:
+    assert refimpl_command(monkeypatch, "plan", "--params", "7B", option, number) == 2
+    assert re.fullmatch(f"refimpl plan: .*'{option}'.*\n", capsys.readouterr().err)
+
+
 def test_layouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert refimpl_command(monkeypatch, "plan", "--params", "7B", "--gpus", "64", "--top", "3") == 0

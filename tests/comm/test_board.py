@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from pairs import pairwise
 
 from refimpl import launch
 from refimpl.comm.board import KEPT, Board, Call, Channel, CollectiveMismatch
@@ -341,9 +342,11 @@ def test_under_torchrun_who_waits_for_a_rank_that_left_says_in_which_call(tmp_pa
     assert "rank 1: no call yet" in err
 
 
-def two_engines(transport: str) -> None:
+def two_engines(transport: str, joined_by: str) -> None:
     """Two groups of the same ranks, as two engines have them, used in another order on rank 0, at last."""
     os.environ["REFIMPL_TRANSPORT"] = transport
+    if joined_by == "torch":
+        del os.environ["REFIMPL_BOARD"]
     groups = [Group.world(), Group.world()]
     for group in groups:
         group.all_reduce(torch.ones(8), tag="norm")
@@ -351,12 +354,13 @@ def two_engines(transport: str) -> None:
         group.all_reduce(torch.ones(8), tag="norm")
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_calls_of_two_groups_of_the_same_ranks_do_not_meet(ranks: int, transport: str):
+@pytest.mark.parametrize(
+    ("transport", "ranks", "joined_by"), pairwise(["shared", "gloo"], [2, 3], ["our launcher", "torch"])
+)
+def test_calls_of_two_groups_of_the_same_ranks_do_not_meet(transport: str, ranks: int, joined_by: str):
     """They would wait for ever in memory that is shared, and be added up over gloo: both calls look alike."""
     with pytest.raises(launch.RankError, match="ranks called collectives of different groups") as caught:
-        run(two_engines, transport, ranks=ranks)
+        run(two_engines, transport, joined_by, ranks=ranks)
     assert isinstance(caught.value.__cause__, CollectiveMismatch)
     said = re.findall(r"rank \d: (.*) at .*:\d+, in the group of call (\d+), .* at ", str(caught.value.__cause__))
     assert {call for call, _ in said} == {"all_reduce (sum) of 8 float32, tag 'norm'"}

@@ -28,6 +28,19 @@ class Net(nn.Module):
         return self.down(self.norm(x).relu()).float().square().mean()
 
 
+class Tied(Net):
+    """One weight in two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mid, self.again = nn.Linear(9, 9, bias=False), nn.Linear(9, 9, bias=False)
+        self.again.weight = self.mid.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(torch.bfloat16)
+        return self.down(self.again(self.mid(self.norm(self.up(x))).tanh()).tanh()).float().square().mean()
+
+
 def config(stage: int, dtype: str, **more: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
@@ -43,12 +56,14 @@ def rows(step: int, rank: int) -> Tensor:
     return torch.randn(2, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def trained(stage: int, dtype: str, plain: bool) -> list[Tensor]:
-    """The weights after a few steps; `plain`: loss.backward() in place of the engine's."""
+def trained(stage: int, dtype: str, plain: bool, net: type[Net] = Net, script: bool = False) -> list[Tensor]:
+    """The weights after a few steps; `plain`: loss.backward() in place of the engine's, `script`: its own autocast."""
     torch.manual_seed(0)
-    engine, *_ = refimpl.initialize(model=Net(), config=config(stage, dtype))
+    more = {"torch_autocast": {"enabled": False}} if script else {}
+    engine, *_ = refimpl.initialize(model=net(), config=config(stage, dtype) | more)
     for step in range(STEPS):
-        loss = engine(rows(step, engine.global_rank))
+        with torch.autocast("cpu", getattr(torch, dtype), enabled=script):
+            loss = engine(rows(step, engine.global_rank))
         engine.scale(loss).backward() if plain else engine.backward(loss)
         engine.step()
     assert engine.module.seen == [getattr(torch, dtype)] * STEPS
@@ -57,16 +72,16 @@ def trained(stage: int, dtype: str, plain: bool) -> list[Tensor]:
         return [p.detach().clone() for p in engine.module.parameters()]
 
 
-def by_torch(ranks: int, dtype: str) -> list[Tensor]:
+def by_torch(ranks: int, dtype: str, net: type[Net] = Net, cache: bool = True) -> list[Tensor]:
     """One process; a product by a scale and its inverse, powers of two, changes no bit of these gradients."""
     torch.manual_seed(0)
-    model = Net()
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scale = 2.0**16 if dtype == "float16" else 1.0
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank in range(ranks):
-            with torch.autocast("cpu", getattr(torch, dtype)):
+            with torch.autocast("cpu", getattr(torch, dtype), cache_enabled=cache):
                 loss = model(rows(step, rank))
             (loss * scale).backward()
         for p in model.parameters():
@@ -85,6 +100,16 @@ def test_as_torchs_own_autocast(stage: int, ranks: int, dtype: str, plain: bool)
     for found in worlds.run(trained, stage, dtype, plain, ranks=ranks):
         for mine, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("stage", "script", "cache"), [(1, False, True), (3, False, False), (3, True, True)])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_weight_of_two_products_is_torchs_bit_for_bit(stage: int, script: bool, cache: bool, ranks: int) -> None:
+    """With the cache its two gradients are added up in 16 bits, without it in fp32."""
+    wanted = by_torch(ranks, "bfloat16", Tied, cache)
+    assert not all(map(torch.equal, wanted, by_torch(ranks, "bfloat16", Tied, not cache))), "the ways do not differ"
+    for found in worlds.run(trained, stage, "bfloat16", False, Tied, script, ranks=ranks):
+        assert all(map(torch.equal, found, wanted))
 
 
 def test_off_a_scripts_own_autocast_goes_on() -> None:

@@ -337,3 +337,29 @@ def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(stage: int
 def test_what_is_no_module_is_refused(model: Any, said: str) -> None:
     with pytest.raises(TypeError, match=rf"model must be a torch\.nn\.Module, not {said}"):
         refimpl.initialize(model=model, config=config(0))
+
+
+def another_optimizer(stage: int) -> dict[str, Tensor] | None:
+    """An engine takes no other optimizer; the way that its error names trains on from the same weights."""
+    engine, *_ = refimpl.initialize(model=Net(), config=config(stage))
+    engine.optimizer = engine.optimizer  # as a helper does that gives back what it was given
+    before = weights_of(engine)
+    for other in (torch.optim.SGD([torch.zeros(1)], lr=0.1), None):
+        with pytest.raises(AttributeError, match=r"cannot be replaced.*param_groups.*engine\.destroy\(\)"):
+            engine.optimizer = other
+        with pytest.raises(AttributeError, match="cannot be replaced"):
+            engine.stage.optimizer = other
+    engine.destroy()
+    settings = {key: value for key, value in config(stage).items() if key != "optimizer"}
+    sgd = torch.optim.SGD(engine.module.parameters(), lr=0.0)
+    anew, *_ = refimpl.initialize(model=engine.module, optimizer=sgd, config=settings)
+    anew.backward(anew(batch(anew.group.rank, 0, 0)))
+    anew.step()
+    after = weights_of(anew)
+    assert before is None or after is None or all(torch.equal(after[name], w) for name, w in before.items())
+    return after
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_another_optimizer_is_another_engine(stage: int) -> None:
+    assert worlds.run(another_optimizer, stage, ranks=2)[0] is not None

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from worlds import run
 
 from refimpl.comm.group import Group
 from refimpl.launch import RankError
+from refimpl.zero.stage import Stage
 
 DIFFERENT = {
     "shape": r"rank 0: 0\.weight \[7, 5\] .*; rank 1: 0\.weight \[8, 5\]",
@@ -61,23 +63,49 @@ def test_different_models_are_refused_on_every_rank(stage: str, how: str, ranks:
     assert re.search(DIFFERENT[how], texts[0]), texts[0]
 
 
-def with_a_rate_of_its_own(stage: str) -> None:
-    """As ReduceLROnPlateau does it with a loss of this rank's own."""
+CHANGED: dict[str, tuple[Any, str]] = {
+    "lr": (5e-4, r"0\.0005"),
+    "betas": ((0.8, 0.999), r"\(0\.8, 0\.999\)"),
+    "weight_decay": (float("nan"), "nan"),
+    "eps": (torch.tensor(0.5), r"0\.5"),
+}
+
+
+def kept(stage: Stage) -> list[Tensor]:
+    return [*stage.update.masters.values(), *stage.update.state()]
+
+
+def with_a_setting_of_its_own(stage: str, key: str) -> str:
+    """As ReduceLROnPlateau does it to the rate with a loss of this rank's own. Set alike it trains on."""
     group, model = Group.world(), model_of("", False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-    STAGES[stage](model, optimizer, group)
-    for step in range(3):
-        if step == 2 and group.rank == group.size - 1:
-            optimizer.param_groups[0]["lr"] = 0.0005
+    built = STAGES[stage](model, optimizer, group)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1)
+    for own in (0, float("nan")):
+        optimizer.param_groups[0]["a number of the script's own"] = own
         model(torch.ones(2, 5)).sum().backward()
         optimizer.step()
-        optimizer.zero_grad()
+        schedule.step()
+    usual, before = optimizer.param_groups[0][key], [t.clone() for t in kept(built)]
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.param_groups[0][key] = CHANGED[key][0] if group.rank == group.size - 1 else usual
+    with pytest.raises(ValueError, match=r"step 3: AdamW, group 0: ") as told:
+        optimizer.step()
+    assert all(map(torch.equal, kept(built), before)), "something was updated"
+    optimizer.param_groups[0][key] = usual
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["step"] == 3
+    return str(told.value)
 
 
-@pytest.mark.parametrize(("stage", "ranks"), pairwise(list(STAGES), [2, 3]))
-def test_a_rate_that_changes_on_one_rank_is_told_before_the_weights_part(stage: str, ranks: int) -> None:
-    with pytest.raises(RankError, match=r"rank \d: all_reduce \(sum\) of .* in a step with lr 0\.0005, .*'norm'"):
-        run(with_a_rate_of_its_own, stage, ranks=ranks)
+@pytest.mark.parametrize(("stage", "key", "ranks"), pairwise(list(STAGES), list(CHANGED), [2, 3]))
+def test_a_setting_that_changes_on_one_rank_is_told_on_all_before_the_weights_part(
+    stage: str, key: str, ranks: int
+) -> None:
+    texts = run(with_a_setting_of_its_own, stage, key, ranks=ranks)
+    assert len(set(texts)) == 1
+    here, there = ("0" if ranks == 2 else "0, 1"), ranks - 1
+    assert re.search(rf"group 0: {key} is not .* \(rank {here}: .*; rank {there}: {CHANGED[key][1]}\)", texts[0]), texts
 
 
 class Neighbours(nn.Module):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ SYNCS = 1  # times a step that the host asks the device for a value: norm and un
 @contextmanager
 def pretended(rank: int) -> Iterator[int]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
-    yield 8
+    with patch("refimpl.zero.update.checksum", lambda _: [0.0, 0.0]):  # nobody else adds its own to the sums
+        yield 8
     dist.destroy_process_group()
 
 
