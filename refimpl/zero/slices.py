@@ -230,12 +230,6 @@ class Slices:
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in options]
 
-    def rates(self) -> str:
-        """The learning rate of each group, in words. With another one on one rank the weights would part."""
-        given = [group.get("lr") for group in (self.optimizer.param_groups if self.optimizer else ())]
-        rates = [str(lr) for lr in given if isinstance(lr, int | float)]  # no wait for a GPU
-        return f"a step with lr {', '.join(rates)}, which must be equal on all ranks" if rates else ""
-
     def step_inside(self, bucket: Bucket, start: int, end: int, settings: list[dict[str, Any]]) -> None:
         """The optimizer's own step, of the slices there alone, with these settings. Its step hooks run each time."""
         assert self.optimizer is not None

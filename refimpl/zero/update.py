@@ -20,6 +20,7 @@ from torch import Tensor, nn, optim
 from refimpl.comm.group import Group
 from refimpl.comm.streams import told
 from refimpl.optim.loss_scale import LossScaler
+from refimpl.zero import alike
 from refimpl.zero.beyond import Beyond
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
@@ -61,6 +62,7 @@ class Update:
         self.gone: set[Bucket] = set()  # what rests elsewhere gets its gradients later, see `OffloadedUpdate`
         self.handed: dict[Bucket, tuple[Tensor, float, set[nn.Parameter]]] = {}
         self.owned: dict[Bucket, Tensor] = {}
+        self.whole: list[Bucket] = []  # those whose parameters are the same on every rank
         self.masters: dict[Bucket, Tensor] = {}  # fp32; the owned slice itself where that is fp32
         self.left_alone: set[nn.Parameter] = set()  # what the last step has not changed, as no rank has used it
         self.grad_norm: float | None = None
@@ -73,6 +75,8 @@ class Update:
     def add(self, owned: dict[Bucket, Tensor]) -> None:
         """Update these too."""
         self.owned |= owned
+        if self.group.size > 1 and not self.config.delayed_update:  # which may be under way when a step begins
+            self.whole += [b for b in owned if b.group is self.group and not b.is_cut]
         fresh = {bucket: master_of(bucket, mine) for bucket, mine in owned.items()} if self.slices.optimizer else {}
         self.masters |= fresh
         self.slices.add(fresh)
@@ -179,7 +183,9 @@ class Update:
                 message[0] -= sum(sum_of_squares(copy, exact) for copy in self.beyond.copies(bucket, seen))
         if not self.averaged:
             message[0] /= self.group.size
-        self.group.all_reduce(message, "sum", tag="norm", within=self.slices.rates())
+        self.group.all_reduce(
+            message, "sum", tag="norm", within=alike.words(self.slices.optimizer, self.whole, self.steps)
+        )
         self.group.settle()
         ranks = self.group.size
         if self.across is not None:  # which has the same gradients, and may have used other parameters

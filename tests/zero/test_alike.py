@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -61,23 +62,48 @@ def test_different_models_are_refused_on_every_rank(stage: str, how: str, ranks:
     assert re.search(DIFFERENT[how], texts[0]), texts[0]
 
 
-def with_a_rate_of_its_own(stage: str) -> None:
+def with_a_rate_of_its_own(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """As ReduceLROnPlateau does it with a loss of this rank's own."""
+    optimizer.param_groups[0]["lr"] = 0.0005
+
+
+def with_betas_of_its_own(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    optimizer.param_groups[0]["betas"] = (0.5, 0.5)
+
+
+def with_weights_of_its_own(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """As `if rank == 0: model.load_state_dict(...)` behind the stage does it."""
+    model.load_state_dict({name: w + 1 for name, w in model.state_dict().items()})
+
+
+def changed_on_one_rank(stage: str, change: Callable[[torch.optim.Optimizer, nn.Module], None]) -> None:
     group, model = Group.world(), model_of("", False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     STAGES[stage](model, optimizer, group)
-    for step in range(3):
-        if step == 2 and group.rank == group.size - 1:
-            optimizer.param_groups[0]["lr"] = 0.0005
+    for step in range(5):
+        if step == 3 and group.rank == group.size - 1:
+            change(optimizer, model)
         model(torch.ones(2, 5)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("stage", "ranks"), pairwise(list(STAGES), [2, 3]))
-def test_a_rate_that_changes_on_one_rank_is_told_before_the_weights_part(stage: str, ranks: int) -> None:
-    with pytest.raises(RankError, match=r"rank \d: all_reduce \(sum\) of .* in a step with lr 0\.0005, .*'norm'"):
-        run(with_a_rate_of_its_own, stage, ranks=ranks)
+RATE = with_a_rate_of_its_own, r"lr 0\.0005, betas"
+BETAS = with_betas_of_its_own, r"lr 0\.001, betas \(0\.5, 0\.5\), "
+WEIGHTS = with_weights_of_its_own, r".*weights of checksum -?\d+, "
+APART = [
+    *((*pair, *RATE) for pair in pairwise(list(STAGES), [2, 3])),
+    *(("ddp", 2, *BETAS), ("zero3", 3, *BETAS)),
+    *(("ddp", 3, *WEIGHTS), ("zero1", 2, *WEIGHTS), ("zero2", 3, *WEIGHTS)),  # of ZeRO-3 a rank has a part alone
+]
+
+
+@pytest.mark.parametrize(("stage", "ranks", "change", "told"), APART)
+def test_what_changes_on_one_rank_is_told_before_the_weights_part(
+    stage: str, ranks: int, change: Callable[[torch.optim.Optimizer, nn.Module], None], told: str
+) -> None:
+    with pytest.raises(RankError, match=rf"rank \d: all_reduce \(sum\) of .* in a step with {told}.*'norm'"):
+        run(changed_on_one_rank, stage, change, ranks=ranks)
 
 
 class Neighbours(nn.Module):
