@@ -33,6 +33,11 @@ PARTED = (
     "the norm of this gradient would be of this rank's part of the model: set gradient_clipping in the configuration, "
     "or ZeroConfig.gradient_clipping; engine.get_global_grad_norm() is of all parts"
 )
+NO_GRAD_SCALER = (
+    "torch.amp.GradScaler looks for overflow on this rank alone, so ranks would skip different steps. Leave it out "
+    "(GradScaler(enabled=False)) and give the stage a scaler: Zero2(model, optimizer, scaler=DynamicLossScaler()), "
+    "with stage.backward(loss) or stage.scale(loss).backward()"
+)
 NORMS = (torch.linalg.vector_norm, torch.norm, torch._foreach_norm, Tensor.norm)
 
 
@@ -232,6 +237,8 @@ class GradientShard(Tensor):
                 return grad
             if func in (aten.detach.default, aten.alias.default):
                 return grad
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            raise RuntimeError(NO_GRAD_SCALER)
         shard = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, GradientShard))
         raise NotImplementedError(
             f"{func} on the gradient of {shard.label}: this rank has 1/N of it. stage.clip_grad_norm_(limit) clips, "

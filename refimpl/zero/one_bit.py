@@ -165,6 +165,7 @@ class OneBitUpdate(Update):
 
     def add(self, owned: dict[Bucket, Tensor]) -> None:
         super().add(owned)
+        self.whole = []  # between two meetings each rank's weights may be its own
         self.means.add(self.slices, owned)
 
     @property

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, optim
 
 from refimpl.optim.loss_scale import DynamicLossScaler
+from refimpl.zero.grad_view import NO_GRAD_SCALER
 from refimpl.zero.norm import GradNorm, shown
 
 if TYPE_CHECKING:
@@ -108,22 +109,22 @@ class Owned(optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What torch.amp.GradScaler asks before it steps."""
-        raise RuntimeError(
-            f"torch.amp.GradScaler looks for overflow on this rank alone, and {type(self.stage).__name__} shards: "
-            "ranks would skip different steps. Leave it out (GradScaler(enabled=False)) and give the stage a scaler: "
-            f"{type(self.stage).__name__}(model, optimizer, scaler=DynamicLossScaler()), with stage.backward(loss) or "
-            "stage.scale(loss).backward()"
+        raise RuntimeError(NO_GRAD_SCALER)
+
+
+def refuse_taken(optimizer: optim.Optimizer | None) -> None:
+    """ValueError if it is a stage's already: what it holds are slices, of no model's parameters."""
+    if isinstance(optimizer, Owned):
+        raise ValueError(
+            f"this {type(optimizer).__name__} belongs to {type(optimizer.stage).__name__} already: make an optimizer "
+            "for each stage, put the models in one nn.ModuleList under one stage, or release() that one first (an "
+            "engine's destroy())"
         )
 
 
 def take_over(optimizer: optim.Optimizer, stage: "Stage") -> None:
-    """From now on `optimizer` is the stage's. ValueError if it is another's already."""
+    """From now on `optimizer` is the stage's."""
     kind = type(optimizer)
-    if isinstance(optimizer, Owned):
-        raise ValueError(
-            f"this {kind.__name__} belongs to {type(optimizer.stage).__name__} already: make an optimizer for each "
-            "stage, or put the models in one nn.ModuleList under one stage"
-        )
     vars(optimizer).pop("step", None)  # a schedule that was made before wrapped it
     optimizer.__class__ = type(kind.__name__, (Owned, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     optimizer.stage = stage  # type: ignore[attr-defined]

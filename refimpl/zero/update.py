@@ -20,6 +20,7 @@ from torch import Tensor, nn, optim
 from refimpl.comm.group import Group
 from refimpl.comm.streams import told
 from refimpl.optim.loss_scale import LossScaler
+from refimpl.zero.alike import weights
 from refimpl.zero.beyond import Beyond
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
@@ -62,6 +63,7 @@ class Update:
         self.gone: set[Bucket] = set()  # what rests elsewhere gets its gradients later, see `OffloadedUpdate`
         self.handed: dict[Bucket, tuple[Tensor, float, set[nn.Parameter]]] = {}
         self.owned: dict[Bucket, Tensor] = {}
+        self.whole: list[Bucket] = []  # those whose parameters are the same on every rank
         self.masters: dict[Bucket, Tensor] = {}  # fp32; the owned slice itself where that is fp32
         self.left_alone: set[nn.Parameter] = set()  # what the last step has not changed, as no rank has used it
         self.grad_norm: float | None = None
@@ -74,6 +76,8 @@ class Update:
     def add(self, owned: dict[Bucket, Tensor]) -> None:
         """Update these too."""
         self.owned |= owned
+        if self.group.size > 1 and not self.config.delayed_update:  # which may be under way when a step begins
+            self.whole += [b for b in owned if b.group is self.group and not b.is_cut]
         fresh = {bucket: master_of(bucket, mine) for bucket, mine in owned.items()} if self.slices.optimizer else {}
         self.masters |= fresh
         self.slices.add(fresh)
@@ -171,7 +175,7 @@ class Update:
         for bucket in self.owned:
             members.setdefault(bucket.group, []).extend(bucket.params)
         params = members.pop(self.group)
-        given = self.slices.settings_in_words()
+        given = self.slices.settings_in_words() | weights(self.whole, self.steps)
         message = told([0.0, *checksum(given), *(p not in used for p in params)], torch.float64, self.group.device)
         known = self.resting.squares if self.resting else {}
         for bucket, gradient in gradients.items():
@@ -206,8 +210,8 @@ class Update:
         for others in self.across.all_gather_object(of_ranks) if self.across is not None else ():
             of_ranks |= others
         raise ValueError(
-            f"{self.stage}, step {self.steps}: {difference(of_ranks)}, and the weights would part; nothing is updated. "
-            "Set it alike on every rank; a schedule that follows the loss needs its mean over all ranks"
+            f"{self.stage}, step {self.steps}: {difference(of_ranks)}; nothing is updated. "
+            "Set, load and change alike on every rank; a schedule that follows the loss needs its mean over all ranks"
         )
 
     def _warn(self, was_finite: bool) -> None:

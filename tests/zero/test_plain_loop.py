@@ -355,19 +355,22 @@ def test_fp16_in_a_plain_loop(stage: str) -> None:
         assert losses[-1] < losses[0]
 
 
-def amp(stage_name: str) -> None:
+def amp(stage_name: str, unscales: bool) -> None:
     model = small()
     optimizer = by_adamw(model)
     STAGES[stage_name](model, optimizer)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(batch(0, 0)).mean()).backward()  # type: ignore[no-untyped-call]
+    if unscales:  # as loops do that clip
+        scaler.unscale_(optimizer)
     scaler.step(optimizer)
 
 
 @every_stage
-def test_torchs_scaler_is_refused_with_the_remedy(stage: str) -> None:
+@pytest.mark.parametrize("unscales", [False, True])
+def test_torchs_scaler_is_refused_with_the_remedy(stage: str, unscales: bool) -> None:
     with pytest.raises(RankError, match=r"GradScaler looks for overflow on this rank alone.*DynamicLossScaler"):
-        run(amp, stage, ranks=2)
+        run(amp, stage, unscales, ranks=2)
 
 
 def later(stage_name: str) -> list[Tensor]:

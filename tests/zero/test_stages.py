@@ -274,6 +274,8 @@ def misuse(stage_name: str, how: str) -> None:
     stage = STAGES[stage_name](model, optimizer, Group.world())  # type: ignore[call-arg]
     if how == "twice":
         STAGES[stage_name](model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if how == "all twice":
+        STAGES[stage_name](model, optimizer)
     if how == "no backward":
         stage.step()
 
@@ -285,6 +287,7 @@ def misuse(stage_name: str, how: str) -> None:
         ("lbfgs", "LBFGS is not known to be element-wise"),
         ("foreign", r"SGD, group 0: a tensor of shape \(3,\) is not a parameter of the stage.s model"),
         ("twice", r"belongs to a \w+ already: call its release"),
+        ("all twice", r"this SGD belongs to \w+ already: .* release\(\) that one first"),
         ("no backward", "before any backward"),
     ],
 )
