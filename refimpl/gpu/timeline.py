@@ -57,6 +57,8 @@ def profiled(name: str, workload: Workload, group: Group) -> dict[str, float]:
     if not on_gpu:
         return {"operations": len(events) / STEPS, "host ms": host}
     kernels = kernels_of(events)
+    if not kernels:
+        raise RuntimeError("torch's profiler saw no kernel of the GPU: CUPTI does not work here")
     by_stream: dict[int, Spans] = {}
     for kernel in kernels:
         by_stream.setdefault(kernel.device_resource_id, []).append((kernel.time_range.start, kernel.time_range.end))

@@ -247,18 +247,17 @@ def test_on_a_gpu_the_result_is_waited_for_and_the_host_is_not() -> None:
     slow = functools.partial(torch.cuda._sleep, 50_000_000)
     group = Group(None, ledger, device, streams=streams, transport=Twins(1, 4, streams, slow))
     x = torch.zeros(1 << 20, device=device)
-    torch.cuda.synchronize()
-    slow()
-    x.fill_(3)
-    done = torch.cuda.Event()
-    work = group.all_reduce(x, "mean", async_op=True)
-    work.wait()
-    y = x + 1
-    done.record()
-    assert not done.query()  # all of it is queued, and the host is here
-    assert torch.equal(y, torch.full_like(y, 4))
-    [ms] = ledger.device_ms(streams.ms).values()
-    assert ms > 0
+    for turn in range(2):  # a kernel's first launch loads it, for which the host may wait
+        torch.cuda.synchronize()
+        slow()
+        x.fill_(3)
+        done = torch.cuda.Event()
+        group.all_reduce(x, "mean", async_op=True).wait()
+        y = x + 1
+        done.record()
+        assert turn == 0 or not done.query()  # all of it is queued, and the host is here
+        assert torch.equal(y, torch.full_like(y, 4))
+    assert min(ledger.device_ms(streams.ms).values()) > 0
 
 
 @pytest.mark.gpu

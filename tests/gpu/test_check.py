@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import select
 import subprocess
 import sys
 import warnings
@@ -14,7 +16,7 @@ from stream_log import Recorder, Watch, races
 
 from refimpl.comm.work import Steps
 from refimpl.gpu import races as hunt
-from refimpl.gpu.check import PARTS, TOTAL, check, main
+from refimpl.gpu.check import PARTS, TOTAL, check, main, run_part
 from refimpl.gpu.part import Part
 from refimpl.gpu.report import Report, Result, driver
 from refimpl.gpu.steady import waits_among
@@ -117,6 +119,19 @@ def test_a_kernel_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(suite, "compile_case", broken)
     assert suite.compiled(0, 90) == f"{next(cases()).name}: RuntimeError: PassManager::run failed"
+
+
+def test_what_a_part_leaves_behind_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compute-sanitizer's program does, when compute-sanitizer alone is killed since its time is over."""
+    held, program = tmp_path / "held", tmp_path / "python"
+    os.mkfifo(held)
+    program.write_text(f"#!/bin/sh\nexec 3> {held}\nsleep 60 &\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+    assert run_part("machine", "cpu", 60, tmp_path).ended == ""
+    assert select.select([reader], [], [], 30)[0] == [reader]  # nobody writes any more
+    os.close(reader)
 
 
 def test_whoever_ends_the_check_finds_a_report(tmp_path: Path) -> None:
