@@ -9,13 +9,16 @@ import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from stream_log import Recorder, Watch, races
 
+from refimpl import launch
 from refimpl.comm.work import Steps
 from refimpl.gpu import races as hunt
+from refimpl.gpu import timeline
 from refimpl.gpu.check import PARTS, TOTAL, check, main, run_part
 from refimpl.gpu.part import Part
 from refimpl.gpu.report import Report, Result, driver
@@ -170,6 +173,15 @@ def test_what_a_profiler_says_of_the_host_is_no_kernel() -> None:
         for name, said in (("CUDA", False), ("CUDA", True), ("CPU", False))
     )
     assert kernels_of([kernel, span, host]) == [kernel]
+
+
+def test_the_ranks_of_several_gpus_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a part of 30 seconds: NCCL takes some to begin."""
+    world = MagicMock()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(launch, "World", world)
+    assert [f.name for f in timeline.run(torch.device("cuda"), 30)] == [f"{stage}, NCCL" for stage in STAGES]
+    world.assert_called_once_with(8, device="cuda")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only without a GPU")
