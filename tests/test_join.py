@@ -178,6 +178,15 @@ def test_ranks_that_see_one_gpu_each_have_it_for_themselves(
         assert list(ranks.map(ask, range(2))) == [own, own]
 
 
+def test_a_process_that_is_alone_has_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFIMPL_DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert connect().device == torch.device("cpu")
+    monkeypatch.delenv("REFIMPL_DEVICE")
+    assert connect().device == torch.device("cuda:1")
+
+
 def test_a_forgotten_join_is_an_error_on_every_rank() -> None:
     source = HEAD + "Group.world()\nprint('trained alone')\n"
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -169,6 +169,28 @@ def test_the_library_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_of(handle) == torch.device("cuda:0")
 
 
+@pytest.mark.parametrize(
+    ("libraries", "current", "local_rank", "device"),
+    [
+        ("cuda:nccl", 3, "1", "cuda:3"),
+        ("cuda:nccl", 0, "1", "cuda:1"),  # nobody called torch.cuda.set_device
+        ("cpu:gloo,cuda:nccl", 0, "5", "cuda:1"),  # this process sees four
+        ("cpu:gloo,cuda:gloo", 3, "1", "cpu"),
+    ],
+)
+def test_a_group_that_is_bound_to_no_device_is_on_the_gpu_of_its_process(
+    libraries: str, current: int, local_rank: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `init_process_group("nccl")` makes it."""
+    monkeypatch.delenv("REFIMPL_DEVICE", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(dist, "get_backend_config", lambda handle: libraries)
+    for name, value in {"is_available": True, "device_count": 4, "current_device": current}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    handle: Any = SimpleNamespace(bound_device_id=None)
+    assert device_of(handle) == torch.device(device)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_objects_and_barriers_of_nccl_go_over_a_gloo_group_of_the_same_ranks(ranks: int) -> None:
     def check() -> tuple[bool, bool, str, list[int]]:

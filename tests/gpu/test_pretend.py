@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pretend
 import pytest
@@ -14,7 +15,13 @@ from torch import Tensor, nn
 import refimpl
 import refimpl.deepspeed
 from refimpl import launch
+from refimpl.comm.group import Group
+from refimpl.zero import start
+from refimpl.zero.ddp import DDP
 from refimpl.zero.parked import CLASSES
+from refimpl.zero.zero1 import Zero1
+from refimpl.zero.zero2 import Zero2
+from refimpl.zero.zero3 import Zero3
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the device with")
 together = pytest.mark.xdist_group("pretend")  # so that it is built once
@@ -45,6 +52,22 @@ def there() -> None:
 @together
 def test_the_device_is_another(ranks: launch.World) -> None:
     ranks.call(there)
+
+
+def by_itself() -> None:
+    for kind in (DDP, Zero1, Zero2, Zero3):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).to("pretend")
+        with mock.patch.object(start.levels, "world", return_value=Group(None, device=torch.device("cpu"))):
+            stage = kind(model, torch.optim.AdamW(model.parameters()))
+        assert stage.group.device.type == "pretend"
+        stage.backward(model(torch.randn(4, 8).to("pretend")).square().mean())
+        assert stage.step()
+
+
+@together
+def test_a_process_that_is_alone_trains_where_its_model_is(ranks: launch.World) -> None:
+    """As `Zero2(model.cuda(), optimizer)` in a script that no launcher started."""
+    ranks.call(by_itself)
 
 
 def trained(settings: dict[str, Any], folder: Path, default: str | None = None) -> dict[str, Tensor]:
