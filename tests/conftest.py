@@ -1,6 +1,7 @@
 """Shared by all tests: helpers beside a test file can be imported from it, also in the ranks it starts."""
 
 import gc
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import torch
 
 from refimpl.ranks.server import PRELOAD
 
+if torch.cuda.is_available():
+    os.environ.setdefault("REFIMPL_DEVICE", "cpu")  # of an engine that is alone in this process; ranks set their own
 torch.set_num_threads(1)  # as in the ranks: a matmul split over threads may add in another order
 PRELOAD += ["pytest", "refimpl.deepspeed", "refimpl.grading.noted"]  # what most ranks here would import, each by itself
 

@@ -6,10 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +20,8 @@ import torch.distributed as dist
 
 from refimpl import launch
 from refimpl.engine.initialize import connect
-from refimpl.ranks.environment import LAUNCHERS
-from refimpl.ranks.meet import leave
+from refimpl.ranks.environment import LAUNCHERS, Place
+from refimpl.ranks.meet import has_own_gpu, leave
 
 ROOT = Path(__file__).parents[1]
 STARTS = ("MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_", "REFIMPL_")
@@ -153,6 +156,35 @@ def test_nccl_without_gpus_becomes_gloo_and_rank_0_says_so_once() -> None:
     assert (zero, one) == (0, 0), (said, nothing)
     assert said.count("backend='nccl' needs a GPU for each of the 2 ranks") == 1
     assert "nccl" not in nothing
+
+
+@pytest.mark.parametrize(
+    ("visible", "own"),
+    [(("A", "B"), True), (("A", "A"), False), (("A", "AB"), False), (("AB", "AB"), False), (("", ""), False)],
+)
+def test_ranks_that_see_one_gpu_each_have_it_for_themselves(
+    visible: tuple[str, str], own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `srun --gpus-per-task=1` has it; else they would find one GPU for all of them, and train on the CPU."""
+    store, mine = dist.HashStore(), threading.local()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(mine.gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=mine.gpus[i]))
+
+    def ask(rank: int) -> bool:
+        mine.gpus = visible[rank]
+        return has_own_gpu(Place("srun", rank, 2, rank, 2, ""), store, 2)
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert list(ranks.map(ask, range(2))) == [own, own]
+
+
+def test_a_process_that_is_alone_has_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFIMPL_DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert connect().device == torch.device("cpu")
+    monkeypatch.delenv("REFIMPL_DEVICE")
+    assert connect().device == torch.device("cuda:1")
 
 
 def test_a_forgotten_join_is_an_error_on_every_rank() -> None:

@@ -115,7 +115,7 @@ class Written:
             flats: list[Tensor] = saved["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]
             return flats
         states = self.base(rank)["state"]
-        return [states.get(i, {}).get(key, torch.empty(0)) for i in range(max(states, default=-1) + 1)]
+        return [states.get(i, {}).get(key, torch.empty(0, device="cpu")) for i in range(max(states, default=-1) + 1)]
 
     def base(self, rank: int) -> dict[str, Any]:
         """What the optimizer inside DeepSpeed's said of itself."""
@@ -165,7 +165,7 @@ def cut(flats: list[Tensor], begin: int, end: int) -> Tensor:
         if begin < flat.numel() and end > 0:
             parts.append(flat[max(begin, 0) : max(end, 0)])
         begin, end = begin - flat.numel(), end - flat.numel()
-    return torch.cat(parts) if parts else torch.empty(0)
+    return torch.cat(parts) if parts else torch.empty(0, device="cpu")
 
 
 def hint(names: Iterable[str]) -> str:

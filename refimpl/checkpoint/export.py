@@ -53,7 +53,7 @@ def pieces(folder: Folder, name: str, entry: Entry) -> Iterator[Tensor]:
         return
     numel = folder.places[known].numel
     for begin in range(0, numel, PIECE):
-        out = torch.empty(min(PIECE, numel - begin), dtype=dtype)
+        out = torch.empty(min(PIECE, numel - begin), dtype=dtype, device="cpu")
         folder.fill("weight", known, begin, out)
         yield out
 
@@ -64,7 +64,7 @@ def weights(folder: Folder, dtype: torch.dtype | None, exclude_frozen: bool = Fa
     for name, entry in entries(folder, dtype, exclude_frozen).items():
         known = folder.canonical(name)
         if known not in made:
-            made[known] = torch.empty(entry[1], dtype=entry[0])
+            made[known] = torch.empty(entry[1], dtype=entry[0], device="cpu")
             at = 0
             for piece in pieces(folder, name, entry):
                 made[known].view(-1)[at : at + piece.numel()].copy_(piece)

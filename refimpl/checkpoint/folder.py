@@ -55,7 +55,7 @@ class Folder:
         self._notes: dict[int, dict[str, Any]] = {}
         self._closed_bytes = 0
         self._held: int | None = None
-        self._last: tuple[Any, Tensor] = None, torch.empty(0)
+        self._last: tuple[Any, Tensor] = None, torch.empty(0, device="cpu")
 
     def reader(self, rank: int) -> Reader:
         """A rank's tensors. CheckpointError if the file is not there or not whole."""
@@ -164,13 +164,13 @@ class Folder:
     def _joined(self, key: str, name: str, portion: Portion | None) -> Tensor:
         """A parameter put together from its parts, or another part of it: one at a time is kept."""
         if self._last[0] != (key, name, portion):
-            whole = torch.empty(self.places[name].shape, dtype=self.entry(key, name))
+            whole = torch.empty(self.places[name].shape, dtype=self.entry(key, name), device="cpu")
             for part in self.places[name].parts:
                 if part.dim is None:
                     raise CheckpointError(
                         f"{self.path}: {name} was split over ranks by the model itself: load it with as many of them"
                     )
-                flat = torch.empty(part.numel, dtype=whole.dtype)
+                flat = torch.empty(part.numel, dtype=whole.dtype, device="cpu")
                 self._fill(key, name, part, 0, flat)
                 lengths = [end - start for start, end in part.spans]
                 pieces = flat.view(part.shape).split(lengths, part.dim)  # type: ignore[no-untyped-call]
@@ -224,7 +224,7 @@ def read_into(reader: Reader, name: str, begin: int, out: Tensor) -> None:
     if out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
         reader.read(name, begin, out)
         return
-    room = torch.empty(min(PIECE, out.numel()), dtype=dtype)
+    room = torch.empty(min(PIECE, out.numel()), dtype=dtype, device="cpu")
     for at in range(0, out.numel(), PIECE):
         piece = room[: min(PIECE, out.numel() - at)]
         reader.read(name, begin + at, piece)

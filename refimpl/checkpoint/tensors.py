@@ -155,7 +155,7 @@ class Reader:
     def tensor(self, name: str) -> Tensor:
         """One tensor, whole."""
         dtype, shape = self.entry(name)
-        out = torch.empty(shape, dtype=dtype)
+        out = torch.empty(shape, dtype=dtype, device="cpu")
         self.read(name, 0, out)
         return out
 

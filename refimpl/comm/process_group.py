@@ -15,10 +15,19 @@ from torch.distributed import distributed_c10d
 
 
 def device_of(handle: dist.ProcessGroup | None) -> torch.device:
-    """Where this rank's tensors live: what started the rank says so, or the device that its group is bound to."""
+    """Where this rank's tensors live: what started the rank says so, or the device that its group is bound to.
+
+    Of a group that NCCL serves, and that is bound to none, the process's current GPU; where nobody has chosen one, that
+    of the rank's number on its machine.
+    """
     if "REFIMPL_DEVICE" in os.environ:
         return torch.device(os.environ["REFIMPL_DEVICE"])
-    return (handle.bound_device_id if handle else None) or torch.device("cpu")
+    if handle is not None and handle.bound_device_id is not None:
+        return handle.bound_device_id
+    if handle is not None and "nccl" in dist.get_backend_config(handle) and torch.cuda.is_available():
+        own = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        return torch.device("cuda", torch.cuda.current_device() or own)
+    return torch.device("cpu")
 
 
 def backend_of(handle: dist.ProcessGroup | None, device: torch.device) -> str:

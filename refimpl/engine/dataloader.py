@@ -44,9 +44,8 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         """The samples that are left of this epoch, for all ranks: as torch orders and pads (or cuts) them."""
         indices = list(range(len(self.dataset)))  # type: ignore[arg-type]
         if self.shuffle:
-            indices = torch.randperm(
-                len(indices), generator=torch.Generator().manual_seed(self.seed + self.epoch)
-            ).tolist()
+            draw = torch.Generator().manual_seed(self.seed + self.epoch)
+            indices = torch.randperm(len(indices), generator=draw, device="cpu").tolist()
         left = indices[self.taken :]
         if self.drop_last:
             return left[: len(left) // self.num_replicas * self.num_replicas]

@@ -3,10 +3,12 @@
 DeepSpeed's counterparts: `initialize` in deepspeed/__init__.py, `init_distributed` in deepspeed/comm/comm.py.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -107,7 +109,7 @@ def of_keys(asked: Mapping[str, int], world: Group) -> Axes:
 
 
 def connect(dist_init_required: bool | None = None) -> Group:
-    """All ranks of this job: those of `launch.run`, those of torchrun, or this process alone.
+    """All ranks of this job: those of `launch.run`, those of torchrun, or this process alone, on its GPU if it has one.
 
     `dist_init_required` is DeepSpeed's: None and True join a launcher's ranks when they are not joined yet; False
     insists that torch.distributed is initialised already, RuntimeError if it is not.
@@ -117,4 +119,6 @@ def connect(dist_init_required: bool | None = None) -> Group:
             raise RuntimeError("dist_init_required=False, but torch.distributed is not initialised: leave it out")
         if launch.under_torchrun():
             launch.join()
+        elif torch.cuda.is_available():
+            os.environ.setdefault("REFIMPL_DEVICE", f"cuda:{torch.cuda.current_device()}")
     return levels.world()

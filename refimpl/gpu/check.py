@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ MINIATURE = 300.0  # for each, on a CPU that may be busy with other things
 
 
 def run_part(name: str, device: str, seconds: float, out: Path) -> Result:
-    """One part, killed with all that it started when its time is over. Its output goes to `out`/NAME.log."""
+    """One part, killed when its time is over, and all that it started with it. Its output goes to `out`/NAME.log."""
     findings, log = out / f"{name}.jsonl", out / f"{name}.log"
     findings.write_text("")
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1"}
@@ -57,8 +58,9 @@ def run_part(name: str, device: str, seconds: float, out: Path) -> Result:
         except KeyboardInterrupt:
             ended = STOPPED
         finally:
-            if process is not None and process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            if process is not None:
+                with suppress(ProcessLookupError):  # nobody is left: what a part that ended has started may live on
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     lines = [json.loads(line) for line in findings.read_text().splitlines() if line.endswith("}")]
     tail = log.read_text(errors="replace").splitlines()[-25:] if ended else []

@@ -29,8 +29,9 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
     if device.type == "cuda" and INSTALLED:
         major, minor = torch.cuda.get_device_capability(device)
         compile_it = partial(compiled, capability=10 * major + minor)
-        with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-            spoilt = [text for text in pool.imap_unordered(compile_it, range(len(list(cases())))) if text]
+        count = len(list(cases()))
+        with multiprocessing.get_context("spawn").Pool(min(count, len(os.sched_getaffinity(0)))) as pool:
+            spoilt = [text for text in pool.imap_unordered(compile_it, range(count)) if text]
         yield Finding("kernels that do not compile", spoilt or "none", not spoilt)
     files = [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in file.read_text()]
     # Verbose, against the -q of our settings; a newer library's warning is not what is asked.

@@ -68,12 +68,20 @@ def activate(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def place(size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's rows [R, 1] and columns [1, BLOCK]; a grid's second dimension would end at 65,535 programs."""
+    across = tl.cdiv(size, BLOCK)
+    row = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
+    return row[:, None], col[None, :]
+
+
+@triton.jit
 def forward_kernel(
     gate, up, y, rows, size, stride_gate: tl.int64, stride_up: tl.int64, stride_y: tl.int64,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    col = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    row, col = place(size, ROWS, BLOCK)
     mask = (row < rows) & (col < size)
     value, _ = activate(tl.load(gate + row * stride_gate + col, mask, 0.0).to(tl.float32), KIND)
     value *= tl.load(up + row * stride_up + col, mask, 0.0).to(tl.float32)
@@ -86,8 +94,7 @@ def backward_kernel(
     stride_gate: tl.int64, stride_up: tl.int64, stride_grad: tl.int64, stride_dx: tl.int64,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    col = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    row, col = place(size, ROWS, BLOCK)
     mask = (row < rows) & (col < size)
     value, slope = activate(tl.load(gate + row * stride_gate + col, mask, 0.0).to(tl.float32), KIND)
     g = tl.load(grad + row * stride_grad + col, mask, 0.0).to(tl.float32)
@@ -96,11 +103,11 @@ def backward_kernel(
     tl.store(dup + row * stride_dx + col, (g * value).to(dup.dtype.element_ty), mask)
 
 
-def launch(rows: int, size: int) -> tuple[tuple[int, int], dict[str, int]]:
+def launch(rows: int, size: int) -> tuple[tuple[int], dict[str, int]]:
     """The grid and the tile: 4096 elements a program, at most 1024 of a row, so that few lanes hang over its end."""
     block = min(max(next_power_of_2(size), 16), 1024)
     high = (1 << 16 if INTERPRETED else 4096) // block
-    return (triton.cdiv(rows, high), triton.cdiv(size, block)), {"ROWS": high, "BLOCK": block, "num_warps": 8}
+    return (triton.cdiv(rows, high) * triton.cdiv(size, block),), {"ROWS": high, "BLOCK": block, "num_warps": 8}
 
 
 class GLU(torch.autograd.Function):

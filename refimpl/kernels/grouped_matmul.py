@@ -130,7 +130,7 @@ def grouped_weights_kernel(
     col = tile % columns * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     sums = tl.zeros([BLOCK_K, BLOCK_N], tl.float32)
-    x_at = x + tl.cast(begin, tl.int64) * x_row + m[None, :] * x_row + k[:, None] * x_col  # transposed
+    x_at = x + tl.cast(begin, tl.int64) * x_row + m[None, :] * x_row + k.to(tl.int64)[:, None] * x_col  # transposed
     g_at = g + tl.cast(begin, tl.int64) * g_row + m[:, None] * g_row + col[None, :] * g_col
     for start in range(begin, end, BLOCK_M):
         there = start + m < end

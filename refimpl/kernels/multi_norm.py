@@ -111,11 +111,12 @@ def partial(tensors: list[Tensor], order: float) -> Tensor:
     """A sum of squares, fp64, or a maximum, fp32, for each program: [programs]. All tensors have one dtype."""
     dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]  # alive until the launch
     device = dense[0].device
-    chunks = torch.tensor([-(-t.numel() // CHUNK) for t in dense])
-    owner = torch.repeat_interleave(torch.arange(len(dense)), chunks)
-    place = torch.arange(len(owner)) - (chunks.cumsum(0) - chunks)[owner]
-    addresses = torch.tensor([0 if t.is_meta else t.data_ptr() for t in dense])
-    sizes = torch.tensor([t.numel() for t in dense])
+    with torch.device("cpu"):  # whatever the default is
+        chunks = torch.tensor([-(-t.numel() // CHUNK) for t in dense])
+        owner = torch.repeat_interleave(torch.arange(len(dense)), chunks)
+        place = torch.arange(len(owner)) - (chunks.cumsum(0) - chunks)[owner]
+        addresses = torch.tensor([0 if t.is_meta else t.data_ptr() for t in dense])
+        sizes = torch.tensor([t.numel() for t in dense])
     table = torch.cat([addresses, sizes, owner, place])  # one copy to the device
     table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
     tables = torch.split(table, [len(dense), len(dense), len(owner), len(owner)])

@@ -58,7 +58,7 @@ class Host:
 
     def place(self, tensor: Tensor) -> Tensor:
         """A copy of `tensor` that rests here."""
-        there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        there = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
         return there.copy_(tensor)
 
     def admit(self, part: Kept) -> None:

@@ -22,6 +22,8 @@ def meet(place: Place, meeting: str, device: str, backend: str | None, timeout: 
     store.set_timeout(limit)
     local_rank, local_size = _on_this_machine(place, store)
     chosen, devices = devices_of(local_size, device)
+    if device != "cpu" and has_own_gpu(place, store, local_size):
+        chosen, devices = "nccl", ["cuda:0"] * local_size
     if backend == "nccl" and chosen != "nccl" and place.rank == 0:
         warnings.warn(
             f"backend='nccl' needs a GPU for each of the {local_size} ranks of a machine, and torch finds "
@@ -52,6 +54,14 @@ def _on_this_machine(place: Place, store: Store) -> tuple[int, int]:
     store.set(f"refimpl/host/{place.rank}", mine)
     here = [rank for rank in range(place.size) if store.get(f"refimpl/host/{rank}").decode() == mine]
     return here.index(place.rank), len(here)
+
+
+def has_own_gpu(place: Place, store: Store, local_size: int) -> bool:
+    """Whether each rank of a machine sees one GPU, another each, as `srun --gpus-per-task=1` has it: its "cuda:0"."""
+    sees_one = local_size > 1 and torch.cuda.device_count() == 1
+    store.set(f"refimpl/gpu/{place.rank}", str(torch.cuda.get_device_properties(0).uuid) if sees_one else "")
+    seen = [store.get(f"refimpl/gpu/{rank}") for rank in range(place.size)] if sees_one else [b""]
+    return all(seen) and len(set(seen)) == len(seen)
 
 
 def devices_of(ranks: int, device: str) -> tuple[str, list[str]]:

@@ -86,7 +86,8 @@ def seen(storage: torch.UntypedStorage) -> Tensor:
 
 def leave(storage: torch.UntypedStorage, pin: bool, non_blocking: bool) -> Tensor:
     """The storage's bytes at the host; it gives its memory back."""
-    there = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin and storage.device.type == "cuda")
+    pinned = pin and storage.device.type == "cuda"
+    there = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pinned)
     there.copy_(seen(storage), non_blocking=non_blocking)
     storage.resize_(0)
     return there

@@ -186,7 +186,7 @@ def room(like: Tensor, dtype: torch.dtype, passing: bool) -> Tensor:
     if not passing or like.device.type != "cpu":
         return torch.zeros(like.shape, dtype=dtype, device=like.device)
     pages = Buffer(like.numel() * dtype.itemsize).bytes.untyped_storage()
-    return torch.empty(0, dtype=dtype).set_(pages, 0, like.shape)  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=dtype, device="cpu").set_(pages, 0, like.shape)  # type: ignore[call-overload, no-any-return]
 
 
 def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from refimpl.comm import levels
 from refimpl.comm.group import Group
 from refimpl.optim.loss_scale import LossScaler
 from refimpl.optim.travelling import Travelling
@@ -74,7 +73,7 @@ class Stage(Changing, ByName, Held, ABC):
         `experts`: the parameters that only some ranks of `group` have, and which ones: see experts.py.
         """
         self.model = model if isinstance(model, nn.Module) else nn.ParameterList(model)
-        self.group, self.config, self.given_scaler = group or levels.world(), config or ZeroConfig(), scaler
+        self.group, self.config, self.given_scaler = group or start.ranks_of(self.model), config or ZeroConfig(), scaler
         if self.config.gradient_home is not None and not self.reduces_always:
             raise ValueError(
                 f"gradient_home: {type(self).__name__} keeps whole gradients on every rank; shards rest elsewhere from "

@@ -9,11 +9,19 @@ import torch
 from torch import nn, optim
 
 from refimpl.checkpoint.errors import CheckpointError
+from refimpl.comm import levels
 from refimpl.comm.group import Group
 from refimpl.zero.experts import apart
 from refimpl.zero.gradients import Gradients
 from refimpl.zero.parameter import DATA, Freed, Managed, stage_of
 from refimpl.zero.settings import settings
+
+
+def ranks_of(model: nn.Module) -> Group:
+    """All ranks of the job; of a process that is alone, on the device that has the model's parameters."""
+    world = levels.world()
+    device = next((p.device for p in model.parameters() if not p.is_meta), world.device)
+    return Group(None, world.ledger, device) if world.handle is None and device != world.device else world
 
 
 @torch.no_grad()

@@ -169,6 +169,28 @@ def test_the_library_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_of(handle) == torch.device("cuda:0")
 
 
+@pytest.mark.parametrize(
+    ("libraries", "current", "local_rank", "device"),
+    [
+        ("cuda:nccl", 3, "1", "cuda:3"),
+        ("cuda:nccl", 0, "1", "cuda:1"),  # nobody called torch.cuda.set_device
+        ("cpu:gloo,cuda:nccl", 0, "5", "cuda:1"),  # this process sees four
+        ("cpu:gloo,cuda:gloo", 3, "1", "cpu"),
+    ],
+)
+def test_a_group_that_is_bound_to_no_device_is_on_the_gpu_of_its_process(
+    libraries: str, current: int, local_rank: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `init_process_group("nccl")` makes it."""
+    monkeypatch.delenv("REFIMPL_DEVICE", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(dist, "get_backend_config", lambda handle: libraries)
+    for name, value in {"is_available": True, "device_count": 4, "current_device": current}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    handle: Any = SimpleNamespace(bound_device_id=None)
+    assert device_of(handle) == torch.device(device)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_objects_and_barriers_of_nccl_go_over_a_gloo_group_of_the_same_ranks(ranks: int) -> None:
     def check() -> tuple[bool, bool, str, list[int]]:
@@ -247,27 +269,28 @@ def test_on_a_gpu_the_result_is_waited_for_and_the_host_is_not() -> None:
     slow = functools.partial(torch.cuda._sleep, 50_000_000)
     group = Group(None, ledger, device, streams=streams, transport=Twins(1, 4, streams, slow))
     x = torch.zeros(1 << 20, device=device)
-    torch.cuda.synchronize()
-    slow()
-    x.fill_(3)
-    done = torch.cuda.Event()
-    work = group.all_reduce(x, "mean", async_op=True)
-    work.wait()
-    y = x + 1
-    done.record()
-    assert not done.query()  # all of it is queued, and the host is here
-    assert torch.equal(y, torch.full_like(y, 4))
-    [ms] = ledger.device_ms(streams.ms).values()
-    assert ms > 0
+    for turn in range(2):  # a kernel's first launch loads it, for which the host may wait
+        torch.cuda.synchronize()
+        slow()
+        x.fill_(3)
+        done = torch.cuda.Event()
+        group.all_reduce(x, "mean", async_op=True).wait()
+        y = x + 1
+        done.record()
+        assert turn == 0 or not done.query()  # all of it is queued, and the host is here
+        assert torch.equal(y, torch.full_like(y, 4))
+    assert min(ledger.device_ms(streams.ms).values()) > 0
+
+
+def swapped() -> list[float]:
+    """Not inside the test, whence it could travel only where cloudpickle is."""
+    group = Group.world()
+    x, out = torch.full((4,), float(group.rank), device=group.device), torch.empty(4, device=group.device)
+    group.send_recv(x, 1 - group.rank, out, 1 - group.rank)
+    return out.tolist()
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_ranks_that_share_a_gpu_send_and_receive() -> None:
-    def check() -> list[float]:
-        group = Group.world()
-        x, out = torch.full((4,), float(group.rank), device=group.device), torch.empty(4, device=group.device)
-        group.send_recv(x, 1 - group.rank, out, 1 - group.rank)
-        return out.tolist()
-
-    assert launch.run(check, ranks=2, device="cuda") == [[1.0] * 4, [0.0] * 4]
+    assert launch.run(swapped, ranks=2, device="cuda") == [[1.0] * 4, [0.0] * 4]

@@ -2,19 +2,24 @@
 
 import importlib
 import json
+import os
+import select
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from stream_log import Recorder, Watch, races
 
+from refimpl import launch
 from refimpl.comm.work import Steps
 from refimpl.gpu import races as hunt
-from refimpl.gpu.check import PARTS, TOTAL, check, main
+from refimpl.gpu import timeline
+from refimpl.gpu.check import PARTS, TOTAL, check, main, run_part
 from refimpl.gpu.part import Part
 from refimpl.gpu.report import Report, Result, driver
 from refimpl.gpu.steady import waits_among
@@ -119,6 +124,19 @@ def test_a_kernel_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch
     assert suite.compiled(0, 90) == f"{next(cases()).name}: RuntimeError: PassManager::run failed"
 
 
+def test_what_a_part_leaves_behind_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compute-sanitizer's program does, when compute-sanitizer alone is killed since its time is over."""
+    held, program = tmp_path / "held", tmp_path / "python"
+    os.mkfifo(held)
+    program.write_text(f"#!/bin/sh\nexec 3> {held}\nsleep 60 &\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+    assert run_part("machine", "cpu", 60, tmp_path).ended == ""
+    assert select.select([reader], [], [], 30)[0] == [reader]  # nobody writes any more
+    os.close(reader)
+
+
 def test_whoever_ends_the_check_finds_a_report(tmp_path: Path) -> None:
     command = [sys.executable, "-u", "-m", "refimpl.gpu", "--device", "cpu", "--part", "races", "machine"]
     with subprocess.Popen([*command, "--out", tmp_path], stdout=subprocess.PIPE, text=True) as process:
@@ -155,6 +173,15 @@ def test_what_a_profiler_says_of_the_host_is_no_kernel() -> None:
         for name, said in (("CUDA", False), ("CUDA", True), ("CPU", False))
     )
     assert kernels_of([kernel, span, host]) == [kernel]
+
+
+def test_the_ranks_of_several_gpus_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a part of 30 seconds: NCCL takes some to begin."""
+    world = MagicMock()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(launch, "World", world)
+    assert [f.name for f in timeline.run(torch.device("cuda"), 30)] == [f"{stage}, NCCL" for stage in STAGES]
+    world.assert_called_once_with(8, device="cuda")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only without a GPU")

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pretend
 import pytest
@@ -14,7 +15,13 @@ from torch import Tensor, nn
 import refimpl
 import refimpl.deepspeed
 from refimpl import launch
+from refimpl.comm.group import Group
+from refimpl.zero import start
+from refimpl.zero.ddp import DDP
 from refimpl.zero.parked import CLASSES
+from refimpl.zero.zero1 import Zero1
+from refimpl.zero.zero2 import Zero2
+from refimpl.zero.zero3 import Zero3
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the device with")
 together = pytest.mark.xdist_group("pretend")  # so that it is built once
@@ -47,11 +54,29 @@ def test_the_device_is_another(ranks: launch.World) -> None:
     ranks.call(there)
 
 
-def trained(settings: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+def by_itself() -> None:
+    for kind in (DDP, Zero1, Zero2, Zero3):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).to("pretend")
+        with mock.patch.object(start.levels, "world", return_value=Group(None, device=torch.device("cpu"))):
+            stage = kind(model, torch.optim.AdamW(model.parameters()))
+        assert stage.group.device.type == "pretend"
+        stage.backward(model(torch.randn(4, 8).to("pretend")).square().mean())
+        assert stage.step()
+
+
+@together
+def test_a_process_that_is_alone_trains_where_its_model_is(ranks: launch.World) -> None:
+    """As `Zero2(model.cuda(), optimizer)` in a script that no launcher started."""
+    ranks.call(by_itself)
+
+
+def trained(settings: dict[str, Any], folder: Path, default: str | None = None) -> dict[str, Tensor]:
     """Weights and states of five steps, of which two are taken again from a checkpoint, and one weight is replaced.
 
-    Between two steps, and between a backward and its step, everything is at the host for a while.
+    Between two steps, and between a backward and its step, everything is at the host for a while. `default`: where
+    new tensors lie, if their maker does not say: what is the host's must be there all the same.
     """
+    torch.set_default_device(default)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 65), nn.Tanh(), nn.Linear(65, 7))
     model[4].bias.requires_grad_(False)
@@ -126,6 +151,6 @@ def test_the_bits_are_those_of_the_cpu(stage: int, home: str, bf16: bool, ranks:
     homes = {key: section | {"nvme_path": str(tmp_path)} for key, section in HOMES[home].items()}
     asked = settings(stage, bf16, **homes)
     here = worlds.run(trained, asked, tmp_path / "here", ranks=2)[0]
-    there = ranks.call(trained, asked, tmp_path / "there")[0]
+    there = ranks.call(trained, asked, tmp_path / "there", "pretend" if bf16 else None)[0]
     assert here.keys() == there.keys()
     assert [name for name in here if not torch.equal(here[name], there[name])] == []

@@ -31,6 +31,11 @@ def test_gate_and_up_may_be_halves_of_one_tensor(device: torch.device) -> None:
     )
 
 
+def test_a_gated_unit_of_one_long_row_has_programs_enough() -> None:
+    """CUDA's grids are 65,535 wide in all dimensions but the first."""
+    assert all(programs <= 65535 for programs in glu.launch(1, 1 << 28)[0][1:])
+
+
 def test_what_a_gated_unit_refuses(device: torch.device) -> None:
     x = torch.randn(3, 4, device=device)
     with pytest.raises(ValueError, match=r"swiglu: shapes must be equal, but gate \[3, 4\], up \[3, 3\]"):
