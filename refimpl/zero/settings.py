@@ -22,13 +22,13 @@ WORDS = 2
 
 def settings(optimizer: optim.Optimizer | None, kind: type, waits: bool = True) -> Settings:
     """The numbers and words in the optimizer's groups. `kind`: its class, for the reader; `waits`: for a GPU too."""
-    found = Settings()
-    for i, group in enumerate(optimizer.param_groups if optimizer else ()):
-        whose = f"{kind.__name__}, group {i}:"
-        for key in sorted(group):
-            if key != "params" and (words := in_words(group[key], waits)):
-                found[whose, key] = words
-    return found
+    return {
+        (whose, key): words
+        for i, group in enumerate(optimizer.param_groups if optimizer else ())
+        for whose in [f"{kind.__name__}, group {i}:"]
+        for key in sorted(group)
+        if key != "params" and (words := in_words(group[key], waits))
+    }
 
 
 def in_words(value: Any, waits: bool) -> str:
