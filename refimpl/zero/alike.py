@@ -7,6 +7,7 @@ norm's, see `Update._agree`) is announced with the optimizer's numbers, a few mi
 GPU are left out (the host would wait for it), and so are those of which a rank has a part alone.
 """
 
+import zlib
 from collections.abc import Iterable
 
 import torch
@@ -15,6 +16,7 @@ from torch import optim
 from refimpl.zero.flat import Bucket
 
 NUMBERS = float, int
+LONGEST = 200  # characters: a call has 500 on the board, with where it was made
 
 
 def words(optimizer: optim.Optimizer | None, whole: Iterable[Bucket], step: int) -> str:
@@ -34,5 +36,8 @@ def words(optimizer: optim.Optimizer | None, whole: Iterable[Bucket], step: int)
         found.setdefault(key, []).append(text)
     parts = [f"{key} {', '.join(texts[: None if len(set(texts)) > 1 else 1])}" for key, texts in found.items()]
     if not step & (step - 1) and (sums := [int(b.full.view(torch.int64).sum()) for b in whole if b.full.is_cpu]):
-        parts.append(f"weights of checksum {sum(sums)}")
-    return f"a step with {', '.join(parts)}, which must be equal on all ranks" if parts else ""
+        parts.insert(0, f"weights of checksum {sum(sums)}")
+    said = ", ".join(parts)
+    if len(said) > LONGEST:
+        said = f"{said[:LONGEST]}... (all of it: {zlib.crc32(said.encode()):x})"
+    return f"a step with {said}, which must be equal on all ranks" if parts else ""

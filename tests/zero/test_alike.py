@@ -14,6 +14,7 @@ from worlds import run
 
 from refimpl.comm.group import Group
 from refimpl.launch import RankError
+from refimpl.zero import alike
 
 DIFFERENT = {
     "shape": r"rank 0: 0\.weight \[7, 5\] .*; rank 1: 0\.weight \[8, 5\]",
@@ -88,9 +89,9 @@ def changed_on_one_rank(stage: str, change: Callable[[torch.optim.Optimizer, nn.
         optimizer.zero_grad()
 
 
-RATE = with_a_rate_of_its_own, r"lr 0\.0005, betas"
-BETAS = with_betas_of_its_own, r"lr 0\.001, betas \(0\.5, 0\.5\), "
-WEIGHTS = with_weights_of_its_own, r".*weights of checksum -?\d+, "
+RATE = with_a_rate_of_its_own, r".*lr 0\.0005, betas"
+BETAS = with_betas_of_its_own, r".*lr 0\.001, betas \(0\.5, 0\.5\), "
+WEIGHTS = with_weights_of_its_own, r"weights of checksum -?\d+, "
 APART = [
     *((*pair, *RATE) for pair in pairwise(list(STAGES), [2, 3])),
     *(("ddp", 2, *BETAS), ("zero3", 3, *BETAS)),
@@ -104,6 +105,17 @@ def test_what_changes_on_one_rank_is_told_before_the_weights_part(
 ) -> None:
     with pytest.raises(RankError, match=rf"rank \d: all_reduce \(sum\) of .* in a step with {told}.*'norm'"):
         run(changed_on_one_rank, stage, change, ranks=ranks)
+
+
+def test_many_groups_are_told_apart_in_few_words() -> None:
+    params = [nn.Parameter(torch.ones(1)) for _ in range(40)]
+    texts = []
+    for last in (0.5, 0.25):
+        groups = [{"params": [p], "lr": 0.1**i} for i, p in enumerate(params)]
+        groups[-1]["lr"] = last
+        texts.append(alike.words(torch.optim.SGD(groups), [], step=3))
+    assert texts[0] != texts[1]
+    assert max(map(len, texts)) < 300
 
 
 class Neighbours(nn.Module):
