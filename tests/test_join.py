@@ -21,7 +21,7 @@ import torch.distributed as dist
 from refimpl import launch
 from refimpl.engine.initialize import connect
 from refimpl.ranks.environment import LAUNCHERS, Place
-from refimpl.ranks.meet import has_own_gpu, leave
+from refimpl.ranks.meet import has_own_gpu
 
 ROOT = Path(__file__).parents[1]
 STARTS = ("MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_", "REFIMPL_")
@@ -69,7 +69,7 @@ def forked(source: str, environ: Callable[[int], Mapping[str, str]]) -> list[tup
                 traceback.print_exc()
                 return 1, said.getvalue()
         if dist.is_initialized():
-            leave()  # which a process that exits does by itself
+            dist.destroy_process_group()  # which a process that exits does by itself
         return 0, said.getvalue()
 
     return launch.run(work, device="cpu", timeout=120)

@@ -323,7 +323,8 @@ class Engine(ModuleState, Asked):
         saved, which a warning says: who goes on from there begins the batch anew, with the data that follows. (In
         DeepSpeed, with those of its micro-batches that are left.)
         """
-        if (open_ := self._accumulated + self._pending) and self.group.rank == 0:
+        open_ = self._accumulated + self._pending
+        if open_ and self.stage.gradients.used and self.group.rank == 0:  # they are not, after optimizer.step() by hand
             warnings.warn(
                 f"save_checkpoint: {open_} micro-batch(es) since the last update: their gradients are not saved; save "
                 "after a step that updates",

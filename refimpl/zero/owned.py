@@ -112,14 +112,15 @@ class Owned(optim.Optimizer):
         raise RuntimeError(NO_GRAD_SCALER)
 
 
-def refuse_taken(optimizer: optim.Optimizer | None) -> None:
-    """ValueError if it is a stage's already: what it holds are slices, of no model's parameters."""
+def not_taken(optimizer: optim.Optimizer | None) -> optim.Optimizer | None:
+    """The optimizer. ValueError if it is a stage's already: what it holds are slices, of no model's parameters."""
     if isinstance(optimizer, Owned):
         raise ValueError(
             f"this {type(optimizer).__name__} belongs to {type(optimizer.stage).__name__} already: make an optimizer "
             "for each stage, put the models in one nn.ModuleList under one stage, or release() that one first (an "
             "engine's destroy())"
         )
+    return optimizer
 
 
 def take_over(optimizer: optim.Optimizer, stage: "Stage") -> None:

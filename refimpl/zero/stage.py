@@ -43,7 +43,7 @@ from refimpl.zero.held import Held
 from refimpl.zero.offloaded import OffloadedUpdate
 from refimpl.zero.one_bit import OneBitUpdate, Reduce, unless_local
 from refimpl.zero.outputs import tensors_of
-from refimpl.zero.owned import refuse_taken, take_over
+from refimpl.zero.owned import not_taken, take_over
 from refimpl.zero.parameter import DATA, Freed, Hook, Managed, stage_of, take_raw_grad, untraced
 from refimpl.zero.parked import Parked
 from refimpl.zero.update import Update
@@ -90,8 +90,7 @@ class Stage(Changing, ByName, Held, ABC):
 
     def build(self, optimizer: optim.Optimizer | None) -> None:
         """Lay the model out for this optimizer, and listen to it."""
-        refuse_taken(optimizer)
-        self.group_of = groups_of(optimizer, self.model)
+        self.group_of = groups_of(not_taken(optimizer), self.model)
         managed = [p for p in self.names if p in self.group_of or self.manages_all]
         start.refuse_foreign({p: self.names[p] for p in managed if stage_of(p) is not self})
         everywhere = {name: p for p, name in self.names.items() if self.experts.get(p, self.group) is self.group}

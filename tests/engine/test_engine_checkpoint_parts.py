@@ -1,6 +1,7 @@
 """Parts of a checkpoint: the weights alone, all but the optimizer, all but the schedule, all but what is frozen."""
 
 import json
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,16 @@ def test_who_goes_on_from_the_middle_of_a_batch_begins_it_anew(stage: int, tmp_p
     resumed, expected = worlds.run(resumed_between_micro_batches, stage, tmp_path, ranks=2)[0]
     assert len(expected) == 6
     assert same(resumed, expected)
+
+
+def test_a_step_of_the_optimizer_itself_leaves_no_gradient_that_a_save_could_lose(tmp_path: Path) -> None:
+    """As Lightning's Fabric steps with its DeepSpeed strategy."""
+    engine = start(settings(2))
+    engine.backward(engine(torch.randn(4, SIZE)))
+    engine.optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.save_checkpoint(tmp_path)
 
 
 class Cached(nn.Module):
