@@ -1,9 +1,8 @@
-"""Weights that every rank has whole must be the same bits on all: their checksum joins the optimizer's settings.
+"""Weights that every rank updates must be the same bits on all: their checksum joins the optimizer's settings.
 
-Weights that are loaded or written on one rank alone, or a gradient clipped there: those of DDP part, those of ZeRO-1
-and ZeRO-2 become a mixture, and nothing ever fails. So at the 1st, 2nd, 4th, 8th, ... step all of them are read, and no
-byte more travels (see `settings.py`). Left out: weights on a GPU, for which the host would wait, and those of which a
-rank has a part alone.
+Where weights are loaded or written on one rank alone, or a gradient is clipped there, those of DDP part, and nothing
+ever fails. So at the 1st, 2nd, 4th, 8th, ... step all of them are read, and no byte more travels (see `settings.py`).
+Left out: weights on a GPU, for which the host would wait, and all of ZeRO's: there a rank may write its own part alone.
 """
 
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from refimpl.zero.settings import Settings
 
 
 def weights(whole: Iterable[Bucket], step: int) -> Settings:
-    """For step 1, 2, ...; `whole`: the buckets whose parameters every rank has."""
+    """For step 1, 2, ...; `whole`: the buckets that every rank updates."""
     if step & (step - 1):
         return {}
     sums = [int(bucket.full.view(torch.int64).sum()) for bucket in whole if bucket.full.is_cpu]

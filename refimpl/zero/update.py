@@ -63,7 +63,7 @@ class Update:
         self.gone: set[Bucket] = set()  # what rests elsewhere gets its gradients later, see `OffloadedUpdate`
         self.handed: dict[Bucket, tuple[Tensor, float, set[nn.Parameter]]] = {}
         self.owned: dict[Bucket, Tensor] = {}
-        self.whole: list[Bucket] = []  # those whose parameters are the same on every rank
+        self.whole: list[Bucket] = []  # those that every rank updates, all of them
         self.masters: dict[Bucket, Tensor] = {}  # fp32; the owned slice itself where that is fp32
         self.left_alone: set[nn.Parameter] = set()  # what the last step has not changed, as no rank has used it
         self.grad_norm: float | None = None
@@ -77,7 +77,7 @@ class Update:
         """Update these too."""
         self.owned |= owned
         if self.group.size > 1 and not self.config.delayed_update:  # which may be under way when a step begins
-            self.whole += [b for b in owned if b.group is self.group and not b.is_cut]
+            self.whole += [b for b, mine in owned.items() if b.group is self.group and mine.numel() == b.padded]
         fresh = {bucket: master_of(bucket, mine) for bucket, mine in owned.items()} if self.slices.optimizer else {}
         self.masters |= fresh
         self.slices.add(fresh)
