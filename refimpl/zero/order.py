@@ -23,7 +23,7 @@ at every second call: no collective is needed, nothing travels while nobody call
 
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -136,11 +136,15 @@ class RollCall:
         """What each rank has said in this round, so far."""
         return [self._said(rank) for rank in range(self.size)]
 
+    def _silent(self) -> list[int]:
+        """The ranks that have said nothing in this round."""
+        return [rank for rank, standing in enumerate(self.said()) if standing is None]
+
     def _all_have_said(self) -> bool:
         """RankLost if one never will; RankDivergence if one waits for this rank elsewhere."""
         said = self.said()
         self._expect(said)
-        self._refuse_elsewhere([rank for rank, standing in enumerate(said) if standing is None])
+        self._refuse_elsewhere([rank for rank, standing in enumerate(said) if standing is None], self._silent)
         self.advance()  # what this rank has begun, others may be waiting for
         return None not in said
 
@@ -149,7 +153,7 @@ class RollCall:
         behind = self.behind()
         if self._elsewhere(behind):
             self._go(mine)
-            self._refuse_elsewhere(behind)
+            self._refuse_elsewhere(behind, self.behind)
 
     def _go(self, mine: Standing) -> None:
         """Let all see to which stage this rank has come."""
@@ -169,8 +173,11 @@ class RollCall:
         store, key = self._of_stage(stage), _key(self.rank, round_)
         return store.check([key]) and json.loads(store.get(key))["round"] >= round_
 
-    def _refuse_elsewhere(self, ranks: Sequence[int]) -> None:
-        if there := self._elsewhere(ranks):
+    def _refuse_elsewhere(self, ranks: Sequence[int], missing: Callable[[], Sequence[int]]) -> None:
+        """`missing`: which are not here yet, asked anew: one that came since, and went on, is no stranger there."""
+        there = self._elsewhere(ranks)
+        still = missing() if there else ()
+        if there := {rank: what for rank, what in there.items() if rank in still}:
             there[self.rank] = json.loads(self.all.get(_place(self.rank)))["what"]
             who = "; ".join(f"rank {rank}: {what}" for rank, what in sorted(there.items()))
             self.patience.lost = RankDivergence(
