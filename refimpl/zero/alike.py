@@ -13,9 +13,9 @@ from refimpl.zero.flat import Bucket
 from refimpl.zero.settings import Settings
 
 
-def weights(whole: Iterable[Bucket], step: int) -> Settings:
-    """For step 1, 2, ...; `whole`: the buckets that every rank updates."""
+def weights(replicated: Iterable[Bucket], step: int) -> Settings:
+    """For step 1, 2, ...; `replicated`: the buckets that every rank updates."""
     if step & (step - 1):
         return {}
-    sums = [int(bucket.full.view(torch.int64).sum()) for bucket in whole if bucket.full.is_cpu]
+    sums = [int(bucket.full.view(torch.int64).sum()) for bucket in replicated if bucket.full.is_cpu]
     return {("the weights'", "checksum"): str(sum(sums))} if sums else {}

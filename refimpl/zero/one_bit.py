@@ -165,7 +165,6 @@ class OneBitUpdate(Update):
 
     def add(self, owned: dict[Bucket, Tensor]) -> None:
         super().add(owned)
-        self.whole = []  # between two meetings each rank's weights may be its own
         self.means.add(self.slices, owned)
 
     @property
@@ -181,7 +180,7 @@ class OneBitUpdate(Update):
         return True
 
     def replicated(self) -> bool:
-        """No: a rank's momentum and errors may be its own."""
+        """No: a rank's momentum and errors may be its own, and between two meetings its weights."""
         return False
 
     def state(self) -> list[Tensor]:

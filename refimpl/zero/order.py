@@ -77,6 +77,11 @@ def stuck(number: int, said: Sequence[Standing | None]) -> bool:
     return any(standing is not None and standing.begun < number for standing in said)
 
 
+def silent(said: Sequence[Standing | None]) -> list[int]:
+    """The ranks that have said nothing."""
+    return [rank for rank, standing in enumerate(said) if standing is None]
+
+
 def parted(said: Sequence[Standing]) -> list[str] | None:
     """What each rank does where they part; None if all are about to do the same.
 
@@ -136,15 +141,11 @@ class RollCall:
         """What each rank has said in this round, so far."""
         return [self._said(rank) for rank in range(self.size)]
 
-    def _silent(self) -> list[int]:
-        """The ranks that have said nothing in this round."""
-        return [rank for rank, standing in enumerate(self.said()) if standing is None]
-
     def _all_have_said(self) -> bool:
         """RankLost if one never will; RankDivergence if one waits for this rank elsewhere."""
         said = self.said()
         self._expect(said)
-        self._refuse_elsewhere([rank for rank, standing in enumerate(said) if standing is None], self._silent)
+        self._refuse_elsewhere(silent(said), lambda: silent(self.said()))
         self.advance()  # what this rank has begun, others may be waiting for
         return None not in said
 
@@ -203,8 +204,8 @@ class RollCall:
         for rank, standing in enumerate(said):
             if standing is None and self.store.check([_gone(rank)]) and self._said(rank) is None:
                 raise RankLost(f"rank {rank} has left; rank {self.rank} is about to do more with ZeRO-3 than it did")
-        silent = [self.ranks[rank] for rank, standing in enumerate(said) if standing is None]
-        if self.register and self.register.gone(silent) and None in self.said():  # killed: it left no word
+        waited_for = [self.ranks[rank] for rank in silent(said)]
+        if self.register and self.register.gone(waited_for) and None in self.said():  # killed: it left no word
             raise self._lost()
 
     def _lost(self) -> RankLost:

@@ -63,7 +63,6 @@ class Update:
         self.gone: set[Bucket] = set()  # what rests elsewhere gets its gradients later, see `OffloadedUpdate`
         self.handed: dict[Bucket, tuple[Tensor, float, set[nn.Parameter]]] = {}
         self.owned: dict[Bucket, Tensor] = {}
-        self.whole: list[Bucket] = []  # those that every rank updates, all of them
         self.masters: dict[Bucket, Tensor] = {}  # fp32; the owned slice itself where that is fp32
         self.left_alone: set[nn.Parameter] = set()  # what the last step has not changed, as no rank has used it
         self.grad_norm: float | None = None
@@ -76,8 +75,6 @@ class Update:
     def add(self, owned: dict[Bucket, Tensor]) -> None:
         """Update these too."""
         self.owned |= owned
-        if self.group.size > 1 and not self.config.delayed_update:  # which may be under way when a step begins
-            self.whole += [b for b, mine in owned.items() if b.group is self.group and mine.numel() == b.padded]
         fresh = {bucket: master_of(bucket, mine) for bucket, mine in owned.items()} if self.slices.optimizer else {}
         self.masters |= fresh
         self.slices.add(fresh)
@@ -175,7 +172,7 @@ class Update:
         for bucket in self.owned:
             members.setdefault(bucket.group, []).extend(bucket.params)
         params = members.pop(self.group)
-        given = self.slices.settings_in_words() | weights(self.whole, self.steps)
+        given = self._alike()
         message = told([0.0, *checksum(given), *(p not in used for p in params)], torch.float64, self.group.device)
         known = self.resting.squares if self.resting else {}
         for bucket, gradient in gradients.items():
@@ -204,11 +201,23 @@ class Update:
             left_alone |= unused_by_all(group, experts, used)
         return squares, left_alone
 
+    def _alike(self) -> Settings:
+        """What must be equal on all ranks: the optimizer's settings, and the weights where every rank updates all."""
+        given = self.slices.settings_in_words()
+        if self.group.size > 1 and self.replicated() and not self.config.delayed_update:  # which may be under way
+            given |= weights((bucket for bucket in self.owned if bucket.group is self.group), self.steps)
+        return given
+
     def _refuse_parted(self, given: Settings) -> None:
-        """ValueError on every rank, before anything is updated. A collective."""
+        """ValueError on every rank, before anything is updated. A collective.
+
+        Not in a group that only pretends (torch's "fake" backend), where nobody adds up and all say the same.
+        """
         of_ranks = dict(zip(self.group.ranks, self.group.all_gather_object(given), strict=True))
         for others in self.across.all_gather_object(of_ranks) if self.across is not None else ():
             of_ranks |= others
+        if all(said == given for said in of_ranks.values()):
+            return
         raise ValueError(
             f"{self.stage}, step {self.steps}: {difference(of_ranks)}; nothing is updated. "
             "Set, load and change alike on every rank; a schedule that follows the loss needs its mean over all ranks"

@@ -3,18 +3,22 @@
 import copy
 import pickle
 import re
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pairs import pairwise
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import STAGES
 from worlds import run
 
 from refimpl.comm.group import Group
 from refimpl.launch import RankError
+from refimpl.zero.config import ZeroConfig
 from refimpl.zero.stage import Stage
 
 DIFFERENT = {
@@ -129,6 +133,23 @@ def test_weights_that_change_on_one_rank_are_told(ranks: int) -> None:
     texts = run(with_weights_of_its_own, ranks=ranks)
     assert len(set(texts)) == 1
     assert re.search(rf"the weights' checksum is not .* \(rank 0.*: -?\d+; rank {ranks - 1}: -?\d+\)", texts[0]), texts
+
+
+@pytest.fixture
+def pretended() -> Iterator[Group]:
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    yield Group.world()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_ranks_that_are_pretended_step(stage: str, pretended: Group) -> None:
+    model = model_of("", False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    built = STAGES[stage](model, optimizer, pretended, ZeroConfig(check_order=False))  # whose words need a store
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    assert built.update.steps == 1
 
 
 class Neighbours(nn.Module):

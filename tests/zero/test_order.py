@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from refimpl.launch import RankError, World, run
 from refimpl.ranks.lost import RankLost
 from refimpl.ranks.register import Register
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.order import RankDivergence, Standing, parted, stuck
+from refimpl.zero.order import RankDivergence, RollCall, Standing, parted, stuck
 from refimpl.zero.path import Outline
 from refimpl.zero.stage import Stage
 from refimpl.zero.zero2 import Zero2
@@ -67,6 +68,16 @@ def surprises(words: str) -> list[int]:
             found.append(i)
         outline.add(word)
     return found
+
+
+def test_who_has_come_and_gone_on_is_not_missed() -> None:
+    """Rank 1 said its word after it was looked for, and stands at the next model when it is looked for there."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    store.set("0 has come to", '{"what": "reduction of 0"}')
+    there = SimpleNamespace(all=store, rank=0, patience=SimpleNamespace(), _elsewhere=lambda _: {1: "backward of 2"})
+    RollCall._refuse_elsewhere(there, [1], list)  # type: ignore[arg-type]
+    with pytest.raises(RankDivergence, match="rank 0: reduction of 0; rank 1: backward of 2"):
+        RollCall._refuse_elsewhere(there, [1], lambda: [1])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
