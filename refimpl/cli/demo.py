@@ -160,8 +160,9 @@ def publish(plan: Plan, rows: list[Row], curves: Curves, facts: dict[str, Any]) 
         console.print(table)
     most = max(facts["buffers_in_transit_bytes_per_parameter"].values())
     console.print(
-        "The small all_reduce: the gradients' norm, which also tells every rank of an Inf, and 8 B a parameter tensor "
-        "for whether any rank used it. bf16 rows have no oracle in bf16.",
+        "The small all_reduce: the gradients' norm, which also tells every rank of an Inf, 16 B for whether the "
+        "optimizers' settings are the same, and 8 B a parameter tensor for whether any rank used it. "
+        "bf16 rows have no oracle in bf16.",
         highlight=False,
     )
     console.print(
