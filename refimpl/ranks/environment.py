@@ -1,7 +1,7 @@
 """Who started this process, and as which rank?  What the launchers leave in the environment.
 
-torchrun says all of it. srun and mpirun say rank and number of ranks, each in its own words, and not where to meet. By
-hand one sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+torchrun says all of it. srun and mpirun say rank and number of ranks, each in its own words, and not where to meet; srun
+names the nodes, and rank 0 is on the first. By hand one sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
 import os
@@ -22,7 +22,8 @@ class Launcher:
     size: str
     local_rank: str
     local_size: str
-    job: str = ""  # what the ranks of one job, and no others of this machine, have in common
+    job: tuple[str, ...] = ()  # what the ranks of one job, and no others of this machine, have in common
+    nodes: str = ""  # the machines, that of rank 0 first
     also: str = ""  # must be set too, or this launcher is not meant
     certain: bool = True  # whether these variables are seen in ranks only
 
@@ -33,18 +34,20 @@ LAUNCHERS = (
     Launcher(
         "mpirun",
         "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-        job="PMIX_NAMESPACE",
+        job=("PMIX_NAMESPACE",),
     ),
     Launcher("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", also="MPI_LOCALRANKID"),
     Launcher(
         "srun",
-        "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", job="SLURM_JOB_ID",
+        "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"), nodes="SLURM_STEP_NODELIST",
     ),
     Launcher("mpirun", "PMI_RANK", "PMI_SIZE", "", ""),
     # A batch script has these as well, and is no rank: only who asks to join is believed.
     Launcher(
         "srun",
-        "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE", job="SLURM_JOB_ID", certain=False,
+        "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE",
+        job=("SLURM_JOB_ID",), certain=False,
     ),
 )  # fmt: skip
 
@@ -59,6 +62,7 @@ class Place:
     local_rank: int | None
     local_size: int | None
     job: str
+    first_node: str | None = None  # the machine of rank 0
 
 
 def find(environ: Mapping[str, str] = os.environ, *, certain: bool = True) -> Place | None:
@@ -73,7 +77,8 @@ def find(environ: Mapping[str, str] = os.environ, *, certain: bool = True) -> Pl
                 int(environ[launcher.size]),
                 int(local_rank) if local_rank else None,
                 _here(local_size, environ) if local_size else None,
-                environ.get(launcher.job) or f"parent {os.getppid()}",
+                " ".join(environ[name] for name in launcher.job if name in environ) or f"parent {os.getppid()}",
+                _first(environ.get(launcher.nodes, "")) or None,
             )
     return None
 
@@ -86,7 +91,8 @@ def meeting_point(place: Place, environ: Mapping[str, str] = os.environ) -> str:
             f"rank {place.rank}: MASTER_ADDR is {host}, but MASTER_PORT is not set: export MASTER_PORT, "
             "a port that is free on that host, with the same value for every rank"
         )
-    if not host and place.local_size != place.size:
+    host = host or (_LOOPBACK if place.local_size == place.size else place.first_node)
+    if not host:
         there = "an unknown number" if place.local_size is None else str(place.local_size)
         raise RuntimeError(
             f"rank {place.rank}: {place.launcher} started {place.size} ranks, {there} of them on this machine, and did "
@@ -94,7 +100,7 @@ def meeting_point(place: Place, environ: Mapping[str, str] = os.environ) -> str:
             "there), with the same values for every rank"
         )
     # Below the ports that the system deals out, and another for another job.
-    return f"tcp://{host or _LOOPBACK}:{port or 20000 + zlib.crc32(place.job.encode()) % 10000}"
+    return f"tcp://{host}:{port or 20000 + zlib.crc32(place.job.encode()) % 10000}"
 
 
 def several(environ: Mapping[str, str] = os.environ) -> int:
@@ -131,3 +137,8 @@ def _here(tasks: str, environ: Mapping[str, str]) -> int | None:
         return counts[0]
     node = int(environ.get("SLURM_NODEID") or 0)
     return counts[node] if node < len(counts) else None
+
+
+def _first(nodes: str) -> str:
+    """The first of Slurm's "gpu[03-05,9],login": gpu03."""
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).split(",")[0]

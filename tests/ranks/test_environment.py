@@ -85,6 +85,26 @@ def test_ranks_of_several_machines_must_be_told(local_size: int | None) -> None:
         meeting_point(there, {"MASTER_ADDR": "a"})
 
 
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("hosta,hostb", "hosta"), ("n[1-4]", "n1"), ("gpu[003-005,009],login1", "gpu003"), ("r[2,4]n[07-08]", "r2n07"),
+        ("a-1.b,c[1-2]", "a-1.b"), ("x,n[1-2]", "x"),
+    ],
+)  # fmt: skip
+def test_ranks_that_srun_started_on_several_machines_meet_on_the_first(nodes: str, first: str) -> None:
+    """The names are those that `scontrol show hostnames` begins with."""
+    place = find(SRUN | {"SLURM_STEP_NODELIST": nodes})
+    assert place is not None
+    assert meeting_point(place, {}).startswith(f"tcp://{first}:2")
+    assert meeting_point(place, {"MASTER_ADDR": "b", "MASTER_PORT": "5"}) == "tcp://b:5"
+
+
+def test_two_steps_of_a_slurm_job_meet_apart() -> None:
+    steps = [find(SRUN | {"SLURM_STEP_ID": step, "SLURM_STEP_NODELIST": "a,b"}) for step in "01"]
+    assert len({meeting_point(place, {}) for place in steps if place}) == 2
+
+
 @pytest.mark.parametrize("environ", [TORCHRUN, OPEN_MPI, HYDRA, SRUN])
 def test_ranks_that_a_rank_starts_do_not_take_its_place_for_theirs(environ: dict[str, str]) -> None:
     kept = without_place(environ | {"MINE": "1", "TORCHELASTIC_RUN_ID": "x"})
