@@ -40,6 +40,7 @@ from refimpl.comm.work import Steps, Work
 from refimpl.measure.ledger import Ledger
 from refimpl.ranks import environment, here
 from refimpl.ranks.register import Register
+from refimpl.ranks.travel import dumps, loads
 
 
 class Group:
@@ -331,7 +332,8 @@ class Group:
             with agreed:
                 if self.route.met:
                     self._meet(agreed)
-                dist.all_gather_object(objects, obj, group=self._line.handle)
+                dist.all_gather_object(objects, dumps(obj), group=self._line.handle)
+            objects = [loads(one) for one in objects]
         return objects
 
     def _meet(self, agreed: Agreed) -> None:

@@ -17,6 +17,9 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 import cloudpickle  # type: ignore[import-untyped]
+from torch import Tensor
+
+from refimpl.ranks.views import reduced
 
 
 def dumps(obj: object) -> bytes:
@@ -47,6 +50,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.seen = {"__main__"}
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor):
+            return reduced(obj)
         if isinstance(obj, types.FunctionType | type | types.ModuleType):
             name = obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__
             module = sys.modules.get(name)

@@ -1,7 +1,7 @@
 """Who started this process, and as which rank?  What the launchers leave in the environment.
 
-torchrun says all of it. srun and mpirun say rank and number of ranks, each in its own words, and not where to meet; srun
-names the nodes, and rank 0 is on the first. By hand one sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+torchrun says all of it. srun and mpirun say rank and number of ranks, each in its own words, not where to meet; srun
+names the nodes, the first of which has rank 0. By hand one sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Pickles that another process of this machine can read: what that process could not import travels by value.
+"""Pickles that another process can read: what that process could not import travels by value.
 
 That is cloudpickle's work. Without it, on a machine that has torch and little else, plain pickle carries what can be
 imported, and says what to do about the rest.
@@ -8,6 +8,10 @@ import io
 import pickle
 import types
 from typing import Any
+
+from torch import Tensor
+
+from refimpl.ranks.views import reduced
 
 try:
     from refimpl.ranks import by_value
@@ -46,6 +50,8 @@ class _Importable(pickle.Pickler):
     """Refuses what pickle would name and no rank would find: a rank's `__main__` is not the caller's."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor):
+            return reduced(obj)
         if isinstance(obj, types.FunctionType | type) and obj.__module__ == "__main__":
             raise pickle.PicklingError(f"{obj.__qualname__} is defined in a script")
         return NotImplemented
