@@ -1,0 +1,123 @@
+"""Two machines for real, as far as one kernel goes: each with its own network card, processes and name, and a cable.
+
+Ranks of two network namespaces share no memory and see no process of each other. What the card has sent is the kernel's
+count, not ours.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from worlds import run
+
+ROOT = Path(__file__).parents[1]
+HOSTS, PORT = ("192.0.2.1", "192.0.2.2"), "29400"  # a network that is nobody's: RFC 5737
+
+TRAIN = """
+import hashlib, json, sys, torch, refimpl
+from pathlib import Path
+from refimpl import DDP, Group, Zero1, Zero2, Zero3
+from refimpl.model.gpt import GPT, GPTConfig
+
+def on_the_wire():
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text()) if len(sys.argv) > 1 else 0
+
+def train(kind):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, width=128, context=16))
+    stage = kind(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+    tokens = torch.arange(32).view(2, 16) + stage.group.rank
+    stage.group.barrier()  # of what came with the model nothing is left in a socket's buffer
+    stage.group.ledger.reset()
+    before = on_the_wire()
+    for _ in range(2):
+        model(tokens, tokens.roll(1)).backward()
+        stage.optimizer.step()
+    stage.group.barrier()
+    sent, wired = sum(stage.group.ledger.sent_bytes().values()), on_the_wire() - before
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(value.numpy().tobytes())
+    return type(stage.group.transport).__name__, sent, wired, digest.hexdigest()
+
+def both():
+    return {kind.__name__: train(kind) for kind in (DDP, Zero1, Zero2, Zero3)}
+"""
+RANK = TRAIN + "refimpl.join('cpu', timeout=60)\nprint(json.dumps(both()))\n"
+
+
+@pytest.fixture(scope="module")
+def cable() -> Iterator[list[list[str]]]:
+    """What starts a command on each of two machines."""
+    names = [f"refimpl-{os.getpid()}-{side}" for side in "ab"]
+    made: list[str] = []
+    try:
+        for name in names:
+            done = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False) if ip() else None
+            if done is None or done.returncode:
+                pytest.skip("needs root and iproute2, to make two machines of one")
+            made.append(name)
+        card = ["link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1]]
+        subprocess.run(["ip", *card], check=True)
+        for name, address in zip(names, HOSTS, strict=True):
+            for words in (f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up"):
+                subprocess.run(["ip", "-n", name, *words.split()], check=True)
+        own = ["unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        yield [["ip", "netns", "exec", name, *own, sys.executable] for name in names]
+    finally:
+        for name in made:
+            subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+def ip() -> bool:
+    return os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "unshare"))
+
+
+def on_two_machines(cable: list[list[str]], source: str) -> list[subprocess.CompletedProcess[str]]:
+    """The same Python on both, one rank each."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": HOSTS[0], "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "eth0"}
+    ranks = [
+        subprocess.Popen(
+            [*start, "-c", source, "wire"],
+            env={**os.environ, **place, "RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank, start in enumerate(cable)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [subprocess.CompletedProcess(p.args, p.returncode, *out) for p, out in zip(ranks, said, strict=True)]
+
+
+def test_every_stage_sends_its_bytes_over_the_cable_and_ends_with_the_bits_of_one_machine(
+    cable: list[list[str]],
+) -> None:
+    def here() -> dict[str, tuple[str, int, int, str]]:
+        scope: dict[str, object] = {}
+        exec(TRAIN, scope)
+        return scope["both"]()  # type: ignore[operator, no-any-return]
+
+    ranks = on_two_machines(cable, RANK)
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
+    for rank, alone in zip(ranks, run(here), strict=True):
+        there = json.loads(rank.stdout)
+        for stage, (transport, sent, wired, bits) in there.items():
+            assert transport == "Composed"
+            assert (alone[stage][0], alone[stage][1], alone[stage][3]) == ("Shared", sent, bits)
+            assert sent < wired < 1.1 * sent, (stage, sent, wired)  # headers, acknowledgements
+
+
+def test_a_rank_of_another_machine_that_leaves_is_told(cable: list[list[str]]) -> None:
+    source = RANK.replace("print(", "if Group.world().rank: raise ValueError('mine')\nprint(")
+    left, raised = on_two_machines(cable, source)
+    assert (left.returncode, raised.returncode) == (1, 1)
+    assert "ValueError: mine" in raised.stderr
+    assert "RankLost: rank 0 waits in vain in" in left.stderr
