@@ -80,7 +80,7 @@ class Changing(ABC):
                 raise ValueError(f"add_param_group: {self.names[tensor]} is in a group of the optimizer already")
         optimizer = self.update.slices.optimizer
         assert optimizer is not None
-        self.update.slices.kind.add_param_group(optimizer, {**group, "params": []})
+        self.update.slices.kind.cls.add_param_group(optimizer, {**group, "params": []})
         self.group_of |= dict.fromkeys(tensors, len(optimizer.param_groups) - 1)
         self.thawed |= dict.fromkeys(p for p in tensors if p.requires_grad)
         self.include_thawed()

@@ -47,9 +47,9 @@ class OffloadedUpdate(Brought):
 
     def add(self, owned: dict[Bucket, Tensor]) -> None:
         """Bucket by bucket: no more than one has its masters in two places."""
-        if self.slices.optimizer is not None and not self.slices.elementwise:
+        if self.slices.optimizer is not None and not self.slices.kind.elementwise:
             raise TypeError(
-                f"{self.slices.kind.__name__} is not known to be element-wise: it cannot be updated part by part; "
+                f"{self.slices.kind.cls.__name__} is not known to be element-wise: it cannot be updated part by part; "
                 "leave optimizer_home (offload_optimizer) out"
             )
         if any(bucket.dtype == torch.float64 for bucket in owned) and self.slices.optimizer is not None:

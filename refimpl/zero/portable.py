@@ -154,7 +154,7 @@ def restore_states(stage: Stage, bucket: Bucket, source: Source, wanted: set[str
     history = {p: source.state(names[p]) if names[p] in wanted else {} for p in spans}
     for p in slices.apart.intersection(spans):
         slices.set_apart(bucket, p)
-    for before, p in pairwise(spans) if slices.elementwise else ():
+    for before, p in pairwise(spans) if slices.kind.elementwise else ():
         gap = spans[before][1], spans[p][0]  # one border is enough: a second one would give other bits than the run
         if not same(history[before], history[p]) and not slices.border_in(bucket, *gap):
             slices.cut(bucket, spans[p][0])

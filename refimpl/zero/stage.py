@@ -196,7 +196,7 @@ class Stage(Changing, ByName, Held, ABC):
 
     def optimizer_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """`optimizer.step()`: as `step`, but without a gradient nothing happens, as in torch. Returns the closure's."""
-        if closure is not None and not self.update.slices.asks_once:
+        if closure is not None and not self.update.slices.kind.asks_once:
             return self.search(closure)
         with torch.enable_grad():
             result = closure() if closure else None

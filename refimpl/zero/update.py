@@ -68,7 +68,7 @@ class Update:
         self.grad_norm: float | None = None
         self.steps = self.skipped_steps = 0
         self.slices = Slices(optimizer, config.allow_untested_optimizer)
-        if self.slices.layerwise:
+        if self.slices.kind.layerwise:
             vars(optimizer)["whole_squares"] = WholeSquares(self.slices)
         self.add(owned)
 
