@@ -29,7 +29,7 @@ from refimpl.compress.compression import Compression
 from refimpl.compress.exchange import Exchange, Op
 from refimpl.compress.powersgd import LowRank
 from refimpl.zero.flat import Bucket
-from refimpl.zero.gradients import Reduction
+from refimpl.zero.flights import Reduction
 from refimpl.zero.owing import place, warn_of_loss
 
 if TYPE_CHECKING:

@@ -32,12 +32,13 @@ from refimpl.zero.compressed import Compressed
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.experts import apart
 from refimpl.zero.flat import Bucket, gather_all, groups_of, lay_out
+from refimpl.zero.flights import Reduction
 from refimpl.zero.grad_view import GradientView
-from refimpl.zero.gradients import Reduction
+from refimpl.zero.gradients import take_raw_grad
 from refimpl.zero.held import Held
 from refimpl.zero.hooked import Hooked
 from refimpl.zero.owned import not_taken, take_over
-from refimpl.zero.parameter import Freed, Managed, stage_of, take_raw_grad
+from refimpl.zero.parameter import Freed, Managed, stage_of
 from refimpl.zero.parked import Parked
 from refimpl.zero.scaled import Scaled
 from refimpl.zero.wrapped import refuse_wrapping

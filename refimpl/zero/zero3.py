@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from refimpl.zero.experts import apart
 from refimpl.zero.fetch import Fetch
 from refimpl.zero.flat import Bucket, lay_out
-from refimpl.zero.gradients import Reduction
+from refimpl.zero.flights import Reduction
 from refimpl.zero.owing import Owing
 from refimpl.zero.owners import joined, leaves, owners
 from refimpl.zero.parameter import DATA
