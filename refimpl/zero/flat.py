@@ -11,14 +11,19 @@ Each parameter begins on a multiple of 8 elements. The padding is zero, gets zer
 """
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from refimpl.comm.collectives import Op
 from refimpl.comm.group import Group
 from refimpl.comm.work import Work
 from refimpl.offload.shelf import Shelf
 from refimpl.zero.parameter import Managed, place
+
+if TYPE_CHECKING:
+    from refimpl.zero.quantised_sum import QuantisedSum
 
 ALIGN = 64  # elements: torch's fused AdamW gives the same bits on any cut that falls on a multiple of 64
 ALIGN_PARAMETER = 8  # elements, 16 bytes of bf16: where cuBLAS's fast kernels want a matrix to begin
@@ -32,7 +37,7 @@ class Bucket:
     """Parameters of one optimizer group and dtype; their data become views of one buffer [P], with rank 0's values."""
 
     awaited = 0  # uses by modules that are gathered whole, of which backward is not through yet: see `Fetch.hold`
-    is_cut = False  # whether each rank has 1/N of the parameters between two uses: see `Unit`
+    sum: "QuantisedSum | None" = None  # what reduces its gradients where they travel rounded: see `Plus`
     shelf: Shelf | None = None  # where this rank's shard rests, if not in memory: see `Unit`
 
     def __init__(
@@ -130,6 +135,12 @@ class Bucket:
     def shard(self, flat: Tensor) -> Tensor:
         """flat [P] -> the view [S] that this rank owns."""
         return flat.view(self.group.size, -1)[self.group.rank]
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Work:
+        """Start to reduce x [P] of every rank -> out [S], this rank's chunk."""
+        if self.sum is not None:
+            return self.sum.reduce_scatter(self, out, x, op)
+        return self.group.reduce_scatter(out, x, op, async_op=True, tag="gradients")
 
     def gather(self, most: int) -> list[Work]:
         """Start to fill `full` [P] with every rank's shard of it, about `most` elements a call (NCCL: all)."""

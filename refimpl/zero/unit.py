@@ -42,8 +42,6 @@ class Unit(Bucket):
     While it has none its parameters are `Freed`; who computes with one asks `on_use`, which may gather the unit.
     """
 
-    is_cut = True
-
     def __init__(
         self,
         params: list[nn.Parameter],

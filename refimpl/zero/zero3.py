@@ -70,7 +70,7 @@ class Zero3(Stage):
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; frees the parameters."""
         self.path.visit(bucket, "reduction")
         mine = self.gradients.results.take(bucket.padded // bucket.group.size, local)  # [S]
-        work = self.plus.reduce_scatter(bucket, mine, local, self.gradients.op)
+        work = bucket.reduce_scatter(mine, local, self.gradients.op)
         if not self.fetch.keeps:
             bucket.free()
         return Reduction(work, mine, memory=mine)
