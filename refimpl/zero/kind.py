@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn, optim
 
 from refimpl.optim.travelling import Travelling
@@ -47,6 +48,14 @@ class Kind:
         given = {k: v for k, v in optimizer.defaults.items() if k in accepted}
         twin: optim.Optimizer = self.cls([{**optimizer.param_groups[index], "params": params}], **given)
         return twin
+
+    def widths(self, optimizer: optim.Optimizer, index: int) -> list[torch.dtype]:
+        """The dtypes of the states that it makes of a parameter of group `index`: a twin is asked."""
+        p = nn.Parameter(torch.zeros(2))
+        p.grad = torch.zeros(2)
+        twin = self.twin(optimizer, index, [p])
+        self.cls.step(twin)
+        return [t.dtype for t in twin.state[p].values() if isinstance(t, Tensor) and t.shape == p.shape]
 
     def refuse_shard(self) -> None:
         """TypeError if on a part of a parameter it would compute something else."""

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn, optim
 
 from refimpl.zero.flat import ALIGN, Bucket
@@ -229,16 +228,6 @@ class Slices:
         same = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == s.param.shape}
         return {"": s.param, **same}
 
-    def widths(self, index: int) -> list[torch.dtype]:
-        """The dtypes of the states that the optimizer makes of a parameter of group `index`: a twin is asked."""
-        if self.optimizer is None:
-            return []
-        p = nn.Parameter(torch.zeros(2))
-        p.grad = torch.zeros(2)
-        twin = self.kind.twin(self.optimizer, index, [p])
-        self.kind.cls.step(twin)
-        return [t.dtype for t in twin.state[p].values() if isinstance(t, Tensor) and t.shape == p.shape]
-
     def release_gradients(self, *buckets: Bucket) -> None:
         """Of these buckets, or of all."""
         self._applying = False
@@ -270,14 +259,6 @@ class Slices:
             if value.shape != s.param.shape and s.start <= start < min(s.end, end):
                 return value
         return None
-
-    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The state of elements low to high: what has an element for each, a flat view, and the rest."""
-        s = next((s for s in self.of.get(bucket, []) if s.start <= low and high <= s.end), None)
-        if s is None or self.optimizer is None:
-            return {}, {}
-        cut = {k: v.reshape(-1)[low - s.start : high - s.start] for k, v in self.tensors(s).items() if k}
-        return cut, {k: v for k, v in self.optimizer.state.get(s.param, {}).items() if k not in cut}
 
     def state(self) -> list[Tensor]:
         """The optimizer's own tensors."""
