@@ -208,8 +208,7 @@ class Engine(Saved, ModuleState):
 
     def empty_partition_cache(self) -> None:
         """Free the parameters that stage 3 has gathered ahead or kept for their next use."""
-        if isinstance(self.stage, Zero3):
-            self.stage.fetch.end()
+        self.stage.free_gathered()
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **_: Any) -> None:
         """torch.compile the model in place."""

@@ -64,3 +64,7 @@ class Built(ABC):
     @abstractmethod
     def catch_up(self) -> None:
         """See `Stage.catch_up`."""
+
+    @abstractmethod
+    def free_gathered(self) -> None:
+        """See `Stage.free_gathered`."""

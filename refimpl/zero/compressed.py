@@ -102,7 +102,7 @@ class Compressed:
 
     def measure(self) -> None:
         """Errors in the present loss scale."""
-        scale = self.stage.scaler.scale if self.stage.scaler else 1.0
+        scale = self.stage.loss_scale()
         if scale != self._scale:
             for exchange in self.exchanges.values():
                 exchange.rescale(scale / self._scale)

@@ -85,6 +85,10 @@ class Held(Built):
     def scaler(self) -> LossScaler | None:
         return self.update.scaler
 
+    def loss_scale(self) -> float:
+        """What the loss of the next backward is multiplied by: fp16's; 1 in other dtypes."""
+        return self.scaler.scale if self.scaler else 1.0
+
     @property
     def grad_norm(self) -> float | None:
         """Global L2 norm of the last step's gradients: unscaled, before clipping, each parameter counted once."""

@@ -56,7 +56,9 @@ class Hooked(Changing):
     def end_backward(self, asked: bool) -> None:
         self.scaled.end_backward(self.gradients.first_finite is not None)
         self.gradients.end(asked)
+        self.free_gathered()
 
     def drop_backward(self) -> None:
         """A backward raised: what it left, and what was accumulated before it, is dropped."""
         self.gradients.drop()
+        self.free_gathered()

@@ -22,7 +22,6 @@ from refimpl.offload.homes import is_here
 from refimpl.zero.flat import Bucket, round_up
 from refimpl.zero.parameter import DATA
 from refimpl.zero.stage import Stage
-from refimpl.zero.zero3 import Zero3
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,7 @@ def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool,
     With `optimizer`, a parameter that is not among `names` keeps its weights and begins without a state.
     """
     wanted = set(names)
-    if isinstance(stage, Zero3):
-        stage.fetch.end()  # what is gathered ahead has the old weights
+    stage.free_gathered()  # ahead, with the old weights
     members: dict[Bucket, list[nn.Parameter]] = {}
     for p, name in stage.names.items():
         bucket = stage.home(p)

@@ -179,6 +179,7 @@ class Stage(Hooked, Beside, Held):
 
     def collect(self) -> dict[Bucket, Tensor]:
         """The mean gradients since the last step."""
+        self.free_gathered()
         if not self.handles:
             raise RuntimeError(
                 f"step() of a {type(self).__name__} that was released (an engine's destroy()): make another"
@@ -239,13 +240,19 @@ class Stage(Hooked, Beside, Held):
 
     def catch_up(self) -> None:
         """Finish an update that is one step late (`delayed_update`), and gather; nothing without one. A collective."""
+        if self.config.delayed_update:
+            self.free_gathered()  # what is gathered ahead has the old weights
         if self.update.catch_up():
             self.gather()
+
+    def free_gathered(self) -> None:
+        """Nothing is gathered for a use, here: see `Zero3`."""
 
     def come_to_rest(self) -> None:
         """Nothing is on its way, or gathered, when this returns. A collective."""
         self.passes.settle()
         self.catch_up()
+        self.free_gathered()
 
     def zero_grad(self) -> None:
         """Drop all gradients since the last step."""
