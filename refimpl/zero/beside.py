@@ -29,7 +29,6 @@ class Beside(ByName):
         copies = counted_elsewhere if isinstance(counted_elsewhere, Mapping) else dict.fromkeys(counted_elsewhere)
         self.update.beyond, self.view.parted = Beyond(group, copies), True
 
-    @torch.no_grad()
     def replicate(self, group: Group) -> None:
         """The ranks of `group` have the same shards and read other data: their gradients are averaged too.
 
@@ -39,13 +38,23 @@ class Beside(ByName):
         mesh of two dimensions.
         """
         self.gradients.across = self.update.across = self.buffers.across = group
+        self.take_weights(group, tag="parameters")
+
+    @torch.no_grad()
+    def take_weights(self, group: Group, tag: str, also: Iterable[Tensor] = ()) -> None:
+        """The weights, and what is named `also`, of the first rank of `group`, on all of its ranks.
+
+        Each brings what it owns; so it is a collective of this stage's own ranks too.
+        """
         for bucket in dict.fromkeys(self.home(p) for p in self.names):
             if bucket is not None:
                 flat = self.weights(bucket)
-                group.broadcast(flat, tag="parameters")
+                group.broadcast(flat, tag=tag)
                 self.put_weights(bucket, flat)
-        for p in [p for p in self.names if self.home(p) is None]:
-            group.broadcast(DATA.__get__(p), tag="parameters")
+        for tensor in [*(DATA.__get__(p) for p in self.names if self.home(p) is None), *also]:
+            dense = tensor.contiguous()
+            group.broadcast(dense, tag=tag)
+            tensor.copy_(dense)
         self.gather()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
