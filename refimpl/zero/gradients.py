@@ -105,7 +105,8 @@ class Gradients(Flights):
         """Runs inside backward when p's gradient is complete: add it to the bucket, and launch what is now full."""
         self.sign()
         self.group.ledger.mark(mark)
-        grad = take_raw_grad(p)
+        grad: Tensor | None = GRAD.__get__(p)  # autograd's: `p.grad` would show the stage's
+        GRAD.__set__(p, None)
         if grad is None:  # frozen since the forward
             return
         self.add(p, grad if self.divisor == 1 else grad / self.divisor, bucket)
