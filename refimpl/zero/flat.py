@@ -61,6 +61,7 @@ class Bucket:
             self.numel = self.offset[p] + p.numel()
             self._strided[p] = (p.shape, torch.empty(p.shape, device="meta").stride(), self.offset[p])
         self.padded = round_up(self.numel, group.size * ALIGN)
+        self.shard_numel = self.padded // group.size  # S
         self.device = params[0].device
         is_padding = torch.ones(self.padded, dtype=torch.bool)
         for piece in self.pieces(is_padding):
@@ -111,7 +112,7 @@ class Bucket:
 
     def span(self, p: nn.Parameter, rank: int | None = None) -> tuple[int, int]:
         """Start and end of what a rank's shard [S] holds of p; start = end when that is nothing."""
-        size = self.padded // self.group.size
+        size = self.shard_numel
         start = (self.group.rank if rank is None else rank) * size
         first, last = self.offset[p] - start, self.offset[p] + p.numel() - start
         return min(max(first, 0), size), min(max(last, 0), size)
@@ -120,16 +121,19 @@ class Bucket:
         """Start and end of what flat, [P] or this rank's [S], holds of p."""
         return (self.offset[p], self.offset[p] + p.numel()) if flat.numel() == self.padded else self.span(p)
 
+    def first_of(self, flat: Tensor) -> int:
+        """Which element of the whole buffer flat, [P] or this rank's [S], begins with."""
+        return 0 if flat.numel() == self.padded else self.group.rank * self.shard_numel
+
     def part(self, flat: Tensor, p: nn.Parameter, begin: int = 0, end: int | None = None) -> Tensor:
         """What flat, [P] or this rank's [S], holds of p, or of p's elements from begin to end: a flat view."""
         start, stop = self.within(flat, p)
-        first = 0 if flat.numel() == self.padded else self.group.rank * (self.padded // self.group.size)
-        at = self.offset[p] - first  # where p begins, before flat or in it
+        at = self.offset[p] - self.first_of(flat)  # where p begins, before flat or in it
         return flat[max(start, at + begin) : max(start, stop if end is None else min(stop, at + end))]
 
     def cut(self, whole: Tensor, p: nn.Parameter, numel: int) -> Tensor:
         """What of `whole`, in p's shape, belongs to a part of `numel` elements: all of it, or this rank's span."""
-        begin = 0 if numel == p.numel() else max(0, self.group.rank * (self.padded // self.group.size) - self.offset[p])
+        begin = 0 if numel == p.numel() else max(0, self.group.rank * self.shard_numel - self.offset[p])
         return whole.reshape(-1)[begin : begin + numel]
 
     def shard(self, flat: Tensor) -> Tensor:

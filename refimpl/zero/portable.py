@@ -81,7 +81,7 @@ def parts(stage: Stage) -> Iterator[Part]:
             yield Part(name, place, DATA.__get__(p).reshape(-1)[begin:end], {}, {})
             continue
         flat = seen(stage, bucket)
-        here = place.at - offset_here(flat, bucket)
+        here = place.at - bucket.first_of(flat)
         low, high = here + begin, here + end
         state, rest = stage.update.state_at(bucket, low, high) if begin < end else ({}, {})
         weight = state.pop("") if "" in state else piece(bucket, flat, low, high)
@@ -100,11 +100,6 @@ def piece(bucket: Bucket, flat: Tensor, low: int, high: int) -> Tensor | Later:
     if is_here(flat):
         return flat[low:high]
     return flat.new_empty(0) if low == high else Later(flat.dtype, (high - low,), lambda: bucket.now()[low:high])
-
-
-def offset_here(flat: Tensor, bucket: Bucket) -> int:
-    """Which element of the whole buffer flat begins with: [P] with the first, [S] with this rank's."""
-    return 0 if flat.numel() == bucket.padded else bucket.group.rank * (bucket.padded // bucket.group.size)
 
 
 @torch.no_grad()
@@ -128,7 +123,7 @@ def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool,
     for bucket, those in members.items():
         flat = stage.weights(bucket)  # of a disk: a copy, one at a time
         for p in [p for p in those if stage.names[p] in wanted]:
-            here = place_of(stage, p).at - offset_here(flat, bucket)
+            here = place_of(stage, p).at - bucket.first_of(flat)
             low, high = max(here, 0), min(here + p.numel(), flat.numel())
             if low < high:
                 source.fill("weight", stage.names[p], low - here, flat[low:high])

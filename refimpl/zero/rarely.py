@@ -67,4 +67,4 @@ class Shards(Weights):
 
 def mine(bucket: Bucket, flat: Tensor) -> Tensor:
     """This rank's share of flat, [P] or [S]. -> [S]"""
-    return bucket.shard(flat) if flat.numel() == bucket.padded != bucket.padded // bucket.group.size else flat
+    return bucket.shard(flat) if flat.numel() == bucket.padded != bucket.shard_numel else flat

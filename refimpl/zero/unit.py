@@ -56,7 +56,7 @@ class Unit(Bucket):
                 before.let_go(p)
             p.zero_unit = self  # type: ignore[attr-defined]
         super().__init__(params, group, group_index, name, dtype)
-        self.mine = group.empty(self.padded // group.size, self.dtype, self.device).copy_(self.shard(self.full))  # [S]
+        self.mine = group.empty(self.shard_numel, self.dtype, self.device).copy_(self.shard(self.full))  # [S]
         self.unrounded = None if self.unrounded is None else self.shard(self.unrounded).clone()  # [S]
         self.versions = [p._version for p in params]  # of what was gathered: who writes to it raises them
         self.on_use: Callable[[Unit, str], None] | None = None

@@ -69,7 +69,7 @@ class Zero3(Stage):
     def reduce(self, bucket: Bucket, local: Tensor) -> Reduction:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; frees the parameters."""
         self.path.visit(bucket, "reduction")
-        mine = self.gradients.results.take(bucket.padded // bucket.group.size, local)  # [S]
+        mine = self.gradients.results.take(bucket.shard_numel, local)  # [S]
         work = bucket.reduce_scatter(mine, local, self.gradients.op)
         if not self.fetch.keeps:
             bucket.free()
