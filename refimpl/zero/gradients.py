@@ -74,7 +74,8 @@ class Gradients(Flights):
 
     def begin(self) -> None:
         """A backward begins: every bucket with something to train awaits its gradients."""
-        self.abandon()  # what a backward that raised has left
+        if self.flights or self._arrived:  # of a backward that raised
+            self.abandon()
         with torch._C.DisableTorchFunctionSubclass():  # a freed parameter's way of being asked, which takes longer
             trained = {b: set(filter(REQUIRES_GRAD.__get__, b.params)) for b in self.buckets}
             self._missing = {bucket: params for bucket, params in trained.items() if params}

@@ -23,9 +23,9 @@ class Scaled:
         self.is_missing |= self.scaler is not None and not self.is_asked and arrived
         self.is_asked = False
 
-    def refuse_missing(self) -> None:
-        if self.is_missing:
-            raise RuntimeError(
-                "step(): a gradient of fp16 came from a loss without its loss scale: call engine.backward(loss), or "
-                "scale(loss).backward() in place of loss.backward(); zero_grad() drops what is there"
-            )
+    def error(self) -> RuntimeError:
+        """Of a step with such gradients."""
+        return RuntimeError(
+            "step(): a gradient of fp16 came from a loss without its loss scale: call engine.backward(loss), or "
+            "scale(loss).backward() in place of loss.backward(); zero_grad() drops what is there"
+        )

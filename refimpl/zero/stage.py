@@ -188,8 +188,8 @@ class Stage(Hooked, Beside, Held):
         self.parked.refuse()
         if not self.passes.settle():
             raise RuntimeError("step() after a backward that raised: its gradients were dropped; run a backward first")
-        if self.gradients.used:
-            self.scaled.refuse_missing()
+        if self.scaled.is_missing and self.gradients.used:
+            raise self.scaled.error()
         for p in self.include_thawed():
             if (grad := take_raw_grad(p)) is not None:
                 self.gradients.add(p, grad)
