@@ -441,16 +441,16 @@ show.source(OffloadedUpdate.update_parts, OffloadedUpdate.round)
 # treats every element by itself, so a model updated in parts gets the same bits. An optimizer that looks at a whole
 # parameter (LAMB's trust ratio, Muon's orthogonalised matrix) cannot be cut like that, and is refused.
 #
-# And what does offload add to a *stage*? These are all the lines of the four stages, and of the class below them, that
-# know of it, docstrings aside:
+# And what does offload add to a *stage*? These are all the lines of the four stages, and of what they have in common,
+# that know of it, docstrings aside:
 
 # %%
 import re
 
-from refimpl.zero import ddp, stage, zero1, zero2, zero3
+from refimpl.zero import chosen, ddp, hooked, stage, zero1, zero2, zero3
 
 KNOWS = re.compile(r"offload|_home\b|shelf|delayed|catch_up", re.IGNORECASE)
-for module in (ddp, zero1, zero2, zero3, stage):
+for module in (ddp, zero1, zero2, zero3, stage, hooked, chosen):
     lines = show.code(module, docstrings=False).splitlines()
     know = [line for line in lines if KNOWS.search(line.split("#")[0])]
     print(f"{Path(module.__file__).name}: {len(know)} of {len(lines)} lines")

@@ -68,6 +68,6 @@ def sentence(path: Path) -> str:
 def configuration() -> str:
     """The page of the configuration's keys."""
     from refimpl.engine.answer import markdown, table
-    from refimpl.engine.config import DeepSpeedConfig
+    from refimpl.engine.schema import DeepSpeedConfig
 
     return CONFIGURATION + markdown(table(DeepSpeedConfig)) + "\n"

@@ -18,7 +18,8 @@ from rich.table import Table
 from refimpl import launch
 from refimpl.comm.group import Group
 from refimpl.comm.link import VARIABLE
-from refimpl.comm.shared import Shared, meet
+from refimpl.comm.route import meet
+from refimpl.comm.shared import Shared
 from refimpl.comm.throttled import Throttled
 from refimpl.model.gpt import native_low_precision
 

@@ -63,7 +63,9 @@ def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine", batch: in
 
     ValueError names what is wrong, also a `batch` that is not the JSON's.
     """
-    from refimpl.engine.config import axes_asked, load_config, raw_config
+    from refimpl.engine.config import load_config
+    from refimpl.engine.layout import axes_asked
+    from refimpl.engine.read import raw_config
     from refimpl.plan.formulas import STRATEGIES
     from refimpl.plan.gathered import Budgets
     from refimpl.plan.mesh import Mesh, judge

@@ -17,33 +17,27 @@ way.
 DeepSpeed's counterpart: deepspeed/comm/comm.py, which keeps one global backend instead.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from refimpl.comm import checks, collectives
-from refimpl.comm.agree import Agreed, Part
-from refimpl.comm.board import Board
+from refimpl.comm.agree import Part
 from refimpl.comm.collectives import Op
+from refimpl.comm.control import Control
 from refimpl.comm.link import Link
 from refimpl.comm.logged import entered
 from refimpl.comm.nodes import refuse_uneven
-from refimpl.comm.patience import Meeting, Patience
-from refimpl.comm.process_group import ControlLine, backend_of, device_of
+from refimpl.comm.process_group import backend_of, device_of
 from refimpl.comm.route import Route
 from refimpl.comm.streams import Streams, streams_of
 from refimpl.comm.transport import Transport
 from refimpl.comm.work import Steps, Work
 from refimpl.measure.ledger import Ledger
-from refimpl.ranks import environment, here
-from refimpl.ranks.register import Register
-from refimpl.ranks.travel import dumps, loads
+from refimpl.ranks import environment
 
 
-class Group:
+class Group(Control):
     """`size` ranks, of which this process is number `rank`; `device` is where its tensors live.
 
     `ranks`: the numbers that they have in the job.
@@ -72,18 +66,8 @@ class Group:
         self.streams = streams or streams_of(self.device)
         self.ledger = ledger or Ledger()
         self.deterministic = deterministic
-        self._line = ControlLine(handle, self.backend) if handle else None
-        self.patience = Patience()
+        super().__init__(handle, self.backend)
         self._half: Work | None = None  # an all-reduce whose second half is not begun
-        self.ranks = (
-            dist.get_process_group_ranks(handle) if handle else [dist.get_rank() if dist.is_initialized() else 0]
-        )
-        folder = here.of_job()
-        self._job_rank = self.ranks[handle.rank()] if handle else 0
-        self._board = Board(folder, handle.group_name, self.ranks, handle.rank()) if handle and folder else None
-        self._register = Register.of_job()
-        if self._register:
-            self._register.enter()
         self.route = Route(handle, self.backend, self.device, self.streams, deterministic, transport, link)
         self.rank, self.size = self.route.direct.rank, self.route.direct.size
 
@@ -179,11 +163,6 @@ class Group:
         elif op == "all_reduce" and self.transport.in_halves:
             self._half = work
         return work
-
-    def _agreed(self, what: str, tag: str, parts: Sequence[Part] = ()) -> Agreed:
-        """What is begun only when no rank is seen to begin something else; `what` must be equal on all ranks."""
-        board = self._board if self.size > 1 else None
-        return Agreed(board, self._register, self.patience, self._job_rank, what, tag, parts)
 
     def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
         """Replace x [n] by its sum, mean or maximum over ranks, the same bits on every rank. Any n; x contiguous.
@@ -299,51 +278,11 @@ class Group:
         sending = self._run("send", x.numel() * x.element_size(), tag, True, steps, out, x)
         return self._run("recv", 0, tag, async_op, iter([lambda: [sending]]), out)
 
-    def last_call(self) -> str:
-        """What this rank began last, for the reader of an error: "call 7, all_gather of 8 float32 at train.py:12"."""
-        return self._board.mine() if self._board else "a collective"
-
-    def behind(self) -> list[int]:
-        """The ranks of this group that are seen to have begun fewer calls than this one."""
-        return self._board.behind() if self._board else []
-
-    def elsewhere(self) -> dict[int, str]:
-        """The ranks of this group that are seen in a call of another one, to which this has not come: that call."""
-        return self._board.elsewhere() if self._board else {}
-
     def settle(self) -> None:
         """Before the host reads a number from a GPU: return, patiently (see `Patience`), when it is there."""
         if self.device.type == "cuda":
             queued = self.streams.record()
             self.patience.poll(lambda: self.streams.is_done(queued))
-
-    def barrier(self) -> None:
-        """Return when every rank has come here."""
-        if self._line is not None:
-            with self._agreed("barrier", "") as agreed:
-                self._meet(agreed)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every rank's picklable object, in rank order. For control, not for data: not charged to the ledger."""
-        objects: list[Any] = [obj] * self.size
-        if self._line is not None:
-            agreed = self._agreed("all_gather_object", "")
-            agreed.announce()
-            with agreed:
-                if self.route.met:
-                    self._meet(agreed)
-                dist.all_gather_object(objects, dumps(obj), group=self._line.handle)
-            objects = [loads(one) for one in objects]
-        return objects
-
-    def _meet(self, agreed: Agreed) -> None:
-        """Return when every rank has come here; what is under way goes on meanwhile, and others may be asked."""
-        assert self._line is not None
-        meeting = Meeting(dist.barrier(self._line.handle, async_op=True), self.route.present.advance)
-        if self.patience.lost is None:
-            self.patience.wait(meeting, self.patience.begin(), agreed.is_late)
-        else:
-            meeting.wait()
 
     def _parts(self, out: Tensor, x: Tensor, out_splits: list[int] | None, in_splits: list[int] | None) -> list[Part]:
         """The messages to and from every other rank of an all-to-all in uneven parts."""

@@ -30,10 +30,10 @@ def ranks_per_node(world_size: int, environ: Mapping[str, str] = os.environ) -> 
     return world_size
 
 
-def refuse_uneven(world_size: int, environ: Mapping[str, str] = os.environ) -> None:
+def refuse_uneven(world_size: int) -> None:
     """ValueError if REFIMPL_RANKS_PER_NODE is set, and is no such number: at once, also in a job where nobody asks."""
-    if environ.get(RANKS_PER_NODE, "").strip():
-        ranks_per_node(world_size, environ)
+    if os.environ.get(RANKS_PER_NODE, "").strip():
+        ranks_per_node(world_size)
 
 
 def node_of(rank: int, world_size: int) -> int:

@@ -18,12 +18,15 @@ import torch.distributed as dist
 
 from refimpl.comm.composed import Composed
 from refimpl.comm.link import Cables, Link
+from refimpl.comm.mapped import Own, of_peer
 from refimpl.comm.native import Native
-from refimpl.comm.shared import meet
+from refimpl.comm.shared import Shared
+from refimpl.comm.signals import all_words, unsupported
 from refimpl.comm.streams import Streams
 from refimpl.comm.throttled import Throttled
 from refimpl.comm.transport import Alone, Library, Transport
 from refimpl.comm.work import Phase, Steps
+from refimpl.ranks.here import host
 
 
 class Route:
@@ -123,3 +126,30 @@ class Route:
                 "REFIMPL_LINK"
             )
         return cables
+
+
+def meet(handle: dist.ProcessGroup) -> Shared | str:
+    """The transport of this group, or why it cannot be had: the same answer on every rank. A collective."""
+    reason, own = unsupported(), None
+    words = all_words(handle.size())
+    if not reason:
+        try:
+            own = Own(words)
+        except OSError as error:
+            reason = f"rank {dist.get_rank()} cannot make memory to share: {error.strerror} (ulimit -f, ulimit -v)"
+    me = (host(), os.getpid(), own.descriptor) if own else reason
+    known = _everyone(handle, me)
+    if own is None or any(isinstance(one, str) or one[0] != me[0] for one in known):
+        return next((one for one in known if isinstance(one, str)), "its ranks are on several hosts")
+    try:
+        files = [own if m == handle.rank() else of_peer(pid, fd, words) for m, (_, pid, fd) in enumerate(known)]
+        transport = Shared(handle, files, own, [pid for _, pid, _ in known])
+    except OSError as error:
+        reason = f"rank {dist.get_rank()} cannot map the memory of a peer: {error}"
+    return next(filter(None, _everyone(handle, reason)), "") or transport
+
+
+def _everyone(handle: dist.ProcessGroup, mine: Any) -> list[Any]:
+    found: list[Any] = [None] * handle.size()
+    dist.all_gather_object(found, mine, group=handle)
+    return found

@@ -9,19 +9,14 @@
 A tensor that lies in this rank's mapped memory (`Transport.empty`) is read there by its peers; any other is copied
 there first. Either way the caller may write to it when the work is done: peers have read it, or read the copy.
 The copy of one call serves a later one when all have read it. Signals travel through memory too (see `signals.py`).
-Everything is done by the rank's own thread, as far as it can be, whenever it begins or waits for some collective of the
-group; works of different groups must be waited for in one order on all ranks, as NCCL asks for launches.
+Everything is done by the rank's own thread (see `Tasks`); works of different groups must be waited for in one order on
+all ranks, as NCCL asks for launches.
 
 As NCCL's shared-memory and peer-to-peer transports inside a node (its "SHM" and "P2P" in NCCL_DEBUG=INFO).
 """
 
-import math
-import os
-import time
 import weakref
 from collections.abc import Generator, Iterator, Sequence
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,47 +25,15 @@ from torch import Tensor
 from refimpl.comm import collectives
 from refimpl.comm.board import CollectiveMismatch
 from refimpl.comm.collectives import Op, Scratch
-from refimpl.comm.mapped import Mapped, Own, Place, of_peer
-from refimpl.comm.patience import SHORT, pause
-from refimpl.comm.signals import LOOKS, Channel, Need, Watch, all_words, message_words, unsupported
+from refimpl.comm.mapped import Mapped, Own, Place
+from refimpl.comm.patience import SHORT
+from refimpl.comm.signals import Channel, Need, Watch, message_words
 from refimpl.comm.streams import Streams
+from refimpl.comm.tasks import Tasks
 from refimpl.comm.transport import Library
 from refimpl.comm.work import Steps
-from refimpl.ranks.here import host
 
 Shows = Generator[Need, None, Tensor | None]
-PATIENCE = 0.05  # seconds a rank sleeps before it looks whether the peer is alive
-
-
-class Task:
-    """One collective under way: steps that go on once a need is met."""
-
-    def __init__(self, transport: "Shared", steps: Iterator[Need]) -> None:
-        self.transport, self.steps = transport, steps
-        self.need: Need | None = None
-        self.error: Exception | None = None
-        self.over = False
-        self.awaited: float | None = None  # since when (time.monotonic())
-
-    def advance(self) -> None:
-        """Go as far as possible without waiting."""
-        while not self.over and (self.need is None or self.transport.watch.met(self.need)):
-            try:
-                self.need = next(self.steps)
-            except StopIteration:
-                self.over = True
-            except Exception as error:  # whoever waits for this collective is told, not whoever waits for another
-                self.over, self.error = True, error
-
-    def wait(self, limit: timedelta | None = None) -> None:
-        """As torch's: RuntimeError if it is not over within the limit, and may be waited for again."""
-        if not self.transport.finish(self, limit):
-            raise RuntimeError("the collective is not over yet")
-        if self.error:
-            raise self.error
-
-    def is_completed(self) -> bool:
-        return self.over
 
 
 class Shared(Library):
@@ -82,7 +45,7 @@ class Shared(Library):
         weakref.finalize(self, own.leave).atexit = False
         ranks = dist.get_process_group_ranks(handle)
         self.watch = Watch(files, pids, [f"rank {ranks[m]} (process {pid})" for m, pid in enumerate(pids)])
-        self._tasks: list[Task] = []
+        self.tasks = Tasks(self.watch)
         self._scratch = Scratch(empty=lambda numel, dtype, device: own.empty(numel, dtype))
         self._lent: list[tuple[list[Need], Tensor]] = []  # copies, until these needs are met: then all have read them
         self._all = Channel(self.rank, files, dict.fromkeys(range(self.size), 0))
@@ -98,7 +61,7 @@ class Shared(Library):
         return Channel(self.rank, self.files, begins)
 
     def advance(self) -> None:
-        self._progress()
+        self.tasks.advance()
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.own.empty(numel, dtype) if device.type == "cpu" else super().empty(numel, dtype, device)
@@ -106,7 +69,7 @@ class Shared(Library):
     def trim(self) -> None:
         for need in [need for needs, _ in self._lent for need in needs]:
             while not self.watch.met(need):
-                self._progress()
+                self.tasks.advance()
                 self.watch.wait(need, SHORT)
         self._take_back()
         self._scratch.trim()
@@ -115,25 +78,26 @@ class Shared(Library):
         return self._scratch.tensors()
 
     def all_reduce(self, x: Tensor, op: Op) -> Steps:
-        yield lambda: self._begin(self._all_reduce(x, op))
+        yield lambda: self.tasks.begin(self._all_reduce(x, op))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Steps:
-        yield lambda: self._begin(self._reduce_scatter(out, x, op))
+        yield lambda: self.tasks.begin(self._reduce_scatter(out, x, op))
 
     def all_gather(self, chunks: list[Tensor], x: Tensor) -> Steps:
-        yield lambda: self._begin(self._all_gather(chunks, x))
+        yield lambda: self.tasks.begin(self._all_gather(chunks, x))
 
     def all_to_all(self, out: Tensor, x: Tensor, out_splits: list[int] | None, in_splits: list[int] | None) -> Steps:
-        yield lambda: self._begin(self._all_to_all(_parts(out, out_splits, self.size), _parts(x, in_splits, self.size)))
+        parts = _parts(out, out_splits, self.size), _parts(x, in_splits, self.size)
+        yield lambda: self.tasks.begin(self._all_to_all(*parts))
 
     def broadcast(self, x: Tensor, root: int) -> Steps:
-        yield lambda: self._begin(self._broadcast(x.view(-1), root))
+        yield lambda: self.tasks.begin(self._broadcast(x.view(-1), root))
 
     def send(self, x: Tensor, to: int) -> Steps:
-        yield lambda: self._begin(self._give(self._to[to], x.detach().view(-1)))
+        yield lambda: self.tasks.begin(self._give(self._to[to], x.detach().view(-1)))
 
     def recv(self, x: Tensor, source: int) -> Steps:
-        yield lambda: self._begin(self._take(self._from[source], {source: x.detach().view(-1)}))
+        yield lambda: self.tasks.begin(self._take(self._from[source], {source: x.detach().view(-1)}))
 
     def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
         yield lambda: [task for steps in (self.send(x, to), self.recv(out, source)) for task in next(steps)()]
@@ -246,61 +210,6 @@ class Shared(Library):
                 self._scratch.give(copy)
             else:
                 self._lent.append((needs, copy))
-
-    def _begin(self, steps: Iterator[Need]) -> list[Task]:
-        task = Task(self, steps)
-        self._tasks.append(task)
-        self._progress()
-        return [task]
-
-    def _progress(self) -> None:
-        for task in self._tasks:
-            task.advance()
-        self._tasks = [task for task in self._tasks if not task.over]
-
-    def finish(self, task: Task, limit: timedelta | None = None) -> bool:
-        """Go on with all that is under way until this is over; False if it is not within the limit."""
-        now = time.monotonic()
-        end = math.inf if limit is None else now + limit.total_seconds()
-        since, looks = task.awaited or now, LOOKS
-        task.awaited = since
-        while not task.over and (now := time.monotonic()) < end:
-            self._progress()
-            if not task.over and task.need:
-                shortest = PATIENCE if len(self._tasks) == 1 else SHORT
-                try:
-                    self.watch.wait(task.need, min(pause(now - since, shortest), end - now), looks)
-                except RuntimeError as error:  # the peer has ended: this is no limit that was over
-                    task.over, task.error = True, error
-                looks = 0
-        return task.over
-
-
-def meet(handle: dist.ProcessGroup) -> Shared | str:
-    """The transport of this group, or why it cannot be had: the same answer on every rank. A collective."""
-    reason, own = unsupported(), None
-    words = all_words(handle.size())
-    if not reason:
-        try:
-            own = Own(words)
-        except OSError as error:
-            reason = f"rank {dist.get_rank()} cannot make memory to share: {error.strerror} (ulimit -f, ulimit -v)"
-    me = (host(), os.getpid(), own.descriptor) if own else reason
-    known = _everyone(handle, me)
-    if own is None or any(isinstance(one, str) or one[0] != me[0] for one in known):
-        return next((one for one in known if isinstance(one, str)), "its ranks are on several hosts")
-    try:
-        files = [own if m == handle.rank() else of_peer(pid, fd, words) for m, (_, pid, fd) in enumerate(known)]
-        transport = Shared(handle, files, own, [pid for _, pid, _ in known])
-    except OSError as error:
-        reason = f"rank {dist.get_rank()} cannot map the memory of a peer: {error}"
-    return next(filter(None, _everyone(handle, reason)), "") or transport
-
-
-def _everyone(handle: dist.ProcessGroup, mine: Any) -> list[Any]:
-    found: list[Any] = [None] * handle.size()
-    dist.all_gather_object(found, mine, group=handle)
-    return found
 
 
 def _parts(x: Tensor, splits: list[int] | None, ranks: int) -> list[Tensor]:

@@ -88,13 +88,13 @@ class Topology:
         return _middle(near or far), _middle(far or near)
 
 
-def neighbourhoods(ranks: int, seconds: Mapping[Pair, float], gap: float = GAP) -> list[list[int]]:
-    """Nodes of ranks that are joined by pairs this side of the widest gap among the times, if it is `gap` wide."""
+def neighbourhoods(ranks: int, seconds: Mapping[Pair, float]) -> list[list[int]]:
+    """Nodes of ranks that are joined by pairs this side of the widest gap among the times, if it is `GAP` wide."""
     times = sorted(seconds.values())
     wide, border = max(((b / a, a) for a, b in pairwise(times)), default=(0.0, 0.0))
     node = list(range(ranks))
     for (a, b), t in seconds.items():
-        if wide < gap or t <= border:
+        if wide < GAP or t <= border:
             node = [node[a] if n == node[b] else n for n in node]
     found: dict[int, list[int]] = {}
     for rank, n in enumerate(node):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
-from refimpl.engine.config import DeepSpeedConfig, load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.cut import AUTOTP_DTYPE, counted_elsewhere, cut
 from refimpl.engine.dataloader import first_batch, make_dataloader
 from refimpl.engine.experts import ExpertRanks, deal_out, refuse_unlike, same_experts
@@ -26,6 +26,7 @@ from refimpl.engine.layout import check_agreed, check_layout, check_whole
 from refimpl.engine.monitor import Monitor
 from refimpl.engine.placed import place_model, sparse
 from refimpl.engine.plus import with_plus
+from refimpl.engine.schema import DeepSpeedConfig
 from refimpl.engine.trained import (
     MakeOptimizer,
     Parameters,

@@ -1,208 +1,28 @@
 """A DeepSpeed JSON file becomes one frozen, fully resolved `DeepSpeedConfig`.
 
 Steps: every key gets one of three answers (`keys`, `names`, `answer`), every "auto" a value (`auto`), the batch
-triple is completed (`batch`), and pydantic checks types and ranges (`sections`). Nothing that was asked for is dropped
+triple is completed (`batch`), and pydantic checks types and ranges (`schema`). Nothing that was asked for is dropped
 in silence. DeepSpeed's file: deepspeed/runtime/config.py.
 """
 
-import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any
 
 import torch
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import ValidationError
 
 from refimpl.engine import arguments
-from refimpl.engine import sections as section
-from refimpl.engine import values as value
 from refimpl.engine.answer import answer, table
 from refimpl.engine.auto import resolve
 from refimpl.engine.batch import complete
-from refimpl.engine.compression import GradientCompression
 from refimpl.engine.keys import ConfigError, ConfigWarning
-from refimpl.engine.names import ONE_BIT, optimizer_named, schedule_named
+from refimpl.engine.names import optimizer_named, schedule_named
 from refimpl.engine.quote import quote
-from refimpl.engine.read import read_json
-from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler
-from refimpl.zero.config import ZeroConfig
-
-
-class DeepSpeedConfig(value.Section):
-    """Every honoured key of a DeepSpeed configuration, resolved for one world size. Made by `load_config`.
-
-    Defaults are DeepSpeed's. One of them is easily overlooked: since 0.19.3 (#8068) gradients are clipped at a global
-    norm of 1.0 where `gradient_clipping` is not set, in every stage and precision; 0 turns it off.
-    """
-
-    train_batch_size: value.Positive = Field(description="samples an optimizer step, over all ranks")
-    train_micro_batch_size_per_gpu: value.Positive = Field(description="samples a rank feeds to one forward")
-    gradient_accumulation_steps: value.Positive = Field(description="micro-batches a rank adds up before a step")
-    managed_gradient_accumulation: bool = Field(
-        default=True, description="the engine counts micro-batches; false: every step() is an optimizer step"
-    )
-    dataloader_drop_last: bool = Field(default=False, description="the dataloader drops the last incomplete batch")
-
-    steps_per_print: Annotated[value.Positive | None, BeforeValidator(value.never)] = Field(
-        default=None, description="steps between reports; unset: none"
-    )
-    gradient_clipping: value.Number = Field(
-        default=1.0, description="bound on the global L2 norm; 0 means off, unset is 1.0, as in DeepSpeed since 0.19.3"
-    )
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(value.lower)] = Field(
-        default="mean", description="what a gradient over ranks is"
-    )
-    gradient_compression: GradientCompression | None = Field(
-        default=None, description="gradients travel compressed; DeepSpeed has no such key"
-    )
-    prescale_gradients: bool = Field(default=False, description="divide before the reduction instead of after it")
-    gradient_predivide_factor: value.Number = Field(
-        default=1.0, gt=0, description="without prescale: divide by this before, by the rest after"
-    )
-    communication_data_type: value.Dtype | None = Field(
-        default=None, description="dtype on the wire; unset: the model's"
-    )
-    seq_parallel_communication_data_type: value.Dtype | None = Field(
-        default=None, description="the same where ranks share sequences; unset: communication_data_type"
-    )
-    data_types: section.DataTypes = Field(
-        default_factory=section.DataTypes, description="dtypes apart from the model's"
-    )
-    zero_allow_untested_optimizer: bool = Field(
-        default=False, description="accept an optimizer that is not element-wise"
-    )
-    wall_clock_breakdown: bool = Field(default=False, description="report forward, backward and step in milliseconds")
-    memory_breakdown: bool = Field(default=False, description="report live bytes by class")
-    dump_state: bool = Field(default=False, description="print this configuration at the start")
-    log_level: Annotated[
-        Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None, BeforeValidator(value.upper)
-    ] = Field(default=None, description="level of the logger `refimpl`")
-
-    fp16: section.FP16 = Field(default_factory=section.FP16, description="mixed precision with a loss scale")
-    bf16: section.BF16 = Field(default_factory=section.BF16, description="mixed precision without a loss scale")
-    torch_autocast: section.TorchAutocast = Field(
-        default_factory=section.TorchAutocast, description="forward in 16 bits, with parameters as they are"
-    )
-    optimizer: section.Optimizer | None = Field(default=None, description="the optimizer by name")
-    scheduler: section.Scheduler | None = Field(default=None, description="the learning-rate schedule by name")
-    zero_optimization: section.ZeroOptimization = Field(
-        default_factory=section.ZeroOptimization, description="what is sharded over the ranks"
-    )
-    aio: section.AsyncIO = Field(default_factory=section.AsyncIO, description="how a disk is driven")
-    activation_checkpointing: section.ActivationCheckpointing = Field(
-        default_factory=section.ActivationCheckpointing, description="where inputs of activation checkpoints wait"
-    )
-    tensor_parallel: section.TensorParallel = Field(
-        default_factory=section.TensorParallel, description="ranks that share every layer"
-    )
-    expert_parallel: section.ExpertParallel = Field(
-        default_factory=section.ExpertParallel, description="data-parallel ranks that share the experts of a layer"
-    )
-    sequence_parallel_size: value.Positive = Field(default=1, description="ranks that share every sequence")
-    data_parallel_size: value.Positive | None = Field(
-        default=None, description="ranks that read other batches; checked: it follows from the number of ranks"
-    )
-    sparse_attention: section.SparseAttention | None = Field(
-        default=None, description="which blocks of keys the model's attention reads"
-    )
-    pipeline: section.Pipeline = Field(default_factory=section.Pipeline, description="ranks that share the layers")
-    checkpoint: section.Checkpoint = Field(default_factory=section.Checkpoint, description="checks of checkpoints")
-    comms_logger: section.CommsLogger = Field(
-        default_factory=section.CommsLogger, description="latencies of collectives"
-    )
-    csv_monitor: section.CSVMonitor = Field(default_factory=section.CSVMonitor, description="metrics as CSV files")
-    tensorboard: section.TensorBoard = Field(default_factory=section.TensorBoard, description="metrics for TensorBoard")
-    wandb: section.WandB = Field(default_factory=section.WandB, description="metrics for Weights & Biases")
-
-    @model_validator(mode="after")
-    def check_precision(self) -> Self:
-        """fp16 and bf16 exclude each other."""
-        if self.fp16.enabled and self.bf16.enabled:
-            raise ValueError("fp16.enabled and bf16.enabled are both true; a model has one dtype, disable one of them")
-        return self
-
-    @model_validator(mode="after")
-    def check_one_bit(self) -> Self:
-        """What averages its momentum by itself needs all of it on every rank, as in DeepSpeed."""
-        stage, name = self.zero_optimization.stage, "" if self.optimizer is None else self.optimizer.type
-        if name.lower() in ONE_BIT and stage > 0:
-            raise ValueError(
-                f"optimizer.type = {quote(name)}: every rank averages and keeps all of the momentum: "
-                f"zero_optimization.stage must be 0, not {stage}"
-            )
-        if name.lower() in ONE_BIT and self.gradient_compression is not None:
-            raise ValueError(
-                f"gradient_compression: optimizer.type = {quote(name)} compresses by itself; keep one of the two"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_compression(self) -> Self:
-        """An error is as large as a whole gradient, which no rank keeps from stage 2 on."""
-        if self.gradient_compression is not None and self.zero_optimization.stage > 1:
-            raise ValueError(
-                f"gradient_compression: zero_optimization.stage {self.zero_optimization.stage} keeps no whole "
-                "gradient, and error feedback needs one: use stage 0 or 1, or zero_quantized_gradients in stage 3"
-            )
-        return self
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the model's parameters are cast to: `data_types.param_dtype`, or as fp16 and bf16 say, or fp32."""
-        if self.data_types.param_dtype is not None:
-            return self.data_types.param_dtype
-        return torch.float16 if self.fp16.enabled else torch.bfloat16 if self.bf16.enabled else torch.float32
-
-    def loss_scaler(self) -> LossScaler | None:
-        """The scaler that fp16 asks for, static or dynamic, or autocast to float16; None without these.
-
-        At its minimum a dynamic one ends the run in stages 1 to 3; stage 0 goes on skipping, as DeepSpeed's does.
-        """
-        fp16, autocast = self.fp16, self.torch_autocast
-        if not fp16.enabled:
-            return DynamicLossScaler() if autocast.enabled and autocast.dtype == torch.float16 else None
-        if fp16.loss_scale > 0:
-            return LossScaler(fp16.loss_scale)
-        return DynamicLossScaler(
-            initial_scale=2.0**fp16.initial_scale_power,
-            window=fp16.loss_scale_window,
-            hysteresis=fp16.hysteresis,
-            consecutive_hysteresis=fp16.consecutive_hysteresis,
-            min_scale=fp16.min_loss_scale,
-            raise_at_min=self.zero_optimization.stage > 0,
-        )
-
-    def zero_config(self) -> ZeroConfig:
-        """The stage's own small configuration."""
-        zero = self.zero_optimization
-        cast = self.fp16.enabled or self.bf16.enabled or self.data_types.param_dtype is not None
-        return ZeroConfig(
-            dtype=self.dtype if cast else None,  # without fp16, bf16 or data_types a model keeps its own
-            reduce_bucket_size=max(1, zero.reduce_bucket_size),  # a tensor larger than a bucket has its own
-            allgather_bucket_size=max(1, zero.allgather_bucket_size),
-            overlap_comm=zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm,
-            gradient_clipping=self.gradient_clipping,
-            communication_data_type=self.communication_data_type,
-            compression=self.gradient_compression.compression() if self.gradient_compression else None,
-            grad_accum_dtype=self.data_types.grad_accum_dtype,
-            gradient_allreduce_op=self.gradient_allreduce_op,
-            prescale_gradients=self.prescale_gradients,
-            gradient_predivide_factor=self.gradient_predivide_factor,
-            ignore_unused_parameters=zero.ignore_unused_parameters,
-            allow_untested_optimizer=self.zero_allow_untested_optimizer,
-            prefetch_bucket_size=zero.stage3_prefetch_bucket_size,
-            param_persistence_threshold=zero.stage3_param_persistence_threshold,
-            model_persistence_threshold=zero.stage3_model_persistence_threshold,
-            max_live_parameters=zero.stage3_max_live_parameters,
-            max_reuse_distance=zero.stage3_max_reuse_distance,
-            leaf_modules=(
-                *(name.rsplit(".", 1)[-1] for name in zero.leaf_module.classes),
-                *zero.leaf_module.names,
-                *zero.leaf_module.name_suffixes,
-            ),
-            module_granularity_threshold=zero.stage3_module_granularity_threshold,
-        )
+from refimpl.engine.read import raw_config
+from refimpl.engine.schema import DeepSpeedConfig
+from refimpl.engine.sections import OffloadParam
 
 
 def load_config(
@@ -237,52 +57,6 @@ def load_config(
     return settings
 
 
-# Which key asks for an axis.
-AXIS_KEYS = {
-    "pp": "pipeline.stages",
-    "cp": "sequence_parallel_size",
-    "tp": "tensor_parallel.autotp_size",
-    "shard": "zero_optimization.mics_shard_size",
-}
-
-
-def axes_asked(raw: Mapping[str, Any]) -> dict[str, int]:
-    """The ranks on each axis that a configuration names, 1 where it names none, see `Axes`.
-
-    What is no size is left for `load_config` to refuse.
-    """
-    sections = {name: raw.get(name) for name in ("pipeline", "tensor_parallel", "zero_optimization")}
-    inside = {name: section if isinstance(section, Mapping) else {} for name, section in sections.items()}
-    found = {
-        "pp": inside["pipeline"].get("stages"),
-        "cp": raw.get("sequence_parallel_size"),
-        "tp": inside["tensor_parallel"].get("autotp_size"),
-    }
-    known = {axis: whole_number(size) for axis, size in found.items()}
-    shard = inside["zero_optimization"].get("mics_shard_size")
-    if isinstance(shard, int) and shard > 0 and shard % known["cp"] == 0:
-        known["shard"] = shard // known["cp"]  # context ranks share their replica's state too
-    return known
-
-
-def whole_number(size: Any) -> int:
-    """2, 2.0 and "2" are 2; what is none, or less than 1, is 1 here."""
-    try:
-        return max(1, int(size)) if not isinstance(size, bool) and float(size) == int(float(size)) else 1
-    except (TypeError, ValueError, OverflowError):
-        return 1
-
-
-def raw_config(config: object) -> dict[str, Any]:
-    if isinstance(config, Mapping):
-        return dict(config)
-    if not isinstance(config, str | os.PathLike):
-        raise ConfigError(f"a configuration is a dictionary or the path of a JSON file, not {type(config).__name__}")
-    if str(config).lstrip().startswith("{"):
-        raise ConfigError("the configuration is JSON text; pass json.loads(text), or the path of a file that holds it")
-    return read_json(Path(config))
-
-
 def _wrong_arguments(values: Mapping[str, Any]) -> list[str]:
     """What is wrong with the arguments of optimizer and schedule."""
     problems = []
@@ -313,7 +87,7 @@ def _whole_parameters_stay(settings: DeepSpeedConfig, rank: int) -> DeepSpeedCon
             ConfigWarning,
             stacklevel=3,
         )
-    whole = zero.model_copy(update={"offload_param": section.OffloadParam()})
+    whole = zero.model_copy(update={"offload_param": OffloadParam()})
     return settings.model_copy(update={"zero_optimization": whole})
 
 

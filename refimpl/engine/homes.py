@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from refimpl.engine.config import DeepSpeedConfig
 from refimpl.engine.keys import ConfigError
+from refimpl.engine.schema import DeepSpeedConfig
 from refimpl.engine.sections import OffloadOptimizer, OffloadParam
 from refimpl.offload.blocks import Aio
 from refimpl.offload.homes import Disk, Host

@@ -1,14 +1,17 @@
-"""What must be so before an engine is built, for ranks that disagree would wait for each other for ever."""
+"""The axes that a configuration asks for, and what must be so before an engine is built on them.
 
-from collections.abc import Collection
+Ranks that disagree would wait for each other for ever.
+"""
+
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from refimpl.comm.axes import Axes
-from refimpl.engine.config import DeepSpeedConfig
 from refimpl.engine.keys import ConfigError
+from refimpl.engine.schema import DeepSpeedConfig
 from refimpl.optim.one_bit_lamb import OneBitLamb
 from refimpl.optim.travelling import Travelling
 
@@ -19,6 +22,42 @@ ALIKE = (
     "prescale_gradients", "gradient_predivide_factor", "communication_data_type", "data_types", "fp16", "bf16",
     "torch_autocast", "optimizer", "scheduler",
 )  # fmt: skip
+
+
+# Which key asks for an axis.
+AXIS_KEYS = {
+    "pp": "pipeline.stages",
+    "cp": "sequence_parallel_size",
+    "tp": "tensor_parallel.autotp_size",
+    "shard": "zero_optimization.mics_shard_size",
+}
+
+
+def axes_asked(raw: Mapping[str, Any]) -> dict[str, int]:
+    """The ranks on each axis that a configuration names, 1 where it names none, see `Axes`.
+
+    What is no size is left for `load_config` to refuse.
+    """
+    sections = {name: raw.get(name) for name in ("pipeline", "tensor_parallel", "zero_optimization")}
+    inside = {name: section if isinstance(section, Mapping) else {} for name, section in sections.items()}
+    found = {
+        "pp": inside["pipeline"].get("stages"),
+        "cp": raw.get("sequence_parallel_size"),
+        "tp": inside["tensor_parallel"].get("autotp_size"),
+    }
+    known = {axis: whole_number(size) for axis, size in found.items()}
+    shard = inside["zero_optimization"].get("mics_shard_size")
+    if isinstance(shard, int) and shard > 0 and shard % known["cp"] == 0:
+        known["shard"] = shard // known["cp"]  # context ranks share their replica's state too
+    return known
+
+
+def whole_number(size: Any) -> int:
+    """2, 2.0 and "2" are 2; what is none, or less than 1, is 1 here."""
+    try:
+        return max(1, int(size)) if not isinstance(size, bool) and float(size) == int(float(size)) else 1
+    except (TypeError, ValueError, OverflowError):
+        return 1
 
 
 def check_layout(config: DeepSpeedConfig, axes: Axes, own_stages: bool) -> None:

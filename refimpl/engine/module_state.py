@@ -4,13 +4,14 @@ DeepSpeed's functions: `module_state_dict`, `load_module_state_dict` in deepspee
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from refimpl.engine import weights
 from refimpl.engine.contents import frozen_names
 from refimpl.engine.state import TrainingState
-from refimpl.engine.weights import whole_weights
 
 
 class ModuleState(TrainingState):
@@ -41,14 +42,22 @@ class ModuleState(TrainingState):
 
         custom_load_fn(src=weights, dst=model) is called instead of `model.load_state_dict` if given.
         """
-        weights = checkpoint.get("module", checkpoint)
+        given = checkpoint.get("module", checkpoint)
         if custom_load_fn is not None:
-            custom_load_fn(src=weights, dst=self.module)
+            custom_load_fn(src=given, dst=self.module)
         else:
-            self.module.load_state_dict(weights, strict=strict)
+            self.module.load_state_dict(given, strict=strict)
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole model's weights in its training dtype. Every rank must call it. False if config forbids."""
+        return weights.save_16bit_model(self, Path(save_dir), save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model  # its older name
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """The whole weights in the training dtype on rank 0, None elsewhere: what Hugging Face's libraries save."""
-        return whole_weights(self, exclude_frozen_parameters)
+        return weights.whole_weights(self, exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # so called with tensor parallelism

@@ -9,8 +9,8 @@ import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
-from refimpl.engine.config import DeepSpeedConfig
 from refimpl.engine.keys import ConfigError, ConfigWarning
+from refimpl.engine.schema import DeepSpeedConfig
 
 Event = tuple[str, float, int]  # name, value, step
 

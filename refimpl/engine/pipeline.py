@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_map_only
 
 from refimpl.engine.build import Parts
 from refimpl.engine.dataloader import RepeatingLoader
-from refimpl.engine.engine import Engine, to_half
+from refimpl.engine.engine import Engine
+from refimpl.engine.precision import in_half
 from refimpl.engine.report import mean_loss
 from refimpl.parallel.pipeline.module import PipelineModule
 
@@ -199,8 +200,7 @@ class PipelineEngine(Engine):
                 f"a pipeline's data must be pairs (inputs, labels), not {type(item).__name__}: set_batch_fn"
             )
         pair: Batch = tree_map_only(Tensor, lambda x: x.to(self.device), tuple(item))
-        if self.config.fp16.enabled and self.config.fp16.auto_cast:
-            pair = tree_map_only(Tensor, to_half, pair[0]), pair[1]
+        pair = in_half(self.config, pair[0]), pair[1]
         return pair if self.module.part is None else self.module.part(pair)
 
 

@@ -5,7 +5,9 @@ Whatever is wrong with the file is a `ConfigError` that names it, and the line w
 """
 
 import json
+import os
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,17 @@ import hjson  # type: ignore[import-untyped]
 from refimpl.engine.keys import ConfigError
 
 DIGITS = 4300  # Python reads no longer integer
+
+
+def raw_config(config: object) -> dict[str, Any]:
+    """What a configuration says, of a dictionary or the path of a file."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError(f"a configuration is a dictionary or the path of a JSON file, not {type(config).__name__}")
+    if str(config).lstrip().startswith("{"):
+        raise ConfigError("the configuration is JSON text; pass json.loads(text), or the path of a file that holds it")
+    return read_json(Path(config))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from refimpl.comm.group import Group
 from refimpl.launch import report
-from refimpl.ranks.rank import lost_connection
+from refimpl.ranks.lost import lost_connection
 
 Bundle = dict[str, str]  # MIME type -> what a notebook can display
 

@@ -8,24 +8,24 @@ See man 3 mallopt.
 
 import ctypes
 import os
-from collections.abc import Mapping
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of <malloc.h>
-_NEVER, _LARGEST = 2**31 - 1, 32 << 20  # bytes
+_NEVER, _LARGEST, _SMALL = 2**31 - 1, 32 << 20, 1 << 16  # bytes
 
 
-def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
+def keep_freed_memory() -> bool:
     """Tell this process's allocator. False where it is not glibc's, or the user has said what it should do."""
     libc = ctypes.CDLL(None)
-    said = any(key.startswith("MALLOC_") for key in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    said = "glibc.malloc" in tunables or any(key.startswith("MALLOC_") for key in os.environ)
     if said or not hasattr(libc, "gnu_get_libc_version"):
         return False
     # Blocks come from the heap, not from mmap, which is undone when they are freed; the heap's end stays where it is.
     return bool(libc.mallopt(_MMAP_THRESHOLD, _LARGEST) and libc.mallopt(_TRIM_THRESHOLD, _NEVER))
 
 
-def give_freed_memory_back(at_least: int = 1 << 16) -> None:
-    """The opposite: blocks of so many bytes and more are the kernel's again when they are freed. glibc only."""
+def give_freed_memory_back() -> None:
+    """The opposite: blocks of 64 KB and more are the kernel's again when they are freed. glibc only."""
     libc = ctypes.CDLL(None)
-    libc.mallopt(_MMAP_THRESHOLD, at_least)
-    libc.mallopt(_TRIM_THRESHOLD, at_least)
+    libc.mallopt(_MMAP_THRESHOLD, _SMALL)
+    libc.mallopt(_TRIM_THRESHOLD, _SMALL)

@@ -30,7 +30,7 @@ from multiprocessing.context import ForkServerProcess
 
 from refimpl.ranks import flight, folder
 from refimpl.ranks.allocator import keep_freed_memory
-from refimpl.ranks.lost import lost_connection as lost_connection
+from refimpl.ranks.lost import lost_connection
 from refimpl.ranks.settings import Settings
 from refimpl.ranks.travel import dumps, loads, survives
 

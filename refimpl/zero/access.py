@@ -12,27 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from refimpl.offload.homes import is_here
+from refimpl.zero.built import Built
 from refimpl.zero.flat import Bucket
 from refimpl.zero.parameter import DATA
 from refimpl.zero.unit import whole as whole_units
 
 if TYPE_CHECKING:
-    from refimpl.comm.group import Group
-    from refimpl.zero.grad_view import GradientView
     from refimpl.zero.gradients import Gradients
-    from refimpl.zero.parked import Parked
-    from refimpl.zero.update import Update
 
 
-class ByName:
+class ByName(Built):
     """A stage's parameters one by one, each given as itself or by its name. `full_...` are collectives."""
-
-    names: dict[nn.Parameter, str]
-    group: "Group"
-    gradients: "Gradients"
-    view: "GradientView"
-    update: "Update"
-    parked: "Parked"
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of every trained parameter, fp32, by the parameter's name: see `local_parameter`."""

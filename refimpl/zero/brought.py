@@ -1,7 +1,7 @@
 """What rests elsewhere, looked at and changed: part by part it is brought, copied or replaced, and put back.
 
 Between two steps nothing of it need be in memory. Whoever asks for a weight, a state or all of a rank's shard gets a
-copy, and reads each part once. A part that is here first follows its weights: see `follow` in refimpl/zero/update.py.
+copy, and reads each part once. A part that is here first follows its weights: see `follow` in refimpl/zero/masters.py.
 DeepSpeed: deepspeed/runtime/zero/stage3.py, `get_local_fp32_param`, `set_local_hp_param`.
 """
 
@@ -17,19 +17,24 @@ from torch.utils._pytree import tree_map_only
 from refimpl.checkpoint.tensors import Later
 from refimpl.offload.homes import Host
 from refimpl.zero.flat import Bucket
+from refimpl.zero.masters import follow
 from refimpl.zero.parameter import DATA
 from refimpl.zero.parts import WEIGHTS, Part
-from refimpl.zero.update import Update, follow
+from refimpl.zero.update import Update
 
 
 class Brought(Update):
     """A part of `OffloadedUpdate`: what is asked for between two steps."""
 
-    home: Host
-
     def __init__(self, *args: Any) -> None:
         self.parts: list[Part] = []
         super().__init__(*args)
+
+    @property
+    def home(self) -> Host:
+        """Where it rests."""
+        assert self.config.optimizer_home is not None
+        return self.config.optimizer_home
 
     def follow(self, part: Part) -> None:
         """As `adopt`, of a part that is here. What rests on a shelf is only looked at if it was written."""
@@ -142,7 +147,7 @@ class Brought(Update):
             return read.pop(key)
 
         later = {key: Later(dtype, (high - low,), partial(bring, key)) for key, dtype in known.items()}
-        return dict(later), self.slices.state_at(bucket, max(low, s.start), min(high, s.end))[1]
+        return dict(later), super().state_at(bucket, max(low, s.start), min(high, s.end))[1]
 
     @torch.no_grad()
     def _copies(self, bucket: Bucket, low: int, high: int, keys: Collection[str]) -> dict[str, Tensor]:

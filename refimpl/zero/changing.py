@@ -4,54 +4,19 @@ Parameters that are to be trained from now on (unfrozen, or of a new optimizer g
 those that are there: nothing moves, and no state is lost.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn, optim
 
+from refimpl.zero.built import Built
 from refimpl.zero.flat import Bucket, lay_out
 from refimpl.zero.owned import let_go
 from refimpl.zero.parameter import Managed, place
 from refimpl.zero.units import make_whole
 
-if TYPE_CHECKING:
-    from refimpl.comm.group import Group
-    from refimpl.zero.backward import BackwardPass
-    from refimpl.zero.config import ZeroConfig
-    from refimpl.zero.gradients import Gradients
-    from refimpl.zero.parked import Parked
-    from refimpl.zero.update import Update
 
-
-class Changing(ABC):
-    """A part of `Stage`, which sets these."""
-
-    model: nn.Module
-    names: dict[nn.Parameter, str]
-    group: "Group"
-    experts: Mapping[nn.Parameter, "Group"]
-    config: "ZeroConfig"
-    group_of: dict[nn.Parameter, int]
-    buckets: list[Bucket]
-    thawed: dict[nn.Parameter, None]
-    handles: list[Any]
-    gradients: "Gradients"
-    update: "Update"
-    parked: "Parked"
-    passes: "BackwardPass"
-
-    @abstractmethod
-    def build(self, optimizer: optim.Optimizer | None) -> None:
-        """See `Stage.build`."""
-
-    @abstractmethod
-    def owned(self, bucket: Bucket) -> Tensor:
-        """See `Stage.owned`."""
-
-    @abstractmethod
-    def catch_up(self) -> None:
-        """See `Stage.catch_up`."""
+class Changing(Built):
+    """A part of `Stage`."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Neither copied nor pickled: it is one rank's part of what all ranks do."""
@@ -80,7 +45,7 @@ class Changing(ABC):
                 raise ValueError(f"add_param_group: {self.names[tensor]} is in a group of the optimizer already")
         optimizer = self.update.slices.optimizer
         assert optimizer is not None
-        self.update.slices.kind.add_param_group(optimizer, {**group, "params": []})
+        self.update.slices.kind.cls.add_param_group(optimizer, {**group, "params": []})
         self.group_of |= dict.fromkeys(tensors, len(optimizer.param_groups) - 1)
         self.thawed |= dict.fromkeys(p for p in tensors if p.requires_grad)
         self.include_thawed()

@@ -29,7 +29,7 @@ from refimpl.compress.compression import Compression
 from refimpl.compress.exchange import Exchange, Op
 from refimpl.compress.powersgd import LowRank
 from refimpl.zero.flat import Bucket
-from refimpl.zero.gradients import Reduction
+from refimpl.zero.flights import Reduction
 from refimpl.zero.owing import place, warn_of_loss
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Compressed:
 
     def measure(self) -> None:
         """Errors in the present loss scale."""
-        scale = self.stage.scaler.scale if self.stage.scaler else 1.0
+        scale = self.stage.loss_scale()
         if scale != self._scale:
             for exchange in self.exchanges.values():
                 exchange.rescale(scale / self._scale)

@@ -11,14 +11,19 @@ Each parameter begins on a multiple of 8 elements. The padding is zero, gets zer
 """
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from refimpl.comm.collectives import Op
 from refimpl.comm.group import Group
 from refimpl.comm.work import Work
 from refimpl.offload.shelf import Shelf
 from refimpl.zero.parameter import Managed, place
+
+if TYPE_CHECKING:
+    from refimpl.zero.quantised_sum import QuantisedSum
 
 ALIGN = 64  # elements: torch's fused AdamW gives the same bits on any cut that falls on a multiple of 64
 ALIGN_PARAMETER = 8  # elements, 16 bytes of bf16: where cuBLAS's fast kernels want a matrix to begin
@@ -32,7 +37,7 @@ class Bucket:
     """Parameters of one optimizer group and dtype; their data become views of one buffer [P], with rank 0's values."""
 
     awaited = 0  # uses by modules that are gathered whole, of which backward is not through yet: see `Fetch.hold`
-    is_cut = False  # whether each rank has 1/N of the parameters between two uses: see `Unit`
+    sum: "QuantisedSum | None" = None  # what reduces its gradients where they travel rounded: see `Plus`
     shelf: Shelf | None = None  # where this rank's shard rests, if not in memory: see `Unit`
 
     def __init__(
@@ -56,6 +61,7 @@ class Bucket:
             self.numel = self.offset[p] + p.numel()
             self._strided[p] = (p.shape, torch.empty(p.shape, device="meta").stride(), self.offset[p])
         self.padded = round_up(self.numel, group.size * ALIGN)
+        self.shard_numel = self.padded // group.size  # S
         self.device = params[0].device
         is_padding = torch.ones(self.padded, dtype=torch.bool)
         for piece in self.pieces(is_padding):
@@ -106,7 +112,7 @@ class Bucket:
 
     def span(self, p: nn.Parameter, rank: int | None = None) -> tuple[int, int]:
         """Start and end of what a rank's shard [S] holds of p; start = end when that is nothing."""
-        size = self.padded // self.group.size
+        size = self.shard_numel
         start = (self.group.rank if rank is None else rank) * size
         first, last = self.offset[p] - start, self.offset[p] + p.numel() - start
         return min(max(first, 0), size), min(max(last, 0), size)
@@ -115,21 +121,30 @@ class Bucket:
         """Start and end of what flat, [P] or this rank's [S], holds of p."""
         return (self.offset[p], self.offset[p] + p.numel()) if flat.numel() == self.padded else self.span(p)
 
+    def first_of(self, flat: Tensor) -> int:
+        """Which element of the whole buffer flat, [P] or this rank's [S], begins with."""
+        return 0 if flat.numel() == self.padded else self.group.rank * self.shard_numel
+
     def part(self, flat: Tensor, p: nn.Parameter, begin: int = 0, end: int | None = None) -> Tensor:
         """What flat, [P] or this rank's [S], holds of p, or of p's elements from begin to end: a flat view."""
         start, stop = self.within(flat, p)
-        first = 0 if flat.numel() == self.padded else self.group.rank * (self.padded // self.group.size)
-        at = self.offset[p] - first  # where p begins, before flat or in it
+        at = self.offset[p] - self.first_of(flat)  # where p begins, before flat or in it
         return flat[max(start, at + begin) : max(start, stop if end is None else min(stop, at + end))]
 
     def cut(self, whole: Tensor, p: nn.Parameter, numel: int) -> Tensor:
         """What of `whole`, in p's shape, belongs to a part of `numel` elements: all of it, or this rank's span."""
-        begin = 0 if numel == p.numel() else max(0, self.group.rank * (self.padded // self.group.size) - self.offset[p])
+        begin = 0 if numel == p.numel() else max(0, self.group.rank * self.shard_numel - self.offset[p])
         return whole.reshape(-1)[begin : begin + numel]
 
     def shard(self, flat: Tensor) -> Tensor:
         """flat [P] -> the view [S] that this rank owns."""
         return flat.view(self.group.size, -1)[self.group.rank]
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Work:
+        """Start to reduce x [P] of every rank -> out [S], this rank's chunk."""
+        if self.sum is not None:
+            return self.sum.reduce_scatter(self, out, x, op)
+        return self.group.reduce_scatter(out, x, op, async_op=True, tag="gradients")
 
     def gather(self, most: int) -> list[Work]:
         """Start to fill `full` [P] with every rank's shard of it, about `most` elements a call (NCCL: all)."""

@@ -3,7 +3,7 @@
     a bucket is   until                                                  its gradients lie in
     empty         `add`: the first gradient arrives (`arrive` is the hook)
     filling       `launch`: full, or backward is over                     filling: [P], see `Filling`
-    travelling    `settle`: the reduction has arrived                     flights
+    travelling    `settle`: the reduction has arrived                     flights, see `Flights`
     reduced       `clear`: the step has used it                           total [P] or [S]
 
 Buckets are launched in one fixed order on every rank, so that ranks which leave different parameters unused still call
@@ -13,25 +13,21 @@ waits (`sync` False).
 Li et al. 2020, arXiv:2006.15704, section 3.2; DeepSpeed: deepspeed/runtime/zero/stage_1_and_2.py, `reduce_ipg_grads`.
 """
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from refimpl.comm.collectives import Op, Scratch
 from refimpl.comm.group import Group
-from refimpl.comm.work import Work
 from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import is_here
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.filling import Filling
 from refimpl.zero.flat import Bucket
-from refimpl.zero.parameter import REQUIRES_GRAD, take_raw_grad
-from refimpl.zero.resting import Resting
+from refimpl.zero.flights import Flight, Flights, Reduction
+from refimpl.zero.parameter import GRAD, REQUIRES_GRAD
 
 IN_FLIGHT = 2  # two buckets travel while a third fills
 DROPPED = (
@@ -40,28 +36,7 @@ DROPPED = (
 )
 
 
-@dataclass
-class Reduction:
-    """What a stage's `reduce` started: `result` is this rank's part of the mean once `work` is done.
-
-    It lives in `memory`, which is in use until the step: all of the bucket's gradients (DDP, ZeRO-1), or the shard.
-    """
-
-    work: Work
-    result: Tensor  # [P] or [S]
-    memory: Tensor
-
-
-@dataclass
-class Flight:
-    """One reduction under way: `local` [P] must stay untouched until it is done."""
-
-    bucket: Bucket
-    local: Tensor
-    reduction: Reduction
-
-
-class Gradients:
+class Gradients(Flights):
     """Receives the gradients of `buckets` and hands each full one to `reduce(bucket, local [P])`."""
 
     def __init__(
@@ -75,34 +50,17 @@ class Gradients:
         in_order: bool = True,
     ) -> None:
         """`sign` is called whenever a gradient arrives, before it is looked at: see `BackwardPass`."""
-        self.buckets: list[Bucket] = []
-        self.reduce, self.group, self.config, self.names = reduce, group, config, names
-        self.sign, self.in_order = sign, in_order
+        super().__init__(group, config)
+        self.reduce, self.names, self.sign, self.in_order = reduce, names, sign, in_order
         self.divisor: float = 1  # of every gradient that arrives: to average over micro-batches
         self.sync = True  # whether a backward reduces its gradients, or keeps them for a later one
         self.used: set[nn.Parameter] = set()  # that this rank has a gradient of since the step
-        self.dropped: set[nn.Parameter] = set()  # whose reduced gradient was dropped, on every rank
-        self.generation = 0  # counts the changes of `total`
-        self.resting: Resting | None = None  # where the totals of some buckets wait, if not in memory
-        self.across: Group | None = None  # the ranks with the same shards and other data, see `Stage.replicate`
-        self.held: Callable[[Bucket], bool] = lambda _: False  # whether somebody has kept a view of its total
         self.dropping: Callable[[], None] = lambda: None  # called when gradients are forgotten before a step
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         self.first_finite: Tensor | None = None  # whether the last backward's first gradient was; None: it had none
         self._handles: list[Any] = []
         self.filling: dict[Bucket, Filling] = {}  # this rank's own sum, still to travel
-        self.flights: deque[Flight] = deque()  # reductions under way, the oldest first
-        self.total: dict[Bucket, Tensor] = {}  # [P] or [S], mean over ranks of all that has travelled since the step
         self._missing: dict[Bucket, set[nn.Parameter]] | None = None  # still to arrive in this backward
-        self._arrived: dict[Bucket, Flight] = {}  # reduced here, still to meet what is `across`
-        self._lent: dict[Bucket, Tensor] = {}  # the buffers that totals live in until the step
-        # Kept between steps, for what fills, which the ranks exchange, and for the results.
-        self._scratch, self.results = Scratch(group.streams, group.empty), Scratch(group.streams)
-        divisor = group.size if config.prescale_gradients else config.gradient_predivide_factor
-        plain_sum = config.gradient_allreduce_op == "sum"
-        self.op: Op = "mean" if divisor == 1 and not plain_sum else "sum"  # a plain mean divides inside the sum
-        self._predivide: float = 1 if plain_sum else divisor
-        self._postscale: float = 1 if plain_sum or self.op == "mean" else divisor / group.size
         self.watch(buckets)
 
     def watch(self, buckets: list[Bucket]) -> None:
@@ -116,10 +74,8 @@ class Gradients:
 
     def begin(self) -> None:
         """A backward begins: every bucket with something to train awaits its gradients."""
-        self.flights += self._arrived.values()
-        self._arrived = {}
-        while self.flights:  # of a backward that raised
-            self._give_back(self.flights.popleft())
+        if self.flights or self._arrived:  # of a backward that raised
+            self.abandon()
         with torch._C.DisableTorchFunctionSubclass():  # a freed parameter's way of being asked, which takes longer
             trained = {b: set(filter(REQUIRES_GRAD.__get__, b.params)) for b in self.buckets}
             self._missing = {bucket: params for bucket, params in trained.items() if params}
@@ -150,7 +106,8 @@ class Gradients:
         """Runs inside backward when p's gradient is complete: add it to the bucket, and launch what is now full."""
         self.sign()
         self.group.ledger.mark(mark)
-        grad = take_raw_grad(p)
+        grad: Tensor | None = GRAD.__get__(p)  # autograd's: `p.grad` would show the stage's
+        GRAD.__set__(p, None)
         if grad is None:  # frozen since the forward
             return
         self.add(p, grad if self.divisor == 1 else grad / self.divisor, bucket)
@@ -184,20 +141,6 @@ class Gradients:
             self.change(bucket, *bucket.within(self.total[bucket], p), Tensor.zero_)
         if bucket in self.filling:
             self.filling[bucket].discard(p)
-
-    def reduced(self, bucket: Bucket) -> Tensor | None:
-        """The mean over ranks of all that has travelled since the step: [P] or [S]; a copy, if it rests on a disk."""
-        if self.resting is not None and bucket in self.resting.squares:
-            return self.resting.whole(bucket)
-        return self.total.get(bucket)
-
-    def change(self, bucket: Bucket, start: int, end: int, write: Callable[[Tensor], object]) -> None:
-        """Let `write` change the elements start to end of a bucket's total, wherever that is."""
-        if self.resting is not None and bucket in self.resting.squares:
-            self.resting.change(bucket, start, end, write)
-            self.generation += 1
-        else:
-            write(self.total[bucket][start:end])
 
     def _open(self, bucket: Bucket) -> Filling:
         """The bucket's gradients of this rank, with a buffer to fill."""
@@ -252,51 +195,6 @@ class Gradients:
         if not self.config.overlap_comm:
             self.settle()
 
-    def settle(self, met: bool = False) -> None:
-        """Wait for the oldest reduction and add its result to the bucket's total; `met`: also those `across` have."""
-        flight = self.flights.popleft()
-        bucket, reduction = flight.bucket, flight.reduction
-        reduction.work.wait()
-        if self.across is not None and not met:
-            self._arrived[bucket] = flight
-            return
-        result = reduction.result.to(flight.local.dtype)
-        if self._postscale != 1:
-            result.mul_(self._postscale)
-        elif self.op == "mean" and bucket.group.size < self.group.size:  # an expert's tokens are all ranks'
-            result.div_(self.group.size / bucket.group.size)
-        if self.resting is not None and bucket in self.resting.buckets:
-            self.total[bucket] = self.resting.add(bucket, result)
-            self.group.ledger.mark(f"home {bucket.name}")
-        elif bucket in self.total:
-            self.total[bucket].add_(result)
-        else:
-            self.total[bucket] = result
-            if result is reduction.result:
-                self._lent[bucket] = reduction.memory
-        self._give_back(flight)
-        if self.dropped:
-            self.dropped.difference_update(bucket.params)
-        self.generation += 1
-
-    def settle_all(self) -> None:
-        """Wait for all; meet the ranks `across` in one order: these may have used the layers in another."""
-        while self.flights:
-            self.settle()
-        for bucket in [bucket for bucket in self.buckets if bucket in self._arrived]:
-            assert self.across is not None
-            self.flights.append(self._arrived.pop(bucket))
-            op: Op = "sum" if self.config.gradient_allreduce_op == "sum" else "mean"
-            self.across.all_reduce(self.flights[0].reduction.result, op, tag="gradients across")
-            self.settle(met=True)
-
-    def _give_back(self, flight: Flight) -> None:
-        """The buffers of a reduction that is over or of no use, but for what its bucket's total lives in."""
-        flight.reduction.work.wait()
-        for scratch, buffer in ((self._scratch, flight.local), (self.results, flight.reduction.memory)):
-            if scratch.lends(buffer) and buffer is not self._lent.get(flight.bucket):
-                scratch.give(buffer)
-
     def finish(self) -> dict[Bucket, Tensor]:
         """All gradients since the last step as means over ranks; a bucket in which all is frozen has none.
 
@@ -316,32 +214,22 @@ class Gradients:
         return self.total
 
     def clear(self) -> None:
-        """Forget all gradients; their buffers stay for the next backward."""
-        for bucket, buffer in self._lent.items():
-            scratch = self._scratch if self._scratch.lends(buffer) else self.results
-            scratch.give(buffer, keep=not self.held(bucket))
-        self._lent, self.total = {}, {}
-        if self.resting is not None:
-            self.resting.clear(self.held)
-        self.used, self.dropped = set(), set()
-        self.generation += 1
+        super().clear()
+        self.used = set()
 
     def tensors(self) -> list[Tensor]:
         """The gradients since the last step: reduced, or this rank's own."""
         totals = [total for total in self.total.values() if is_here(total)]
         return [*totals, *(filling.buffer for filling in self.filling.values())]
 
-    def buffers(self) -> list[Tensor]:
-        """Transient memory kept between steps."""
-        resting = self.resting.memory() if self.resting else []
-        return self._scratch.tensors() + self.results.tensors() + resting
-
-    def trim(self) -> None:
-        """Keep no buffer that is free."""
-        self._scratch.trim()
-        self.results.trim()
-
     def remove(self) -> None:
         """Let go of the parameters."""
         for handle in self._handles:
             handle.remove()
+
+
+def take_raw_grad(p: nn.Parameter) -> Tensor | None:
+    """The gradient that autograd has put there, taken away."""
+    grad: Tensor | None = GRAD.__get__(p)
+    GRAD.__set__(p, None)
+    return grad

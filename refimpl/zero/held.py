@@ -1,45 +1,19 @@
 """What a stage holds, for whoever counts it, saves it or looks at the last step."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from refimpl.offload.homes import is_here
 from refimpl.optim.loss_scale import LossScaler
-from refimpl.zero.compressed import Compressed
+from refimpl.zero import start
+from refimpl.zero.built import Built
 from refimpl.zero.owing import Owing
 from refimpl.zero.parameter import DATA, Freed
 
-if TYPE_CHECKING:
-    from refimpl.comm.group import Group
-    from refimpl.zero.config import ZeroConfig
-    from refimpl.zero.gradients import Gradients
-    from refimpl.zero.parked import Parked
-    from refimpl.zero.update import Update
 
-
-class Held(ABC):
-    """A part of `Stage`, which sets these."""
-
-    model: nn.Module
-    names: dict[nn.Parameter, str]
-    group: "Group"
-    experts: Mapping[nn.Parameter, "Group"]
-    config: "ZeroConfig"
-    gradients: "Gradients"
-    update: "Update"
-    parked: "Parked"
-    compressed: Compressed | None
-
-    @abstractmethod
-    def gather(self) -> None:
-        """See `Stage.gather`."""
-
-    @abstractmethod
-    def catch_up(self) -> None:
-        """See `Stage.catch_up`."""
+class Held(Built):
+    """A part of `Stage`."""
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank owns (references, not copies): optimizer state, fp32 weights, loss scale.
@@ -111,6 +85,10 @@ class Held(ABC):
     def scaler(self) -> LossScaler | None:
         return self.update.scaler
 
+    def loss_scale(self) -> float:
+        """What the loss of the next backward is multiplied by: fp16's; 1 in other dtypes."""
+        return self.scaler.scale if self.scaler else 1.0
+
     @property
     def grad_norm(self) -> float | None:
         """Global L2 norm of the last step's gradients: unscaled, before clipping, each parameter counted once."""
@@ -119,3 +97,24 @@ class Held(ABC):
     @property
     def skipped_steps(self) -> int:
         return self.update.skipped_steps
+
+    def name_of(self, p: nn.Parameter) -> str:
+        return self.names.get(p, "?")
+
+    @property
+    def optimizer(self) -> optim.Optimizer:
+        """The optimizer, which is the caller's own object. RuntimeError if there is none."""
+        self.refuse_without_optimizer()
+        assert self.update.slices.optimizer is not None
+        return self.update.slices.optimizer
+
+    @optimizer.setter
+    def optimizer(self, other: optim.Optimizer | None) -> None:
+        start.refuse_other_optimizer(self.update.slices.optimizer, other)
+
+    def refuse_without_optimizer(self) -> None:
+        if self.update.slices.optimizer is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no optimizer: give one to `initialize`, or its configuration a section "
+                '"optimizer"; a stage of your own takes one when it is built, or by `attach`'
+            )

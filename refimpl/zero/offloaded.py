@@ -26,9 +26,9 @@ from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import Disk, away
 from refimpl.zero.brought import Brought
 from refimpl.zero.flat import ALIGN, Bucket, round_up
+from refimpl.zero.masters import master_of
 from refimpl.zero.parts import Part, size_of
 from refimpl.zero.resting import resting
-from refimpl.zero.update import master_of
 
 HALF = (
     "A step was interrupted in the middle of its update: of the weights and states here some are of before it, some of "
@@ -47,9 +47,9 @@ class OffloadedUpdate(Brought):
 
     def add(self, owned: dict[Bucket, Tensor]) -> None:
         """Bucket by bucket: no more than one has its masters in two places."""
-        if self.slices.optimizer is not None and not self.slices.elementwise:
+        if self.slices.optimizer is not None and not self.slices.kind.elementwise:
             raise TypeError(
-                f"{self.slices.kind.__name__} is not known to be element-wise: it cannot be updated part by part; "
+                f"{self.slices.kind.cls.__name__} is not known to be element-wise: it cannot be updated part by part; "
                 "leave optimizer_home (offload_optimizer) out"
             )
         if any(bucket.dtype == torch.float64 for bucket in owned) and self.slices.optimizer is not None:
@@ -67,9 +67,11 @@ class OffloadedUpdate(Brought):
 
     def _send_away(self, bucket: Bucket, mine: Tensor, most: int) -> None:
         """The master of what is owned of a bucket, in parts of `most` elements, to its home."""
+        optimizer = self.slices.optimizer
+        assert optimizer is not None
         master = self.home.place(master_of(bucket, bucket.now() if mine is bucket.mine else mine))
         self.slices.add({bucket: master}, most)
-        widths = [torch.float32, *self.slices.widths(bucket.group_index)]
+        widths = [torch.float32, *self.slices.kind.widths(optimizer, bucket.group_index)]
         gradient = self.config.grad_accum_dtype or bucket.dtype
         read_with_it = gradient if isinstance(self.config.gradient_home, Disk) else None
         parts = []

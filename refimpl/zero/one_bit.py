@@ -25,7 +25,7 @@ from refimpl.compress.exchange import Served
 from refimpl.compress.sign_blocks import SignBlocks
 from refimpl.optim.travelling import Travelling
 from refimpl.zero.flat import Bucket
-from refimpl.zero.gradients import Reduction
+from refimpl.zero.flights import Reduction
 from refimpl.zero.owing import place, warn_of_loss
 from refimpl.zero.slices import Slices
 from refimpl.zero.update import Update

@@ -74,7 +74,7 @@ class Owned(optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """fp16's loss scale; 1 in other dtypes."""
-        return self.stage.scaler.scale if self.stage.scaler else 1.0
+        return self.stage.loss_scale()
 
     cur_scale = loss_scale  # DeepSpeed has both
 

@@ -173,13 +173,6 @@ def raw_grad(p: nn.Parameter) -> Tensor | None:
     return GRAD.__get__(p)  # type: ignore[no-any-return]
 
 
-def take_raw_grad(p: nn.Parameter) -> Tensor | None:
-    """The same, taken away from there."""
-    grad: Tensor | None = GRAD.__get__(p)
-    GRAD.__set__(p, None)
-    return grad
-
-
 def place(memory_of: Mapping[nn.Parameter, Tensor], kind: type[nn.Parameter]) -> None:
     """Let each of these parameters be of class `kind` and live in its memory."""
     with torch._C.DisableTorchFunctionSubclass():  # `Freed` would ask what is done with it

@@ -30,13 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from refimpl.comm.axes import neighbours
-from refimpl.comm.collectives import Op, Scratch
+from refimpl.comm.collectives import Scratch
 from refimpl.comm.group import Group
 from refimpl.comm.nodes import on_nodes
-from refimpl.comm.work import Work
 from refimpl.compress.blocks import Blocks
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.flat import Bucket
 from refimpl.zero.loco import MovingErrors
 from refimpl.zero.quantised_sum import QuantisedSum
 from refimpl.zero.rounded import AtRest, Rounded
@@ -108,8 +106,9 @@ class Plus:
         return self._neighbours[size]
 
     def outfit(self, unit: Unit) -> None:
-        """Give a unit its way of being gathered."""
+        """Give a unit its way of being gathered, and of being reduced."""
         config, frozen = self.config, unit.group_index < 0
+        unit.sum = self.sum
         way: Way = Flat(unit.group)
         if config.mics_hierarchical_params_gather:
             near, far = self.nodes()
@@ -132,12 +131,6 @@ class Plus:
         if isinstance(unit.shelf, Rounded):
             unit.come_back()
             self.outfit(unit)
-
-    def reduce_scatter(self, bucket: Bucket, out: Tensor, x: Tensor, op: Op) -> Work:
-        """Begin to reduce x [N * S] -> out [S]. What stays whole on every rank, being small, is reduced exactly."""
-        if self.sum is not None and bucket.is_cut:
-            return self.sum.reduce_scatter(bucket, out, x, op)
-        return bucket.group.reduce_scatter(out, x, op, async_op=True, tag="gradients")
 
     def after_step(self, done: bool) -> None:
         """A step is over, or was skipped."""

@@ -22,7 +22,6 @@ from refimpl.offload.homes import is_here
 from refimpl.zero.flat import Bucket, round_up
 from refimpl.zero.parameter import DATA
 from refimpl.zero.stage import Stage
-from refimpl.zero.zero3 import Zero3
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def parts(stage: Stage) -> Iterator[Part]:
             yield Part(name, place, DATA.__get__(p).reshape(-1)[begin:end], {}, {})
             continue
         flat = seen(stage, bucket)
-        here = place.at - offset_here(flat, bucket)
+        here = place.at - bucket.first_of(flat)
         low, high = here + begin, here + end
         state, rest = stage.update.state_at(bucket, low, high) if begin < end else ({}, {})
         weight = state.pop("") if "" in state else piece(bucket, flat, low, high)
@@ -103,11 +102,6 @@ def piece(bucket: Bucket, flat: Tensor, low: int, high: int) -> Tensor | Later:
     return flat.new_empty(0) if low == high else Later(flat.dtype, (high - low,), lambda: bucket.now()[low:high])
 
 
-def offset_here(flat: Tensor, bucket: Bucket) -> int:
-    """Which element of the whole buffer flat begins with: [P] with the first, [S] with this rank's."""
-    return 0 if flat.numel() == bucket.padded else bucket.group.rank * (bucket.padded // bucket.group.size)
-
-
 @torch.no_grad()
 def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool, apart: Iterable[str] = ()) -> None:
     """These parameters' weights from `source`, and with `optimizer` their state; `apart`: see `Slices`.
@@ -116,8 +110,7 @@ def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool,
     With `optimizer`, a parameter that is not among `names` keeps its weights and begins without a state.
     """
     wanted = set(names)
-    if isinstance(stage, Zero3):
-        stage.fetch.end()  # what is gathered ahead has the old weights
+    stage.free_gathered()  # ahead, with the old weights
     members: dict[Bucket, list[nn.Parameter]] = {}
     for p, name in stage.names.items():
         bucket = stage.home(p)
@@ -130,7 +123,7 @@ def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool,
     for bucket, those in members.items():
         flat = stage.weights(bucket)  # of a disk: a copy, one at a time
         for p in [p for p in those if stage.names[p] in wanted]:
-            here = place_of(stage, p).at - offset_here(flat, bucket)
+            here = place_of(stage, p).at - bucket.first_of(flat)
             low, high = max(here, 0), min(here + p.numel(), flat.numel())
             if low < high:
                 source.fill("weight", stage.names[p], low - here, flat[low:high])
@@ -154,7 +147,7 @@ def restore_states(stage: Stage, bucket: Bucket, source: Source, wanted: set[str
     history = {p: source.state(names[p]) if names[p] in wanted else {} for p in spans}
     for p in slices.apart.intersection(spans):
         slices.set_apart(bucket, p)
-    for before, p in pairwise(spans) if slices.elementwise else ():
+    for before, p in pairwise(spans) if slices.kind.elementwise else ():
         gap = spans[before][1], spans[p][0]  # one border is enough: a second one would give other bits than the run
         if not same(history[before], history[p]) and not slices.border_in(bucket, *gap):
             slices.cut(bucket, spans[p][0])

@@ -15,9 +15,7 @@ from torch import Tensor
 from refimpl.comm.group import Group
 from refimpl.optim.weights import Weights
 from refimpl.zero.flat import Bucket
-from refimpl.zero.parameter import DATA
 from refimpl.zero.stage import Stage
-from refimpl.zero.zero3 import Zero3
 
 
 def shards_of(stage: Stage) -> Weights:
@@ -42,8 +40,7 @@ class Shards(Weights):
 
     def read(self) -> list[Tensor]:
         self.stage.catch_up()
-        if isinstance(self.stage, Zero3):
-            self.stage.fetch.end()  # what was gathered for an evaluation has the old weights
+        self.stage.free_gathered()  # for an evaluation, with the old weights
         return [mine(bucket, self.stage.weights(bucket)).detach() for bucket in self.buckets]
 
     @torch.no_grad()
@@ -61,19 +58,8 @@ class Shards(Weights):
         pairs = zip(self.buckets, values, strict=True)
         return [value[slice(*bucket.span(p))] for bucket, value in pairs for p in bucket.params if not p.requires_grad]
 
-    @torch.no_grad()
     def start(self, group: Group) -> None:
-        names = self.stage.names
-        for bucket in dict.fromkeys(self.stage.home(p) for p in names):
-            if bucket is not None:
-                flat = self.stage.weights(bucket)
-                group.broadcast(flat, tag="start")
-                self.stage.put_weights(bucket, flat)
-        for tensor in [*(DATA.__get__(p) for p in names if self.stage.home(p) is None), *self.stage.model.buffers()]:
-            dense = tensor.contiguous()
-            group.broadcast(dense, tag="start")
-            tensor.copy_(dense)
-        self.stage.gather()
+        self.stage.take_weights(group, "start", self.stage.model.buffers())
 
     def buffers(self) -> list[Tensor]:
         return [buffer for buffer in self.stage.model.buffers() if buffer.is_contiguous()]
@@ -81,4 +67,4 @@ class Shards(Weights):
 
 def mine(bucket: Bucket, flat: Tensor) -> Tensor:
     """This rank's share of flat, [P] or [S]. -> [S]"""
-    return bucket.shard(flat) if flat.numel() == bucket.padded != bucket.padded // bucket.group.size else flat
+    return bucket.shard(flat) if flat.numel() == bucket.padded != bucket.shard_numel else flat

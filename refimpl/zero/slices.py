@@ -8,30 +8,23 @@ views of the same memory, so nothing moves.
 Masters of low precision get a slice every 4M elements. The gradient of each is widened into memory of its own, and up
 to 32 MB glibc keeps what is freed for the next step; a larger block is faulted in anew, which takes ten times as long.
 
-An optimizer that is not element-wise (LBFGS, Muon, Adafactor) needs whole parameters: where every rank has them all
-(DDP) it gets one slice a parameter, in the parameter's shape. One that needs only norms of whole parameters (LAMB)
-gets in a shard what the shard has of each, and the norms by `WholeSquares`.
+An optimizer that is not element-wise needs whole parameters (see `Kind`): where every rank has them all (DDP) it gets
+one slice a parameter, in the parameter's shape. One that needs only norms of whole parameters (LAMB) gets in a shard
+what the shard has of each, and the norms by `WholeSquares`.
 """
 
-import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn, optim
 
-from refimpl.optim.travelling import Travelling
 from refimpl.zero.flat import ALIGN, Bucket
+from refimpl.zero.kind import Kind
 from refimpl.zero.parameter import DATA, GRAD
 from refimpl.zero.settings import Settings, settings
-
-ELEMENTWISE = (
-    optim.AdamW, optim.Adam, optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam,
-    optim.RAdam, optim.ASGD, optim.Rprop,
-)  # fmt: skip
 
 LONGEST = 1 << 22  # elements of a slice whose gradient is widened: 16 MB
 
@@ -67,23 +60,14 @@ class Slices:
     def __init__(self, optimizer: optim.Optimizer | None, allow_untested: bool = False) -> None:
         """ValueError if the optimizer has already taken steps. None: nothing to update."""
         self.optimizer = optimizer
-        self.kind: Any = type(optimizer)  # what its class was before a stage took it over
+        self.kind = Kind(optimizer, allow_untested)
         self.of: dict[Bucket, list[Slice]] = {}
         self.length: dict[Bucket, int] = {}  # of what is owned
         self.gradient_of: Callable[[nn.Parameter, Bucket, int, int], Tensor | None] | None = None  # see `GradientView`
         self.apart: set[nn.Parameter] = set()  # were once left alone, and have borders of their own since
         self._applying = False  # from `hand_out` to `release_gradients`: then a slice's grad is what it was handed
-        self.layerwise = bool(getattr(self.kind, "layerwise", False))  # element-wise but for norms of whole parameters
         if optimizer is None:
             return
-        self.elementwise = (is_elementwise(self.kind) or allow_untested) and not self.layerwise
-        # Whether it asks a closure for the loss once, before anything else, so that the stage can do it.
-        self.asks_once = self.elementwise or self.layerwise or isinstance(optimizer, Travelling)
-        if any(has_stepped(state) for state in optimizer.state.values()):
-            raise ValueError(
-                f"{self.kind.__name__} has already taken steps: build the stage first, then load its state"
-            )
-        self._born_with_state = bool(optimizer.state)
         optimizer.state.clear()
         for group in optimizer.param_groups:
             group["params"].clear()  # in place: LBFGS holds on to the list
@@ -103,26 +87,16 @@ class Slices:
             self._enlist(index, params)
 
     def _first(self, bucket: Bucket, master: Tensor, most: int | None) -> list[Slice]:
-        if self.elementwise:
+        if self.kind.elementwise:
             inner = self._borders(bucket) if bucket.dtype != master.dtype else []
             cuts = [0, *(inner if most is None else range(most, master.numel(), most)), master.numel()]
             return [self._slice(bucket, a, b, master[a:b]) for a, b in pairwise(cuts)]
-        if master.numel() != bucket.padded and self.layerwise:
-            spans = [(*bucket.span(p), p) for p in bucket.params]
-            return [self._slice(bucket, a, b, master[a:b], p) for a, b, p in spans if a < b]
-        if master.numel() != bucket.padded and isinstance(self.optimizer, Travelling):
-            raise TypeError(
-                f"{self.kind.__name__} averages its momentum over the ranks by itself, and needs all of it on each: "
-                "use DDP (ZeRO stage 0), as in DeepSpeed"
-            )
-        if master.numel() != bucket.padded:
-            raise TypeError(
-                f"{self.kind.__name__} is not known to be element-wise: on a shard it would compute something else. "
-                f"Known: {', '.join(k.__name__ for k in ELEMENTWISE)}, Lion, Lamb. Use DDP (stage 0), or, if every "
-                "element's update depends on that element alone, set allow_untested_optimizer=True "
-                "(zero_allow_untested_optimizer), or `elementwise = True` on its class"
-            )
-        return [self._slice(bucket, at, at + p.numel(), bucket.piece(master, p), p) for p, at in bucket.offset.items()]
+        if master.numel() == bucket.padded:
+            ends = [(at, at + p.numel(), p) for p, at in bucket.offset.items()]
+            return [self._slice(bucket, a, b, bucket.piece(master, p), p) for a, b, p in ends]
+        self.kind.refuse_shard()
+        spans = [(*bucket.span(p), p) for p in bucket.params]
+        return [self._slice(bucket, a, b, master[a:b], p) for a, b, p in spans if a < b]
 
     def _borders(self, bucket: Bucket) -> list[int]:
         """Where to cut a long master: before parameters, where ALIGN allows it, so that the bits stay the same."""
@@ -151,10 +125,8 @@ class Slices:
         assert self.optimizer is not None
         group = self.optimizer.param_groups[index]
         group["params"] += params
-        if self._born_with_state:
-            accepted = inspect.signature(self.kind.__init__).parameters
-            given = {k: v for k, v in self.optimizer.defaults.items() if k in accepted}
-            self.optimizer.state.update(self.kind([{**group, "params": params}], **given).state)
+        if self.kind.born_with_state:
+            self.optimizer.state.update(self.kind.twin(self.optimizer, index, params).state)
 
     def hand_out(
         self, bucket: Bucket, grad: Tensor, factor: float, left_alone: set[nn.Parameter], start: int, end: int
@@ -223,7 +195,7 @@ class Slices:
         """The optimizer's own step, not the stage's."""
         assert self.optimizer is not None
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a torch schedule looks for
-        return self.kind.step(self.optimizer, closure) if closure else self.kind.step(self.optimizer)
+        return self.kind.cls.step(self.optimizer, closure) if closure else self.kind.cls.step(self.optimizer)
 
     def settings(self) -> list[dict[str, Any]]:
         """The options of the optimizer's groups, as they are now."""
@@ -233,7 +205,7 @@ class Slices:
 
     def settings_in_words(self) -> Settings:
         """The same, as far as it must be equal on all ranks; without waiting for a GPU."""
-        return settings(self.optimizer, self.kind, waits=False)
+        return settings(self.optimizer, self.kind.cls, waits=False)
 
     def step_inside(self, bucket: Bucket, start: int, end: int, settings: list[dict[str, Any]]) -> None:
         """The optimizer's own step, of the slices there alone, with these settings. Its step hooks run each time."""
@@ -244,7 +216,7 @@ class Slices:
         twin.__dict__ = self.optimizer.__dict__ | {
             "param_groups": [{**s, "params": here if i == bucket.group_index else []} for i, s in enumerate(settings)]
         }
-        self.kind.step(twin)
+        self.kind.cls.step(twin)
 
     def inside(self, bucket: Bucket, start: int, end: int) -> list[Slice]:
         """The slices that lie there."""
@@ -255,18 +227,6 @@ class Slices:
         state = self.optimizer.state.get(s.param, {}) if self.optimizer else {}
         same = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == s.param.shape}
         return {"": s.param, **same}
-
-    def widths(self, index: int) -> list[torch.dtype]:
-        """The dtypes of the states that the optimizer makes of a parameter of group `index`: a twin is asked."""
-        if self.optimizer is None:
-            return []
-        p = nn.Parameter(torch.zeros(2))
-        p.grad = torch.zeros(2)
-        accepted = inspect.signature(self.kind.__init__).parameters
-        given = {k: v for k, v in self.optimizer.defaults.items() if k in accepted}
-        twin = self.kind([{**self.optimizer.param_groups[index], "params": [p]}], **given)
-        self.kind.step(twin)
-        return [t.dtype for t in twin.state[p].values() if isinstance(t, Tensor) and t.shape == p.shape]
 
     def release_gradients(self, *buckets: Bucket) -> None:
         """Of these buckets, or of all."""
@@ -300,14 +260,6 @@ class Slices:
                 return value
         return None
 
-    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The state of elements low to high: what has an element for each, a flat view, and the rest."""
-        s = next((s for s in self.of.get(bucket, []) if s.start <= low and high <= s.end), None)
-        if s is None or self.optimizer is None:
-            return {}, {}
-        cut = {k: v.reshape(-1)[low - s.start : high - s.start] for k, v in self.tensors(s).items() if k}
-        return cut, {k: v for k, v in self.optimizer.state.get(s.param, {}).items() if k not in cut}
-
     def state(self) -> list[Tensor]:
         """The optimizer's own tensors."""
         if self.optimizer is None:
@@ -333,17 +285,4 @@ class Slices:
                     "this optimizer state was saved from other slices: offload_ratio, sub_group_size or the home "
                     "differ; a checkpoint of the engine goes from any to any"
                 )
-        self.kind.load_state_dict(self.optimizer, {k: v for k, v in state.items() if k != "cuts"})
-
-
-def is_elementwise(kind: type) -> bool:
-    """Whether every element's update depends on that element alone."""
-    return kind in ELEMENTWISE or bool(getattr(kind, "elementwise", False))
-
-
-def has_stepped(state: dict[str, Any]) -> bool:
-    """Whether an optimizer's state of one parameter is more than what its constructor made."""
-    for count in ("step", "n_iter"):
-        if count in state:
-            return float(state[count]) > 0
-    return any(isinstance(value, Tensor) for value in state.values())
+        self.kind.cls.load_state_dict(self.optimizer, {k: v for k, v in state.items() if k != "cuts"})

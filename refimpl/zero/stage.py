@@ -13,11 +13,9 @@ them between backward and step (see `GradientView`). A subclass says what a rank
 full bucket is reduced (`reduce`); what a rank does not own is gathered after the update.
 """
 
-import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,32 +23,28 @@ from torch import Tensor, nn, optim
 
 from refimpl.comm.group import Group
 from refimpl.optim.loss_scale import LossScaler
-from refimpl.optim.travelling import Travelling
 from refimpl.zero import start
-from refimpl.zero.access import ByName
-from refimpl.zero.backward import BackwardPass, in_backward
-from refimpl.zero.beyond import Beyond, Spans
+from refimpl.zero.backward import BackwardPass
+from refimpl.zero.beside import Beside
 from refimpl.zero.buffers import Buffers
-from refimpl.zero.changing import Changing
+from refimpl.zero.chosen import gradients_of, update_kind
 from refimpl.zero.compressed import Compressed
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.delayed import DelayedUpdate
 from refimpl.zero.experts import apart
 from refimpl.zero.flat import Bucket, gather_all, groups_of, lay_out
+from refimpl.zero.flights import Reduction
 from refimpl.zero.grad_view import GradientView
-from refimpl.zero.gradients import Gradients, Reduction
+from refimpl.zero.gradients import take_raw_grad
 from refimpl.zero.held import Held
-from refimpl.zero.offloaded import OffloadedUpdate
-from refimpl.zero.one_bit import OneBitUpdate, Reduce, unless_local
-from refimpl.zero.outputs import tensors_of
+from refimpl.zero.hooked import Hooked
 from refimpl.zero.owned import not_taken, take_over
-from refimpl.zero.parameter import DATA, Freed, Hook, Managed, stage_of, take_raw_grad, untraced
+from refimpl.zero.parameter import Freed, Managed, stage_of
 from refimpl.zero.parked import Parked
-from refimpl.zero.update import Update
+from refimpl.zero.scaled import Scaled
 from refimpl.zero.wrapped import refuse_wrapping
 
 
-class Stage(Changing, ByName, Held, ABC):
+class Stage(Hooked, Beside, Held):
     """A data-parallel strategy around a model and, if there is something to train, its optimizer."""
 
     reduces_always = False  # whether there is no memory in which a whole gradient could wait for a later pass
@@ -95,33 +89,19 @@ class Stage(Changing, ByName, Held, ABC):
         start.refuse_foreign({p: self.names[p] for p in managed if stage_of(p) is not self})
         everywhere = {name: p for p, name in self.names.items() if self.experts.get(p, self.group) is self.group}
         start.refuse_different(self.group, everywhere, self.group_of, optimizer)
-        self._scaled = False  # whether `scale` was called for the backward to come
-        self._unscaled = False  # whether fp16's gradients arrived that are of no scaled loss
+        self.scaled = Scaled(self.given_scaler)
         self.passes = BackwardPass(self.begin_backward, self.end_backward, self.drop_backward)
         self.buckets = self.lay_out([p for p in self.names if p in self.group_of and p.requires_grad])
         parted = [module for _, module, same in apart(self.model, self.experts) if same is not self.group]
         left_out = {inside for module in parted for inside in module.modules()}
         self.group.transport.trim()  # of the copies that brought rank 0's values
         self.buffers = Buffers(self.model, self.group, self.config.broadcast_buffers, left_out)
-        self.thawed: dict[nn.Parameter, None] = {}  # to be trained from the next pass on; an ordered set
+        self.thawed = {}
         self.compressed = Compressed(self, self.config.compression) if self.config.compression else None
-        reduce: Reduce = self.reduce
-        config = self.config
-        if isinstance(optimizer, Travelling):
-            reduce = unless_local(self, optimizer)
-        elif self.compressed is not None:  # which rounds values itself, and feeds back what that loses
-            reduce, config = self.compressed.reduce, replace(config, communication_data_type=None)
-        self.gradients = Gradients(
-            self.buckets, reduce, self.group, config, self.names, self.passes.sign, self.in_order
-        )
-        if self.compressed is not None:
-            self.gradients.dropping = self.compressed.drop
+        self.gradients = gradients_of(self, optimizer, self.compressed)
         self.view = GradientView(self.gradients, self.passes.settle, parted=self.parted)
         owned = {b: self.owned(b) for b in self.buckets}
-        offloaded = DelayedUpdate if self.config.delayed_update else OffloadedUpdate
-        kind: type[Update] = offloaded if self.config.optimizer_home else Update
-        if isinstance(optimizer, Travelling) and kind is Update:
-            kind = OneBitUpdate
+        kind = update_kind(optimizer, self.config)
         self.update = kind(optimizer, owned, self.group, self.config, self.given_scaler, type(self).__name__)
         self.update.slices.gradient_of = self.view.of_slice
         self.gradients.resting = self.update.resting
@@ -131,14 +111,7 @@ class Stage(Changing, ByName, Held, ABC):
             p.__class__ = Freed if isinstance(p, Freed) else Managed
             p.stage = self  # type: ignore[attr-defined]
         refuse_wrapping(self.model)
-        self.handles += [
-            self.model.register_forward_pre_hook(untraced(self.before_forward)),
-            self.model.register_forward_hook(untraced(self.after_forward)),
-            self.model.register_state_dict_pre_hook(Hook(self.before_state_dict)),  # type: ignore[no-untyped-call]
-        ]
-        if self.config.delayed_update:  # or an update under way would be published over what is loaded
-            hook = self.model.register_load_state_dict_pre_hook
-            self.handles.append(hook(lambda *_: self.catch_up()))  # type: ignore[no-untyped-call]
+        self.listen()
 
     # What makes a stage.
 
@@ -171,8 +144,7 @@ class Stage(Changing, ByName, Held, ABC):
 
     def scale(self, loss: Tensor) -> Tensor:
         """loss times the loss scale, fp32; the loss itself without a scaler. For a `backward()` called by hand."""
-        self._scaled = True
-        return loss.float() * self.scaler.scale if self.scaler else loss
+        return self.scaled(loss)
 
     @contextmanager
     def no_sync(self, enabled: bool = True) -> Iterator[None]:
@@ -196,7 +168,7 @@ class Stage(Changing, ByName, Held, ABC):
 
     def optimizer_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """`optimizer.step()`: as `step`, but without a gradient nothing happens, as in torch. Returns the closure's."""
-        if closure is not None and not self.update.slices.asks_once:
+        if closure is not None and not self.update.slices.kind.asks_once:
             return self.search(closure)
         with torch.enable_grad():
             result = closure() if closure else None
@@ -207,6 +179,7 @@ class Stage(Changing, ByName, Held, ABC):
 
     def collect(self) -> dict[Bucket, Tensor]:
         """The mean gradients since the last step."""
+        self.free_gathered()
         if not self.handles:
             raise RuntimeError(
                 f"step() of a {type(self).__name__} that was released (an engine's destroy()): make another"
@@ -215,11 +188,8 @@ class Stage(Changing, ByName, Held, ABC):
         self.parked.refuse()
         if not self.passes.settle():
             raise RuntimeError("step() after a backward that raised: its gradients were dropped; run a backward first")
-        if self._unscaled and self.gradients.used:
-            raise RuntimeError(
-                "step(): a gradient of fp16 came from a loss without its loss scale: call engine.backward(loss), or "
-                "scale(loss).backward() in place of loss.backward(); zero_grad() drops what is there"
-            )
+        if self.scaled.is_missing and self.gradients.used:
+            raise self.scaled.error()
         for p in self.include_thawed():
             if (grad := take_raw_grad(p)) is not None:
                 self.gradients.add(p, grad)
@@ -270,123 +240,25 @@ class Stage(Changing, ByName, Held, ABC):
 
     def catch_up(self) -> None:
         """Finish an update that is one step late (`delayed_update`), and gather; nothing without one. A collective."""
+        if self.config.delayed_update:
+            self.free_gathered()  # what is gathered ahead has the old weights
         if self.update.catch_up():
             self.gather()
+
+    def free_gathered(self) -> None:
+        """Nothing is gathered for a use, here: see `Zero3`."""
 
     def come_to_rest(self) -> None:
         """Nothing is on its way, or gathered, when this returns. A collective."""
         self.passes.settle()
         self.catch_up()
+        self.free_gathered()
 
     def zero_grad(self) -> None:
         """Drop all gradients since the last step."""
         self.passes.settle()
         self.gradients.drop()
-        self._unscaled = False
+        self.scaled.is_missing = False
         for p in self.group_of:
             if p not in self.gradients.bucket_of:
                 take_raw_grad(p)
-
-    def spans(
-        self, group: Group, counted_elsewhere: Iterable[nn.Parameter] | Mapping[nn.Parameter, Spans | None] = ()
-    ) -> None:
-        """The ranks of `group` hold other parts of the model: the gradient's norm and what follows are of all parts.
-
-        Clipping is by `ZeroConfig.gradient_clipping` then. counted_elsewhere: this rank's copies of parameters that
-        another part's rank counts, or what of each is such a copy (None: all of it). On all these ranks, before the
-        first step.
-        """
-        copies = counted_elsewhere if isinstance(counted_elsewhere, Mapping) else dict.fromkeys(counted_elsewhere)
-        self.update.beyond, self.view.parted = Beyond(group, copies), True
-
-    @torch.no_grad()
-    def replicate(self, group: Group) -> None:
-        """The ranks of `group` have the same shards and read other data: their gradients are averaged too.
-
-        State is then divided over this stage's own group alone, and gathered in it: shard inside a node, replicate
-        across (HSDP; MiCS, Zhang et al. 2022, arXiv:2205.00119). Sends 2 n (R-1)/R more of n owned bytes a backward.
-        The first of these ranks' weights are taken by all. Before the first step, on all ranks. torch: FSDP2 over a
-        mesh of two dimensions.
-        """
-        self.gradients.across = self.update.across = self.buffers.across = group
-        for bucket in dict.fromkeys(self.home(p) for p in self.names):
-            if bucket is not None:
-                flat = self.weights(bucket)
-                group.broadcast(flat, tag="parameters")
-                self.put_weights(bucket, flat)
-        for p in [p for p in self.names if self.home(p) is None]:
-            group.broadcast(DATA.__get__(p), tag="parameters")
-        self.gather()
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients since the last step to this global norm, now; returns the norm before. A collective.
-
-        RuntimeError where the model's other parts are on other ranks: see `spans`.
-        """
-        if self.view.parted:
-            raise RuntimeError("clip_grad_norm_ sees this rank's part of the model: set ZeroConfig.gradient_clipping")
-        self.passes.settle()
-        self.gradients.finish()  # reduces what a backward has kept
-        return nn.utils.clip_grad_norm_([p for p in self.gradients.bucket_of if p.requires_grad], max_norm, norm_type)
-
-    # What the hooks call.
-
-    def before_forward(self, model: nn.Module, args: Any) -> None:
-        self.update.refuse_torn()
-        self.parked.refuse("lp_params")
-        if not in_backward():
-            if not self.passes.settle():
-                warnings.warn(
-                    f"{type(self).__name__}: the backward before this forward raised: its gradients, and those "
-                    "accumulated since the last step, are dropped",
-                    stacklevel=2,
-                )
-            self.include_thawed()
-        self.buffers.share(model.training and torch.is_grad_enabled() and not in_backward())
-
-    def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Let the outermost backward be known before any gradient arrives: one may come from a checkpoint inside."""
-        for tensor in tensors_of(output):
-            if tensor.requires_grad:
-                tensor.register_hook(Hook(lambda _: self.passes.sign()))  # type: ignore[no-untyped-call]
-
-    def before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars:  # which a load asks for the names alone
-            self.update.refuse_torn()
-
-    def begin_backward(self) -> None:
-        self.parked.refuse("lp_params", "lp_grads", "contiguous_grad_buffer")
-        self.gradients.begin()
-
-    def end_backward(self, asked: bool) -> None:
-        arrived = self.gradients.first_finite is not None
-        self._unscaled |= self.scaler is not None and not self._scaled and arrived
-        self._scaled = False
-        self.gradients.end(asked)
-
-    def drop_backward(self) -> None:
-        """A backward raised: what it left, and what was accumulated before it, is dropped."""
-        self.gradients.drop()
-
-    # What it is.
-
-    def name_of(self, p: nn.Parameter) -> str:
-        return self.names.get(p, "?")
-
-    @property
-    def optimizer(self) -> optim.Optimizer:
-        """The optimizer, which is the caller's own object. RuntimeError if there is none."""
-        self.refuse_without_optimizer()
-        assert self.update.slices.optimizer is not None
-        return self.update.slices.optimizer
-
-    @optimizer.setter
-    def optimizer(self, other: optim.Optimizer | None) -> None:
-        start.refuse_other_optimizer(self.update.slices.optimizer, other)
-
-    def refuse_without_optimizer(self) -> None:
-        if self.update.slices.optimizer is None:
-            raise RuntimeError(
-                f"{type(self).__name__} has no optimizer: give one to `initialize`, or its configuration a section "
-                '"optimizer"; a stage of your own takes one when it is built, or by `attach`'
-            )

@@ -42,8 +42,6 @@ class Unit(Bucket):
     While it has none its parameters are `Freed`; who computes with one asks `on_use`, which may gather the unit.
     """
 
-    is_cut = True
-
     def __init__(
         self,
         params: list[nn.Parameter],
@@ -58,7 +56,7 @@ class Unit(Bucket):
                 before.let_go(p)
             p.zero_unit = self  # type: ignore[attr-defined]
         super().__init__(params, group, group_index, name, dtype)
-        self.mine = group.empty(self.padded // group.size, self.dtype, self.device).copy_(self.shard(self.full))  # [S]
+        self.mine = group.empty(self.shard_numel, self.dtype, self.device).copy_(self.shard(self.full))  # [S]
         self.unrounded = None if self.unrounded is None else self.shard(self.unrounded).clone()  # [S]
         self.versions = [p._version for p in params]  # of what was gathered: who writes to it raises them
         self.on_use: Callable[[Unit, str], None] | None = None

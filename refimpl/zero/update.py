@@ -1,8 +1,7 @@
 """The update: a torch optimizer over the slices that this rank owns, in fp32.
 
-Owned slices in low precision get an fp32 master copy (Micikevicius et al. 2018, arXiv:1710.03740): 4 bytes a parameter,
-plus the optimizer's own state (AdamW: 8), all divided by N from ZeRO-1 on. An element-wise optimizer does not notice
-that its parameters were cut out of longer ones, which is why any of them may be sharded.
+Masters and the optimizer's state are divided by N from ZeRO-1 on: an element-wise optimizer does not notice that its
+parameters were cut out of longer ones, which is why any of them may be sharded.
 
 What torch does by the way is done here too: a parameter that no rank has used is left alone (no decay, no moments, no
 count of steps), and a weight that was written from outside since the last step is what the update starts from.
@@ -24,24 +23,23 @@ from refimpl.zero.alike import weights
 from refimpl.zero.beyond import Beyond
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
+from refimpl.zero.masters import Masters
 from refimpl.zero.owing import Owing
 from refimpl.zero.settings import WORDS, Settings, are_equal, checksum, difference
 from refimpl.zero.slices import Slices
 from refimpl.zero.whole_squares import WholeSquares
 
 if TYPE_CHECKING:
-    from refimpl.checkpoint.tensors import Later
     from refimpl.zero.resting import Resting
 
 NORM_BLOCK = 1 << 16  # elements widened to fp64 at a time, so that the copy stays in cache
 
 
-class Update:
+class Update(Masters):
     """Check, unscale, clip and apply gradients to what this rank owns."""
 
     resting: "Resting | None" = None  # where gradients wait for the step, if not in memory
     owing: Owing | None = None  # what compression has not sent yet, of what an optimizer averages by itself
-    torn: RuntimeError | None = None  # why what is here is of no one step: half a load, or half an update
 
     def __init__(
         self,
@@ -57,27 +55,17 @@ class Update:
         `stage`: the stage's name, for messages. See `Slices` for what it raises about the optimizer.
         """
         self.group, self.config, self.scaler, self.stage = group, config, scaler, stage
-        self.home = config.optimizer_home
         self.beyond: Beyond | None = None  # the ranks with other parts of the model, if there are
         self.across: Group | None = None  # the ranks that own the same and read other data, if there are
         self.gone: set[Bucket] = set()  # what rests elsewhere gets its gradients later, see `OffloadedUpdate`
         self.handed: dict[Bucket, tuple[Tensor, float, set[nn.Parameter]]] = {}
-        self.owned: dict[Bucket, Tensor] = {}
-        self.masters: dict[Bucket, Tensor] = {}  # fp32; the owned slice itself where that is fp32
         self.left_alone: set[nn.Parameter] = set()  # what the last step has not changed, as no rank has used it
         self.grad_norm: float | None = None
         self.steps = self.skipped_steps = 0
-        self.slices = Slices(optimizer, config.allow_untested_optimizer)
-        if self.slices.layerwise:
+        super().__init__(Slices(optimizer, config.allow_untested_optimizer))
+        if self.slices.kind.layerwise:
             vars(optimizer)["whole_squares"] = WholeSquares(self.slices)
         self.add(owned)
-
-    def add(self, owned: dict[Bucket, Tensor]) -> None:
-        """Update these too."""
-        self.owned |= owned
-        fresh = {bucket: master_of(bucket, mine) for bucket, mine in owned.items()} if self.slices.optimizer else {}
-        self.masters |= fresh
-        self.slices.add(fresh)
 
     @property
     def averaged(self) -> bool:
@@ -141,22 +129,6 @@ class Update:
     def waiting(self) -> list[Tensor]:
         """Gradients and weights of an update that is one step late."""
         return []
-
-    def weights(self, bucket: Bucket) -> Tensor:
-        """The most exact weights that this rank has of a bucket: its masters, or its own slice. -> [P] or [S]"""
-        self.adopt(bucket)
-        return self.masters.get(bucket, self.owned[bucket])
-
-    def adopt(self, bucket: Bucket) -> None:
-        """The masters follow what was written to the weights from outside."""
-        wider = bucket in self.masters and self.masters[bucket].dtype != self.owned[bucket].dtype
-        if wider and self.owned[bucket].numel():
-            follow(self.owned[bucket], self.masters[bucket])
-
-    def publish(self, bucket: Bucket) -> None:
-        """Round the fp32 master into the owned slice (nothing to do when they are the same memory)."""
-        if self.owned[bucket].dtype != self.masters[bucket].dtype:
-            self.owned[bucket].copy_(self.masters[bucket])
 
     def _agree(
         self, gradients: dict[Bucket, Tensor], used: set[nn.Parameter], exact: bool
@@ -236,76 +208,15 @@ class Update:
                 stacklevel=6,
             )
 
-    def state_part(self, bucket: Bucket, p: nn.Parameter, key: str) -> Tensor | None:
-        """This rank's part of p's state `key`, flat; None if the optimizer has none (yet)."""
-        return self.slices.state_part(bucket, p, key)
-
-    def put_state(self, bucket: Bucket, p: nn.Parameter, key: str, value: Tensor) -> None:
-        """Replace this rank's part of p's state `key`, or of its weight (key "")."""
-        part = bucket.part(self.weights(bucket), p) if not key else self.state_part(bucket, p, key)
-        assert part is not None
-        part.copy_(value)
-        if not key:
-            self.publish(bucket)  # or the next step would take the weight for one that was written over the master
-
-    def state_at(self, bucket: Bucket, low: int, high: int) -> tuple[dict[str, "Tensor | Later"], dict[str, Any]]:
-        """The state of elements low to high of what is owned: what has an element for each, flat, and the rest."""
-        cut, rest = self.slices.state_at(bucket, low, high)
-        return dict(cut), rest
-
-    def brought(self, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's `state_dict`, with copies of what rests elsewhere."""
-        return state
-
-    def refuse_torn(self) -> None:
-        """RuntimeError if weights and state are not of one step."""
-        if self.torn is not None:
-            raise self.torn.with_traceback(None)
-
-    def refuse_under_way(self) -> None:
-        """Nothing to refuse: see `DelayedUpdate`."""
-
-    def keep_state(self, bucket: Bucket) -> None:
-        """The optimizer was given new state: let it rest where it belongs."""
-
-    def replaced(self) -> None:
-        """A whole saved state has taken the place of what was here."""
-        self.torn = None
-
-    def is_away(self) -> bool:
-        """Whether nothing of it is in memory between steps."""
-        return False
-
-    def state(self) -> list[Tensor]:
-        """The optimizer's own tensors (AdamW: two [S] a bucket, and a step count)."""
-        return self.slices.state()
-
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        for bucket in self.masters:
-            self.adopt(bucket)
-        return {
-            "optimizer": self.slices.state_dict(),
-            "masters": list(self.masters.values()),
-            "scaler": self.scaler.state_dict() if self.scaler else None,
-            "skipped_steps": self.skipped_steps,
-        }
+        scaler = self.scaler.state_dict() if self.scaler else None
+        return {**super().state_dict(), "scaler": scaler, "skipped_steps": self.skipped_steps}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.slices.load_state_dict(state["optimizer"])
+        super().load_state_dict(state)
         self.skipped_steps = state["skipped_steps"]
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
-        for bucket, saved in zip(self.masters, state["masters"], strict=True):
-            self.keep_state(bucket)
-            self.restore(bucket, saved)
-        self.replaced()
-
-    def restore(self, bucket: Bucket, saved: Tensor) -> None:
-        """Take over masters that were saved."""
-        self.masters[bucket].copy_(saved)
-        self.publish(bucket)
 
 
 def unused_by_all(group: Group, params: list[nn.Parameter], used: set[nn.Parameter]) -> set[nn.Parameter]:
@@ -326,22 +237,3 @@ def sum_of_squares(x: Tensor, exact: bool) -> Tensor:
         wide = block.to(torch.float64 if exact else torch.float32)
         total += torch.dot(wide, wide)
     return total
-
-
-def follow(weights: Tensor, master: Tensor) -> None:
-    """A weight that no longer is its rounded master was written from outside: the master follows, where it is."""
-    for there, wide in zip(torch.split(weights, NORM_BLOCK), torch.split(master, NORM_BLOCK), strict=True):
-        weight, rounded = there.to(wide.device), wide.to(there.dtype)
-        # Eight bytes at a time, four times as fast: slices are multiples of 64 elements.
-        if wide.device.type != "cpu" or not torch.equal(rounded.view(torch.int64), weight.view(torch.int64)):
-            wide.copy_(torch.where(rounded == weight, wide, weight.float()))
-
-
-def master_of(bucket: Bucket, mine: Tensor) -> Tensor:
-    """The fp32 master of an owned slice: the slice itself if it is as exact, or a copy, with what was rounded off."""
-    if mine.dtype in (torch.float32, torch.float64):
-        return mine
-    unrounded, bucket.unrounded = bucket.unrounded, None
-    if unrounded is None:
-        return mine.float()
-    return (unrounded if unrounded.numel() == mine.numel() else bucket.shard(unrounded)).float().clone()

@@ -12,7 +12,7 @@ A gradient's way: backward -> `Gradients.arrive` -> bucket full -> `reduce` -> `
 from torch import Tensor
 
 from refimpl.zero.flat import Bucket
-from refimpl.zero.gradients import Reduction
+from refimpl.zero.flights import Reduction
 from refimpl.zero.stage import Stage
 
 
@@ -25,6 +25,6 @@ class Zero2(Stage):
 
     def reduce(self, bucket: Bucket, local: Tensor) -> Reduction:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; local is then free."""
-        mine = self.gradients.results.take(bucket.padded // bucket.group.size, local)  # [S]
+        mine = self.gradients.results.take(bucket.shard_numel, local)  # [S]
         work = bucket.group.reduce_scatter(mine, local, self.gradients.op, async_op=True, tag="gradients")
         return Reduction(work, mine, memory=mine)

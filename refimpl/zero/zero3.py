@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from refimpl.zero.experts import apart
 from refimpl.zero.fetch import Fetch
 from refimpl.zero.flat import Bucket, lay_out
-from refimpl.zero.gradients import Reduction
+from refimpl.zero.flights import Reduction
 from refimpl.zero.owing import Owing
 from refimpl.zero.owners import joined, leaves, owners
 from refimpl.zero.parameter import DATA
@@ -69,8 +69,8 @@ class Zero3(Stage):
     def reduce(self, bucket: Bucket, local: Tensor) -> Reduction:
         """Runs inside backward, the moment a bucket is full. local [P] -> mean over ranks [S]; frees the parameters."""
         self.path.visit(bucket, "reduction")
-        mine = self.gradients.results.take(bucket.padded // bucket.group.size, local)  # [S]
-        work = self.plus.reduce_scatter(bucket, mine, local, self.gradients.op)
+        mine = self.gradients.results.take(bucket.shard_numel, local)  # [S]
+        work = bucket.reduce_scatter(mine, local, self.gradients.op)
         if not self.fetch.keeps:
             bucket.free()
         return Reduction(work, mine, memory=mine)
@@ -84,16 +84,10 @@ class Zero3(Stage):
         if not keep_vars and not all(unit.held for unit in self.units):
             self.path.begin("a state_dict of the model")
 
-    def end_backward(self, asked: bool) -> None:
-        super().end_backward(asked)
-        self.fetch.end()
-
-    def drop_backward(self) -> None:
-        super().drop_backward()
+    def free_gathered(self) -> None:
         self.fetch.end()
 
     def collect(self) -> dict[Bucket, Tensor]:
-        self.fetch.end()
         gradients = super().collect()
         self.path.begin("step")
         return gradients
@@ -102,10 +96,6 @@ class Zero3(Stage):
         finite = super().apply(gradients)
         self.plus.after_step(finite)
         return finite
-
-    def loss_scale(self) -> float:
-        """What the loss of the next backward is multiplied by."""
-        return self.scaler.scale if self.scaler else 1.0
 
     def units_by_name(self) -> dict[str, Bucket]:
         """By the name of its first parameter."""
@@ -134,15 +124,6 @@ class Zero3(Stage):
     def put_weights(self, bucket: Bucket, flat: Tensor) -> None:
         super().put_weights(bucket, flat)
         self.plus.forget()
-
-    def catch_up(self) -> None:
-        if self.config.delayed_update:
-            self.fetch.end()  # what is gathered ahead has the old weights
-        super().catch_up()
-
-    def come_to_rest(self) -> None:
-        super().come_to_rest()
-        self.fetch.end()
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The model's weights by name in rank 0's host memory, None elsewhere. A collective, unit by unit."""

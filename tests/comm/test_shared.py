@@ -16,12 +16,13 @@ from test_group import exact, given, reduced
 from torch import Tensor
 
 from refimpl import launch
-from refimpl.comm import shared, signals
+from refimpl.comm import route, signals
 from refimpl.comm.composed import Composed
 from refimpl.comm.group import Group
 from refimpl.comm.patience import Patience
 from refimpl.comm.shared import Shared
 from refimpl.comm.signals import SLOTS, Need
+from refimpl.comm.tasks import Tasks
 from refimpl.ranks.lost import RankLost
 
 run = functools.partial(launch.run, device="cpu")
@@ -47,20 +48,20 @@ def test_ranks_of_one_host_share_memory_unless_told_otherwise(monkeypatch: pytes
 def test_all_ranks_take_gloo_when_one_of_them_cannot_share() -> None:
     def check() -> None:
         rank = dist.get_rank()
-        elsewhere = shared.host
-        shared.host = lambda: f"host {rank // 2}"
+        elsewhere = route.host
+        route.host = lambda: f"host {rank // 2}"
         assert type(Group.world().transport) is Composed
         os.environ["REFIMPL_TRANSPORT"] = "shared"
         with pytest.raises(RuntimeError, match="shared, but this group cannot share memory: its ranks are on several"):
             Group.world().all_reduce(torch.ones(1))
-        shared.host = elsewhere
+        route.host = elsewhere
 
-        opens = shared.of_peer
+        opens = route.of_peer
         if rank == 1:
-            shared.of_peer = lambda pid, descriptor, words: opens(0, descriptor, words)
+            route.of_peer = lambda pid, descriptor, words: opens(0, descriptor, words)
         with pytest.raises(RuntimeError, match=r"shared, .*: rank 1 cannot map the memory of a peer: .*/proc/0/fd"):
             Group.world().all_reduce(torch.ones(1))
-        shared.of_peer = opens
+        route.of_peer = opens
         assert type(Group.world().transport) is Shared
 
     run(check, ranks=3)
@@ -208,9 +209,8 @@ def test_who_asks_around_meanwhile_is_told_that_a_peer_has_died() -> None:
         def wait(self, need: Need, seconds: float, looks: int) -> None:
             raise RuntimeError("remote process has exited: rank 1")
 
-    transport: Any = object.__new__(Shared)
-    transport.watch, transport._tasks = Gone(), []
-    (task,) = transport._begin(iter([Need(1, 0, 1)]))
+    gone: Any = Gone()
+    (task,) = Tasks(gone).begin(iter([Need(1, 0, 1)]))
     patience = Patience(stall=0.01)
     patience.ask.append(lambda number: pytest.fail("the death was taken for a limit that was over"))
     with pytest.raises(RuntimeError, match="has exited: rank 1"):

@@ -11,8 +11,9 @@ import torch
 
 import refimpl.engine
 from refimpl.engine.answer import ALIASES, markdown, table
-from refimpl.engine.config import DeepSpeedConfig, load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.keys import ConfigError, ConfigWarning
+from refimpl.engine.schema import DeepSpeedConfig
 from refimpl.model.patterns.named import PATTERNS
 
 KEYS = table(DeepSpeedConfig)

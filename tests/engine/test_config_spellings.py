@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from refimpl.engine.answer import ALIASES, RENAMED, table
-from refimpl.engine.config import DeepSpeedConfig, load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.keys import ConfigError
+from refimpl.engine.schema import DeepSpeedConfig
 
 KEYS = table(DeepSpeedConfig)
 ZERO = "zero_optimization"

@@ -14,7 +14,7 @@ import pytest
 
 from refimpl.bank import export
 from refimpl.engine.answer import table
-from refimpl.engine.config import DeepSpeedConfig
+from refimpl.engine.schema import DeepSpeedConfig
 from refimpl.grading.chapters import chapters
 
 ROOT = Path(__file__).resolve().parents[2]

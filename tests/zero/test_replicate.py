@@ -104,3 +104,16 @@ def test_weights_travel_among_few_and_shards_of_gradients_among_the_others() -> 
         assert two["gradients"] / flat["gradients"] == pytest.approx((1 / 2) / (3 / 4), rel=0.1)
         assert flat["gradients across"] == 0
         assert two["gradients across"] == pytest.approx(two["gradients"], rel=0.1), "2 (R-1)/R of 1/S: as many bytes"
+
+
+def test_a_weight_of_no_optimizer_is_taken_however_it_lies_in_memory() -> None:
+    def weight() -> Tensor:
+        mesh = Mesh({"across": 2, "shard": 1})
+        net = nn.Linear(3, 4)
+        net.loose = nn.Parameter(torch.full((3, 4), float(mesh.world.rank)).t(), requires_grad=False)
+        optimizer = torch.optim.SGD([net.weight, net.bias])
+        STAGES["zero1"](net, optimizer, mesh.group("shard")).replicate(mesh.group("across"))
+        return net.loose.detach()
+
+    for taken in run(weight, ranks=2):
+        assert torch.equal(taken, torch.zeros(4, 3))

@@ -6,6 +6,7 @@ from typing import Any
 
 from refimpl.comm.group import Group
 from refimpl.engine import config as engine_config
+from refimpl.engine import schema
 from refimpl.engine.keys import ConfigError as DeepSpeedConfigError
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER, ADAGRAD_OPTIMIZER = "adam", "adamw", "lion", "adagrad"
@@ -28,7 +29,7 @@ __all__ = [
 
 def DeepSpeedConfig(
     config: Mapping[str, Any] | str | Path, mpu: Any = None, mesh_device: Any = None
-) -> engine_config.DeepSpeedConfig:
+) -> schema.DeepSpeedConfig:
     """The file or dictionary, checked, for all ranks of this job. `DeepSpeedConfigError` names wrong keys."""
     if mpu is not None or mesh_device is not None:
         raise NotImplementedError(

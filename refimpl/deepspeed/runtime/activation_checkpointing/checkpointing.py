@@ -20,7 +20,7 @@ from refimpl.deepspeed import comm
 from refimpl.deepspeed.accelerator import get_accelerator
 from refimpl.deepspeed.runtime.activation_checkpointing.rng import NAME, OFFSET, CudaRNGStatesTracker
 from refimpl.deepspeed.runtime.config import DeepSpeedConfig
-from refimpl.engine import config as engine_config
+from refimpl.engine import schema
 from refimpl.engine.activations import checkpointer
 from refimpl.engine.sections import ActivationCheckpointing
 
@@ -57,7 +57,7 @@ non_reentrant_checkpoint = checkpoint
 
 def configure(
     mpu_: Any = None,
-    deepspeed_config: Mapping[str, Any] | str | Path | engine_config.DeepSpeedConfig | None = None,
+    deepspeed_config: Mapping[str, Any] | str | Path | schema.DeepSpeedConfig | None = None,
     partition_activations: bool | None = None,
     contiguous_checkpointing: bool | None = None,
     num_checkpoints: int | None = None,
@@ -74,7 +74,7 @@ def configure(
         _configured.mpu = mpu_
     section = ActivationCheckpointing()
     if deepspeed_config is not None:
-        is_read = isinstance(deepspeed_config, engine_config.DeepSpeedConfig)
+        is_read = isinstance(deepspeed_config, schema.DeepSpeedConfig)
         read = deepspeed_config if is_read else DeepSpeedConfig(deepspeed_config)  # type: ignore[arg-type]
         section = read.activation_checkpointing  # type: ignore[union-attr]
     given = {

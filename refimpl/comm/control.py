@@ -1,0 +1,88 @@
+"""What the ranks of a group say to each other beside the data: what each calls, that all have come, small objects.
+
+    the board      each rank's next call, seen by the ranks of its machine: before anything of it is sent
+    the register   who is there, who has left, and who waits in vain
+    the line       barriers and objects; on NCCL gloo's, beside the GPU's queue
+
+None of it is charged to the ledger.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from refimpl.comm.agree import Agreed, Part
+from refimpl.comm.board import Board
+from refimpl.comm.patience import Meeting, Patience
+from refimpl.comm.process_group import ControlLine
+from refimpl.comm.route import Route
+from refimpl.ranks import here
+from refimpl.ranks.register import Register
+from refimpl.ranks.travel import dumps, loads
+
+
+class Control:
+    """A part of `Group`, which sets these."""
+
+    rank: int
+    size: int
+    route: Route
+
+    def __init__(self, handle: dist.ProcessGroup | None, backend: str) -> None:
+        self.patience = Patience()
+        self.ranks = (
+            dist.get_process_group_ranks(handle) if handle else [dist.get_rank() if dist.is_initialized() else 0]
+        )
+        self._job_rank = self.ranks[handle.rank()] if handle else 0
+        folder = here.of_job()
+        self._board = Board(folder, handle.group_name, self.ranks, handle.rank()) if handle and folder else None
+        self._register = Register.of_job()
+        if self._register:
+            self._register.enter()
+        self._line = ControlLine(handle, backend) if handle else None
+
+    def _agreed(self, what: str, tag: str, parts: Sequence[Part] = ()) -> Agreed:
+        """What is begun only when no rank is seen to begin something else; `what` must be equal on all ranks."""
+        board = self._board if self.size > 1 else None
+        return Agreed(board, self._register, self.patience, self._job_rank, what, tag, parts)
+
+    def last_call(self) -> str:
+        """What this rank began last, for the reader of an error: "call 7, all_gather of 8 float32 at train.py:12"."""
+        return self._board.mine() if self._board else "a collective"
+
+    def behind(self) -> list[int]:
+        """The ranks of this group that are seen to have begun fewer calls than this one."""
+        return self._board.behind() if self._board else []
+
+    def elsewhere(self) -> dict[int, str]:
+        """The ranks of this group that are seen in a call of another one, to which this has not come: that call."""
+        return self._board.elsewhere() if self._board else {}
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        if self._line is not None:
+            with self._agreed("barrier", "") as agreed:
+                self._meet(agreed)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's picklable object, in rank order. For control, not for data: not charged to the ledger."""
+        objects: list[Any] = [obj] * self.size
+        if self._line is not None:
+            agreed = self._agreed("all_gather_object", "")
+            agreed.announce()
+            with agreed:
+                if self.route.met:
+                    self._meet(agreed)
+                dist.all_gather_object(objects, dumps(obj), group=self._line.handle)
+            objects = [loads(one) for one in objects]
+        return objects
+
+    def _meet(self, agreed: Agreed) -> None:
+        """Return when every rank has come here; what is under way goes on meanwhile, and others may be asked."""
+        assert self._line is not None
+        meeting = Meeting(dist.barrier(self._line.handle, async_op=True), self.route.present.advance)
+        if self.patience.lost is None:
+            self.patience.wait(meeting, self.patience.begin(), agreed.is_late)
+        else:
+            meeting.wait()

@@ -1,0 +1,85 @@
+"""Collectives that this rank's own thread does: all under way go on, as far as they can, whenever it comes by.
+
+A task is a generator that yields what it waits for, a `Need`, and goes on once that is met. The thread comes by when it
+begins a collective of the group and when it waits for one; so nothing needs a thread of its own, and nothing goes on
+while the rank computes.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+from refimpl.comm.patience import SHORT, pause
+from refimpl.comm.signals import LOOKS, Need, Watch
+
+PATIENCE = 0.05  # seconds a rank sleeps before it looks whether the peer is alive
+
+
+class Task:
+    """One collective under way: steps that go on once a need is met."""
+
+    def __init__(self, tasks: "Tasks", steps: Iterator[Need]) -> None:
+        self.tasks, self.steps = tasks, steps
+        self.need: Need | None = None
+        self.error: Exception | None = None
+        self.over = False
+        self.awaited: float | None = None  # since when (time.monotonic())
+
+    def advance(self) -> None:
+        """Go as far as possible without waiting."""
+        while not self.over and (self.need is None or self.tasks.watch.met(self.need)):
+            try:
+                self.need = next(self.steps)
+            except StopIteration:
+                self.over = True
+            except Exception as error:  # whoever waits for this collective is told, not whoever waits for another
+                self.over, self.error = True, error
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """As torch's: RuntimeError if it is not over within the limit, and may be waited for again."""
+        if not self.tasks.finish(self, limit):
+            raise RuntimeError("the collective is not over yet")
+        if self.error:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        return self.over
+
+
+class Tasks:
+    """All that are under way in one group, the oldest first."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self._under_way: list[Task] = []
+
+    def begin(self, steps: Iterator[Need]) -> list[Task]:
+        """One more; a list, as a step of `Work` returns."""
+        task = Task(self, steps)
+        self._under_way.append(task)
+        self.advance()
+        return [task]
+
+    def advance(self) -> None:
+        """Each as far as it goes without waiting."""
+        for task in self._under_way:
+            task.advance()
+        self._under_way = [task for task in self._under_way if not task.over]
+
+    def finish(self, task: Task, limit: timedelta | None = None) -> bool:
+        """Go on with all that is under way until this is over; False if it is not within the limit."""
+        now = time.monotonic()
+        end = math.inf if limit is None else now + limit.total_seconds()
+        since, looks = task.awaited or now, LOOKS
+        task.awaited = since
+        while not task.over and (now := time.monotonic()) < end:
+            self.advance()
+            if not task.over and task.need:
+                shortest = PATIENCE if len(self._under_way) == 1 else SHORT
+                try:
+                    self.watch.wait(task.need, min(pause(now - since, shortest), end - now), looks)
+                except RuntimeError as error:  # the peer has ended: this is no limit that was over
+                    task.over, task.error = True, error
+                looks = 0
+        return task.over

@@ -1,0 +1,88 @@
+"""Gradient accumulation: how many micro-batches have gone backward, and whether the next `step` updates.
+
+    a micro-batch is    from                 until                                    counted in
+    pending             its backward         `step` is called                         `_pending`
+    accumulated         that call            a `step` at the boundary takes it        `_accumulated`
+
+The boundary is where both together are gradient_accumulation_steps; a `step` without a backward counts as one.
+DeepSpeed counts calls of `step` alone: see `refimpl.engine.engine`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from refimpl.engine.asked import Asked
+from refimpl.engine.build import Parts
+
+
+class Accumulation(Asked):
+    """What an `Engine` counts, and when it reduces."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._boundary: bool | None = None  # what the client said, if it did
+        self._syncing = True  # False inside no_sync
+        self._pending = self._accumulated = 0
+        self.stage.gradients.divisor = self.config.gradient_accumulation_steps
+
+    @property
+    def _open_micro_batches(self) -> int:
+        """Those since the last update."""
+        return self._accumulated + self._pending
+
+    def _count_step(self) -> None:
+        """`step` was called."""
+        self.micro_steps += max(1, self._pending)
+        self._accumulated += max(1, self._pending)
+        self._pending = 0
+
+    def _take_micro_batches(self) -> int:
+        """For an update: how many were accumulated; none are any more."""
+        taken, self._accumulated = self._accumulated, 0
+        return taken
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch under way, or about to begin, completes a batch.
+
+        False with `managed_gradient_accumulation` off: then every `step` updates, and none is known beforehand.
+        """
+        if self._boundary is not None:
+            return self._boundary
+        if not self.config.managed_gradient_accumulation:
+            return False
+        return self._accumulated + max(1, self._pending) >= self.config.gradient_accumulation_steps
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide from now on what `is_gradient_accumulation_boundary` answers, whatever has been counted."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients on this rank in the block. RuntimeError in stages 2 and 3, which hold no whole gradient."""
+        if (stage := self.zero_optimization_stage()) >= 2:
+            raise RuntimeError(f"no_sync: ZeRO stage {stage} shards every micro-batch's gradient; use stage 0 or 1")
+        with self._without_step(), self.stage.no_sync():
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """All `backward` calls in the block are of one step, and stage 1 reduces their sum once, in that step.
+
+        Stages 2 and 3 reduce each of them all the same, as they have no memory for whole gradients (DeepSpeed keeps
+        them until the block ends). RuntimeError in another such block; NotImplementedError in stage 0, as in DeepSpeed.
+        """
+        stage = self.zero_optimization_stage()
+        if stage == 0:
+            raise NotImplementedError("coalesce_grad_reduction: ZeRO stage 0 reduces once a step anyway: use no_sync")
+        if not self._syncing:
+            raise RuntimeError("coalesce_grad_reduction() inside no_sync() or another one: leave that block first")
+        with self._without_step(), self.stage.no_sync() if stage == 1 else nullcontext():
+            yield
+
+    @contextmanager
+    def _without_step(self) -> Iterator[None]:
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before

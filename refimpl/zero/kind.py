@@ -1,0 +1,87 @@
+"""What an optimizer's class allows: where its parameters may be cut so that it computes the same.
+
+    kind           the update of an element depends on   may be cut                       such as
+    element-wise   that element                          anywhere                         `ELEMENTWISE`, Lion
+    layer-wise     and norms of its whole parameter      where its parameter begins,      LAMB
+                                                         ends, or a shard does
+    travelling     and what it sends to other ranks      not at all                       1-bit Adam
+    any other      all of its parameter                  not at all                       LBFGS, Muon, Adafactor
+
+A class says what it is by `elementwise = True` or `layerwise = True`; for another's the user may
+(`allow_untested_optimizer`). DeepSpeed: deepspeed/runtime/zero/utils.py, `is_zero_supported_optimizer`.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from refimpl.optim.travelling import Travelling
+
+ELEMENTWISE = (
+    optim.AdamW, optim.Adam, optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam,
+    optim.RAdam, optim.ASGD, optim.Rprop,
+)  # fmt: skip
+
+
+class Kind:
+    """Of one optimizer, as it was handed over; None: nothing to update."""
+
+    def __init__(self, optimizer: optim.Optimizer | None, allow_untested: bool = False) -> None:
+        """ValueError if it has already taken steps."""
+        self.cls: Any = type(optimizer)  # its class, before a stage takes it over
+        self.layerwise = bool(getattr(self.cls, "layerwise", False))
+        self.elementwise = (is_elementwise(self.cls) or allow_untested) and not self.layerwise
+        self.travels = isinstance(optimizer, Travelling)
+        # Whether it asks a closure for the loss once, before anything else, so that the stage can do it.
+        self.asks_once = self.elementwise or self.layerwise or self.travels
+        state = {} if optimizer is None else optimizer.state
+        if any(map(has_stepped, state.values())):
+            raise ValueError(f"{self.cls.__name__} has already taken steps: build the stage first, then load its state")
+        self.born_with_state = bool(state)  # made by its constructor (Adagrad)
+
+    def twin(self, optimizer: optim.Optimizer, index: int, params: Sequence[nn.Parameter]) -> optim.Optimizer:
+        """A new one over these parameters alone, with the options of the optimizer's group `index`."""
+        accepted = inspect.signature(self.cls.__init__).parameters
+        given = {k: v for k, v in optimizer.defaults.items() if k in accepted}
+        twin: optim.Optimizer = self.cls([{**optimizer.param_groups[index], "params": params}], **given)
+        return twin
+
+    def widths(self, optimizer: optim.Optimizer, index: int) -> list[torch.dtype]:
+        """The dtypes of the states that it makes of a parameter of group `index`: a twin is asked."""
+        p = nn.Parameter(torch.zeros(2))
+        p.grad = torch.zeros(2)
+        twin = self.twin(optimizer, index, [p])
+        self.cls.step(twin)
+        return [t.dtype for t in twin.state[p].values() if isinstance(t, Tensor) and t.shape == p.shape]
+
+    def refuse_shard(self) -> None:
+        """TypeError if on a part of a parameter it would compute something else."""
+        if self.layerwise or self.elementwise:
+            return
+        if self.travels:
+            raise TypeError(
+                f"{self.cls.__name__} averages its momentum over the ranks by itself, and needs all of it on each: "
+                "use DDP (ZeRO stage 0), as in DeepSpeed"
+            )
+        raise TypeError(
+            f"{self.cls.__name__} is not known to be element-wise: on a shard it would compute something else. "
+            f"Known: {', '.join(k.__name__ for k in ELEMENTWISE)}, Lion, Lamb. Use DDP (stage 0), or, if every "
+            "element's update depends on that element alone, set allow_untested_optimizer=True "
+            "(zero_allow_untested_optimizer), or `elementwise = True` on its class"
+        )
+
+
+def is_elementwise(kind: type) -> bool:
+    """Whether every element's update depends on that element alone."""
+    return kind in ELEMENTWISE or bool(getattr(kind, "elementwise", False))
+
+
+def has_stepped(state: dict[str, Any]) -> bool:
+    """Whether an optimizer's state of one parameter is more than what its constructor made."""
+    for count in ("step", "n_iter"):
+        if count in state:
+            return float(state[count]) > 0
+    return any(isinstance(value, Tensor) for value in state.values())
