@@ -156,6 +156,7 @@ class Watch(TorchDispatchMode):
             written, read = tensors(args[0]), tensors(args[1])
             if func is torch.ops.c10d.send.default:
                 written, read = [], written
+            arrive(written, read)
         else:
             pairs = list(zip_arguments(func._schema, args, kwargs))
             written = [t for a, v in pairs if a.alias_info is not None and a.alias_info.is_write for t in tensors(v)]
@@ -215,6 +216,15 @@ def caller() -> str:
 def tensors(tree: Any) -> list[Tensor]:
     """The tensors in it, those inside wrappers too."""
     return [getattr(leaf, "part", leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@torch.no_grad()
+def arrive(out: list[Tensor], sent: list[Tensor]) -> None:
+    """Numbers of this rank's own, as torch 2.13's "fake" backend delivers. 2.11's leaves some outputs as they were."""
+    if sent:
+        own = torch.cat([t.flatten() for t in sent])
+        for t in out:
+            t.copy_(own[torch.arange(t.numel()) % own.numel()].view_as(t))
 
 
 def races(log: list[Any], without: Collection[int] = ()) -> list[str]:
