@@ -80,7 +80,7 @@ def rehearse(capability: int = 90) -> Iterator[list[Any]]:
         found.append(kernel)
         return kernel
 
-    active, token = driver._active, REHEARSING.set(True)
+    active, token = driver._active, REHEARSING.set(capability)
     driver.set_active(NoDriver(capability))
     function.run = compile_only
     try:
