@@ -85,6 +85,33 @@ def test_experts_are_dealt_out_of_a_model_that_is_still_at_the_host(ranks: launc
     ranks.call(dealt_out)
 
 
+def leaving() -> None:
+    engine = refimpl.initialize(model=nn.Linear(33, 65), config=settings(2, False, offload_optimizer=CPU))[0]
+    batch = torch.randn(4, 33).to(engine.device)
+    engine.backward(engine(batch).square().mean())
+    engine.step()
+    blocking: list[bool] = []
+    copy = Tensor.copy_
+
+    def copied(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        blocking.extend([not non_blocking] * (to.device.type == "cpu" != source.device.type))
+        return copy(to, source, non_blocking)
+
+    loss = engine(batch).square().mean()
+    with (
+        mock.patch.object(Tensor, "copy_", copied),
+        mock.patch.object(torch.accelerator, "synchronize") as waited,
+    ):
+        engine.backward(loss)
+    assert blocking == [False]
+    waited.assert_called_once()
+
+
+@together
+def test_backward_goes_on_while_its_gradients_leave(ranks: launch.World) -> None:
+    ranks.call(leaving)
+
+
 def trained(settings: dict[str, Any], folder: Path, default: str | None = None) -> dict[str, Tensor]:
     """Weights and states of five steps, of which two are taken again from a checkpoint, and one weight is replaced.
 
