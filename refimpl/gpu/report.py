@@ -120,8 +120,8 @@ def why_none() -> str:
         return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides all or names none that is there"
     if not (there := driver()).startswith("unknown"):
         wants = f"CUDA {torch.version.cuda}, of torch {torch.__version__}"
-        return f"nvidia-smi finds one, driver {there}: too old for {wants}?"
-    return "nvidia-smi finds none either"
+        return f"nvidia-smi finds one, driver {there}: perhaps too old for {wants}, or MIG is on without an instance"
+    return "nvidia-smi finds none either, or does not answer"
 
 
 def _text(value: object) -> str:

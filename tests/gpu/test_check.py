@@ -222,7 +222,7 @@ def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is built for CPUs" in why_none()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr("refimpl.gpu.report.driver", lambda: "535.1, compute mode Default, MIG [N/A]")
-    assert "too old for CUDA 13.0" in why_none()
+    assert "perhaps too old for CUDA 13.0" in why_none()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "CUDA_VISIBLE_DEVICES='' hides all" in why_none()
 
