@@ -19,7 +19,11 @@ if torch.cuda.is_available():
 torch.set_num_threads(1)  # as in the ranks: a matmul split over threads may add in another order
 PRELOAD += ["pytest", "refimpl.deepspeed", "refimpl.grading.noted"]  # what most ranks here would import, each by itself
 
-OPTIONAL = {"hypothesis", "psutil", "pydantic"}  # what a machine with torch, numpy and pytest may lack
+# What a machine with torch, numpy and pytest may lack.
+OPTIONAL = {
+    "IPython", "hypothesis", "ipywidgets", "jupytext", "matplotlib", "nbformat", "pandas", "psutil", "pydantic", "rich",
+    "safetensors", "typer",
+}  # fmt: skip
 
 with suppress(ImportError):  # `make gpu-check` runs on such
     import hypothesis
@@ -45,21 +49,28 @@ def _ranks_that_stay() -> Iterator[None]:
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """A file of tests whose package is not there is skipped."""
     report = yield
-    lacking = re.search(r"ModuleNotFoundError: No module named '(\w+)", str(report.longrepr))
-    if report.failed and lacking and lacking[1] in OPTIONAL:
-        report.outcome, report.longrepr = "skipped", (report.nodeid, 0, f"{lacking[1]} is not installed")
+    if report.failed and (lacking := lacks(str(report.longrepr))):
+        report.outcome, report.longrepr = "skipped", (report.nodeid, 0, lacking)
     return report
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, None, None]:
-    """What only cloudpickle can carry to a rank is skipped where there is none, as with `make gpu-check`."""
+    """So is what needs one later on, here or in a rank."""
     try:
         yield
-    except TypeError as error:
-        if "plain pickle cannot carry it" not in str(error):
+    except Exception as error:
+        if not (lacking := lacks(str(error))):
             raise
-        pytest.skip(f"cloudpickle is not installed: {error}")
+        pytest.skip(lacking)
+
+
+def lacks(text: str) -> str:
+    """Which package an error says is missing; "" for any other error."""
+    if "plain pickle cannot carry it" in text:
+        return f"cloudpickle is not installed: {text}"
+    found = re.search(r"No module named '(\w+)", text)
+    return f"{found[1]} is not installed" if found and found[1] in OPTIONAL else ""
 
 
 def pytest_collection_finish() -> None:
