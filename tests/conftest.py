@@ -2,9 +2,10 @@
 
 import gc
 import os
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +19,13 @@ if torch.cuda.is_available():
 torch.set_num_threads(1)  # as in the ranks: a matmul split over threads may add in another order
 PRELOAD += ["pytest", "refimpl.deepspeed", "refimpl.grading.noted"]  # what most ranks here would import, each by itself
 
-with suppress(ImportError):  # `make gpu-check` runs where torch and pytest are
+# What a machine with torch, numpy and pytest may lack.
+OPTIONAL = {
+    "IPython", "hypothesis", "ipywidgets", "jupytext", "matplotlib", "nbformat", "pandas", "psutil", "pydantic", "rich",
+    "safetensors", "typer",
+}  # fmt: skip
+
+with suppress(ImportError):  # `make gpu-check` runs on such
     import hypothesis
 
     # The same examples in every run, and few: seconds for all, and no test fails by chance.
@@ -36,6 +43,34 @@ def _ranks_that_stay() -> Iterator[None]:
     yield
     if "worlds" in sys.modules:
         sys.modules["worlds"].worlds().stop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A file of tests whose package is not there is skipped."""
+    report = yield
+    if report.failed and (lacking := lacks(str(report.longrepr))):
+        report.outcome, report.longrepr = "skipped", (report.nodeid, 0, lacking)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    """So is what needs one later on, here or in a rank."""
+    try:
+        yield
+    except Exception as error:
+        if not (lacking := lacks(str(error))):
+            raise
+        pytest.skip(lacking)
+
+
+def lacks(text: str) -> str:
+    """Which package an error says is missing; "" for any other error."""
+    if "plain pickle cannot carry it" in text:
+        return f"cloudpickle is not installed: {text}"
+    found = re.search(r"No module named '(\w+)", text)
+    return f"{found[1]} is not installed" if found and found[1] in OPTIONAL else ""
 
 
 def pytest_collection_finish() -> None:

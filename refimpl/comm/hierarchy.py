@@ -48,6 +48,7 @@ from torch import Tensor
 from refimpl.comm import checks
 from refimpl.comm.collectives import Op, divide
 from refimpl.comm.group import Group
+from refimpl.comm.streams import told
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -145,7 +146,7 @@ def all_to_all(
     checks.splits("two-level all_to_all", rank, ranks, x=(x, in_splits), out=(out, out_splits))
     given = in_splits or [x.shape[0] // ranks] * ranks
     taken = out_splits or [out.shape[0] // ranks] * ranks
-    counts = torch.tensor(given, device=x.device).view(nodes, each)  # [F, L]: rows to the rank with place l of node f
+    counts = told(given, torch.int64, x.device).view(nodes, each)  # [F, L]: rows to the rank with place l of node f
     passed = counts  # [F, L]: rows to my place in node f, from my neighbour l
     if in_splits or out_splits:
         passed = torch.empty_like(counts)

@@ -1,7 +1,8 @@
 """Run the parts one after the other, each in a process of its own and for so long at most, and write the report.
 
 An illegal access leaves a process without its GPU for good, and a hang leaves it without an end: neither may take the
-other parts along. The report is written anew after each part.
+other parts along. The report is written anew after each part. What is compiled is kept beside it: a home folder that
+cannot be written to fails nothing.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from refimpl.gpu.report import Report, Result
+from refimpl.gpu.report import Report, Result, why_none
 
 # In this order, with the seconds each may take. Together 525: under nine minutes.
 PARTS = {
@@ -34,6 +35,7 @@ PARTS = {
 }
 TOTAL = 530.0
 STOPPED = "stopped from outside"
+KILLED = 5.0  # seconds until a part that was killed is gone
 MINIATURE = 300.0  # for each, on a CPU that may be busy with other things
 
 
@@ -42,6 +44,8 @@ def run_part(name: str, device: str, seconds: float, out: Path) -> Result:
     findings, log = out / f"{name}.jsonl", out / f"{name}.log"
     findings.write_text("")
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1"}
+    compiled = str((out / "compiled").absolute())  # torch imports no optimizer where it cannot make its folder
+    environment |= {"TRITON_CACHE_DIR": compiled, "TORCHINDUCTOR_CACHE_DIR": compiled}
     command = [sys.executable, "-m", "refimpl.gpu.part", name, device, str(seconds), str(findings)]
     begun = time.monotonic()
     with log.open("w") as output:
@@ -61,8 +65,10 @@ def run_part(name: str, device: str, seconds: float, out: Path) -> Result:
             if process is not None:
                 with suppress(ProcessLookupError):  # nobody is left: what a part that ended has started may live on
                     os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    lines = [json.loads(line) for line in findings.read_text().splitlines() if line.endswith("}")]
+                with suppress(subprocess.TimeoutExpired):  # in a driver that does not answer nothing can be killed
+                    process.wait(KILLED)
+    lines = [json.loads(line) for line in findings.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    ended = ended or ("" if lines else "it found nothing")
     tail = log.read_text(errors="replace").splitlines()[-25:] if ended else []
     return Result(name, round(time.monotonic() - begun, 1), ended, lines, tail)
 
@@ -71,19 +77,30 @@ def check(device: str, out: Path, parts: Sequence[str], total: float = TOTAL) ->
     """Run these parts; the report lies in `out` from the first moment on."""
     out.mkdir(parents=True, exist_ok=True)
     report, deadline = Report(device), time.monotonic() + total
-    report.write(out)
+    written(report, out)
     for name in parts:
         left = deadline - time.monotonic()
-        if left < 5 and device == "cuda":
-            result = Result(name, 0.0, "no time was left", [], [])
-        else:
-            result = run_part(name, device, min(PARTS[name], left) if device == "cuda" else MINIATURE, out)
+        try:
+            if left < 5 and device == "cuda":
+                result = Result(name, 0.0, "no time was left", [], [])
+            else:
+                result = run_part(name, device, min(PARTS[name], left) if device == "cuda" else MINIATURE, out)
+        except OSError as error:  # no disk or no process to be had
+            result = Result(name, 0.0, str(error), [], [])
         report.results.append(result)
-        report.write(out)
+        written(report, out)
         print(f"{name}: {result.verdict}, {result.seconds} s", flush=True)
         if result.ended == STOPPED:
             break
     return report
+
+
+def written(report: Report, out: Path) -> None:
+    """Where it cannot be, as on a disk that is full, it is printed, and the next part begins all the same."""
+    try:
+        report.write(out)
+    except OSError as error:
+        print(f"gpu-check: no report in {out}: {error}. It is:\n{report.markdown()}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,12 +112,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options: Any = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
-            "gpu-check: torch finds no GPU here, so nothing was checked. ARGS='--device cpu' runs every part in "
-            "miniature, which tests the program and shows nothing about GPUs.",
+            f"gpu-check: torch finds no GPU here, so nothing was checked: {why_none()}. ARGS='--device cpu' runs every "
+            "part in miniature, which tests the program and shows nothing about GPUs.",
             file=sys.stderr,
         )
         return 2
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends this finds a report too
+    for end in (signal.SIGTERM, signal.SIGHUP):  # whoever ends this, or closes its terminal, finds a report too
+        signal.signal(end, signal.default_int_handler)
     report = check(options.device, options.out, options.part)
     print(f"{options.out / 'report.md'}: {'passed' if report.passed else 'FAILED'}")
     return 0 if report.passed else 1

@@ -1,6 +1,10 @@
 """Part 1: NCCL with one rank, on the very path that many ranks take; how many parameters lie aligned."""
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,12 +23,24 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
     [found] = launch.run(collectives, ranks=1, device=device.type, timeout=seconds)
     for name, passed in found.items():
         yield Finding(f"one rank, {name}", passed, passed)
+    if device.type == "cuda":
+        lacking = launcher_lacks()
+        yield Finding("Triton can compile what launches its kernels", lacking or "yes", not lacking)
     for kind in (DDP, Zero3):
         odd = nn.Sequential(nn.Linear(64, 63), nn.Linear(63, 65), nn.Linear(65, 64)).to(device)
         kind(odd, torch.optim.AdamW(odd.parameters()), Group(None, device=device))
         with GatheredParameters(odd):
             unaligned = [name for name, p in odd.named_parameters() if p.data_ptr() % ALIGNED]
         yield Finding(f"{kind.__name__}: of 6 odd parameters, not on {ALIGNED} bytes", unaligned or "none")
+
+
+def launcher_lacks() -> str:
+    """What is missing of what Triton makes a kernel's launcher with, at the first launch, and how to get it."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if not compiler or shutil.which(compiler) is None:
+        return "no C compiler: install gcc, or name one in the environment variable CC"
+    header = Path(str(sysconfig.get_config_var("INCLUDEPY"))) / "Python.h"
+    return "" if header.exists() else f"no {header}: install Python's headers (Debian, Ubuntu: python3-dev)"
 
 
 def collectives() -> dict[str, bool]:

@@ -3,6 +3,7 @@
 import datetime
 import importlib.util
 import json
+import os
 import platform
 import subprocess
 from dataclasses import asdict, dataclass, field
@@ -51,8 +52,10 @@ class Report:
     def write(self, folder: Path) -> None:
         parts = [{**asdict(r), "verdict": r.verdict} for r in self.results]
         data = {"device": self.device, "passed": self.passed, "environment": self.environment, "parts": parts}
-        (folder / "report.json").write_text(json.dumps(data, indent=1) + "\n")
-        (folder / "report.md").write_text(self.markdown())
+        for name, text in (("report.json", json.dumps(data, indent=1) + "\n"), ("report.md", self.markdown())):
+            new = folder / f"{name}.new"
+            new.write_text(text)
+            new.replace(folder / name)  # or the one before it stays whole
 
     def markdown(self) -> str:
         lines = ["# GPU check", ""]
@@ -75,7 +78,7 @@ def versions() -> dict[str, str]:
     """What the results depend on: date, GPUs, driver, libraries."""
     found = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "gpus": ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "none",
+        "gpus": gpus(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
@@ -87,13 +90,38 @@ def versions() -> dict[str, str]:
     return found
 
 
-def driver() -> str:
-    """Its version, as nvidia-smi says it; without that tool a report is still a report."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def gpus() -> str:
+    """Their names, as torch gives them."""
     try:
-        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
+        return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "none"
+    except RuntimeError as error:  # a driver that is there and does not work: the parts will say more
+        return f"unknown: {error}".splitlines()[0]
+
+
+def driver() -> str:
+    """Its version, the mode that decides how many processes may compute, and MIG's; as nvidia-smi says it.
+
+    Without that tool a report is still a report.
+    """
+    query = ["nvidia-smi", "--query-gpu=driver_version,compute_mode,mig.mode.current", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout
+        version, mode, mig = said.splitlines()[0].split(", ")
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
         return "unknown: nvidia-smi does not say"
+    return f"{version}, compute mode {mode}, MIG {mig}"
+
+
+def why_none() -> str:
+    """Why torch finds no GPU, as far as can be seen from here."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built for CPUs; install one for CUDA"
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides all or names none that is there"
+    if not (there := driver()).startswith("unknown"):
+        wants = f"CUDA {torch.version.cuda}, of torch {torch.__version__}"
+        return f"nvidia-smi finds one, driver {there}: perhaps too old for {wants}, or MIG is on without an instance"
+    return "nvidia-smi finds none either, or does not answer"
 
 
 def _text(value: object) -> str:

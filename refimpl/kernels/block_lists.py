@@ -45,7 +45,8 @@ class BlockLists:
         heads, rows, columns = there.shape
         if causal:
             there = there.tril(columns - rows)
-        return cls(lists(there), lists(there.transpose(1, 2)), (heads, rows, columns), int(there.sum()), causal)
+        by_queries, by_keys = lists(there), lists(there.transpose(1, 2))
+        return cls(by_queries, by_keys, (heads, rows, columns), len(by_queries.blocks), causal)
 
     def to(self, device: torch.device) -> "BlockLists":
         """The same lists there; on "meta" their shapes alone."""

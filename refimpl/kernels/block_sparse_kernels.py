@@ -11,7 +11,7 @@ from torch import Tensor
 from refimpl.kernels.attention_tiles import attend, give_keys, give_queries, heads_of, read_rows, store_rows
 from refimpl.kernels.block_lists import BlockLists
 from refimpl.kernels.flash_backward import flash_delta_kernel
-from refimpl.kernels.flash_shapes import Shapes
+from refimpl.kernels.flash_shapes import Shapes, roomy
 from refimpl.kernels.language import tl, triton
 
 
@@ -183,10 +183,14 @@ def sparse_queries_kernel(
     store_rows(dq + at + head * D, first, queries, heads * D, dq_tile * gradient_scale, BLOCK_M, D, BLOCK_D)
 
 
-def tile(block: int, width: int, dtype: torch.dtype, moving: bool, keys: bool = False) -> int:
-    """Rows of a tile that stays, or (`moving`) passes by: parts of a block, for which there are registers on sm_90."""
-    if dtype == torch.float32:
+def tile(block: int, width: int, x: Tensor, moving: bool, keys: bool = False) -> int:
+    """Rows of a tile that stays, or (`moving`) passes by, of x: parts of a block, for which there are registers on
+    sm_90, and shared memory where it is less.
+    """
+    if x.dtype == torch.float32:
         return 16 if moving and (width > 128 or (keys and width > 64)) else min(block, 32)
+    if moving and width > 128 and not roomy(x.device):
+        return 16
     if moving:
         return min(block, 32 if width > 128 or (keys and width > 64) else 64)
     return min(block, 64 if width > 128 else 128)
@@ -203,7 +207,7 @@ def block_sparse_forward(
     q: Tensor, k: Tensor, v: Tensor, shapes: Shapes, found: BlockLists, block: int
 ) -> tuple[Tensor, Tensor]:
     """-> out [tokens, heads, D] in q's dtype, lse [heads, tokens] fp32 (log2 of the sum of exponentials)."""
-    rows, columns = (tile(block, shapes.padded, q.dtype, moving) for moving in (False, True))
+    rows, columns = (tile(block, shapes.padded, q, moving) for moving in (False, True))
     out = q.new_empty(shapes.tokens, shapes.heads, shapes.width)
     lse = q.new_empty(shapes.heads, shapes.tokens, dtype=torch.float32)
     lists = found.by_queries
@@ -242,13 +246,13 @@ def block_sparse_backward(
     rest = (shapes.heads, shapes.group, found.shape[0], shapes.log2_scale, shapes.scale)
     common = constants(shapes, found, block, q, k, v, g)
     lists = found.by_keys
-    stays, moves = (tile(block, shapes.padded, q.dtype, moving, keys=True) for moving in (False, True))
+    stays, moves = (tile(block, shapes.padded, q, moving, keys=True) for moving in (False, True))
     sparse_keys_kernel[(shapes.tokens_k // stays * (shapes.heads // shapes.group),)](
         q, k, v, g, dk, dv, lse, delta, lists.starts, lists.blocks, lists.order, *sizes, *strides, *rest,
         **common, BLOCK_M=moves, BLOCK_N=stays, **threads(stays, shapes.padded, q.dtype, 3),
     )  # fmt: skip
     lists = found.by_queries
-    stays, moves = (tile(block, shapes.padded, q.dtype, moving) for moving in (False, True))
+    stays, moves = (tile(block, shapes.padded, q, moving) for moving in (False, True))
     sparse_queries_kernel[(shapes.tokens // stays * shapes.heads,)](
         q, k, v, g, dq, lse, delta, lists.starts, lists.blocks, lists.order, *sizes, *strides, *rest,
         **common, BLOCK_M=stays, BLOCK_N=moves, **threads(stays, shapes.padded, q.dtype, 2),

@@ -1,6 +1,6 @@
 """What a kernel takes of an H100, without one: Triton's compiler and ptxas need no GPU.
 
-    python -m refimpl.kernels.compiled [WORD]     # one JSON line a kernel: registers, shared memory, spills
+    python -m refimpl.kernels.compiled [WORD [CAPABILITY]]    # a JSON line a kernel: registers, shared memory, spills
 
 A case runs on "meta" tensors, forward and backward, through the very code that runs on a GPU; where a kernel would be
 launched it is compiled, so that argument types, alignment and constants are those of a real call. Spilled registers
@@ -80,7 +80,7 @@ def rehearse(capability: int = 90) -> Iterator[list[Any]]:
         found.append(kernel)
         return kernel
 
-    active, token = driver._active, REHEARSING.set(True)
+    active, token = driver._active, REHEARSING.set(capability)
     driver.set_active(NoDriver(capability))
     function.run = compile_only
     try:
@@ -109,10 +109,10 @@ def resources(case: str, kernel: Any) -> Compiled:
     return Compiled(case, metadata.name, int(usage[0]), int(usage[1]), metadata.shared, metadata.num_warps)
 
 
-def main(word: str = "") -> None:
+def main(word: str = "", capability: str = "90") -> None:
     for case in cases():
         if word in case.name:
-            for found in compile_case(case):
+            for found in compile_case(case, int(capability)):
                 print(json.dumps({**asdict(found), "programs": found.programs}), flush=True)
 
 

@@ -20,7 +20,8 @@ Sequences of T queries and S keys end together: query i stands beside key i + S 
 step of decoding is T = 1). torch's is_causal lets them begin together; the two agree where T = S.
 
 Not run on a GPU by its authors: the tiles are torch FlexAttention's for an H100, the rest was checked under Triton's
-interpreter and by compiling for sm_90. Dao et al. 2022 (arXiv:2205.14135), Dao 2023 (arXiv:2307.08691).
+interpreter and by compiling for sm_80, 86, 90, 100 and 120. Dao et al. 2022 (arXiv:2205.14135), Dao 2023
+(arXiv:2307.08691).
 """
 
 from typing import Any

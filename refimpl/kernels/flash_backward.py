@@ -23,7 +23,7 @@ from refimpl.kernels.attention_tiles import (
     store_rows,
     walk,
 )
-from refimpl.kernels.flash_shapes import Shapes, Tiles
+from refimpl.kernels.flash_shapes import Shapes, Tiles, roomy
 from refimpl.kernels.language import tl, triton
 
 
@@ -151,7 +151,7 @@ def flash_queries_kernel(
     store_rows(dq + place, first, queries, heads * D, dq_tile * gradient_scale, BLOCK_M, D, BLOCK_D)
 
 
-def backward_tiles(width: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
+def backward_tiles(width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tiles, Tiles]:
     """For the keys' kernel and the queries'; up to width 128 none spills a register (FlexAttention's would),
     but fp32 of a width between 64 and 128, such as 80: 224 bytes a thread in the queries'.
     """
@@ -163,14 +163,15 @@ def backward_tiles(width: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
         return Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3)
     if width <= 128:
         return Tiles(64 if width == 64 else 32, 128, 8, 3), Tiles(128, 64, 8, 2)
-    return Tiles(32, 64, 8, 2), Tiles(64, 32, 8, 2)
+    passing = 32 if roomy(device) else 16
+    return Tiles(passing, 64, 8, 2), Tiles(64, passing, 8, 2)
 
 
 def flash_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shapes: Shapes
 ) -> tuple[Tensor, Tensor, Tensor]:
     """g, out [tokens, heads, D] -> dq like out, dk and dv [tokens_k, heads // group, D]."""
-    by_keys, by_queries = backward_tiles(shapes.padded, q.dtype)
+    by_keys, by_queries = backward_tiles(shapes.padded, q.dtype, q.device)
     delta = torch.empty_like(lse)
     rows = shapes.tokens * shapes.heads
     flash_delta_kernel[(triton.cdiv(rows, 64),)](

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from refimpl.kernels.attention_tiles import attend, edge, heads_of, read_rows, sequence_of, store_rows, walk
-from refimpl.kernels.flash_shapes import Shapes, Tiles
+from refimpl.kernels.flash_shapes import Shapes, Tiles, roomy
 from refimpl.kernels.language import tl, triton
 
 
@@ -62,22 +62,24 @@ def flash_forward_kernel(
     tl.store(lse + head.to(tl.int64) * total_queries + token + query, row, mask=query < queries)
 
 
-def forward_tiles(width: int, dtype: torch.dtype) -> Tiles:
-    """By the padded head width: as large as registers allow on sm_90.
+def forward_tiles(width: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+    """By the padded head width: as large as registers allow on sm_90, and shared memory where it is less.
 
     On an H100 torch's FlexAttention takes (128, 128, 4, 3) at 64, (128, 64, 8, 3) at 128 and (64, 32, 4, 3) at 256, in
     16 bits (torch/_inductor/template_heuristics/triton.py).
     """
     if dtype == torch.float32:
-        return Tiles(64, 32, 8, 2) if width <= 64 else Tiles(32, 32, 8, 1)
+        return Tiles(64, 32, 8, 2) if width <= 64 else Tiles(32, 32 if width <= 128 else 16, 8, 1)
     if width <= 64:
         return Tiles(128, 128, 8, 3)
-    return Tiles(128, 128, 8, 2) if width <= 128 else Tiles(64, 32, 4, 3)
+    if width <= 128:
+        return Tiles(128, 128, 8, 2)
+    return Tiles(64, 32, 4, 3) if roomy(device) else Tiles(64, 32, 8, 2)
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, shapes: Shapes) -> tuple[Tensor, Tensor]:
     """-> out [tokens, heads, D] in q's dtype, lse [heads, tokens] fp32 (log2 of the sum of exponentials)."""
-    tiles = forward_tiles(shapes.padded, q.dtype)
+    tiles = forward_tiles(shapes.padded, q.dtype, q.device)
     out = q.new_empty(shapes.tokens, shapes.heads, shapes.width)
     lse = q.new_empty(shapes.heads, shapes.tokens, dtype=torch.float32)
     blocks = triton.cdiv(shapes.queries, tiles.rows)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from refimpl.kernels.checks import floating, number, one_device, whole
 from refimpl.kernels.dots import dots
-from refimpl.kernels.language import INTERPRETED, triton
+from refimpl.kernels.language import INTERPRETED, capability, shared_memory, triton
 from refimpl.kernels.tiles import next_power_of_2
 
 WIDEST = 256  # of a head: its tiles still fit on the chip
@@ -24,6 +24,14 @@ class Tiles:
     columns: int
     warps: int
     stages: int
+
+
+def roomy(device: torch.device) -> bool:
+    """Whether 16-bit tiles of heads wider than 128 may be an H100's, which take up to 133 KB.
+
+    Cards of the RTX series, L4, L40 and A10 have 99 KB for a program (sm_86, 89, 120): smaller tiles there.
+    """
+    return shared_memory(device) >= 133 * 1024
 
 
 @dataclass(frozen=True)
@@ -82,14 +90,11 @@ class Shapes:
 def copy_engine(*tensors: Tensor) -> bool:
     """Whether Hopper's copy engine (TMA) can read these: 16-bit elements, addresses and strides multiples of 16 bytes.
 
-    It also needs memory for its descriptors, which Triton asks the caller to provide.
+    It also needs memory for its descriptors, which Triton asks the caller to provide. Not on sm_120, which has it too:
+    from what it brings Triton 3.6 makes operands of that card's matrix unit in registers, and spills by kilobytes.
     """
     first = tensors[0]
-    if (
-        first.itemsize != 2
-        or INTERPRETED
-        or (first.is_cuda and torch.cuda.get_device_capability(first.device) < (9, 0))
-    ):
+    if first.itemsize != 2 or INTERPRETED or not 90 <= capability(first.device) < 120:
         return False
     if any(x.data_ptr() % 16 for x in tensors if not x.is_meta):
         return False

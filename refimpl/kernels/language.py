@@ -12,11 +12,12 @@ from torch.autograd import function
 
 PROCESSORS = 132  # streaming multiprocessors of an H100 or H200: what a rehearsal without a GPU assumes
 __all__ = [
-    "INSTALLED", "INTERPRETED", "REHEARSING", "Missing", "on", "once_differentiable", "processors", "takes", "tl",
-    "triton",
+    "INSTALLED", "INTERPRETED", "REHEARSING", "Missing", "capability", "on", "once_differentiable", "processors",
+    "shared_memory", "takes", "tl", "triton",
 ]  # fmt: skip
 
-REHEARSING: ContextVar[bool] = ContextVar("REHEARSING", default=False)  # within compiled.rehearse: nothing is launched
+SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 120: 99, 121: 99}  # KB that a program may use, where not 227
+REHEARSING: ContextVar[int] = ContextVar("REHEARSING", default=0)  # within compiled.rehearse: for which GPU, as 90
 
 
 class Missing:
@@ -57,7 +58,7 @@ def takes(*tensors: Tensor | None) -> bool:
     if not torch.compiler.is_compiling() and any(t.is_neg() for t in given):
         return False
     kind = devices.pop().type
-    return kind == "cuda" or (kind == "cpu" and INTERPRETED) or (kind == "meta" and REHEARSING.get())
+    return kind == "cuda" or (kind == "cpu" and INTERPRETED) or (kind == "meta" and REHEARSING.get() > 0)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,3 +81,19 @@ def processors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 3 if INTERPRETED else PROCESSORS
+
+
+def capability(device: torch.device) -> int:
+    """Of the GPU that a kernel is for: 90 is Hopper's. 0 under the interpreter."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor
+    return REHEARSING.get()
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes on the chip that a program may use: 227 KB on an H100, 99 KB on many cards of the same generations."""
+    if device.type == "cuda":
+        most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+        return most
+    return 1024 * SHARED.get(capability(device), 227)

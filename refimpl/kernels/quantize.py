@@ -18,7 +18,7 @@ from torch import Tensor
 
 from refimpl.kernels.case import Case
 from refimpl.kernels.checks import FLOATS, floating, one_device, tensors, whole
-from refimpl.kernels.language import INTERPRETED, on, takes, tl, triton
+from refimpl.kernels.language import INTERPRETED, capability, on, takes, tl, triton
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 ELEMENTS = 1 << 16 if INTERPRETED else 4096  # of a program
@@ -33,7 +33,7 @@ def quantize(x: Tensor, block: int = 256, dtype: torch.dtype = torch.int8) -> tu
     """
     floating("quantize", x=x)
     check(block, dtype)
-    if x.numel() == 0 or not takes(x):
+    if x.numel() == 0 or not takes(x) or not converts(dtype, x.device):
         return reference(x, block, dtype)
     x = x.contiguous()
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -61,7 +61,7 @@ def dequantize(codes: Tensor, scales: Tensor, block: int = 256, dtype: torch.dty
         raise ValueError(
             f"dequantize: {codes.numel()} codes in blocks of {block} take {blocks} fp32 scales, not {found}"
         )
-    if codes.numel() == 0 or dtype == torch.float64 or not takes(scales):
+    if codes.numel() == 0 or dtype == torch.float64 or not takes(scales) or not converts(codes.dtype, codes.device):
         return dequantize_reference(codes, scales, block, dtype)
     codes = codes.contiguous()
     y = torch.empty(codes.shape, dtype=dtype, device=codes.device)
@@ -79,6 +79,11 @@ def check(block: int, dtype: torch.dtype) -> None:
         raise TypeError(f"quantize: codes cannot be {dtype}; they must be torch.int8 or torch.float8_e4m3fn")
     if block not in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
         raise ValueError(f"quantize: block is {block}; it must be a power of two from 16 to 4096")
+
+
+def converts(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether Triton can: e4m3 on sm_89 and later; what is before (A100, A10) takes torch's operators."""
+    return dtype == torch.int8 or INTERPRETED or capability(device) >= 89
 
 
 def in_blocks(flat: Tensor, block: int) -> Tensor:

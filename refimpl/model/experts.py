@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from refimpl.comm.streams import told
 from refimpl.model.gpt import Linear
 
 
@@ -86,7 +87,7 @@ class StackedExperts(nn.Module):
         """One source's rows [R, M], by expert: one launch a matrix, for all experts."""
         from refimpl.kernels.grouped_matmul import grouped_matmul  # which a CPU has no use for
 
-        counts = torch.tensor(sizes, device=x.device)
+        counts = told(sizes, torch.int32, x.device)
         return grouped_matmul(self.between(grouped_matmul(x, self.up.mT, counts)), self.down.mT, counts)
 
     def between(self, hidden: Tensor) -> Tensor:

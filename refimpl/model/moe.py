@@ -74,7 +74,7 @@ def by_kernels(x: Tensor, rows: Rows, weights: Tensor | None = None) -> Tensor:
     """`permute`, or `combine` if there are weights, in one launch; of routes that are all kept."""
     from refimpl.kernels import permute as kernels  # which a CPU has no use for
 
-    order = kernels.Order(rows.place.int(), torch.tensor(rows.sizes, dtype=torch.int32, device=x.device))
+    order = kernels.Order(rows.place.int(), rows.counts.int())
     return kernels.permute(x, order) if weights is None else kernels.unpermute(x, order, weights)
 
 

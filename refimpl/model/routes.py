@@ -20,7 +20,9 @@ Random token selection: arXiv:2109.10465, section 3.1. DeepSpeed: deepspeed/moe/
     k   routes of a token       C   capacity     R   routes that are kept, at most k T
 """
 
+import math
 from collections.abc import Callable
+from ctypes import c_float
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -56,14 +58,15 @@ class Routes:
     @cached_property
     def rows(self) -> "Rows":
         """The kept routes sorted by expert, each expert's in the order of its slots. The host waits for the counts."""
-        sizes = torch.bincount(self.indices[self.kept], minlength=self.experts)
+        expert = torch.where(self.kept, self.indices, self.experts)
+        sizes = count(expert.flatten(), self.experts + 1)[:-1]
         starts = sizes.cumsum(0) - sizes
         each = sizes.tolist()
         place = torch.where(self.kept, starts[self.indices.clamp(max=self.experts - 1)] + self.slots, sum(each))
         # Dropped routes all write to one row too many.
         route = torch.empty(sum(each) + 1, dtype=torch.int64, device=place.device)
         route.scatter_(0, place.flatten(), torch.arange(place.numel(), device=place.device))
-        return Rows(place, route[:-1], each)
+        return Rows(place, route[:-1], each, sizes)
 
     def padded(self, capacity: int) -> "Rows":
         """The same with a row for every slot of every expert, full or not."""
@@ -71,7 +74,7 @@ class Routes:
         place = torch.where(self.kept, self.indices.clamp(max=self.experts - 1) * capacity + self.slots, slots)
         route = torch.full((slots + 1,), place.numel(), device=place.device)
         route.scatter_(0, place.flatten(), torch.arange(place.numel(), device=place.device))
-        return Rows(place, route[:-1], [capacity] * self.experts, padded=True)
+        return Rows(place, route[:-1], [capacity] * self.experts, torch.full_like(self.counts, capacity), padded=True)
 
     def combine(self) -> Tensor:
         """-> [T, E, C] fp32: GShard's combine tensor, with a gradient."""
@@ -101,6 +104,7 @@ class Rows:
     place: Tensor  # [T, k] int64: the row of each route, R where dropped
     route: Tensor  # [R] int64: the route of each row, t k + j; T k where padded
     sizes: list[int]  # rows of each expert
+    counts: Tensor  # [E] int64: the same, where the tokens are
     padded: bool = False
 
     @property
@@ -116,7 +120,12 @@ class Rows:
 
 def capacity_of(tokens: int, experts: int, factor: float, least: int) -> int:
     """max(ceil(tokens / experts x factor), least), in fp32 as DeepSpeed has it: 30 x 0.1 are 3 slots, and not 4."""
-    return max(int(torch.ceil(torch.tensor(factor) * (tokens / experts))), least)
+    return max(math.ceil(single(single(factor) * single(tokens / experts))), least)
+
+
+def single(x: float) -> float:
+    """x in fp32. No tensor: one on the default device would have to be waited for."""
+    return c_float(x).value
 
 
 def fill(indices: Tensor, kept: Tensor, experts: int, by_choice: bool = False) -> tuple[Tensor, Tensor]:
@@ -128,7 +137,15 @@ def fill(indices: Tensor, kept: Tensor, experts: int, by_choice: bool = False) -
     flat = expert.T.flatten() if by_choice else expert.flatten()
     slots = place_among(flat, experts)
     slots = slots.view(indices.shape[::-1]).T if by_choice else slots.view_as(indices)
-    return slots.where(kept, 0), torch.bincount(flat, minlength=experts + 1)[:experts]
+    return slots.where(kept, 0), count(flat, experts + 1)[:-1]
+
+
+def count(numbers: Tensor, below: int) -> Tensor:
+    """numbers [R], each of 0 to below - 1 -> [below]: how often each is there.
+
+    torch's bincount would ask the device for the largest, and the host would wait.
+    """
+    return numbers.new_zeros(below).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def place_among(expert: Tensor, experts: int, priority: Tensor | None = None) -> Tensor:
@@ -139,7 +156,7 @@ def place_among(expert: Tensor, experts: int, priority: Tensor | None = None) ->
     order = None if priority is None else priority.argsort(descending=True, stable=True)
     by = (expert if order is None else expert[order]).argsort(stable=True)
     by = by if order is None else order[by]
-    counts = torch.bincount(expert, minlength=experts + 1)
+    counts = count(expert, experts + 1)
     starts = counts.cumsum(0) - counts
     place = torch.empty_like(expert)
     place[by] = torch.arange(len(expert), device=expert.device) - starts[expert[by]]

@@ -206,7 +206,7 @@ class Disk(Host):
 def away(tensor: Tensor) -> Tensor:
     """What stands for a tensor that is not here: its shape, and NaN."""
     nothing = float("nan") if tensor.dtype.is_floating_point else 0
-    return torch.tensor(nothing, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    return tensor.new_full((), nothing).expand(tensor.shape)
 
 
 def is_here(tensor: Tensor) -> bool:

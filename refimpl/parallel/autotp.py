@@ -49,6 +49,7 @@ from refimpl.parallel.auto.stage import Stage, alike_regions
 from refimpl.parallel.auto.trace import Call, plain_layers, trace
 from refimpl.parallel.conjugates import TAG
 from refimpl.parallel.draws import Draws
+from refimpl.parallel.first import take_first
 from refimpl.parallel.summed import sum_gradients
 from refimpl.parallel.swap import Columns, Plan, Rows, Style, Vocabulary, match, sum_copies
 
@@ -72,9 +73,7 @@ def autotp(
     """
     if group.size == 1:
         return describe(Cut(), dict.fromkeys(plain_layers(model), "one rank"))
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_contiguous():
-            group.broadcast(tensor.data, tag=TAG)
+    take_first((t for t in (*model.parameters(), *model.buffers()) if t.is_contiguous()), group, TAG)
     if plan is not None and not plan:
         common_numbers(model, group)
         return describe(Cut(), dict.fromkeys(plain_layers(model), "the plan has no layer"))

@@ -35,6 +35,7 @@ from refimpl.comm.group import Group
 from refimpl.parallel.conjugates import TAG, copy, gather_sum, reduce, scatter, sum_scatter
 from refimpl.parallel.door import Door
 from refimpl.parallel.draws import Draws
+from refimpl.parallel.first import take_first
 from refimpl.parallel.overlap import coming
 from refimpl.parallel.summed import sum_gradients
 from refimpl.parallel.tensor import (
@@ -195,8 +196,7 @@ def parallelize(
     """
     if overlap and not sequence:
         raise ValueError("overlap=True: only with sequence=True is there an all-gather before the column layers")
-    for p in model.parameters():
-        group.broadcast(p.data, tag=TAG)
+    take_first(model.parameters(), group, TAG)
     swap(model, match(plan, [name for name, _ in model.named_modules() if name]), group, sequence, draws, overlap)
     sum_copies(model)
     return model

@@ -8,11 +8,9 @@ Traffic: one number more a step. DeepSpeed: deepspeed/runtime/utils.py, get_glob
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from refimpl.comm.group import Group
-from refimpl.comm.streams import told
 from refimpl.zero.flat import Bucket
 
 Spans = tuple[tuple[int, int], ...]  # of a parameter's elements, laid out flat
@@ -34,9 +32,7 @@ class Beyond:
             for begin, end in (self.counted_elsewhere[p] or ((0, p.numel()),)) if p in self.counted_elsewhere else ():
                 yield bucket.part(flat, p, begin, end)
 
-    def all_squares(self, mine: float) -> float:
-        """The sum of squares of all parts, the same on every rank; `mine` is this part's. A collective."""
-        message = told([mine], torch.float64, self.group.device)
-        self.group.all_reduce(message, "sum", tag="norm")
+    def add_up(self, squares: Tensor) -> None:
+        """This part's sum of squares [1], fp64 -> that of all parts, the same on every rank. A collective."""
+        self.group.all_reduce(squares, "sum", tag="norm")
         self.group.settle()
-        return float(message.item())

@@ -105,6 +105,8 @@ class Flights:
             op: Op = "sum" if self.config.gradient_allreduce_op == "sum" else "mean"
             self.across.all_reduce(self.flights[0].reduction.result, op, tag="gradients across")
             self.settle(met=True)
+        if self.resting is not None:
+            self.resting.arrived()
 
     def _give_back(self, flight: Flight) -> None:
         """The buffers of a reduction that is over or of no use, but for what its bucket's total lives in."""

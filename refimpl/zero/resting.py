@@ -15,6 +15,7 @@ section 5.1. DeepSpeed: deepspeed/runtime/zero/stage3.py, `partition_grads`.
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from refimpl.checkpoint.errors import together
@@ -34,20 +35,28 @@ class Resting:
         self.squares: dict[Bucket, Tensor] = {}  # of what rests out of reach: the sum of its squares, fp64
         self._kept: dict[Bucket, Tensor] = {}  # [S], for the next step too
         self._full: set[Bucket] = set()  # what of it is in use
+        self._leaving: torch.device | None = None  # where from copies are under way, if some are
 
     def add(self, bucket: Bucket, mean: Tensor) -> Tensor:
         """mean [S] goes there, added to what rests there; returns it, or what stands for it: see `away`.
 
-        The host waits for the copy: `mean` may be written over, and the sum of squares is next.
+        Backward goes on while it is copied, until `arrived`; if it is added, the host waits, which does that.
         """
         if bucket in self._full:
             self._kept[bucket].add_(mean.to(self._kept[bucket].device))
         elif bucket in self._kept:
-            self._kept[bucket].copy_(mean)
+            self._kept[bucket].copy_(mean, non_blocking=True)
+            self._leaving = mean.device
         else:
             self._kept[bucket] = self.home.place(mean)
         self._full.add(bucket)
         return self._kept[bucket]
+
+    def arrived(self) -> None:
+        """Backward is over: return when what it has sent here can be read."""
+        if self._leaving is not None and self._leaving.type != "cpu":
+            torch.accelerator.synchronize(self._leaving)
+        self._leaving = None
 
     def settle(self, group: Group) -> None:
         """Return when all of them are there; OffloadError on every rank of `group` if one has lost some."""

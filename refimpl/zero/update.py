@@ -163,15 +163,16 @@ class Update(Masters):
             self.across.all_reduce(message[1:], "sum", tag="norm")
             self.across.settle()
             ranks *= self.across.size
-        squares, *counts = message.tolist()
+        if self.beyond:
+            self.beyond.add_up(message[:1])
+        of_experts = [missed(group, experts, used) for group, experts in members.items()]
+        squares, *counts = torch.cat([message, *of_experts]).tolist()  # the one time that the host waits
         sums, unused = counts[:WORDS], counts[WORDS:]
         if not are_equal(sums, ranks):
             self._refuse_parted(given)
-        squares = self.beyond.all_squares(squares) if self.beyond else squares
-        left_alone = {p for p, missed in zip(params, unused, strict=True) if missed == ranks}
-        for group, experts in members.items():
-            left_alone |= unused_by_all(group, experts, used)
-        return squares, left_alone
+        asked = [(p, ranks) for p in params]
+        asked += [(p, group.size) for group, experts in members.items() for p in experts]
+        return squares, {p for (p, all_), without in zip(asked, unused, strict=True) if without == all_}
 
     def _alike(self) -> Settings:
         """What must be equal on all ranks: the optimizer's settings, and the weights where every rank updates all."""
@@ -219,12 +220,12 @@ class Update(Masters):
             self.scaler.load_state_dict(state["scaler"])
 
 
-def unused_by_all(group: Group, params: list[nn.Parameter], used: set[nn.Parameter]) -> set[nn.Parameter]:
-    """Those of `params` that no rank of `group` has used. A collective."""
-    missed = told([p not in used for p in params], torch.float32, group.device)
-    group.all_reduce(missed, "sum", tag="norm")
+def missed(group: Group, params: list[nn.Parameter], used: set[nn.Parameter]) -> Tensor:
+    """How many ranks of `group` have not used each of `params`, fp64. A collective."""
+    ranks = told([p not in used for p in params], torch.float32, group.device)
+    group.all_reduce(ranks, "sum", tag="norm")
     group.settle()
-    return {p for p, ranks in zip(params, missed.tolist(), strict=True) if ranks == group.size}
+    return ranks.double()
 
 
 def sum_of_squares(x: Tensor, exact: bool) -> Tensor:

@@ -136,7 +136,7 @@ Tensor& set_(Tensor& self, at::Storage storage, SymInt offset, SymIntArrayRef si
 
 at::Scalar item(const Tensor& self) { return host(self).item(); }
 
-// All else: on the CPU. Indices may be there, and so may scalars, as on a GPU.
+// All else: on the CPU. Indices into what is here may be there, and so may scalars, as on a GPU.
 void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   bool here = false, there = false;
   auto see = [&](const Tensor& t) {
@@ -149,6 +149,8 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   auto& name = op.schema().name();
   bool by_index = name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index", 0) == 0;
+  auto first = torch::jit::peek(*stack, 0, op.schema().arguments().size());
+  by_index = by_index && first.isTensor() && first.toTensor().device().type() == PRETEND;
   TORCH_CHECK(by_index || !(here && there), name, ": tensors of the CPU and of the pretended device");
   at::native::cpu_fallback(op, stack, true);
 }

@@ -4,8 +4,10 @@ import importlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
+import sysconfig
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +22,9 @@ from refimpl.comm.work import Steps
 from refimpl.gpu import races as hunt
 from refimpl.gpu import timeline
 from refimpl.gpu.check import PARTS, TOTAL, check, main, run_part
+from refimpl.gpu.machine import launcher_lacks
 from refimpl.gpu.part import Part
-from refimpl.gpu.report import Report, Result, driver
+from refimpl.gpu.report import Report, Result, driver, why_none
 from refimpl.gpu.steady import waits_among
 from refimpl.gpu.timeline import kernels_of, length, merged
 from refimpl.gpu.twins import Twins
@@ -132,17 +135,18 @@ def test_what_a_part_leaves_behind_ends_with_it(tmp_path: Path, monkeypatch: pyt
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
-    assert run_part("machine", "cpu", 60, tmp_path).ended == ""
+    assert run_part("machine", "cpu", 60, tmp_path).ended == "it found nothing"
     assert select.select([reader], [], [], 30)[0] == [reader]  # nobody writes any more
     os.close(reader)
 
 
-def test_whoever_ends_the_check_finds_a_report(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP])
+def test_whoever_ends_the_check_finds_a_report(end: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-u", "-m", "refimpl.gpu", "--device", "cpu", "--part", "races", "machine"]
     with subprocess.Popen([*command, "--out", tmp_path], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "races ...\n"
-        process.terminate()
+        process.send_signal(end)
         process.communicate()
     assert process.returncode == 1
     [part] = json.loads((tmp_path / "report.json").read_text())["parts"]
@@ -182,6 +186,54 @@ def test_the_ranks_of_several_gpus_are_started_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(launch, "World", world)
     assert [f.name for f in timeline.run(torch.device("cuda"), 30)] == [f"{stage}, NCCL" for stage in STAGES]
     world.assert_called_once_with(8, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("wrote", "found"),
+    [('{"name": "a", "value": {}, "passed": true}\n', ["a"]), ('{"name": "a", "value": {}', []), ("", [])],
+)
+def test_a_part_that_is_killed_keeps_what_it_found(
+    wrote: str, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what it was writing then, as on a disk that was full."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\nfor file; do :; done\nprintf '{wrote}' > $file\nkill -9 $$\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    result = run_part("machine", "cpu", 60, tmp_path)
+    assert (result.ended, [finding["name"] for finding in result.findings]) == ("SIGKILL", found)
+
+
+def test_where_no_report_can_be_written_it_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Report, "write", full)
+    monkeypatch.setattr("refimpl.gpu.check.run_part", full)
+    report = check("cpu", tmp_path, ["machine"])
+    assert [result.ended for result in report.results] == ["[Errno 28] No space left on device"]
+    assert "No space left on device. It is:\n# GPU check\n" in capsys.readouterr().out
+
+
+def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "is built for CPUs" in why_none()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("refimpl.gpu.report.driver", lambda: "535.1, compute mode Default, MIG [N/A]")
+    assert "perhaps too old for CUDA 13.0" in why_none()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES='' hides all" in why_none()
+
+
+def test_what_triton_needs_besides_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert launcher_lacks().startswith("no C compiler: install gcc")
+    monkeypatch.setenv("CC", sys.executable)
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda _: "/nowhere")
+    assert launcher_lacks().startswith("no /nowhere/Python.h: install Python's headers")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only without a GPU")

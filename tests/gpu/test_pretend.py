@@ -16,6 +16,8 @@ import refimpl
 import refimpl.deepspeed
 from refimpl import launch
 from refimpl.comm.group import Group
+from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.model.moe import mixtures
 from refimpl.zero import start
 from refimpl.zero.ddp import DDP
 from refimpl.zero.parked import CLASSES
@@ -68,6 +70,46 @@ def by_itself() -> None:
 def test_a_process_that_is_alone_trains_where_its_model_is(ranks: launch.World) -> None:
     """As `Zero2(model.cuda(), optimizer)` in a script that no launcher started."""
     ranks.call(by_itself)
+
+
+def dealt_out() -> None:
+    model = mixtures(GPT(GPTConfig(vocab=31, context=8, width=16, layers=2, heads=2)), 4)
+    experts = {"enabled": True, "autoep_size": 2}
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD"}, "expert_parallel": experts}
+    engine = refimpl.initialize(model=model, config=config)[0]
+    assert {p.device.type for p in engine.module.parameters()} == {"pretend"}
+
+
+@together
+def test_experts_are_dealt_out_of_a_model_that_is_still_at_the_host(ranks: launch.World) -> None:
+    ranks.call(dealt_out)
+
+
+def leaving() -> None:
+    engine = refimpl.initialize(model=nn.Linear(33, 65), config=settings(2, False, offload_optimizer=CPU))[0]
+    batch = torch.randn(4, 33).to(engine.device)
+    engine.backward(engine(batch).square().mean())
+    engine.step()
+    blocking: list[bool] = []
+    copy = Tensor.copy_
+
+    def copied(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        blocking.extend([not non_blocking] * (to.device.type == "cpu" != source.device.type))
+        return copy(to, source, non_blocking)
+
+    loss = engine(batch).square().mean()
+    with (
+        mock.patch.object(Tensor, "copy_", copied),
+        mock.patch.object(torch.accelerator, "synchronize") as waited,
+    ):
+        engine.backward(loss)
+    assert blocking == [False]
+    waited.assert_called_once()
+
+
+@together
+def test_backward_goes_on_while_its_gradients_leave(ranks: launch.World) -> None:
+    ranks.call(leaving)
 
 
 def trained(settings: dict[str, Any], folder: Path, default: str | None = None) -> dict[str, Tensor]:

@@ -1,6 +1,8 @@
 """Flash attention beside torch's attention in float64: masks, lengths, widths, layouts, and what it reads."""
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,12 +10,13 @@ from agreement import BOUND, assert_agrees
 from torch import Tensor
 
 from refimpl.kernels import flash_shapes
+from refimpl.kernels.block_sparse_kernels import tile as sparse_tile
 from refimpl.kernels.count import counted
 from refimpl.kernels.flash_attention import flash_attention, flash_attention_varlen, reference, reference_varlen
 from refimpl.kernels.flash_backward import backward_tiles
 from refimpl.kernels.flash_forward import forward_tiles
 from refimpl.kernels.flash_shapes import reach
-from refimpl.kernels.language import INTERPRETED
+from refimpl.kernels.language import INTERPRETED, REHEARSING, shared_memory
 
 
 def bound(dtype: torch.dtype) -> float:
@@ -160,7 +163,7 @@ def test_what_is_read_and_multiplied(device: torch.device, window: tuple[int, in
 
     with counted(trace=True) as c:
         out = flash_attention(q, k, v, causal=True, window=window)
-    tile = forward_tiles(width, q.dtype)
+    tile = forward_tiles(width, q.dtype, q.device)
     tiles, columns, _ = met(tile.rows, tile.columns)
     size = 2 * tokens * width * 2
     assert c.loaded_from == {"q": size, "k": 2 * columns * width * 2, "v": 2 * columns * width * 2}
@@ -171,7 +174,7 @@ def test_what_is_read_and_multiplied(device: torch.device, window: tuple[int, in
 
     with counted(trace=True) as c:
         out.backward(torch.randn_like(out))
-    by_keys, by_queries = backward_tiles(width, q.dtype)
+    by_keys, by_queries = backward_tiles(width, q.dtype, q.device)
     tiles, _, rows = met(by_keys.rows, by_keys.columns)
     others, columns, _ = met(by_queries.rows, by_queries.columns)
     row, col = 2 * rows * width * 2, 2 * columns * width * 2
@@ -185,6 +188,39 @@ def test_what_is_read_and_multiplied(device: torch.device, window: tuple[int, in
     )
     assert not c.races()
     assert not c.outside
+
+
+@contextmanager
+def for_gpu(capability: int) -> Iterator[None]:
+    """Tensors on "meta" are there."""
+    token = REHEARSING.set(capability)
+    try:
+        yield
+    finally:
+        REHEARSING.reset(token)
+
+
+def on_chip(stays: int, of: int, passes: int, stages: int, numbers: int = 0) -> int:
+    """Bytes for tiles of bf16 heads of 256: `of` that stay, two loaded ahead, probabilities; fp32 `numbers` a row."""
+    ahead = passes * (stages - 1)
+    return 2 * (256 * (of * stays + 2 * ahead) + stays * passes) + 4 * numbers * ahead
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+def test_the_widest_heads_fit_on_the_chip(capability: int) -> None:
+    """What ptxas counts of the compiled kernels, to the byte, where they have no copy engine."""
+    meta, bf16 = torch.device("meta"), torch.bfloat16
+    x = torch.empty(0, device=meta, dtype=bf16)
+    with for_gpu(capability):
+        forward, (keys, queries) = forward_tiles(256, bf16, meta), backward_tiles(256, bf16, meta)
+        stays, passes, by_keys = (sparse_tile(64, 256, x, *way) for way in ((False,), (True,), (True, True)))
+        most = shared_memory(meta)
+    assert on_chip(forward.rows, 1, forward.columns, forward.stages) <= most
+    assert on_chip(keys.columns, 2, keys.rows, keys.stages, 2) <= most
+    assert on_chip(queries.rows, 2, queries.columns, queries.stages) <= most
+    assert on_chip(stays, 1, passes, 3) <= most
+    assert on_chip(stays, 2, by_keys, 3, 2) <= most
+    assert on_chip(stays, 2, passes, 2) <= most
 
 
 def test_what_cannot_be_is_refused(device: torch.device) -> None:
@@ -258,6 +294,9 @@ def test_what_gives_a_kernel_memory_keeps_no_tensor(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(flash_shapes, "INTERPRETED", False)
     x = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="meta")
     alive = weakref.ref(x)
-    assert flash_shapes.copy_engine(x)
+    with for_gpu(90):
+        assert flash_shapes.copy_engine(x)
+    with for_gpu(120):
+        assert not flash_shapes.copy_engine(x)
     del x
     assert alive() is None

@@ -7,6 +7,7 @@ import torch
 
 from refimpl.kernels import quantize as room
 from refimpl.kernels.int8_matmul import int8_matmul, reference
+from refimpl.kernels.language import REHEARSING
 from refimpl.kernels.quantize import dequantize, quantize
 
 FORMATS = [torch.int8, torch.float8_e4m3fn]
@@ -99,3 +100,14 @@ def test_what_a_product_refuses(device: torch.device) -> None:
         int8_matmul(a, a, torch.ones(3, device=device))
     with pytest.raises(ValueError, match="may need more than 32 bits"):
         int8_matmul(a[:, :1].expand(4, 1 << 18), a[:, :1].expand(4, 1 << 18))
+
+
+@pytest.mark.parametrize(("capability", "fp8"), [(80, False), (86, False), (89, True), (90, True)])
+def test_fp8_is_converted_where_the_chip_can(capability: int, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "INTERPRETED", False)
+    token = REHEARSING.set(capability)
+    try:
+        assert room.converts(torch.float8_e4m3fn, torch.device("meta")) is fp8
+        assert room.converts(torch.int8, torch.device("meta"))
+    finally:
+        REHEARSING.reset(token)

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from refimpl.comm.streams import Streams
 
 COMPUTE = 0  # the stream that a program begins on
+SIZED_BY_VALUES = {"bincount", "equal", "masked_select", "nonzero", "repeat_interleave", "unique", "_unique2"}
 
 
 @dataclass(frozen=True)
@@ -149,13 +150,14 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.syncs += func is torch.ops.aten._local_scalar_dense.default
+        self.syncs += func is torch.ops.aten._local_scalar_dense.default or waits_for_sizes(func, args)
         given = {t.untyped_storage()._cdata for t in tensors((args, kwargs))}
         result = func(*args, **kwargs)
         if func.namespace == "c10d":  # the schemas of collectives do not say what they write
             written, read = tensors(args[0]), tensors(args[1])
             if func is torch.ops.c10d.send.default:
                 written, read = [], written
+            arrive(written, read)
         else:
             pairs = list(zip_arguments(func._schema, args, kwargs))
             written = [t for a, v in pairs if a.alias_info is not None and a.alias_info.is_write for t in tensors(v)]
@@ -215,6 +217,22 @@ def caller() -> str:
 def tensors(tree: Any) -> list[Tensor]:
     """The tensors in it, those inside wrappers too."""
     return [getattr(leaf, "part", leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def waits_for_sizes(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the host must know values before it knows the result or its shape. Repeats may be told the size."""
+    name = func._schema.name.partition("::")[2]
+    by_mask = name == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])
+    return by_mask or name in SIZED_BY_VALUES
+
+
+@torch.no_grad()
+def arrive(out: list[Tensor], sent: list[Tensor]) -> None:
+    """Numbers of this rank's own, as torch 2.13's "fake" backend delivers. 2.11's leaves some outputs as they were."""
+    if sent:
+        own = torch.cat([t.flatten() for t in sent])
+        for t in out:
+            t.copy_(own[torch.arange(t.numel()) % own.numel()].view_as(t))
 
 
 def races(log: list[Any], without: Collection[int] = ()) -> list[str]:

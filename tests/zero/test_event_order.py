@@ -21,6 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from training import STAGES, Net, tokens
 
 from refimpl.comm.group import Group
+from refimpl.model.experts import Experts
+from refimpl.model.gates import Gate, Routing
+from refimpl.model.moe import MoE
+from refimpl.zero.beyond import Beyond
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.stage import Stage
 from refimpl.zero.unit import Unit
@@ -77,8 +81,14 @@ class Seen:
 
 
 def train(
-    stage: str, net: str = "an unused layer", micro_batches: int = 1, deterministic: bool = False, unit_size: int = 0
+    stage: str,
+    net: str = "an unused layer",
+    micro_batches: int = 1,
+    deterministic: bool = False,
+    unit_size: int = 0,
+    parts: bool = False,
 ) -> Seen:
+    """`parts`: others hold other parts of the model, and some of these parameters."""
     recorder = Recorder()
     group = Group(dist.group.WORLD, deterministic=deterministic, streams=recorder)
     torch.manual_seed(0)
@@ -86,7 +96,9 @@ def train(
         model = NETS[net]()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         config = ZeroConfig(reduce_bucket_size=700, check_order=False, unit_size=unit_size)
-        seen = Seen(recorder, STAGES[stage](model, optimizer, group, config))
+        shared = dict.fromkeys(list(model.parameters())[-2:], Group(dist.new_group([3, 4]))) if parts else None
+        seen = Seen(recorder, STAGES[stage](model, optimizer, group, config, experts=shared))
+        seen.stage.update.beyond = Beyond(group, {}) if parts else None
         for step in range(3):
             seen.last, before = len(recorder.log), watch.syncs
             group.ledger.reset()
@@ -133,8 +145,18 @@ def test_each_wait_left_out_is_a_race(stage: str, deterministic: bool, rank: int
 
 
 @every_stage
-def test_the_host_asks_the_device_for_few_values(stage: str, ranks: int) -> None:
-    assert train(stage).syncs <= SYNCS
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
+def test_the_host_asks_the_device_for_few_values(stage: str, parts: bool, ranks: int) -> None:
+    assert train(stage, parts=parts).syncs <= SYNCS
+
+
+def test_a_mixture_asks_for_the_sizes_of_its_experts_alone() -> None:
+    x = torch.randn(10, 8, requires_grad=True)
+    for routing in (Routing(k=2), Routing(k=2, capacity_factor=1.0, drop="choice"), Routing(by="experts")):
+        mixture = MoE(Gate(8, 4, routing), Experts([nn.Linear(8, 8) for _ in range(4)]))
+        with Watch(Recorder()) as watch:
+            mixture(x).square().mean().backward()
+        assert watch.syncs == 1, routing
 
 
 @every_stage

@@ -184,7 +184,10 @@ def part(turn: Callable[[Zero3], None], stage: Zero3, after: int) -> str:
                 turn(stage)
             else:
                 train(stage)
-    return str(told.value)
+    text = str(told.value)
+    told.value.__traceback__ = None  # torch 2.11 ends a checkpoint whose forward has failed when its frames are gone
+    del told
+    return text
 
 
 def part_in_all_ways(turn: Callable[[Zero3], None], ways: list[tuple[bool, bool, bool]]) -> list[str]:

@@ -57,16 +57,20 @@ def test_all_stages_agree_bit_for_bit_in_bf16() -> None:
         assert differing(other, weights[0]) == []
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+
+
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.01, initial_accumulator_value=0.1)
+
+
+def lion(model: nn.Module) -> torch.optim.Optimizer:
+    return Lion(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
 @every_stage
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True),
-        lambda m: torch.optim.Adagrad(m.parameters(), lr=0.01, initial_accumulator_value=0.1),
-        lambda m: Lion(m.parameters(), lr=1e-3, weight_decay=0.1),
-    ],
-    ids=["sgd", "adagrad", "lion"],
-)
+@pytest.mark.parametrize("optimizer", [sgd, adagrad, lion])
 def test_other_elementwise_optimizers(stage: str, optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
     job = Job(optimizer=optimizer, steps=4)
     assert differing(run(train, stage, job, ranks=3)[0].weights, oracle(3, job)) == []

@@ -91,7 +91,7 @@ def answer(routes: Routes, ep_group: ProcessGroup | None, sparse: bool, most: in
 def capacity(routes: Routes, ep_group: ProcessGroup | None, most: int | None) -> Tensor:
     """Slots of an expert, [] int64. A collective of `ep_group` where nothing is dropped."""
     if routes.limit is not None:
-        return torch.tensor(routes.limit, device=routes.counts.device)
+        return routes.counts.new_full((), routes.limit)
     slots = routes.counts.max()
     if ep_group is not None and dist.get_world_size(group=ep_group) > 1:
         dist.all_reduce(slots, op=ReduceOp.MAX, group=ep_group)

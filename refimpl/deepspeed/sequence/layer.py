@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from refimpl.comm.group import Group
+from refimpl.comm.streams import told
 from refimpl.parallel.context.ulysses import dealt, exchange, shared_heads
 
 HEADS = 2  # the dimension that has them
@@ -86,7 +87,7 @@ class _SeqAllToAll:
             heads = x.shape[HEADS]
             return exchange(x, ranks, HEADS, tokens, dealt(heads, heads, ranks.size), [x.shape[tokens]] * ranks.size)
         counts = torch.empty(ranks.size, dtype=torch.int64, device=x.device)
-        ranks.all_gather(counts, torch.tensor([x.shape[HEADS]], device=x.device))
+        ranks.all_gather(counts, told([x.shape[HEADS]], torch.int64, x.device))
         return exchange(x, ranks, tokens, HEADS, [x.shape[tokens] // ranks.size] * ranks.size, counts.tolist())
 
 

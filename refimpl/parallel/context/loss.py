@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refimpl.comm.group import Group
+from refimpl.comm.streams import told
 
 IGNORED = -100  # a target that does not count, as in torch
 
@@ -32,7 +33,8 @@ def token_mean(total: Tensor, tokens: Tensor | float, group: Group) -> Tensor:
     -> [] what to call backward on, 0 where no rank has a token: its mean over ranks and micro-batches is the mean over
     tokens. A collective.
     """
-    count = torch.as_tensor(tokens, dtype=torch.float64, device=group.device).reshape(1).clone()
+    known = tokens if isinstance(tokens, Tensor) else told(tokens, torch.float64, group.device)
+    count = known.to(group.device, torch.float64, copy=True).reshape(1)
     group.all_reduce(count, tag="counts")
     return total * (group.size / count.masked_fill(count == 0, 1)).squeeze(0).to(total.dtype)
 

@@ -40,6 +40,7 @@ from refimpl.parallel.expert.marks import mark, name_of
 from refimpl.parallel.expert.routed import Routed
 from refimpl.parallel.expert.swap import expert_parallel, sum_experts
 from refimpl.parallel.expert.trying import Found, alike, stands_alone, take_part, undivided, ways
+from refimpl.parallel.first import take_first
 
 LIKE_EXPERTS = re.compile(r"experts?$|experts?\d*$", re.IGNORECASE)
 NONE_OF_THEM = re.compile(r"shared|gate|router|norm|residual", re.IGNORECASE)
@@ -62,8 +63,7 @@ def autoep(model: nn.Module, axes: Axes) -> nn.Module:
     said = axes.replicas.all_gather_object(said[0])
     if any(said):  # all ranks or none
         raise ValueError(next(filter(None, said)))
-    for tensor in (*model.parameters(), *model.buffers()):
-        axes.replicas.broadcast(tensor.data, tag="experts")
+    take_first((*model.parameters(), *model.buffers()), axes.replicas, "experts")
     for name, experts in found.items():
         deal_out(model.get_submodule(name), experts, axes)
     return model

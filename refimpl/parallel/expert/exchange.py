@@ -22,6 +22,7 @@ from torch import Tensor
 
 from refimpl.comm.axes import neighbours
 from refimpl.comm.group import Group
+from refimpl.comm.streams import told
 
 TAG, INSIDE, ACROSS = "tokens", "tokens in the node", "tokens between nodes"
 Table = Sequence[Sequence[int]]
@@ -109,7 +110,7 @@ def turned(rows: Table) -> list[list[int]]:
 
 def loads(sizes: Sequence[int], group: Group, tag: str = "tokens per expert") -> list[list[int]]:
     """Every rank's `sizes` [E], in rank order. Sends 8 E (N-1) bytes; the host waits for them."""
-    mine = torch.tensor(sizes, dtype=torch.int64, device=group.device)
+    mine = told(sizes, torch.int64, group.device)
     out = torch.empty(group.size * len(sizes), dtype=torch.int64, device=group.device)
     group.all_gather(out, mine, tag=tag)
     found: list[list[int]] = out.view(group.size, -1).tolist()

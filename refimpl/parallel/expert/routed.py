@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from refimpl.comm.streams import told
 from refimpl.model.routes import Routes
 from refimpl.parallel.expert.trying import REFUSALS, Forward, Found, close, rows, trial, widths
 
@@ -92,9 +93,9 @@ def answers(
     backward comes past here on every rank.
     """
     each = len(sizes[0])
-    number = torch.tensor([e for row in sizes for e, n in enumerate(row) for _ in range(n)], dtype=torch.int64)
     idle = [e for e in range(each) if not any(row[e] for row in sizes)]
-    number = torch.cat([number, torch.tensor(idle, dtype=torch.int64)]).to(x.device)
+    numbers = [e for row in sizes for e, n in enumerate(row) for _ in range(n)]
+    number = told([*numbers, *idle], torch.int64, x.device)
     padded = torch.cat([x, x.new_zeros(len(idle), x.shape[1])]) if idle else x
     index = (number + experts.first - experts.shift)[:, None]
     answer = ask(forward, module, padded, index, padded.new_ones(len(padded), 1)).reshape_as(padded)

@@ -33,6 +33,7 @@ from refimpl.parallel.expert.dispatch import Dispatch
 from refimpl.parallel.expert.exact import InOrder
 from refimpl.parallel.expert.exchange import Flat, Hierarchical, Way
 from refimpl.parallel.expert.marks import mark, name_of
+from refimpl.parallel.first import take_first
 from refimpl.parallel.summed import sum_gradients
 
 
@@ -62,9 +63,7 @@ def expert_parallel(
     check(model, found, whole, ep)
     if whole:
         dealt = {p for layer in found if layer not in whole for p in layer.experts.parameters()}
-        for p in model.parameters():
-            if p not in dealt:
-                axes.replicas.broadcast(p.data, tag="experts")
+        take_first((p for p in model.parameters() if p not in dealt), axes.replicas, "experts")
     way: Way = Flat(axes.expert) if node is None else Hierarchical(axes.expert, node)
     alone = Group(None, axes.world.ledger, axes.world.device)
     copies: dict[nn.Parameter, nn.Parameter] = {}

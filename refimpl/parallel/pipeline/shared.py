@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from refimpl.comm.group import Group
+from refimpl.comm.streams import told
 
 
 def sum_gradients(group: Group, partners: Sequence[int], params: Sequence[nn.Parameter]) -> None:
@@ -28,7 +29,7 @@ def sum_gradients(group: Group, partners: Sequence[int], params: Sequence[nn.Par
         raise ValueError(f"rank {group.rank} is none of the ranks {list(partners)} that share these gradients")
     for dtype in dict.fromkeys(p.dtype for p in params):
         alike = [p for p in params if p.dtype == dtype]
-        has = torch.tensor([p.grad is not None for p in alike], dtype=dtype, device=group.device)
+        has = told([p.grad is not None for p in alike], dtype, group.device)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in alike]
         mine = torch.cat([has, *(grad.reshape(-1) for grad in grads)])
         total = reduce(torch.add, [mine if rank == group.rank else _swap(group, mine, rank) for rank in partners])
