@@ -89,7 +89,7 @@ class Gradients:
         self.dropping: Callable[[], None] = lambda: None  # called when gradients are forgotten before a step
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         self.first_finite: Tensor | None = None  # whether the last backward's first gradient was; None: it had none
-        self._handles: list[Any] = []
+        self._handles: dict[nn.Parameter, Any] = {}
         self.filling: dict[Bucket, Filling] = {}  # this rank's own sum, still to travel
         self.flights: deque[Flight] = deque()  # reductions under way, the oldest first
         self.total: dict[Bucket, Tensor] = {}  # [P] or [S], mean over ranks of all that has travelled since the step
@@ -111,8 +111,14 @@ class Gradients:
         for bucket in buckets:
             for p in bucket.params:
                 self.bucket_of[p] = bucket
-                hook = partial(self.arrive, bucket, f"grad {self.names[p]}")
-                self._handles.append(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                self.listen(p)
+
+    def listen(self, p: nn.Parameter) -> None:
+        """Take p's gradient behind all hooks of the user's, which see this rank's own, as under torch's DDP."""
+        if p in self._handles:
+            self._handles.pop(p).remove()
+        hook = partial(self.arrive, self.bucket_of[p], f"grad {self.names[p]}")
+        self._handles[p] = Tensor.register_post_accumulate_grad_hook(p, hook)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """A backward begins: every bucket with something to train awaits its gradients."""
@@ -343,5 +349,5 @@ class Gradients:
 
     def remove(self) -> None:
         """Let go of the parameters."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()

@@ -80,6 +80,13 @@ class Managed(nn.Parameter):
         """As torch's; but "cpu:1", as accelerate calls the CPU on rank 1, is where all of it is already: no copy."""
         return super().to(*map(unnumbered, args), **{key: unnumbered(value) for key, value in kwargs.items()})
 
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """As torch's. It runs before the stage takes the gradient away, whenever it comes."""
+        handle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        if self.stage is not None and self in self.stage.gradients.bucket_of:
+            self.stage.gradients.listen(self)
+        return handle
+
     def requires_grad_(self, requires_grad: bool = True) -> "Managed":
         self.requires_grad = requires_grad
         return self

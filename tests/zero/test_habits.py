@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_plain_loop import batch, by_adamw, every_stage, plain, small
+from pairs import pairwise
+from test_plain_loop import batch, by_adamw, every_stage, plain, sgd, small
 from torch import Tensor, nn
 from training import STAGES
 from worlds import run
@@ -209,6 +210,44 @@ def test_two_optimizers_of_one_model_have_a_stage_each(stage: str) -> None:
     for got in run(two_stages_share, stage, ranks=2):
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def seen_by_a_hook(stage_name: str) -> tuple[list[Tensor], list[Tensor]]:
+    """By one that came after the stage, and doubles what it sees; and the weights after a step."""
+    model: Any = small()
+    stage = STAGES[stage_name](model, sgd(model))
+    seen: list[Tensor] = []
+
+    def hook(p: Tensor) -> None:
+        assert p.grad is not None
+        seen.append(p.grad.clone())
+        p.grad.mul_(2)
+
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+    model(batch(0, Group.world().rank)).square().mean().backward()
+    stage.step()
+    [handle.remove() for handle in handles]
+    model(batch(1, 0)).square().mean().backward()
+    stage.zero_grad()
+    return seen, [stage.full_parameter(name) for name in stage.names.values()]
+
+
+@pytest.mark.parametrize(("stage", "ranks"), pairwise(list(STAGES), [2, 3]))
+def test_a_hook_of_the_users_sees_this_ranks_gradient_before_it_travels(stage: str, ranks: int) -> None:
+    """As under torch's DDP."""
+    found = run(seen_by_a_hook, stage, ranks=ranks)
+    model = small()
+    optimizer, means = sgd(model), [torch.zeros_like(p) for p in model.parameters()]
+    for rank, (seen, _) in enumerate(found):
+        own = torch.autograd.grad(model(batch(0, rank)).square().mean(), list(model.parameters()))
+        assert len(seen) == len(own)
+        assert all(any(torch.equal(g, s) for s in seen) for g in own)
+        torch._foreach_add_(means, own, alpha=2 / ranks)
+    for p, mean in zip(model.parameters(), means, strict=True):
+        p.grad = mean
+    optimizer.step()
+    for got, expected in zip(found[0][1], model.parameters(), strict=True):
+        torch.testing.assert_close(got, expected.detach())
 
 
 def told_of_what_is_dropped(stage_name: str) -> list[str]:
