@@ -81,6 +81,7 @@ class Gradients:
         self.divisor: float = 1  # of every gradient that arrives: to average over micro-batches
         self.sync = True  # whether a backward reduces its gradients, or keeps them for a later one
         self.used: set[nn.Parameter] = set()  # that this rank has a gradient of since the step
+        self.frozen: set[nn.Parameter] | None = None  # of what it has none: frozen in every backward; None: none yet
         self.dropped: set[nn.Parameter] = set()  # whose reduced gradient was dropped, on every rank
         self.generation = 0  # counts the changes of `total`
         self.resting: Resting | None = None  # where the totals of some buckets wait, if not in memory
@@ -137,6 +138,9 @@ class Gradients:
         A pass that nobody asked for and that brought nothing (`torch.autograd.grad`, another model's loss) sends
         nothing.
         """
+        if asked or self.first_finite is not None:
+            frozen = {p for p in self.bucket_of if p not in self.used and not REQUIRES_GRAD.__get__(p)}
+            self.frozen = frozen if self.frozen is None else self.frozen & frozen
         try:
             if self.sync and (asked or self.first_finite is not None):
                 self.launch_rest()
@@ -329,7 +333,7 @@ class Gradients:
         self._lent, self.total = {}, {}
         if self.resting is not None:
             self.resting.clear(self.held)
-        self.used, self.dropped = set(), set()
+        self.used, self.dropped, self.frozen = set(), set(), None
         self.generation += 1
 
     def tensors(self) -> list[Tensor]:

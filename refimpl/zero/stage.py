@@ -28,6 +28,7 @@ from refimpl.optim.loss_scale import LossScaler
 from refimpl.optim.travelling import Travelling
 from refimpl.zero import start
 from refimpl.zero.access import ByName
+from refimpl.zero.alike import Alike
 from refimpl.zero.backward import BackwardPass, in_backward
 from refimpl.zero.beyond import Beyond, Spans
 from refimpl.zero.buffers import Buffers
@@ -124,6 +125,7 @@ class Stage(Changing, ByName, Held, ABC):
             kind = OneBitUpdate
         self.update = kind(optimizer, owned, self.group, self.config, self.given_scaler, type(self).__name__)
         self.update.slices.gradient_of = self.view.of_slice
+        self.update.alike = Alike(self)
         self.gradients.resting = self.update.resting
         if optimizer is not None:
             take_over(optimizer, self)
@@ -132,6 +134,7 @@ class Stage(Changing, ByName, Held, ABC):
             p.stage = self  # type: ignore[attr-defined]
         refuse_wrapping(self.model)
         self.handles += [
+            *self.update.alike.handles,
             self.model.register_forward_pre_hook(untraced(self.before_forward)),
             self.model.register_forward_hook(untraced(self.after_forward)),
             self.model.register_state_dict_pre_hook(Hook(self.before_state_dict)),  # type: ignore[no-untyped-call]

@@ -20,17 +20,18 @@ from torch import Tensor, nn, optim
 from refimpl.comm.group import Group
 from refimpl.comm.streams import told
 from refimpl.optim.loss_scale import LossScaler
-from refimpl.zero.alike import weights
 from refimpl.zero.beyond import Beyond
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
+from refimpl.zero.missed import FROZEN, parted, without
 from refimpl.zero.owing import Owing
-from refimpl.zero.settings import WORDS, Settings, are_equal, checksum, difference
+from refimpl.zero.settings import WORDS, are_equal, checksum
 from refimpl.zero.slices import Slices
 from refimpl.zero.whole_squares import WholeSquares
 
 if TYPE_CHECKING:
     from refimpl.checkpoint.tensors import Later
+    from refimpl.zero.alike import Alike
     from refimpl.zero.resting import Resting
 
 NORM_BLOCK = 1 << 16  # elements widened to fp64 at a time, so that the copy stays in cache
@@ -41,6 +42,7 @@ class Update:
 
     resting: "Resting | None" = None  # where gradients wait for the step, if not in memory
     owing: Owing | None = None  # what compression has not sent yet, of what an optimizer averages by itself
+    alike: "Alike"  # what ranks must agree on; the stage's
     torn: RuntimeError | None = None  # why what is here is of no one step: half a load, or half an update
 
     def __init__(
@@ -163,7 +165,7 @@ class Update:
     ) -> tuple[float, set[nn.Parameter]]:
         """What all ranks must know of the step, in one message: the sum of squares, and what no rank has used.
 
-        And whether their optimizers have the same settings, ValueError if not.
+        And whether they are alike (see `Alike`), ValueError if not.
 
         `exact`: squared in fp64, three times the time. Then nothing overflows, and the norm rounds to the same fp32
         number however the parameters are cut: clipping keeps the stages equal bit for bit.
@@ -172,8 +174,9 @@ class Update:
         for bucket in self.owned:
             members.setdefault(bucket.group, []).extend(bucket.params)
         params = members.pop(self.group)
-        given = self._alike()
-        message = told([0.0, *checksum(given), *(p not in used for p in params)], torch.float64, self.group.device)
+        given, frozen = self.alike.words(), self.alike.frozen
+        unused = [0 if p in used else FROZEN if p in frozen else 1 for p in params]
+        message = told([0.0, *checksum(given), *unused], torch.float64, self.group.device)
         known = self.resting.squares if self.resting else {}
         for bucket, gradient in gradients.items():
             everywhere = self.averaged and gradient.numel() == bucket.padded  # then each rank counts a part
@@ -192,36 +195,29 @@ class Update:
             self.across.settle()
             ranks *= self.across.size
         squares, *counts = message.tolist()
-        sums, unused = counts[:WORDS], counts[WORDS:]
+        sums, missing = counts[:WORDS], counts[WORDS:]
         if not are_equal(sums, ranks):
-            self._refuse_parted(given)
+            self.alike.refuse_parted(given)
+        self.alike.loads.clear()
+        if clash := parted(missing, ranks):
+            self.alike.refuse_frozen({params[i] for i in clash}, self.group)
         squares = self.beyond.all_squares(squares) if self.beyond else squares
-        left_alone = {p for p, missed in zip(params, unused, strict=True) if missed == ranks}
+        left_alone = {p for p, total in zip(params, missing, strict=True) if total and without(total) == ranks}
         for group, experts in members.items():
-            left_alone |= unused_by_all(group, experts, used)
+            left_alone |= self._unused_experts(group, experts, used)
         return squares, left_alone
 
-    def _alike(self) -> Settings:
-        """What must be equal on all ranks: the optimizer's settings, and the weights where every rank updates all."""
-        given = self.slices.settings_in_words()
-        if self.group.size > 1 and self.replicated() and not self.config.delayed_update:  # which may be under way
-            given |= weights((bucket for bucket in self.owned if bucket.group is self.group), self.steps)
-        return given
-
-    def _refuse_parted(self, given: Settings) -> None:
-        """ValueError on every rank, before anything is updated. A collective.
-
-        Not in a group that only pretends (torch's "fake" backend), where nobody adds up and all say the same.
-        """
-        of_ranks = dict(zip(self.group.ranks, self.group.all_gather_object(given), strict=True))
-        for others in self.across.all_gather_object(of_ranks) if self.across is not None else ():
-            of_ranks |= others
-        if all(said == given for said in of_ranks.values()):
-            return
-        raise ValueError(
-            f"{self.stage}, step {self.steps}: {difference(of_ranks)}; nothing is updated. "
-            "Set, load and change alike on every rank; a schedule that follows the loss needs its mean over all ranks"
-        )
+    def _unused_experts(self, group: Group, params: list[nn.Parameter], used: set[nn.Parameter]) -> set[nn.Parameter]:
+        """Those of `params` that no rank of `group`, which are those that have them, has used. A collective."""
+        frozen = self.alike.frozen
+        unused = [0 if p in used else FROZEN if p in frozen else 1 for p in params]
+        message = told(unused, torch.float32, group.device)
+        group.all_reduce(message, "sum", tag="norm")
+        group.settle()
+        missing = message.tolist()
+        if clash := parted(missing, group.size):
+            self.alike.refuse_frozen({params[i] for i in clash}, group)
+        return {p for p, total in zip(params, missing, strict=True) if total and without(total) == group.size}
 
     def _warn(self, was_finite: bool) -> None:
         """Say that a step is skipped, at the 1st, 2nd, 4th, 8th, ... time. A scale on its way down skips by design."""
@@ -306,14 +302,6 @@ class Update:
         """Take over masters that were saved."""
         self.masters[bucket].copy_(saved)
         self.publish(bucket)
-
-
-def unused_by_all(group: Group, params: list[nn.Parameter], used: set[nn.Parameter]) -> set[nn.Parameter]:
-    """Those of `params` that no rank of `group` has used. A collective."""
-    missed = told([p not in used for p in params], torch.float32, group.device)
-    group.all_reduce(missed, "sum", tag="norm")
-    group.settle()
-    return {p for p, ranks in zip(params, missed.tolist(), strict=True) if ranks == group.size}
 
 
 def sum_of_squares(x: Tensor, exact: bool) -> Tensor:
