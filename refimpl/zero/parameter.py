@@ -207,6 +207,11 @@ class Hook:
     def __reduce__(self) -> Any:
         return (no_hook, ())
 
+    @property
+    def __name__(self) -> str:
+        """What torch.jit.script asks of each hook of a module, to compile it."""
+        raise AttributeError("a stage's hooks cannot be compiled by torch.jit: script or trace copy.deepcopy(model)")
+
 
 def untraced(fn: Any) -> Hook:
     """A hook for a forward that may be compiled: the graph breaks before it, and the compiler does not look inside."""

@@ -29,7 +29,7 @@ from refimpl.optim.travelling import Travelling
 from refimpl.zero import start
 from refimpl.zero.access import ByName
 from refimpl.zero.alike import Alike
-from refimpl.zero.backward import BackwardPass, in_backward
+from refimpl.zero.backward import BackwardPass, in_backward, refuse_inside
 from refimpl.zero.beyond import Beyond, Spans
 from refimpl.zero.buffers import Buffers
 from refimpl.zero.changing import Changing
@@ -215,6 +215,7 @@ class Stage(Changing, ByName, Held, ABC):
                 f"step() of a {type(self).__name__} that was released (an engine's destroy()): make another"
             )
         self.refuse_without_optimizer()
+        refuse_inside("step()")
         self.parked.refuse()
         if not self.passes.settle():
             raise RuntimeError("step() after a backward that raised: its gradients were dropped; run a backward first")
@@ -283,6 +284,7 @@ class Stage(Changing, ByName, Held, ABC):
 
     def zero_grad(self) -> None:
         """Drop all gradients since the last step."""
+        refuse_inside("zero_grad()")
         self.passes.settle()
         self.gradients.drop()
         self._unscaled = False

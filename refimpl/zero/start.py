@@ -57,6 +57,11 @@ def refuse_foreign(names: Mapping[nn.Parameter, str]) -> None:
             )
         if p.is_meta:
             raise ValueError(f"parameter {name} is on the meta device: give the model memory and values first")
+        if p.is_inference() or torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                f"parameter {name}: it was made, or its stage is built, under torch.inference_mode(), so it cannot be "
+                "trained: do both outside, or under torch.no_grad()"
+            )
         if p.is_complex():
             raise TypeError(f"parameter {name} is complex: keep its real and imaginary parts in two parameters")
         if type(p) not in (nn.Parameter, Managed, Freed):

@@ -60,6 +60,7 @@ class Unit(Bucket):
         super().__init__(params, group, group_index, name, dtype)
         self.mine = group.empty(self.padded // group.size, self.dtype, self.device).copy_(self.shard(self.full))  # [S]
         self.unrounded = None if self.unrounded is None else self.shard(self.unrounded).clone()  # [S]
+        self.changes = 0  # of the weights, since a graph may have been recorded with the old ones
         self.versions = [p._version for p in params]  # of what was gathered: who writes to it raises them
         self.on_use: Callable[[Unit, str], None] | None = None
         self.fails: Callable[[Exception], Exception] = lambda error: error  # what to raise where a disk gives no shard
@@ -115,6 +116,7 @@ class Unit(Bucket):
         return []
 
     def changed(self) -> None:
+        self.changes += 1
         self.way.stale()
 
     @torch.no_grad()

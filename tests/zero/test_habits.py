@@ -101,7 +101,10 @@ def refused(stage_name: str, how: str) -> None:
     if how == "momentum":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         plain(model, optimizer, lambda step: batch(step, 0))
-    if how in ("complex", "one memory", "reduced by torch"):
+    if how == "inference":
+        with torch.inference_mode():
+            model = small()
+    if how in ("complex", "one memory", "reduced by torch", "inference"):
         optimizer = by_adamw(model)
     STAGES[stage_name](model, optimizer, group)
     plain(model, optimizer, lambda step: batch(step, group.rank))
@@ -112,6 +115,11 @@ def refused(stage_name: str, how: str) -> None:
     if how == "plain state":
         twin = small()
         optimizer.load_state_dict(by_adamw(twin).state_dict())
+    if how in ("step", "zero_grad"):
+        model[0].weight.register_hook(lambda _: getattr(optimizer, how)())
+        model(batch(9, group.rank)).square().mean().backward()
+    if how == "script":
+        torch.jit.script(model)
     if how == "late backward":
         loss = model(batch(9, group.rank)).square().mean()
         plain(model, optimizer, lambda step: batch(step, group.rank))
@@ -130,11 +138,15 @@ def refused(stage_name: str, how: str) -> None:
         ("data", r"parameter 0.weight\.data = .*p.data.copy_|parameter 0.weight: data needs its values"),
         ("state of another", r"this state is rank 0's of 2, Zero\d; here is rank 1 of 2"),
         ("late backward", "modified by an inplace operation"),
+        ("inference", r"parameter 0\.weight: it was made, .*, under torch\.inference_mode"),
+        ("step", r"step\(\) inside backward, by a hook"),
+        ("zero_grad", r"zero_grad\(\) inside backward, by a hook"),
+        ("script", "a stage's hooks cannot be compiled"),
     ],
 )
 def test_what_would_go_wrong_unseen_is_refused(stage: str, how: str, message: str) -> None:
-    if (how, stage) in (("state of another", "ddp"), ("late backward", "zero3")):
-        return  # every rank of DDP has the same state; what ZeRO-3's autograd saved is looked up anew
+    if (how, stage) == ("state of another", "ddp"):
+        return  # every rank of DDP has the same state
     with pytest.raises(RankError, match=f"(?s){message}"):
         run(refused, stage, how, ranks=2)
 
@@ -153,6 +165,20 @@ def written_in_forward() -> None:
     model = Renormed()
     STAGES["zero3"](model, by_adamw(model))
     model().backward()
+
+
+def traced() -> None:
+    """It crashed."""
+    model = small()
+    STAGES["zero3"](model, by_adamw(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.trace(model, batch(0, 0))
+
+
+def test_a_trace_of_zero3_is_refused() -> None:
+    with pytest.raises(RankError, match=r"trace copy\.deepcopy\(model\)"):
+        run(traced, ranks=2)
 
 
 def test_a_weight_written_in_forward_is_refused_by_zero3() -> None:
