@@ -1,24 +1,22 @@
 """What must be alike on all ranks: asked with the norm of every step, before anything is updated.
 
     settings   the optimizer's, and that checksum: see `settings.py`
-    loads      calls of `load_state_dict` since the last step, by module. Where they differ the weights are compared:
-               to load on one rank, and to send what was loaded by hand, is right
+    writes     to parameters, in place, since the last step: their version counters, as autograd has them. Where they
+               differ the weights are compared: to load on one rank, and to send what was loaded by hand, is right
     weights    where every rank updates all (DDP), at the 1st, 2nd, 4th, 8th, ... step: of a mixture nothing ever fails
 
-It is one checksum, and no byte more travels. Left out: weights on a GPU, for which the host would wait, and weights of
-ZeRO that nobody loads: there a rank may write its own part alone (DeepSpeed's `safe_set_local_fp32_param`).
+It is one checksum, and no byte more travels. Left out: weights on a GPU, for which the host would wait, and what is
+written past autograd: `p.data.copy_`, and a rank's own part (DeepSpeed's `safe_set_local_fp32_param`, which is right).
 """
 
 import zlib
-from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from refimpl.zero.parameter import DATA, Freed, Hook
+from refimpl.zero.parameter import DATA, Freed
 from refimpl.zero.settings import Settings, difference
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from refimpl.zero.stage import Stage
 
 T = TypeVar("T")
-LOADS = ("load_state_dict()", "since the last step")
+WRITES = ("parameters", "writes in place since the last step")
 REMEDY = "Set, load and change alike on every rank; a schedule that follows the loss needs its mean over all ranks"
 
 
@@ -34,17 +32,9 @@ class Alike:
     """Compares what `stage` has on its ranks."""
 
     def __init__(self, stage: "Stage") -> None:
-        self.stage, self.loads = stage, Counter[str]()
-        own = {p for p, name in stage.names.items() if stage.experts.get(p, stage.group) is stage.group}
-        self.params = [p for p in stage.names if p in own]
-        self.handles: list[Any] = []
-        for name, module in stage.model.named_modules():
-            if not own.isdisjoint(module.parameters()):
-                hook = Hook(partial(self._loaded, name))
-                self.handles.append(module.register_load_state_dict_pre_hook(hook))
-
-    def _loaded(self, name: str, *_: Any) -> None:
-        self.loads[name] += 1
+        self.stage = stage
+        self.params = [p for p in stage.names if stage.experts.get(p, stage.group) is stage.group]
+        self.before = self._versions()
 
     @property
     def frozen(self) -> set[nn.Parameter]:
@@ -54,17 +44,19 @@ class Alike:
     def words(self) -> Settings:
         """What this rank says of itself."""
         update = self.stage.update
-        given = {LOADS: self._loads(), **update.slices.settings_in_words()}
+        writes = sum(self._versions()) - sum(self.before)
+        given = {WRITES: str(writes), **update.slices.settings_in_words()}
         replicated = update.replicated() and self.stage.group.size > 1
         if replicated and not self.stage.config.delayed_update:  # which may be under way
             given |= self._replicas(update.steps)
         return given
 
-    def _loads(self) -> str:
-        """Each module that was loaded, with those inside it."""
-        loads = self.loads
-        calls = sorted((name, n) for name, n in loads.items() if not name or loads[name.rpartition(".")[0]] != n)
-        return ", ".join(f"of {name or 'the model'}" + f", {n} times" * (n > 1) for name, n in calls) or "none"
+    def agreed(self) -> None:
+        """All ranks have said the same."""
+        self.before = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [0 if isinstance(p, Freed) else p._version for p in self.params]
 
     def _replicas(self, step: int) -> Settings:
         buckets = [b for b in self.stage.buckets if b.group is self.stage.group and b.full.is_cpu]
@@ -76,18 +68,33 @@ class Alike:
         """Of all parameters that are whole here, trained or not."""
         whole = {self.stage.names[p]: DATA.__get__(p) for p in self.params if not isinstance(p, Freed)}
         words = {name: t.cpu().contiguous().view(-1).view(torch.uint8).numpy() for name, t in whole.items()}
-        return {(f"parameter {name}:", "checksum"): str(zlib.crc32(those)) for name, those in words.items()}
+        return {(name, "checksum"): str(zlib.crc32(those)) for name, those in words.items()}
 
     def refuse_parted(self, given: Settings) -> None:
         """The sums have said that some ranks' words differ. ValueError on every rank if they may not. A collective."""
-        said = self._said(given, self.stage.group)
+        group = self.stage.group
+        said = self._said(given, group)
         if all_same(said):
             return
-        if all_same({rank: {k: v for k, v in words.items() if k != LOADS} for rank, words in said.items()}) and (
-            all_same(self._said(self._weights(), self.stage.group))
+        if not all_same({rank: words[WRITES] for rank, words in said.items()}) and (
+            not all_same(self._said(self._weights(), group))
         ):
-            return
-        raise ValueError(f"{self._step()}: {difference(said)}; nothing is updated. {REMEDY}")
+            raise ValueError(f"{self._step()}: {self._written()}; nothing is updated. {REMEDY}")
+        settings = {rank: {k: v for k, v in words.items() if k != WRITES} for rank, words in said.items()}
+        if not all_same(settings):
+            raise ValueError(f"{self._step()}: {difference(settings)}; nothing is updated. {REMEDY}")
+
+    def _written(self) -> str:
+        """Which parameters were written more often on some ranks than on others, and there. A collective."""
+        times = self._said([now - b for now, b in zip(self._versions(), self.before, strict=True)], self.stage.group)
+        least = [min(those) for those in zip(*times.values(), strict=True)]
+        where = []
+        for rank, those in times.items():
+            names = [self.stage.names[p] for p, n, m in zip(self.params, those, least, strict=True) if n > m]
+            where += [f"rank {rank}: {', '.join(names)}"] if names else []
+        return (
+            f"weights were written in place (by load_state_dict, copy_, init) on some ranks alone: {'; '.join(where)}"
+        )
 
     def refuse_frozen(self, parted: set[nn.Parameter], group: "Group") -> None:
         """ValueError on every rank of `group`: see `missed.py`. A collective."""

@@ -134,7 +134,6 @@ class Stage(Changing, ByName, Held, ABC):
             p.stage = self  # type: ignore[attr-defined]
         refuse_wrapping(self.model)
         self.handles += [
-            *self.update.alike.handles,
             self.model.register_forward_pre_hook(untraced(self.before_forward)),
             self.model.register_forward_hook(untraced(self.after_forward)),
             self.model.register_state_dict_pre_hook(Hook(self.before_state_dict)),  # type: ignore[no-untyped-call]

@@ -198,7 +198,7 @@ class Update:
         sums, missing = counts[:WORDS], counts[WORDS:]
         if not are_equal(sums, ranks):
             self.alike.refuse_parted(given)
-        self.alike.loads.clear()
+        self.alike.agreed()
         if clash := parted(missing, ranks):
             self.alike.refuse_frozen({params[i] for i in clash}, self.group)
         squares = self.beyond.all_squares(squares) if self.beyond else squares

@@ -104,7 +104,9 @@ def refused(stage_name: str, how: str) -> None:
     if how == "inference":
         with torch.inference_mode():
             model = small()
-    if how in ("complex", "one memory", "reduced by torch", "inference"):
+    if how == "lazy":
+        model = nn.Sequential(nn.LazyLinear(7))
+    if how in ("complex", "one memory", "reduced by torch", "inference", "lazy"):
         optimizer = by_adamw(model)
     STAGES[stage_name](model, optimizer, group)
     plain(model, optimizer, lambda step: batch(step, group.rank))
@@ -139,6 +141,7 @@ def refused(stage_name: str, how: str) -> None:
         ("state of another", r"this state is rank 0's of 2, Zero\d; here is rank 1 of 2"),
         ("late backward", "modified by an inplace operation"),
         ("inference", r"parameter 0\.weight: it was made, .*, under torch\.inference_mode"),
+        ("lazy", r"parameter 0\.weight is a UninitializedParameter: run a forward first"),
         ("step", r"step\(\) inside backward, by a hook"),
         ("zero_grad", r"zero_grad\(\) inside backward, by a hook"),
         ("script", "a stage's hooks cannot be compiled"),
