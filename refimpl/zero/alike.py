@@ -11,6 +11,7 @@ written past autograd: `p.data.copy_`, and a rank's own part (DeepSpeed's `safe_
 
 import zlib
 from collections.abc import Mapping
+from operator import sub
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -44,8 +45,7 @@ class Alike:
     def words(self) -> Settings:
         """What this rank says of itself."""
         update = self.stage.update
-        writes = sum(self._versions()) - sum(self.before)
-        given = {WRITES: str(writes), **update.slices.settings_in_words()}
+        given = {WRITES: str(hash(self._writes())), **update.slices.settings_in_words()}
         replicated = update.replicated() and self.stage.group.size > 1
         if replicated and not self.stage.config.delayed_update:  # which may be under way
             given |= self._replicas(update.steps)
@@ -57,6 +57,9 @@ class Alike:
 
     def _versions(self) -> list[int]:
         return [0 if isinstance(p, Freed) else p._version for p in self.params]
+
+    def _writes(self) -> tuple[int, ...]:
+        return tuple(map(sub, self._versions(), self.before))
 
     def _replicas(self, step: int) -> Settings:
         buckets = [b for b in self.stage.buckets if b.group is self.stage.group and b.full.is_cpu]
@@ -86,7 +89,7 @@ class Alike:
 
     def _written(self) -> str:
         """Which parameters were written more often on some ranks than on others, and there. A collective."""
-        times = self._said([now - b for now, b in zip(self._versions(), self.before, strict=True)], self.stage.group)
+        times = self._said(self._writes(), self.stage.group)
         least = [min(those) for those in zip(*times.values(), strict=True)]
         where = []
         for rank, those in times.items():

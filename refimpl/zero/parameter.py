@@ -150,7 +150,7 @@ HARMLESS = {
     *(getattr(_TENSOR, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks")),
     *(getattr(_TENSOR, name) for name in (
         "size", "numel", "nelement", "dim", "ndimension", "stride", "is_contiguous", "element_size",
-        "is_floating_point", "is_complex", "is_signed", "register_hook", "register_post_accumulate_grad_hook",
+        "is_floating_point", "is_complex", "is_inference", "is_signed", "register_hook", "register_post_accumulate_grad_hook",
         "requires_grad_",
         "get_device", "untyped_storage", "__len__", "__repr__", "__hash__",
     )),
