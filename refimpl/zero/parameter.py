@@ -150,8 +150,8 @@ HARMLESS = {
     *(getattr(_TENSOR, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks")),
     *(getattr(_TENSOR, name) for name in (
         "size", "numel", "nelement", "dim", "ndimension", "stride", "is_contiguous", "element_size",
-        "is_floating_point", "is_complex", "is_inference", "is_signed", "register_hook", "register_post_accumulate_grad_hook",
-        "requires_grad_",
+        "is_floating_point", "is_complex", "is_inference", "is_signed", "register_hook",
+        "register_post_accumulate_grad_hook", "requires_grad_",
         "get_device", "untyped_storage", "__len__", "__repr__", "__hash__",
     )),
     torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type,
