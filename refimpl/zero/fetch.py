@@ -64,7 +64,7 @@ class Fetch:
         self.handles: list[Any] = []
         for unit in self.units:
             unit.on_use, unit.among, unit.unit_at = self.used, self.gathered, self.unit_at
-            unit.fails = path.fails
+            unit.fails, unit.begin = path.fails, path.begin
         self.several = {m: us for m, us in self.units_of.items() if of_several(m, us)}
         for module in self.units_of:
             before, after = untraced(self.before_forward), untraced(self.after_forward)
@@ -218,7 +218,7 @@ class Fetch:
         for handle in self.handles:
             handle.remove()
         for unit in self.units:
-            unit.on_use = None
+            unit.on_use, unit.begin = None, lambda _: None
 
 
 def gather(now: list[Unit], ahead: Iterable[Unit] = ()) -> None:

@@ -114,6 +114,9 @@ class Holder(Protocol):
     def copy_of(self, p: nn.Parameter) -> Tensor:
         """p's values, whole, in memory of their own. A collective."""
 
+    def begin(self, what: str) -> None:
+        """This rank is about to do `what`, which all ranks must: see `Path`."""
+
 
 class Freed(Managed):
     """A sharded parameter between two uses: it has a shape, and no values."""
@@ -134,6 +137,7 @@ class Freed(Managed):
             return func(*args, **(kwargs or {}))
 
     def whole_copy(self) -> Tensor:
+        self.zero_unit.begin("a copy of a parameter (deepcopy, pickle)")
         return self.zero_unit.copy_of(self)
 
     def __repr__(self) -> str:  # type: ignore[override]
