@@ -72,12 +72,12 @@ class Fetch:
             self.handles.append(module.register_forward_hook(after, always_call=True))
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        is_outermost = not self.running and not in_backward()
+        self.running.append(Running(module, torch._C._autograd._top_saved_tensors_default_hooks(True)))
         if torch._C._get_tracing_state():  # which would read what is freed, past every hook
             raise RuntimeError(
                 "torch.jit.trace of a model under ZeRO-3: trace copy.deepcopy(model), made on every rank"
             )
-        is_outermost = not self.running and not in_backward()
-        self.running.append(Running(module, torch._C._autograd._top_saved_tensors_default_hooks(True)))
         if is_outermost and (torch.is_grad_enabled() or not all(unit.held for unit in self.units)):
             self.path.begin(self._iteration(module))
         self.need(module, "forward")
