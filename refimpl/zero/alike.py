@@ -35,7 +35,7 @@ class Alike:
     def __init__(self, stage: "Stage") -> None:
         self.stage = stage
         self.params = [p for p in stage.names if stage.experts.get(p, stage.group) is stage.group]
-        self.before = self._versions()
+        self.before = self.now = self._versions()
 
     @property
     def frozen(self) -> set[nn.Parameter]:
@@ -44,7 +44,7 @@ class Alike:
 
     def words(self) -> Settings:
         """What this rank says of itself."""
-        update = self.stage.update
+        update, self.now = self.stage.update, self._versions()
         given = {WRITES: str(hash(self._writes())), **update.slices.settings_in_words()}
         replicated = update.replicated() and self.stage.group.size > 1
         if replicated and not self.stage.config.delayed_update:  # which may be under way
@@ -53,13 +53,13 @@ class Alike:
 
     def agreed(self) -> None:
         """All ranks have said the same."""
-        self.before = self._versions()
+        self.before = self.now
 
     def _versions(self) -> list[int]:
         return [0 if isinstance(p, Freed) else p._version for p in self.params]
 
     def _writes(self) -> tuple[int, ...]:
-        return tuple(map(sub, self._versions(), self.before))
+        return tuple(map(sub, self.now, self.before))
 
     def _replicas(self, step: int) -> Settings:
         buckets = [b for b in self.stage.buckets if b.group is self.stage.group and b.full.is_cpu]
