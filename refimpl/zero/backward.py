@@ -80,6 +80,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def refuse_inside(what: str) -> None:
+    """RuntimeError inside backward: the gradients of this pass are still on their way."""
+    if in_backward():
+        raise RuntimeError(f"{what} inside backward, by a hook, where gradients are on their way: call it behind it")
+
+
 def _inside_another() -> bool:
     """Whether the backward that ends now was started by a node of another one."""
     frame, running = sys._getframe(), 0

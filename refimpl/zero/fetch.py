@@ -64,7 +64,7 @@ class Fetch:
         self.handles: list[Any] = []
         for unit in self.units:
             unit.on_use, unit.among, unit.unit_at = self.used, self.gathered, self.unit_at
-            unit.fails = path.fails
+            unit.fails, unit.begin = path.fails, path.begin
         self.several = {m: us for m, us in self.units_of.items() if of_several(m, us)}
         for module in self.units_of:
             before, after = untraced(self.before_forward), untraced(self.after_forward)
@@ -74,6 +74,10 @@ class Fetch:
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_outermost = not self.running and not in_backward()
         self.running.append(Running(module, torch._C._autograd._top_saved_tensors_default_hooks(True)))
+        if torch._C._get_tracing_state():  # which would read what is freed, past every hook
+            raise RuntimeError(
+                "torch.jit.trace of a model under ZeRO-3: trace copy.deepcopy(model), made on every rank"
+            )
         if is_outermost and (torch.is_grad_enabled() or not all(unit.held for unit in self.units)):
             self.path.begin(self._iteration(module))
         self.need(module, "forward")
@@ -214,7 +218,7 @@ class Fetch:
         for handle in self.handles:
             handle.remove()
         for unit in self.units:
-            unit.on_use = None
+            unit.on_use, unit.begin = None, lambda _: None
 
 
 def gather(now: list[Unit], ahead: Iterable[Unit] = ()) -> None:

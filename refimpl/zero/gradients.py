@@ -55,10 +55,11 @@ class Gradients(Flights):
         self.divisor: float = 1  # of every gradient that arrives: to average over micro-batches
         self.sync = True  # whether a backward reduces its gradients, or keeps them for a later one
         self.used: set[nn.Parameter] = set()  # that this rank has a gradient of since the step
+        self.frozen: set[nn.Parameter] | None = None  # of what it has none: frozen in every backward; None: none yet
         self.dropping: Callable[[], None] = lambda: None  # called when gradients are forgotten before a step
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         self.first_finite: Tensor | None = None  # whether the last backward's first gradient was; None: it had none
-        self._handles: list[Any] = []
+        self._handles: dict[nn.Parameter, Any] = {}
         self.filling: dict[Bucket, Filling] = {}  # this rank's own sum, still to travel
         self._missing: dict[Bucket, set[nn.Parameter]] | None = None  # still to arrive in this backward
         self.watch(buckets)
@@ -69,8 +70,14 @@ class Gradients(Flights):
         for bucket in buckets:
             for p in bucket.params:
                 self.bucket_of[p] = bucket
-                hook = partial(self.arrive, bucket, f"grad {self.names[p]}")
-                self._handles.append(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                self.listen(p)
+
+    def listen(self, p: nn.Parameter) -> None:
+        """Take p's gradient behind all hooks of the user's, which see this rank's own, as under torch's DDP."""
+        if p in self._handles:
+            self._handles.pop(p).remove()
+        hook = partial(self.arrive, self.bucket_of[p], f"grad {self.names[p]}")
+        self._handles[p] = Tensor.register_post_accumulate_grad_hook(p, hook)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """A backward begins: every bucket with something to train awaits its gradients."""
@@ -87,6 +94,9 @@ class Gradients(Flights):
         A pass that nobody asked for and that brought nothing (`torch.autograd.grad`, another model's loss) sends
         nothing.
         """
+        if asked or self.first_finite is not None:
+            frozen = {p for p in self.bucket_of if p not in self.used and not REQUIRES_GRAD.__get__(p)}
+            self.frozen = frozen if self.frozen is None else self.frozen & frozen
         try:
             if self.sync and (asked or self.first_finite is not None):
                 self.launch_rest()
@@ -215,7 +225,7 @@ class Gradients(Flights):
 
     def clear(self) -> None:
         super().clear()
-        self.used = set()
+        self.used, self.frozen = set(), None
 
     def tensors(self) -> list[Tensor]:
         """The gradients since the last step: reduced, or this rank's own."""
@@ -224,7 +234,7 @@ class Gradients(Flights):
 
     def remove(self) -> None:
         """Let go of the parameters."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
 
 

@@ -80,6 +80,13 @@ class Managed(nn.Parameter):
         """As torch's; but "cpu:1", as accelerate calls the CPU on rank 1, is where all of it is already: no copy."""
         return super().to(*map(unnumbered, args), **{key: unnumbered(value) for key, value in kwargs.items()})
 
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """As torch's. It runs before the stage takes the gradient away, whenever it comes."""
+        handle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        if self.stage is not None and self in self.stage.gradients.bucket_of:
+            self.stage.gradients.listen(self)
+        return handle
+
     def requires_grad_(self, requires_grad: bool = True) -> "Managed":
         self.requires_grad = requires_grad
         return self
@@ -107,6 +114,9 @@ class Holder(Protocol):
     def copy_of(self, p: nn.Parameter) -> Tensor:
         """p's values, whole, in memory of their own. A collective."""
 
+    def begin(self, what: str) -> None:
+        """This rank is about to do `what`, which all ranks must: see `Path`."""
+
 
 class Freed(Managed):
     """A sharded parameter between two uses: it has a shape, and no values."""
@@ -127,6 +137,7 @@ class Freed(Managed):
             return func(*args, **(kwargs or {}))
 
     def whole_copy(self) -> Tensor:
+        self.zero_unit.begin("a copy of a parameter (deepcopy, pickle)")
         return self.zero_unit.copy_of(self)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -143,8 +154,8 @@ HARMLESS = {
     *(getattr(_TENSOR, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks")),
     *(getattr(_TENSOR, name) for name in (
         "size", "numel", "nelement", "dim", "ndimension", "stride", "is_contiguous", "element_size",
-        "is_floating_point", "is_complex", "is_signed", "register_hook", "register_post_accumulate_grad_hook",
-        "requires_grad_",
+        "is_floating_point", "is_complex", "is_inference", "is_signed", "register_hook",
+        "register_post_accumulate_grad_hook", "requires_grad_",
         "get_device", "untyped_storage", "__len__", "__repr__", "__hash__",
     )),
     torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type,
@@ -192,6 +203,11 @@ class Hook:
 
     def __reduce__(self) -> Any:
         return (no_hook, ())
+
+    @property
+    def __name__(self) -> str:
+        """What torch.jit.script asks of each hook of a module, to compile it."""
+        raise AttributeError("a stage's hooks cannot be compiled by torch.jit: script or trace copy.deepcopy(model)")
 
 
 def untraced(fn: Any) -> Hook:

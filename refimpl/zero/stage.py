@@ -24,7 +24,8 @@ from torch import Tensor, nn, optim
 from refimpl.comm.group import Group
 from refimpl.optim.loss_scale import LossScaler
 from refimpl.zero import start
-from refimpl.zero.backward import BackwardPass
+from refimpl.zero.alike import Alike
+from refimpl.zero.backward import BackwardPass, refuse_inside
 from refimpl.zero.beside import Beside
 from refimpl.zero.buffers import Buffers
 from refimpl.zero.chosen import gradients_of, update_kind
@@ -104,6 +105,7 @@ class Stage(Hooked, Beside, Held):
         kind = update_kind(optimizer, self.config)
         self.update = kind(optimizer, owned, self.group, self.config, self.given_scaler, type(self).__name__)
         self.update.slices.gradient_of = self.view.of_slice
+        self.update.alike = Alike(self)
         self.gradients.resting = self.update.resting
         if optimizer is not None:
             take_over(optimizer, self)
@@ -185,6 +187,7 @@ class Stage(Hooked, Beside, Held):
                 f"step() of a {type(self).__name__} that was released (an engine's destroy()): make another"
             )
         self.refuse_without_optimizer()
+        refuse_inside("step()")
         self.parked.refuse()
         if not self.passes.settle():
             raise RuntimeError("step() after a backward that raised: its gradients were dropped; run a backward first")
@@ -256,6 +259,7 @@ class Stage(Hooked, Beside, Held):
 
     def zero_grad(self) -> None:
         """Drop all gradients since the last step."""
+        refuse_inside("zero_grad()")
         self.passes.settle()
         self.gradients.drop()
         self.scaled.is_missing = False

@@ -55,13 +55,20 @@ def refuse_foreign(names: Mapping[nn.Parameter, str]) -> None:
                 f"parameter {name} belongs to a {type(other).__name__} already: call its release() (an engine's "
                 "destroy()) first, or give each stage a model of its own"
             )
-        if p.is_meta:
-            raise ValueError(f"parameter {name} is on the meta device: give the model memory and values first")
-        if p.is_complex():
-            raise TypeError(f"parameter {name} is complex: keep its real and imaginary parts in two parameters")
         if type(p) not in (nn.Parameter, Managed, Freed):
             remedy = "run a forward first, so that it has a shape" if nn.parameter.is_lazy(p) else "use nn.Parameter"
+            if type(p).__name__ == "DTensor":
+                remedy = "torch's fully_shard, or its tensor parallelism, has cut it: leave that out"
             raise TypeError(f"parameter {name} is a {type(p).__name__}: {remedy}")
+        if p.is_meta:
+            raise ValueError(f"parameter {name} is on the meta device: give the model memory and values first")
+        if p.is_inference() or torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                f"parameter {name}: it was made, or its stage is built, under torch.inference_mode(), so it cannot be "
+                "trained: do both outside, or under torch.no_grad()"
+            )
+        if p.is_complex():
+            raise TypeError(f"parameter {name} is complex: keep its real and imaginary parts in two parameters")
 
 
 def refuse_different(
@@ -112,7 +119,7 @@ def refuse_shared_memory(names: dict[nn.Parameter, str]) -> None:
     """Two parameters on one memory would part: each gets a place of its own."""
     first: dict[int, str] = {}
     for p, name in names.items():
-        if not isinstance(p, Freed) and p.numel() and not p.is_meta:
+        if type(p) in (nn.Parameter, Managed) and p.numel() and not p.is_meta:
             other = first.setdefault(p.data_ptr(), name)
             if other != name:
                 raise ValueError(

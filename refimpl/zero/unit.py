@@ -58,9 +58,11 @@ class Unit(Bucket):
         super().__init__(params, group, group_index, name, dtype)
         self.mine = group.empty(self.shard_numel, self.dtype, self.device).copy_(self.shard(self.full))  # [S]
         self.unrounded = None if self.unrounded is None else self.shard(self.unrounded).clone()  # [S]
+        self.changes = 0  # of the weights, since a graph may have been recorded with the old ones
         self.versions = [p._version for p in params]  # of what was gathered: who writes to it raises them
         self.on_use: Callable[[Unit, str], None] | None = None
         self.fails: Callable[[Exception], Exception] = lambda error: error  # what to raise where a disk gives no shard
+        self.begin: Callable[[str], None] = lambda _: None  # called before this rank gathers of its own accord
         self.among: set[Unit] = set()  # the units that have memory now, of which this is one while it has
         self.unit_at: dict[int, Unit] = {}  # units by the storage of `full`, this one among them
         self.state_dicts: Any = None  # before there is a stage: the hooks that bring it whole into a state_dict
@@ -113,6 +115,7 @@ class Unit(Bucket):
         return []
 
     def changed(self) -> None:
+        self.changes += 1
         self.way.stale()
 
     @torch.no_grad()

@@ -19,17 +19,18 @@ from torch import Tensor, nn, optim
 from refimpl.comm.group import Group
 from refimpl.comm.streams import told
 from refimpl.optim.loss_scale import LossScaler
-from refimpl.zero.alike import weights
 from refimpl.zero.beyond import Beyond
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
 from refimpl.zero.masters import Masters
+from refimpl.zero.missed import FROZEN, parted, without
 from refimpl.zero.owing import Owing
-from refimpl.zero.settings import WORDS, Settings, are_equal, checksum, difference
+from refimpl.zero.settings import WORDS, are_equal, checksum
 from refimpl.zero.slices import Slices
 from refimpl.zero.whole_squares import WholeSquares
 
 if TYPE_CHECKING:
+    from refimpl.zero.alike import Alike
     from refimpl.zero.resting import Resting
 
 NORM_BLOCK = 1 << 16  # elements widened to fp64 at a time, so that the copy stays in cache
@@ -40,6 +41,7 @@ class Update(Masters):
 
     resting: "Resting | None" = None  # where gradients wait for the step, if not in memory
     owing: Owing | None = None  # what compression has not sent yet, of what an optimizer averages by itself
+    alike: "Alike"  # what ranks must agree on; the stage's
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class Update(Masters):
     ) -> tuple[float, set[nn.Parameter]]:
         """What all ranks must know of the step, in one message: the sum of squares, and what no rank has used.
 
-        And whether their optimizers have the same settings, ValueError if not.
+        And whether they are alike (see `Alike`), ValueError if not.
 
         `exact`: squared in fp64, three times the time. Then nothing overflows, and the norm rounds to the same fp32
         number however the parameters are cut: clipping keeps the stages equal bit for bit.
@@ -144,8 +146,8 @@ class Update(Masters):
         for bucket in self.owned:
             members.setdefault(bucket.group, []).extend(bucket.params)
         params = members.pop(self.group)
-        given = self._alike()
-        message = told([0.0, *checksum(given), *(p not in used for p in params)], torch.float64, self.group.device)
+        given = self.alike.words()
+        message = told([0.0, *checksum(given), *self._missing(params, used)], torch.float64, self.group.device)
         known = self.resting.squares if self.resting else {}
         for bucket, gradient in gradients.items():
             everywhere = self.averaged and gradient.numel() == bucket.padded  # then each rank counts a part
@@ -165,36 +167,35 @@ class Update(Masters):
             ranks *= self.across.size
         if self.beyond:
             self.beyond.add_up(message[:1])
-        of_experts = [missed(group, experts, used) for group, experts in members.items()]
+        of_experts = [self._missed(group, experts, used) for group, experts in members.items()]
         squares, *counts = torch.cat([message, *of_experts]).tolist()  # the one time that the host waits
-        sums, unused = counts[:WORDS], counts[WORDS:]
-        if not are_equal(sums, ranks):
-            self._refuse_parted(given)
-        asked = [(p, ranks) for p in params]
-        asked += [(p, group.size) for group, experts in members.items() for p in experts]
-        return squares, {p for (p, all_), without in zip(asked, unused, strict=True) if without == all_}
+        if not are_equal(counts[:WORDS], ranks):
+            self.alike.refuse_parted(given)
+        self.alike.agreed()
+        asked = [(self.group, params, ranks), *((group, experts, group.size) for group, experts in members.items())]
+        return squares, self._unused(asked, counts[WORDS:])
 
-    def _alike(self) -> Settings:
-        """What must be equal on all ranks: the optimizer's settings, and the weights where every rank updates all."""
-        given = self.slices.settings_in_words()
-        if self.group.size > 1 and self.replicated() and not self.config.delayed_update:  # which may be under way
-            given |= weights((bucket for bucket in self.owned if bucket.group is self.group), self.steps)
-        return given
+    def _missing(self, params: list[nn.Parameter], used: set[nn.Parameter]) -> list[int]:
+        """What this rank says of each: see `missed.py`."""
+        frozen = self.alike.frozen
+        return [0 if p in used else FROZEN if p in frozen else 1 for p in params]
 
-    def _refuse_parted(self, given: Settings) -> None:
-        """ValueError on every rank, before anything is updated. A collective.
+    def _missed(self, group: Group, params: list[nn.Parameter], used: set[nn.Parameter]) -> Tensor:
+        """The sums of that over the ranks of `group`, which are those that have `params`; fp64. A collective."""
+        message = told(self._missing(params, used), torch.float32, group.device)
+        group.all_reduce(message, "sum", tag="norm")
+        group.settle()
+        return message.double()
 
-        Not in a group that only pretends (torch's "fake" backend), where nobody adds up and all say the same.
-        """
-        of_ranks = dict(zip(self.group.ranks, self.group.all_gather_object(given), strict=True))
-        for others in self.across.all_gather_object(of_ranks) if self.across is not None else ():
-            of_ranks |= others
-        if all(said == given for said in of_ranks.values()):
-            return
-        raise ValueError(
-            f"{self.stage}, step {self.steps}: {difference(of_ranks)}; nothing is updated. "
-            "Set, load and change alike on every rank; a schedule that follows the loss needs its mean over all ranks"
-        )
+    def _unused(self, asked: list[tuple[Group, list[nn.Parameter], int]], totals: list[float]) -> set[nn.Parameter]:
+        """Parameters that no rank has used; `totals`: for those of each group of so many ranks. Refuses the frozen."""
+        unused: set[nn.Parameter] = set()
+        for group, params, ranks in asked:
+            mine, totals = totals[: len(params)], totals[len(params) :]
+            if clash := parted(mine, ranks):
+                self.alike.refuse_frozen({params[i] for i in clash}, group)
+            unused |= {p for p, total in zip(params, mine, strict=True) if total and without(total) == ranks}
+        return unused
 
     def _warn(self, was_finite: bool) -> None:
         """Say that a step is skipped, at the 1st, 2nd, 4th, 8th, ... time. A scale on its way down skips by design."""
@@ -218,14 +219,6 @@ class Update(Masters):
         self.skipped_steps = state["skipped_steps"]
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
-
-
-def missed(group: Group, params: list[nn.Parameter], used: set[nn.Parameter]) -> Tensor:
-    """How many ranks of `group` have not used each of `params`, fp64. A collective."""
-    ranks = told([p not in used for p in params], torch.float32, group.device)
-    group.all_reduce(ranks, "sum", tag="norm")
-    group.settle()
-    return ranks.double()
 
 
 def sum_of_squares(x: Tensor, exact: bool) -> Tensor:

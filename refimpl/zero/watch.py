@@ -47,20 +47,26 @@ class Watch:
     pack_around: Callable[[Tensor], Any] | None
     unpack_around: Callable[[Any], Tensor] | None
 
-    def pack(self, tensor: Tensor) -> tuple[Unit | None, Any]:
+    def pack(self, tensor: Tensor) -> tuple[Unit | None, int, Any]:
         dense = tensor.layout is torch.strided  # a sparse one has several memories, and no parameter is one
         unit = self.unit_at.get(tensor.untyped_storage()._cdata) if dense else None
         if unit is not None and tensor.is_leaf:
             tensor = tensor.detach()  # a parameter itself is put elsewhere when it is freed; what it is a view of stays
         if self.pack_around:
-            return unit, self.pack_around(tensor)
+            return unit, 0, self.pack_around(tensor)
         source = source_of(tensor) if unit is None and dense else None
         if source is not None and (home := self.unit_at.get(source.untyped_storage()._cdata)):
-            return home, Rounded(source, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
-        return unit, tensor
+            again = Rounded(source, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+            return home, home.changes, again
+        return unit, unit.changes if unit else 0, tensor
 
-    def unpack(self, packed: tuple[Unit | None, Any]) -> Tensor:
-        unit, kept = packed
+    def unpack(self, packed: tuple[Unit | None, int, Any]) -> Tensor:
+        unit, changes, kept = packed
+        if unit is not None and not self.unpack_around and unit.changes != changes:  # as autograd says of a plain one
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+                f"weights of {unit.name}, by a step or a load behind this forward. Run the forward again"
+            )
         # Which may run a checkpointed function again.
         tensor = self.unpack_around(kept) if self.unpack_around else kept
         if unit is not None and not unit.is_whole:

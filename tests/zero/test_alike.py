@@ -114,13 +114,13 @@ def test_a_setting_that_changes_on_one_rank_is_told_on_all_before_the_weights_pa
 
 
 def with_weights_of_its_own() -> str:
-    """As `if rank == 0: model.load_state_dict(...)` behind the stage does it, before the fourth step."""
+    """As `if rank == 0: p.data.add_(...)` behind the stage does it, before the fourth step."""
     group, model = Group.world(), model_of("", False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     STAGES["ddp"](model, optimizer, group)
     for step in range(4):
         if step == 3 and group.rank == group.size - 1:
-            model.load_state_dict({name: w + 1 for name, w in model.state_dict().items()})
+            model[0].weight.data.add_(1)
         model(torch.ones(2, 5)).sum().backward()
         with pytest.raises(ValueError, match="step 4") if step == 3 else nullcontext() as told:
             optimizer.step()
@@ -133,6 +133,77 @@ def test_weights_that_change_on_one_rank_are_told(ranks: int) -> None:
     texts = run(with_weights_of_its_own, ranks=ranks)
     assert len(set(texts)) == 1
     assert re.search(rf"the weights' checksum is not .* \(rank 0.*: -?\d+; rank {ranks - 1}: -?\d+\)", texts[0]), texts
+
+
+def with_frozen_layers_of_its_own(stage: str) -> str:
+    """In the second step. What a rank does not use, or all have frozen, is as good as ever, and what all thaw again."""
+    group, model = Group.world(), model_of("", False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    built = STAGES[stage](model, optimizer, group, ZeroConfig(param_persistence_threshold=100))
+    last = group.rank == group.size - 1
+
+    def backward(used: bool = True) -> None:
+        (model(torch.ones(2, 5)) if used else model[2](torch.ones(2, 7))).sum().backward()
+
+    model[0].requires_grad_(False)
+    backward()
+    model[0].requires_grad_(True)
+    backward(used=not last or stage == "zero3")  # which wants the same path on all
+    optimizer.step()
+    before = [t.clone() for t in kept(built)]
+    model[0].requires_grad_(not last)
+    backward()
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match="step 2: frozen") as told:
+        optimizer.step()
+    assert all(map(torch.equal, kept(built), before)), "something was updated"
+    optimizer.zero_grad()
+    backward()
+    optimizer.step()
+    return str(told.value)
+
+
+@pytest.mark.parametrize(("stage", "ranks"), pairwise(list(STAGES), [2, 3]))
+def test_what_one_rank_alone_has_frozen_is_told_on_all(stage: str, ranks: int) -> None:
+    texts = run(with_frozen_layers_of_its_own, stage, ranks=ranks)
+    assert len(set(texts)) == 1
+    assert f"gradient: rank {ranks - 1}: 0.weight, 0.bias." in texts[0]
+
+
+def with_writes_of_its_own(stage: str) -> str:
+    """Before the third step, when no checksum of DDP's weights is due. Who sends what he has written may."""
+    group, model = Group.world(), model_of("", False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    built = STAGES[stage](model, optimizer, group, ZeroConfig(param_persistence_threshold=100))
+
+    def write() -> None:
+        model[0].load_state_dict({name: w + 1 for name, w in model[0].state_dict().items()})
+        torch.nn.init.ones_(model[2].bias)
+
+    for step in range(3):
+        if step and group.rank == 0:
+            write()
+        for p in model.parameters() if step == 1 else ():
+            group.broadcast(p.data)
+        model(torch.ones(2, 5)).sum().backward()
+        before = [t.clone() for t in kept(built)]
+        with pytest.raises(ValueError, match="step 3") if step == 2 else nullcontext() as told:
+            optimizer.step()
+    assert all(map(torch.equal, kept(built), before)), "something was updated"
+    if group.rank:
+        write()
+    optimizer.step()
+    return str(told.value)
+
+
+@pytest.mark.parametrize(("stage", "ranks"), pairwise(list(STAGES), [2, 3]))
+def test_weights_that_one_rank_alone_has_written_are_told_on_all(stage: str, ranks: int) -> None:
+    texts = run(with_writes_of_its_own, stage, ranks=ranks)
+    assert len(set(texts)) == 1
+    assert (
+        "written in place (by load_state_dict, copy_, init) on some ranks alone: rank 0: 0.weight, 0.bias, 2.bias;"
+        in (texts[0])
+    )
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_plain_loop import batch, by_adamw, every_stage, plain, small
+from pairs import pairwise
+from test_plain_loop import batch, by_adamw, every_stage, plain, sgd, small
 from torch import Tensor, nn
 from training import STAGES
 from worlds import run
@@ -100,7 +101,12 @@ def refused(stage_name: str, how: str) -> None:
     if how == "momentum":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         plain(model, optimizer, lambda step: batch(step, 0))
-    if how in ("complex", "one memory", "reduced by torch"):
+    if how == "inference":
+        with torch.inference_mode():
+            model = small()
+    if how == "lazy":
+        model = nn.Sequential(nn.LazyLinear(7))
+    if how in ("complex", "one memory", "reduced by torch", "inference", "lazy"):
         optimizer = by_adamw(model)
     STAGES[stage_name](model, optimizer, group)
     plain(model, optimizer, lambda step: batch(step, group.rank))
@@ -111,6 +117,11 @@ def refused(stage_name: str, how: str) -> None:
     if how == "plain state":
         twin = small()
         optimizer.load_state_dict(by_adamw(twin).state_dict())
+    if how in ("step", "zero_grad"):
+        model[0].weight.register_hook(lambda _: getattr(optimizer, how)())
+        model(batch(9, group.rank)).square().mean().backward()
+    if how == "script":
+        torch.jit.script(model)
     if how == "late backward":
         loss = model(batch(9, group.rank)).square().mean()
         plain(model, optimizer, lambda step: batch(step, group.rank))
@@ -129,11 +140,16 @@ def refused(stage_name: str, how: str) -> None:
         ("data", r"parameter 0.weight\.data = .*p.data.copy_|parameter 0.weight: data needs its values"),
         ("state of another", r"this state is rank 0's of 2, Zero\d; here is rank 1 of 2"),
         ("late backward", "modified by an inplace operation"),
+        ("inference", r"parameter 0\.weight: it was made, .*, under torch\.inference_mode"),
+        ("lazy", r"parameter 0\.weight is a UninitializedParameter: run a forward first"),
+        ("step", r"step\(\) inside backward, by a hook"),
+        ("zero_grad", r"zero_grad\(\) inside backward, by a hook"),
+        ("script", "a stage's hooks cannot be compiled"),
     ],
 )
 def test_what_would_go_wrong_unseen_is_refused(stage: str, how: str, message: str) -> None:
-    if (how, stage) in (("state of another", "ddp"), ("late backward", "zero3")):
-        return  # every rank of DDP has the same state; what ZeRO-3's autograd saved is looked up anew
+    if (how, stage) == ("state of another", "ddp"):
+        return  # every rank of DDP has the same state
     with pytest.raises(RankError, match=f"(?s){message}"):
         run(refused, stage, how, ranks=2)
 
@@ -152,6 +168,20 @@ def written_in_forward() -> None:
     model = Renormed()
     STAGES["zero3"](model, by_adamw(model))
     model().backward()
+
+
+def traced() -> None:
+    """It crashed."""
+    model = small()
+    STAGES["zero3"](model, by_adamw(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.trace(model, batch(0, 0))
+
+
+def test_a_trace_of_zero3_is_refused() -> None:
+    with pytest.raises(RankError, match=r"trace copy\.deepcopy\(model\)"):
+        run(traced, ranks=2)
 
 
 def test_a_weight_written_in_forward_is_refused_by_zero3() -> None:
@@ -209,6 +239,44 @@ def test_two_optimizers_of_one_model_have_a_stage_each(stage: str) -> None:
     for got in run(two_stages_share, stage, ranks=2):
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def seen_by_a_hook(stage_name: str) -> tuple[list[Tensor], list[Tensor]]:
+    """By one that came after the stage, and doubles what it sees; and the weights after a step."""
+    model: Any = small()
+    stage = STAGES[stage_name](model, sgd(model))
+    seen: list[Tensor] = []
+
+    def hook(p: Tensor) -> None:
+        assert p.grad is not None
+        seen.append(p.grad.clone())
+        p.grad.mul_(2)
+
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+    model(batch(0, Group.world().rank)).square().mean().backward()
+    stage.step()
+    [handle.remove() for handle in handles]
+    model(batch(1, 0)).square().mean().backward()
+    stage.zero_grad()
+    return seen, [stage.full_parameter(name) for name in stage.names.values()]
+
+
+@pytest.mark.parametrize(("stage", "ranks"), pairwise(list(STAGES), [2, 3]))
+def test_a_hook_of_the_users_sees_this_ranks_gradient_before_it_travels(stage: str, ranks: int) -> None:
+    """As under torch's DDP."""
+    found = run(seen_by_a_hook, stage, ranks=ranks)
+    model = small()
+    optimizer, means = sgd(model), [torch.zeros_like(p) for p in model.parameters()]
+    for rank, (seen, _) in enumerate(found):
+        own = torch.autograd.grad(model(batch(0, rank)).square().mean(), list(model.parameters()))
+        assert len(seen) == len(own)
+        assert all(any(torch.equal(g, s) for s in seen) for g in own)
+        torch._foreach_add_(means, own, alpha=2 / ranks)
+    for p, mean in zip(model.parameters(), means, strict=True):
+        p.grad = mean
+    optimizer.step()
+    for got, expected in zip(found[0][1], model.parameters(), strict=True):
+        torch.testing.assert_close(got, expected.detach())
 
 
 def told_of_what_is_dropped(stage_name: str) -> list[str]:

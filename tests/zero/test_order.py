@@ -1,5 +1,7 @@
 """The path and the roll call: ranks that part are named, whoever they are; ranks that do not say nothing."""
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
 from itertools import product
@@ -245,6 +247,28 @@ def test_who_waits_in_a_call_that_the_others_do_not_make_says_where(
     assert re.search(
         r"rank 0: waits for the others, in or after .* at .*test_order\.py:\d+; rank 1: a new forward", told[0]
     )
+
+
+def copy_alone(how: str) -> str:
+    """What this rank is told; rank 0 copies the model, where the others do as usual and gather the same buffers."""
+    stage = built()
+    for _ in range(2):
+        stage.model.state_dict()
+    with pytest.raises(RankDivergence) as told:  # noqa: PT012
+        if stage.group.rank == 0:
+            copy.deepcopy(stage.model) if how == "copy" else pickle.dumps(stage.model)
+        stage.model.state_dict()
+        stage.group.barrier()
+    return str(told.value)
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("copy", 2), ("pickle", 3)])
+def test_a_copy_on_one_rank_alone_is_not_met_by_a_state_dict(how: str, ranks: int) -> None:
+    with World(ranks) as world:
+        told = world.call(copy_alone, how)
+        world.kill()
+    assert told == [told[0]] * ranks
+    assert re.search(r"rank 0: a copy of a parameter .*; rank 1: a state_dict of the model", told[0])
 
 
 def part_elsewhere(follows: bool) -> str:
