@@ -9,6 +9,12 @@ Frozen: `requires_grad` was False in every backward since the last step that bro
 alone that is a mistake, and would be another mean in silence; unused on one rank alone is an expert, or a branch.
 """
 
+import torch
+from torch import Tensor
+
+from refimpl.comm.group import Group
+from refimpl.comm.streams import told
+
 FROZEN = 4096  # more than there are ranks
 
 
@@ -17,6 +23,14 @@ def without(total: float) -> float:
     return total // FROZEN + total % FROZEN
 
 
-def parted(totals: list[float], ranks: int) -> list[int]:
-    """Which sums are of a parameter that some of so many ranks have frozen, while others have a gradient."""
-    return [i for i, total in enumerate(totals) if total >= FROZEN and without(total) < ranks]
+def is_parted(total: float, ranks: int) -> bool:
+    """Whether some of so many ranks have frozen the parameter, while others have a gradient."""
+    return total >= FROZEN and without(total) < ranks
+
+
+def summed(group: Group, words: list[int]) -> Tensor:
+    """The sums over the ranks of `group`, fp64. A collective."""
+    message = told(words, torch.float32, group.device)
+    group.all_reduce(message, "sum", tag="norm")
+    group.settle()
+    return message.double()

@@ -23,7 +23,7 @@ from refimpl.zero.beyond import Beyond
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
 from refimpl.zero.masters import Masters
-from refimpl.zero.missed import FROZEN, parted, without
+from refimpl.zero.missed import FROZEN, is_parted, summed, without
 from refimpl.zero.owing import Owing
 from refimpl.zero.settings import WORDS, are_equal, checksum
 from refimpl.zero.slices import Slices
@@ -137,27 +137,15 @@ class Update(Masters):
     ) -> tuple[float, set[nn.Parameter]]:
         """What all ranks must know of the step, in one message: the sum of squares, and what no rank has used.
 
-        And whether they are alike (see `Alike`), ValueError if not.
-
-        `exact`: squared in fp64, three times the time. Then nothing overflows, and the norm rounds to the same fp32
-        number however the parameters are cut: clipping keeps the stages equal bit for bit.
+        And whether they are alike (see `Alike`), ValueError if not. `exact`: see `_squares`.
         """
         members: dict[Group, list[nn.Parameter]] = {self.group: []}
         for bucket in self.owned:
             members.setdefault(bucket.group, []).extend(bucket.params)
-        params = members.pop(self.group)
-        given = self.alike.words()
-        message = told([0.0, *checksum(given), *self._missing(params, used)], torch.float64, self.group.device)
-        known = self.resting.squares if self.resting else {}
-        for bucket, gradient in gradients.items():
-            everywhere = self.averaged and gradient.numel() == bucket.padded  # then each rank counts a part
-            mine = bucket.shard(gradient) if everywhere else gradient
-            message[0] += known[bucket] if bucket in known else sum_of_squares(mine, exact)
-            if self.beyond and not self.beyond.counted_elsewhere.keys().isdisjoint(bucket.params):
-                seen = self.resting.whole(bucket) if self.resting and bucket in known else mine
-                message[0] -= sum(sum_of_squares(copy, exact) for copy in self.beyond.copies(bucket, seen))
-        if not self.averaged:
-            message[0] /= self.group.size
+        given, frozen = self.alike.words(), self.alike.frozen
+        missing = {g: [0 if p in used else FROZEN if p in frozen else 1 for p in has] for g, has in members.items()}
+        message = told([0.0, *checksum(given), *missing.pop(self.group)], torch.float64, self.group.device)
+        message[0] += self._squares(gradients, exact)
         self.group.all_reduce(message, "sum", tag="norm")
         self.group.settle()
         ranks = self.group.size
@@ -167,35 +155,35 @@ class Update(Masters):
             ranks *= self.across.size
         if self.beyond:
             self.beyond.add_up(message[:1])
-        of_experts = [self._missed(group, experts, used) for group, experts in members.items()]
+        of_experts = [summed(group, words) for group, words in missing.items()]
         squares, *counts = torch.cat([message, *of_experts]).tolist()  # the one time that the host waits
         if not are_equal(counts[:WORDS], ranks):
             self.alike.refuse_parted(given)
         self.alike.agreed()
-        asked = [(self.group, params, ranks), *((group, experts, group.size) for group, experts in members.items())]
-        return squares, self._unused(asked, counts[WORDS:])
+        totals, left_alone = iter(counts[WORDS:]), set[nn.Parameter]()
+        for group, has in members.items():
+            sums, size = {p: next(totals) for p in has}, ranks if group is self.group else group.size
+            if clash := {p for p, total in sums.items() if is_parted(total, size)}:
+                self.alike.refuse_frozen(clash, group)
+            left_alone |= {p for p, total in sums.items() if without(total) == size}
+        return squares, left_alone
 
-    def _missing(self, params: list[nn.Parameter], used: set[nn.Parameter]) -> list[int]:
-        """What this rank says of each: see `missed.py`."""
-        frozen = self.alike.frozen
-        return [0 if p in used else FROZEN if p in frozen else 1 for p in params]
+    def _squares(self, gradients: dict[Bucket, Tensor], exact: bool) -> Tensor:
+        """This rank's share of the gradients' sum of squares, fp64.
 
-    def _missed(self, group: Group, params: list[nn.Parameter], used: set[nn.Parameter]) -> Tensor:
-        """The sums of that over the ranks of `group`, which are those that have `params`; fp64. A collective."""
-        message = told(self._missing(params, used), torch.float32, group.device)
-        group.all_reduce(message, "sum", tag="norm")
-        group.settle()
-        return message.double()
-
-    def _unused(self, asked: list[tuple[Group, list[nn.Parameter], int]], totals: list[float]) -> set[nn.Parameter]:
-        """Parameters that no rank has used; `totals`: for those of each group of so many ranks. Refuses the frozen."""
-        unused: set[nn.Parameter] = set()
-        for group, params, ranks in asked:
-            mine, totals = totals[: len(params)], totals[len(params) :]
-            if clash := parted(mine, ranks):
-                self.alike.refuse_frozen({params[i] for i in clash}, group)
-            unused |= {p for p, total in zip(params, mine, strict=True) if total and without(total) == ranks}
-        return unused
+        `exact`: squared in fp64, three times the time. Then nothing overflows, and the norm rounds to the same fp32
+        number however the parameters are cut: clipping keeps the stages equal bit for bit.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.group.device)
+        known = self.resting.squares if self.resting else {}
+        for bucket, gradient in gradients.items():
+            everywhere = self.averaged and gradient.numel() == bucket.padded  # then each rank counts a part
+            mine = bucket.shard(gradient) if everywhere else gradient
+            total += known[bucket] if bucket in known else sum_of_squares(mine, exact)
+            if self.beyond and not self.beyond.counted_elsewhere.keys().isdisjoint(bucket.params):
+                seen = self.resting.whole(bucket) if self.resting and bucket in known else mine
+                total -= sum(sum_of_squares(copy, exact) for copy in self.beyond.copies(bucket, seen))
+        return total if self.averaged else total / self.group.size
 
     def _warn(self, was_finite: bool) -> None:
         """Say that a step is skipped, at the 1st, 2nd, 4th, 8th, ... time. A scale on its way down skips by design."""
