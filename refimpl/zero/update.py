@@ -165,7 +165,7 @@ class Update(Masters):
             sums, size = {p: next(totals) for p in has}, ranks if group is self.group else group.size
             if clash := {p for p, total in sums.items() if is_parted(total, size)}:
                 self.alike.refuse_frozen(clash, group)
-            left_alone |= {p for p, total in sums.items() if without(total) == size}
+            left_alone |= {p for p, total in sums.items() if total and without(total) == size}
         return squares, left_alone
 
     def _squares(self, gradients: dict[Bucket, Tensor], exact: bool) -> Tensor:
