@@ -54,27 +54,26 @@ def both():
 def cable() -> Iterator[list[list[str]]]:
     """What starts a command on each of two machines."""
     names = [f"refimpl-{os.getpid()}-{side}" for side in "ab"]
-    made: list[str] = []
+    if os.geteuid() or not all(shutil.which(tool) for tool in ("ip", "unshare")):
+        pytest.skip("needs root, iproute2 and util-linux, to make two machines of one")
     try:
         for name in names:
-            done = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False) if ip() else None
-            if done is None or done.returncode:
-                pytest.skip("needs root and iproute2, to make two machines of one")
-            made.append(name)
-        card = ["link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1]]
-        subprocess.run(["ip", *card], check=True)
+            ip(f"netns add {name}")
+        ip(f"link add eth0 netns {names[0]} type veth peer name eth0 netns {names[1]}")
         for name, address in zip(names, HOSTS, strict=True):
             for words in (f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up"):
-                subprocess.run(["ip", "-n", name, *words.split()], check=True)
+                ip(f"-n {name} {words}")
         own = ["unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
         yield [["ip", "netns", "exec", name, *own, sys.executable] for name in names]
     finally:
-        for name in made:
-            subprocess.run(["ip", "netns", "delete", name], check=True)
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
-def ip() -> bool:
-    return os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "unshare"))
+def ip(words: str) -> None:
+    done = subprocess.run(["ip", *words.split()], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"this system makes no second machine: ip {words}: {done.stderr.strip()}")
 
 
 @pytest.fixture(scope="module")
