@@ -87,7 +87,7 @@ class Stage(Hooked, Beside, Held):
         """Lay the model out for this optimizer, and listen to it."""
         self.group_of = groups_of(not_taken(optimizer), self.model)
         managed = [p for p in self.names if p in self.group_of or self.manages_all]
-        start.refuse_foreign({p: self.names[p] for p in managed if stage_of(p) is not self})
+        start.refuse_foreign({p: self.names[p] for p in managed if stage_of(p) is not self}, optimizer is not None)
         everywhere = {name: p for p, name in self.names.items() if self.experts.get(p, self.group) is self.group}
         start.refuse_different(self.group, everywhere, self.group_of, optimizer)
         self.scaled = Scaled(self.given_scaler)

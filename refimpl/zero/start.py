@@ -47,8 +47,8 @@ def share(
             DATA.__set__(p, DATA.__get__(p).to(dtype))
 
 
-def refuse_foreign(names: Mapping[nn.Parameter, str]) -> None:
-    """A stage takes ordinary parameters that no other stage has."""
+def refuse_foreign(names: Mapping[nn.Parameter, str], trains: bool) -> None:
+    """A stage takes ordinary parameters that no other has; without an optimizer it may be built in inference mode."""
     for p, name in names.items():
         if (other := stage_of(p)) is not None:
             raise ValueError(
@@ -62,7 +62,7 @@ def refuse_foreign(names: Mapping[nn.Parameter, str]) -> None:
             raise TypeError(f"parameter {name} is a {type(p).__name__}: {remedy}")
         if p.is_meta:
             raise ValueError(f"parameter {name} is on the meta device: give the model memory and values first")
-        if p.is_inference() or torch.is_inference_mode_enabled():
+        if p.is_inference() or (trains and torch.is_inference_mode_enabled()):
             raise RuntimeError(
                 f"parameter {name}: it was made, or its stage is built, under torch.inference_mode(), so it cannot be "
                 "trained: do both outside, or under torch.no_grad()"

@@ -350,18 +350,21 @@ def test_everything_by_name(stage: str, dtype: torch.dtype) -> None:
     assert all(run(by_name, stage, dtype, ranks=3))
 
 
-def inference() -> tuple[float, float]:
+def inference(stage: str, built_inside: bool) -> tuple[float, float]:
     torch.manual_seed(0)
     model = Net()
     with torch.no_grad():
         expected = model(tokens(0, 0)).item()
-    Zero3(model)
+    with torch.inference_mode(built_inside):
+        STAGES[stage](model)
     with torch.inference_mode():
         model(tokens(1, 0))
-    with torch.no_grad():
+    with torch.inference_mode(built_inside), torch.no_grad():
         return expected, model(tokens(0, 0)).item()
 
 
-def test_inference_under_zero3_needs_no_optimizer() -> None:
-    for expected, got in run(inference, ranks=2):
+@every_stage
+@pytest.mark.parametrize("built_inside", [False, True])
+def test_inference_needs_no_optimizer(stage: str, built_inside: bool) -> None:
+    for expected, got in run(inference, stage, built_inside, ranks=2):
         assert expected == got
