@@ -7,11 +7,14 @@ import os
 import platform
 import subprocess
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from refimpl.checkpoint import atomic
 
 
 @dataclass
@@ -53,9 +56,7 @@ class Report:
         parts = [{**asdict(r), "verdict": r.verdict} for r in self.results]
         data = {"device": self.device, "passed": self.passed, "environment": self.environment, "parts": parts}
         for name, text in (("report.json", json.dumps(data, indent=1) + "\n"), ("report.md", self.markdown())):
-            new = folder / f"{name}.new"
-            new.write_text(text)
-            new.replace(folder / name)  # or the one before it stays whole
+            atomic.write_file(folder / name, partial(Path.write_text, data=text))  # or the one before it stays
 
     def markdown(self) -> str:
         lines = ["# GPU check", ""]
