@@ -135,11 +135,16 @@ def test_weights_that_change_on_one_rank_are_told(ranks: int) -> None:
     assert re.search(rf"the weights' checksum is not .* \(rank 0.*: -?\d+; rank {ranks - 1}: -?\d+\)", texts[0]), texts
 
 
-def with_frozen_layers_of_its_own(stage: str) -> str:
-    """In the second step. What a rank does not use, or all have frozen, is as good as ever, and what all thaw again."""
+def standing(stage: str) -> tuple[Group, nn.Module, torch.optim.Optimizer, Stage]:
+    """The same on all ranks."""
     group, model = Group.world(), model_of("", False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-    built = STAGES[stage](model, optimizer, group, ZeroConfig(param_persistence_threshold=100))
+    return group, model, optimizer, STAGES[stage](model, optimizer, group, ZeroConfig(param_persistence_threshold=100))
+
+
+def with_frozen_layers_of_its_own(stage: str) -> str:
+    """In the second step. What a rank does not use, or all have frozen, is as good as ever, and what all thaw again."""
+    group, model, optimizer, built = standing(stage)
     last = group.rank == group.size - 1
 
     def backward(used: bool = True) -> None:
@@ -172,9 +177,7 @@ def test_what_one_rank_alone_has_frozen_is_told_on_all(stage: str, ranks: int) -
 
 def with_writes_of_its_own(stage: str) -> str:
     """Before the third step, when no checksum of DDP's weights is due. Who sends what he has written may."""
-    group, model = Group.world(), model_of("", False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-    built = STAGES[stage](model, optimizer, group, ZeroConfig(param_persistence_threshold=100))
+    group, model, optimizer, built = standing(stage)
 
     def write() -> None:
         model[0].load_state_dict({name: w + 1 for name, w in model[0].state_dict().items()})
