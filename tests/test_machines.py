@@ -1,22 +1,26 @@
 """Two machines for real, as far as one kernel goes: each with its own network card, processes and name, and a cable.
 
 Ranks of two network namespaces share no memory and see no process of each other. What the card has sent is the kernel's
-count, not ours.
+count, not ours. The ranks are started as docs/kubernetes.yaml has it: a machine stands for a pod, whose name and whose
+peers' names it has, and whose index is put in the command.
 """
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from worlds import run
 
 ROOT = Path(__file__).parents[1]
-HOSTS, PORT = ("192.0.2.1", "192.0.2.2"), "29400"  # a network that is nobody's: RFC 5737
+HOSTS = "192.0.2.1", "192.0.2.2"  # a network that is nobody's: RFC 5737
+NAMES = Path("/etc/netns")  # what stands there for a namespace is /etc's in it: see ip-netns(8)
 
 TRAIN = """
 import hashlib, json, sys, torch, refimpl
@@ -51,8 +55,16 @@ def both():
 
 
 @pytest.fixture(scope="module")
-def cable() -> Iterator[list[list[str]]]:
-    """What starts a command on each of two machines."""
+def kinds() -> dict[str, Any]:
+    """The manifest's objects, by their kind."""
+    yaml = pytest.importorskip("yaml")
+    return {made["kind"]: made for made in yaml.safe_load_all((ROOT / "docs" / "kubernetes.yaml").read_text())}
+
+
+@pytest.fixture(scope="module")
+def cable(kinds: dict[str, Any]) -> Iterator[list[list[str]]]:
+    """What starts a command on each of two machines, which find each other by the names that pods would have."""
+    job, domain = kinds["Job"]["metadata"]["name"], kinds["Job"]["spec"]["template"]["spec"]["subdomain"]
     names = [f"refimpl-{os.getpid()}-{side}" for side in "ab"]
     if os.geteuid() or not all(shutil.which(tool) for tool in ("ip", "unshare")):
         pytest.skip("needs root, iproute2 and util-linux, to make two machines of one")
@@ -63,11 +75,16 @@ def cable() -> Iterator[list[list[str]]]:
         for name, address in zip(names, HOSTS, strict=True):
             for words in (f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up"):
                 ip(f"-n {name} {words}")
-        own = ["unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
-        yield [["ip", "netns", "exec", name, *own, sys.executable] for name in names]
+            (NAMES / name).mkdir(parents=True)
+            known = [f"{host} {job}-{index}.{domain} {job}-{index}" for index, host in enumerate(HOSTS)]
+            (NAMES / name / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
+        own = ["unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c"]
+        called = 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"'
+        yield [["ip", "netns", "exec", name, *own, called, f"{job}-{i}"] for i, name in enumerate(names)]
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+            shutil.rmtree(NAMES / name, ignore_errors=True)
 
 
 def ip(words: str) -> None:
@@ -77,27 +94,52 @@ def ip(words: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(cable: list[list[str]]) -> list[subprocess.CompletedProcess[str]]:
+def ranks(
+    kinds: dict[str, Any], cable: list[list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> list[subprocess.CompletedProcess[str]]:
     """What a rank on each machine said: it trains by every stage, and then rank 1 leaves while rank 0 waits for it."""
-    source = TRAIN + (
-        "refimpl.join('cpu', timeout=60)\nprint(json.dumps(both()))\n"
+    script = tmp_path_factory.mktemp("pods") / "train.py"
+    script.write_text(
+        TRAIN + "refimpl.join('cpu', timeout=60)\nprint(json.dumps(both()))\n"
         "if Group.world().rank: raise ValueError('mine')\nGroup.world().barrier()\n"
     )
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": HOSTS[0], "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "eth0"}
+    (container,) = kinds["Job"]["spec"]["template"]["spec"]["containers"]
+    said = {one["name"]: one["value"] for one in container["env"]}
     started = [
         subprocess.Popen(
-            [*start, "-c", source, "wire"],
-            env={**os.environ, **place, "RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            [*start, *as_pod(container["command"], index, script), "wire"],
+            env={**os.environ, **said, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},  # torchrun's, for several ranks
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        for rank, start in enumerate(cable)
+        for index, start in enumerate(cable)
     ]  # fmt: skip
     try:
-        said = [rank.communicate(timeout=120) for rank in started]
+        outputs = [pod.communicate(timeout=120) for pod in started]
     finally:
-        for rank in started:
-            rank.kill()
-    return [subprocess.CompletedProcess(p.args, p.returncode, *out) for p, out in zip(started, said, strict=True)]
+        for pod in started:
+            pod.kill()
+    return [subprocess.CompletedProcess(p.args, p.returncode, *out) for p, out in zip(started, outputs, strict=True)]
+
+
+def as_pod(command: list[str], index: int, script: Path) -> list[str]:
+    """The manifest's command with the pod's index, as its kubelet puts it there, and a rank where a GPU would be one."""
+    torchrun, *options, _ = [word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in command]
+    assert torchrun == "torchrun"
+    one_rank = [re.sub(r"^--nproc-per-node=\d+$", "--nproc-per-node=1", option) for option in options]
+    return [sys.executable, "-m", "torch.distributed.run", *one_rank, str(script)]
+
+
+def test_the_manifest_agrees_with_itself(kinds: dict[str, Any]) -> None:
+    service, job = kinds["Service"], kinds["Job"]
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    options = dict(word.removeprefix("--").split("=") for word in container["command"][1:-1])
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert service["metadata"]["name"] == pod["subdomain"]
+    assert options["master-addr"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert spec["completions"] == spec["parallelism"] == int(options["nnodes"])
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": int(options["nproc-per-node"])}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
 def test_every_stage_sends_its_bytes_over_the_cable_and_ends_with_the_bits_of_one_machine(

@@ -28,6 +28,7 @@ LOADS = {
     "video": "src",
     "audio": "src",
 }
+COLOURS = re.compile(r'<span class="\w+">|</span>')  # of code: nine of ten tags, of no interest here
 
 
 class Reader(HTMLParser):
@@ -38,7 +39,7 @@ class Reader(HTMLParser):
         self.ids: set[str] = set()
         self.links: list[str] = []
         self.loads: list[str] = []
-        self.feed(text)
+        self.feed(COLOURS.sub("", text))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = {name: value or "" for name, value in attrs}
