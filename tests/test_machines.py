@@ -108,7 +108,7 @@ def ranks(
     started = [
         subprocess.Popen(
             [*start, *as_pod(container["command"], index, script), "wire"],
-            env={**os.environ, **said, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},  # torchrun's, for several ranks
+            env={**os.environ, **said, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},  # as torchrun for several
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for index, start in enumerate(cable)
@@ -122,7 +122,7 @@ def ranks(
 
 
 def as_pod(command: list[str], index: int, script: Path) -> list[str]:
-    """The manifest's command with the pod's index, as its kubelet puts it there, and a rank where a GPU would be one."""
+    """The manifest's command with the pod's index, as a kubelet puts it there, and one rank, as there is no GPU."""
     torchrun, *options, _ = [word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in command]
     assert torchrun == "torchrun"
     one_rank = [re.sub(r"^--nproc-per-node=\d+$", "--nproc-per-node=1", option) for option in options]
