@@ -11,7 +11,8 @@
 # ## 1. The pain: a model is more than its weights
 #
 # Take a small GPT that reads text byte by byte. Train it for one step with AdamW, in this one process, and count
-# what is in memory afterwards. `MemoryMeter` counts live storages. It knows no formula.
+# what is in memory afterwards. `MemoryMeter` adds up the blocks of memory behind these tensors (torch calls them
+# storages), each block once. It knows no formula.
 
 # %%
 import torch
@@ -51,8 +52,9 @@ rows["all"] = [sum(counted.values()), sum(counted.values()) / psi]
 pd.DataFrame.from_dict(rows, orient="index", columns=["bytes", "bytes per parameter"])
 
 # %% [markdown]
-# Sixteen bytes for each parameter: 4 for the weight, 4 for its gradient, 8 for the two running means that Adam keeps.
-# The literature calls the number of parameters $\Psi$ (psi), so this is $16\Psi$. Put larger models into it:
+# Sixteen bytes for each parameter: 4 for the weight, 4 for its gradient, 8 for the two running means that Adam keeps,
+# of the gradient and of its square. (`numel() > 1` leaves out Adam's step counters, one number a tensor.) The
+# literature calls the number of parameters $\Psi$ (psi), so this is $16\Psi$. Put larger models into it:
 
 # %% tags=["hide-input"]
 from refimpl.notebook import predict
@@ -73,9 +75,9 @@ pd.DataFrame(
 )
 
 # %% [markdown]
-# A 7B model in training needs more than one such GPU before it has read its first word, and the activations (what
-# forward keeps for backward) come on top. More GPUs means more processes, and processes share nothing. The whole course
-# is about what they must tell each other, and when.
+# For these three alone a 7B model in training needs more than one such GPU, and the activations (what forward keeps for
+# backward) come on top. More GPUs means more processes, one for each GPU, and processes do not see each other's
+# variables. The whole course is about what they must tell each other, and when.
 
 # %% [markdown]
 # ## 2. The idea: a rank is a process, and talking has a price
@@ -108,8 +110,8 @@ pd.DataFrame(
 #
 # $$T(n) = \alpha + n\,\beta$$
 #
-# seconds: $\alpha$ (alpha) for a message however small, $\beta$ (beta) for each byte. Its inverse $1/\beta$ is the
-# bandwidth. Both get measured below.
+# seconds: $\alpha$ (alpha) for a message however small, $\beta$ (beta) for each byte. The inverse $1/\beta$ is the
+# bandwidth, in bytes a second. Both get measured below.
 
 # %% [markdown]
 # ## 3. Build it
@@ -121,7 +123,7 @@ predict(
     "A function appends once to the list `seen`, on 4 ranks. How long is this notebook's own "
     "`seen` afterwards?",
     0,
-    why="Each rank appended to a copy of its own: processes share nothing.",
+    why="Each rank appended to a copy of its own: processes share no variables.",
 )
 
 # %%
@@ -147,7 +149,7 @@ print("this notebook's has: ", len(seen))
 
 # %% [markdown]
 # Four new processes, none of them this notebook's. Each appended to its own copy of `seen`, and the copy here stayed
-# empty. Nothing is shared.
+# empty. No variable is shared.
 #
 # `run` starts afresh each time. For a notebook it is handier to have ranks that stay. That is the magic `%%ranks`:
 # the cell below runs on 4 processes, and its last expression is shown with the rank that computed it.
@@ -161,8 +163,8 @@ x = torch.tensor([10.0 * rank])
 x
 
 # %% [markdown]
-# Each rank has the names `rank`, `world_size`, `torch`, `dist` and `group`, and keeps its variables for the next cell.
-# Equal outputs are shown once:
+# Each rank has the names `rank`, `world_size`, `torch`, `dist` (`torch.distributed`) and `group` (refimpl's handle on
+# all ranks, whose methods send messages), and keeps its variables for the next cell. Equal outputs are shown once:
 
 # %%
 # %%ranks 4
@@ -196,7 +198,7 @@ letter
 predict(
     "Rank r of 4 holds 10 r. What does rank 2 hold after an all-reduce?",
     0 + 10 + 20 + 30,
-    why="As every other.",
+    why="The sum, as every other rank does.",
 )
 
 # %%
@@ -213,11 +215,12 @@ x
 #
 # Real jobs run on many machines. A **node** is one machine, mostly with 8 GPUs and a process for each. A launcher such
 # as `torchrun` starts the processes and tells each one its place by environment variables: `RANK` (0 to $N-1$ in the
-# whole job), `LOCAL_RANK` (0 to 7 on its node: which GPU is mine), `WORLD_SIZE`, and the address of rank 0, where all
-# of them meet. In this notebook all ranks are on one node.
+# whole job), `LOCAL_RANK` (0 to 7 on its node: which GPU is mine), `WORLD_SIZE`, and the address of rank 0
+# (`MASTER_ADDR` and `MASTER_PORT`), where all of them meet. In this notebook all ranks are on one node.
 #
-# The library that moves the bytes is the process group's **backend**: **NCCL** between NVIDIA's GPUs, **gloo** between
-# CPUs, through TCP. Code that calls `all_reduce` looks alike on both. In refimpl the tensors' device decides:
+# Ranks that make collectives together form a **process group**, and the library that moves its bytes is its **backend**:
+# **NCCL** between NVIDIA's GPUs, **gloo** between CPUs, through TCP. Code that calls `all_reduce` looks alike on both. In
+# refimpl the tensors' device decides:
 
 # %%
 from refimpl.comm import process_group
@@ -242,8 +245,9 @@ print(
 
 # %% [markdown]
 # How fast depends on the **topology**: which link is between two ranks. The table has usual links of a GPU server, as
-# their makers state them, but for one direction (of NVLink 4 and PCIe 5 they mostly state both together, 900 and 128
-# GB/s), and how long the gradients of a 7B model in 16 bits take on each, by the all-reduce's $2n$ bytes a rank.
+# their makers state them, in one direction. (For NVLink 4 and PCIe 5 they mostly state both directions together, 900
+# and 128 GB/s.) The last column is the time of one all-reduce over that link: the gradients of a 7B model in 16 bits
+# are a buffer of $n$ = 14 GB, of which each rank sends nearly $2n$ bytes, as section 5 shows.
 
 # %% tags=["hide-input"]
 GB_A_SECOND = {
@@ -272,7 +276,8 @@ pd.DataFrame(
 # ## 5. Measure it
 #
 # First what can be known without a clock. `group.ledger` writes down every collective with the bytes that this rank
-# sent. For an all-reduce of $n$ bytes on $N$ ranks the formula says $2n\frac{N-1}{N}$. Chapter 1 derives it.
+# sent. For an all-reduce of $n$ bytes on $N$ ranks the formula says $2n\frac{N-1}{N}$: nearly $2n$ when $N$ is large.
+# Chapter 1 derives it.
 
 # %% tags=["hide-input"]
 predict(
@@ -297,7 +302,8 @@ show.compare(
 
 # %% [markdown]
 # They agree to the byte. Now the clock: what does an operation cost, what a byte of memory, what a byte sent? Times
-# depend on the machine and on what else it does; look at their ratios.
+# depend on the machine and on what else it does; look at their ratios. (`group.barrier()` is a collective that carries
+# nothing: no rank goes on before all have come.)
 
 # %%
 # %%ranks 2
@@ -327,7 +333,8 @@ for _ in range(12):
 # %% [markdown]
 # Computing needs data, so an operation alone says little. What counts is how many operations are done with each byte
 # that is moved: the **arithmetic intensity**. Adding two tensors does 1 operation for 12 bytes (reads 8, writes 4). A
-# product of two $m \times m$ matrices does $2m^3$ for $12m^2$ bytes: $m/6$.
+# product of two $m \times m$ matrices does $2m^3$ for $12m^2$ bytes, if each number moves once: $m/6$. The table has
+# both, and the GB/s at which the bytes moved.
 
 # %% tags=["nbval-ignore-output", "hide-input"]
 best = ranks.pull("{name: min(times) for name, times in clock.ms.items()}")[0]
@@ -366,15 +373,18 @@ axis.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# This is a **roofline**. Left, where few operations use a byte, memory decides (the slope); right, the arithmetic (the
-# ceiling). The corner is the machine's balance: what lies left of it is *memory-bound*, such as every element-wise
-# operation and AdamW; what lies right is *compute-bound*, such as a large product. (A small product lies under its
-# roof: the call itself takes longer than the work.)
+# This is a **roofline**. The dots are the table's operations, and the blue line is drawn through the addition (the slope)
+# and the fastest product (the ceiling). Left, where few operations use a byte, memory decides; right, the arithmetic.
+# The corner is the machine's balance: what lies left of it is *memory-bound*, such as every element-wise operation and
+# AdamW; what lies right is *compute-bound*, such as a large product. (A small product lies under its roof: the call
+# itself takes longer than the work.)
 #
-# Sending has a roof of its own, further right, because a byte sent costs more than a byte read. Where does training
-# stand under it? A step does about $6\Psi$ operations for each token (2 in forward, 4 in backward) and sends $2\Psi b$
-# bytes of gradients: $3T/b$ operations a byte for $T$ tokens a rank. So the more tokens a rank reads in a step, the
-# less the network matters. From how many tokens on does a step compute longer than it sends gradients of 2 bytes?
+# Sending has a roof of its own (red), further right, because a byte sent costs more than a byte read. Where does
+# training stand under it? For each token a step does about $6\Psi$ operations: in forward every weight is multiplied
+# and its product added, which is 2, and backward does 4. It sends nearly $2\Psi b$ bytes, if a gradient has $b$ bytes.
+# That is $3T/b$ operations for each byte sent, with $T$ tokens a rank. So the more tokens a rank reads in a step, the
+# less the network matters. From how many tokens on does a step compute longer than it sends? Here for gradients of 2
+# bytes and NVIDIA's H100 at its full speed in bf16 (a format of 16 bits, chapter 3):
 
 # %% tags=["hide-input"]
 CARDS = {
@@ -405,8 +415,8 @@ print(f"all-reduce of 2 million numbers:           {us['all_reduce 8 MB']:.0f} m
 # %% [markdown]
 # Two million numbers cost only a few times what one costs: that is $\alpha$. And there is no *one* $\alpha$: in a row,
 # both ranks are awake and waiting; after other work one of them is late, or asleep. Chapter 1 fits $\alpha$ to the best
-# of many messages in a row, as one does to compare algorithms. A collective in a training step rather meets the first
-# kind.
+# of many messages in a row, as one does to compare algorithms. A collective in a training step comes after other work,
+# and pays the larger price.
 #
 # So: send few bytes, in large messages, while something else computes. The course does these three again and again: few
 # bytes (the ring in chapter 1, 16 bits in chapter 3), large messages (the buckets of chapter 2), meanwhile (overlap in
@@ -443,7 +453,9 @@ group.barrier()
 # %% [markdown]
 # After 3 seconds `%%ranks` asked each rank where it stands, and stopped them all. Read it from the bottom: ranks 1 to
 # 3 are at the barrier, rank 0 is still inside `all_reduce`, **two different collectives at the same time**. That is
-# the signature. Next to it stands the line to mend: the collective must leave the `if`. The `print` may stay.
+# the signature. Next to it stands the line to mend: the collective must leave the `if`. The `print` may stay. (On NCCL
+# the same bug can look otherwise. Its barrier is itself an all-reduce of one number, so rank 0's call may meet the
+# others' barrier and return. Then rank 0 is one call behind for the rest of the job, until something hangs.)
 
 
 # %%
@@ -470,8 +482,10 @@ group.all_reduce(shards[rank])
 
 # %% [markdown]
 # Outside of notebooks, `launch.run` gives the same reports. In a job under `torchrun` you have to look yourself, before
-# the process group's timeout ends the job: `py-spy dump --pid` shows the stack of a rank. The question is the same. Who
-# waits in which collective, on which line, and who is not there?
+# the process group's timeout ends the job: `py-spy dump --pid` shows the stack of a rank. With NCCL, torch's **flight
+# recorder** keeps each rank's last collectives and writes them to a file when the timeout comes
+# (`TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1`). The question is the same. Who waits in which
+# collective, on which line, and who is not there?
 
 # %% [markdown]
 # ## 7. Prove it
@@ -486,8 +500,7 @@ group.all_reduce(shards[rank])
 # - **DeepSpeed:** its launcher is
 #   [deepspeed/launcher/launch.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/launcher/launch.py).
 #   It starts a process a GPU and sets `RANK` and `WORLD_SIZE`, as `torchrun` does.
-# - **Paper:** the 16 bytes per parameter are section 3.1 of Rajbhandari et al. 2020,
-#   [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), for fp32 instead of mixed precision (where they are 16 too:
-#   2 + 2 + 12).
+# - **Paper:** section 3.1 of Rajbhandari et al. 2020, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), counts the
+#   bytes per parameter in mixed precision (chapter 3). They are 16 there too: 2 + 2 + 12.
 #
 # Next: [the collectives](01_collectives.ipynb), what each one does and what it must cost.

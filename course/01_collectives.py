@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 1 · Collectives
 #
-# A collective is a call that all ranks make together. Five of them carry everything in this course. In this chapter
-# you see what each one does, build an all-reduce in three shapes (ring, tree, two levels), count its bytes, predict its
-# time, and break it.
+# A collective is a call that all ranks make together. Five of them carry nearly everything in this course (chapter 12
+# adds messages between two ranks). In this chapter you see what each one does, build an all-reduce in three shapes
+# (ring, tree, two levels), count its bytes, predict its time, and break it.
 
 # %%
 # %load_ext refimpl.notebook
@@ -93,7 +93,7 @@ table
 #
 # The bytes stay below $2n$ for any number of ranks. As long as it is ranks that add, no algorithm sends less. The
 # latency is the price: $2(N-1)$ messages one after the other. Here is the ring at work. Each square is a chunk on a
-# rank, the number says how many ranks' contributions it holds.
+# rank, the number says how many ranks' contributions it holds, and a bold number has just changed.
 
 # %% tags=["hide-input"] alt="Seven grids of ranks by chunks: sums grow along the diagonal, then finished chunks spread"
 N = 4
@@ -180,7 +180,9 @@ torch.equal(whole, after["all_reduce"])
 
 # %% [markdown]
 # **Your turn.** Write the body and run the cell: it is saved in your exercise's file and graded on real ranks in a
-# second or two. `%hint 01_collectives ring_reduce_scatter` helps. Then read on.
+# second or two. You need two methods: `group.send(x, to, async_op=True)` returns at once with a `work`, whose `wait()`
+# returns when the send is over, and `group.recv(x, source)` fills `x`. `%hint 01_collectives ring_reduce_scatter` helps.
+# Then read on.
 
 
 # %%
@@ -189,8 +191,8 @@ def ring_reduce_scatter(group: Group, x: Tensor) -> Tensor:
     """x [N*s] on every rank -> [s]: chunk `rank` of the sum over ranks, in memory of its own.
 
     x must keep its values. Each rank sends to its right neighbour (rank + 1) and receives from
-    its left only: N - 1 messages of one chunk, s (N - 1) elements. Example with 2 ranks: x =
-    [1, 2] on rank 0 and [10, 20] on rank 1 -> [11] and [22].
+    its left only: N - 1 messages of one chunk, s (N - 1) elements in all. Example with 2 ranks:
+    x = [1, 2] on rank 0 and [10, 20] on rank 1 -> [11] and [22].
     """
     raise NotImplementedError("ring_reduce_scatter")
 
@@ -242,7 +244,8 @@ group.ledger.sent_bytes()
 # **A tree.** For a small buffer the bytes cost nothing, and the ring's $2(N-1)$ messages in a row cost
 # $2(N-1)\,\alpha$: on 1024 ranks 2046 of them. A tree needs $2\lceil\log_2 N\rceil$, which is 20. On the way up, half
 # of those who still hold a sum hand it to a neighbour in each round; on the way down, all who have the result pass it
-# on. Here is the way up. The way down is this chapter's exercise `tree_broadcast`, so the cell borrows gloo's.
+# on. Here is the way up. The way down is this chapter's exercise `tree_broadcast`, so the cell borrows the `broadcast`
+# that `group` has.
 
 
 # %% tags=["hide-input"]
@@ -332,7 +335,7 @@ print("right:", torch.equal(counts, expected), mesh.ledger.sent_bytes("tag"))
 # %% [markdown]
 # Of 1536 bytes a rank, 512 leave the node. The flat ring also crosses between the nodes, by one rank of each (1 to 2
 # and 3 to 0), and that rank sends all of its 1536 bytes there. With 8 GPUs a node, each with a network card of its own,
-# two levels send $\frac18$ of the buffer through each card where the one ring sends all of it through one. (NCCL
+# two levels all-reduce $\frac18$ of the buffer through each card where the one ring sends all of it through one. (NCCL
 # therefore runs several rings, each of which leaves the node by another card.)
 
 # %% [markdown]
@@ -345,7 +348,8 @@ print("right:", torch.equal(counts, expected), mesh.ledger.sent_bytes("tag"))
 # `Group.all_reduce`, which the rest of the course uses, moves as many bytes in another way. The owner of chunk $i$ gets
 # it from all others directly, not by way of its neighbours. (Through TCP these are two all-to-alls, one with the ranks
 # below and one with those above, so that the own chunk is not copied. In shared memory the owner reads the chunks where
-# they lie.) Then it adds them, in rank order:
+# they lie.) Then it adds them, in rank order. In the code below `rows[r]` is rank r's copy of the chunk, and the loop
+# takes it in blocks that fit into a core's cache:
 
 # %%
 show.source(collectives.ordered_reduce)
@@ -544,14 +548,14 @@ print(
 table.round(2).rename_axis("bytes, 4 ranks; ms")
 
 # %% [markdown]
-# By the formula 4 ranks win little with a tree: 4 rounds in place of 6. They win more, because in a round of the tree a
-# rank waits for one other, and in a step of the ring all wait for all. On 1024 ranks it is 20 rounds in place of 2046,
-# and the formula lets the tree win far into the megabytes. **NCCL**, the library behind collectives on NVIDIA's GPUs,
-# asks a model of this kind at every call. The bandwidths are those of the links that it found when it started. The
-# latencies stand in its source, by kind of link: a step of a ring costs 3.4 microseconds over NVLink and 14 over a
-# network (0.6 and 2.7 by the protocol for small messages, which halves the bandwidth).
+# By the formula 4 ranks win little with a tree: 4 rounds in place of 6. The table says that they win more, because in a
+# round of the tree a rank waits for one other, and in a step of the ring all wait for all. On 1024 ranks it is 20 rounds
+# in place of 2046, and the formula lets the tree win far into the megabytes. **NCCL**, the library behind collectives on
+# NVIDIA's GPUs, asks a model of this kind at every call. The bandwidths are those of the links that it found when it
+# started. The latencies stand in its source, by kind of link: a step of a ring costs 3.4 microseconds over NVLink and 14
+# over a network (0.6 and 2.7 by LL, its protocol for small messages, which halves the bandwidth).
 #
-# | NCCL's algorithm | what it is | when it is taken |
+# | NCCL's algorithm for an all-reduce | what it is | when it is taken |
 # |---|---|---|
 # | Ring | the ring above, chunks cut finer so that steps overlap; several rings at once | large buffers, few nodes |
 # | Tree | between nodes two binary trees, half of the buffer in each; who is a leaf in one is a branch in the other. A chain inside a node | small buffers, many nodes |
@@ -563,9 +567,9 @@ table.round(2).rename_axis("bytes, 4 ranks; ms")
 # $n\frac{N+1}{N}$: its buffer, which the switch fetches, and its $N$-th of the sum, which the switch hands to all.
 
 # %% [markdown]
-# **The way.** All of that went through TCP, although all ranks are on one host: messages between two ranks always do
-# here. A collective of `Group` need not: a rank can read what its peer has put into memory that both see. A cluster has
-# both kinds of way:
+# **The way.** All that was timed so far went through TCP, although all ranks are on one host: messages between two ranks
+# always do here, and the tree's `broadcast` was told to (`transport="gloo"`). A collective of `Group` need not: a rank
+# can read what its peer has put into memory that both see. A cluster has both kinds of way:
 #
 # ```mermaid
 # flowchart LR
@@ -739,8 +743,8 @@ print("left alone till wait, right:", bool((x == 4).all()))
 # %% [markdown]
 # ## 7. Prove it
 #
-# - **Exercises:** [exercises/01_collectives](../exercises/01_collectives): the ring's two halves, and the fit.
-#   `pytest exercises/01_collectives`
+# - **Exercises:** [exercises/01_collectives](../exercises/01_collectives): the ring's two halves and the whole ring, the
+#   tree's way down, the fit, and the ring's time. `pytest exercises/01_collectives`
 # - **Quiz:** `refimpl quiz --topic communication`, or `Quiz("communication")` of `refimpl.notebook` in a cell
 # - **Code:** [refimpl/comm/ring.py](../refimpl/comm/ring.py), [refimpl/comm/group.py](../refimpl/comm/group.py),
 #   [refimpl/comm/shared.py](../refimpl/comm/shared.py) (the way inside a host),
@@ -749,7 +753,7 @@ print("left alone till wait, right:", bool((x == 4).all()))
 #   operating system counts.
 # - **DeepSpeed:**
 #   [deepspeed/comm/comm.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/comm/comm.py).
-# - **Paper:** Patarasu & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2),
+# - **Paper:** Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2),
 #   proves that $2n\frac{N-1}{N}$ is the least.
 #
 # Next: [data parallel](02_ddp.ipynb), where the buffer is the gradient.

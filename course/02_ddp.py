@@ -39,7 +39,8 @@ pd.DataFrame(rows)
 # %% [markdown]
 # So let four processes read at once. The cheap idea is to let each one train alone and to average the weights when all
 # are done. Here are 60 steps of that, beside one process that reads all four shares in every step. The number is the
-# loss on windows drawn for grading alone; a byte guessed blindly costs $\ln 256 = 5.55$ nats.
+# loss on pieces of text drawn for grading alone; a byte guessed blindly costs $\ln 256 = 5.55$ (the unit of a natural
+# logarithm is called a nat).
 
 # %%
 # %%ranks 4
@@ -106,14 +107,18 @@ print("averaging models with other starts makes them worse: ", own[0][1] > alone
 
 # %% [markdown]
 # The average of four trainings is not one training on four times the text. And with four different starts the average
-# is worth less than any of its parts: each network keeps its knowledge in other places.
+# is worth less than any of its parts: each network keeps its knowledge in other weights.
 #
 # ## 2. The idea: average the gradients, in every step
 #
-# Average the gradients instead, in every step. The loss is a mean over sequences, a gradient is linear in the loss, and
-# all shares are of one size, so the mean of the ranks' gradients **is** the gradient of the whole batch:
+# Average the gradients instead, in every step. The loss is a mean over sequences, the gradient of a mean is the mean of
+# the gradients, and all shares are of one size, so the mean of the ranks' gradients **is** the gradient of the whole
+# batch:
 #
 # $$ g \;=\; \nabla \frac1N \sum_{r=0}^{N-1} L_r \;=\; \frac1N \sum_{r=0}^{N-1} g_r $$
+#
+# ($L_r$ is the loss on rank $r$'s share and $g_r$ its gradient. If the shares differ in size, as with padded sentences,
+# the mean of means is another number: the exercise `token_mean_loss` mends that.)
 #
 # If all ranks start with the same weights and apply the same $g$ with the same optimizer, their weights stay the same
 # for ever, and nobody has to send weights again. An all-reduce makes $g$. With $\Psi$ parameters of $b$ bytes it costs
@@ -163,7 +168,8 @@ print("different models after: ", fingerprints(model.parameters()))
 
 # %% [markdown]
 # **Your turn.** Write the body and run the cell: it is saved in your exercise's file and graded on real ranks in a
-# second or two. `%hint 02_ddp average_gradients` helps. Then read on.
+# second or two. (The head of `exercises/02_ddp/exercise.py` lists what `group` can do.) A `.grad` that is None counts as
+# zero: this rank has not used the parameter, another may have. `%hint 02_ddp average_gradients` helps. Then read on.
 
 
 # %%
@@ -220,9 +226,9 @@ all(
 )
 
 # %% [markdown]
-# Both steps together are all of data parallel training, in a dozen lines. Call it **rung zero** of the ladder that this
-# course climbs: each later stage has the same two methods, and does between them what this one does, in less time or
-# in less memory.
+# The broadcast at the start and the average in every step together are all of data parallel training, in a dozen lines.
+# Call it **rung zero** of the ladder that this course climbs: each later stage (a class that trains in one of the ways
+# to come) has the same two methods, and does between them what this one does, in less time or in less memory.
 
 
 # %%
@@ -309,9 +315,10 @@ print(
 print(group.ledger.calls(), group.ledger.sent_bytes())
 
 # %% [markdown]
-# The same bytes in fewer calls. **Overlap.** A hook on each parameter runs inside backward, at the moment its gradient
-# is complete. It can start an all-reduce and not wait for it. In its bare form, without buckets, every gradient travels
-# alone, and all of them are waited for when backward is over:
+# The same bytes in fewer calls. **Overlap.** A hook is a function that autograd calls. One on each parameter
+# (`register_post_accumulate_grad_hook`) runs inside backward, at the moment its gradient is complete. It can start an
+# all-reduce and not wait for it. In its bare form, without buckets, every gradient travels alone, and all of them are
+# waited for when backward is over:
 
 
 # %%
@@ -342,7 +349,8 @@ print(order(group.ledger.events))
 # Each `[` comes right behind its dot: backward has not stopped for it. But these are 28 calls again. **Your turn: both
 # together.** The hook that fills a bucket sends the bucket. Two things make it harder than it sounds: backward does not
 # keep to the order of the buckets, and a rank may leave a parameter unused (section 6 shows what the hooks above do
-# then). `%hint 02_ddp Ddp` helps.
+# then). And a step may read its batch in several parts, **micro-batches**, because memory holds no more at once. Their
+# gradients add up in `.grad`, and only the last one's backward sends: that is `no_sync`. `%hint 02_ddp Ddp` helps.
 
 
 # %%
@@ -454,7 +462,9 @@ print(f"after wait:  {(written() - before) / bytes_of_all:.1f}")
 # %% [markdown]
 # ## 4. Read it
 #
-# `refimpl.zero.ddp` is short, because what it shares with ZeRO lives elsewhere.
+# `refimpl.zero.ddp` is short, because what it shares with ZeRO lives in `Stage`. Below, `full` is a bucket's flat tensor
+# of [P] weights, `local` the gradients that lie in the same order, and a `Reduction` the all-reduce under way, until
+# somebody waits for it.
 
 # %%
 from refimpl.notebook import show
@@ -480,7 +490,7 @@ show.source(Gradients.arrive, Gradients._launch_full, Gradients.launch)
 #
 # - **At most two buckets travel at a time** (`IN_FLIGHT`), so the memory for receiving stays small.
 # - **`p.grad` is emptied at once.** The gradient's home is the bucket; packing costs one copy and no second tensor.
-# - **`sync=False` keeps the gradients at home.** With A micro-batches a step, DDP still sends once.
+# - **`sync=False` keeps the gradients at home**, as `no_sync` does. With A micro-batches a step, DDP still sends once.
 #
 # What torch's own `DistributedDataParallel` adds. A **communication hook** is called for each bucket; this
 # one only writes down what is in it:
@@ -607,9 +617,10 @@ sent
 # %% [markdown]
 # $2 \Psi b (N-1)/N$ with $b = 4$: 4 bytes a parameter on 2 ranks, 5.33 on 3, 6 on 4, and never 8. On top comes the
 # padding, the few elements that round each bucket up to a multiple of $64 N$. (One more all-reduce a step, of 8 bytes a
-# parameter tensor, says which parameters no rank has used: torch's optimizers leave those alone, so a stage must too.)
+# parameter tensor and a few more, says which parameters no rank has used: torch's optimizers leave those alone, so a
+# stage must too. The table leaves it out.)
 #
-# Memory, on 4 ranks:
+# Memory, on 4 ranks (in fp32 there are no master weights; chapter 3 says what they are):
 
 # %%
 expected = memory_bytes("ddp", 4, 4, layout)
@@ -634,7 +645,8 @@ print(
 # in the `formula` column divides by $N$. Chapters 4 to 6 make it do so.
 #
 # Now the clock. The plot shows rank 0's ledger of the fastest of ten steps on 2 ranks, with `overlap_comm` off and on.
-# A tick is a gradient, a bar an all-reduce from its start until its result was waited for.
+# A tick is a gradient, a bar an all-reduce from its start until its result was waited for, and its number says which
+# bucket's.
 
 # %% tags=["nbval-ignore-output", "hide-input"]
 import matplotlib.pyplot as plt
@@ -762,8 +774,9 @@ Knobs(
 
 # %% [markdown]
 # On 64 ranks the best bucket has 22 MB, close to the 25 MB that torch's DDP takes by default. On 512 ranks it has
-# 175 MB, and even so 17 ms remain, because a ring pays $2(N-1)$ messages for each bucket. At that size libraries leave
-# the ring for trees, or for rings of rings.
+# 175 MB, and even so 17 ms remain, because a ring pays $2(N-1)$ messages for each bucket. Megatron's default grows with
+# the ranks for that reason, max(40, $N$) million parameters a bucket. And at that size libraries leave the ring for
+# trees, or for rings of rings.
 
 # %% [markdown]
 # ## 6. Break it: sum for mean, no common start, an unused parameter
@@ -829,8 +842,9 @@ last.round(2).rename_axis("loss of rank 0 after 16 steps")
 # %% [markdown]
 # AdamW divides the gradient by its own size, so a constant factor cancels and the loss curve looks healthy. SGD takes
 # steps that are four times too large, and diverges. Under AdamW the bug sleeps until somebody turns on gradient
-# clipping or changes the number of ranks. So do not look at the loss: compare the norm of the gradient with that of one
-# process on the same batch. A ratio of exactly $N$ names the bug.
+# clipping (a gradient whose norm is above a limit is shortened to it), or goes on from a checkpoint with another number
+# of ranks. So do not look at the loss: compare the norm of the gradient with that of one process on the same batch. A
+# ratio of exactly $N$ names the bug.
 #
 # **The forgotten broadcast.** Every rank starts with its own weights and all apply the same updates. Nothing hangs and
 # every loss falls, yet there are four models, and only rank 0's will be saved.
@@ -887,8 +901,8 @@ forward(torch.ones(4, 8)).backward()
 # The report says who waits where, and that rank 1 has finished. That is the pattern to look for: **the rank that does
 # not wait is the one that took another path.** There is worse above the report. Rank 1 too had two answers, and the
 # second was wrong: it sent the gradient of layer 0 while the others sent that of layer 1. The shapes are equal, so the
-# mean was made, and with one call more nobody would have noticed. Collectives carry no names. They match by their order
-# alone.
+# mean was made. Had rank 1 made one call more, for anything of that size, nobody would have noticed. Collectives carry
+# no names. They match by their order alone.
 #
 # `refimpl` launches buckets in one order on every rank and sends zeros for what a rank did not use:
 
@@ -926,6 +940,7 @@ print([event.op for event in group.ledger.events if event.phase == "mark"])
 # Five steps of `refimpl.DDP`, whose ranks begin with other weights each, against its **twin**: one process of plain torch
 # that reads all ranks' micro-batches, adds their gradients in rank order, divides once, and calls the same AdamW.
 # (`ranks_first` is for chapter 5, where a step has several micro-batches.) Every weight, every bit, on 2, 3 and 4 ranks.
+# (29 names for 28 tensors: the embedding is the output layer too.)
 
 # %%
 show.source(twin._one_process)
@@ -938,8 +953,8 @@ for n in (2, 3, 4):
     print(f"{n} ranks: {same} of {len(theirs)} tensors equal")
 
 # %% [markdown]
-# - **Exercises:** [exercises/02_ddp](../exercises/02_ddp): average gradients, deal buckets, build DDP by hooks with
-#   overlap, and `no_sync`.
+# - **Exercises:** [exercises/02_ddp](../exercises/02_ddp): average gradients, weigh shares of different size, deal
+#   buckets, build DDP by hooks with overlap, and `no_sync`.
 # - **Quiz:** `refimpl quiz --topic communication`, or `Quiz("communication")` of `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [tests/zero/test_stages.py](../tests/zero/test_stages.py) asks all of
 #   this at 2, 3 and 4 ranks, with tied, frozen, unused and oddly sized parameters.

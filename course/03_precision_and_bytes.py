@@ -59,7 +59,7 @@ table
 
 # %% [markdown]
 # Half. Now train it. A model that has learned for 60 steps goes on for 120 more with a learning rate of 0.0001, once
-# in fp32 and once in bf16. `exam` is 32 windows drawn for grading alone.
+# in fp32 and once in bf16. `exam` is 32 pieces of text drawn for grading alone.
 
 # %%
 torch.manual_seed(0)
@@ -150,13 +150,14 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 pd.DataFrame(rows).T
 
 # %% [markdown]
-# bf16 reaches as far as fp32, with 2 to 3 decimal digits. fp16 has one digit more and ends at 65504. Between $2^k$ and
-# $2^{k+1}$ the numbers lie $2^k \epsilon$ apart, so an update $u$ of a weight $w$ is rounded away when
+# bf16 reaches as far as fp32, with 2 to 3 decimal digits. fp16 has one digit more and ends at 65504. (Below the smallest
+# normal number come the subnormal ones, which have fewer and fewer digits, down to the smallest of all.) Between $2^k$
+# and $2^{k+1}$ the numbers lie $2^k \epsilon$ apart, so an update $u$ of a weight $w$ is rounded away when
 #
 # $$ |u| \;<\; \tfrac12\, \epsilon \cdot 2^{\lfloor \log_2 |w| \rfloor} $$
 #
-# A weight of 1 needs an update of at least 0.0039 to move up in bf16. Adam's updates are about as large as the learning
-# rate: 0.0001.
+# (From an exact power of two towards zero half of that is enough: the gap below is half as wide.) A weight of 1 needs an
+# update of more than 0.0039 to move up in bf16. Adam's updates are about as large as the learning rate: 0.0001.
 #
 # ```mermaid
 # flowchart LR
@@ -349,7 +350,7 @@ plt.show()
 # %% [markdown]
 # **Where sums are made.** A sum of many small numbers loses what a small update loses: beside a large sum they are too
 # small to count. So 16 bits are for numbers that are stored and sent, and what is *added* is added in fp32. That
-# happens in three places. Inside a matrix product the hardware does it:
+# happens in three places. Inside a matrix product the GPU's hardware does it, on a CPU the library:
 
 # %%
 small, ones = (
@@ -388,12 +389,14 @@ for name, way in {
 
 # %% [markdown]
 # On 4 ranks the ring is a little worse, on 1000 much. Who cannot choose how the library adds, chooses what is sent: the
-# **reduction dtype** (`reduce_dtype` of FSDP2's `MixedPrecisionPolicy`, `communication_data_type` in DeepSpeed) may be
-# fp32 where parameters are bf16, and costs twice the bytes.
+# **reduction dtype** (`communication_data_type` in DeepSpeed, `reduce_dtype` in the `MixedPrecisionPolicy` of FSDP2,
+# torch's own sharded training) may be fp32 where parameters are bf16, and costs twice the bytes.
 #
 # **Which scale?** The largest that does not overflow; and that changes while training goes on. So try: double after a
 # while without trouble, halve at an overflow, and throw the step with the overflow away. Its gradients are Inf, there
-# is nothing to save. `%hint 03_precision_and_bytes DynamicLossScaler` helps.
+# is nothing to save. (In torch this is `torch.amp.GradScaler`, which doubles after 2000 good steps and halves at every
+# overflow.) The task has DeepSpeed's rules, with a `hysteresis`: how many overflows it takes until one halves.
+# `%hint 03_precision_and_bytes DynamicLossScaler` helps.
 
 
 # %%
@@ -404,8 +407,8 @@ class DynamicLossScaler:
     The scale doubles on the good step that follows `window` good ones in a row, and again after
     every `window` more. The first `hysteresis` - 1 overflows are endured; every one after them
     halves the scale, until a doubling allows `hysteresis` - 1 again. The scale begins as a
-    power of two, at least 1, and stays one. Where it would halve a scale of 1 it raises
-    OverflowError: the loss itself is not finite.
+    power of two, at least 1, and stays a power of two. Where it would halve a scale of 1 it
+    raises OverflowError: the loss itself is not finite.
     """
 
     def __init__(self, scale: float = 2**16, window: int = 1000, hysteresis: int = 2):  # given
@@ -469,10 +472,10 @@ print(" ".join(told))
 # %% [markdown]
 # ## 4. Read it
 #
-# refimpl's `DynamicLossScaler` ([refimpl/optim/loss_scale.py](../refimpl/optim/loss_scale.py)) has DeepSpeed's rules.
-# With `hysteresis` $h$, the first $h - 1$ overflows are endured and the next one halves the scale (by default $h$ = 2:
-# a single bad batch is no reason). An overflow at `min_scale` raises an error, because then it is not the scale's
-# fault. Here it is told of 14 steps, with $h$ = 2 and a window of 3:
+# refimpl's `DynamicLossScaler` ([refimpl/optim/loss_scale.py](../refimpl/optim/loss_scale.py)) has the same rules. With
+# `hysteresis` $h$, the first $h - 1$ overflows are endured and the next one halves the scale (by default $h$ = 2: a
+# single bad batch is no reason). An overflow at `min_scale` raises an error, because then it is not the scale's fault.
+# Here it is told of 14 steps, with $h$ = 2 and a window of 3:
 
 # %%
 from refimpl.optim.loss_scale import DynamicLossScaler
@@ -485,7 +488,7 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["", "scale afterwards"]).T
 
 # %% [markdown]
 # Step 3, the fourth good one in a row, doubles. The overflow of step 4 is endured, 5 and 6 halve. Step 10 doubles, and
-# with that one overflow is free again: step 11 costs nothing.
+# with that one overflow is free again: step 11 does not halve.
 
 # %% [markdown]
 # The master weights live in `Update`, which all strategies share. `prepare` and `apply` are your loop: check, skip or
@@ -498,8 +501,8 @@ from refimpl.zero.update import Update
 show.source(Update.prepare, Update.apply, Update.publish)
 
 # %% [markdown]
-# One number does three jobs here. The sum of squares is the norm for clipping, it is finite only if every gradient is,
-# and it is the same on all ranks. Unscaling and clipping are one multiplication.
+# One number does three jobs here: the sum of all gradients' squares. Its root is the norm for clipping, it is finite only
+# if every gradient is, and it is the same on all ranks. Unscaling and clipping are one multiplication.
 
 # %% [markdown]
 # ## 5. Measure it
@@ -535,8 +538,8 @@ print("counted = formula, to the byte:", equal)
 
 # %% [markdown]
 # Read the row `state`. **Mixed precision saves no state at all**: 4 + 4 + 8 has become 2 + 2 + 8 + 4. What the weights
-# and gradients save, the master weights take back. (The hundredths are padding.) 16 bits do save two other things: half
-# of the bytes sent (the last row), and half of the activations, which come next.
+# and gradients save, the master weights take back. 16 bits do save two other things: half of the bytes sent (the last
+# row), and half of the activations, which come next.
 #
 # **Activations**: what forward keeps for backward. For one block the formula of `refimpl.plan.transformer` counts 16
 # numbers a token and unit of width (the file lists them), and a few for each norm and head. Here is one block under the
@@ -594,13 +597,13 @@ print(f"after backward {after_backward:,} bytes")
 # %% [markdown]
 # What is the rest? The softmax over 256 possible bytes, 64 numbers going into the last norm and 64 coming out,
 # two for its statistics, and the target (8 bytes, so two more). The remaining quarter are the 64 positions and the loss
-# itself. Activations do not depend on the number of parameters but on the tokens in flight, and in 16 bits they halve.
-# That is where the memory is won.
+# itself. State grows with the parameters alone. Activations grow with the tokens in flight, times width and layers, and
+# in 16 bits they halve. That is where the memory is won.
 #
 # **Autocast** is the other way to mixed precision: the model stays fp32, and inside `torch.autocast` each operation
-# chooses. Products round their inputs to bf16; norms, softmax and loss stay fp32. So the fp32 weights *are* the
-# masters. Here are the two ways beside plain fp32, with DDP on 2 ranks; activations are those of one block, in bytes
-# for each token and unit of width:
+# chooses. Products round their inputs to bf16; norms and the loss stay fp32, on a GPU softmax too. So the fp32 weights
+# *are* the masters. Here are the two ways beside plain fp32, with DDP on 2 ranks; activations are those of one block,
+# in bytes for each token and unit of width:
 
 # %%
 rows = {}
@@ -684,10 +687,10 @@ table = pd.DataFrame(
 Knobs(draw, table, model=list(MODELS), precision=precisions, sequences=[4, 1, 2, 8, 16])
 
 # %% [markdown]
-# **Is it fast?** A step does about $6\Psi$ operations a token. The share of what the hardware could have done in that
-# time is the **model FLOPs utilization**, MFU. It counts what the model needs, not what was done: recomputed
-# activations do not raise it. Large trainings have told of 38 to 43% (Llama 3, 405B), 46% (PaLM, on TPUs) and 55%
-# (MegaScale). Here against this core's own best product, in fp32:
+# **Is it fast?** A step does about $6\Psi$ floating-point operations (FLOPs) a token. Divided by what the hardware
+# could have done in the time of the step, that is the **model FLOPs utilization**, MFU. It counts what the model needs,
+# not what was done: recomputed activations do not raise it. Large trainings have told of 38 to 43% (Llama 3, 405B), 46%
+# (PaLM, on TPUs) and 55% (MegaScale). Here against this core's own best product, in fp32:
 
 # %% tags=["nbval-ignore-output"]
 from refimpl.measure.clock import Clock
@@ -885,8 +888,9 @@ for n in (2, 3, 4):
     print(f"{n} ranks: {same} of {len(theirs)} tensors equal")
 
 # %% [markdown]
-# - **Exercises:** [exercises/03_precision_and_bytes](../exercises/03_precision_and_bytes): the overflow that all ranks
-#   must see, unscaling with clipping, the dynamic scaler, master weights, and the memory formula as code.
+# - **Exercises:** [exercises/03_precision_and_bytes](../exercises/03_precision_and_bytes): a sum in fp32, the overflow
+#   that all ranks must see, unscaling with clipping, the dynamic scaler, master weights, and the formulas of memory and
+#   traffic as code.
 # - **Quiz:** `refimpl quiz --topic memory`, or `Quiz("memory")` of `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [tests/optim/test_loss_scale.py](../tests/optim/test_loss_scale.py),
 #   [tests/zero/test_stages.py](../tests/zero/test_stages.py) (an Inf on one rank, in every strategy),

@@ -108,8 +108,9 @@ group.ledger.sent_bytes()
 # %% [markdown]
 # ## 3. Build it: a sharded AdamW
 #
-# Two parts of a flat tensor must mean the same thing on all ranks, so first the parameters move end to end into one
-# buffer, and each parameter becomes a **view** of its piece: whoever writes to the buffer changes the model.
+# "Part 2" must mean the same elements on all ranks. So first the parameters move end to end into one buffer, which can be
+# cut anywhere, and each parameter becomes a **view** of its piece: whoever writes to the buffer changes the model. A
+# **tied** parameter, one tensor under two names as this GPT's embedding and output layer, moves once.
 #
 # **Your turn.** Write the body and run the cell: it is saved in your exercise's file and graded on real ranks in a
 # second or two. `%hint 04_zero1 flatten` helps.
@@ -341,10 +342,10 @@ pd.concat(
 
 # %% [markdown]
 # ZeRO-1's reduce-scatter and all-gather add up to DDP's all-reduce of the gradients, exactly. The few hundred bytes
-# that both all-reduce besides are one message of 29 numbers: of each of 28 parameters, how many ranks have not used it,
-# and the sum of the gradient's squares. That last number is what ZeRO-1 must send beyond data parallel training: no
-# rank sees the whole gradient any more, so the norm and the check for infinities need a sum over ranks. (DDP could do
-# without it. Here it sends it too.)
+# that both all-reduce besides are one message of 31 numbers: of each of 28 parameters, how many ranks have not used it;
+# two of a checksum, by which the ranks notice that their settings differ; and the sum of the gradient's squares. That
+# last number is what ZeRO-1 must send beyond data parallel training: no rank sees the whole gradient any more, so the
+# norm and the check for infinities need a sum over ranks. (DDP could do without it. Here it sends it too.)
 #
 # Count again for 1, 2, 3 and 4 ranks, and lay the formula $2 + 2 + 12/N$ over it:
 
@@ -373,7 +374,7 @@ plt.show()
 
 # %% [markdown]
 # The curve flattens at 4: weights and gradients, whole on every rank, however many ranks there are. Turn the knobs for
-# a larger model; the grey part is an upper bound for the buffers that travel.
+# a larger model. All numbers are bytes a parameter; the last part is an upper bound for the buffers that travel.
 
 # %% tags=["hide-input"]
 from refimpl.notebook.widgets_zero import memory_knobs
@@ -486,17 +487,8 @@ print("equal bits after 5 steps:", all(torch.equal(a, b) for a, b in zipped))
 # %% [markdown]
 # ## 6. Break it
 #
-# **The stale shard.** Forget the all-gather. Each rank then has fresh weights in its own part and the first weights
+# **The stale shard.** Forget the all-gather. Each rank then has fresh weights in its own part and the initial weights
 # in all others. Nothing raises and nothing hangs. Watch the loss:
-
-
-# %% tags=["hide-input"]
-predict(
-    "Which of these computes something else when the parameters are cut anywhere?",
-    "LAMB",
-    options=["SGD with momentum", "AdamW", "LAMB"],
-    why="It scales each layer's update by the norm of the layer's weights.",
-)
 
 
 # %%
@@ -536,8 +528,8 @@ plt.show()
 # %% [markdown]
 # **The loss falls anyway**, only more slowly, which looks like a learning rate that is too small. What gives it away
 # is not the loss but the fact that must hold: after a step all ranks have the same weights. Checksum them. There are 4
-# different models here, and there must be 1. It fails from the first step on. `torch.equal`, part by part, then says
-# which part is stale on which rank:
+# different models here, and there must be 1. This check fails from the first step on. `torch.equal`, part by part, then
+# says which part is stale on which rank (part 0 first):
 
 # %%
 # %%ranks 4
@@ -571,9 +563,20 @@ print(f"norm of my shard {local:.1f}, of the whole gradient {square.sqrt():.1f}"
 # The four shards of one gradient have four norms, so with a limit between them some ranks clip and others do not. The
 # norm of the whole is one all-reduce of one number away; `stage.grad_norm` is that.
 #
-# **An optimizer that is not element-wise.** LAMB scales each layer's update by $\lVert w\rVert / \lVert u\rVert$, the
-# norms of the layer's weights and of its update. On a shard these are norms of whatever happens to lie there. It
-# trains, and it is another optimizer. `Zero1` refuses what it does not know, such as LARS, the same idea around SGD:
+# **An optimizer that is not element-wise.** AdamW may be cut anywhere (section 3). May others?
+
+# %% tags=["hide-input"]
+predict(
+    "Which of these computes something else when the parameters are cut anywhere?",
+    "LAMB",
+    options=["SGD with momentum", "AdamW", "LAMB"],
+    why="It scales each layer's update by the norm of the layer's weights.",
+)
+
+# %% [markdown]
+# LAMB scales each layer's update by $\lVert w\rVert / \lVert u\rVert$, the norms of the layer's weights and of its
+# update. On a shard these are norms of whatever happens to lie there. It trains, and it is another optimizer. `Zero1`
+# refuses what it does not know, such as LARS, the same idea around SGD:
 
 # %% tags=["raises-exception"]
 # %%ranks 4
@@ -619,7 +622,10 @@ pd.DataFrame(table)
 # - **DeepSpeed:**
 #   [deepspeed/runtime/zero/stage_1_and_2.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/zero/stage_1_and_2.py).
 #   It cuts the whole flat group in N pieces, where this code cuts each bucket; so a bucket of DeepSpeed's may belong to
-#   one rank alone.
+#   one rank alone. By default (`use_multi_rank_bucket_allreduce`) it therefore all-reduces each bucket, of which a rank
+#   keeps what is its own. That sends $3\Psi$ elements a step where the reduce-scatter here makes it $2\Psi$.
+# - **Elsewhere:** in Megatron this is the distributed optimizer, `--use-distributed-optimizer`. PyTorch has
+#   `ZeroRedundancyOptimizer`, in which each rank owns whole parameters and broadcasts them after the update.
 # - **Paper:** Rajbhandari et al. 2020, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), sections 5.1
 #   ($P_{os}$) and 7.2.
 #

@@ -161,7 +161,8 @@ predict(
 
 # %% [markdown]
 # **Your turn.** Write the class and run the cell: it is saved in your exercise's file and graded on real ranks in a
-# second or two. (Chapter 2's buckets are given there.) `%hint 05_zero2 GradientShards` helps.
+# second or two. (Chapter 2's `assign_buckets` is given there, and the file's head lists what `group` can do.)
+# `%hint 05_zero2 GradientShards` helps.
 
 
 # %%
@@ -426,7 +427,8 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["formula", "counted", "tim
 # DDP and ZeRO-1 send once a step, however many micro-batches there are. ZeRO-2 sends $A$ reduce-scatters and one
 # all-gather, $(A + 1)\,\Psi b\frac{N-1}{N}$. At $A = 4$ that is two and a half times the traffic of ZeRO-1. This is the
 # trade that the abstract of the paper does not mention: **accumulate much, and ZeRO-1 may be the better stage.** (The
-# few hundred bytes on top are the gradient's norm, and which parameters no rank has used.)
+# few hundred bytes on top are chapter 4's message of 31 numbers. DeepSpeed's ZeRO-2 by default all-reduces where this
+# one reduce-scatters: $2A + 1$.)
 #
 # Now watch the memory during a backward, on a model of 2.4 million parameters. Each time a gradient arrives, count the
 # gradient buffers of the stage, waiting or travelling:
@@ -588,8 +590,9 @@ print("gradients it saw:", sum(p.grad is not None for p in model.parameters()))
 # No error, a norm of zero, and training goes on **unclipped**. A log of `p.grad.norm()` fails at least with an
 # `AttributeError`; this line does not. Look for norms that are exactly 0. One remedy is to let the stage clip, because
 # it alone can sum over the shards: `ZeroConfig(gradient_clipping=0.1)`, and `stage.grad_norm` to log. The other is to
-# let `p.grad` be an object that knows where the rest of it is. FSDP2 does that with a DTensor; here it is a tensor of
-# the parameter's shape that holds this rank's part and answers a question for its norm with an all-reduce:
+# let `p.grad` be an object that knows where the rest of it is. FSDP2 does that with a `DTensor`, torch's tensor in parts;
+# here it is a tensor of the parameter's shape that holds this rank's part and answers a question for its norm with an
+# all-reduce:
 
 # %%
 # %%ranks 4
@@ -697,6 +700,8 @@ pd.DataFrame(
 # - **DeepSpeed:**
 #   [deepspeed/runtime/zero/stage_1_and_2.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/zero/stage_1_and_2.py),
 #   `reduce_ipg_grads`.
+# - **Elsewhere:** nearest are `SHARD_GRAD_OP` in PyTorch's FSDP and `reshard_after_forward=False` in FSDP2: weights stay
+#   whole from forward until backward is over. Between steps they are in parts there, as in ZeRO-3.
 # - **Paper:** Rajbhandari et al. 2020, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), sections 5.2
 #   ($P_{os+g}$) and 7.2.1.
 #

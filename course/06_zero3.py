@@ -3,7 +3,7 @@
 #
 # After ZeRO-2 each rank holds its part of the gradients and of the optimizer, and still all of the weights. This
 # chapter cuts the weights too. Between two uses of a layer a rank keeps $1/N$ of it. At the end a model trains inside a
-# memory limit that the operating system enforces, and in which no other stage can even begin.
+# memory limit that the operating system enforces, and in which every other stage runs out of memory.
 
 # %% [markdown]
 # ## 1. The pain: a floor that no number of ranks can lower
@@ -150,10 +150,10 @@ for again in (False, True):
 # Right at once, and no memory saved: autograd keeps the gathered weights until backward. (7 of the 8. The first is not
 # needed, because nobody asks for the gradient of its input.) `checkpoint` drops what a layer has saved and runs its
 # forward a second time when backward comes there, gather included: now little is kept, and $\Psi$ more is sent.
-# torchtitan's `simple_fsdp` is built like this, with a checkpoint that repeats the gather alone and not the product.
+# torchtitan's `simple_fsdp` is built like this, and repeats the gather alone, not the product.
 #
-# DeepSpeed, FSDP and refimpl do not repeat anything. FSDP and refimpl leave the tensors that autograd has saved where
-# they are and take away the memory behind them.
+# DeepSpeed, FSDP and refimpl gather again, but compute nothing twice. FSDP and refimpl leave the tensors that autograd
+# has saved where they are and take away the memory behind them.
 #
 # **Giving memory back.** A tensor is a view of a *storage*. One can take the memory from a storage and leave all its
 # tensors in place. They keep their shapes, and are right again when the memory comes back and is filled:
@@ -343,8 +343,9 @@ print({op: f"{n / (3 * psi * 4 * 3 / 4):.2f} times Ψb(N-1)/N a step" for op, n 
 # Two gathers and one reduction a step, $3\Psi$, and the bits of data parallel training.
 
 # %% [markdown]
-# The last task is on paper: how much is kept, and how much is whole at once? `%hint 06_zero3 zero3_bytes` helps. Then
-# read on.
+# The last task is on paper: how much is kept, and how much is whole at once? The real stage gathers units ahead, while
+# the one before them computes. That is the **prefetch**; `budget` limits how much of it may be on its way, and 0 means
+# none. `%hint 06_zero3 zero3_bytes` helps. Then read on.
 
 
 # %%
@@ -356,11 +357,12 @@ def zero3_bytes(units: Sequence[int], ranks: int, itemsize: int, budget: int) ->
     units: elements of each, multiples of `ranks`, in the order of forward; backward uses them
     in the opposite order.
     kept: the shards of parameters and gradients (`itemsize` bytes an element), AdamW's two fp32
-    numbers, and fp32 masters below fp32. gathered: at each use, first the unit itself is whole;
-    then the next ones of the iteration that are not are sent for, as by `prefetch`: up to the
-    first that would bring those that fly (sent for, and not yet used) to more than `budget`
-    elements, and none behind it. One that flies alone may be larger, unless the budget is 0.
-    After its use a unit is freed.
+    numbers, and fp32 masters below fp32. gathered: at each use the unit itself is whole. Then
+    the units that the iteration uses next are sent for, one after the other; what is whole or
+    was sent for already is passed over. A unit flies from then until its use, and is whole in
+    memory. All that fly may have `budget` elements together; the first that would be too much
+    is not sent for, and none behind it. One that flies alone may be larger, unless the budget
+    is 0. After its use a unit is freed.
     Example: units [4, 8, 4], fp32, 2 ranks: kept 8 * 16. gathered with budget 0: 8 * 4; with
     budget 4: 12 * 4.
     """
@@ -379,7 +381,10 @@ show.diff(Zero2, Zero3)
 
 # %% [markdown]
 # The largest of the three diffs, and still one idea: a bucket is now a `Unit`, which can be whole or not. (What is
-# small may stay whole, in `kept`, and is handled as ZeRO-2 does it.) The hooks that make units whole are in `Fetch`:
+# small may stay whole, in `kept`, and is handled as ZeRO-2 does it.) The hooks that make units whole are in `Fetch`.
+# `after_forward` does what yours does: it asks to be called before the backward, and frees the module's units, except
+# those that are used again soon. `need` runs before each forward and backward: it returns when the module's units are
+# whole, and begins to gather those that come next.
 
 # %%
 from refimpl.zero.fetch import Fetch
@@ -387,7 +392,7 @@ from refimpl.zero.fetch import Fetch
 show.source(Fetch.after_forward, Fetch.need, docstrings=True)
 
 # %% [markdown]
-# `next_ones` is the **prefetch**. The first step writes down in which order units are used, the **trace**. From then on
+# `next_ones` is the prefetch. The first step writes down in which order units are used, the **trace**. From then on
 # a unit that comes next is gathered while this one computes.
 #
 # A parameter that two modules share belongs to the lowest module around both. This GPT's head reads the weight of its
@@ -414,8 +419,8 @@ def units():
 pd.DataFrame(launch.run(units, ranks=2)[0], columns=["gathered together, for", "elements"])
 
 # %% [markdown]
-# `leaf_modules=("Block",)` asks for a whole block at a time. Without it each linear layer and each norm is a unit: less
-# memory, more messages.
+# `leaf_modules=("Block",)` asks for a whole block at a time (DeepSpeed's `set_z3_leaf_modules`). Without it each linear
+# layer and each norm is a unit: less memory, more messages.
 
 # %% [markdown]
 # ## 5. Measure it
@@ -471,7 +476,7 @@ pd.DataFrame(table)
 # micro-batch to the last, as FSDP2 does with `reshard_after_forward=False` and, until the last one,
 # `set_reshard_after_backward(False)`.)
 #
-# **Beside FSDP2.** PyTorch's `fully_shard` is the same idea with other choices:
+# **Beside FSDP2.** PyTorch's `fully_shard` is the same idea with other choices (in FSDP1 its name was `FULL_SHARD`):
 #
 # | | refimpl, as DeepSpeed | FSDP2 |
 # |---|---|---|
@@ -492,7 +497,7 @@ pd.DataFrame(table)
 # **HSDP**, hybrid sharding (the first row), is chapter 1's two levels. Shard over the $S$ ranks of a node, and keep a
 # copy in each of $R$ nodes: gathers stay on the fast links, and between nodes goes one all-reduce of a gradient shard.
 # (DeepSpeed's name is MiCS; ZeRO++ keeps only a second copy of the weights in each node.) Memory falls by $S$ and not by
-# $N = RS$. A 7B model in bf16 on 8 nodes of 8 GPUs, each rank getting every piece from its owner:
+# $N = RS$. A 7B model in bf16 on 8 nodes of 8 GPUs, if each rank gets every piece straight from its owner:
 
 # %% tags=["hide-input"]
 weights, nodes, local = 7e9 * 2, 8, 8
@@ -547,7 +552,8 @@ timeline.draw(timelines)
 plt.show()
 
 # %% [markdown]
-# Above, every gather stands alone: the block waits for its weights. Below, gathers run under the blocks before them.
+# Above, every gather stands alone: the block waits for its weights. (The 4 that are counted there are the blocks' own in
+# backward: each one's backward has begun, and waits for its gather.) Below, gathers run under the blocks before them.
 # The price is memory, because what is prefetched is whole earlier. `prefetch_bucket_size` and `max_live_parameters` are
 # the limits, in elements. Turn the knobs (here the prefetch may be as large as a bucket):
 
@@ -557,9 +563,10 @@ from refimpl.notebook.widgets_zero import memory_knobs
 memory_knobs(GPTConfig(width=256, layers=16), bucket_size=(500_000, 5_000_000))
 
 # %% [markdown]
-# One question is open. If the model is larger than a rank's memory, who builds it? Inside `with Init():` each module is
-# cut as soon as its constructor returns. The meter counts the highest number of live bytes while a GPT is built. (On
-# rank 1: all take their start from rank 0, and rank 0 keeps copies of what it sends until all have read them.)
+# One question is open. If the model is larger than a rank's memory, who builds it? Inside `with Init():`, DeepSpeed's
+# `deepspeed.zero.Init`, each module is cut as soon as its constructor returns. The meter counts the highest number of
+# live bytes while a GPT is built. (On rank 1: all take their start from rank 0, and rank 0 keeps copies of what it
+# sends until all have read them.)
 
 # %%
 from refimpl.zero.init import GatheredParameters, Init
@@ -851,3 +858,5 @@ print("same bits as DDP without a limit:", finished["zero3"][0][1] == unlimited[
 #   4.3.
 #
 # That was the ladder: DDP, one diff, ZeRO-1, one diff, ZeRO-2, one diff, ZeRO-3.
+#
+# Next: [activations](07_activations.ipynb), the memory that no stage divides.

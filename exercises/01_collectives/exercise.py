@@ -23,8 +23,8 @@ def ring_reduce_scatter(group: Group, x: Tensor) -> Tensor:
     """x [N*s] on every rank -> [s]: chunk `rank` of the sum over ranks, in memory of its own.
 
     x must keep its values. Each rank sends to its right neighbour (rank + 1) and receives from
-    its left only: N - 1 messages of one chunk, s (N - 1) elements. Example with 2 ranks: x =
-    [1, 2] on rank 0 and [10, 20] on rank 1 -> [11] and [22].
+    its left only: N - 1 messages of one chunk, s (N - 1) elements in all. Example with 2 ranks:
+    x = [1, 2] on rank 0 and [10, 20] on rank 1 -> [11] and [22].
     """
     raise NotImplementedError("ring_reduce_scatter")
 

@@ -53,8 +53,8 @@ class DynamicLossScaler:
     The scale doubles on the good step that follows `window` good ones in a row, and again after
     every `window` more. The first `hysteresis` - 1 overflows are endured; every one after them
     halves the scale, until a doubling allows `hysteresis` - 1 again. The scale begins as a
-    power of two, at least 1, and stays one. Where it would halve a scale of 1 it raises
-    OverflowError: the loss itself is not finite.
+    power of two, at least 1, and stays a power of two. Where it would halve a scale of 1 it
+    raises OverflowError: the loss itself is not finite.
     """
 
     def __init__(self, scale: float = 2**16, window: int = 1000, hysteresis: int = 2):  # given

@@ -143,11 +143,12 @@ def zero3_bytes(units: Sequence[int], ranks: int, itemsize: int, budget: int) ->
     units: elements of each, multiples of `ranks`, in the order of forward; backward uses them
     in the opposite order.
     kept: the shards of parameters and gradients (`itemsize` bytes an element), AdamW's two fp32
-    numbers, and fp32 masters below fp32. gathered: at each use, first the unit itself is whole;
-    then the next ones of the iteration that are not are sent for, as by `prefetch`: up to the
-    first that would bring those that fly (sent for, and not yet used) to more than `budget`
-    elements, and none behind it. One that flies alone may be larger, unless the budget is 0.
-    After its use a unit is freed.
+    numbers, and fp32 masters below fp32. gathered: at each use the unit itself is whole. Then
+    the units that the iteration uses next are sent for, one after the other; what is whole or
+    was sent for already is passed over. A unit flies from then until its use, and is whole in
+    memory. All that fly may have `budget` elements together; the first that would be too much
+    is not sent for, and none behind it. One that flies alone may be larger, unless the budget
+    is 0. After its use a unit is freed.
     Example: units [4, 8, 4], fp32, 2 ranks: kept 8 * 16. gathered with budget 0: 8 * 4; with
     budget 4: 12 * 4.
     """
@@ -163,8 +164,8 @@ def sharded_init(group: Group, *classes: type[nn.Module]) -> Iterator[list[Shard
             model = Large()              # never whole: at most one nn.Linear at a time is
 
     A unit has all parameters inside the module. Every rank gets rank 0's values. A class counts
-    with those derived from it; where both are named, the constructor of the derived one, which
-    returns last. Afterwards, also after an exception, the classes are as they were before: one
-    that had no constructor of its own has none.
+    with those derived from it; where both are named, the module is sharded when the derived
+    one's constructor returns, which is the last to do so. Afterwards, also after an exception,
+    the classes are as they were before: one that had no constructor of its own has none.
     """
     raise NotImplementedError("sharded_init")

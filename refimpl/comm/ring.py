@@ -12,7 +12,7 @@ left, so all N links are busy at once. Four ranks, the way of chunk 0 (reduce-sc
 Chunk c starts one rank later than chunk c-1 and ends at rank c, so in any one step the ranks send N different chunks.
 
 Traffic a rank:  reduce_scatter n(N-1)/N, all_gather n(N-1)/N, all_reduce 2n(N-1)/N: for large N a rank sends its buffer
-twice however many ranks there are. No algorithm sends less (Patarasu & Yuan 2009, "Bandwidth optimal all-reduce
+twice however many ranks there are. No algorithm sends less (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce
 algorithms for clusters of workstations", JPDC 69(2)).
 Time (alpha: seconds a message, beta: seconds a byte, gamma: seconds a byte added):
 
