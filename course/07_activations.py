@@ -440,8 +440,9 @@ print("equal weights:", all(torch.equal(plain[2][name], again[2][name]) for name
 # %% [markdown]
 # **Shared, or sent away.** What is left is one input a block. Tensor-parallel neighbours (ranks that share the work of
 # each layer for the same texts, chapter 11) hold the same one, so each can keep $1/N$ and gather it back (ZeRO's paper
-# calls it $P_a$); or it waits in the host's memory. In DeepSpeed's JSON these are `partition_activations` and
-# `cpu_checkpointing`, in the section `activation_checkpointing`. Three ranks, the same input on each, two checkpoints:
+# calls it $P_a$); or it waits in the host's memory (`torch.autograd.graph.save_on_cpu` sends all that is saved there).
+# In DeepSpeed's JSON these are `partition_activations` and `cpu_checkpointing`, in the section
+# `activation_checkpointing`. Three ranks, the same input on each, two checkpoints:
 
 # %%
 # %%ranks 3

@@ -585,7 +585,7 @@ pd.DataFrame.from_dict(ranks.pull("found")[0], orient="index", columns=columns)
 #
 # Each node, or each group of nodes, may also keep all weights, gradients and optimizer state among its own ranks:
 # **MiCS** (`mics_shard_size`), HSDP in PyTorch. Then no gather crosses between groups at all, and gradients do once a
-# step, however many micro-batches it has.
+# step, however many micro-batches it has (in FSDP2 if `set_requires_all_reduce(False)` is called for all but the last).
 #
 # **Is the link used?** A time says nothing by itself. `"comms_logger": {"enabled": true}` in DeepSpeed's JSON prints
 # two bandwidths for each collective and size: the *algorithm's*, buffer / time, and the *bus's*, which multiplies by
