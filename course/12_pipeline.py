@@ -103,7 +103,8 @@ if rank == 0:
 # ## 2. The idea: cut the batch as well
 #
 # With gradient accumulation a batch is made of $m$ **micro-batches** anyway. When rank 0 has done the first one's
-# forward, it need not wait for it to come back: it takes the second. Time goes to the right:
+# forward, it need not wait for it to come back: it takes the second. Below, time goes to the right, a box is one
+# forward or backward, and its number is the micro-batch's; a backward takes as long as two forwards.
 
 # %% tags=["nbval-ignore-output", "hide-input"]
 import matplotlib.pyplot as plt
@@ -226,10 +227,11 @@ for axis, name in zip(axes, ("gpipe", "1f1b"), strict=True):
 plt.show()
 
 # %% [markdown]
-# Counted, not drawn: on real ranks, saved-tensor hooks say of how many micro-batches autograd keeps anything. (A
-# stage's *output* is not kept: once it is sent, only its place in the graph is needed. Megatron calls letting go of it
-# `deallocate_output_tensor`.) With activations computed again, as in chapter 07, each of these is one input a block
-# instead of sixteen tensors (in GPipe's own paper one input a *stage*): the count stays, what is counted shrinks.
+# Counted, not drawn (the pictures' titles call it *alive*): on real ranks, saved-tensor hooks say of how many
+# micro-batches autograd keeps anything. (A stage's *output* is not kept: once it is sent, only its place in the graph
+# is needed. Megatron calls letting go of it `deallocate_output_tensor`.) With activations computed again, as in chapter
+# 07, each of these is one input a block instead of sixteen tensors (in GPipe's own paper one input a *stage*): the
+# count stays, what is counted shrinks.
 
 # %%
 # %%ranks
