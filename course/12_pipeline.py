@@ -401,9 +401,9 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["bubble, ticks", "borders"
 # \underbrace{dW = x^\top dy}_{\text{weight half: the optimizer waits, much later}}$$
 #
 # Qi et al. (2024) split them: the input halves travel back through the pipeline without delay, and the weight halves go
-# where a rank would idle. In **ZB-H1** stage $s$ runs them $s$ micro-batches late, and with $m \ge p$ the bubble falls
-# to $(p-1)(f+i-w)$, where $i$ and $w$ are the times of the two halves: a third, when all three are equal. How would you
-# keep autograd from doing both at once? `%hint 12_pipeline split_linear` helps.
+# where a rank would idle. In **ZB-H1** (DeepSeek's tables say ZB1P) stage $s$ runs them $s$ micro-batches late, and
+# with $m \ge p$ the bubble falls to $(p-1)(f+i-w)$, where $i$ and $w$ are the times of the two halves: a third, when
+# all three are equal. How would you keep autograd from doing both at once? `%hint 12_pipeline split_linear` helps.
 
 
 # %%
