@@ -87,9 +87,10 @@ pd.DataFrame(
 
 # %% [markdown]
 # The rest are statistics: mean and deviation of each norm, and one number a token and head of the fused attention.
-# Korthikanti et al. (2022) count $34\,B T w$ *bytes* in 16 bits for a block with dropout, and ours without is 32: their
-# two more are dropout's masks. An attention that is not fused also keeps $T$ scores a token and head, which soon are
-# more than all of that.
+# *Fused* means that one kernel computes the scores, their softmax and the sum over the values, and never writes the
+# scores to memory (FlashAttention; chapter 14 builds one). An attention that is not fused also keeps $T$ scores a token
+# and head, which soon are more than all the rest. Korthikanti et al. (2022) count $34\,B T w$ *bytes* in 16 bits for a
+# block with dropout, scores aside, and ours without is 32: their two more are dropout's masks.
 
 # %% [markdown]
 # ## 2. The idea: keep the input, run it twice
@@ -236,7 +237,8 @@ for name, plan in {
 pd.DataFrame.from_dict(rows, orient="index", columns=["predicted bytes", "counted bytes"])
 
 # %% [markdown]
-# Every number is equal. `count` looks whenever a block has just run; within a block its own temporaries come on top.
+# (`sqrt(8), up` is $k = 3$.) Every number is equal. `count` looks whenever a block has just run; within a block its own
+# temporaries come on top.
 
 # %% [markdown]
 # ## 4. Read it
@@ -359,11 +361,13 @@ plt.show()
 # `torch.utils.checkpoint` with `use_reentrant=False`; in Megatron-LM, with `--recompute-granularity full` and
 # `--recompute-method uniform`, $k$ is `--recompute-num-layers`.
 #
-# **Not all of a block is equally dear.** Products of matrices are nearly all of the operations; norms, GELU and adds are
-# few, and make 7 of the 16 tensors. A *selective* checkpoint keeps the results of products and computes the rest again
-# (torch's `create_selective_checkpoint_contexts`). They are 11 a block with the input: two products end in a residual
-# add, which needs none of its inputs, so a plain run drops their results. (Megatron's `selective` chooses otherwise: by
-# default it runs only the core of attention again, the scores, which a fused kernel never keeps.)
+# **Not all of a block is equally dear.** Products of matrices are nearly all of the operations; norms, GELU and adds
+# are few, and make 7 of the 16 tensors. A *selective* checkpoint keeps the results of products and computes the rest
+# again (torch's `create_selective_checkpoint_contexts`). They are 11 a block with the input: two products end in a
+# residual add, which needs none of its inputs, so a plain run drops their results. (Megatron's `selective` chooses
+# otherwise: by default it runs only the core of attention again, the scores, which a fused kernel never keeps.
+# `torch.compile` chooses by itself what to keep, and solves a knapsack for it when
+# `torch._functorch.config.activation_memory_budget` is less than 1.)
 
 # %%
 from refimpl.activation.policy import matmuls
@@ -434,10 +438,11 @@ print(f"all-gathers {plain[0]} and {again[0]}, activations {plain[1]:,} and {aga
 print("equal weights:", all(torch.equal(plain[2][name], again[2][name]) for name in plain[2]))
 
 # %% [markdown]
-# **Shared, or sent away.** What is left is one input a block. Tensor-parallel neighbours hold the same one, so each can
-# keep $1/N$ and gather it back (ZeRO's paper calls it $P_a$); or it waits in host memory (`cpu_checkpointing`). In a
-# DeepSpeed file these are `activation_checkpointing`'s `partition_activations` and `cpu_checkpointing`. Three ranks,
-# the same input on each, two checkpoints:
+# **Shared, or sent away.** What is left is one input a block. Tensor-parallel neighbours (ranks that share the work of
+# each layer for the same texts, chapter 11) hold the same one, so each can keep $1/N$ and gather it back (ZeRO's paper
+# calls it $P_a$); or it waits in the host's memory (`torch.autograd.graph.save_on_cpu` sends all that is saved there).
+# In DeepSpeed's JSON these are `partition_activations` and `cpu_checkpointing`, in the section
+# `activation_checkpointing`. Three ranks, the same input on each, two checkpoints:
 
 # %%
 # %%ranks 3
@@ -521,9 +526,10 @@ print(
 
 # %% [markdown]
 # DeepSpeed's `contiguous_memory_optimization` is such an arena. On a GPU you rarely need one today: with
-# `PYTORCH_ALLOC_CONF=expandable_segments:True` torch's allocator reserves addresses, not memory, and maps free pages to
-# wherever a large tensor is wanted, which closes holes without moving anything. Use an arena where that is not
-# supported, or where a fixed number of bytes must be enough, to the byte.
+# `PYTORCH_ALLOC_CONF=expandable_segments:True` (`PYTORCH_CUDA_ALLOC_CONF` in older versions) torch's allocator reserves
+# addresses, not memory, and maps free pages to wherever a large tensor is wanted. That closes every hole of whole pages
+# (20 MB for large tensors, 2 MB for small ones) without moving anything. Use an arena where that is not supported, or
+# where a fixed number of bytes must be enough, to the byte.
 #
 # **The other dropout.** Here is the famous bug. `Twice` around a block *with* dropout:
 

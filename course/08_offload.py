@@ -2,9 +2,10 @@
 # # 8 · Offload: state that rests elsewhere
 #
 # ZeRO divides the model's state by the number of ranks, checkpointing makes activations small. What is left must fit
-# the device's memory, and that is the smallest and dearest memory of the machine. Beside it stands a host with several
-# times as much, and a disk with a hundred times as much. This chapter moves optimizer state there, counts what that
-# costs each step, and overlaps what can be overlapped. You need chapters 03 (master weights), 04 and 05.
+# the memory of the **device**, the GPU, and that is the smallest and dearest memory of the machine. Around it is the
+# **host**, the machine's own cores and their memory, with several times as much, and a disk with a hundred times as
+# much. This chapter moves optimizer state there, counts what that costs each step, and overlaps what can be overlapped.
+# You need chapters 03 (master weights), 04 and 05.
 
 # %% [markdown]
 # ## 1. The pain: the size of the device
@@ -58,11 +59,11 @@ predict(
 # ## 2. The idea: compute where the state is
 #
 # AdamW reads and writes 28 bytes a parameter and does a dozen operations with them: it is all memory, hardly any
-# compute. A GPU's memory would be 30 times as fast as the host's, but what rests at the host would first have to come
-# over the link, which is slower than both. So do not bring the state to the device. Leave it at the host, send the
-# gradient there, let the host's cores update, and send the new weight back. This is **ZeRO-Offload** (Ren et al. 2021).
-# If the state rests on a disk, it passes through a few buffers of the host's memory on its way, **ZeRO-Infinity**
-# (Rajbhandari et al. 2021).
+# compute. A GPU's memory would be 30 times as fast as the host's (some 3,000 GB/s beside 100), but what rests at the
+# host would first have to come over the link, which is slower than both. So do not bring the state to the device. Leave
+# it at the host, send the gradient there, let the host's cores update, and send the new weight back. This is
+# **ZeRO-Offload** (Ren et al. 2021). If the state rests on a disk, it passes through a few buffers of the host's memory
+# on its way, **ZeRO-Infinity** (Rajbhandari et al. 2021).
 #
 # ```mermaid
 # flowchart LR
@@ -238,9 +239,8 @@ print("O_DIRECT:", file.direct, "| names in the folder:", list(folder.iterdir())
 # %% [markdown]
 # Offset, length and address must be multiples of the disk's block: of 4096, to be safe everywhere. (Linux from 6.0 on
 # asks less of the address on some disks: the fourth line is written there. Where a file system has no `O_DIRECT`, all
-# four are, and refimpl warns.) The last line is worth a thought. The file has no
-# name (`O_TMPFILE`): when the process ends, by SIGKILL too, the kernel gives its space back, and two jobs in one folder
-# never meet.
+# four are, and refimpl warns.) The last line is worth a thought. The file has no name (`O_TMPFILE`): when the process
+# ends, by SIGKILL (`kill -9`) too, the kernel gives its space back, and two jobs in one folder never meet.
 #
 # **Your turn.** What does it take to write bytes that begin anywhere? `LateDisk` is a file that insists on alignment on
 # every machine, and does everything as late as it may; `%hint 08_offload write_bytes` helps.
@@ -458,7 +458,8 @@ for module in (ddp, zero1, zero2, zero3, stage, hooked, chosen):
         print("    ", line.strip()[:86])
 
 # %% [markdown]
-# In DeepSpeed's JSON a home is a section. This file asks for the disk, and this is what its keys become:
+# In DeepSpeed's JSON a home is a section. Its word for a disk is `nvme` (NVMe: solid-state disks on the PCIe bus), and
+# any folder will do. This file asks for the disk, and this is what its keys become:
 
 # %%
 from refimpl.engine.config import load_config
@@ -503,10 +504,10 @@ pd.DataFrame(
 
 # %% [markdown]
 # Without `pipeline_read` and `pipeline_write` one buffer does all in turn, with either two. Both are off by default, as
-# in DeepSpeed: the first thing to look at when a disk seems slow. A buffer is another thing there: it holds *one*
-# tensor of a part, and AdamW has four (weight, gradient, two moments), so its default of four buffers is one part, and
-# two parts at once need eight. `pin_memory` has a meaning only where there is a GPU. One key is refimpl's own,
-# `delayed_update` (section 5).
+# in DeepSpeed: the first thing to look at when a disk seems slow. A buffer is another thing in DeepSpeed: it holds
+# *one* tensor of a part, and AdamW has four (weight, gradient, two moments), so the default of four buffers is one part
+# there, and two parts at once need eight. `pin_memory` has a meaning only where there is a GPU. One key is refimpl's
+# own, `delayed_update` (section 5).
 
 # %% [markdown]
 # ## 5. Measure it
@@ -641,8 +642,8 @@ pd.DataFrame.from_dict(
 # %% [markdown]
 # Large parts make few, long requests, which disks like; small parts make small buffers. A part never spans two buckets,
 # so beyond a bucket's size nothing changes. DeepSpeed's default is a thousand million elements: four buffers of 4 GB
-# there, 12 GB each here. Lower it before you blame the disk. `ratio` leaves some buckets on the device, for a device
-# that has room for them.
+# there, 12 GB each here. Lower it before you blame the disk. `ratio` below 1 leaves some buckets on the device, for a
+# device that has room for them (DeepSpeed's name is Twin-Flow, for its stage 3).
 #
 # **This machine's own limit.** What can its disk do, and what does `Disk` get out of it? Then the formula of section 2,
 # with measured numbers: at how many tokens a step does the disk take as long as forward and backward?
@@ -684,15 +685,15 @@ pd.Series(
 ).to_frame()
 
 # %% [markdown]
-# In turn, and both at once: these two tell how much a pipeline can gain here. If the disk is no faster at both than in turn,
-# only the update's time. Below them, plain threads that change what they read: who uses bytes has them in a core's cache,
-# from which some disks, those of a virtual machine, fetch them more slowly. A slow device is easily kept busy: one core needs few tokens. A device that is a thousand times as
+# In turn, and both at once: these two tell how much a pipeline can gain here. If the disk is no faster at both than in
+# turn, it can gain the update's time and no more. The line below them is plain threads that also change what they have
+# read before they write it: those bytes lie in a core's cache then, from which some disks (a virtual machine's) fetch
+# them more slowly. A slow device is easily kept busy: one core needs few tokens. A device that is a thousand times as
 # fast, with a disk like this one, needs a thousand times as many. On your own machine: `refimpl bench disk FOLDER`, and
 # `refimpl bench offload`, in which a step with each home takes turns with a plain one.
 #
-# **Wear.** Flash remembers how often it was written. A data sheet states an endurance in bytes written, such as 1,200
-# TB for a drive of 2 TB. A step writes 12 bytes a
-# parameter, 16 with gradients:
+# **Wear.** Flash remembers how often it was written. A data sheet states an endurance in terabytes written (TBW), such
+# as 1,200 for a drive of 2 TB. A step writes 12 bytes a parameter, 16 with gradients:
 
 # %% tags=["hide-input"]
 days = 1200e12 / (12 * 7e9) * 10 / 86400
@@ -892,10 +893,11 @@ for name, found in runs.items():
     print(f"{name}: {', '.join(f'{times} x {what}' for what, times in Counter(found).items())}")
 
 # %% [markdown]
-# On a fast disk many runs are right, and a test that looks at results passes. Some end with a checksum that does not
-# fit, of bytes that changed while they were on their way, and the report accuses the disk. On a busy disk some parts
-# hold the numbers of others: no NaN, no error, a loss that is somewhat worse. To run it more often is no remedy. This
-# is: a disk that does everything as *late* as it is allowed to, and knows who was too early.
+# On a fast disk some runs are right, and a test that looks at results may pass. The others, and all on a busy disk, end
+# with a checksum that does not fit, of bytes that changed while they were on their way, and the report accuses the
+# disk. Without checksums it would be worse: some parts would hold the numbers of others, with no NaN and no error, and
+# a loss that is somewhat higher. To run it more often is no remedy. This is: a disk that does everything as *late* as
+# it is allowed to, and knows who was too early.
 
 # %%
 from refimpl.grading.compare import Wrong
@@ -923,14 +925,14 @@ except Wrong as wrong:
 # graded on this disk. CUDA streams have the same bug (a copy with `non_blocking=True` from memory that is used again),
 # and a like cure: a log of who touches what, and which waits order it.
 #
-# Its relative: an error *in the middle* of a step, of a disk or a cable that gives back another block than it was given.
-# Half of the parts are a step ahead of the others then, and training could go on. A second slot for each part, so that
-# the old one stays until the step is over, would undo the half, for twice the disk; the block it would not bring back. So
-# refimpl keeps one copy. What *somebody else* has done to the file, cut it or written to it, shows in its length and
-# date: two words to compare before a step, and only if they are new is every part read first. An error there has
-# changed nothing. In the middle it tells every rank at once, neither computes with, shows nor saves what is of half a
-# step, and goes on when a checkpoint was loaded. Gradients that the disk loses inside backward are found before anything
-# is updated: there the state before the step stays, and training goes on.
+# Its relative is an error *in the middle* of a step: a disk or a cable gives back another block than it was given. Some
+# parts are then a step ahead of the others, and training could go on without a word. A second slot for each part, in
+# which the old one stays until the step is over, could undo the step, for twice the disk; it would not bring back the
+# block that is lost. So refimpl keeps one copy. Before a step it compares the file's length and date with those that it
+# left. If *somebody else* has cut the file or written to it, every part is read first, and an error then has changed
+# nothing. After an error in the middle of a step refimpl tells every rank at once, and refuses to compute with, show or
+# save what is of half a step, until a checkpoint is loaded. Gradients that the disk loses inside backward are found
+# before anything is updated: the state before the step stays, and training goes on.
 
 # %%
 scratch.cleanup()

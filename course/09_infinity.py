@@ -87,8 +87,9 @@ print(f"{disk / WAYS['gradients too'][1] / 1e9:.1f} billion on the disk")
 # $$\underbrace{A\,(4 + 4)}_{\text{weights read: forward, backward}} + \underbrace{A\,(4 + 4)}_{\text{gradient written, read}} +
 # \underbrace{12 + 12}_{\text{update: read, written}} + \underbrace{4}_{\text{weights written}} \;=\; 28 + 16A.$$
 #
-# This is **ZeRO-Infinity** (Rajbhandari et al. 2021). Every rank reads its own $1/N$ from its own disk, so $N$
-# disks work at once, and the network, which is faster, puts the parts together.
+# This is **ZeRO-Infinity** (Rajbhandari et al. 2021). Every rank reads its own $1/N$ from its own disk, so $N$ disks
+# work at once, and the network, which is faster, puts the parts together (the paper's *bandwidth-centric
+# partitioning*).
 
 # %% tags=["hide-input"]
 from refimpl.notebook import predict
@@ -215,8 +216,8 @@ if rank == 0:
     print(", ".join(in_forward))
 
 # %% [markdown]
-# Layer 0 had no notice: it is read and gathered at once. From then on the disk and the network are ahead of the
-# arithmetic. The last reads are for backward, which begins at the other end.
+# Layer 0 had no notice: its gather also reads it, on the spot, so no `read 0` stands here. From then on the disk and
+# the network are ahead of the arithmetic. The last reads are for backward, which begins at the other end.
 
 # %% [markdown]
 # ## 4. Read it
@@ -233,7 +234,8 @@ show.source(Shelf.begin, Shelf.read)
 # %% [markdown]
 # `disk.ahead` is a pool of `buffer_count` buffers. When it is empty, nothing more is read ahead: memory is bounded by
 # the pool, not by the model. The file has no name, so that two runs in one folder never meet, and a killed run leaves
-# nothing behind.
+# nothing behind. In DeepSpeed's JSON the shelf is the section `offload_param` with `"device": "nvme"`, for stage 3
+# alone.
 
 # %% [markdown]
 # ## 5. Measure it: where every byte is
@@ -381,7 +383,8 @@ for way in ("ZeRO-3", "ZeRO-3, all on disk"):
 # ## 6. The other pain: a wall of hours
 #
 # Ten thousand disks and GPUs fail ten thousand times as often as one. In 54 days on 16,384 GPUs, the run of Llama 3 was
-# interrupted 419 times without being asked (Llama team 2024, section 3.3.4). What does that make of one GPU?
+# interrupted 419 times by something that nobody had planned (Llama team 2024, section 3.3.4). What does that make of
+# one GPU?
 
 # %%
 hours = 54 * 24 / 419
@@ -390,8 +393,9 @@ print(
 )
 
 # %% [markdown]
-# If a node lives $M_1$ on average, any of $n$ nodes ends a job after $M = M_1 / n$: the **mean time between failures**.
-# With that GPU:
+# If a node lives $M_1$ on average, a job on $n$ of them, which the first failure ends, lives $M = M_1 / n$: its **mean
+# time between failures**, MTBF. With that GPU (and its share of hosts, network and software, where two in five of those
+# failures began):
 
 # %% tags=["hide-input"]
 gpu = hours * 16384
@@ -468,7 +472,8 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["Young", "Daly", "tried", 
 
 # %% [markdown]
 # (Daly's paper has 117, 57 and 9.1 minutes.) Where failures are rare, Young's is as good as your knowledge of $M$. What
-# matters more is $C$: about $\sqrt{2C/M}$ of the time is lost, the root of it. Around the best interval the loss is flat:
+# matters more is $C$: about $\sqrt{2C/M}$ of the time is lost, so saves that are four times as fast lose half as much.
+# Around the best interval the loss is flat:
 
 # %% tags=["nbval-ignore-output", "hide-input"]
 figure, axis = show.figure(2.8)
@@ -781,8 +786,8 @@ print("of now:", torch.equal(file["0.weight"], whole(engine)[0].cpu()))
 # %% [markdown]
 # A thread has two more ways to fail. It may hold no collective (training's own are under way), so the ranks agree
 # through the folder: rank 0 waits for every rank's last file. And nobody hears it die, so its error is kept and raised
-# by the next step. How long each stops a step, with 4 million parameters (`refimpl bench checkpoint` is the careful
-# version):
+# by the next step. (Elsewhere: `async_save` of `torch.distributed.checkpoint`, `--async-save` of Megatron-LM.) How long
+# each stops a step, with 4 million parameters (`refimpl bench checkpoint` is the careful version):
 
 # %% tags=["nbval-ignore-output"]
 # %%ranks 2
@@ -938,9 +943,9 @@ predict(
 )
 
 # %% [markdown]
-# refimpl's own checkpoints are safetensors and JSON, in which there is nothing to run. Where it must read a pickle, those
-# of DeepSpeed (`refimpl checkpoint import`), an unpickler with a short list of names does it, and on the way out an object
-# is refused as well, under the key where it stands:
+# refimpl's own checkpoints are safetensors (names, shapes and offsets in JSON, then the bare bytes) and JSON, in which
+# there is nothing to run. Where it must read a pickle, those of DeepSpeed (`refimpl checkpoint import`), an unpickler
+# with a short list of names does it, and on the way out an object is refused as well, under the key where it stands:
 
 # %%
 from refimpl.checkpoint import tree, unpickle

@@ -9,8 +9,9 @@
 # %% [markdown]
 # ## 1. The pain: two machines are not one large machine
 #
-# Gradients of 7 billion parameters in bf16, all-reduced by a ring, on the links that people have. The second column is
-# what an H100 needs to *compute* the step for 8192 tokens a GPU, at 40% of its 990 TFLOP/s (the vendor's figure):
+# Gradients of 7 billion parameters in bf16, all-reduced by a ring of 16 ranks, on the links that people have. The
+# second column is what an H100 needs to *compute* the step for 8192 tokens a GPU, at 40% of its 990 TFLOP/s (the
+# vendor's figure):
 
 # %%
 # %load_ext refimpl.notebook
@@ -135,6 +136,8 @@ pd.DataFrame({"ms a step": {name: f"{1e3 * s:.0f}" for name, s in times.items()}
 # | **nearer** | $n$ and $m$ on the slow level | a second copy, another order of the sum | two-level collectives, hpZ, MiCS, HSDP |
 # | **less often** | $n$ and $m$: H times | ranks drift apart | local SGD, DiLoCo |
 # | **at another time** | nothing; more is hidden | buffers, a bucket size to choose | DDP's buckets, ZeRO-3's prefetch |
+#
+# (HSDP and MiCS were in chapter 6. The other names are explained below, where their turn comes.)
 
 # %% [markdown]
 # ## 3. Build it
@@ -212,8 +215,10 @@ pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 # fast as without compression, after a while (Karimireddy et al. 2019). An *unbiased* operator, such as rounding up or down
 # at random, does without.
 #
-# **Fewer bits.** int8 with a scale for each block of 256, int4, one bit. What travels of a gradient, codes and scales, is
-# its **wire**, of $W$ bytes. Here the question is who adds.
+# **Fewer bits.** To **quantise** to int8 is to take a block of 256 numbers, let its **scale** be the largest magnitude
+# / 127, and send of each number its **code**: number / scale, rounded to a whole number from -127 to 127. Code times
+# scale is nearly the number again. int4 has codes from -7 to 7, and one bit has a sign and nothing else. What travels
+# of a gradient, codes and scales, is its **wire**, of $W$ bytes. Here the question is who adds.
 
 # %% tags=["hide-input"]
 predict(
@@ -343,13 +348,13 @@ table = {
 pd.DataFrame.from_dict(table, orient="index", columns=["ms", "times as fast as the ring"])
 
 # %% [markdown]
-# (On a busy machine a ring of many messages is later still.) By the formula two levels are $F (N-1) / (N (F-1)) = 1.5$ times
-# as fast as a flat ring here, and 2 times for two large
-# nodes. With one card a GPU, NCCL runs one ring through each card and reaches the same bytes; what stays is latency:
-# $2(N-1)$ messages against $2(L-1) + 2(F-1)$, of which only the last are far. Within a level one may still choose: a ring,
-# recursive **halving** ($2 \log_2 N$ messages, `halving_all_reduce` in the exercises), a pair of trees. What is best follows from
-# the measured $\alpha$ and $\beta$ of each level: `refimpl doctor --topology` measures them, says which ranks are near, and
-# `REFIMPL_COLLECTIVES=measured` takes the best for each size.
+# (On a busy machine a ring of many messages is later still.) With $F$ nodes of $P$ ranks, $N = FP$, two levels are by
+# the formula $F (N-1) / (N (F-1)) = 1.5$ times as fast as a flat ring here, and 2 times for two large nodes. With one
+# card a GPU, NCCL runs one ring through each card and reaches the same bytes; what stays is latency: $2(N-1)$ messages
+# against $2(P-1) + 2(F-1)$, of which only the last $2(F-1)$ are far. Within a level one may still choose: a ring,
+# recursive **halving** ($2 \log_2 N$ messages, `halving_all_reduce` in the exercises), a pair of trees. What is best
+# follows from the measured $\alpha$ and $\beta$ of each level: `refimpl doctor --topology` measures them, says which
+# ranks are near, and `REFIMPL_COLLECTIVES=measured` takes the best for each size.
 #
 # **Less often.** Each rank trains by itself for $H$ steps; then its way, start minus end, is averaged and treated as
 # a *gradient* by a second optimizer. That is **DiLoCo** (inner AdamW, outer Nesterov, H = 500 in the paper).
@@ -482,8 +487,9 @@ plt.show()
 # %% [markdown]
 # (A bucket is large on the right.) The left branch is latency. The right one is a bucket that nobody hides: on a fast
 # link the last, which leaves when backward is over; on a slow one the first, for which the link waits. The valley is
-# wide: that is why nobody tunes buckets to the byte, and why the default (25 MB in torch's DDP) is seldom far off.
-# `refimpl bench overlap` draws the same curve measured on a link of your choice, and the timeline of a step.
+# wide: that is why nobody tunes buckets to the byte, and why the default (25 MB in torch's DDP) is seldom far off on
+# some tens of ranks. (In chapter 2 512 ranks wanted 175 MB.) `refimpl bench overlap` draws the same curve measured on a
+# link of your choice, and the timeline of a step.
 #
 # ## 4. Read it
 #
@@ -524,7 +530,7 @@ show.source(quantised_sum.QuantisedSum._steps, quantised_sum.QuantisedSum._hop)
 # %% tags=["hide-input"]
 predict(
     "hpZ on nodes of 8 GPUs keeps each node's weights a second time, in shards. How many bytes a parameter is that on "
-    "each GPU, in bf16? (ZeRO-3 on 64 GPUs keeps 16/64 = 0.25 of everything.)",
+    "each GPU, in bf16? (Of all else ZeRO-3 on 64 GPUs keeps 16/64 = 0.25 bytes.)",
     2 / 8,
     unit="bytes",
     why="2 bytes, over the 8 ranks of the node. Memory, for traffic: at 64 GPUs it doubles what a rank keeps.",
@@ -572,18 +578,19 @@ pd.DataFrame.from_dict(ranks.pull("found")[0], orient="index", columns=columns)
 
 # %% [markdown]
 # (Bytes that leave a node; losses within 0.2 after ten steps.) The paper counts each thing that crosses once, for many
-# nodes. With two of them half of everything is at home already, so its $0.25\,M$ is $0.125\,M$ here, and the scales. And ZeRO-3's own
-# collectives are flat: each shard goes to *both* ranks of the other node, twice over the same cable, which makes $M/2$ into
-# $M$. `mics_hierarchical_params_gather` mends that, `bytes_across` in the exercises is the formula.
+# nodes. With two of them half of everything is at home already, so its $0.25\,M$ is $0.125\,M$ here, plus the scales.
+# But ZeRO-3's own collectives are flat: each shard goes to *both* ranks of the other node, twice over the same cable,
+# which makes $M/2$ into $M$. `mics_hierarchical_params_gather` mends that, `bytes_across` in the exercises is the
+# formula.
 #
 # Each node, or each group of nodes, may also keep all weights, gradients and optimizer state among its own ranks:
 # **MiCS** (`mics_shard_size`), HSDP in PyTorch. Then no gather crosses between groups at all, and gradients do once a
-# step, however many micro-batches it has.
+# step, however many micro-batches it has (in FSDP2 if `set_requires_all_reduce(False)` is called for all but the last).
 #
 # **Is the link used?** A time says nothing by itself. `"comms_logger": {"enabled": true}` in DeepSpeed's JSON prints
-# two bandwidths for each collective and size: the *algorithm's*, buffer / time (for an all-reduce it prints twice
-# that), and the *bus's*, which multiplies by what each rank must send for a byte of buffer, so that it can be held
-# against the link.
+# two bandwidths for each collective and size: the *algorithm's*, buffer / time, and the *bus's*, which multiplies by
+# what each rank must send for a byte of buffer, so that it can be held against the link. (nccl-tests defines both. Of
+# an all-reduce DeepSpeed prints twice the first, of a reduce-scatter $N$ times both.)
 
 # %% tags=["hide-input"]
 predict(
@@ -687,11 +694,11 @@ for name, operator in {
 
 # %% [markdown]
 # Errors cancel in sums, not in squares. So **1-bit Adam** runs Adam for a warm-up, *freezes* $v$, and from then on
-# compresses the momentum, which is linear in the gradients. 0/1 Adam freezes in steps and skips exchanges; 1-bit LAMB
-# also freezes a mean of each layer's ratio, and scales that from then on by a variance that it finds again in the
-# momentum. (Under ZeRO LAMB's ratios need norms of parameters that are cut over ranks: `trust_ratios` in the
-# exercises.) In refimpl all three are under DDP, by DeepSpeed's JSON: `{"optimizer": {"type": "OneBitAdam", "params":
-# {"freeze_step": 100}}}`.
+# compresses the momentum, which is linear in the gradients. 0/1 Adam updates $v$ ever more rarely before it freezes it,
+# and later skips exchanges; 1-bit LAMB also freezes a mean of each layer's ratio, and scales that from then on by a
+# variance that it finds again in the momentum. (Under ZeRO LAMB's ratios need norms of parameters that are cut over
+# ranks: `trust_ratios` in the exercises.) In refimpl all three are under DDP, by DeepSpeed's JSON: `{"optimizer":
+# {"type": "OneBitAdam", "params": {"freeze_step": 100}}}`.
 #
 # Other ways to lose a day: an error that survives a **skipped step** (an fp16 overflow: what was received was thrown away, so the
 # error must go back); an error that is **not in the checkpoint**; a second shard that outlives the optimizer's step (`SecondShard`

@@ -266,8 +266,8 @@ frame = {
 pd.DataFrame.from_dict(frame, orient="index", columns=["cut as one", "each of q, k, v cut"])
 
 # %% [markdown]
-# `cut_qkv` in the exercises does this with fewer heads of keys than of queries. Now a whole GPT. refimpl swaps its layers
-# from outside, by a plan of names; the model's own code knows nothing of it.
+# `cut_qkv` in the exercises does this with fewer heads of keys than of queries (grouped-query attention, GQA). Now a
+# whole GPT. refimpl swaps its layers from outside, by a plan of names; the model's own code knows nothing of it.
 
 # %%
 # %%ranks 4
@@ -302,9 +302,10 @@ up = whole.blocks[0].mlp.up.weight.chunk(4)[rank]
 print("drawn as the whole was:", torch.equal(split.blocks[0].mlp.up.weight, up))
 
 # %% [markdown]
-# The last line is about **initialisation**. One seed draws the whole matrix, and each rank keeps its part, so the model is
-# the same at any number of ranks. The two shortcuts are both wrong: with one seed for all, each drawing its own part, all
-# parts are equal, and $N$ ranks compute the same features $N$ times; with a seed a rank, the model is another at every $N$.
+# The last line is about **initialisation**. One seed draws the whole matrix, and each rank keeps its part, so the model
+# is the same at any number of ranks. The two shortcuts give something up. With one seed for all, each drawing its own
+# part, all parts are equal, and $N$ ranks compute the same features $N$ times: that is a bug. With a seed a rank,
+# Megatron-LM's default on GPUs, the model is sound, but another at every $N$.
 
 # %% [markdown]
 # ## 4. Read it
@@ -357,10 +358,12 @@ print("the first weight:", mlp[0].weight.placements, tuple(mlp[0].weight.to_loca
 # | what does not divide | one unit more on the first ranks | shorter or empty shards on the last | refused; the vocabulary is padded |
 # | the loss | three numbers a row | `loss_parallel()`, the same idea | three numbers a row |
 # | sequence parallelism keeps a column layer's input | whole | whole | $1/N$, gathered again in backward |
-# | an all-reduce in backward | waited for | waited for; of sequence parallelism's halves `torch.compile` can send slices beside the product | beside the weight's gradient |
+# | an all-reduce in backward | waited for | waited for; of sequence parallelism's halves `torch.compile` can send slices beside the product (async TP) | beside the weight's gradient |
 # | dropout where split | a second stream, `Draws` | one stream, each rank at its own offset | a second stream; the same in all replicas |
 #
-# (Megatron-LM: `megatron/core/tensor_parallel/layers.py`, `random.py`. torch: `torch/distributed/tensor/parallel/style.py`,
+# The number of ranks that share a layer is the **TP size**: `--tensor-model-parallel-size` in Megatron-LM (with
+# `--sequence-parallel`), `"tensor_parallel": {"autotp_size": N}` in DeepSpeed's JSON. (Megatron-LM:
+# `megatron/core/tensor_parallel/layers.py`, `random.py`. torch: `torch/distributed/tensor/parallel/style.py`,
 # `torch/distributed/tensor/_random.py`.)
 
 # %% [markdown]
@@ -492,11 +495,12 @@ pd.DataFrame.from_dict(
 # The embedding is the same table, cut by rows: a rank gives zeros for the words that it has not got, and g adds
 # (`vocab_embedding` in the exercises). Embedding and head are cut alike, so a tied weight needs nothing more.
 #
-# **Activations.** Chapter 07 (`07_activations`) counted 16 tensors of $B\,T\,w$ that a layer keeps for backward. Split by 4,
-# the 12 inside attention and MLP become 3. The other 4, inputs of norms and of column layers, are whole on every rank.
-# **Sequence parallelism** (Korthikanti et al. 2022) goes on there: between g and the next f each rank works on $T/N$ of
-# the *tokens*. An all-reduce is a reduce-scatter followed by an all-gather, so g becomes the first half, f the second,
-# and norm, dropout and residual stand between the halves.
+# **Activations.** Chapter 07 (`07_activations`) counted 16 tensors of $B\,T\,w$ that a layer keeps for backward. Split
+# by 4, the 12 inside attention and MLP become 3. The other 4, inputs of norms and of column layers, are whole on every
+# rank. **Sequence parallelism** (Korthikanti et al. 2022) goes on there: between g and the next f each rank works on
+# $T/N$ of the *tokens*. An all-reduce is a reduce-scatter followed by an all-gather, so g becomes the first half, f the
+# second, and norm, dropout and residual stand between the halves. (DeepSpeed-Ulysses is called sequence parallelism
+# too. It is another thing, an axis of its own: chapter 13.)
 
 # %% tags=["hide-input"]
 predict(
@@ -631,8 +635,8 @@ pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis("ranks
 
 # %% [markdown]
 # That is why tensor parallelism stays where NVLink is, which mostly means inside a node of 8. From there on the other
-# axes take over: their traffic is rarer (a pipeline's), or can hide (ZeRO's gradients). Width helps: a product of matrices
-# that became $1/N$ as wide also runs less efficiently, which this model does not know.
+# axes take over: their traffic is rarer (a pipeline's), or can hide (ZeRO's gradients). Width helps twice, for a
+# product of matrices that has become $1/N$ as wide also runs less efficiently, which this model does not know.
 #
 # Turn the knobs: what one layer weighs (state with AdamW and fp32 masters, 16 bytes a parameter) and sends.
 
@@ -690,8 +694,8 @@ for name, how in {"whole plan": plan, "without Tokens()": broken}.items():
 # with the sum the copies were equal, and the loss still lay flat
 # ([1259](https://github.com/EleutherAI/gpt-neox/pull/1259)): something else was wrong too. Megatron-LM's users have
 # asked why their norms' gradients differ between ranks
-# ([issue 1446](https://github.com/NVIDIA/Megatron-LM/issues/1446)). The check that finds it compares, after each backward, the
-# *gradients* of all replicated parameters across the tensor group: they must be equal to the bit.
+# ([issue 1446](https://github.com/NVIDIA/Megatron-LM/issues/1446)). The check that finds it compares, before the
+# optimizer's step, the *gradients* of all replicated parameters across the tensor group: they must be equal to the bit.
 #
 # **The other dropout.** Outside the split layers all ranks hold the same tensor, and must drop the same elements, or their
 # copies of it part. Inside each has other heads, and must not: with one seed all ranks drop the same places of their

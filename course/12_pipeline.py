@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 12 · Pipelines: pass micro-batches on, not weights
 #
-# ZeRO cuts every tensor into N pieces and sends *weights* to where the data is. A pipeline leaves the weights where they
-# are: each rank has some of the layers, a **stage**, and sends *activations* to the next rank. This chapter counts what
-# that saves, why ranks stand idle, and how an order of work, a table and nothing else, takes the idle time away.
+# ZeRO cuts every tensor into N pieces and sends *weights* to where the data is. A pipeline leaves the weights where
+# they are: each rank has some of the layers, a **stage** (no relative of ZeRO's stages), and sends *activations* to the
+# next rank. This chapter counts what that saves, why ranks stand idle, and how an order of work, a table and nothing
+# else, takes the idle time away.
 
 # %% [markdown]
 # ## 1. The pain: layers that are elsewhere
@@ -32,12 +33,12 @@ for tokens in (2048, 8192, 32768):
 pd.DataFrame.from_dict(rows, orient="index", columns=["weights, GB", "border, GB", "times"])
 
 # %% [markdown]
-# (A stage sees the micro-batches of all, a ZeRO-3 rank its own alone: for whole steps divide by the number of stages. 16
-# of them leave 65 times at 8,192 tokens.) That is why pipelines run *between* nodes, where links are slow. And now the
-# price. Four ranks, a quarter of the layers
-# on each, train on one batch. This machine may have fewer cores than ranks, so a stage here multiplies a little and then
-# sleeps, 10 ms in forward and 20 in backward, as if a GPU computed meanwhile: a rank that sleeps is busy. Every rank
-# writes down when it was.
+# (That is one micro-batch. In a whole step a stage passes on the micro-batches of all $p$ ranks, and a ZeRO-3 rank
+# gathers for its own alone: divide by $p$. With 16 stages, 65 times are left at 8,192 tokens.) That is why pipelines
+# run *between* nodes, where links are slow. And now the price. Four ranks, a quarter of the layers on each, train on
+# one batch. This machine may have fewer cores than ranks, so a stage here multiplies a little and then sleeps, 10 ms in
+# forward and 20 in backward, as if a GPU computed meanwhile: a rank that sleeps is busy. Every rank writes down when it
+# was.
 
 # %%
 # %%ranks 4
@@ -102,7 +103,8 @@ if rank == 0:
 # ## 2. The idea: cut the batch as well
 #
 # With gradient accumulation a batch is made of $m$ **micro-batches** anyway. When rank 0 has done the first one's
-# forward, it need not wait for it to come back: it takes the second. Time goes to the right:
+# forward, it need not wait for it to come back: it takes the second. Below, time goes to the right, a box is one
+# forward or backward, and its number is the micro-batch's; a backward takes as long as two forwards.
 
 # %% tags=["nbval-ignore-output", "hide-input"]
 import matplotlib.pyplot as plt
@@ -184,11 +186,12 @@ predict(
 )
 
 # %% [markdown]
-# Look at the picture again: rank 3 could begin the backward of micro-batch 0 right after its forward. Nothing else in
+# Look at the picture again: rank 3 could begin the backward of micro-batch 0 right after its forward. Nothing in
 # backward waits for the forwards that follow. **1F1B**, one forward and one backward by turns (PipeDream-Flush,
 # Narayanan et al. 2021), starts each backward as early as it can. A stage with $s$ stages behind it runs $s$ forwards
-# ahead (the *warm-up*), which is how long its first gradient takes to come back, and from then on (the *steady state*)
-# holds no more than $s + 1$. Backwards that are left drain the pipeline (the *cool-down*, or flush).
+# ahead (the *warm-up*), one for each stage that the first micro-batch has still to pass, and from then on (the *steady
+# state*) holds no more than $s + 1$. Backwards that are left drain the pipeline (the *cool-down*, or flush), and then
+# comes the optimizer's step. (The first PipeDream never drained: it kept several versions of the weights instead.)
 #
 # **Your turn.** `%hint 12_pipeline one_f_one_b` helps.
 
@@ -224,10 +227,11 @@ for axis, name in zip(axes, ("gpipe", "1f1b"), strict=True):
 plt.show()
 
 # %% [markdown]
-# Counted, not drawn: on real ranks, saved-tensor hooks say of how many micro-batches autograd keeps anything. (A stage's
-# *output* is not kept: once it is sent, only its place in the graph is needed. Megatron calls letting go of it
-# `deallocate_output_tensor`.) With activations computed again, as in chapter 07, each of these is one input a block
-# instead of sixteen: the count stays, what is counted shrinks.
+# Counted, not drawn (the pictures' titles call it *alive*): on real ranks, saved-tensor hooks say of how many
+# micro-batches autograd keeps anything. (A stage's *output* is not kept: once it is sent, only its place in the graph
+# is needed. Megatron calls letting go of it `deallocate_output_tensor`.) With activations computed again, as in chapter
+# 07, each of these is one input a block instead of sixteen tensors (in GPipe's own paper one input a *stage*): the
+# count stays, what is counted shrinks.
 
 # %%
 # %%ranks
@@ -396,10 +400,10 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["bubble, ticks", "borders"
 # $$\underbrace{dx = dy\,W^\top}_{\text{input half: the stage before waits}} \qquad
 # \underbrace{dW = x^\top dy}_{\text{weight half: the optimizer waits, much later}}$$
 #
-# Qi et al. (2024) split them: the input halves travel down the pipeline without delay, and the weight halves go where a
-# rank would idle. In **ZB-H1** stage $s$ runs them $s$ micro-batches late, and the bubble falls to $(p-1)(f+i-w)$: a
-# third, when forward and both halves ($i$, $w$) take equally long. How would you keep autograd from doing both at once?
-# `%hint 12_pipeline split_linear` helps.
+# Qi et al. (2024) split them: the input halves travel back through the pipeline without delay, and the weight halves go
+# where a rank would idle. In **ZB-H1** (DeepSeek's tables say ZB1P) stage $s$ runs them $s$ micro-batches late, and
+# with $m \ge p$ the bubble falls to $(p-1)(f+i-w)$, where $i$ and $w$ are the times of the two halves: a third, when
+# all three are equal. How would you keep autograd from doing both at once? `%hint 12_pipeline split_linear` helps.
 
 
 # %%
@@ -425,9 +429,10 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor, later: list[Later]) ->
 # **No idle time at all?** Lay the stages down and up again, as a V: rank $r$ has stages $r$ and $2p-1-r$, so the last
 # stage is on the first rank and a backward begins where the micro-batch began (**ZB-V**). Or send micro-batches from
 # both ends through two copies of the model (**DualPipe**, made for DeepSeek-V3): in the middle of the step each rank
-# pairs a forward of one direction with a backward of the other. The zero has a condition. Ranks begin a step one after
-# the other, and must enter the next one so: a global gradient norm, for which all wait, brings the bubble back. Qi et
-# al. step first, check the norm afterwards, and undo the rare step that it forbids.
+# pairs a forward of one direction with a backward of the other. ZB-V's zero has two conditions. Forward and both halves
+# must take equally long. And ranks begin a step one after the other, and must enter the next one so: a global gradient
+# norm, for which all wait, brings the bubble back. Qi et al. step first, check the norm afterwards, and undo the rare
+# step that it forbids.
 
 # %% tags=["nbval-ignore-output", "hide-input"]
 figure, axes = show.figure(5.6, rows=3)
@@ -658,10 +663,13 @@ predict(
 # | m, interleaved | any | | by default a multiple of p | a multiple of the number of rounds |
 # | tied weights | summed, found by identity or key | `TiedLayerSpec`, `ReduceTiedGrads` | an all-reduce of the embedding's group | by hand |
 #
-# **Who runs it.** DeepSeek-V3: 16-way pipelines by DualPipe, 64-way expert parallelism over 8 nodes, ZeRO-1, no tensor
-# parallelism (section 3.2 of its report). Its authors state the bubble as $(p/2-1)(F{\&}B + B - 3W)$, with two copies of the
-# parameters and activations of $p+1$ micro-batches: `F&B` is a forward and a backward that overlap. Played
-# as one operation whose results come at its end, the table gives just that:
+# The options: `--pipeline-model-parallel-size` and `--num-layers-per-virtual-pipeline-stage` in Megatron-LM;
+# `PipelineModule(layers, num_stages=p)` in DeepSpeed, whose $m$ is `gradient_accumulation_steps`.
+#
+# **Who runs it.** DeepSeek-V3: 16-way pipelines by DualPipe, 64-way expert parallelism (chapter 15) over 8 nodes,
+# ZeRO-1, no tensor parallelism (section 3.2 of its report). Its authors state the bubble as $(p/2-1)(F{\&}B + B - 3W)$,
+# with two copies of the parameters and activations of $p+1$ micro-batches: `F&B` is a forward and a backward that
+# overlap. Played as one operation whose results come at its end, the table gives just that:
 
 # %%
 from refimpl.parallel.pipeline.schedules.table import Cost

@@ -221,7 +221,7 @@ HINTS = {
         "First m < 0, then i == t. Then the two ways, the second in a loop over j; take the least.",
     ],
     "KeepResults": [
-        "__enter__ counts the runs. In the first append, in others take results[next].",
+        "__enter__ counts the runs. In the first run append each result; in later runs take results[next].",
         "detach() drops the graph; clone() gives memory of its own. Both when it is kept, clone when it is handed out.",
     ],
     "PartitionedInput": [

@@ -177,8 +177,9 @@ class Stage:
     """One stage on this rank, number group.rank of group.size, and what it does at each tick of
     a schedule.
 
-    stage = Stage(module, group, loss, like) stage.forward(0, inputs, target);
-    stage.forward(1, ...); stage.backward(0, scale); ...; stage.finish()
+    stage = Stage(module, group, loss, like)
+    stage.forward(0, inputs, target); stage.forward(1, ...); stage.backward(0, scale); ...
+    stage.finish()
 
     `like` has the shape and dtype of every activation between stages. Between a micro-batch's
     forward and backward its input stays, and what autograd saves; the output's values do not,

@@ -113,9 +113,10 @@ def one_bit_mean(x: Tensor, worker: Tensor, server: Tensor, group: Group) -> Ten
     [n] fp32, equal bits.
 
     x [n] fp32, n a multiple of 8 N, keeps its values; worker [n] and server [n / N] fp32 are
-    errors, changed in place. 1. This rank's x + worker becomes signs times one number, its mean
-    magnitude. What that misses is the new `worker`.
-       Chunk i of the signs goes to rank i, the number to everybody.
+    errors, changed in place.
+
+    1. This rank's x + worker becomes signs times one number, its mean magnitude. What that
+       misses is the new `worker`. Chunk i of the signs goes to rank i, the number to everybody.
     2. The server, which is every rank for its own chunk: the mean of what all ranks sent, plus
        `server`, becomes signs times its mean magnitude, and what that misses is the new
        `server`. Everybody gets these signs and numbers.
@@ -215,8 +216,7 @@ class SecondShard:
 
 
 def bus_bandwidth(op: str, nbytes: int, ranks: int, seconds: float) -> tuple[float, float]:
-    """(algorithm bandwidth, bus bandwidth), bytes a second, as nccl-tests and DeepSpeed's
-    comms_logger define them.
+    """(algorithm bandwidth, bus bandwidth), bytes a second, as nccl-tests defines them.
 
     op: all_reduce, reduce_scatter, all_gather, all_to_all, broadcast or send; ValueError for
     another.
@@ -261,12 +261,15 @@ def bytes_across(
     the node sends its 1 / nodes of the weights to each of the others, in a reduce-scatter it
     adds up inside and sends each other node's part of the sum. An all-reduce is a
     reduce-scatter and an all-gather.
-    zero3: all three for every micro-batch, over all nodes. zero++: as zero3, but the forward
-    gather is int8 (qwZ), backward gathers inside the node (hpZ), gradients are int4
-      (qgZ); with each block of `block` elements, 8 or 4 bits each, goes one fp32 scale.
+
+    zero3: all three for every micro-batch, over all nodes.
+    zero++: as zero3, but the forward gather is int8 (qwZ), backward gathers inside the node
+      (hpZ), gradients are int4 (qgZ); with each block of `block` elements, 8 or 4 bits each,
+      goes one fp32 scale.
     mics: each node has all weights, in shards. Gathers and the reduce-scatter of every
-    micro-batch stay inside; once a
-      step the node's gradients are all-reduced across, in 16 bits.
+      micro-batch stay inside; once a step the node's gradients are all-reduced across, in 16
+      bits.
+
     ValueError for another strategy. params is a multiple of nodes * block.
     Example: zero3, 800 parameters, 2 nodes, 1 micro-batch -> 800 bytes each.
     """
