@@ -27,7 +27,7 @@ def ring_half_seconds(size: float, ranks: int, link: Link) -> float:
 
 
 def tree_all_reduce_seconds(size: float, ranks: int, link: Link) -> float:
-    """One binary tree, up and down again, the whole buffer on each of 2 ceil(log2 N) hops."""
+    """One binomial tree, up and down again, the whole buffer on each of 2 ceil(log2 N) hops."""
     return 2 * math.ceil(math.log2(ranks)) * (link.alpha + size / link.bandwidth)
 
 
