@@ -877,9 +877,9 @@ pd.DataFrame(rows, columns=[*columns, "products alone"])
 
 # %% [markdown]
 # The smaller a model, the more of its time lies between products: their work grows with the square of the width, what a
-# block keeps with the width. Table 2 of the same paper asks what happens without a mesh: ZeRO-3 alone, the batch fixed
-# (but for 2,560 sequences on the 640 GPUs, 2,240 elsewhere), on more and more GPUs. Below, beside them, the same models
-# with tp 8 and pp 12 (or 35):
+# block keeps with the width. Table 2 of the same paper asks what happens without a mesh: ZeRO-3 alone, each model's batch
+# fixed (but for 2,560 sequences in the place of 2,240 on 640 GPUs), on more and more GPUs. Below, beside them, the same
+# models with tp 8 and pp 12 (or 35):
 
 # %%
 from refimpl.plan.published import PTD, ZERO3
