@@ -353,7 +353,9 @@ pd.DataFrame.from_dict(ranks.pull("found")[0], orient="index", columns=columns)
 # compares loss and gates' gradients to the bit. That is not a matter of course: a row of a matrix product may round otherwise when
 # other rows stand beside it, so refimpl multiplies each source's rows by themselves.
 #
-# **On two ranks**, and with loads as uneven as they can be:
+# **On two ranks**, and with loads as uneven as they can be. `Routes.given` takes the choice instead of a gate. `Dispatch`
+# takes the ranks that share the experts, the way that rows travel, and the tensor ranks (here this rank alone). The experts
+# just double their rows:
 
 # %%
 # %%ranks 4
