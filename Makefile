@@ -27,7 +27,7 @@ help:
 	@echo "make site        build the study site into site/"
 	@echo "make serve       show the study site at http://127.0.0.1:8000 and rebuild it when a file changes"
 	@echo "make notebooks   run every chapter and write its notebook; ARGS=--fresh measures timed cells anew"
-	@echo "make new-lesson NAME=07_offload  lay out a new chapter with an exercise and its grader"
+	@echo "make new-lesson NAME=17_name  lay out a new chapter with an exercise and its grader"
 	@echo "make clean       remove .venv and out/"
 
 install: $(STAMP)

@@ -10,7 +10,8 @@
 #
 # A Llama-like model of 8 billion parameters: 32 blocks of width 4096, with 8 heads of keys and values for 32 of queries.
 # Tensor parallelism over the 8 GPUs of a node, with sequence parallelism, so activations are divided by 8, but for the
-# inputs of the cut matrices. What one sequence alone leaves for backward on each GPU (blocks, head and loss), in GB:
+# inputs of the cut matrices. What one sequence alone leaves for backward on each GPU (blocks, head and loss), in GB. The
+# last column is what attention would write if it were not fused, the scores of one of the 32 heads in one block:
 
 # %%
 # %load_ext refimpl.notebook
@@ -62,7 +63,7 @@ for tokens in (64, 128, 256):
     print(f"{tokens} tokens: {sum(sizes) / tokens:,.0f} bytes a token")
 
 # %% [markdown]
-# A token costs what it costs, however many there are: only their number on a rank can fall.
+# A token leaves 9,800 bytes, however long the text is. So there is one way to keep less on a rank: fewer tokens on it.
 
 # %% tags=["hide-input"]
 from refimpl.notebook import predict
@@ -132,11 +133,11 @@ predict(
 def merge(one: Part, other: Part) -> Part:
     """Attention over two sets of keys, from attention over each of them.
 
-    Of each set: out [..., Q, D], softmax attention of Q queries over it, and lse [..., Q], the
-    log of the sum of exp(score) over it; both fp32. Returned are those of all keys together. A
-    query that sees no key of a set has lse -inf and out 0 there; if it sees none of either, so
-    has the result. Scores may be in the thousands. A NaN in an out stays to be seen. Inputs
-    are not changed.
+    A Part is the pair (out, lse) of one set: out [..., Q, D], softmax attention of Q queries
+    over it, and lse [..., Q], the log of the sum of exp(score) over it; both fp32. Returned is
+    that of all keys together. A query that sees no key of a set has lse -inf and out 0 there;
+    if it sees none of either, so has the result. Scores may be in the thousands. A NaN in an
+    out stays to be seen. Inputs are not changed.
     Example: lse 0 and 0 -> the mean of both outs, lse log(2). lse 3 and -inf -> the first.
     """
     raise NotImplementedError("merge")
@@ -185,11 +186,11 @@ print(
 # %% [markdown]
 # The formula, with $M$ the bytes of a rank's keys: forward sends $2(c-1)M$, keys and values $c-1$ hops far. Backward
 # sends them round again, and with them their gradients, which every rank adds to and which need one hop more to be home:
-# $2(c-1)M + 2cM$, the gradients in fp32.
+# $2(c-1)M + 2cM$. (The gradients travel in fp32. Where keys are in 16 bits, the second $M$ is twice the first.)
 #
 # **What it costs in time.** A ring can attend to one set while the next one is on its way. A hop's compute grows with
-# $S^2$, its bytes with $S$: so with enough tokens a rank the traffic is hidden. How many? With 312 TFLOP/s of which half
-# is reached, causal scores halved, and 2 bytes an element:
+# $S^2$, its bytes with $S$: so with enough tokens a rank the traffic is hidden. How many? For forward, on an A100 of 312
+# TFLOP/s of which half is reached, with half of the scores masked, and 2 bytes an element:
 
 # %%
 from refimpl.plan.mesh import Machine
@@ -209,7 +210,8 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["GB/s", "tokens a rank tha
 # %% [markdown]
 # Grouped heads make the ring cheap: keys and values are a quarter as large. That is also why Llama 3 does without a ring:
 # it *gathers* all keys and values before attention, the same bytes in one exposed call, and keeps plain kernels and any
-# mask (Llama team 2024, section 3.3.2). The price is memory for all keys of a layer, $2\,T\,K d$ elements.
+# mask (Llama team 2024, section 3.3.2). The price is memory for all keys and values of a layer, $2\,T\,K d$ elements for
+# $K$ heads of $d$ features.
 #
 # **Ulysses** (Jacobs et al. 2023) takes another way. Attention of one head needs no other head. So before attention each
 # rank gives away tokens and gets heads, by an all-to-all, and after it the reverse:
@@ -274,9 +276,15 @@ pd.DataFrame.from_dict(rows, orient="index", columns=["ring", "Ulysses"])
 
 # %% [markdown]
 # (From 8 to 32 ranks Ulysses falls to 0.44 here, not to a quarter: 8 heads of keys must be repeated to give each of 32
-# ranks one.) So: Ulysses where links are fast and ranks are few, up to the number of heads; a ring beyond; or both,
-# Ulysses inside a node and a ring across. Ulysses' heads are also what tensor parallelism divides: with tp = 8 and 32
-# heads there are 4 left to deal out.
+# ranks one.) Ulysses sends less, but nothing hides its all-to-alls: attention waits for one, what comes after it for the
+# other. A ring sends more, under attention. So: Ulysses where links are fast and ranks are few, up to the number of heads;
+# a ring beyond; or both, Ulysses inside a node and a ring across. Ulysses' heads are also what tensor parallelism divides:
+# with tp = 8 and 32 heads there are 4 left to deal out.
+#
+# **Names.** Megatron-LM's option is `--context-parallel-size`, and `--cp-comm-type` chooses: `p2p` is the ring,
+# `all_gather` Llama 3's way, `a2a` Ulysses, `a2a+p2p` both levels. DeepSpeed has Ulysses and calls it sequence
+# parallelism; Megatron-LM's *sequence parallelism* is another thing, chapter 11's, over the tensor ranks. torch's
+# `context_parallel` is experimental: it gathers the keys (the default) or passes them on.
 
 # %% [markdown]
 # ## 4. Half the ranks idle: the causal mask
@@ -318,8 +326,10 @@ for zigzag in (False, True):
 
 # %% [markdown]
 # (A block on the diagonal is computed whole and masked, so operations are a bit more than scores that count.) **Zigzag**
-# cuts the text into $2c$ chunks and gives rank $r$ an early one and a late one. Which, you will find when you draw the
-# triangle.
+# cuts the text into $2c$ chunks and gives rank $r$ an early one and a late one, $r$ and $2c - 1 - r$. The picture below
+# your task counts it for 8 chunks, a square for a chunk of queries and one of keys, coloured by the rank that has the
+# queries: with one run each, the ranks have 3, 7, 11 and 15 squares; with zigzag 9 each. Llama 3, Megatron-LM and torch do
+# so. *Striped attention* (Brandon et al. 2023) gives a rank every $c$-th token instead.
 
 
 # %%
@@ -359,8 +369,8 @@ plt.show()
 # ## 5. Read it: backward, from one number a query
 #
 # Beside this rank's q, k and v forward keeps `out` and `lse`; nothing of the scores, no other rank's keys. When keys
-# come by again in backward, each probability is $p_j = e^{s_j - \ell}$: no second softmax is needed. This is one tile
-# of it:
+# come by again in backward, each probability is $p_j = e^{s_j - \ell}$: no second softmax is needed. First what a rank
+# does with one set of keys, tile by tile, then the ring around it:
 
 # %%
 from refimpl.parallel.context.blocks import Back
@@ -378,8 +388,9 @@ show.source(Back.see, Ring.backward, docstrings=False)
 #
 # Two common bugs. With either of them training goes on, and its loss falls.
 #
-# **The loss.** A sequence of 64 tokens over 2 ranks; the first 40 are a prompt, which is masked (-100). Each rank calls
-# `cross_entropy`, which takes the mean over *its* tokens, and gradients are averaged as in data parallelism.
+# **The loss.** A sequence of 64 tokens over 2 ranks; the first 40 are a prompt, which is not to be learned: their targets
+# are -100, which `cross_entropy` leaves out. Each rank calls it and gets the mean over *its* tokens, and gradients are
+# averaged as in data parallelism.
 
 # %% tags=["hide-input"]
 predict(
@@ -437,9 +448,11 @@ for prompt, zigzag in ((40, False), (20, False), (20, True)):
 # over both ranks and hides most of it: the loss curve will not tell you.
 #
 # The remedy is one number: all ranks' tokens, summed before backward; each rank's *sum* of losses is multiplied with
-# $c\,/\,\text{tokens}$. The same holds over data-parallel ranks and over micro-batches: one token, one vote. Where ranks
-# share sequences the engine does it by itself, over all of them, for a micro-batch. Where each rank has a loss of its own it
-# averages what it is given, as DeepSpeed's does, and `refimpl.token_mean(total, tokens, engine.group)` makes that right.
+# $c\,/\,\text{tokens}$. The same holds over data-parallel ranks and over micro-batches: one token, one vote. (Megatron-LM
+# has `--calculate-per-token-loss` for it. In 2024 transformers' Trainer was found to have averaged micro-batches' means.)
+# Where ranks share sequences, refimpl's engine weighs the tokens of a micro-batch so by itself, over all ranks that have
+# some. Where each rank has sequences and a loss of its own, it averages these losses, as DeepSpeed's engine does, and
+# `refimpl.token_mean(total, tokens, engine.group)` makes that right.
 
 
 # %%
@@ -459,8 +472,8 @@ def token_weight(group: Group, targets: Sequence[Tensor]) -> float:
 
 # %% [markdown]
 # **The shift.** A token's target is the next token. Many models shift inside: `loss(logits[:, :-1], tokens[:, 1:])`. With
-# the sequence cut, that drops a target at the end of each rank's part, and under zigzag joins two chunks that are not
-# neighbours:
+# the sequence cut, the last token of each rank's part loses its target (the sequence's last has none anyway), and under
+# zigzag two chunks are joined that are not neighbours:
 
 # %%
 from itertools import pairwise
@@ -471,9 +484,9 @@ for zigzag in (False, True):
         positions = layout.positions(rank)
         shifted_here = list(pairwise(positions.tolist()))
         wrong = [pair for pair in shifted_here if pair[1] != pair[0] + 1]
-        lost = len(positions) - len(shifted_here)
+        lost = [p for p in positions.tolist() if p < 15 and (p, p + 1) not in shifted_here]
         name = "zigzag" if zigzag else "runs"
-        print(f"{name:7} rank {rank}: {lost} target lost, wrong pairs (token, target) {wrong}")
+        print(f"{name:7} rank {rank}: {lost} lost their targets, wrong (token, target) {wrong}")
 
 # %% [markdown]
 # Shift the whole sequence first, then cut inputs, targets *and positions* alike: your exercise `context_batch`.
@@ -497,8 +510,8 @@ predict(
 
 # %% [markdown]
 # A 70-billion-parameter model on 512 GPUs as dp 8 x pp 4 x cp 2 x tp 8, sequences of 8,192 tokens, 256 of them a step, with
-# recomputation. A rank's GB on each axis, and the seconds they take on either link (the alpha-beta model of chapter 01,
-# beta alone):
+# recomputation. GB that a rank sends on each axis (of the busiest rank), and the seconds they take on either link (the
+# alpha-beta model of chapter 01, beta alone):
 
 # %%
 from refimpl.plan.shape import of_size
@@ -516,8 +529,9 @@ pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 # %% [markdown]
 # With tensor parallelism across nodes a step would wait longer for it than it computes. And there is latency. A block
-# makes four all-reduces (six when it runs forward twice) of one message, and alpha is paid $2(t-1)$ times in each. Say 3
-# microseconds inside a node, 20 between nodes:
+# makes four all-reduces of its tokens' activations (when it runs forward twice six in Megatron-LM, five in refimpl, where
+# the second run stops before the last one), and in each alpha is paid $2(t-1)$ times, for $t$ tensor ranks. A short message
+# of 512 tokens, with an alpha of 3 microseconds inside a node and 20 between nodes:
 
 # %%
 from refimpl.plan.time import Link, ring_all_reduce_seconds
@@ -535,8 +549,8 @@ for name, link in {
         )
 
 # %% [markdown]
-# Turn the knobs: a layout written outermost first, and a rank. Coloured are the ranks of its group on each axis. Gradients
-# travel over dp and cp together; their bytes stand at dp.
+# Turn the knobs: the model of section 1 on 16 GPUs, a layout of them (outermost axis first), and a rank. Coloured are the
+# ranks of its group on each axis. Gradients travel over dp and cp together; their bytes stand at dp.
 
 # %% tags=["hide-input"]
 from refimpl.notebook.widgets_mesh import mesh_knobs
@@ -577,7 +591,9 @@ def mesh_groups(axes: Mapping[str, int], along: Sequence[str]) -> list[list[int]
 # %% [markdown]
 # **Put together by hand.** Every part is there: a plan splits the matrices (chapter 11), `context_parallel` swaps the
 # attention, `PipelineModule` deals out layers (chapter 12), ZeRO-1 stands on what is left, the **replicas**: dp x cp,
-# since the ranks of one sequence have the same weights and other tokens. One function for any layout:
+# since the ranks of one sequence have the same weights and other tokens. `stage.spans` tells ZeRO over which other ranks
+# the gradient's norm is summed, and which parameters more than one of them holds; what that is for comes below. One
+# function for any layout:
 
 # %%
 from refimpl import launch
@@ -832,7 +848,7 @@ pd.DataFrame(rows, columns=["layout", "ZeRO", "GB", "bubble", "step s", "waits m
 # Believe a planner when it knows runs that it has not seen. Table 1 of Narayanan et al. (2021): GPTs on A100s, layout
 # by hand. `efficiency`, the share of the peak that large products reach, is 0.62 for all rows, nothing else is fitted.
 # What lies between products (norms, softmax, activations) goes at the speed of the GPU's memory: what a block keeps for
-# backward is written and read seven times a step, if forward runs twice, at 2 TB/s. The last column leaves that out:
+# backward passes through it seven times a step, if forward runs twice, at 2 TB/s. The last column leaves that out:
 
 # %%
 from dataclasses import replace
@@ -861,8 +877,9 @@ pd.DataFrame(rows, columns=[*columns, "products alone"])
 
 # %% [markdown]
 # The smaller a model, the more of its time lies between products: their work grows with the square of the width, what a
-# block keeps with the width. Table 2 of the same paper asks what happens without a mesh: ZeRO-3 alone, the batch fixed, on
-# more and more GPUs. Below, beside them, the same models with tp 8 and pp 12 (or 35):
+# block keeps with the width. Table 2 of the same paper asks what happens without a mesh: ZeRO-3 alone, each model's batch
+# fixed (but for 2,560 sequences in the place of 2,240 on 640 GPUs), on more and more GPUs. Below, beside them, the same
+# models with tp 8 and pp 12 (or 35):
 
 # %%
 from refimpl.plan.published import PTD, ZERO3
@@ -884,7 +901,7 @@ pd.DataFrame(rows, columns=["billions", *columns, *(f"{name}, mesh" for name in 
 #
 # How far can one trust such tables? MT-NLG is the model of 530 billion again, on 2,240 GPUs with the same layout: its paper
 # (arXiv:2201.11990, section 2.4) has 126 TFLOP/s a GPU at a batch of 1,920, the table above 159 at one of 2,240. Two papers
-# differ there by more than the planner is off.
+# differ there by more than the planner is off for any mesh in these tables.
 #
 # Now Llama 3 of 405 billion parameters (table 4 of its paper), on H100s: peak 989 TFLOP/s, 450 GB/s in a node, 50 between,
 # 3.35 TB/s of memory.
@@ -907,8 +924,9 @@ pd.DataFrame(rows, columns=columns)
 
 # %% [markdown]
 # Too pessimistic, and the bubble says why: with 16 stages and 16 or 32 micro-batches plain 1F1B idles a third to a half of
-# the step. They interleave (chapter 12), which our planner does not know. The last row has sequences of 131,072 tokens. To
-# the other axes a context rank's part is one of 8,192, so they send what the row above sends; cp adds its own.
+# the step. They interleave (chapter 12), which our planner does not know. The last row has sequences of 131,072 tokens over
+# 16 context ranks. To the other axes a rank's part looks like a sequence of 8,192 tokens, so they send what the row above
+# sends; cp adds its own.
 #
 # **DeepSeek-V3** (671 billion parameters, 37 active; 2,048 H800 GPUs) is laid out otherwise: 16 stages with DualPipe, experts
 # over 64 GPUs (8 nodes), ZeRO-1, and *no* tensor parallelism (section 3.2 of its report): its activations were made small
@@ -918,7 +936,7 @@ pd.DataFrame(rows, columns=columns)
 #
 # 1. ZeRO-1 (or 3) over data, and recomputation: until a sequence or a layer does not fit, or a rank has too few tokens.
 # 2. tp, up to the node.
-# 3. pp, as many stages as memory needs, with 4 or more micro-batches a stage.
+# 3. pp, as many stages as memory needs, and at least four times as many micro-batches as stages.
 # 4. cp, when one sequence's activations still do not fit, or when there are fewer sequences than replicas.
 # 5. What is left is dp.
 

@@ -24,8 +24,8 @@ if not INSTALLED:
 # %% [markdown]
 # ## 1. The pain: every operation reads and writes memory
 #
-# torch runs one kernel an operation. Each reads its inputs from memory and writes its result back, also where the next one
-# reads it again at once. Counted, for three pieces of a transformer as chapter 00's model would write them: the bytes of
+# torch, unless it compiles, runs one kernel an operation. Each reads its inputs from memory and writes its result back, also
+# where the next one reads it again at once. Counted, for three pieces of a transformer as chapter 00's model would write them: the bytes of
 # all inputs and results of every operation, beside those that must move.
 
 # %%
@@ -111,8 +111,11 @@ predict(
 #
 # ### One program, one block
 #
-# `tl.arange` makes a block of indices, adding it to a pointer a block of addresses. A **mask** says which elements of a
-# block, its **lanes**, count: the last block is rarely full.
+# `@triton.jit` marks a kernel. A call names its grid in square brackets, `add_kernel[(4,)](...)`: four programs, and
+# `tl.program_id(0)` is a program's own number, 0 to 3. A tensor arrives as a pointer to its first element, and what is
+# declared `tl.constexpr` is known when the kernel is compiled, as the sizes of blocks must be. `tl.arange` makes a block of
+# indices, adding it to a pointer a block of addresses. A **mask** says which elements of a block, its **lanes**, count: the
+# last block is rarely full. (`triton.cdiv(n, BLOCK)` is n / BLOCK, rounded up.)
 
 # %%
 import triton
@@ -404,9 +407,9 @@ plt.show()
 
 # %% [markdown]
 # 90 tiles a wave against 54, the figures of Triton's own tutorial. 132 tiles of 128, one for each multiprocessor of an
-# H100, are as a square one tile of 1,470: 735 operations for each byte from memory, right of the corner. (The cache,
-# which then gives a byte for every 64, has a limit of its own.) `grouped_tile` in the exercises computes the order from
-# `pid`.
+# H100, are as a square one tile of 1,470: 735 operations for each byte from memory, right of the corner. (From the cache
+# each program still loads a byte for every 64 operations, and the cache has a limit of its own.) `grouped_tile` in the
+# exercises computes the order from `pid`, the program's number.
 #
 # ### Attention: a product, a row, a product
 #
@@ -423,7 +426,8 @@ predict(
     "T = 128, BM = BN = 16: 8 blocks of queries, 8 of keys, causal. How many of the 64 blocks of scores must be computed?",
     36,
     unit="blocks",
-    why="8 on the diagonal and 28 below. A kernel that masks instead of skipping does 64, and is right, and half as fast.",
+    why="8 on the diagonal and 28 below. A kernel that masks instead of skipping does 64, and is right: for long texts it "
+    "takes twice the time.",
 )
 
 # %% [markdown]
@@ -469,7 +473,9 @@ show.source(rms_norm_file.backward_kernel.fn)
 # %% [markdown]
 # Triton's compiler turns a block program into **warps** of threads. `num_warps` says how many share a block,
 # `num_stages` how many tiles are on their way at once. It needs no GPU, so we can ask what a product of 16-bit matrices
-# takes of an H100, in four configurations (compiled in a process of its own, which does not interpret):
+# takes of an H100, in four configurations with strides that are multiples of 16, and in the first of these once more with
+# strides of which nothing is known ("odd strides"). The last four rows count instructions. (It is compiled in a process of
+# its own, which does not interpret.)
 
 # %%
 from refimpl.kernels.look import look
@@ -513,8 +519,8 @@ print("odd strides load 16 bytes a thread:", bool(odd[0]["16-byte loads"]))
 #   arguments of each launch: a pointer or stride that is a multiple of 16 gets a kernel of its own. An odd stride costs
 #   narrow loads, so vocabularies and widths are padded.
 # - No **tensor core** instruction where there should be one means fp32 inputs with `input_precision="ieee"`. (A tile of
-#   few rows has one, filled up with rows that nobody wants.) With `tf32`, the default, fp32 factors keep 10 bits of 23,
-#   and no test on a CPU shows it.
+#   few rows has one, filled up with rows that nobody wants.) With `tf32`, the default, fp32 factors keep 10 of their 23
+#   bits of mantissa, and no test on a CPU shows it.
 # - Nobody knows the best configuration beforehand: `@triton.autotune` times a list of them, once for each key of sizes.
 #
 # | | CUDA C++ | Triton | `torch.compile` | cuBLAS, cuDNN |
@@ -715,9 +721,10 @@ print("sum:", out.item(), "| races:", dict(c.races()))
 
 # %% [markdown]
 # The trace knows which program touched which place. `tl.atomic_add` is the cure that is right but adds in any order, so
-# the last bits change from run to run; partial sums and a second kernel cost a few bytes and do not.
+# the last bits change from run to run; partial sums and a second kernel that adds them cost a few bytes more, and the bits
+# stay the same.
 #
-# **A sum in 16 bits.** A product of ones and of 0.1s, with the accumulator in fp16 and in fp32:
+# **A sum in 16 bits.** A product of ones and of 0.1s, with the sum (the *accumulator*) in fp16 and in fp32:
 
 
 # %%

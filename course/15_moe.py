@@ -63,8 +63,10 @@ pd.DataFrame.from_dict(
 )
 
 # %% [markdown]
-# The third row has the parameters of the second and, but for a gate of $2 M E$ operations, the work of the first. How far
-# this goes, by formula beside what the papers say, in billions ([mixture.py](../refimpl/plan/mixture.py)):
+# The third row has the parameters of the second, a few of gates and biases more, and the work of the first, but for the
+# gates' (for $E$ experts and tokens of width $M$, $2 M E$ operations a layer and token). How far this goes, by formula
+# beside what the papers say, in billions ([mixture.py](../refimpl/plan/mixture.py)); "active" are the parameters that one
+# token meets:
 
 # %% tags=["hide-input"]
 from refimpl.notebook import predict
@@ -116,8 +118,9 @@ pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 #   e2 --> s
 # ```
 #
-# The choice itself has no gradient. What the gate learns, it learns through $g_e$: an expert whose answer lowers the loss
-# is given more weight, and so is chosen more often. For $k > 1$ most divide the $k$ weights by their sum.
+# The gate is one matrix $W$, and $p$ a probability for each of $E$ experts. The weight $g_e$ of a chosen expert is its
+# $p_e$; for $k > 1$ most divide the $k$ weights by their sum. The choice itself has no gradient. What the gate learns, it
+# learns through $g_e$: an expert whose answer lowers the loss is given more weight, and so is chosen more often.
 
 # %% tags=["hide-input"]
 predict(
@@ -150,8 +153,9 @@ def top_k_gate(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 # %% [markdown]
 # **Gates that people use**, on the same logits of 64 tokens for 8 experts, of which two are popular. An expert's buffer
-# has $C = \lceil 1.25\, k\, T / E \rceil$ places (a *capacity factor* of 1.25); who finds none is **dropped**, and goes on
-# by the residual connection alone.
+# has $C = \lceil 1.25\, k\, T / E \rceil$ places for $T$ tokens (a *capacity factor* of 1.25). A route, one token's way to
+# one of its experts, that finds no place is **dropped**. A token without any goes on by the residual connection alone: the
+# layer adds nothing to it.
 
 # %%
 from refimpl.model.gates import route
@@ -184,8 +188,8 @@ pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 # DeepSpeed's top-2 draws which one it is.
 #
 # The order in which routes find places matters. GShard seats all first choices before any second one; DeepSpeed's
-# `topkgating` keeps those with the highest probability; Switch keeps the first in the batch, so that the end of a
-# sequence loses; random token selection (RTS) draws. (`positions` in the exercises is GShard's.) Turn the knobs: what
+# `topkgating` keeps those with the highest probability; Switch keeps the first in the batch, so that the batch's last
+# tokens lose; random token selection (RTS) draws. (`positions` in the exercises is GShard's.) Turn the knobs: what
 # is dropped at the popular experts, and what is padding at the others.
 
 # %% tags=["hide-input"]
@@ -281,9 +285,12 @@ from refimpl.parallel.expert import dispatch as expert_dispatch
 show.source(expert_dispatch.Dispatch.through)
 
 # %% [markdown]
-# The way back of the way there is the way there with its table turned round. Now on ranks. The **expert axis** of $ep$
-# ranks shares out the experts; the $N/ep$ ranks with the same place in their groups have the same ones. The same GPT, the
-# same tokens, at $ep$ = 1, 2 and 4:
+# `to` is a table: how many rows each rank sends to each. `move` sends by it, and the answers go back by the same function
+# with the table transposed (`turned`). The last lines are for tensor ranks, which cut each expert's matrices among them.
+#
+# Now on ranks. The **expert axis** of $ep$ ranks shares out the experts; the $N/ep$ ranks with the same place in their
+# groups have the same ones. (DeepSpeed and Megatron-LM call the two groups *expert parallel* and *expert data parallel*.)
+# The same GPT, the same tokens, at $ep$ = 1, 2 and 4:
 
 # %%
 # %%ranks 4
@@ -342,11 +349,13 @@ columns = [
 pd.DataFrame.from_dict(ranks.pull("found")[0], orient="index", columns=columns)
 
 # %% [markdown]
-# The formula knows each rank's loads: `k T M` elements, less what stays at home, four times. The last column compares loss
-# and gates' gradients to the bit. That is not a matter of course: a row of a matrix product may round otherwise when
+# The formula knows each rank's loads: $k\,T M$ elements, less what stays at home, four times a layer. The last column
+# compares loss and gates' gradients to the bit. That is not a matter of course: a row of a matrix product may round otherwise when
 # other rows stand beside it, so refimpl multiplies each source's rows by themselves.
 #
-# **On two ranks**, and with loads as uneven as they can be:
+# **On two ranks**, and with loads as uneven as they can be. `Routes.given` takes the choice instead of a gate. `Dispatch`
+# takes the ranks that share the experts, the way that rows travel, and the tensor ranks (here this rank alone). The experts
+# just double their rows:
 
 # %%
 # %%ranks 4
@@ -397,8 +406,9 @@ pd.concat(tables[:2], keys=["rank 0", "rank 1"])
 # | DeepSeek-V3 2024 | 8 of 256, sigmoid; at most 4 of 8 groups | own kernels, fp8 there, bf16 back | nothing | bias of 0.001 a step, a tiny sequence loss | 1 shared expert |
 # | expert choice 2022 | experts choose | by index | by construction | none needed | - |
 #
-# DeepSeek's groups limit *traffic*: experts of a group live on a node, so a token's 8 rows cross the network to at most 4
-# nodes and are copied there by NVLink.
+# "Beside the experts" is an MLP that every token passes: DeepSeek's shared expert, or the residual MLP of DeepSpeed's
+# PR-MoE. DeepSeek's groups limit *traffic*: experts of a group live on a node, so a token's 8 rows cross the network to at
+# most 4 nodes and are copied there by NVLink.
 #
 # ## 5. Routing collapses
 #
@@ -420,8 +430,9 @@ predict(
 # - a **loss**, $E \sum_e f_e P_e$, times 0.1 (Switch takes 0.01, for far longer runs): $f_e$ is expert $e$'s share of
 #   the routes, $P_e$ its mean probability. It is 1 where all is even and $E$ at a collapse; its gradient goes through $P$
 #   and lowers the probability of those that have much;
-# - a **bias** on what is chosen by, not on the weights: up by 0.01 a step for experts that had less than the mean, down for
-#   the others. No gradient of another aim mixes with that of the loss (Wang et al. 2024; DeepSeek-V3 takes 0.001).
+# - a **bias**, a number for each expert, which is added to the scores that choose, and not to the weights: up by 0.01 a step
+#   for experts that had less than the mean, down for the others. No gradient of another aim mixes with that of the loss
+#   (Wang et al. 2024; DeepSeek-V3 takes 0.001).
 
 # %%
 from refimpl.model.data import Batches, corpus
@@ -482,9 +493,10 @@ plt.show()
 # Each colour is one expert. Without balance one or two take nearly everything, and the others get no token, so no
 # gradient: they do not come back. The model has paid for eight experts, and uses two.
 #
-# A balance is not free either: too strong, it routes for evenness and not for the text. That is the case for the bias. And
-# for counting $f$ over *all* ranks: a rank's few tokens, perhaps all of one document, are never even, and a loss that
-# wants them even forbids experts to specialise. `balance_loss` and `rebalance` in the exercises both all-reduce $E$ counts.
+# A balance is not free either: too strong, it routes for evenness and not for the text. That is the case for the bias. It is
+# also the case for counting $f$ over *all* ranks: a rank's few tokens, perhaps all of one document, are never even, and a
+# loss that wants them even forbids experts to specialise. `balance_loss` and `rebalance` in the exercises both all-reduce
+# $E$ counts.
 #
 # The **z-loss** (ST-MoE), the mean of $\log^2 \sum_e \exp(\mathrm{logit}_e)$, keeps logits small: a softmax depends on
 # differences alone, so without it nothing keeps them from growing until bf16 rounds them away.
@@ -631,8 +643,8 @@ said = f"flat: {len(over)} messages, {16 * sum(over)} bytes to the other node;"
 print(f"{said} in two levels: 1 message, {across} bytes, and {inside} inside")
 
 # %% [markdown]
-# What crosses is the same in sum over the node's ranks; what each carries is what its neighbours have for the ranks with
-# its own place. (`two_level_all_to_all` in the exercises has equal parts.) Fewer, larger messages pay when a message's
+# The node's ranks together send as much across as before. Each carries what all ranks of its node have for one rank of the
+# other node, the one with its own place. (`two_level_all_to_all` in the exercises has equal parts.) Fewer, larger messages pay when a message's
 # fixed price matters: few tokens a rank, hundreds of ranks. Otherwise the copies inside the node cost more than they save,
 # and Tutel has both ways. DeepEP goes over two levels for another reason, with *large* batches: a token that several GPUs
 # of a node want then crosses the network once. Its kernels for decoding send straight, since each hop is latency.
@@ -731,8 +743,9 @@ differ = (low != right).any(1).float().mean().item()
 print(f"more than one token in a hundred: {differ > 0.01}")
 
 # %% [markdown]
-# A gate in bf16 sees ties that are none, and whoever recomputes the layer (activation checkpoints, the trainer beside the inference engine in
-# reinforcement learning) may break them otherwise: then forward and backward used different experts. Gates are fp32:
+# A gate in bf16 sees ties that are none, and whoever computes the layer again (activation checkpoints, the trainer beside
+# the inference engine in reinforcement learning) may break them otherwise: then forward and backward used different
+# experts. Gates are fp32:
 # Switch's "selective precision" (section 2.4), `router_dtype` of its model in transformers, `.float()` in DeepSpeed's
 # `TopKGate`.
 #

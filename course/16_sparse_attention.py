@@ -8,8 +8,9 @@
 # %% [markdown]
 # ## 1. The pain: every token with every other
 #
-# A head $D$ wide over $T$ tokens multiplies $4\,T^2 D$ FLOPs forward: $2\,T^2 D$ for the scores $QK^{\mathsf T}$, as much
-# for the mean of the values. The layer's matrices grow with $T$ alone: $24\,w^2$ FLOPs a token for a layer of width $w$.
+# A head $D$ wide over $T$ tokens takes $4\,T^2 D$ FLOPs forward: $2\,T^2 D$ for the scores $QK^{\mathsf T}$, as much for the
+# weighted mean of the values. (A causal kernel that skips the future does half of it.) What the layer's matrices do grows
+# with $T$ and not with $T^2$: $24\,w^2$ FLOPs a token for a layer of width $w$.
 
 # %%
 # %load_ext refimpl.notebook
@@ -33,8 +34,8 @@ columns = ["attention, TFLOP", "matrices, TFLOP", "attention's share"]
 pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 # %% [markdown]
-# FlashAttention (chapter 14) cured the *memory* of attention: no matrix of scores is written. The work stayed. And a text of
-# 131,072 tokens does not need its 8.6 billion pairs in every one of its layers.
+# FlashAttention (chapter 14) cured the *memory* of attention: no matrix of scores is written. The work stayed. And of the 8.6
+# billion pairs of a token and an earlier one in a text of 131,072, not every layer needs all.
 
 # %% tags=["hide-input"]
 from refimpl.notebook import predict
@@ -56,7 +57,8 @@ predict(
 #
 # $$\text{FLOPs} = 4\, b^2 D \cdot (\text{blocks read}) = \text{density} \cdot 4\,T^2 D .$$
 #
-# Nearly every published pattern is a union of five parts. Their code is short:
+# Nearly every published pattern is a union of six parts. Here are four; the other two are `rows`, blocks of queries that
+# read everything, and `drawn`, blocks at random:
 
 # %%
 from refimpl.model.patterns import parts
@@ -148,7 +150,7 @@ def fixed_layout(n: int, local: int, causal: bool) -> Tensor:
 # ## 3. Build it: attention that skips
 #
 # The obvious way to get the right numbers is a mask, and it saves nothing. Counted by an instrument that sees every product
-# of torch's, on 16 blocks of 32 tokens, of which BigBird's pattern reads a third:
+# of torch's, on 512 tokens in 16 blocks of 32. BigBird's pattern reads a third of the 16 x 16 blocks of scores:
 
 # %%
 from refimpl.grading.work import Work
@@ -228,7 +230,8 @@ def sparse_forward(
 # $$dV_c \mathrel{+}= P_{rc}^{\mathsf T}\, dO_r, \quad dS_{rc} = P_{rc} \circ (dO_r V_c^{\mathsf T} - d_r), \quad
 # dQ_r \mathrel{+}= dS_{rc} K_c, \quad dK_c \mathrel{+}= dS_{rc}^{\mathsf T} Q_r,$$
 #
-# where $d_r$ is the sum of $dO_r \circ O_r$ over features. Mind the two kinds of sums: $dQ$ has one row's blocks, $dK$ and
+# where $d_r$ is the sum of $dO_r \circ O_r$ over features, $\circ$ multiplies element by element, and the scores' factor
+# $1/\sqrt D$ is left out. Mind the two kinds of sums: $dQ$ has one row's blocks, $dK$ and
 # $dV$ have one *column's*. A kernel that gives each program a block of keys therefore needs the lists of columns, too; one that
 # gives each program a row adds into $dK$ from many programs.
 
@@ -358,9 +361,9 @@ def layers_to_see(layout: Tensor) -> Tensor:
 
 
 # %% [markdown]
-# Is it so? A **needle in a text**: one block of a random text holds a code (8 there are), the last block is asked which. An
+# Is it so? A **needle in a text**: one block of a random text holds one of 8 codes, the last block is asked which. An
 # encoder of two layers learns that with each pattern. "In reach" are the texts whose needle lies where two layers can carry it
-# to the last block.
+# to the last block, "beyond" the others.
 
 # %% tags=["nbval-ignore-output"]
 from refimpl.model.needle import learn
@@ -378,8 +381,8 @@ pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 # %% [markdown]
 # Beyond reach a model can only guess, one in eight. (In reach, `local` and `variable` have learned less in the same steps: few
 # of their texts teach them anything.) The cheapest of these patterns that finds everything has a hub. That is an
-# easy task: one thing to remember. Hubs are narrow, and a text that asks for many things at once overfills them, which is why
-# GPT-3, Gemma 2 and 3 and gpt-oss mix dense layers among windowed ones.
+# easy task: one thing to remember. Hubs are narrow, and a text that asks for many things at once overfills them. GPT-3,
+# Gemma 2 and 3 and gpt-oss have no hubs: they mix dense layers among windowed ones.
 
 # %% [markdown]
 # ## 7. Let the text choose

@@ -294,7 +294,7 @@ HINTS = {
         "Load once into x; tl.max and tl.sum work on what the program already holds.",
     ],
     "logsumexp_kernel": [
-        "If the maximum grows from m to n, every term of the sum so far is too large by exp(n - m).",
+        "If the maximum grows from m to n, every term of the sum so far is too large by the factor exp(n - m).",
         "total = total * exp(top - new) + sum(exp(x - new)); top begins at -inf and total at 0.",
         "While all was -inf, top - new is NaN: subtract tl.where(new == -inf, 0.0, new) instead of new.",
     ],

@@ -29,11 +29,11 @@ Layout = tuple[int, int, int, int]  # dp, pp, cp, tp
 def merge(one: Part, other: Part) -> Part:
     """Attention over two sets of keys, from attention over each of them.
 
-    Of each set: out [..., Q, D], softmax attention of Q queries over it, and lse [..., Q], the
-    log of the sum of exp(score) over it; both fp32. Returned are those of all keys together. A
-    query that sees no key of a set has lse -inf and out 0 there; if it sees none of either, so
-    has the result. Scores may be in the thousands. A NaN in an out stays to be seen. Inputs
-    are not changed.
+    A Part is the pair (out, lse) of one set: out [..., Q, D], softmax attention of Q queries
+    over it, and lse [..., Q], the log of the sum of exp(score) over it; both fp32. Returned is
+    that of all keys together. A query that sees no key of a set has lse -inf and out 0 there;
+    if it sees none of either, so has the result. Scores may be in the thousands. A NaN in an
+    out stays to be seen. Inputs are not changed.
     Example: lse 0 and 0 -> the mean of both outs, lse log(2). lse 3 and -inf -> the first.
     """
     raise NotImplementedError("merge")

@@ -1,4 +1,4 @@
-"""Lay out a new chapter: `make new-lesson NAME=07_offload`, or `python -m refimpl.grading.new_lesson 07_offload`.
+"""Lay out a new chapter: `make new-lesson NAME=17_name`, or `python -m refimpl.grading.new_lesson 17_name`.
 
     course/NN_name.py                      the seven beats, what belongs into each, and a cell that runs
     solutions/NN_name.py                   one example task with its hints
@@ -31,7 +31,7 @@ Cards go into interview_bank/, to the file of their topic."""
 def lay_out(name: str, root: Path) -> list[Path]:
     """Write the files of chapter `name` below `root`; returns them. ValueError: a bad name, or its number is taken."""
     if not NAME.fullmatch(name):
-        raise ValueError(f"{name!r} cannot name a chapter: two digits and words in lower case, such as NAME=07_offload")
+        raise ValueError(f"{name!r} cannot name a chapter: two digits and words in lower case, such as NAME=17_name")
     number = name[:2]
     taken = [path for folder in FOLDERS for path in sorted((root / folder).glob(f"{number}_*"))]
     if taken:
@@ -61,7 +61,7 @@ def fill(template: str, name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="new-lesson", description="Lay out a new chapter.")
-    parser.add_argument("name", metavar="NN_name", help="two digits and words in lower case, such as 07_offload")
+    parser.add_argument("name", metavar="NN_name", help="two digits and words in lower case, such as 17_name")
     name = parser.parse_args().name
     try:
         root = project_folder()

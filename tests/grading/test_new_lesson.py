@@ -137,7 +137,7 @@ def test_its_notebook_has_seven_parts_and_runs(
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("", "'' cannot name a chapter: two digits and words in lower case, such as NAME=07_offload"),
+        ("", "'' cannot name a chapter: two digits and words in lower case, such as NAME=17_name"),
         ("offload", "'offload' cannot name a chapter"),
         ("7_offload", "'7_offload' cannot name a chapter"),
         ("07_Offload", "'07_Offload' cannot name a chapter"),
