@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from refimpl import launch
+from refimpl.bench.publish import cores
 from refimpl.bench.written import writing
 from refimpl.cli import page, report
-from refimpl.cli.doctor import cores
 from refimpl.cli.options import Plan
 from refimpl.cli.report import Row
 from refimpl.cli.train import DTYPES, Compared, Trained, oracle, train
