@@ -12,7 +12,6 @@ powerSGD_hook.py, whose settings are these; DeepSpeed has none.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -178,12 +177,9 @@ class LowRank(Exchange):
                 if start <= at < end:
                     self.q[i] = before[i]
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"q": self.q if self._q_before is None else self._q_before}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.q, self._q_before = list(state["q"]), None
+    def accepted_q(self) -> list[Tensor]:
+        """Q as of the last `accept`."""
+        return self.q if self._q_before is None else self._q_before
 
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), *self.q, *(self._q_before or [])]

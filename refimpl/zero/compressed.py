@@ -153,8 +153,8 @@ class Compressed:
 
     def q_by_name(self, bucket: Bucket, exchange: LowRank) -> dict[str, Tensor]:
         names = {start: self.stage.names[p] for p, start, _ in placed(bucket)}
-        saved: list[Tensor] = exchange.state_dict()["q"]
-        return {names[at]: q.clone() for (at, _, _), q in zip(exchange.matrices, saved, strict=False)}
+        kept = zip(exchange.matrices, exchange.accepted_q(), strict=False)  # none before the first call
+        return {names[at]: q.clone() for (at, _, _), q in kept}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """The inverse on the same rank of as many; None, or another rank's: errors begin at zero, with a warning."""
