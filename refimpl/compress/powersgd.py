@@ -92,9 +92,8 @@ class LowRank(Exchange):
         shapes: list[torch.Size],
         feedback: bool = True,
         dtype: torch.dtype = torch.float32,
-        tag: str = "gradients",
     ) -> None:
-        super().__init__(group, compressor, n, feedback, None, dtype, tag)
+        super().__init__(group, compressor, n, feedback, None, dtype)
         self.power = compressor
         self.matrices: list[tuple[int, int, int]] = []  # where it begins in x, rows, columns
         self.vectors: list[tuple[int, int]] = []  # begin, end
