@@ -192,7 +192,7 @@ print(
 # is reached, causal scores halved, and 2 bytes an element:
 
 # %%
-from refimpl.plan.mesh import Machine
+from refimpl.plan.judge import Machine
 
 machine = Machine()
 rows = {}
@@ -837,7 +837,7 @@ pd.DataFrame(rows, columns=["layout", "ZeRO", "GB", "bubble", "step s", "waits m
 # %%
 from dataclasses import replace
 
-from refimpl.plan.mesh import judge
+from refimpl.plan.judge import judge
 from refimpl.plan.published import LLAMA, MEGATRON
 
 

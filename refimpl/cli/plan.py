@@ -47,7 +47,7 @@ def plan(
     if context.invoked_subcommand is not None:
         return
     from refimpl.cli.layouts import asked, shape_of, show
-    from refimpl.plan.mesh import Machine
+    from refimpl.plan.judge import Machine
     from refimpl.plan.search import search
 
     with refusing("refimpl plan", ValueError):
