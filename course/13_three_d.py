@@ -193,7 +193,7 @@ print(
 # TFLOP/s of which half is reached, with half of the scores masked, and 2 bytes an element:
 
 # %%
-from refimpl.plan.mesh import Machine
+from refimpl.plan.judge import Machine
 
 machine = Machine()
 rows = {}
@@ -853,7 +853,7 @@ pd.DataFrame(rows, columns=["layout", "ZeRO", "GB", "bubble", "step s", "waits m
 # %%
 from dataclasses import replace
 
-from refimpl.plan.mesh import judge
+from refimpl.plan.judge import judge
 from refimpl.plan.published import LLAMA, MEGATRON
 
 

@@ -8,7 +8,6 @@ stretch begins or ends with views of its input, no less.
 DeepSpeed's counterpart: `activation_checkpoint_interval` of a pipeline (deepspeed/runtime/pipe/module.py): every k-th.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from refimpl.activation.budget import Again, Block, Plan, blocks_of
 from refimpl.activation.checkpoint import Checkpoint
+from refimpl.measure.clock import now
 from refimpl.measure.memory import MemoryMeter
 
 
@@ -82,11 +82,11 @@ def _note(saved: list[Tensor], tensor: Tensor) -> Tensor:
 
 def _seconds(block: nn.Module, x: Tensor) -> tuple[float, float]:
     """Of one forward and one backward."""
-    start = _now(x)
+    start = now(x.device)
     out = block(x)
-    middle = _now(x)
+    middle = now(x.device)
     torch.autograd.grad(out, _wanted(block, x), torch.ones_like(out), allow_unused=True)
-    return middle - start, _now(x) - middle
+    return middle - start, now(x.device) - middle
 
 
 def _wanted(block: nn.Module, x: Tensor) -> list[Tensor]:
@@ -105,12 +105,6 @@ def _stopped(block: nn.Module, x: Tensor, saved: int) -> int | None:
         torch.autograd.grad(loss, _wanted(block, x), [seed], allow_unused=True)
     hook.remove()
     return found[1] - saved if len(found) > 1 else None
-
-
-def _now(x: Tensor) -> float:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
-    return time.perf_counter()
 
 
 def count(plan: Plan, blocks: Sequence[nn.Module], x: Tensor, how: Checkpoint | None = None) -> int:

@@ -16,12 +16,13 @@ from statistics import median
 import torch
 
 from refimpl.bench.race import Times, Turns, race, slowest
+from refimpl.bench.zero import Workload
 from refimpl.checkpoint.tensors import brought
 from refimpl.comm.group import Group
 from refimpl.engine.engine import Engine
 from refimpl.engine.initialize import initialize
 from refimpl.launch import run
-from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.model.gpt import GPT
 from refimpl.zero.portable import parts
 
 HEAT = ("stage", "ranks", "parameters")
@@ -41,18 +42,12 @@ class Row:
     blocked_of_synchronous: float
 
 
-def config_of(parameters: int) -> GPTConfig:
-    """A GPT of about as many parameters."""
-    width = max(64, 64 * round((parameters / 96) ** 0.5 / 64))
-    return GPTConfig(vocab=256, context=64, width=width, layers=max(1, round(parameters / (12 * width**2))), heads=1)
-
-
 def heat(stage: int, parameters: int, folder: str, turns: Turns) -> Times:
     """Runs on every rank: one engine, saved in turns; times until training may go on, and until all is written."""
     group = Group.world()
     zero = {"stage": stage}
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
-    engine = initialize(model=GPT(config_of(parameters)), config=config)[0]
+    engine = initialize(model=GPT(Workload(parameters).gpt), config=config)[0]
     tokens = torch.randint(256, (1, 64), generator=torch.Generator().manual_seed(group.rank))
     engine.backward(engine(tokens, tokens))
     engine.step()
@@ -88,7 +83,7 @@ def measure(
             for stage in stages:
                 with tempfile.TemporaryDirectory(dir=folder, prefix="bench-checkpoint-") as place:
                     times = slowest(run(heat, stage, size, place, turns, ranks=count, timeout=600))
-                yield rows(times, stage, count, config_of(size).parameters)
+                yield rows(times, stage, count, Workload(size).gpt.parameters)
 
 
 def rows(times: Times, stage: int, ranks: int, parameters: int) -> list[Row]:

@@ -8,6 +8,7 @@ import typer
 
 from refimpl.bench.options import (
     LINKS,
+    Bench,
     FolderOption,
     JsonOption,
     Lists,
@@ -20,6 +21,7 @@ from refimpl.bench.options import (
     count,
     drawable,
     gpt,
+    in_one_line,
     mixture,
     on_disk,
     precision,
@@ -50,7 +52,6 @@ def zero(
     """Step time of DDP and ZeRO-1, 2, 3 beside torch DDP, ZeroRedundancyOptimizer, FSDP2, DeepSpeed, compute alone."""
     from refimpl.bench.zero import HEAT, Workload, measure
 
-    file = writable(file) if file else None
     workloads = [Workload(p, batch, context, Turns(turns, steps), dtype) for p in params for dtype in dtypes]
     publish("Median step of the slowest rank", HEAT, measure(ranks, workloads, stages, rounds), file)
 
@@ -82,11 +83,8 @@ def parallel(
     if unknown := sorted(set(kinds or []) - known):
         raise typer.BadParameter(f"--kind {unknown[0]!r}: choose from {', '.join(sorted(known))}")
     workload = Workload(width, layers, batch, context, micro_batches, sequence, Turns(turns, steps))
-    try:
+    with in_one_line(ValueError):
         check(ranks, axes, workload, kinds or ())
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    file = writable(file) if file else None
     heats = measure(ranks, axes, workload, kinds or (), rounds)
     publish("Step of the slowest rank, beside torch's", HEAT, heats, file)
 
@@ -115,7 +113,6 @@ def moe(
     for size in chosen:
         if odd := [count for count in ranks if size.experts % count]:
             raise typer.BadParameter(f"--ranks {odd[0]}: {size.experts} experts cannot be dealt out to them equally")
-    file = writable(file) if file else None
     publish("Median step of the slowest rank", HEAT, measure(ranks, chosen, Turns(turns, steps), rounds), file)
 
 
@@ -137,12 +134,9 @@ def sparse(
     """Block-sparse attention beside dense attention and torch's FlexAttention, as a share of density times dense."""
     from refimpl.bench.sparse import HEAT, measure
 
-    file = writable(file) if file else None
-    try:
+    with in_one_line(ValueError, NotImplementedError):
         heats = measure(tokens, patterns, blocks, heads, width, turns, published)
         publish("Attention over a pattern", HEAT, heats, file)
-    except (ValueError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 @app.command(cls=Lists)
@@ -160,17 +154,14 @@ def comm(
     from refimpl.bench import comm, links
     from refimpl.comm.link import Link
 
-    file = writable(file) if file else None
     if link is None and nodes == 1:
         heats = comm.measure(ranks, sizes, turns=Turns(turns, steps), rounds=rounds)
         publish("Median call of the slowest rank", comm.HEAT, heats, file)
         return
-    try:
+    with in_one_line(ValueError, RuntimeError):
         asked = Link.parse(link, "--link") if link is not None else None
         found = links.heats(ranks, sizes, max(nodes, 2), asked, turns=Turns(turns, steps))
         publish("Over a link", links.HEAT, found, file)
-    except (ValueError, RuntimeError) as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 @app.command(cls=Lists)
@@ -186,11 +177,8 @@ def hierarchy(
     """All-reduces over a slow link: ring, halving, tree and exchange, flat and in two levels, beside their formulas."""
     from refimpl.bench.hierarchy import HEAT, measure
 
-    file = writable(file) if file else None
-    try:
+    with in_one_line(ValueError):
         publish("Least call of the slowest rank", HEAT, measure(nodes, each, sizes, link, Turns(turns, steps)), file)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 @app.command(cls=Lists)
@@ -211,16 +199,13 @@ def overlap(
     from refimpl.bench.overlap_picture import draw
     from refimpl.measure.timeline import chrome_trace
 
-    file = writable(file) if file else None
     picture = drawable(picture, "--picture") if picture else None
     trace = writable(trace, "--trace") if trace else None
     workload = bench.Workload(width, layers, context, Turns(turns, 1))
     done: list[bench.Row] = []
     for count_ in ranks:
-        try:
+        with in_one_line(ValueError):
             laps = bench.race(count_, sizes, workload, link)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
         heat = bench.rows(laps, link)
         publish("DDP over a slow link", bench.HEAT, [heat], None)
         done += heat
@@ -258,7 +243,6 @@ def compression(
     from refimpl.bench.methods import FIRST, METHODS
     from refimpl.comm.link import Link
 
-    file = writable(file) if file else None
     plot = drawable(plot, "--plot") if plot else None
     names = [FIRST, *(name for name in methods or [method.name for method in METHODS] if name != FIRST)]
     task = Task(gpt(context=context, width=width, layers=layers), train, batch, turns)
@@ -268,13 +252,11 @@ def compression(
         rows = compress_peers.measure(ranks, task.gpt, batch, Turns(turns))
         return publish("Beside torch's hooks", compress_peers.HEAT, [rows], file)
     done: list[Measured] = []
-    try:
+    with in_one_line(ValueError):
         for link in links:
             Link.parse(link, "--link")
         found = measure(ranks, task, links, names)
         publish("After equal time", HEAT, (done.append(one) or one.rows() for one in found), file)  # type: ignore[func-returns-value]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     if plot:
         with writing(plot):
             draw(done, plot)
@@ -292,7 +274,6 @@ def checkpoint(
     """Time that training stands still for a save: synchronous, asynchronous, the copy alone, torch.save."""
     from refimpl.bench.checkpoint import HEAT, measure
 
-    file = writable(file) if file else None
     heats = measure(ranks, params, stages, Turns(turns, 1), on_disk(folder) if folder else None)
     publish("Time of a save, slowest rank", HEAT, heats, file)
 
@@ -313,11 +294,10 @@ def overhead(
     """
     from refimpl.bench.overhead import HEAT, measure
 
-    file = writable(file) if file else None
     publish("CPU time of a step, mean over ranks", HEAT, measure(ranks, stages, units, turns, steps, top), file)
 
 
-@app.command()
+@app.command(cls=Bench)
 def disk(
     folder: Annotated[Path, typer.Argument(help="On the disk to measure; a file without a name is made there.")],
     size: Annotated[int, typer.Option(parser=count, help="Bytes to move.")] = "500M",  # type: ignore[assignment]
@@ -328,11 +308,8 @@ def disk(
     from refimpl.bench.disk import HEAT, measure
     from refimpl.offload.blocks import OffloadError
 
-    file = writable(file) if file else None
-    try:
+    with in_one_line(OffloadError):
         publish("Best turn", HEAT, measure(folder, size, turns), file)
-    except OffloadError as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 @app.command(cls=Lists)
@@ -351,7 +328,6 @@ def offload(
     from refimpl.bench.offload import HEAT, measure
     from refimpl.bench.zero import Workload
 
-    file = writable(file) if file else None
     workloads = [Workload(p, batch, context, Turns(turns, steps)) for p in params]
     publish(
         "Median step of the slowest rank",
@@ -361,7 +337,7 @@ def offload(
     )
 
 
-@app.command()
+@app.command(cls=Bench)
 def kernels(
     only: Annotated[str, typer.Option(help="Cases whose name holds this word: softmax, bf16, ...")] = "",
     seconds: Annotated[float, typer.Option(min=1, help="After so long only ours and eager torch.")] = 420,
@@ -370,7 +346,6 @@ def kernels(
     """Kernels beside eager torch, torch.compile and Liger-Kernel, as shares of this machine's copy and product."""
     from refimpl.bench.kernels import HEAT, measure
 
-    file = writable(file) if file else None
     try:
         publish("Kernels", HEAT, measure(only, seconds), file)
     except ValueError as error:
@@ -392,12 +367,9 @@ def one_bit(
 
     if unknown := sorted(set(names or []) - BESIDE.keys()):
         raise typer.BadParameter(f"--optimizer {unknown[0]!r}: choose from {', '.join(BESIDE)}")
-    file = writable(file) if file else None
     model = gpt(context=context, width=width, layers=layers)
-    try:
+    with in_one_line(ValueError):
         rows = measure(names or list(BESIDE), model, ranks, steps)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     print(table(rows))
     if file:
         write_rows(file, rows)

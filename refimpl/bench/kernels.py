@@ -8,6 +8,7 @@ Every way gets inputs of its own, made from one seed; a peer that raises is list
 first calls take longer than PATIENCE with a TimeoutError; `off` is its greatest difference from eager's result.
 """
 
+import importlib.util
 import logging
 import os
 import shutil
@@ -24,7 +25,6 @@ import torch
 from torch import Tensor
 from torch._functorch import config
 
-from refimpl.bench.kernel_peers import liger
 from refimpl.kernels.case import Case, cases, outputs, wave
 
 HEAT = ("case",)
@@ -177,6 +177,24 @@ def timed(calls: dict[tuple[str, str], Callable[[], object]], device: torch.devi
         for key, call in calls.items():
             times[key] += samples(call, device)
     return {key: median(taken) for key, taken in times.items()}
+
+
+def liger(operation: str) -> Callable[..., Any] | None:
+    """Liger-Kernel's function for an operation of ours, its own defaults; None where it has none or is not there."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return None
+    from liger_kernel.transformers import functional as theirs
+
+    found: dict[str, Callable[..., Any]] = {
+        "rms_norm": theirs.liger_rms_norm,
+        "layer_norm": lambda x, weight, bias: theirs.liger_layer_norm(x, weight, bias, 1e-5),
+        "softmax": theirs.liger_softmax,
+        "cross_entropy": theirs.liger_cross_entropy,
+        "linear_cross_entropy": theirs.liger_fused_linear_cross_entropy,
+        "swiglu": theirs.liger_swiglu,
+        "geglu": theirs.liger_geglu,
+    }
+    return found.get(operation)
 
 
 def samples(call: Callable[[], object], device: torch.device) -> list[float]:

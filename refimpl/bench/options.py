@@ -2,6 +2,8 @@
 
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,16 +18,12 @@ MOST = 10**15  # of anything that can be counted here
 LINKS = ["0.1Gbit/s 100us", "1Gbit/s 100us", "10Gbit/s 100us"]
 
 
-class Lists(TyperCommand):
-    """Reads `--ranks 2 4` as `--ranks 2 --ranks 4`: a bare word that follows a value belongs to the same option.
-
-    What no memory holds is refused in one line, on a rank too.
-    """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, spread(args))
+class Bench(TyperCommand):
+    """A `--json` that cannot be written is refused before anything is measured, what no memory holds on a rank too."""
 
     def invoke(self, ctx: Any) -> Any:
+        if ctx.params["file"]:
+            writable(ctx.params["file"])
         try:
             return super().invoke(ctx)
         except RuntimeError as error:
@@ -33,6 +31,22 @@ class Lists(TyperCommand):
                 raise
             size = f"{int(asked[1]) / 1e9:,.1f} GB"
             raise typer.BadParameter(f"{size} at once are more than this machine's memory: ask for less") from None
+
+
+class Lists(Bench):
+    """Reads `--ranks 2 4` as `--ranks 2 --ranks 4`: a bare word that follows a value belongs to the same option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, spread(args))
+
+
+@contextmanager
+def in_one_line(*errors: type[Exception]) -> Iterator[None]:
+    """Each of these errors that the block raises is a word about the options."""
+    try:
+        yield
+    except errors as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def spread(args: list[str]) -> list[str]:

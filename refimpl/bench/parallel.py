@@ -16,7 +16,6 @@ takes its core.
 On a machine that others use too, the fastest steps say more than the median.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,6 +38,7 @@ from refimpl.bench.parallel_peers import (
     torch_tensor,
 )
 from refimpl.bench.peers import ALONE, adamw
+from refimpl.bench.publish import cores
 from refimpl.bench.race import Times, Turns, both_worlds, race, slowest
 from refimpl.bench.zero import Lap, check_same_work
 from refimpl.comm.group import Group
@@ -270,7 +270,3 @@ def rank_rows(
 def compared(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
     """The median ratio of two steps that were taken close to each other, and the ratio of the fastest."""
     return median(a / b for a, b in zip(ours, theirs, strict=True)), min(ours) / min(theirs)
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

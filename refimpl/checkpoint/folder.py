@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -201,9 +200,7 @@ class Folder:
             self._held = shared(self.path)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()

@@ -12,12 +12,11 @@ Format: the safetensors project's README.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
@@ -95,9 +94,7 @@ class Writer:
     def __enter__(self) -> "Writer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._file.close()
         if kind is None and self.left:
             raise ValueError(f"{self._file.name}: {self.left} bytes were announced and never put")
@@ -125,12 +122,6 @@ class Reader:
         except BaseException:
             self._file.close()
             raise
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._header
-
-    def names(self) -> Iterable[str]:
-        return self._header.keys()
 
     def entry(self, name: str) -> Entry:
         """Dtype and shape. KeyError for a name that is not in the file."""

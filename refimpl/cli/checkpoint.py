@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from refimpl.cli.refuse import refuse
+from refimpl.cli.refuse import refuse, refusing
 
 app = typer.Typer(help="Checkpoints without ranks.", no_args_is_help=True, pretty_exceptions_enable=False)
 Source = Annotated[Path, typer.Argument(help="A checkpoint, or a folder with a file `latest`.", metavar="FOLDER")]
@@ -22,14 +22,12 @@ def show(folder: Source) -> None:
     from refimpl.checkpoint.find import of_deepspeed
     from refimpl.checkpoint.folder import Folder
 
-    try:
+    with refusing("refimpl checkpoint show", CheckpointError):
         with naming(folder):
             one = (folder / manifest.NAME).is_file()
         found = [prune.found(folder)] if one else prune.in_order(folder)
         sizes = [sum(place.numel for place in Folder(f.path, f.about).places.values()) for f in found]
         latest = prune.latest_of(folder.parent if one else folder)
-    except CheckpointError as reason:
-        refuse("refimpl checkpoint show", reason)
     if not found:
         refuse("refimpl checkpoint show", f"{folder}: no complete checkpoint{of_deepspeed(folder)}")
     table = Table()
@@ -54,11 +52,8 @@ def verify(folder: Source) -> None:
     from refimpl.checkpoint.find import given
     from refimpl.checkpoint.folder import Folder
 
-    try:
-        with Folder(*given(folder)) as opened:
-            opened.check()
-    except CheckpointError as reason:
-        refuse("refimpl checkpoint verify", reason)
+    with refusing("refimpl checkpoint verify", CheckpointError), Folder(*given(folder)) as opened:
+        opened.check()
     total = sum(file["bytes"] for file in opened.about["files"].values())
     print(f"{opened.path}: {len(opened.about['files'])} files, {total / 1e6:,.1f} MB, all as they were written")
 
@@ -82,13 +77,11 @@ def export(
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "model": None}
     if dtype not in kinds:
         refuse("refimpl checkpoint export", f"--dtype {dtype}: choose from {', '.join(kinds)}")
-    try:
+    with refusing("refimpl checkpoint export", CheckpointError, ValueError):
         most = exports.size_of(max_shard_size)
         with Folder(*given(folder)) as opened:
             opened.check()
             files = exports.export(opened, out, kinds[dtype], most, exclude_frozen)
-    except (CheckpointError, ValueError) as reason:
-        refuse("refimpl checkpoint export", reason)
     for file in [*files, *out.glob("*.index.json")]:  # the index says which file has which weight
         print(f"{file}: {file.stat().st_size / 1e6:,.1f} MB")
 
@@ -102,10 +95,8 @@ def import_(
     from refimpl.checkpoint.errors import CheckpointError
     from refimpl.checkpoint.from_deepspeed import import_folder
 
-    try:
+    with refusing("refimpl checkpoint import", CheckpointError):
         print(f"{import_folder(folder, out)}: written; load_checkpoint({str(out)!r}) goes on from it")
-    except CheckpointError as reason:
-        refuse("refimpl checkpoint import", reason)
 
 
 @app.command()
@@ -119,10 +110,8 @@ def prune(
     from refimpl.checkpoint import prune as pruning
     from refimpl.checkpoint.errors import CheckpointError
 
-    try:
+    with refusing("refimpl checkpoint prune", CheckpointError):
         doomed = pruning.prune(folder, keep, every, dry_run)
-    except CheckpointError as reason:
-        refuse("refimpl checkpoint prune", reason)
     for found in doomed:
         print(f"{'would delete' if dry_run else 'deleted'} {found.path}: {found.bytes / 1e6:,.1f} MB")
     if not doomed:

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from refimpl import launch
-from refimpl.bench.written import writing
+from refimpl.bench.publish import cores
+from refimpl.bench.written import write_json, writing
 from refimpl.cli import page, report
-from refimpl.cli.doctor import cores
 from refimpl.cli.options import Plan
 from refimpl.cli.report import Row
 from refimpl.cli.train import DTYPES, Compared, Trained, oracle, train
@@ -172,7 +172,7 @@ def publish(plan: Plan, rows: list[Row], curves: Curves, facts: dict[str, Any]) 
     )
     plan.out.mkdir(parents=True, exist_ok=True)
     files = {name: plan.out / name for name in ("report.json", "demo.png", "demo.html")}
-    report.write_json(files["report.json"], facts, rows)
+    write_json(files["report.json"], {"environment": facts, "rows": [asdict(row) for row in rows]})
     with writing(files["demo.png"]):
         page.draw(files["demo.png"], rows, curves)
     with writing(files["demo.html"]):

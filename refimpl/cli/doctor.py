@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from refimpl import launch
+from refimpl.bench.publish import cores
 from refimpl.comm.group import Group
 from refimpl.comm.link import VARIABLE
 from refimpl.comm.route import meet
@@ -34,11 +35,6 @@ class Finding:
     name: str
     state: str
     advice: str = ""
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def examine() -> Iterator[Finding]:

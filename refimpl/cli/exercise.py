@@ -5,7 +5,7 @@
 
 import typer
 
-from refimpl.cli.refuse import refuse
+from refimpl.cli.refuse import refusing
 from refimpl.grading.chapters import find_chapter
 from refimpl.grading.stubs import stub
 from refimpl.userdata import set_aside
@@ -21,10 +21,8 @@ def exercises() -> None:
 @app.command()
 def reset(chapter: str, yes: bool = typer.Option(False, "--yes", help="Do not ask.")) -> None:
     """Put the stub of a chapter's exercises back, e.g. `refimpl exercise reset 02_ddp`. Keeps a copy of your file."""
-    try:
+    with refusing("refimpl exercise reset", ValueError, FileNotFoundError):
         found = find_chapter(chapter)
-    except (ValueError, FileNotFoundError) as reason:
-        refuse("refimpl exercise reset", reason)
     path, fresh = found.exercise, stub(found.solution.read_text())
     if path.exists() and path.read_text() == fresh:
         print(f"{path}: nothing is written there yet")
@@ -43,10 +41,8 @@ def watch(chapter: str, once: bool = typer.Option(False, "--once", help="Grade w
     """Grade a chapter's exercises whenever you save them, e.g. `refimpl exercise watch 02_ddp`. Ctrl-C ends it."""
     from refimpl.cli import watch
 
-    try:
-        found = find_chapter(chapter)
-        watch.run(found, once)
-    except (ValueError, FileNotFoundError) as reason:
-        refuse("refimpl exercise watch", reason)
-    except KeyboardInterrupt:
-        print()
+    with refusing("refimpl exercise watch", ValueError, FileNotFoundError):
+        try:
+            watch.run(find_chapter(chapter), once)
+        except KeyboardInterrupt:
+            print()

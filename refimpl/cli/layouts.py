@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from refimpl.engine.sections import ZeroOptimization
-    from refimpl.plan.mesh import Machine, Verdict
+    from refimpl.plan.judge import Machine, Verdict
     from refimpl.plan.search import Found
     from refimpl.plan.shape import Shape
 
@@ -68,7 +68,8 @@ def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine", batch: in
     from refimpl.engine.read import raw_config
     from refimpl.plan.formulas import STRATEGIES
     from refimpl.plan.gathered import Budgets
-    from refimpl.plan.mesh import Mesh, judge
+    from refimpl.plan.judge import judge
+    from refimpl.plan.mesh import Mesh
     from refimpl.plan.search import found
 
     try:

@@ -11,7 +11,7 @@ from typing import Annotated, cast
 import typer
 
 from refimpl import __version__
-from refimpl.cli.refuse import refuse
+from refimpl.cli.refuse import refuse, refusing
 
 app = typer.Typer(
     name="refimpl",
@@ -76,24 +76,18 @@ def demo(
             refuse(
                 "refimpl demo", f"--infinity needs Linux, whose limit on a process's memory holds, not {sys.platform}"
             )
-        try:
+        with refusing("refimpl demo", ValueError, RuntimeError):
             asked = infinities.asked(ranks, folder, out, given)
             status = infinities.run(asked[0], 3, *asked[1:])
-        except (ValueError, RuntimeError) as reason:
-            refuse("refimpl demo", reason)
         raise typer.Exit(status)
     if mesh is not None:
         from refimpl.cli import mesh as meshes
 
-        try:
+        with refusing("refimpl demo", ValueError):
             shape, task, mesh_out = meshes.asked(mesh, ranks, steps, text, layers, width, context, seed, out)
-        except ValueError as reason:
-            refuse("refimpl demo", reason)
         raise typer.Exit(meshes.run(shape, task, mesh_out))
-    try:
+    with refusing("refimpl demo", ValueError):
         plan = options.plan(ranks, strategy, steps, text, layers, width, context, seed, device, out)
-    except ValueError as reason:
-        refuse("refimpl demo", reason)
     try:
         status = demo.run(plan)
     except RankError as failure:
@@ -122,10 +116,8 @@ def doctor(
         return
     from refimpl.cli import topology as measured
 
-    try:
+    with refusing("refimpl doctor", ValueError):
         measured.run(ranks, picture)
-    except ValueError as reason:
-        refuse("refimpl doctor", reason)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
@@ -176,10 +168,8 @@ def quiz(
     """Interview questions, the due ones first; what you answered is remembered."""
     from refimpl.cli import quiz
 
-    try:
+    with refusing("refimpl quiz", ValueError):
         cards = quiz.select(topic, level, form, n)
-    except ValueError as reason:
-        refuse("refimpl quiz", reason)
     try:
         quiz.run(cards, n, seed)
     except OSError as reason:
@@ -197,10 +187,8 @@ def hint(
     """One hint more each time; the solution once you have passed. Without an exercise: those of the chapter."""
     from refimpl.cli import hint
 
-    try:
+    with refusing("refimpl hint", ValueError, FileNotFoundError):
         hint.run(chapter, task, give_up)
-    except (ValueError, FileNotFoundError) as reason:
-        refuse("refimpl hint", reason)
 
 
 @app.command()
@@ -208,10 +196,8 @@ def progress() -> None:
     """How far you are in the exercises."""
     from refimpl.cli import progress
 
-    try:
+    with refusing("refimpl progress", FileNotFoundError):
         progress.run()
-    except FileNotFoundError as reason:
-        refuse("refimpl progress", reason)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

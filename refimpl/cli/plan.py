@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from refimpl.cli.refuse import refuse
+from refimpl.cli.refuse import refuse, refusing
 
 if TYPE_CHECKING:
     from refimpl.activation.budget import Block, Plan
@@ -47,10 +47,10 @@ def plan(
     if context.invoked_subcommand is not None:
         return
     from refimpl.cli.layouts import asked, shape_of, show
-    from refimpl.plan.mesh import Machine
+    from refimpl.plan.judge import Machine
     from refimpl.plan.search import search
 
-    try:
+    with refusing("refimpl plan", ValueError):
         shape = shape_of(params, model, tokens)
         sizes = [bytes_of(text, key) for text, key in (
             (gpu_memory, "--gpu-memory"), (node_bandwidth, "--node-bandwidth"), (network, "--network"),
@@ -60,8 +60,6 @@ def plan(
             raise ValueError("--gpu-memory, --node-bandwidth, --network, --memory-bandwidth: 1MB or more: 80GB, not 80")
         machine = Machine(sizes[0], peak, efficiency, node, *sizes[1:])
         found = asked(config, shape, gpus, machine, batch) if config else search(shape, gpus, batch or gpus, machine)
-    except ValueError as reason:
-        refuse("refimpl plan", reason)
     show(shape, found, machine, gpus, top)
 
 

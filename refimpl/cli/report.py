@@ -1,14 +1,11 @@
 """What the demo found: one row a strategy, as JSON and as tables for the terminal."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
-
-from refimpl.bench import written
 
 Bytes = dict[str, float]  # class -> bytes per parameter
 Sent = dict[str, int]  # collective -> bytes per step and rank
@@ -29,11 +26,6 @@ class Row:
     ratio_to_ddp: float | None  # of step_ms, in the same dtype; None without DDP
 
 
-def write_json(file: Path, environment: dict[str, Any], rows: Sequence[Row]) -> None:
-    """{"environment": {...}, "rows": [...]}."""
-    written.write_json(file, {"environment": environment, "rows": [asdict(row) for row in rows]})
-
-
 def verdict(row: Row) -> str:
     """The answer to "equal to the oracle?"."""
     return {True: "yes", False: "NO", None: "-"}[row.equal_to_oracle]
@@ -50,10 +42,6 @@ def pair(sides: dict[str, dict[str, Any]], key: str, shown: Callable[[Any], str]
     if not counted and not formula:
         return ""
     return f"{shown(counted)} {'=' if counted == formula else '≠'} {shown(formula)}"
-
-
-def three_digits(number: float) -> str:
-    return f"{number:.3f}"
 
 
 def megabytes(number: int) -> str:
@@ -95,7 +83,7 @@ def all_tables(rows: Sequence[Row]) -> dict[str, tuple[list[str], list[list[str]
     traffic = "MB sent by a rank in a step: counted = formula"
     return {
         "Result": results(rows),
-        memory: comparison(rows, "bytes_per_parameter", three_digits),
+        memory: comparison(rows, "bytes_per_parameter", "{:.3f}".format),
         traffic: comparison(rows, "sent_bytes_per_step", megabytes),
     }
 

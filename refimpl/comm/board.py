@@ -16,7 +16,6 @@ the other, were both of one length. What tells groups apart, alike on every rank
 import mmap
 import struct
 import sys
-import sysconfig
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,13 +23,11 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
-import torch
+from refimpl.ranks import hang
 
 ENTRY, KEPT = 512, 64  # bytes of a call, calls of a record
 _HEAD = struct.Struct("<qII")  # number of the call (0: none), checksum, bytes of text
 _NUMBER = struct.Struct("<q")
-_REFIMPL, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
-_STDLIB, _SITE = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")  # the one may lie in the other
 
 
 class CollectiveMismatch(RuntimeError):
@@ -241,5 +238,4 @@ def caller() -> str:
 
 @cache
 def _is_library(file: str) -> bool:
-    in_stdlib = file.startswith(_STDLIB) and not file.startswith(_SITE)
-    return in_stdlib or file.startswith((_REFIMPL, _TORCH, "<frozen ", "<string>"))
+    return hang.in_stdlib(file) or file.startswith((hang.REFIMPL, hang.TORCH, "<string>"))

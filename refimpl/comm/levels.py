@@ -19,7 +19,7 @@ The bytes in the group's ledger are those of its flat collectives, which the two
 import os
 from collections.abc import Callable
 from functools import cache, partial
-from typing import cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -29,7 +29,7 @@ from refimpl.comm.axes import neighbours
 from refimpl.comm.behind import Behind, Job
 from refimpl.comm.collectives import Op, joined
 from refimpl.comm.group import Group
-from refimpl.comm.hierarchy import Algorithm, AllReduce
+from refimpl.comm.hierarchy import AllReduce
 from refimpl.comm.level_model import Choice, choose
 from refimpl.comm.mesh import Mesh
 from refimpl.comm.nodes import on_nodes
@@ -62,45 +62,23 @@ class ByLevels(Transport):
         self._crossed = 0  # of collectives that are over, not yet asked for
 
     def all_reduce(self, x: Tensor, op: Op) -> Steps:
-        how = self.choose("all_reduce", x.numel() * x.element_size())
-        by = ALGORITHMS[how.algorithm]
-        if how.two_level:
-            job: Job = partial(hierarchy.all_reduce, self.near, self.far, x, op, within=cast(Algorithm, by), between=by)
-        else:
-            job = partial(by.all_reduce, self.flat, x, op)
-        yield from self._do(job)
+        yield from self._do(self._job("all_reduce", x.nbytes, x, op))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Steps:
-        how = self.choose("reduce_scatter", x.numel() * x.element_size())
-        by = cast(Algorithm, ALGORITHMS[how.algorithm])
-        if how.two_level:
-            job: Job = partial(hierarchy.reduce_scatter, self.near, self.far, out, x, op, within=by, between=by)
-        else:
-            job = partial(by.reduce_scatter, self.flat, out, x, op)
-        yield from self._do(job)
+        yield from self._do(self._job("reduce_scatter", x.nbytes, out, x, op))
 
     def all_gather(self, chunks: list[Tensor], x: Tensor) -> Steps:
-        how = self.choose("all_gather", x.numel() * x.element_size() * self.size)
-        by = cast(Algorithm, ALGORITHMS[how.algorithm])
         whole = joined(chunks)
         out = x.new_empty(x.numel() * self.size) if whole is None else whole
-        if how.two_level:
-            job: Job = partial(hierarchy.all_gather, self.near, self.far, out, x, within=by, between=by)
-        else:
-            job = partial(by.all_gather, self.flat, out, x)
-        yield from self._do(job)
+        yield from self._do(self._job("all_gather", out.nbytes, out, x))
         if whole is None:
             for chunk, part in zip(chunks, out.view(self.size, -1), strict=True):
                 chunk.copy_(part)
 
     def all_to_all(self, out: Tensor, x: Tensor, out_splits: list[int] | None, in_splits: list[int] | None) -> Steps:
-        how = self.choose("all_to_all", x.numel() * x.element_size())
-        splits = {"out_splits": out_splits, "in_splits": in_splits}
-        if how.two_level:
-            job: Job = lambda: hierarchy.all_to_all(self.near, self.far, out, x, **splits)  # noqa: E731
-        else:
-            job = lambda: self.flat.all_to_all(out, x, **splits)  # type: ignore[arg-type]  # noqa: E731
-        yield from self._do(job)
+        two_level = self.choose("all_to_all", x.nbytes).two_level
+        way = partial(hierarchy.all_to_all, self.near, self.far) if two_level else self.flat.all_to_all
+        yield from self._do(lambda: way(out, x, out_splits=out_splits, in_splits=in_splits))
 
     def broadcast(self, x: Tensor, root: int) -> Steps:
         yield from self._do(partial(hierarchy.broadcast, self.near, self.far, x, root))
@@ -113,6 +91,14 @@ class ByLevels(Transport):
 
     def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
         return self.messages.send_recv(x, to, out, source)
+
+    def _job(self, collective: str, size: int, *args: Any) -> Job:
+        """The collective of `args`, whose whole buffer has `size` bytes, as it is chosen to be done."""
+        how = self.choose(collective, size)
+        by = ALGORITHMS[how.algorithm]
+        if how.two_level:
+            return partial(getattr(hierarchy, collective), self.near, self.far, *args, within=by, between=by)
+        return partial(getattr(by, collective), self.flat, *args)
 
     def _do(self, job: Job) -> Steps:
         """The one step of a collective."""

@@ -81,10 +81,11 @@ class Shared(Library):
         yield lambda: self.tasks.begin(self._all_reduce(x, op))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Steps:
-        yield lambda: self.tasks.begin(self._reduce_scatter(out, x, op))
+        rows = list(x.view(self.size, -1).unbind())
+        yield lambda: self.tasks.begin(self._reduce(self._all.number(), out, rows, op))
 
     def all_gather(self, chunks: list[Tensor], x: Tensor) -> Steps:
-        yield lambda: self.tasks.begin(self._all_gather(chunks, x))
+        yield lambda: self.tasks.begin(self._gather(self._all.number(), chunks, x))
 
     def all_to_all(self, out: Tensor, x: Tensor, out_splits: list[int] | None, in_splits: list[int] | None) -> Steps:
         parts = _parts(out, out_splits, self.size), _parts(x, in_splits, self.size)
@@ -108,12 +109,6 @@ class Shared(Library):
         yield from self._reduce(first, chunks[self.rank], chunks, op, wait=False)
         # A peer that shows its sum has read everything of the first round: its chunk of mine may be overwritten.
         yield from self._gather(second, chunks, chunks[self.rank])
-
-    def _reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Iterator[Need]:
-        yield from self._reduce(self._all.number(), out, list(x.view(self.size, -1).unbind()), op)
-
-    def _all_gather(self, chunks: list[Tensor], x: Tensor) -> Iterator[Need]:
-        yield from self._gather(self._all.number(), chunks, x)
 
     def _reduce(self, number: int, out: Tensor, chunks: list[Tensor], op: Op, wait: bool = True) -> Iterator[Need]:
         """chunks, N tensors [s] of every rank -> out [s], the sum of those with this rank's number."""

@@ -4,6 +4,8 @@
     Shared     memory that the ranks of one host map, sums in rank order (tensors on the CPU)
     Composed   transfers of torch.distributed, sums in rank order (gloo; any library with `deterministic=True`)
     Native     the library's own collectives (NCCL)
+    Throttled  Composed's, each message as late as a slow link would have it
+    ByLevels   near ranks first, then far ones, by any algorithm
 
 `Group` checks the call, announces it, counts its bytes; the transport starts transfers. Every collective here is a
 generator of steps (see `Work`) over flat, contiguous tensors whose sizes fit. On a GPU the steps run on the lane of the

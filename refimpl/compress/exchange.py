@@ -151,19 +151,6 @@ class Exchange(ABC):
         if self.server:
             yield sum(self.chunks[: self.group.rank]), self.server
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's errors and the number of calls so far. See `load_state_dict`."""
-        return {"turn": self.turn, "errors": [state.state_dict()["error"] for state in self.states()]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse, on the same rank of as many. ValueError for errors of another shape."""
-        here = self.states()
-        if len(state["errors"]) != len(here):
-            raise ValueError(f"{type(self).__name__}: {len(state['errors'])} errors were saved, {len(here)} are here")
-        for one, error in zip(here, state["errors"], strict=True):
-            one.load_state_dict({"error": error})
-        self.turn = state["turn"]
-
     def tensors(self) -> list[Tensor]:
         """The memory that is kept between calls."""
         return [tensor for state in self.states() for tensor in state.tensors()]

@@ -8,8 +8,6 @@ Memory: 4 bytes an element for the error, and 4 more for the one before it, whic
 used what was sent: a step that is skipped.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -75,17 +73,6 @@ class ErrorFeedback:
     def accepted(self) -> Tensor:
         """The error as of the last `accept`. [n]"""
         return self.error if self._before is None else self._before
-
-    def state_dict(self) -> dict[str, Any]:
-        """The error as of the last `accept`."""
-        return {"error": self.accepted()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError for the error of another tensor."""
-        if state["error"].shape != (self.n,):
-            raise ValueError(f"error feedback of [{self.n}]: the saved error has shape {list(state['error'].shape)}")
-        self.error.copy_(state["error"])
-        self._before = None
 
     def tensors(self) -> list[Tensor]:
         """The memory that this keeps."""

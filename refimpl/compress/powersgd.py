@@ -12,7 +12,6 @@ powerSGD_hook.py, whose settings are these; DeepSpeed has none.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,9 +92,8 @@ class LowRank(Exchange):
         shapes: list[torch.Size],
         feedback: bool = True,
         dtype: torch.dtype = torch.float32,
-        tag: str = "gradients",
     ) -> None:
-        super().__init__(group, compressor, n, feedback, None, dtype, tag)
+        super().__init__(group, compressor, n, feedback, None, dtype)
         self.power = compressor
         self.matrices: list[tuple[int, int, int]] = []  # where it begins in x, rows, columns
         self.vectors: list[tuple[int, int]] = []  # begin, end
@@ -178,12 +176,9 @@ class LowRank(Exchange):
                 if start <= at < end:
                     self.q[i] = before[i]
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"q": self.q if self._q_before is None else self._q_before}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.q, self._q_before = list(state["q"]), None
+    def accepted_q(self) -> list[Tensor]:
+        """Q as of the last `accept`."""
+        return self.q if self._q_before is None else self._q_before
 
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), *self.q, *(self._q_before or [])]

@@ -6,6 +6,7 @@ asserts the product: `_set_batch_related_parameters` in deepspeed/runtime/config
 """
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -51,9 +52,7 @@ def _size(values: Mapping[str, Any], key: str) -> int | None:
 
 def _quotient(train: int, key: str, factors: Mapping[str, int]) -> int:
     names = " x ".join(f"{name} {size}" for name, size in factors.items())
-    product = 1
-    for size in factors.values():
-        product *= size
+    product = prod(factors.values())
     if train % product:
         raise ConfigError(f"{key} cannot be computed: {TRAIN} = {train} is not a multiple of {names} = {product}")
     return train // product

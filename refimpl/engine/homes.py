@@ -54,7 +54,7 @@ def with_homes(zero: ZeroConfig, settings: DeepSpeedConfig, device: torch.device
         gradients = Host() if gradients_leave and optimizer.device == "cpu" else None
         zero = replace(zero, optimizer_home=Host(), gradient_home=gradients, delayed_update=late)
     if param.device == "nvme":
-        most = param.buffer_size * zero_itemsize(zero)
+        most = param.buffer_size * (zero.dtype or torch.float32).itemsize
         home = Disk(folder("offload_param", param), param.buffer_count, aio, most)
         zero = replace(zero, parameter_home=home, max_in_host=param.max_in_cpu)
     elif param.device == "cpu" and device.type != "cpu":
@@ -79,8 +79,3 @@ def folder(key: str, section: OffloadOptimizer | OffloadParam) -> Path:
     except OSError as error:
         raise ConfigError(f"zero_optimization.{key}.nvme_path = {str(path)!r}: {error.strerror}") from error
     return path
-
-
-def zero_itemsize(zero: ZeroConfig) -> int:
-    """Bytes of a parameter."""
-    return (zero.dtype or torch.float32).itemsize

@@ -73,14 +73,14 @@ class DataTypes(Section):
 
 
 class Optimizer(Section):
-    """The optimizer by name; `refimpl.engine.keys` checks the name and the names of its parameters."""
+    """The optimizer by name: `refimpl.engine.names` knows the names, `arguments` checks its parameters."""
 
     type: str = Field(description="Adam, AdamW, Adagrad, Lion, SGD, or a class of torch.optim")
     params: dict[str, Any] = Field(default_factory=dict, description="arguments of the optimizer")
 
 
 class Scheduler(Section):
-    """The learning-rate schedule by name; `refimpl.engine.keys` checks the names."""
+    """The learning-rate schedule by name, checked as the optimizer is."""
 
     type: str = Field(description="a class of refimpl.optim.schedule or of torch.optim.lr_scheduler")
     params: dict[str, Any] = Field(default_factory=dict, description="arguments of the schedule")

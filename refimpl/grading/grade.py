@@ -7,7 +7,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from refimpl import launch
@@ -64,7 +63,7 @@ class Grader:
     def __enter__(self) -> "Grader":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         while self.worlds:  # a grader may be used again: it starts others
             self.worlds.popitem()[1].stop()
 

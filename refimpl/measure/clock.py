@@ -14,6 +14,13 @@ from statistics import median
 import torch
 
 
+def now(device: torch.device) -> float:
+    """Seconds, once all that was queued on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 class Clock:
     """`with clock.time("forward"): ...` adds one interval, in milliseconds, to `clock.ms["forward"]`."""
 
@@ -22,17 +29,12 @@ class Clock:
         self.device, self.warmup = torch.device(device), warmup
         self.ms: dict[str, list[float]] = {}
 
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
     @contextmanager
     def time(self, name: str = "step") -> Iterator[None]:
         """Measure the block. A block that raises is not recorded. Different names may nest."""
-        begun = self._now()
+        begun = now(self.device)
         yield
-        self.ms.setdefault(name, []).append((self._now() - begun) * 1e3)
+        self.ms.setdefault(name, []).append((now(self.device) - begun) * 1e3)
 
     def median(self, name: str = "step") -> float:
         """Median milliseconds of an interval after the warm-up. ValueError if there is none."""

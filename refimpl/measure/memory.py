@@ -20,7 +20,6 @@ torch's own meter of this kind: torch/distributed/_tools/mem_tracker.py. DeepSpe
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,10 +83,8 @@ class MemoryMeter:
         self._watch.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._watch.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._watch.__exit__(*error)
         self.sample()  # the last gradient is accumulated after the last operation
 
     def cross_check(self) -> dict[str, int]:

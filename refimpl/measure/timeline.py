@@ -94,8 +94,8 @@ def phase(ledger: Ledger, name: str) -> Iterator[None]:
     ledger.mark(f"end {name}")
 
 
-def timelines(ledger: Ledger, step: str = STEP) -> list[Timeline]:
-    """Of each whole step that the ledger still has: of each phase named `step`, with the phases inside it."""
+def timelines(ledger: Ledger) -> list[Timeline]:
+    """Of each whole step that the ledger still has: of each phase named STEP, with the phases inside it."""
     spans: list[Span] = []
     open_: dict[str, int] = {}
     started: dict[int, Any] = {}
@@ -112,8 +112,8 @@ def timelines(ledger: Ledger, step: str = STEP) -> list[Timeline]:
         elif event.phase == "mark" and what == "end" and name in open_:
             spans.append(Span(name, open_.pop(name), event.time_ns))
     held = union(Span("exposed", *interval) for interval in ledger.held)
-    steps = [span for span in spans if span.name == step]
-    inside = [span for span in spans if span.name != step]
+    steps = [span for span in spans if span.name == STEP]
+    inside = [span for span in spans if span.name != STEP]
     return [Timeline(one, _in(inside, one), _numbered(flights, one), overlap(held, [one])) for one in steps]
 
 

@@ -21,7 +21,7 @@ Nothing here knows of other ranks: `mix` is what `refimpl/parallel/expert/` puts
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +31,8 @@ from refimpl.model.gates import Gate, Routing
 from refimpl.model.gpt import GPT, Block
 from refimpl.model.routes import Routes, Rows
 
-
-class Many(Protocol):
-    """Several experts: rows [R, M] that are sorted by (source, expert), `sizes[source][expert]` of them -> [R, M]."""
-
-    def __call__(self, x: Tensor, sizes: Sequence[Sequence[int]], /) -> Tensor: ...
-
-
+# Several experts: rows [R, M] that are sorted by (source, expert), sizes[source][expert] of them -> [R, M]
+Many = Callable[[Tensor, Sequence[Sequence[int]]], Tensor]
 Mix = Callable[[Many, Tensor, Routes], Tensor]  # experts, tokens [T, M], routes -> [T, M]
 
 

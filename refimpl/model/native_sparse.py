@@ -29,13 +29,13 @@ def compress(x: Tensor, block: int) -> Tensor:
     return x.unflatten(2, (-1, block)).mean(3)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def coarse(q: Tensor, k: Tensor, block: int, scale: float | None = None) -> Tensor:
+def coarse(q: Tensor, k: Tensor, block: int) -> Tensor:
     """Attention of queries [B, H, T, D] to the means of blocks of k [B, K, T, D]: probabilities [B, H, T, n].
 
     A block is seen by tokens after its end; rows that see none are zeros.
     """
     keys = compress(k, block).repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = q @ keys.transpose(2, 3) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    scores = q @ keys.transpose(2, 3) * (1 / math.sqrt(q.shape[3]))
     ends = torch.arange(1, keys.shape[2] + 1, device=q.device) * block
     future = torch.arange(q.shape[2], device=q.device)[:, None] < ends
     return torch.softmax(scores.masked_fill(future, torch.finfo(scores.dtype).min), -1).masked_fill(future, 0)

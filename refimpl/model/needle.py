@@ -61,14 +61,14 @@ class Found:
     beyond: float
 
 
-def learn(pattern: SparsityConfig, length: int = 64, steps: int = 100, batch: int = 32, seed: int = 0) -> Found:
+def learn(pattern: SparsityConfig, length: int = 64, steps: int = 100) -> Found:
     """Train a Reader on fresh texts, and ask it 512 others."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model, block = Reader(pattern, length), pattern.block
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    generator = torch.Generator().manual_seed(seed + 1)
+    generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
-        tokens, codes, _ = texts(batch, length, block, generator)
+        tokens, codes, _ = texts(32, length, block, generator)
         loss = F.cross_entropy(model(tokens).flatten(0, 1), codes.repeat_interleave(block))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

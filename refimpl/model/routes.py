@@ -21,7 +21,6 @@ Random token selection: arXiv:2109.10465, section 3.1. DeepSpeed: deepspeed/moe/
 """
 
 import math
-from collections.abc import Callable
 from ctypes import c_float
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -164,12 +163,11 @@ def place_among(expert: Tensor, experts: int, priority: Tensor | None = None) ->
 
 
 def fit(
-    indices: Tensor, probs: Tensor, experts: int, limit: int | None, drop: Drop, used: Tensor | None,
-    uniform: Callable[[Tensor], Tensor] = torch.rand_like,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    indices: Tensor, probs: Tensor, experts: int, limit: int | None, drop: Drop, used: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """indices, probs [T, k] -> (kept [T, k], slots [T, k], counts [E] of all that were to come).
 
-    used: [T], 0 for tokens that go nowhere, such as padding. `uniform` draws for "random": of [T, E].
+    used: [T], 0 for tokens that go nowhere, such as padding.
     """
     asked = torch.ones_like(indices, dtype=torch.bool)
     if used is not None:
@@ -183,7 +181,7 @@ def fit(
         return kept, slots.where(kept, 0), counts
     priority = probs.detach()
     if drop == "random":
-        priority = uniform(probs.new_empty(len(indices), experts)).gather(1, indices)
+        priority = torch.rand_like(probs.new_empty(len(indices), experts)).gather(1, indices)
     waiting = torch.where(asked, indices, experts).flatten()
     kept = asked & (place_among(waiting, experts, priority.flatten()).view_as(indices) < limit)
     return kept, fill(indices, kept, experts)[0], counts

@@ -14,17 +14,9 @@ deepspeed/runtime/swap_tensor/pipelined_optimizer_swapper.py.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from refimpl.offload.blocks import OffloadError
-
-
-class Way(Protocol):
-    """A transfer under way."""
-
-    def wait(self) -> None:
-        """Return when it is done."""
-
+from refimpl.offload.blocks import OffloadError, Transfer
 
 Item = TypeVar("Item")
 Room = TypeVar("Room")
@@ -33,16 +25,16 @@ Room = TypeVar("Room")
 def pipelined(
     items: Iterable[Item],
     rooms: Iterable[Room],
-    read: Callable[[Item, Room], Way],
-    write: Callable[[Item, Room], Way],
+    read: Callable[[Item, Room], Transfer],
+    write: Callable[[Item, Room], Transfer],
 ) -> Iterator[tuple[Item, Room]]:
     """Each item in turn, with the buffer that it was read into; written back when the next one is asked for.
 
     When it ends, by an error too, nothing is under way.
     """
     todo, free = deque(items), deque(rooms)
-    reading: deque[tuple[Item, Room, Way]] = deque()
-    writing: deque[tuple[Room, Way]] = deque()
+    reading: deque[tuple[Item, Room, Transfer]] = deque()
+    writing: deque[tuple[Room, Transfer]] = deque()
     try:
         while todo or reading:
             while todo and (free or not reading):
@@ -65,14 +57,14 @@ def pipelined(
             settle(way)
 
 
-def _landed(writing: deque[tuple[Room, Way]], free: deque[Room]) -> None:
+def _landed(writing: deque[tuple[Room, Transfer]], free: deque[Room]) -> None:
     room, way = writing[0]
     way.wait()
     writing.popleft()
     free.append(room)
 
 
-def settle(way: Way) -> None:
+def settle(way: Transfer) -> None:
     """After an error that is on its way already: only that nothing moves any more."""
     with suppress(OffloadError):
         way.wait()

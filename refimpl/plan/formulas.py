@@ -13,9 +13,11 @@ Rajbhandari et al. 2020, arXiv:1910.02054, sections 3, 5 and 7. Two things come 
 padding (Psi is rounded up, a bucket at a time, to a multiple of 64 N) and small control messages.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from refimpl.zero.built import Built
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
@@ -35,22 +37,7 @@ class Layout:
         return self.numel + self.padding
 
 
-class Bucket(Protocol):
-    numel: int
-    padded: int
-
-    @property
-    def params(self) -> Sequence[object]: ...
-
-
-class LaidOut(Protocol):
-    """A stage of `refimpl.zero`, as far as the formulas look at it."""
-
-    @property
-    def buckets(self) -> Sequence[Bucket]: ...
-
-
-def layout_of(stage: LaidOut) -> Layout:
+def layout_of(stage: "Built") -> Layout:
     """The layout that a stage has chosen."""
     numel, padded = (sum(getattr(b, size) for b in stage.buckets) for size in ("numel", "padded"))
     parameters = sum(len(b.params) for b in stage.buckets)

@@ -5,9 +5,9 @@ what an activation takes and gives (`transformer.py`). It is written and read in
 twice, read again in backward, and its gradient is written and read: 5 or 7 times its bytes, which no product hides.
 """
 
+from refimpl.plan.mesh import Mesh
 from refimpl.plan.shape import Shape, most
 from refimpl.plan.stages import kinds, layers_of, mixtures_of
-from refimpl.plan.traffic import Mesh
 
 
 def activations(shape: Shape, mesh: Mesh, stage: int = 0) -> int:

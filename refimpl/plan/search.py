@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from refimpl.plan.formulas import STRATEGIES
-from refimpl.plan.mesh import Machine, Mesh, Verdict, judge
+from refimpl.plan.judge import Machine, Verdict, judge
+from refimpl.plan.mesh import Mesh
 from refimpl.plan.shape import Shape
 
 POWERS = (1, 2, 4, 8, 16)

@@ -7,21 +7,10 @@ blocks than others: Llama 3's 126 on 16 stages are 7, 14 x 8 and 7 (arXiv:2407.2
 
 from functools import cache
 from itertools import pairwise
-from typing import Protocol
 
 from refimpl.parallel.pipeline.partition import balanced
+from refimpl.plan.mesh import Mesh
 from refimpl.plan.shape import Shape
-
-
-class Mesh(Protocol):
-    """A layout, as far as a stage's layers depend on it: see `mesh.py`."""
-
-    @property
-    def pp(self) -> int: ...
-    @property
-    def tp(self) -> int: ...
-    @property
-    def ep(self) -> int: ...
 
 
 @cache

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-_TORCH = str(Path(torch.__file__).parent)
-_REFIMPL = str(Path(__file__).parents[1])
-_COMM = (str(Path(_REFIMPL) / "comm"), str(Path(_TORCH) / "distributed"))
+TORCH = str(Path(torch.__file__).parent)
+REFIMPL = str(Path(__file__).parents[1])
+_COMM = (str(Path(REFIMPL) / "comm"), str(Path(TORCH) / "distributed"))
 # What runs the reader's code, not the reader's: "<string>" is the fork server.
-_LAUNCHER = (*(str(Path(_REFIMPL) / name) for name in ("ranks", "grading")), "<string>")
+_LAUNCHER = (*(str(Path(REFIMPL) / name) for name in ("ranks", "grading")), "<string>")
 _STDLIB, _SITE = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")  # the one may lie in the other
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
@@ -33,8 +33,12 @@ class Frame(NamedTuple):
 
     @property
     def in_library(self) -> bool:
-        in_stdlib = self.file.startswith((_STDLIB, "<frozen ")) and not self.file.startswith(_SITE)
-        return in_stdlib or self.in_comm or self.file.startswith((_TORCH, *_LAUNCHER))
+        return in_stdlib(self.file) or self.in_comm or self.file.startswith((TORCH, *_LAUNCHER))
+
+
+def in_stdlib(file: str) -> bool:
+    """Whether Python itself has brought it."""
+    return file.startswith((_STDLIB, "<frozen ")) and not file.startswith(_SITE)
 
 
 def parse(dump: str) -> list[list[Frame]]:
@@ -63,7 +67,7 @@ def where(dump: str) -> str:
     called = (frames for frames in threads if _collective(frames) and not all(frame.in_library for frame in frames))
     stack = next(called, threads[-1])
     ours = [frame for frame in stack if not frame.in_library]  # ours and the reader's
-    place = next((frame for frame in ours if not frame.file.startswith(_REFIMPL)), ours[0] if ours else None)
+    place = next((frame for frame in ours if not frame.file.startswith(REFIMPL)), ours[0] if ours else None)
     collective = _collective(stack)
     source = linecache.getline(place.file, place.line).strip() if place else ""
     if not collective and place is stack[0] and ".wait(" in source:  # torch's own Work.wait is C++: it leaves no frame

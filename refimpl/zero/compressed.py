@@ -75,10 +75,8 @@ class Compressed:
         yield lambda: [work]
         if out.data_ptr() == local.data_ptr():
             return
-        places = pieces(bucket, local)
-        if len(out) < sum(len(place) for place in places):
-            mine = bucket.shard(local)
-            places = [mine[start:end] for start, end in map(bucket.span, bucket.params)]
+        here = local if len(out) == sum(p.numel() for p in bucket.params) else bucket.shard(local)
+        places = [bucket.part(here, p) for p in bucket.params]
         parts: list[Tensor] = list(out.split([len(place) for place in places]))  # type: ignore[no-untyped-call]
         torch._foreach_copy_(places, parts)
 
@@ -155,8 +153,8 @@ class Compressed:
 
     def q_by_name(self, bucket: Bucket, exchange: LowRank) -> dict[str, Tensor]:
         names = {start: self.stage.names[p] for p, start, _ in placed(bucket)}
-        saved: list[Tensor] = exchange.state_dict()["q"]
-        return {names[at]: q.clone() for (at, _, _), q in zip(exchange.matrices, saved, strict=False)}
+        kept = zip(exchange.matrices, exchange.accepted_q(), strict=False)  # none before the first call
+        return {names[at]: q.clone() for (at, _, _), q in kept}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """The inverse on the same rank of as many; None, or another rank's: errors begin at zero, with a warning."""
@@ -207,15 +205,10 @@ def placed(bucket: Bucket) -> Iterator[tuple[nn.Parameter, int, int]]:
         at += p.numel()
 
 
-def pieces(bucket: Bucket, flat: Tensor) -> list[Tensor]:
-    """What of flat [P] is each parameter's."""
-    return [flat[bucket.offset[p] : bucket.offset[p] + p.numel()] for p in bucket.params]
-
-
 def packed(bucket: Bucket, flat: Tensor) -> Tensor:
     """flat [P] without its padding: a view where that is only at the end."""
     n = sum(p.numel() for p in bucket.params)
-    return flat[:n] if n == bucket.numel else torch.cat(pieces(bucket, flat))
+    return flat[:n] if n == bucket.numel else torch.cat([bucket.part(flat, p) for p in bucket.params])
 
 
 def overlap(error: Tensor, at: int, start: int, end: int) -> tuple[int, Tensor]:

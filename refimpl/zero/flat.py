@@ -193,7 +193,7 @@ def lay_out(
 ) -> list[Bucket]:
     """Buckets of at most `size` elements (or one larger parameter), in the order in which backward will fill them.
 
-    `experts`: the parameters that only a part of the ranks have, and which; see `Experts`.
+    `experts`: the parameters that only a part of the ranks have, and which: see experts.py.
 
     `params` in order of registration. Backward reaches them roughly in reverse, so that is the order inside a bucket,
     and buckets are ordered by their last parameter: the one that completes them.

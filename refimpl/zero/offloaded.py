@@ -28,7 +28,7 @@ from refimpl.zero.brought import Brought
 from refimpl.zero.flat import ALIGN, Bucket, round_up
 from refimpl.zero.masters import master_of
 from refimpl.zero.parts import Part, size_of
-from refimpl.zero.resting import resting
+from refimpl.zero.resting import Resting, RestingOnDisk
 
 HALF = (
     "A step was interrupted in the middle of its update: of the weights and states here some are of before it, some of "
@@ -56,8 +56,8 @@ class OffloadedUpdate(Brought):
             raise TypeError("fp64 parameters: offloaded masters are fp32; leave optimizer_home (offload_optimizer) out")
         self.owned |= owned
         most = round_up(self.config.sub_group_size, ALIGN)
-        if self.config.gradient_home is not None and self.resting is None:
-            self.resting = resting(self.config.gradient_home, self.gone, most)
+        if self.resting is None and (home := self.config.gradient_home) is not None:
+            self.resting = RestingOnDisk(home, self.gone, most) if isinstance(home, Disk) else Resting(home, self.gone)
         gone = self._offloaded(owned)
         for bucket, mine in owned.items():  # in order: a saved state goes by it, whatever rests where
             if bucket in gone:

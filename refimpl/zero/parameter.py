@@ -11,7 +11,7 @@ pickle) is an ordinary parameter with the whole values. DeepSpeed hangs the same
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from refimpl.zero.stage import Stage
+    from refimpl.zero.unit import Unit
 
 _TENSOR: Any = Tensor  # its descriptors are how a subclass reaches what it overrides
 DATA, GRAD, REQUIRES_GRAD = _TENSOR.data, _TENSOR.grad, _TENSOR.requires_grad
@@ -105,23 +106,10 @@ class Managed(nn.Parameter):
         return DATA.__get__(self).clone()  # type: ignore[no-any-return]
 
 
-class Holder(Protocol):
-    """Who knows how a freed parameter can be had: a unit of ZeRO-3."""
-
-    def wanted(self, p: nn.Parameter, what: str) -> None:
-        """Make p whole because `what` is about to compute with it, or raise."""
-
-    def copy_of(self, p: nn.Parameter) -> Tensor:
-        """p's values, whole, in memory of their own. A collective."""
-
-    def begin(self, what: str) -> None:
-        """This rank is about to do `what`, which all ranks must: see `Path`."""
-
-
 class Freed(Managed):
     """A sharded parameter between two uses: it has a shape, and no values."""
 
-    zero_unit: Holder
+    zero_unit: "Unit"  # which knows how it can be had
 
     @classmethod
     def __torch_function__(

@@ -14,7 +14,6 @@ Wang et al. 2023, arXiv:2306.10209, section 3.3. DeepSpeed: deepspeed/runtime/co
 """
 
 from collections.abc import Generator
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,22 +21,16 @@ from torch import Tensor
 from refimpl.comm.collectives import Op, Scratch
 from refimpl.comm.group import Group
 from refimpl.comm.work import Phase, Steps, Work
-from refimpl.compress.compressor import Compressor, Wire, pack, unpack
+from refimpl.compress.compressor import Compressor, pack, unpack
 from refimpl.zero.flat import Bucket
-
-
-class Feedback(Protocol):
-    """What is added to a hop's numbers before they are rounded: see `MovingErrors`."""
-
-    def compress(self, hop: tuple[Bucket, str], rows: Tensor) -> list[Wire]:
-        """rows [G, m] and the errors kept for this hop -> their wires."""
+from refimpl.zero.loco import MovingErrors
 
 
 class QuantisedSum:
     """Reduce-scatters [N * S] -> [S] over `far` x `near` ranks, `compressor` on the wire."""
 
     def __init__(
-        self, near: Group, far: Group, compressor: Compressor, scratch: Scratch, feedback: Feedback | None = None
+        self, near: Group, far: Group, compressor: Compressor, scratch: Scratch, feedback: MovingErrors | None = None
     ) -> None:
         self.near, self.far, self.compressor, self.scratch, self.feedback = near, far, compressor, scratch, feedback
         self._last: Work | None = None

@@ -140,8 +140,3 @@ class RestingOnDisk(Resting):
         else:
             self.shelves[bucket] = Shelf(self.disk, flat, self.most, ahead=False)
         self.squares[bucket] = sum_of_squares(flat, exact=True)
-
-
-def resting(home: Host, buckets: set[Bucket], most: int) -> Resting:
-    """For a home."""
-    return RestingOnDisk(home, buckets, most) if isinstance(home, Disk) else Resting(home, buckets)

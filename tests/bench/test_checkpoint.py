@@ -2,14 +2,15 @@
 
 from pathlib import Path
 
-from refimpl.bench.checkpoint import ASYNCHRONOUS, COPY, SYNCHRONOUS, TORCH, config_of, measure, rows
+from refimpl.bench.checkpoint import ASYNCHRONOUS, COPY, SYNCHRONOUS, TORCH, measure, rows
 from refimpl.bench.race import Turns
+from refimpl.bench.zero import Workload
 
 
 def test_every_way_is_timed_and_nothing_is_left(tmp_path: Path) -> None:
     (heat,) = measure([2], [100_000], [2], Turns(1, 1), tmp_path)
     assert [row.save for row in heat] == [SYNCHRONOUS, ASYNCHRONOUS, COPY, TORCH]
-    assert {(row.stage, row.ranks, row.parameters) for row in heat} == {(2, 2, config_of(100_000).parameters)}
+    assert {(row.stage, row.ranks, row.parameters) for row in heat} == {(2, 2, Workload(100_000).gpt.parameters)}
     assert all(row.written_ms > row.blocked_ms > 0 for row in heat)
     assert not list(tmp_path.iterdir())
 

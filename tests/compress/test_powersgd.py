@@ -52,7 +52,8 @@ def side_by_side(rank: int) -> list[tuple[float, float, float, float, int, int]]
                 r = ours.power.rank_of(rows, columns)
                 ours.q.append(memory[at : at + columns * r].view(columns, r))
                 at += columns * r
-            ours.worker[0].load_state_dict({"error": state.error_dict[0].clone()})
+            ours.accept()
+            ours.worker[0].error.copy_(state.error_dict[0])
             group.ledger.reset()
             ours.mean(local, mine).wait()
             sent = sum(group.ledger.sent_bytes().values())

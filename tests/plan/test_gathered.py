@@ -14,7 +14,8 @@ from refimpl.engine.initialize import initialize
 from refimpl.measure.memory import MemoryMeter
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.plan.gathered import Budgets, elements
-from refimpl.plan.mesh import Machine, Mesh, judge
+from refimpl.plan.judge import Machine, judge
+from refimpl.plan.mesh import Mesh
 from refimpl.plan.shape import of_gpt, of_size
 
 MODEL = GPTConfig(vocab=100, context=8, width=64, layers=5, heads=4)

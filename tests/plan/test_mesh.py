@@ -12,7 +12,8 @@ import torch
 
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.plan import formulas
-from refimpl.plan.mesh import Machine, Mesh, judge
+from refimpl.plan.judge import Machine, judge
+from refimpl.plan.mesh import Mesh
 from refimpl.plan.published import BLOOM, KORTHIKANTI, LLAMA, MEGATRON, MT_NLG, NEOX, PTD, ZERO3, Run
 from refimpl.plan.search import search
 from refimpl.plan.shape import Experts, Shape, of_gpt, of_size

@@ -9,7 +9,8 @@ from worlds import run
 
 from refimpl.comm.group import Group
 from refimpl.parallel.autotp import autotp
-from refimpl.plan.mesh import Machine, Mesh, judge
+from refimpl.plan.judge import Machine, judge
+from refimpl.plan.mesh import Mesh
 from refimpl.plan.public import FAMILIES, of_config
 from refimpl.plan.published import PUBLIC_MIXTURES
 from refimpl.plan.search import search

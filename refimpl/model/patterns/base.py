@@ -24,21 +24,34 @@ class SparsityConfig:
 
     num_heads: of the layer. block: tokens in a block's side. different_layout_per_head: patterns with variants or
     chance make one for each head, else head 0's is everybody's. seed: of patterns with chance; None draws from
-    Python's `random`, as DeepSpeed's do, so that ranks agree only if it was seeded alike on all.
+    Python's `random`, as DeepSpeed's do, so that ranks agree only if it was seeded alike on all. attention: a causal
+    model's is "unidirectional".
 
-    ValueError for sizes below 1.
+    ValueError for sizes below 1, NotImplementedError (DeepSpeed's) for another `attention`.
     """
 
     def __init__(
-        self, num_heads: int, block: int = 16, different_layout_per_head: bool = False, seed: int | None = None
+        self,
+        num_heads: int,
+        block: int = 16,
+        different_layout_per_head: bool = False,
+        seed: int | None = None,
+        attention: str | None = None,
     ) -> None:
-        at_least("num_heads", num_heads, 1)
-        at_least("block", block, 1)
-        self.num_heads = num_heads
-        self.block = block
+        self.num_heads = at_least("num_heads", num_heads, 1)
+        self.block = at_least("block", block, 1)
         self.different_layout_per_head = different_layout_per_head
         self.num_layout_heads = num_heads if different_layout_per_head else 1
         self.seed = seed
+        if attention is not None:  # of patterns that have a direction
+            self.attention = attention
+            if attention not in DIRECTIONS:
+                raise NotImplementedError(f"attention is {attention!r}: choose from {', '.join(DIRECTIONS)}")
+
+    @property
+    def past(self) -> bool:
+        """Whether no block after the block of queries is read."""
+        return getattr(self, "attention", None) == "unidirectional"
 
     def part(self, n: int, head: int, rng: Generator) -> Tensor:
         """What `head` reads of n x n blocks: bool [n, n]."""
@@ -77,17 +90,11 @@ def density(layout: Tensor, causal: bool = False) -> float:
     return float((layout.bool() & of).sum() / max(1, int(of.sum())))
 
 
-def at_least(name: str, value: Any, least: int) -> None:
-    """ValueError unless `value` is an integer of at least `least`."""
+def at_least(name: str, value: Any, least: int) -> int:
+    """`value`, ValueError unless it is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}: it must be an integer of at least {least}")
-
-
-def directed(attention: str) -> bool:
-    """Whether `attention` is "unidirectional". NotImplementedError (DeepSpeed's) for a word that is neither."""
-    if attention not in DIRECTIONS:
-        raise NotImplementedError(f"attention is {attention!r}: choose from {', '.join(DIRECTIONS)}")
-    return attention == "unidirectional"
+    return value
 
 
 def within(name: str, count: int, n: int) -> None:

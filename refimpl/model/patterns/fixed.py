@@ -6,7 +6,7 @@ blocks a row of n reads about l + g n / l of them: O(n sqrt n) in all when l gro
 
 from torch import Tensor
 
-from refimpl.model.patterns.base import SparsityConfig, at_least, directed
+from refimpl.model.patterns.base import SparsityConfig, at_least
 from refimpl.model.patterns.parts import Generator, columns, lower, rows, stretches
 
 
@@ -30,15 +30,16 @@ class FixedSparsityConfig(SparsityConfig):
         horizontal_global_attention: bool = False,
         num_different_global_patterns: int = 1,
     ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        at_least("num_local_blocks", num_local_blocks, 1)
-        at_least("num_global_blocks", num_global_blocks, 1)
-        at_least("num_different_global_patterns", num_different_global_patterns, 1)
+        super().__init__(num_heads, block, different_layout_per_head, attention=attention)
+        self.num_local_blocks = at_least("num_local_blocks", num_local_blocks, 1)
+        self.num_global_blocks = at_least("num_global_blocks", num_global_blocks, 1)
+        self.num_different_global_patterns = at_least("num_different_global_patterns", num_different_global_patterns, 1)
+        self.horizontal_global_attention = horizontal_global_attention
         if num_local_blocks % num_global_blocks:
             raise ValueError(
                 f"num_global_blocks is {num_global_blocks}: it must divide num_local_blocks, {num_local_blocks}"
             )
-        if directed(attention) and horizontal_global_attention:
+        if self.past and horizontal_global_attention:
             raise ValueError('horizontal_global_attention would read the future: it needs attention = "bidirectional"')
         if num_different_global_patterns > 1 and not different_layout_per_head:
             raise ValueError("num_different_global_patterns > 1 needs different_layout_per_head = True")
@@ -47,16 +48,10 @@ class FixedSparsityConfig(SparsityConfig):
                 f"num_different_global_patterns is {num_different_global_patterns}: a stretch of {num_local_blocks} "
                 f"blocks has only {num_local_blocks // num_global_blocks} places for {num_global_blocks} global ones"
             )
-        self.num_local_blocks = num_local_blocks
-        self.num_global_blocks = num_global_blocks
-        self.attention = attention
-        self.horizontal_global_attention = horizontal_global_attention
-        self.num_different_global_patterns = num_different_global_patterns
 
     def part(self, n: int, head: int, rng: Generator) -> Tensor:
         local = stretches(n, [self.num_local_blocks])
-        past = self.attention == "unidirectional"
-        read = (lower(local) if past else local) | columns(n, self.representatives(n, head), from_own=past)
+        read = (lower(local) if self.past else local) | columns(n, self.representatives(n, head), from_own=self.past)
         return read | rows(n, self.representatives(n, head)) if self.horizontal_global_attention else read
 
     def representatives(self, n: int, head: int) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ halves to different heads where they may differ; one head with both is the paper
 
 from torch import Tensor
 
-from refimpl.model.patterns.base import SparsityConfig, at_least, directed, within
+from refimpl.model.patterns.base import SparsityConfig, at_least, within
 from refimpl.model.patterns.parts import Generator, columns, drawn, lower, none, rows, strided, window
 
 
@@ -30,16 +30,13 @@ class StridedSparsityConfig(SparsityConfig):
         stride: int = 4,
         attention: str = "bidirectional",
     ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        at_least("stride", stride, 1)
-        directed(attention)
-        self.stride = stride
-        self.attention = attention
+        super().__init__(num_heads, block, different_layout_per_head, attention=attention)
+        self.stride = at_least("stride", stride, 1)
 
     def part(self, n: int, head: int, rng: Generator) -> Tensor:
         near, far = window(n, 2 * self.stride - 1), strided(n, self.stride)
         read = (far if head % 2 else near) if self.different_layout_per_head else near | far
-        return lower(read) if self.attention == "unidirectional" else read
+        return lower(read) if self.past else read
 
 
 class GlobalSparsityConfig(SparsityConfig):
@@ -48,17 +45,14 @@ class GlobalSparsityConfig(SparsityConfig):
     def __init__(
         self, num_heads: int, block: int = 16, num_global_blocks: int = 1, attention: str = "bidirectional"
     ) -> None:
-        super().__init__(num_heads, block)
-        at_least("num_global_blocks", num_global_blocks, 1)
-        directed(attention)
-        self.num_global_blocks = num_global_blocks
-        self.attention = attention
+        super().__init__(num_heads, block, attention=attention)
+        self.num_global_blocks = at_least("num_global_blocks", num_global_blocks, 1)
 
     def part(self, n: int, head: int, rng: Generator) -> Tensor:
         within("num_global_blocks", self.num_global_blocks, n)
         first = [(0, self.num_global_blocks)]
         read = window(n, 1) | columns(n, first) | rows(n, first)
-        return lower(read) if self.attention == "unidirectional" else read
+        return lower(read) if self.past else read
 
 
 class RandomSparsityConfig(SparsityConfig):
@@ -73,12 +67,9 @@ class RandomSparsityConfig(SparsityConfig):
         attention: str = "bidirectional",
         seed: int | None = None,
     ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head, seed)
-        at_least("num_random_blocks", num_random_blocks, 0)
-        directed(attention)
-        self.num_random_blocks = num_random_blocks
-        self.attention = attention
+        super().__init__(num_heads, block, different_layout_per_head, seed, attention)
+        self.num_random_blocks = at_least("num_random_blocks", num_random_blocks, 0)
 
     def part(self, n: int, head: int, rng: Generator) -> Tensor:
         within("num_random_blocks", self.num_random_blocks, n)
-        return window(n, 1) | drawn(n, self.num_random_blocks, rng, past_only=self.attention == "unidirectional")
+        return window(n, 1) | drawn(n, self.num_random_blocks, rng, past_only=self.past)

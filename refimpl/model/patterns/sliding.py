@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from refimpl.model.patterns.base import SparsityConfig, at_least, directed, spans, within
+from refimpl.model.patterns.base import SparsityConfig, at_least, spans, within
 from refimpl.model.patterns.parts import Generator, columns, drawn, lower, rows, window
 
 
@@ -33,23 +33,18 @@ class BigBirdSparsityConfig(SparsityConfig):
         attention: str = "bidirectional",
         seed: int | None = None,
     ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head, seed)
-        at_least("num_random_blocks", num_random_blocks, 0)
-        at_least("num_sliding_window_blocks", num_sliding_window_blocks, 1)
-        at_least("num_global_blocks", num_global_blocks, 0)
-        directed(attention)
-        self.num_random_blocks = num_random_blocks
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.num_global_blocks = num_global_blocks
-        self.attention = attention
+        super().__init__(num_heads, block, different_layout_per_head, seed, attention)
+        self.num_random_blocks = at_least("num_random_blocks", num_random_blocks, 0)
+        self.num_sliding_window_blocks = at_least("num_sliding_window_blocks", num_sliding_window_blocks, 1)
+        self.num_global_blocks = at_least("num_global_blocks", num_global_blocks, 0)
 
     def part(self, n: int, head: int, rng: Generator) -> Tensor:
         for name in ("num_random_blocks", "num_sliding_window_blocks", "num_global_blocks"):
             within(name, getattr(self, name), n)
-        past, first = self.attention == "unidirectional", [(0, self.num_global_blocks)]
-        read = drawn(n, self.num_random_blocks, rng, past_only=past) | window(n, self.num_sliding_window_blocks)
+        first = [(0, self.num_global_blocks)]
+        read = drawn(n, self.num_random_blocks, rng, past_only=self.past) | window(n, self.num_sliding_window_blocks)
         read |= columns(n, first) | rows(n, first)
-        return lower(read) if past else read
+        return lower(read) if self.past else read
 
 
 class BSLongformerSparsityConfig(SparsityConfig):
@@ -67,20 +62,17 @@ class BSLongformerSparsityConfig(SparsityConfig):
         global_block_end_indices: Sequence[int] | None = None,
         attention: str = "bidirectional",
     ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        at_least("num_sliding_window_blocks", num_sliding_window_blocks, 1)
-        directed(attention)
+        super().__init__(num_heads, block, different_layout_per_head, attention=attention)
+        self.num_sliding_window_blocks = at_least("num_sliding_window_blocks", num_sliding_window_blocks, 1)
         ends = None if global_block_end_indices is None else list(global_block_end_indices)
         self.ranges = spans(list(global_block_indices), ends)
-        self.num_sliding_window_blocks = num_sliding_window_blocks
         self.global_block_indices = list(global_block_indices)
         self.global_block_end_indices = ends
-        self.attention = attention
 
     def part(self, n: int, head: int, rng: Generator) -> Tensor:
         within("num_sliding_window_blocks", self.num_sliding_window_blocks, n)
         read = window(n, self.num_sliding_window_blocks) | columns(n, self.ranges) | rows(n, self.ranges)
-        return lower(read) if self.attention == "unidirectional" else read
+        return lower(read) if self.past else read
 
 
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
@@ -89,12 +81,9 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
     def __init__(
         self, num_heads: int, block: int = 16, num_sliding_window_blocks: int = 3, attention: str = "unidirectional"
     ) -> None:
-        super().__init__(num_heads, block)
-        at_least("num_sliding_window_blocks", num_sliding_window_blocks, 1)
-        directed(attention)
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.attention = attention
+        super().__init__(num_heads, block, attention=attention)
+        self.num_sliding_window_blocks = at_least("num_sliding_window_blocks", num_sliding_window_blocks, 1)
 
     def part(self, n: int, head: int, rng: Generator) -> Tensor:
         within("num_sliding_window_blocks", self.num_sliding_window_blocks, n)
-        return window(n, self.num_sliding_window_blocks, ahead=self.attention == "bidirectional")
+        return window(n, self.num_sliding_window_blocks, ahead=not self.past)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from refimpl.model.patterns.base import SparsityConfig, at_least, directed, spans, within
+from refimpl.model.patterns.base import SparsityConfig, at_least, spans, within
 from refimpl.model.patterns.parts import Generator, columns, drawn, lower, rows, stretches
 
 
@@ -33,27 +33,24 @@ class VariableSparsityConfig(SparsityConfig):
         horizontal_global_attention: bool = False,
         seed: int | None = None,
     ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head, seed)
-        at_least("num_random_blocks", num_random_blocks, 0)
+        super().__init__(num_heads, block, different_layout_per_head, seed, attention)
+        self.num_random_blocks = at_least("num_random_blocks", num_random_blocks, 0)
         if not local_window_blocks:
             raise ValueError("local_window_blocks is empty: give at least one length")
         for width in local_window_blocks:
             at_least("a length in local_window_blocks", width, 1)
-        if directed(attention) and horizontal_global_attention:
+        if self.past and horizontal_global_attention:
             raise ValueError('horizontal_global_attention would read the future: it needs attention = "bidirectional"')
         ends = None if global_block_end_indices is None else list(global_block_end_indices)
         self.ranges = spans(list(global_block_indices), ends)
-        self.num_random_blocks = num_random_blocks
         self.local_window_blocks = list(local_window_blocks)
         self.global_block_indices = list(global_block_indices)
         self.global_block_end_indices = ends
-        self.attention = attention
         self.horizontal_global_attention = horizontal_global_attention
 
     def part(self, n: int, head: int, rng: Generator) -> Tensor:
         within("num_random_blocks", self.num_random_blocks, n)
-        past = self.attention == "unidirectional"
         local = stretches(n, self.local_window_blocks)
-        read = drawn(n, self.num_random_blocks, rng) | (lower(local) if past else local)
-        read |= columns(n, self.ranges, from_own=past)
+        read = drawn(n, self.num_random_blocks, rng) | (lower(local) if self.past else local)
+        read |= columns(n, self.ranges, from_own=self.past)
         return read | rows(n, self.ranges) if self.horizontal_global_attention else read

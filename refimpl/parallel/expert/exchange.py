@@ -14,8 +14,8 @@ section 3.3. DeepSpeed: deepspeed/moe/sharded_moe.py, `_AllToAll`.
     rows[s][d]    rows that rank s of the group has for rank d
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +28,8 @@ TAG, INSIDE, ACROSS = "tokens", "tokens in the node", "tokens between nodes"
 Table = Sequence[Sequence[int]]
 
 
-class Way(Protocol):
-    """x [R, M], this rank's rows by the rank they go to -> rows by the rank they come from. A collective."""
-
-    def __call__(self, x: Tensor, rows: Table) -> Tensor: ...
+# x [R, M], this rank's rows by the rank they go to -> rows by the rank they come from. A collective.
+Way = Callable[[Tensor, Table], Tensor]
 
 
 class Flat:

@@ -19,7 +19,7 @@ torch.distributed.pipelining: schedules.py, _add_send_recv.
 from dataclasses import dataclass
 
 from refimpl.parallel.pipeline.clock import play
-from refimpl.parallel.pipeline.schedules.table import UNIT, Cost, Op, Table, Value
+from refimpl.parallel.pipeline.schedules.table import Op, Table, Value
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ Line = Op | Send | Recv
 Program = tuple[Line, ...]
 
 
-def programs(table: Table, cost: Cost = UNIT) -> tuple[Program, ...]:
-    """Of every rank. `cost` orders them; programs of another cost are as right, and may wait more."""
-    spans = play(table, cost)
+def programs(table: Table) -> tuple[Program, ...]:
+    """Of every rank. Costs of one length order them; programs of another cost are as right, and may wait more."""
+    spans = play(table)
     lines: list[tuple[float, int, int, Op]] = []  # when; a message before the operations that begin then
     for rank, order in enumerate(table.orders):
         for op in order:

@@ -12,7 +12,6 @@ least largest one for some weights.
 
 import math
 import re
-import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from refimpl.measure.clock import now
 from refimpl.parallel.pipeline.wire import form_of, tensors_of, with_gradient, writable
 
 Bounds = list[int]  # stage s has layers bounds[s] to bounds[s + 1] - 1
@@ -90,20 +90,14 @@ def seconds(layers: Iterable[Callable[[Any], Any]], sample: Any, repeat: int = 3
 
 def _timed(layer: Callable[[Any], Any], x: Any) -> tuple[float, Any]:
     x = form_of(x).fill(tensors_of(x))
-    begin = _now(x)
+    device = next((tensor.device for tensor in tensors_of(x)), torch.device("cpu"))
+    begin = now(device)
     out = layer(writable(x))
     roots = with_gradient(out)
     weights = [p for p in layer.parameters() if p.requires_grad] if isinstance(layer, nn.Module) else []
     if roots and (leaves := [*with_gradient(x), *weights]):
         torch.autograd.grad(roots, leaves, [torch.ones_like(t) for t in roots], allow_unused=True)
-    return _now(x) - begin, out
-
-
-def _now(x: Any) -> float:
-    for tensor in tensors_of(x)[:1]:
-        if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()
+    return now(device) - begin, out
 
 
 def parameters(layer: object) -> float:

@@ -53,9 +53,6 @@ def copy_weights(group: Group, partners: Sequence[int], params: Sequence[nn.Para
             for other in partners[1:]:
                 group.send(p.detach().contiguous(), other, tag="pipeline shared weights")
         else:
-            p.copy_(_received(group, torch.empty_like(p, memory_format=torch.contiguous_format), partners[0]))
-
-
-def _received(group: Group, x: Tensor, source: int) -> Tensor:
-    group.recv(x, source, tag="pipeline shared weights")
-    return x
+            first = torch.empty_like(p, memory_format=torch.contiguous_format)
+            group.recv(first, partners[0], tag="pipeline shared weights")
+            p.copy_(first)
