@@ -431,7 +431,7 @@ print(order(group.ledger.events))
 # How much of a bucket travels meanwhile? All of it, though this process computes. On NCCL the GPU runs the whole
 # all-reduce on a stream of its own (a queue of work beside the one that computes). On gloo `Group` composes it of two
 # transfers with additions between them, and somebody must add: a thread beside the one that computes does
-# (`refimpl/comm/unattended.py`). The kernel counts what this rank has written to its sockets:
+# (`refimpl/comm/behind.py`). The kernel counts what this rank has written to its sockets:
 
 # %%
 # %%ranks

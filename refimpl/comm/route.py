@@ -5,8 +5,10 @@
     tensors on the CPU, several     composed of gloo's
     a slow link between any         the same, throttled
 
-REFIMPL_TRANSPORT=gloo or shared says otherwise for tensors on the CPU. An all-reduce of two transfers that nobody waits
-for goes the same way in a process group of its own, see `unattended.py`.
+REFIMPL_TRANSPORT=gloo or shared says otherwise for tensors on the CPU.
+
+gloo's all-reduce is two transfers with additions between them. One that nobody waits for is made by a thread (see
+`behind.py`), the same way in a process group of its own.
 """
 
 import os
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from refimpl.comm.behind import Behind
 from refimpl.comm.collectives import Op
 from refimpl.comm.composed import Composed
 from refimpl.comm.link import Cables, Link
@@ -29,7 +32,6 @@ from refimpl.comm.signals import all_words, unsupported
 from refimpl.comm.streams import Streams
 from refimpl.comm.throttled import Throttled
 from refimpl.comm.transport import Alone, Library, Transport
-from refimpl.comm.unattended import AllReduce, Unattended
 from refimpl.comm.work import Phase, Steps, Work
 from refimpl.ranks.here import host
 
@@ -49,9 +51,9 @@ class Route:
     ) -> None:
         """The arguments are `Group`'s, which says what it raises."""
         self.backend, self.streams = backend, streams
-        self._thread = Unattended()
+        self._behind = Behind()  # of all-reduces that nobody waits for
         self._of = partial(Route, backend=backend, device=device, streams=streams, deterministic=deterministic)
-        self._threads: list[Route] = []  # over a process group of the thread's own, once it has one
+        self._threads: list[Route] = []  # the thread's, over a process group of its own, once it has one
         wish = os.environ.get("REFIMPL_TRANSPORT", "") if transport is None else transport
         self.link = link or (None if isinstance(wish, Transport) else Link.of_environment())
         self.cables = self._laid(handle)
@@ -92,17 +94,17 @@ class Route:
         return self.met
 
     def unattended(self, x: Tensor, op: Op, meet: Callable[[], None]) -> Steps:
-        """An all-reduce that nobody waits for, where one is `in_halves`. `meet` returns when all ranks have come."""
+        """An all-reduce that goes on by itself, where it is `in_halves`. `meet` returns when all ranks have come."""
 
-        def own() -> AllReduce:
-            assert self.handle is not None
-            meet()
-            transport = "gloo" if isinstance(self._wish, Transport) else self._wish
-            route = self._of(anew([dist.get_process_group_ranks(self.handle)]), transport=transport, link=self.link)
-            self._threads.append(route)
-            return route._all_of_it
+        def before() -> None:
+            if not self._threads:
+                assert self.handle is not None
+                meet()
+                own = anew([dist.get_process_group_ranks(self.handle)])
+                wish = "gloo" if isinstance(self._wish, Transport) else self._wish
+                self._threads = [self._of(own, transport=wish, link=self.link)]
 
-        return self._thread.all_reduce(x, op, own)
+        return self._behind.do(lambda: self._threads[0]._all_of_it(x, op), before)
 
     def _all_of_it(self, x: Tensor, op: Op) -> int:
         """An all-reduce to its end, and the bytes that it has sent over cables."""
@@ -133,7 +135,7 @@ class Route:
 
         for phase in steps:
             yield partial(begin, phase)
-        cross(self.present.crossed_behind() + self._thread.crossed())
+        cross(self.present.crossed_behind() + self._behind.crossed())
 
     def returned(self) -> None:
         """A call is over, and its caller goes on."""
