@@ -428,10 +428,10 @@ print(order(group.ledger.events))
 # Read the line from left to right. The first `[` stands before most of the dots: that all-reduce was on its way while
 # backward still computed. The last bucket never overlaps anything, because it is full only when backward ends.
 #
-# How much of a bucket travels meanwhile? On NCCL all of it: the GPU runs the whole all-reduce on a stream of its own
-# (a queue of work beside the one that computes). On gloo `Group` composes it of two transfers with additions between
-# them, which nobody does while this process computes. So until `wait`, or the group's next collective, only the first
-# transfer is made: the reduce-scatter, half of the bytes. The kernel counts what this rank has written to its sockets:
+# How much of a bucket travels meanwhile? All of it, though this process computes. On NCCL the GPU runs the whole
+# all-reduce on a stream of its own (a queue of work beside the one that computes). On gloo `Group` composes it of two
+# transfers with additions between them, and somebody must add: a thread beside the one that computes does
+# (`refimpl/comm/behind.py`). The kernel counts what this rank has written to its sockets:
 
 # %%
 # %%ranks
@@ -452,7 +452,7 @@ def written():
 tcp.barrier()
 before = written()
 work = tcp.all_reduce(x, async_op=True)
-while written() - before < 0.49 * bytes_of_all:
+while written() - before < bytes_of_all:
     pass  # this rank computes something, for ever so long
 dist.barrier()
 print(f"before wait: {(written() - before) / bytes_of_all:.1f} of the bytes")

@@ -4,6 +4,7 @@ A collective of several steps needs somebody who starts the next step when the l
 thread would be late for that: it looks when it launches its next bucket. Here a thread of its own waits in the
 library, which lets Python's lock go, and goes on at once, as NCCL's proxy thread does. One after another, in the order
 in which they were begun, is what keeps all ranks in step: the order in which somebody waits for them does not matter.
+It speaks in process groups that nobody else uses: calls of one group are matched by their order.
 """
 
 import threading
@@ -11,6 +12,8 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
+
+from refimpl.comm.work import Steps
 
 Job = Callable[[], object]
 
@@ -50,6 +53,7 @@ class Behind:
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Task | None] = SimpleQueue()
         self._started = False
+        self._crossed = 0  # bytes over slow links of the collectives that are over, not yet asked for
 
     def begin(self, job: Job) -> Task:
         """Do this when all before it is done."""
@@ -60,6 +64,22 @@ class Behind:
         task = Task(job)
         self._jobs.put(task)
         return task
+
+    def do(self, job: Callable[[], int], before: Callable[[], None] = lambda: None) -> Steps:
+        """The one step of a collective. `before` is for its caller; `job` returns its bytes over slow links."""
+        crossed: list[int] = []
+
+        def start() -> list[Task]:
+            before()
+            return [self.begin(lambda: crossed.append(job()))]
+
+        yield start
+        self._crossed += sum(crossed)
+
+    def crossed(self) -> int:
+        """Bytes over slow links of the collectives that have ended since it was asked last."""
+        crossed, self._crossed = self._crossed, 0
+        return crossed
 
     def call(self, job: Job) -> None:
         """Do this when all before it is done, and return."""

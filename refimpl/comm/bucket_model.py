@@ -1,13 +1,13 @@
 """What a bucket's size costs: the time of a step in which gradients travel in buckets while backward goes on.
 
-An all-reduce of n bytes takes alpha + n beta, half of it in each of two halves; one message at a time is on the link.
+An all-reduce of n bytes takes alpha + n beta, and goes on by itself; one at a time is on the link.
 
     small buckets    many alphas, which nothing hides once the link is never idle
     large buckets    the first leaves late, and the last one's time, alpha + n beta, is all exposed
 
 Between them lies the best. The model is played, not solved: a bucket is launched when its last gradient is there, the
-host then waits for what must come before (the second half of the bucket before it, and all but `in_flight` of the
-buckets), and that moves all later gradients, as in `refimpl.zero.gradients`.
+host then waits for what must come before (all but `in_flight` of the buckets), and that moves all later gradients, as
+in `refimpl.zero.gradients`.
 """
 
 from collections import deque
@@ -15,13 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refimpl.comm.alpha_beta import AlphaBeta
-
-
-@dataclass
-class _Half:
-    size: float  # bytes of the bucket
-    arrives: float  # its first half
-    over: float | None = None  # its second half arrives
 
 
 @dataclass(frozen=True)
@@ -42,36 +35,13 @@ def play(buckets: Sequence[tuple[float, float]], computing: float, link: AlphaBe
             f"play: a bucket is full after {max(f for f, _ in buckets)} s, backward over after {computing}"
         )
     clock = computed = free = 0.0  # free: when the link is
-    flights: deque[_Half] = deque()
-
-    def half(size: float) -> float:
-        """Put half an all-reduce on the link now; when it arrives."""
-        nonlocal free
-        free = max(clock, free) + size * link.beta / 2
-        return free + link.alpha / 2
-
-    def second(flight: _Half) -> None:
-        nonlocal clock
-        if flight.over is None:
-            clock = max(clock, flight.arrives)
-            flight.over = half(flight.size)
-
-    def settle() -> None:
-        nonlocal clock
-        flight = flights.popleft()
-        second(flight)
-        assert flight.over is not None
-        clock = max(clock, flight.over)
-
+    over: deque[float] = deque()  # when each bucket under way is summed
     for full, size in buckets:
         full = max(full, computed)  # buckets are launched in one order
         clock, computed = clock + full - computed, full
-        while len(flights) >= in_flight:
-            settle()
-        if flights:
-            second(flights[-1])
-        flights.append(_Half(size, half(size)))
-    clock += computing - computed
-    while flights:
-        settle()
+        while len(over) >= in_flight:
+            clock = max(clock, over.popleft())
+        free = max(clock, free) + link.seconds(size)
+        over.append(free)
+    clock = max(clock + computing - computed, free)
     return Step(clock, clock - computing)

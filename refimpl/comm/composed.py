@@ -20,11 +20,9 @@ from refimpl.comm.work import Steps
 class Composed(Library):
     """gloo's transport; with `deterministic=True` also NCCL's."""
 
-    in_halves = True
-
     def __init__(self, handle: dist.ProcessGroup, backend: str, streams: Streams) -> None:
         super().__init__(handle, backend, streams)
-        self._scratch = collectives.Scratch(streams)
+        self.in_halves, self._scratch = self.host_waits, collectives.Scratch(streams)
 
     def all_reduce(self, x: Tensor, op: Op) -> Steps:
         sizes = collectives.chunk_sizes(x.numel(), self.size)

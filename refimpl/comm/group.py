@@ -67,7 +67,6 @@ class Group(Control):
         self.ledger = ledger or Ledger()
         self.deterministic = deterministic
         super().__init__(handle, self.backend)
-        self._half: Work | None = None  # an all-reduce whose second half is not begun
         self.route = Route(handle, self.backend, self.device, self.streams, deterministic, transport, link)
         self.rank, self.size = self.route.direct.rank, self.route.direct.size
 
@@ -134,16 +133,14 @@ class Group(Control):
 
     def scratch(self) -> list[Tensor]:
         """The buffers that collectives keep between calls: memory that counts as `buckets`."""
-        return self.route.present.scratch()
+        return self.route.scratch()
+
+    def trim(self) -> None:
+        """Keep no buffer that is free: what comes now is of other sizes. On every rank, with nothing under way."""
+        self.route.trim()
 
     def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps, *holds: Tensor) -> Work:
-        """Enter the call in the ledger and begin it. `holds`: what it reads and writes, the message that counts last.
-
-        The second half of an all-reduce begun before is started first: at the same place on every rank.
-        """
-        if self._half is not None and self._half.begun == 1:
-            self._half.advance()
-        self._half = None
+        """Enter the call in the ledger, begin it. `holds`: what it reads and writes, the message that counts last."""
         log = self.ledger.log
         logged = entered(log, op, tag, holds[-1], self.size, self.settle) if log else None
         call = self.ledger.start(op, sent, tag)
@@ -160,21 +157,19 @@ class Group(Control):
         work = Work(steps, lane, holds, waited, ledger.timed and lane is not None)
         if not async_op or (logged and logged.waits):
             work.wait()
-        elif op == "all_reduce" and self.transport.in_halves:
-            self._half = work
         return work
 
     def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
-        """Replace x [n] by its sum, mean or maximum over ranks, the same bits on every rank. Any n; x contiguous.
-
-        `async_op`: where it is composed of two halves, the second starts when it is waited for, or with the group's
-        next collective.
-        """
+        """Replace x [n] by its sum, mean or maximum over ranks, the same bits on every rank. Any n; x contiguous."""
         checks.reduction("all_reduce", op, x, x)
         sent = collectives.sent_in_all_reduce(x.numel(), self.rank, self.size) * x.element_size()
         agreed = self._agreed(f"all_reduce ({op}) of {_words(x)}", tag)
         with agreed:
-            steps = self.transport.all_reduce(x.detach().view(-1), op)
+            way, flat = self.transport, x.detach().view(-1)
+            if async_op and way.in_halves:
+                steps = self.route.unattended(flat, op, lambda: self._meet(agreed))
+            else:
+                steps = way.all_reduce(flat, op)
         return self._run("all_reduce", sent, tag, async_op, agreed.collective(steps), x)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:

@@ -59,7 +59,6 @@ class ByLevels(Transport):
         self.near, self.far, self.flat, self.messages = near, far, flat, messages
         self.choose: Choose = choose or (lambda collective, size: ALWAYS)
         self._behind = Behind()
-        self._crossed = 0  # of collectives that are over, not yet asked for
 
     def all_reduce(self, x: Tensor, op: Op) -> Steps:
         yield from self._do(self._job("all_reduce", x.nbytes, x, op))
@@ -101,10 +100,7 @@ class ByLevels(Transport):
         return partial(getattr(by, collective), self.flat, *args)
 
     def _do(self, job: Job) -> Steps:
-        """The one step of a collective."""
-        crossed: list[int] = []
-        yield lambda: [self._behind.begin(lambda: crossed.append(self._counted(job)))]
-        self._crossed += sum(crossed)
+        return self._behind.do(partial(self._counted, job))
 
     def _counted(self, job: Job) -> int:
         """Bytes that it sends over slow links, by the ledgers of the groups that it speaks in."""
@@ -116,8 +112,7 @@ class ByLevels(Transport):
         return sum(sum(part.ledger.crossed_bytes().values()) for part in (self.near, self.far, self.flat))
 
     def crossed_behind(self) -> int:
-        crossed, self._crossed = self._crossed, 0
-        return crossed
+        return self._behind.crossed()
 
     def scratch(self) -> list[Tensor]:
         return [buffer for group in (self.near, self.far, self.flat) for buffer in group.scratch()]

@@ -67,25 +67,46 @@ def of_rows(rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 def anew(rows: Sequence[Sequence[int]], description: str | None = None) -> dist.ProcessGroup:
     """A group of this rank's row that nobody else has. A collective of all ranks in the rows.
 
-    Rows that do not share out the whole job are made by their ranks alone: torch then names a group by how many the
-    rank has, and ranks that were in different numbers of groups before would wait for each other for ever.
+    Rows that do not share out the whole job are made by their ranks alone.
     """
     mine = _own(rows)
-    if sum(map(len, rows)) == dist.get_world_size():
-        made = [dist.new_group(list(row), group_desc=description) for row in rows][list(rows).index(mine)]
-    else:
-        with _not_split():
-            made = dist.new_group(list(mine), use_local_synchronization=True, group_desc=description)
-    own: dist.ProcessGroup = made
-    return own
+    if sum(map(len, rows)) < dist.get_world_size():
+        return _of_members(mine, None, description)
+    made: list[dist.ProcessGroup] = [dist.new_group(list(row), group_desc=description) for row in rows]
+    return made[list(rows).index(mine)]
+
+
+def _of_members(ranks: Sequence[int], backend: str | None, description: str | None = None) -> dist.ProcessGroup:
+    """A group that is its own ranks' business: a collective of these alone, whatever groups the others are in."""
+    with _named(ranks), _not_split():
+        made: dist.ProcessGroup = dist.new_group(
+            list(ranks), backend=backend, use_local_synchronization=True, group_desc=description
+        )
+    return made
+
+
+@contextmanager
+def _named(ranks: Sequence[int]) -> Iterator[None]:
+    """A group made inside is named by its ranks, and how many of these they have made.
+
+    torch would name it by how many groups of any kind a rank is in: where its ranks are in different numbers of them,
+    they would wait for each other for ever.
+    """
+    who = "-".join(map(str, ranks))
+    number = distributed_c10d._get_default_store().add(f"refimpl/groups/{who}/{dist.get_rank()}", 1)
+    naming = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda *_, **__: f"refimpl/{who}/{number}"  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        distributed_c10d._process_group_name = naming
 
 
 @contextmanager
 def _not_split() -> Iterator[None]:
-    """A group made inside is its own ranks' business.
+    """Of a job that is bound to its devices torch lets NCCL split the communicator, for which all its ranks must come.
 
-    Of a job that is bound to its devices torch lets NCCL split the communicator, for which all ranks of the job must
-    come (ncclCommSplit): where only some do, they wait for ever (pytorch issue 134314, pull request 129965).
+    (ncclCommSplit.) Where only some do, they wait for ever (pytorch issue 134314, pull request 129965).
     """
     job = dist.group.WORLD
     assert job is not None
@@ -125,9 +146,5 @@ class ControlLine:
     def handle(self) -> dist.ProcessGroup:
         """The first time a collective of the group."""
         if self._name is None:
-            ranks = dist.get_process_group_ranks(by_name(self._group))
-            with _not_split():
-                line = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            assert line is not None
-            self._name = line.group_name
+            self._name = _of_members(dist.get_process_group_ranks(by_name(self._group)), "gloo").group_name
         return by_name(self._name)

@@ -6,6 +6,9 @@
     a slow link between any         the same, throttled
 
 REFIMPL_TRANSPORT=gloo or shared says otherwise for tensors on the CPU.
+
+gloo's all-reduce is two transfers with additions between them. One that nobody waits for is made by a thread (see
+`behind.py`), the same way in a process group of its own.
 """
 
 import os
@@ -15,17 +18,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from refimpl.comm.behind import Behind
+from refimpl.comm.collectives import Op
 from refimpl.comm.composed import Composed
 from refimpl.comm.link import Cables, Link
 from refimpl.comm.mapped import Own, of_peer
 from refimpl.comm.native import Native
+from refimpl.comm.process_group import anew
 from refimpl.comm.shared import Shared
 from refimpl.comm.signals import all_words, unsupported
 from refimpl.comm.streams import Streams
 from refimpl.comm.throttled import Throttled
 from refimpl.comm.transport import Alone, Library, Transport
-from refimpl.comm.work import Phase, Steps
+from refimpl.comm.work import Phase, Steps, Work
 from refimpl.ranks.here import host
 
 
@@ -44,6 +51,9 @@ class Route:
     ) -> None:
         """The arguments are `Group`'s, which says what it raises."""
         self.backend, self.streams = backend, streams
+        self._behind = Behind()  # of all-reduces that nobody waits for
+        self._of = partial(Route, backend=backend, device=device, streams=streams, deterministic=deterministic)
+        self._threads: list[Route] = []  # the thread's, over a process group of its own, once it has one
         wish = os.environ.get("REFIMPL_TRANSPORT", "") if transport is None else transport
         self.link = link or (None if isinstance(wish, Transport) else Link.of_environment())
         self.cables = self._laid(handle)
@@ -55,7 +65,7 @@ class Route:
                 f"REFIMPL_TRANSPORT=shared, but this group cannot share memory: its tensors are on {device.type}, its "
                 f"backend is {backend}; unset it"
             )
-        self._must_share = wish == "shared"
+        self._wish, self._must_share = wish, wish == "shared"
         self.met = None if may_share and wish in ("", "shared") else self.direct  # None: not found out yet
         self.messages: Transport = self.direct
 
@@ -83,6 +93,35 @@ class Route:
                 self.met = self.direct
         return self.met
 
+    def unattended(self, x: Tensor, op: Op, meet: Callable[[], None]) -> Steps:
+        """An all-reduce that goes on by itself, where it is `in_halves`. `meet` returns when all ranks have come."""
+
+        def before() -> None:
+            if not self._threads:
+                assert self.handle is not None
+                meet()
+                own = anew([dist.get_process_group_ranks(self.handle)])
+                wish = "gloo" if isinstance(self._wish, Transport) else self._wish
+                self._threads = [self._of(own, transport=wish, link=self.link)]
+
+        return self._behind.do(lambda: self._threads[0]._all_of_it(x, op), before)
+
+    def _all_of_it(self, x: Tensor, op: Op) -> int:
+        """An all-reduce to its end, and the bytes that it has sent over cables."""
+        before = self.cables.crossed if self.cables else 0
+        Work(self.collectives.all_reduce(x, op)).wait()
+        self.returned()
+        return self.cables.crossed - before if self.cables else 0
+
+    def scratch(self) -> list[Tensor]:
+        """The buffers that collectives keep between calls."""
+        return [buffer for route in (self, *self._threads) for buffer in route.present.scratch()]
+
+    def trim(self) -> None:
+        """Give back the buffers that were kept, with no collective under way. On every rank."""
+        for route in (self, *self._threads):
+            route.collectives.trim()
+
     def counted(self, steps: Steps, cross: Callable[[int], None]) -> Steps:
         """The same steps, where there are cables; `cross` is told the bytes that each sends over them."""
         cables = self.cables
@@ -96,7 +135,7 @@ class Route:
 
         for phase in steps:
             yield partial(begin, phase)
-        cross(self.present.crossed_behind())
+        cross(self.present.crossed_behind() + self._behind.crossed())
 
     def returned(self) -> None:
         """A call is over, and its caller goes on."""

@@ -31,7 +31,7 @@ SAME_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 class Transport(ABC):
     """`size` ranks, of which this one is number `rank`."""
 
-    in_halves = False  # whether an all-reduce is two transfers, the second of which must be started
+    in_halves = False  # whether an all-reduce is two transfers, the second of which the host must start
     gathers_lists = True  # whether an all-gather into separate tensors is as fast as into one buffer
     lane: Lane | None = None  # where there are streams: the one that the steps run on
 

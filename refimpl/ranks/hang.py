@@ -62,15 +62,18 @@ def where(dump: str) -> str:
     threads = parse(dump)
     if not threads:
         return "did not say where it stands (blocked inside the operating system?)"
-    # Autograd runs the hooks of a GPU's backward pass in a thread of its own: look for a collective there too.
-    stack = next((frames for frames in threads if _collective(frames)), threads[-1])
+    # Autograd runs the hooks of a GPU's backward pass in a thread of its own: look for a collective there too. A thread
+    # of the library alone does what another one waits for.
+    called = (frames for frames in threads if _collective(frames) and not all(frame.in_library for frame in frames))
+    stack = next(called, threads[-1])
     ours = [frame for frame in stack if not frame.in_library]  # ours and the reader's
     place = next((frame for frame in ours if not frame.file.startswith(REFIMPL)), ours[0] if ours else None)
     collective = _collective(stack)
     source = linecache.getline(place.file, place.line).strip() if place else ""
     if not collective and place is stack[0] and ".wait(" in source:  # torch's own Work.wait is C++: it leaves no frame
         collective = "wait"
-    travels = any(frame.in_comm and frame.function == "travel" for frame in stack)  # over a slow link: it will arrive
+    # Over a slow link, for this thread or for the one that it waits for: it will arrive.
+    travels = any(frame.in_comm and frame.function == "travel" for frames in threads for frame in frames)
     doing = f"{'lets bytes travel' if travels else 'waits'} in {collective}" if collective else "computes"
     if place is None:
         return doing

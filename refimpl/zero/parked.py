@@ -50,7 +50,7 @@ class Parked:
         self.stage.come_to_rest()
         if "contiguous_grad_buffer" in states:
             self.stage.gradients.trim()
-            self.stage.group.transport.trim()
+            self.stage.group.trim()
         for state in (state for state in CLASSES if state in states and state not in self.away):
             gone = state == "contiguous_grad_buffer"
             storages = {} if gone else {s.data_ptr(): s for t in self.tensors(state) if (s := t.untyped_storage())}

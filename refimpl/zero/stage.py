@@ -95,7 +95,7 @@ class Stage(Hooked, Beside, Held):
         self.buckets = self.lay_out([p for p in self.names if p in self.group_of and p.requires_grad])
         parted = [module for _, module, same in apart(self.model, self.experts) if same is not self.group]
         left_out = {inside for module in parted for inside in module.modules()}
-        self.group.transport.trim()  # of the copies that brought rank 0's values
+        self.group.trim()  # of the copies that brought rank 0's values
         self.buffers = Buffers(self.model, self.group, self.config.broadcast_buffers, left_out)
         self.thawed = {}
         self.compressed = Compressed(self, self.config.compression) if self.config.compression else None

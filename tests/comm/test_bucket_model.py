@@ -5,21 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refimpl.comm.alpha_beta import AlphaBeta
-from refimpl.comm.bucket_model import play
+from refimpl.comm.bucket_model import Step, play
 
 
 def test_by_hand() -> None:
-    link = AlphaBeta(2.0, 0.5)  # a half of n bytes: 1 s, and n / 4 s of the link
+    link = AlphaBeta(2.0, 0.5)  # 8 bytes take 6 s
     assert play([], 7.0, link).seconds == 7.0
     one = play([(10.0, 8.0)], 10.0, link)
     assert (one.seconds, one.exposed) == (10 + link.seconds(8.0), link.seconds(8.0))
-    # Hidden: full at 1, halves arrive at 4 and, begun when backward is over at 10, at 13.
-    assert play([(1.0, 8.0)], 10.0, link).seconds == 13.0
-    # Two: the second launch, at 5, begins the first one's second half (5 to 7) and then its own first (7 to 9).
-    # At 10: the first is over (8); the second's half arrives at 10, the other takes to 13.
+    # Hidden: from 1 to 7.
+    assert play([(1.0, 8.0)], 10.0, link).seconds == 10.0
+    # Two: from 1 to 7, and, though it is full at 5, from 7 to 13.
     assert play([(1.0, 8.0), (5.0, 8.0)], 10.0, link).seconds == 13.0
-    # A launch waits for the first half of the bucket before, 2 to 4; the second half is there at 7, its own at 8.
-    assert play([(1.0, 8.0), (2.0, 0.0)], 2.0, link).exposed == 8.0 - 2.0
+    # One at a time: the second launch waits until 7 for the first, so backward's last 5 s end at 12, the second at 13.
+    assert play([(1.0, 8.0), (5.0, 8.0)], 10.0, link, in_flight=1).seconds == 13.0
+    assert play([(1.0, 8.0), (5.0, 0.0)], 10.0, link, in_flight=1) == Step(12.0, 2.0)
 
 
 @given(

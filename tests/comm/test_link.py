@@ -259,7 +259,6 @@ def test_what_crosses_is_counted_by_collective_and_by_tag(monkeypatch: pytest.Mo
         group = Group.world(link=FAST)
         near, far = neighbours(group, 2)
         kinds = [type(g.transport).__name__ for g in (group, near, far)]
-        del os.environ["REFIMPL_RANKS_PER_NODE"]
         group.all_reduce(torch.ones(40), tag="a")
         group.reduce_scatter(torch.ones(10), torch.ones(40), tag="a")
         group.all_gather(torch.ones(40), torch.ones(10), tag="b")
@@ -272,6 +271,7 @@ def test_what_crosses_is_counted_by_collective_and_by_tag(monkeypatch: pytest.Mo
         far.all_gather(torch.ones(20), torch.ones(10), tag="far")
         by_op, by_tag = group.ledger.crossed_bytes(), group.ledger.crossed_bytes("tag")
         group.ledger.reset()
+        del os.environ["REFIMPL_RANKS_PER_NODE"]
         return by_op, by_tag, group.ledger.crossed_bytes(), kinds
 
     for rank, (by_op, by_tag, after, kinds) in enumerate(run(crossed, ranks=4)):

@@ -58,6 +58,16 @@ def test_a_collective_in_another_thread_is_found():
     assert hang.where(f"{backward}\n{main}") == "waits in all_reduce at train.py:12"
 
 
+def test_a_thread_of_the_library_does_what_the_readers_line_waits_for(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("loss.backward()\n")
+    thread = dump(f"{DIST}:9 broadcast", f"{GROUP}:3 run", f"{GROUP}:4 travel").replace("Current thread", "Thread")
+    waiting = dump(f"{GROUP}:5 wait", f"{script}:1 step", f"{RANK}:4 run")
+    at = f"wait at {script}:1: loss.backward()"
+    assert hang.where(f"{thread}\n{waiting}") == f"lets bytes travel in {at}"
+    assert hang.where(f"{thread.replace('travel', 'job')}\n{waiting}") == f"waits in {at}"
+
+
 def test_a_rank_still_in_the_launcher_has_no_line():
     assert hang.where(dump(f"{DIST}:9 init_process_group", f"{RANK}:4 run")) == "waits in init_process_group"
 

@@ -1,0 +1,63 @@
+"""An all-reduce that nobody waits for is made to its end, over gloo too, with the bits of one that is waited for."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import run
+
+from refimpl import launch
+from refimpl.comm.group import Group
+from refimpl.comm.link import Link
+from refimpl.comm.process_group import ControlLine
+
+
+def goes_on(link: Link | None, sizes: list[int]) -> list[bool]:
+    group = Group.world(transport="gloo", link=link)
+
+    def given(size: int) -> torch.Tensor:
+        return torch.randn(size, generator=torch.Generator().manual_seed(group.rank))
+
+    wanted = [given(size) for size in sizes]
+    for x in wanted:
+        group.all_reduce(x, "mean")
+    got = [given(size) for size in sizes]
+    works = [group.all_reduce(x, "mean", async_op=True) for x in got]
+    while not all(map(torch.equal, got, wanted)):
+        torch.ones(200, 200) @ torch.ones(200, 200)  # and no call of the group
+    for work in reversed(works):
+        work.wait()
+    sent = group.ledger.sent_bytes()["all_reduce"]
+    crossed = sent if link else 0
+    return [all(map(torch.equal, got, wanted)), group.ledger.crossed_bytes().get("all_reduce", 0) == crossed]
+
+
+@pytest.mark.parametrize("link", [None, Link(1e9, 1e-3)])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_it_goes_on_while_its_caller_computes(ranks: int, link: Link | None) -> None:
+    assert run(goes_on, link, [1, 70_001, 12], ranks=ranks) == [[True, True]] * ranks
+
+
+def test_its_buffers_are_counted_and_given_back() -> None:
+    def kept() -> list[int]:
+        group = Group.world(transport="gloo")
+        sizes = []
+        for async_op in (True, False):
+            group.all_reduce(torch.ones(1000), async_op=async_op).wait()
+            sizes.append(sum(buffer.nbytes for buffer in group.scratch()))
+        group.trim()
+        return [*sizes, len(group.scratch())]
+
+    received = 4 * 1000 // 2
+    assert run(kept, ranks=2) == [[received, 2 * received, 0]] * 2
+
+
+def test_ranks_of_a_group_may_be_in_different_numbers_of_groups() -> None:
+    def check() -> float:
+        handles = [dist.new_group(ranks) for ranks in ([0], [0, 2], [0, 1])]
+        x = torch.ones(1)
+        if dist.get_rank() < 2:
+            Group(handles[-1], transport="gloo").all_reduce(x, async_op=True).wait()
+            dist.barrier(ControlLine(handles[-1], "nccl").handle)
+        return x.item()
+
+    assert launch.run(check, ranks=3, timeout=30, device="cpu") == [2, 2, 1]  # they part in different numbers of groups
