@@ -18,6 +18,7 @@ import torch
 from stream_log import Recorder, Watch, races
 
 from refimpl import launch
+from refimpl.bench.kernels import Limits
 from refimpl.comm.work import Steps
 from refimpl.gpu import races as hunt
 from refimpl.gpu import timeline
@@ -115,6 +116,41 @@ def test_fails():
 def test_needs_more():
     pytest.skip("two GPUs")
 """
+
+
+def test_a_compiler_that_crashes_takes_no_test_along() -> None:
+    from refimpl.gpu import suite
+
+    (said,) = suite.on_all_cores(os._exit, 1)
+    assert said.startswith("a compiler's process crashed")
+
+
+def test_without_pytest_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from refimpl.gpu import suite
+
+    monkeypatch.setattr(suite.importlib.util, "find_spec", lambda name: None)
+    (found,) = suite.run(CPU, 60)
+    assert "-m pip install pytest" in found.value
+    assert found.passed is False
+
+
+def test_kernels_for_which_there_is_no_time_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from refimpl.gpu import kernels
+
+    monkeypatch.setattr(kernels, "find_limits", lambda device: (Limits(1e12, 1e12), []))
+    assert [f.name for f in kernels.run(CPU, 0)][1:] == ["no time was left for"]
+
+
+def test_a_kernel_beside_which_torch_finds_no_memory_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    from refimpl.gpu import kernels
+
+    def full(*_: object, **__: object) -> list[object]:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(kernels, "find_limits", lambda device: (Limits(1e12, 1e12), []))
+    monkeypatch.setattr(kernels, "heat", full)
+    found = list(kernels.run(CPU, 60))[1]
+    assert (found.name, found.passed) == (next(cases(small=True)).name, None)
 
 
 def test_a_kernel_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
