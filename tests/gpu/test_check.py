@@ -18,10 +18,11 @@ import torch
 from stream_log import Recorder, Watch, races
 
 from refimpl import launch
+from refimpl.bench import comm, zero
 from refimpl.bench.kernels import Limits
 from refimpl.comm.work import Steps
+from refimpl.gpu import benches, timeline
 from refimpl.gpu import races as hunt
-from refimpl.gpu import timeline
 from refimpl.gpu.check import PARTS, TOTAL, check, main, run_part
 from refimpl.gpu.machine import launcher_lacks
 from refimpl.gpu.part import Part
@@ -139,6 +140,20 @@ def test_kernels_for_which_there_is_no_time_are_named(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(kernels, "find_limits", lambda device: (Limits(1e12, 1e12), []))
     assert [f.name for f in kernels.run(CPU, 0)][1:] == ["no time was left for"]
+
+
+def test_other_losses_than_a_peers_hide_no_other_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(laps: object) -> None:
+        raise ValueError("rank 0, step 3: the loss is 5.0 with ours and 4.0 with torch's")
+
+    world = MagicMock()
+    world.return_value.__enter__.return_value.call.side_effect = lambda heat, *_, **__: [
+        {"a way": [1.0]} if heat is comm.heat else zero.Lap({"a way": [1.0]}, {})
+    ]
+    monkeypatch.setattr(launch, "World", world)
+    monkeypatch.setattr(zero, "check_same_work", other)
+    found = list(benches.run(CPU, 60))
+    assert [f.passed for f in found] == [False] * len(zero.STAGES) + [None] * len(comm.COLLECTIVES)
 
 
 def test_a_kernel_beside_which_torch_finds_no_memory_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
