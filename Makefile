@@ -62,7 +62,7 @@ lint: $(STAMP)
 
 # With the Python that has the GPU's torch, which a .venv of ours would not: nothing is installed.
 gpu-check:
-	@$(PYTHON) -c 'import numpy, torch' || { echo "error: $(PYTHON) lacks torch, or numpy, which torch.distributed sends objects by. Try: make gpu-check PYTHON=python3.12"; exit 2; }
+	@$(PYTHON) -c 'import numpy, torch' || { echo "error: $(PYTHON) lacks torch, or numpy, which torch.distributed sends objects by. Try: $(PYTHON) -m pip install numpy pytest; or make gpu-check PYTHON=python3.12"; exit 2; }
 	@$(PYTHON) -m refimpl.gpu $(ARGS)
 
 lab: $(STAMP)

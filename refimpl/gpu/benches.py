@@ -22,7 +22,11 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
     with launch.World(ranks, device=device.type) as world:
         for stage in zero.STAGES:
             laps = world.call(zero.heat, stage, workload, timeout=seconds)
-            zero.check_same_work(laps)
+            try:
+                zero.check_same_work(laps)
+            except ValueError as error:  # the times of the others are worth having
+                yield Finding(f"stage {stage}: all ways have the same losses", str(error), False)
+                continue
             times = slowest([lap.times for lap in laps])
             ms = {name: median(steps) for name, steps in times.items()}
             yield Finding(f"stage {stage}, ms a step on {ranks} rank(s)", ms)

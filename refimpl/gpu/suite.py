@@ -4,12 +4,15 @@ The kernels are compiled first, on all cores: one after the other, as the tests 
 Triton keeps them on disk, so the next part finds them too. Each test is a finding of its own, told as soon as it ends.
 """
 
+import importlib.util
 import multiprocessing
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 
@@ -28,11 +31,12 @@ ENDED = re.compile(r"(\S+::.*) (PASSED|FAILED|SKIPPED|ERROR)\b")
 def run(device: torch.device, seconds: float) -> Iterator[Finding]:
     if device.type == "cuda" and INSTALLED:
         major, minor = torch.cuda.get_device_capability(device)
-        compile_it = partial(compiled, capability=10 * major + minor)
-        count = len(list(cases()))
-        with multiprocessing.get_context("spawn").Pool(min(count, len(os.sched_getaffinity(0)))) as pool:
-            spoilt = [text for text in pool.imap_unordered(compile_it, range(count)) if text]
+        spoilt = on_all_cores(partial(compiled, capability=10 * major + minor), len(list(cases())))
         yield Finding("kernels that do not compile", spoilt or "none", not spoilt)
+    if not importlib.util.find_spec("pytest"):
+        remedy = f"{sys.executable} -m pip install pytest, then make gpu-check ARGS='--part suite'"
+        yield Finding("tests marked gpu", f"none ran, since pytest is not installed: {remedy}", False)
+        return
     files = [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in file.read_text()]
     # Verbose, against the -q of our settings; a newer library's warning is not what is asked.
     choice = [*files, "-m", "gpu", "-vv", "-W", "default", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
@@ -51,6 +55,16 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
             if ended := ENDED.match(line):
                 yield Finding(ended[1], ended[2].lower(), {"PASSED": True, "SKIPPED": None}.get(ended[2], False))
     yield Finding("tests marked gpu", last, process.wait() == 0)
+
+
+def on_all_cores(compile_it: Callable[[int], str], count: int) -> list[str]:
+    """What `compile_it` says of the numbers below `count`, without those of which there is nothing to say."""
+    cores = min(count, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return [text for text in pool.map(compile_it, range(count)) if text]
+        except BrokenProcessPool:
+            return ["a compiler's process crashed, so not all were tried: the tests below compile what is missing"]
 
 
 def compiled(number: int, capability: int) -> str:

@@ -20,7 +20,7 @@ from refimpl.kernels.case import Case
 from refimpl.kernels.checks import floating, number, one_device, present, same_shape, tensors
 from refimpl.kernels.language import INTERPRETED, on, takes, tl, triton
 
-BLOCK = 1 << 14 if INTERPRETED else 2048
+BLOCK = 1 << 14 if INTERPRETED else 1024
 
 
 def adamw(

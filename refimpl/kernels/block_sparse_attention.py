@@ -144,5 +144,6 @@ def _case(dtype: torch.dtype, heads: int, tokens: int, width: int, block: int, w
 CASES = (
     _case(torch.bfloat16, 8, 8192, 64, 64, 8),
     _case(torch.bfloat16, 8, 8192, 128, 128, 4),
+    _case(torch.bfloat16, 4, 4096, 256, 64, 8),
 )
 SMALL = (_case(torch.float32, 2, 512, 64, 64, 2),)

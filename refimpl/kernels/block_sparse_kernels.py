@@ -189,18 +189,21 @@ def tile(block: int, width: int, x: Tensor, moving: bool, keys: bool = False) ->
     """
     if x.dtype == torch.float32:
         return 16 if moving and (width > 128 or (keys and width > 64)) else min(block, 32)
-    if moving and width > 128 and not roomy(x.device):
+    if width > 128 and (block < 64 or (moving and (keys or not roomy(x.device)))):
         return 16
     if moving:
         return min(block, 32 if width > 128 or (keys and width > 64) else 64)
     return min(block, 64 if width > 128 else 128)
 
 
-def threads(rows: int, width: int, dtype: torch.dtype, stages: int) -> dict[str, int]:
-    """A warpgroup of 4 warps multiplies 64 rows. Exact fp32 is not for matrix units; its operands fill registers."""
+def threads(rows: int, width: int, dtype: torch.dtype, stages: int, sums: int = 1) -> dict[str, int]:
+    """A warpgroup of 4 warps multiplies 64 rows, and adds up one tile: of two it has no registers for the second.
+
+    Exact fp32 is not for matrix units; its operands fill registers.
+    """
     if dtype == torch.float32:
         return {"num_warps": 8, "num_stages": 1}
-    return {"num_warps": 8 if rows >= 128 or width > 128 else 4, "num_stages": stages}
+    return {"num_warps": 8 if rows * sums >= 128 or width * sums > 128 else 4, "num_stages": stages}
 
 
 def block_sparse_forward(
@@ -249,7 +252,7 @@ def block_sparse_backward(
     stays, moves = (tile(block, shapes.padded, q, moving, keys=True) for moving in (False, True))
     sparse_keys_kernel[(shapes.tokens_k // stays * (shapes.heads // shapes.group),)](
         q, k, v, g, dk, dv, lse, delta, lists.starts, lists.blocks, lists.order, *sizes, *strides, *rest,
-        **common, BLOCK_M=moves, BLOCK_N=stays, **threads(stays, shapes.padded, q.dtype, 3),
+        **common, BLOCK_M=moves, BLOCK_N=stays, **threads(stays, shapes.padded, q.dtype, 2, sums=2),
     )  # fmt: skip
     lists = found.by_queries
     stays, moves = (tile(block, shapes.padded, q, moving) for moving in (False, True))

@@ -239,6 +239,8 @@ def _packed_case(dtype: torch.dtype, lengths: tuple[int, ...], heads: int, share
 
 CASES = (
     _case(torch.bfloat16, 1, 16, 16, 16384, 128),
+    _case(torch.bfloat16, 2, 8, 4, 4096, 256),
+    _case(torch.float32, 1, 4, 2, 2048, 256),
     _packed_case(torch.bfloat16, (4096, 1000, 17, 3000), 16, 4, 64, 1023),
 )
 SMALL = (

@@ -163,8 +163,7 @@ def backward_tiles(width: int, dtype: torch.dtype, device: torch.device) -> tupl
         return Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3)
     if width <= 128:
         return Tiles(64 if width == 64 else 32, 128, 8, 3), Tiles(128, 64, 8, 2)
-    passing = 32 if roomy(device) else 16
-    return Tiles(passing, 64, 8, 2), Tiles(64, passing, 8, 2)
+    return Tiles(16, 64, 8, 2), Tiles(64, 32 if roomy(device) else 16, 8, 2)
 
 
 def flash_backward(

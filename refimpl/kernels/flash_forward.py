@@ -69,7 +69,7 @@ def forward_tiles(width: int, dtype: torch.dtype, device: torch.device) -> Tiles
     16 bits (torch/_inductor/template_heuristics/triton.py).
     """
     if dtype == torch.float32:
-        return Tiles(64, 32, 8, 2) if width <= 64 else Tiles(32, 32 if width <= 128 else 16, 8, 1)
+        return Tiles(64, 32, 8, 2) if width <= 64 else Tiles(32 if width <= 128 else 16, 32, 8, 1)
     if width <= 64:
         return Tiles(128, 128, 8, 3)
     if width <= 128:

@@ -148,10 +148,15 @@ def grouped_weights_kernel(
     tl.store(dw + place, sums.to(dw.dtype.element_ty), mask=mask)
 
 
+def small(x: Tensor, depth: int, width: int) -> bool:
+    """Whether tiles must be: exact fp32 fills registers, and so do the places of elements loaded one by one."""
+    return x.dtype == torch.float32 or depth % 16 > 0 or width % 16 > 0
+
+
 def multiply(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """x [M, K], w [G, K, N], ends int32 [G] -> [M, N]."""
     (total, depth), (groups, _, width) = x.shape, w.shape
-    rows, columns, deep, warps, stages = (64, 64, 32, 4, 2) if x.dtype == torch.float32 else (128, 256, 64, 8, 3)
+    rows, columns, deep, warps, stages = (64, 64, 32, 4, 2) if small(x, depth, width) else (128, 256, 64, 8, 3)
     tile_ends = torch.diff(ends, prepend=ends.new_zeros(1)).add(rows - 1).div(rows, rounding_mode="floor")
     tile_ends = tile_ends.cumsum(0, dtype=torch.int32)
     even = depth % deep == 0 == width % columns
@@ -169,7 +174,7 @@ def multiply(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 def multiply_weights(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     """x [M, K], g [M, N] -> [G, K, N]."""
     groups, depth, width = len(ends), x.shape[1], g.shape[1]
-    rows, columns, deep, warps, stages = (32, 64, 64, 4, 2) if x.dtype == torch.float32 else (64, 256, 128, 8, 3)
+    rows, columns, deep, warps, stages = (32, 64, 64, 4, 2) if small(x, depth, width) else (64, 256, 128, 8, 3)
     dw = x.new_empty(groups, depth, width)
     grouped_weights_kernel[(groups * triton.cdiv(depth, deep) * triton.cdiv(width, columns),)](
         x, g, dw, ends, depth, width, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
@@ -216,5 +221,8 @@ def _case(dtype: torch.dtype, counts: tuple[int, ...], depth: int, width: int) -
     )  # fmt: skip
 
 
-CASES = (_case(torch.bfloat16, (4000, 96, 0, 8100, 2000, 3000, 8, 15564), 4096, 2048),)
+CASES = (
+    _case(torch.bfloat16, (4000, 96, 0, 8100, 2000, 3000, 8, 15564), 4096, 2048),
+    _case(torch.bfloat16, (500, 0, 300, 12), 1001, 500),
+)
 SMALL = (_case(torch.float32, (300, 0, 200, 12), 256, 384),)

@@ -4,14 +4,15 @@ y[m, n] = a_scale[m] b_scale[n] sum_k a[m, k] b[n, k], b laid out as a linear la
 twice the rate of bf16 (on an H100 1979 T a second, dense); M K + N K + 2 M N bytes with 16-bit results. Above some 300
 operations a byte, K of a thousand or so, arithmetic is the limit; below, with few rows as in decoding, the weight's
 bytes are, half of bf16's. A program makes one tile of y and walks along K, the loads of the next steps under way.
-Neighbouring programs share rows of tiles (groups of 8), so that both inputs are found in the second-level cache. No
-gradient: codes have none.
+Neighbouring programs share rows of tiles (groups of 8), so that both inputs are found in the second-level cache. A K
+that is no multiple of 16 costs a copy of both. No gradient: codes have none.
 Dettmers et al. 2022, arXiv:2208.07339, section 2.1; Tillet et al. 2019 (Triton), section 5.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from refimpl.kernels.case import Case
@@ -101,11 +102,19 @@ def kernel(
         tl.store(at_y, result.to(y.dtype.element_ty), mask)
 
 
+def in_sixteens(x: Tensor) -> Tensor:
+    """x [M, K], or a copy with zeros behind each row: loads of 16 bytes. Byte by byte a tile is more loads, and places
+    to remember, than a thread has registers.
+    """
+    there = x.shape[1] % 16 == 0 == x.stride(0) % 16 and (x.is_meta or x.data_ptr() % 16 == 0)
+    return x if there else F.pad(x, (0, -x.shape[1] % 16)).contiguous()
+
+
 def launch(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    a, b = rows(a), rows(b)  # the tensor cores want both along K
+    a, b = in_sixteens(rows(a)), in_sixteens(rows(b))  # the tensor cores want both along K
     (m, k), n = a.shape, len(b)
     y = torch.empty(m, n, dtype=dtype, device=a.device)
-    high, wide, warps = (128, 256, 8) if m > 64 else (64, 32, 4)
+    high, wide, warps = (128, 64 if n % 16 else 256, 8) if m > 64 else (64, 32, 4)  # odd rows are stored one by one
     scales = [scale if scale is None else scale.contiguous() for scale in (a_scale, b_scale)]
     with on(a):
         kernel[(triton.cdiv(m, high) * triton.cdiv(n, wide),)](
@@ -129,5 +138,5 @@ def _case(m: int, n: int, k: int) -> Case:
     )  # fmt: skip
 
 
-CASES = (_case(8192, 8192, 8192), _case(16, 8192, 8192))
+CASES = (_case(8192, 8192, 8192), _case(16, 8192, 8192), _case(1000, 1001, 1002))
 SMALL = (_case(512, 512, 512),)

@@ -4,10 +4,11 @@
     bytes   2 n (H / G) D e a sequence: k and v once; q, out and the table are nothing beside it
     FLOPs   4 n H D a sequence, 2 G / e a byte: reading is the limit, up to some hundred heads a group
 
-All G heads of a group are rows of one tile, so k and v are read once for all of them. A sequence is cut into spans,
-each a program, until there are enough programs for the machine ("flash decoding"); a second kernel adds up what they
-found, 4 (D + 1) bytes a head and span. Matrix units take no fewer than 16 rows: heads that a group lacks are zeros. No
-gradient: tokens that are being written have none.
+The G heads of a group are rows of one tile, so k and v are read once for all of them; of more than 64 (in fp32 16),
+once a tile, the second time out of the L2 cache. A sequence is cut into spans, each a program, until there are enough
+programs for the machine ("flash decoding"); a second kernel adds up what they found, 4 (D + 1) bytes a head and span.
+Matrix units take no fewer than 16 rows: heads that a group lacks are zeros. No gradient: tokens that are being written
+have none.
 
 Kwon et al. 2023 (arXiv:2309.06180); Dao et al. 2023, "Flash-Decoding for long-context inference". Not run on a GPU by
 its authors.
@@ -95,17 +96,19 @@ def reference(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: T
 def paged_kernel(
     q, keys, values, table, lengths, partial, lse,
     q_batch, q_head, k_page: tl.int64, k_row, k_head, v_page: tl.int64, v_row, v_head, table_row,
-    heads, group, page, spans, span, scale,
+    heads, group, page, spans, span, scale, tiles,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """partial [spans, B, heads, D] fp32, weighted values of a span; lse [spans, B, heads], in powers of 2."""
     program = tl.program_id(0)
-    head_k = program // spans % (heads // group)
-    sequence = (program // spans // (heads // group)).to(tl.int64)
     part = program % spans
+    first_member = program // spans % tiles * BLOCK_G
+    head_k = program // spans // tiles % (heads // group)
+    sequence = (program // spans // tiles // (heads // group)).to(tl.int64)
+    sequences = tl.num_programs(0) // spans // tiles // (heads // group)
     length = tl.load(lengths + sequence).to(tl.int32)
-    member = tl.arange(0, BLOCK_G)
+    member = first_member + tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
     head = head_k * group + member
     q_at = q + sequence * q_batch + head[:, None] * q_head + dims[None, :]
@@ -131,11 +134,11 @@ def paged_kernel(
         norm = norm * shrink + tl.sum(p, 1)
         largest = larger
     if part * span < length:
-        first = ((part * (tl.num_programs(0) // spans // (heads // group)) + sequence) * heads + head_k * group) * D
-        store_rows(partial + first, 0, group, D, total / norm[:, None], BLOCK_G, D, BLOCK_D)
+        first = ((part * sequences + sequence) * heads + head_k * group) * D
+        store_rows(partial + first, first_member, group, D, total / norm[:, None], BLOCK_G, D, BLOCK_D)
     else:
         norm = tl.full([BLOCK_G], 1.0, tl.float32)  # nothing: exp2(-inf) = 0 of it
-    place = (part * (tl.num_programs(0) // spans // (heads // group)) + sequence) * heads + head
+    place = (part * sequences + sequence) * heads + head
     tl.store(lse + place, largest + tl.log2(norm), mask=member < group)
 
 
@@ -162,6 +165,14 @@ def combine_kernel(
     tl.store(out + row * D + dims, total.to(out.dtype.element_ty), mask=dims < D)
 
 
+def cut(group: int, width: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Heads and tokens of a program's tiles, its warps and its loads in flight: what there are registers for."""
+    heads = max(16, triton.next_power_of_2(group))
+    if dtype == torch.float32:  # exact products are not for matrix units, and their operands fill registers
+        return min(heads, 16), 32 if width <= 128 else 16, 8, 2
+    return min(heads, 64), 64 if width <= 128 else 32, 4, 3
+
+
 def decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
     """The kernels; shapes of `paged_attention`."""
     q, keys, values, table, lengths = (
@@ -169,18 +180,19 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tens
     )
     (batch, heads, width), shared = q.shape, keys.shape[2]
     longest = table.shape[1] * keys.shape[1]  # what a sequence may have: what it has, the device knows
-    wanted = max(1, 4 * processors(q.device) // (batch * shared))
+    block_d = max(16, triton.next_power_of_2(width))
+    rows, columns, warps, stages = cut(heads // shared, block_d, q.dtype)
+    tiles = triton.cdiv(heads // shared, rows)
+    wanted = max(1, 4 * processors(q.device) // (batch * shared * tiles))
     span = max(SPAN, triton.cdiv(triton.cdiv(longest, wanted), 64) * 64)
     spans = triton.cdiv(longest, span)
     partial = q.new_empty(spans, batch, heads, width, dtype=torch.float32)
     lse = q.new_empty(spans, batch, heads, dtype=torch.float32)
-    block_d = max(16, triton.next_power_of_2(width))
-    paged_kernel[(batch * shared * spans,)](
+    paged_kernel[(batch * shared * tiles * spans,)](
         q, keys, values, table, lengths, partial, lse,
         q.stride(0), q.stride(1), *keys.stride()[:3], *values.stride()[:3], table.stride(0),
-        heads, heads // shared, keys.shape[1], spans, span, scale * LOG2_E,
-        D=width, BLOCK_D=block_d, BLOCK_G=max(16, triton.next_power_of_2(heads // shared)),
-        BLOCK_N=64 if block_d <= 128 else 32, num_warps=4, num_stages=3, **dots(q.dtype),
+        heads, heads // shared, keys.shape[1], spans, span, scale * LOG2_E, tiles,
+        D=width, BLOCK_D=block_d, BLOCK_G=rows, BLOCK_N=columns, num_warps=warps, num_stages=stages, **dots(q.dtype),
     )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     combine_kernel[(batch * heads,)](
@@ -210,5 +222,9 @@ def _case(dtype: torch.dtype, batch: int, heads: int, shared: int, length: int, 
     )  # fmt: skip
 
 
-CASES = (_case(torch.bfloat16, 32, 32, 8, 8192, 128, 16),)
+CASES = (
+    _case(torch.bfloat16, 32, 32, 8, 8192, 128, 16),
+    _case(torch.bfloat16, 8, 128, 1, 8192, 256, 16),
+    _case(torch.float32, 8, 64, 4, 2048, 256, 16),
+)
 SMALL = (_case(torch.float32, 4, 8, 2, 512, 64, 16),)

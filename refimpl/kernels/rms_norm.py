@@ -18,7 +18,7 @@ from torch import Tensor
 
 from refimpl.kernels.case import Case
 from refimpl.kernels.checks import autocast, floating, last_dim, number, one_device, present, rows
-from refimpl.kernels.language import on, once_differentiable, processors, takes, tl, triton
+from refimpl.kernels.language import on, once_differentiable, processors, shared_memory, takes, tl, triton
 from refimpl.kernels.tiles import tile
 
 LONGEST, LONGEST_BACKWARD = 16384, 8192  # elements of a row that stay in registers
@@ -174,9 +174,11 @@ class RMSNorm(torch.autograd.Function):
         strides = flat.stride(0), flat_grad.stride(0), size
         common = (flat, weight, flat_grad, rstd, dx, partial, count, size, *strides)
         if t.whole:
+            tiles = 2 * t.rows * t.block * x.itemsize  # of x and of the gradient, where loads in flight arrive
             backward_kernel[(programs,)](
-                *common, ROWS=t.rows, BLOCK=t.block, WEIGHT=weight is not None, STAGES=3, num_warps=t.warps
-            )
+                *common, ROWS=t.rows, BLOCK=t.block, WEIGHT=weight is not None,
+                STAGES=min(3, 1 + shared_memory(x.device) // tiles), num_warps=t.warps,
+            )  # fmt: skip
         else:
             if partial is not None:
                 partial.zero_()

@@ -18,9 +18,11 @@ import torch
 from stream_log import Recorder, Watch, races
 
 from refimpl import launch
+from refimpl.bench import comm, zero
+from refimpl.bench.kernels import Limits
 from refimpl.comm.work import Steps
+from refimpl.gpu import benches, timeline
 from refimpl.gpu import races as hunt
-from refimpl.gpu import timeline
 from refimpl.gpu.check import PARTS, TOTAL, check, main, run_part
 from refimpl.gpu.machine import launcher_lacks
 from refimpl.gpu.part import Part
@@ -115,6 +117,55 @@ def test_fails():
 def test_needs_more():
     pytest.skip("two GPUs")
 """
+
+
+def test_a_compiler_that_crashes_takes_no_test_along() -> None:
+    from refimpl.gpu import suite
+
+    (said,) = suite.on_all_cores(os._exit, 1)
+    assert said.startswith("a compiler's process crashed")
+
+
+def test_without_pytest_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from refimpl.gpu import suite
+
+    monkeypatch.setattr(suite.importlib.util, "find_spec", lambda name: None)
+    (found,) = suite.run(CPU, 60)
+    assert "-m pip install pytest" in found.value
+    assert found.passed is False
+
+
+def test_kernels_for_which_there_is_no_time_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from refimpl.gpu import kernels
+
+    monkeypatch.setattr(kernels, "find_limits", lambda device: (Limits(1e12, 1e12), []))
+    assert [f.name for f in kernels.run(CPU, 0)][1:] == ["no time was left for"]
+
+
+def test_other_losses_than_a_peers_hide_no_other_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(laps: object) -> None:
+        raise ValueError("rank 0, step 3: the loss is 5.0 with ours and 4.0 with torch's")
+
+    world = MagicMock()
+    world.return_value.__enter__.return_value.call.side_effect = lambda heat, *_, **__: [
+        {"a way": [1.0]} if heat is comm.heat else zero.Lap({"a way": [1.0]}, {})
+    ]
+    monkeypatch.setattr(launch, "World", world)
+    monkeypatch.setattr(zero, "check_same_work", other)
+    found = list(benches.run(CPU, 60))
+    assert [f.passed for f in found] == [False] * len(zero.STAGES) + [None] * len(comm.COLLECTIVES)
+
+
+def test_a_kernel_beside_which_torch_finds_no_memory_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    from refimpl.gpu import kernels
+
+    def full(*_: object, **__: object) -> list[object]:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(kernels, "find_limits", lambda device: (Limits(1e12, 1e12), []))
+    monkeypatch.setattr(kernels, "heat", full)
+    found = list(kernels.run(CPU, 60))[1]
+    assert (found.name, found.passed) == (next(cases(small=True)).name, None)
 
 
 def test_a_kernel_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,17 @@ from agreement import assert_agrees
 
 from refimpl.kernels.case import Case, cases
 
+MEMORY = 60e9  # bytes, in which every case fits
+
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
 def test_equals_float64_at_its_real_size(case: Case) -> None:
     torch.manual_seed(0)
-    assert_agrees(case.call, case.reference, case.inputs(torch.device("cuda")), case.bound)
+    try:
+        assert_agrees(case.call, case.reference, case.inputs(torch.device("cuda")), case.bound)
+    except torch.OutOfMemoryError as error:  # the logits of linear_cross_entropy are 8 GB in float64, a few times
+        if torch.cuda.get_device_properties(0).total_memory > MEMORY:
+            raise
+        pytest.skip(f"float64 does not fit into this GPU's memory: {error}".splitlines()[0])

@@ -28,7 +28,7 @@ def cache(
 @pytest.mark.parametrize("dtype", list(BOUND), ids=str)
 @pytest.mark.parametrize(
     ("lengths", "heads", "shared", "width", "page"),
-    [([700, 0, 33], 4, 2, 40, 16), ([1, 300], 2, 2, 64, 7), ([50], 20, 1, 17, 1)],
+    [([700, 0, 33], 4, 2, 40, 16), ([1, 300], 2, 2, 64, 7), ([50], 20, 1, 17, 1), ([33], 70, 1, 16, 8)],
     ids=str,
 )
 def test_equals_float64(
