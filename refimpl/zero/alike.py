@@ -4,6 +4,7 @@
     writes     to parameters, in place, since the last step: their version counters, as autograd has them. Where they
                differ the weights are compared: to load on one rank, and to send what was loaded by hand, is right
     freezing   in the middle of an accumulation: what was frozen in some backwards since the last step, and in how many
+    groups     of the optimizer: their parameters must be the slices that the stage has put there, on any rank
     updates    the steps in which the optimizer, or a hook of its step, raised: there a script may have caught it
     weights    where every rank updates all (DDP), at the 1st, 2nd, 4th, 8th, ... step: of a mixture nothing ever fails
 
@@ -31,6 +32,7 @@ T = TypeVar("T")
 WRITES = ("parameters", "writes in place since the last step")
 FREEZING = ("parameters", "frozen in some backwards")
 RAISED = ("steps", "raised")
+REGROUPED = ("optimizer.param_groups", "parameters replaced in")
 REMEDY = "Set, load and change alike on every rank; a schedule that follows the loss needs its mean over all ranks"
 
 
@@ -58,14 +60,16 @@ class Alike:
         """What this rank says of itself."""
         update, self.now = self.stage.update, self._versions()
         given = {WRITES: str(hash(self._writes())), FREEZING: repr(self._frozen_between())}
-        given |= {RAISED: repr([*update.raised]), **update.slices.settings_in_words()}
+        given |= {RAISED: repr([*update.raised]), REGROUPED: repr(update.slices.regrouped())}
+        given |= update.slices.settings_in_words()
         replicated = update.replicated() and self.stage.group.size > 1
         if replicated and not self.stage.config.delayed_update:  # which may be under way
             given |= self._replicas(update.steps)
         return given
 
-    def agreed(self) -> None:
-        """All ranks have said the same."""
+    def agreed(self, given: Settings) -> None:
+        """All ranks have said the same, or may differ. ValueError if it is nothing to go on with."""
+        self._refuse_regrouped({"every rank": given[REGROUPED]})
         self.before = self.now
 
     def _versions(self) -> list[int]:
@@ -98,11 +102,22 @@ class Alike:
             raise ValueError(f"{self._step()}: {raised}")
         if differ(WRITES) and not all_same(self._said(self._weights(), self.stage.group)):
             raise ValueError(f"{self._step()}: {self._written()}; nothing is updated. {REMEDY}")
+        if differ(REGROUPED):
+            self._refuse_regrouped({f"rank {rank}": words[REGROUPED] for rank, words in said.items()})
         if differ(FREEZING):
             self._refuse_frozen_between()
         settings = {rank: {k: v for k, v in w.items() if k not in (WRITES, FREEZING)} for rank, w in said.items()}
         if not all_same(settings):
             raise ValueError(f"{self._step()}: {difference(settings)}; nothing is updated. {REMEDY}")
+
+    def _refuse_regrouped(self, groups: Mapping[str, str]) -> None:
+        where = "; ".join(f"{rank}: {which}" for rank, which in groups.items() if which != "[]")
+        if where:
+            raise ValueError(
+                f"{self._step()}: the parameters in the optimizer's param_groups were replaced ({where}); the stage "
+                "updates its slices, which were there, and nothing is updated. To train less freeze it "
+                "(requires_grad_(False)), to train more call optimizer.add_param_group, on every rank"
+            )
 
     def _written(self) -> str:
         """Which parameters were written more often on some ranks than on others, and there. A collective."""

@@ -89,7 +89,8 @@ class Gradients(Flights):
         with torch._C.DisableTorchFunctionSubclass():  # a freed parameter's way of being asked, which takes longer
             trained = {b: set(filter(REQUIRES_GRAD.__get__, b.params)) for b in self.buckets}
             self._missing = {bucket: params for bucket, params in trained.items() if params}
-            self._frozen = [p for b, those in trained.items() if len(those) < len(b.params) for p in {*b.params} - those]
+            some = [(b, those) for b, those in trained.items() if len(those) < len(b.params)]
+            self._frozen = [p for b, those in some for p in b.params if p not in those]
         self.first_finite = None
 
     def end(self, asked: bool) -> None:

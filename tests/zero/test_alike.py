@@ -202,7 +202,9 @@ def with_a_layer_frozen_between(stage: str, thaws: bool) -> str:
 
 
 @pytest.mark.parametrize(("stage", "thaws", "ranks"), pairwise(["ddp", "zero1", "zero2"], [False, True], [2, 3]))
-def test_a_layer_that_one_rank_freezes_between_two_backwards_is_told_on_all(stage: str, thaws: bool, ranks: int) -> None:
+def test_a_layer_that_one_rank_freezes_between_two_backwards_is_told_on_all(
+    stage: str, thaws: bool, ranks: int
+) -> None:
     texts = run(with_a_layer_frozen_between, stage, thaws, ranks=ranks)
     assert len(set(texts)) == 1
     assert f"gradient: rank {ranks - 1}: 0.weight, 0.bias." in texts[0]
@@ -237,6 +239,37 @@ def test_a_step_hook_that_raises_on_one_rank_alone_is_told_on_all(stage: str, wh
     texts = run(with_a_hook_that_raises, stage, when, ranks=ranks)
     assert len(set(texts)) == 1
     assert f"step 3: the optimizer's step raised on some ranks alone (rank {ranks - 1}, step 2: KeyError: " in texts[0]
+
+
+REPLACED: dict[str, Any] = {
+    "new": lambda params, model: list(model.parameters()),
+    "less": lambda params, model: params[1:],
+    "the same": lambda params, model: list(params),
+}
+
+
+def with_other_parameters_in_a_group(stage: str, how: str, everywhere: bool) -> str:
+    group, model, optimizer, built = standing(stage)
+    usual = optimizer.param_groups[0]["params"]
+    for step in range(2):
+        if step and (everywhere or group.rank == 0):
+            optimizer.param_groups[0]["params"] = REPLACED[how](usual, model)
+        before = [t.clone() for t in kept(built)]
+        model(torch.ones(2, 5)).sum().backward()
+        refused = step and how != "the same"
+        with pytest.raises(ValueError, match="param_groups were replaced") if refused else nullcontext() as told:
+            optimizer.step()
+    assert all(map(torch.equal, kept(built), before)) == (how != "the same")
+    optimizer.param_groups[0]["params"] = usual
+    optimizer.step()
+    return str(told.value) if told else ""
+
+
+@pytest.mark.parametrize(("stage", "how", "everywhere"), pairwise(list(STAGES), list(REPLACED), [False, True]))
+def test_other_parameters_in_a_group_are_told_on_all_ranks(stage: str, how: str, everywhere: bool) -> None:
+    texts = run(with_other_parameters_in_a_group, stage, how, everywhere, ranks=2)
+    assert len(set(texts)) == 1
+    assert (how == "the same" and not texts[0]) or f"({'every rank' if everywhere else 'rank 0'}: [0])" in texts[0]
 
 
 def with_writes_of_its_own(stage: str) -> str:
