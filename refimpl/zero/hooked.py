@@ -27,8 +27,7 @@ class Hooked(Changing):
             self.handles.append(hook(lambda *_: self.catch_up()))  # type: ignore[no-untyped-call]
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
-        if not self.update.raised:  # or all ranks are told at the next step
-            self.update.refuse_torn()
+        self.update.refuse_torn()
         self.parked.refuse("lp_params")
         if not in_backward():
             if not self.passes.settle():

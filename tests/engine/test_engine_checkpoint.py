@@ -125,8 +125,9 @@ def with_an_update_that_one_rank_has_not_made(config: dict[str, Any], folder: Pa
         train(engine, range(1))
     with pytest.raises(CheckpointError) as told:
         engine.save_checkpoint(folder)
-    with pytest.raises(ValueError, match=r"rank 1, step 2: KeyError"):
-        train(engine, range(1))
+    if config["zero_optimization"] != OFFLOADED:  # where this rank computes nothing more with half a step
+        with pytest.raises(ValueError, match=r"rank 1, step 2: KeyError"):
+            train(engine, range(1))
     if handle:
         handle.remove()
     engine.load_checkpoint(folder)
