@@ -209,11 +209,12 @@ class Slices:
 
     def regrouped(self) -> list[int]:
         """The optimizer's groups whose parameters are not the slices that were put there."""
-        groups = [group["params"] for group in self.optimizer.param_groups] if self.optimizer else []
+        if self.optimizer is None:
+            return []
+        here = {i: sorted(map(id, group["params"])) for i, group in enumerate(self.optimizer.param_groups)}
         mine: dict[int, list[int]] = {}
         for bucket, slices in self.of.items():
             mine.setdefault(bucket.group_index, []).extend(id(s.param) for s in slices)
-        here = {i: sorted(map(id, params)) for i, params in enumerate(groups)}
         return [i for i in sorted({*here, *mine}) if here.get(i, []) != sorted(mine.get(i, []))]
 
     def step_inside(self, bucket: Bucket, start: int, end: int, settings: list[dict[str, Any]]) -> None:
