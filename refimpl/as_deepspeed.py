@@ -65,7 +65,8 @@ class Finder(MetaPathFinder):
         found = importlib.util.find_spec(ours)
         if found is None:
             raise ModuleNotFoundError(
-                f"{fullname}: not implemented yet; this `deepspeed` is refimpl ({ours} does not exist)", name=fullname
+                f"{fullname}: not part of this project; this `deepspeed` is refimpl ({ours} does not exist)",
+                name=fullname,
             )
         return ModuleSpec(
             fullname, Alias(ours), origin=found.origin, is_package=found.submodule_search_locations is not None

@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from refimpl.as_deepspeed import VERSION
 from refimpl.deepspeed import accelerator, checkpoint, comm, launcher, moe, ops, pipe, runtime, utils
+from refimpl.deepspeed.absent import absent
 from refimpl.deepspeed.accelerator import get_accelerator
 from refimpl.deepspeed.comm import init_distributed
-from refimpl.deepspeed.later import later
 from refimpl.deepspeed.pipe import PipelineModule
 from refimpl.deepspeed.runtime import zero
 from refimpl.deepspeed.runtime.activation_checkpointing import checkpointing
@@ -82,9 +82,9 @@ __all__ = [
     "zero",
 ]
 
-init_inference = later("deepspeed.init_inference", "inference kernels; call the model itself")
+init_inference = absent("deepspeed.init_inference", "inference kernels; call the model itself")
 DeepSpeedTransformerLayer, DeepSpeedTransformerConfig = (
-    later(f"deepspeed.{name}", "a fused layer; use torch.nn.TransformerEncoderLayer")
+    absent(f"deepspeed.{name}", "a fused layer; use torch.nn.TransformerEncoderLayer")
     for name in ("DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig")
 )
 
@@ -135,7 +135,7 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
 def set_autotp_mode(training: bool = False) -> None:
     """Nothing to do for training. NotImplementedError for inference."""
     if not training:
-        raise NotImplementedError("set_autotp_mode(training=False): not implemented yet: inference kernels")
+        raise NotImplementedError("set_autotp_mode(training=False): not part of this project: inference kernels")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -61,7 +61,7 @@ class PipelineModule(module.PipelineModule):
         if num_stages is None and topology is None:
             raise ValueError("PipelineModule needs num_stages or topology")
         if seed_fn is not None:
-            raise NotImplementedError("PipelineModule: seed_fn: not implemented yet; base_seed seeds torch")
+            raise NotImplementedError("PipelineModule: seed_fn: not part of this project; base_seed seeds torch")
         ranks = connect().size
         if topology is None:
             assert num_stages is not None

@@ -53,7 +53,15 @@ class Accumulation(Asked):
         return self._accumulated + max(1, self._pending) >= self.config.gradient_accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide from now on what `is_gradient_accumulation_boundary` answers, whatever has been counted."""
+        """Decide from now on what `is_gradient_accumulation_boundary` answers, whatever has been counted.
+
+        RuntimeError with `managed_gradient_accumulation` off.
+        """
+        if not self.config.managed_gradient_accumulation:
+            raise RuntimeError(
+                "set_gradient_accumulation_boundary: with managed_gradient_accumulation = false every step() updates: "
+                "call step() at the boundary alone, or leave that key out"
+            )
         self._boundary = is_boundary
 
     @contextmanager

@@ -40,6 +40,7 @@ from refimpl.checkpoint.write import begin, finish, write_rank
 from refimpl.comm.group import Group
 from refimpl.engine.contents import about_engine, contents
 from refimpl.engine.state import TrainingState
+from refimpl.zero.alike import raised_alone
 from refimpl.zero.start import refuse_added
 
 FAILED = ".failed"
@@ -68,9 +69,9 @@ def save(
         raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder")
     group = engine.axes.world
     wait(engine)
+    id_ = agreed_id(engine)
     save_dir = agreed_folder(group, Path(save_dir))
     tag = agreed_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
-    id_ = str(group.all_gather_object(atomic.new_id())[0])
     engine.stage.catch_up()
     together(group, lambda: refuse_unfit(engine))
     folder, new = save_dir / tag, atomic.unfinished(save_dir / tag, id_)
@@ -97,6 +98,15 @@ def save(
     do = partial(write_behind, folder, new, copies, notes, about, save_latest, held, hopeless)
     engine.saving.start(do, f"save {tag}")
     return True
+
+
+def agreed_id(engine: TrainingState) -> str:
+    """Rank 0's. CheckpointError on every rank if an update raised on some ranks alone. A collective."""
+    group = engine.axes.world
+    said = dict(zip(group.ranks, group.all_gather_object((atomic.new_id(), engine.stage.update.raised)), strict=True))
+    if raised := raised_alone({rank: raised for rank, (_, raised) in said.items()}):
+        raise CheckpointError(f"save_checkpoint: {raised}")
+    return str(said[group.ranks[0]][0])
 
 
 def refuse_unfit(engine: TrainingState) -> None:

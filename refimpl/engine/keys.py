@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Verdict = Literal["honoured", "warned", "rejected"]
-NOT_YET = "not implemented yet"
+NOT_HERE = "not part of this project"
 
 
 class ConfigError(ValueError):
@@ -104,16 +104,19 @@ REJECTED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "seq_parallel_comm_data_type": ("write seq_parallel_communication_data_type, which DeepSpeed reads", ["fp32"]),
     "use_data_before_expert_parallelism": ("ranks that share experts are neighbours", [False]),
     "graph_harvesting": ("not part of this project: CUDA graphs", [False]),
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params": (f"{NOT_YET}: parameters are all-gathered", [False]),
-    "zero_optimization.stage3_allgather_sequential": (f"{NOT_YET}: parameters are gathered by module", [False]),
-    "zero_optimization.stage3_partition_stream_chunk_size": (f"{NOT_YET}: parameters are partitioned whole", [0]),
-    "zero_optimization.save_muon_momentum_buffer_in_memory": (f"{NOT_YET}: the Muon optimizer", [False]),
-    "zero_optimization.offload_optimizer.super_offload": (f"{NOT_YET}: SuperOffload", [False]),
-    "zero_optimization.offload_optimizer.convert_grad_on_cpu": (f"{NOT_YET}: gradients travel as they are", [False]),
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": (f"{NOT_HERE}: parameters are all-gathered", [False]),
+    "zero_optimization.stage3_allgather_sequential": (f"{NOT_HERE}: parameters are gathered by module", [False]),
+    "zero_optimization.stage3_partition_stream_chunk_size": (f"{NOT_HERE}: parameters are partitioned whole", [0]),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": (f"{NOT_HERE}: the Muon optimizer", [False]),
+    "zero_optimization.offload_optimizer.super_offload": (f"{NOT_HERE}: SuperOffload", [False]),
+    "zero_optimization.offload_optimizer.convert_grad_on_cpu": (f"{NOT_HERE}: gradients travel as they are", [False]),
     "aio.use_gds": ("not part of this project: GPUDirect Storage", [False]),
     "zero_optimization.zenflow": ("not part of this project", [None]),
     "zero_optimization.legacy_stage1": ("not part of this project: stage 1 is stage 1", [False]),
-    "checkpoint.use_node_local_storage": (f"{NOT_YET}: checkpoints go to a folder that all ranks see", [False]),
+    "checkpoint.use_node_local_storage": (
+        "a checkpoint goes on at any number of ranks, and all of them must see its folder: put it on a shared disk",
+        [False],
+    ),
 }
 
 # Warned of where their section has a device, and not read where it has none.
@@ -159,27 +162,27 @@ EXPERTS: Mapping[str, tuple[Verdict, str, Sequence[Any]]] = {
 SWITCHED: Mapping[str, tuple[str, str, Sequence[Any], str]] = {
     # section: (what it would take, switch, values of the switch that mean off, other keys)
     "flops_profiler": (
-        f"{NOT_YET}: the FLOPs profiler",
+        f"{NOT_HERE}: torch.utils.flop_counter.FlopCounterMode counts a step",
         "enabled",
         [False],
         "recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
     ),
     "comet": (
-        f"{NOT_YET}: use csv_monitor, tensorboard or wandb",
+        f"{NOT_HERE}: use csv_monitor, tensorboard or wandb",
         "enabled",
         [False],
         "samples_log_interval project workspace api_key experiment_name experiment_key online mode",
     ),
-    "trackio": (f"{NOT_YET}: use csv_monitor, tensorboard or wandb", "enabled", [False], "project"),
+    "trackio": (f"{NOT_HERE}: use csv_monitor, tensorboard or wandb", "enabled", [False], "project"),
     "elasticity": (
-        f"{NOT_YET}: elastic batch sizes",
+        f"{NOT_HERE}: a checkpoint goes on at any number of ranks; set the batch sizes anew",
         "enabled",
         [False],
         "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time version prefer_larger_batch "
         "ignore_non_elastic_batch_info num_gpus_per_node model_parallel_size",
     ),
     "autotuning": (
-        f"{NOT_YET}: autotuning",
+        f"{NOT_HERE}: `refimpl plan` predicts what a configuration needs",
         "enabled",
         [False],
         "start_step start_profile_step end_step end_profile_step metric_path arg_mappings metric model_info "
@@ -187,9 +190,9 @@ SWITCHED: Mapping[str, tuple[str, str, Sequence[Any], str]] = {
         "max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu "
         "min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes model_info_path",
     ),
-    "progressive_layer_drop": (f"{NOT_YET}: progressive layer drop", "enabled", [False], "theta gamma"),
+    "progressive_layer_drop": (f"{NOT_HERE}: the model drops its layers itself", "enabled", [False], "theta gamma"),
     "curriculum_learning": (
-        f"{NOT_YET}: curriculum learning",
+        f"{NOT_HERE}: give initialize data in that order",
         "enabled",
         [False],
         "curriculum_type min_difficulty max_difficulty schedule_type schedule_config",
@@ -220,9 +223,9 @@ OPEN: Mapping[str, str] = {
     "amp": "not part of this project: apex is retired; use bf16 or fp16",
     "datastates": "not part of this project",
     "quantize_training": "not part of this project: DeepSpeed has dropped it too",
-    "weight_quantization": f"{NOT_YET}: quantised weights",
-    "compression_training": f"{NOT_YET}: compression",
-    "data_efficiency": f"{NOT_YET}: data efficiency",
+    "weight_quantization": f"{NOT_HERE}: zero_quantized_weights sends them quantised",
+    "compression_training": f"{NOT_HERE}: compress the model by itself; gradient_compression is for what travels",
+    "data_efficiency": f"{NOT_HERE}: give initialize data in that order",
 }
 
 

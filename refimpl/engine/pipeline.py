@@ -207,7 +207,7 @@ class PipelineEngine(Engine):
 def refuse_stage(parts: Parts) -> None:
     """ZeRO-2 and 3 cannot wait for the last micro-batch. Nor is a stage's forward run under autocast."""
     if parts.config.torch_autocast.enabled:
-        raise NotImplementedError("torch_autocast.enabled with a pipeline: not implemented yet: enable bf16 or fp16")
+        raise NotImplementedError("torch_autocast.enabled: not with a pipeline: enable bf16 or fp16")
     if (number := parts.config.zero_optimization.stage) > 1:
         raise NotImplementedError(
             f"ZeRO stage {number} with a pipeline: it would reduce, or gather, for every micro-batch; use stage 0 or 1"

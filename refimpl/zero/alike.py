@@ -3,12 +3,16 @@
     settings   the optimizer's, and that checksum: see `settings.py`
     writes     to parameters, in place, since the last step: their version counters, as autograd has them. Where they
                differ the weights are compared: to load on one rank, and to send what was loaded by hand, is right
+    freezing   in the middle of an accumulation: what was frozen in some backwards since the last step, and in how many
+    groups     of the optimizer: their parameters must be the slices that the stage has put there, on any rank
+    updates    the steps in which the optimizer, or a hook of its step, raised: there a script may have caught it
     weights    where every rank updates all (DDP), at the 1st, 2nd, 4th, 8th, ... step: of a mixture nothing ever fails
 
 It is one checksum, and no byte more travels. Left out: weights on a GPU, for which the host would wait, and what is
 written past autograd: `p.data.copy_`, and a rank's own part (DeepSpeed's `safe_set_local_fp32_param`, which is right).
 """
 
+import math
 import zlib
 from collections.abc import Mapping
 from operator import sub
@@ -26,6 +30,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WRITES = ("parameters", "writes in place since the last step")
+FREEZING = ("parameters", "frozen in some backwards")
+RAISED = ("steps", "raised")
+REGROUPED = ("optimizer.param_groups", "parameters replaced in")
 REMEDY = "Set, load and change alike on every rank; a schedule that follows the loss needs its mean over all ranks"
 
 
@@ -40,19 +47,29 @@ class Alike:
     @property
     def frozen(self) -> set[nn.Parameter]:
         """What this rank has no gradient of for that reason."""
-        return self.stage.gradients.frozen or set()
+        gradients = self.stage.gradients
+        return {p for p, times in gradients.frozen_in.items() if times == gradients.passes and p not in gradients.used}
+
+    def _frozen_between(self) -> dict[str, int]:
+        """In how many backwards since the step, of what was frozen in some, by name."""
+        gradients, names = self.stage.gradients, self.stage.names
+        between = gradients.frozen_in.keys() - self.frozen
+        return {names[p]: gradients.frozen_in[p] for p in self.params if p in between} if between else {}
 
     def words(self) -> Settings:
         """What this rank says of itself."""
         update, self.now = self.stage.update, self._versions()
-        given = {WRITES: str(hash(self._writes())), **update.slices.settings_in_words()}
+        given = {WRITES: str(hash(self._writes())), FREEZING: repr(self._frozen_between())}
+        given |= {RAISED: repr([*update.raised]), REGROUPED: repr(update.slices.regrouped())}
+        given |= update.slices.settings_in_words()
         replicated = update.replicated() and self.stage.group.size > 1
         if replicated and not self.stage.config.delayed_update:  # which may be under way
             given |= self._replicas(update.steps)
         return given
 
-    def agreed(self) -> None:
-        """All ranks have said the same."""
+    def agreed(self, given: Settings) -> None:
+        """All ranks have said the same, or may differ. ValueError if it is nothing to go on with."""
+        self._refuse_regrouped({"every rank": given[REGROUPED]})
         self.before = self.now
 
     def _versions(self) -> list[int]:
@@ -75,17 +92,32 @@ class Alike:
 
     def refuse_parted(self, given: Settings) -> None:
         """The sums have said that some ranks' words differ. ValueError on every rank if they may not. A collective."""
-        group = self.stage.group
-        said = self._said(given, group)
-        if all_same(said):
-            return
-        if not all_same({rank: words[WRITES] for rank, words in said.items()}) and (
-            not all_same(self._said(self._weights(), group))
-        ):
+        said = self._said(given, self.stage.group)
+
+        def differ(key: tuple[str, str]) -> bool:
+            return not all_same({rank: words[key] for rank, words in said.items()})
+
+        if differ(RAISED):
+            raised = raised_alone(self._said(self.stage.update.raised, self.stage.group))
+            raise ValueError(f"{self._step()}: {raised}")
+        if differ(WRITES) and not all_same(self._said(self._weights(), self.stage.group)):
             raise ValueError(f"{self._step()}: {self._written()}; nothing is updated. {REMEDY}")
-        settings = {rank: {k: v for k, v in words.items() if k != WRITES} for rank, words in said.items()}
+        if differ(REGROUPED):
+            self._refuse_regrouped({f"rank {rank}": words[REGROUPED] for rank, words in said.items()})
+        if differ(FREEZING):
+            self._refuse_frozen_between()
+        settings = {rank: {k: v for k, v in w.items() if k not in (WRITES, FREEZING)} for rank, w in said.items()}
         if not all_same(settings):
             raise ValueError(f"{self._step()}: {difference(settings)}; nothing is updated. {REMEDY}")
+
+    def _refuse_regrouped(self, groups: Mapping[str, str]) -> None:
+        where = "; ".join(f"{rank}: {which}" for rank, which in groups.items() if which != "[]")
+        if where:
+            raise ValueError(
+                f"{self._step()}: the parameters in the optimizer's param_groups were replaced ({where}); the stage "
+                "updates its slices, which were there, and nothing is updated. To train less freeze it "
+                "(requires_grad_(False)), to train more call optimizer.add_param_group, on every rank"
+            )
 
     def _written(self) -> str:
         """Which parameters were written more often on some ranks than on others, and there. A collective."""
@@ -104,11 +136,29 @@ class Alike:
         here = self.frozen.intersection(parted)
         said = self._said([name for p, name in self.stage.names.items() if p in here], group)
         if not all_same(said):
-            where = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in said.items() if names)
-            raise ValueError(
-                f"{self._step()}: frozen (requires_grad = False) while other ranks have a gradient: {where}. In the "
-                "mean it would count as zero there; nothing is updated. Freeze and unfreeze alike on every rank"
-            )
+            self._refuse_freezing(said)
+
+    def _refuse_frozen_between(self) -> None:
+        """ValueError on every rank if one has frozen a parameter more often than one that has a gradient. A collective.
+
+        Unused there in those backwards is right: an expert, or a branch.
+        """
+        used = {self.stage.names[p] for p in self.stage.gradients.used}
+        said = self._said((self._frozen_between(), used), self.stage.group)
+
+        def least(name: str) -> float:
+            return min((frozen.get(name, 0) for frozen, used in said.values() if name in used), default=math.inf)
+
+        parted = {rank: [n for n, times in frozen.items() if times > least(n)] for rank, (frozen, _) in said.items()}
+        if any(parted.values()):
+            self._refuse_freezing(parted)
+
+    def _refuse_freezing(self, said: Mapping[int, list[str]]) -> None:
+        where = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in said.items() if names)
+        raise ValueError(
+            f"{self._step()}: frozen (requires_grad = False) while other ranks have a gradient: {where}. In the mean "
+            "it would count as zero there; nothing is updated. Freeze and unfreeze alike on every rank"
+        )
 
     def _step(self) -> str:
         return f"{type(self.stage).__name__}, step {self.stage.update.steps}"
@@ -120,6 +170,19 @@ class Alike:
         for others in across.all_gather_object(of_ranks) if across is not None else ():
             of_ranks |= others
         return of_ranks
+
+
+def raised_alone(said: Mapping[int, Mapping[int, str]]) -> str:
+    """What to tell of ranks that have raised in an update, which others have made; "" if all have, or none."""
+    if all_same({rank: [*raised] for rank, raised in said.items()}):
+        return ""
+    alone = [(rank, step, what) for rank, of in said.items() for step, what in of.items()]
+    alone = [those for those in alone if not all(those[1] in raised for raised in said.values())]
+    where = "; ".join(f"rank {rank}, step {step}: {what}" for rank, step, what in alone)
+    return (
+        f"the optimizer's step raised on some ranks alone ({where}), so weights and state are of no one step. Load a "
+        "checkpoint, on every rank"
+    )
 
 
 def all_same(said: Mapping[int, Any]) -> bool:

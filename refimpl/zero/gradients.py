@@ -13,6 +13,7 @@ waits (`sync` False).
 Li et al. 2020, arXiv:2006.15704, section 3.2; DeepSpeed: deepspeed/runtime/zero/stage_1_and_2.py, `reduce_ipg_grads`.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -55,13 +56,15 @@ class Gradients(Flights):
         self.divisor: float = 1  # of every gradient that arrives: to average over micro-batches
         self.sync = True  # whether a backward reduces its gradients, or keeps them for a later one
         self.used: set[nn.Parameter] = set()  # that this rank has a gradient of since the step
-        self.frozen: set[nn.Parameter] | None = None  # of what it has none: frozen in every backward; None: none yet
+        self.passes = 0  # backwards since the step that brought this rank a gradient
+        self.frozen_in: Counter[nn.Parameter] = Counter()  # in how many of them a parameter was frozen
         self.dropping: Callable[[], None] = lambda: None  # called when gradients are forgotten before a step
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         self.first_finite: Tensor | None = None  # whether the last backward's first gradient was; None: it had none
         self._handles: dict[nn.Parameter, Any] = {}
         self.filling: dict[Bucket, Filling] = {}  # this rank's own sum, still to travel
         self._missing: dict[Bucket, set[nn.Parameter]] | None = None  # still to arrive in this backward
+        self._frozen: list[nn.Parameter] = []  # in this backward
         self.watch(buckets)
 
     def watch(self, buckets: list[Bucket]) -> None:
@@ -86,6 +89,8 @@ class Gradients(Flights):
         with torch._C.DisableTorchFunctionSubclass():  # a freed parameter's way of being asked, which takes longer
             trained = {b: set(filter(REQUIRES_GRAD.__get__, b.params)) for b in self.buckets}
             self._missing = {bucket: params for bucket, params in trained.items() if params}
+            some = [(b, those) for b, those in trained.items() if len(those) < len(b.params)]
+            self._frozen = [p for b, those in some for p in b.params if p not in those]
         self.first_finite = None
 
     def end(self, asked: bool) -> None:
@@ -95,8 +100,8 @@ class Gradients(Flights):
         nothing.
         """
         if asked or self.first_finite is not None:
-            frozen = {p for p in self.bucket_of if p not in self.used and not REQUIRES_GRAD.__get__(p)}
-            self.frozen = frozen if self.frozen is None else self.frozen & frozen
+            self.passes += 1
+            self.frozen_in.update(self._frozen)
         try:
             if self.sync and (asked or self.first_finite is not None):
                 self.launch_rest()
@@ -225,7 +230,7 @@ class Gradients(Flights):
 
     def clear(self) -> None:
         super().clear()
-        self.used, self.frozen = set(), None
+        self.used, self.passes, self.frozen_in = set(), 0, Counter()
 
     def tensors(self) -> list[Tensor]:
         """The gradients since the last step: reduced, or this rank's own."""

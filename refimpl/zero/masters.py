@@ -29,6 +29,7 @@ class Masters:
 
     def __init__(self, slices: Slices) -> None:
         self.slices = slices
+        self.raised: dict[int, str] = {}  # the steps in which the optimizer, or a hook of its step, raised here
         self.owned: dict[Bucket, Tensor] = {}  # of the model's weights: [S], or [P] where every rank has all
         self.masters: dict[Bucket, Tensor] = {}
 
@@ -93,7 +94,7 @@ class Masters:
 
     def replaced(self) -> None:
         """A whole saved state has taken the place of what was here."""
-        self.torn = None
+        self.torn, self.raised = None, {}
 
     def is_away(self) -> bool:
         """Whether nothing of it is in memory between steps."""

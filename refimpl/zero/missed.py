@@ -6,7 +6,8 @@
     is frozen, so has none       4096     of both     some have one, and some have frozen it: an error
 
 Frozen: `requires_grad` was False in every backward since the last step that brought this rank a gradient. On one rank
-alone that is a mistake, and would be another mean in silence; unused on one rank alone is an expert, or a branch.
+alone that is a mistake, and would be another mean in silence; unused on one rank alone is an expert, or a branch. What
+was frozen in some of those backwards is compared by `Alike`.
 """
 
 import torch

@@ -207,6 +207,16 @@ class Slices:
         """The same, as far as it must be equal on all ranks; without waiting for a GPU."""
         return settings(self.optimizer, self.kind.cls, waits=False)
 
+    def regrouped(self) -> list[int]:
+        """The optimizer's groups whose parameters are not the slices that were put there."""
+        if self.optimizer is None:
+            return []
+        here = {i: sorted(map(id, group["params"])) for i, group in enumerate(self.optimizer.param_groups)}
+        mine: dict[int, list[int]] = {}
+        for bucket, slices in self.of.items():
+            mine.setdefault(bucket.group_index, []).extend(id(s.param) for s in slices)
+        return [i for i in sorted({*here, *mine}) if here.get(i, []) != sorted(mine.get(i, []))]
+
     def step_inside(self, bucket: Bucket, start: int, end: int, settings: list[dict[str, Any]]) -> None:
         """The optimizer's own step, of the slices there alone, with these settings. Its step hooks run each time."""
         assert self.optimizer is not None

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from refimpl.comm.group import Group
+from refimpl.offload.blocks import OffloadError
 from refimpl.optim.loss_scale import LossScaler
 from refimpl.zero import start
 from refimpl.zero.alike import Alike
@@ -202,11 +203,21 @@ class Stage(Hooked, Beside, Held):
         return self.gradients.finish()
 
     def apply(self, gradients: dict[Bucket, Tensor]) -> bool:
-        """Update this rank's part and gather; False if the update is skipped."""
+        """Update this rank's part and gather; False if the update is skipped.
+
+        What the optimizer's step or a hook of it raises on this rank comes behind the gather: the others are in it.
+        """
         finite = self.update.prepare(gradients, self.gradients.used, self.gradients.first_finite)
         start.warn_of_nothing(self.update.left_alone, self.gradients, type(self).__name__)
-        if finite:
-            self.update.apply()
+        try:
+            if finite:
+                self.update.apply()
+        except OffloadError:  # on every rank
+            raise
+        except Exception as error:
+            self.update.raised[self.update.steps] = f"{type(error).__name__}: {error}"
+            self.after_update(finite)
+            raise
         self.after_update(finite)
         return finite
 

@@ -159,7 +159,7 @@ class Update(Masters):
         squares, *counts = torch.cat([message, *of_experts]).tolist()  # the one time that the host waits
         if not are_equal(counts[:WORDS], ranks):
             self.alike.refuse_parted(given)
-        self.alike.agreed()
+        self.alike.agreed(given)
         totals, left_alone = iter(counts[WORDS:]), set[nn.Parameter]()
         for group, has in members.items():
             sums, size = {p: next(totals) for p in has}, ranks if group is self.group else group.size

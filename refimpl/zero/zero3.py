@@ -92,10 +92,9 @@ class Zero3(Stage):
         self.path.begin("step")
         return gradients
 
-    def apply(self, gradients: dict[Bucket, Tensor]) -> bool:
-        finite = super().apply(gradients)
-        self.plus.after_step(finite)
-        return finite
+    def after_update(self, done: bool) -> None:
+        super().after_update(done)
+        self.plus.after_step(done)
 
     def units_by_name(self) -> dict[str, Bucket]:
         """By the name of its first parameter."""

@@ -232,6 +232,8 @@ def clients_own_boundary(settings: dict[str, Any]) -> dict[str, Tensor] | None:
     for micro in range(3):
         engine.backward(engine(batch(engine.group.rank, 0, micro)))
         assert not engine.is_gradient_accumulation_boundary()
+    with pytest.raises(RuntimeError, match="managed_gradient_accumulation = false"):  # it would be told in vain
+        engine.set_gradient_accumulation_boundary(False)
     engine.step()
     assert engine.global_steps == 1
     return engine.stage.full_state_dict()

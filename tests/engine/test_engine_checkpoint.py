@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import worlds
 from safetensors.torch import load_file
-from saving import Net, in_folder, settings, start, train, weights
+from saving import Net, in_folder, same, settings, start, train, weights
 
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.launch import RankError
@@ -107,6 +108,44 @@ def save_on_rank_0_alone(config: dict[str, Any], folder: Path) -> None:
 def test_a_save_on_rank_0_alone_is_told_at_once(stage: int, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=rf"rank 0: all_gather_object at {__file__}(?s:.*)rank 1: "):
         worlds.run(save_on_rank_0_alone, settings(stage), tmp_path, ranks=2)
+
+
+def with_an_update_that_one_rank_has_not_made(config: dict[str, Any], folder: Path) -> str:
+    """A hook of the optimizer's step raises there, and the script catches it. A checkpoint that is loaded ends it."""
+    engine = start(config)
+    train(engine, range(1))
+    engine.save_checkpoint(folder)
+    before = weights(engine)
+
+    def hook(*_: Any) -> None:
+        raise KeyError("of the script's own")
+
+    handle = engine.optimizer.register_step_pre_hook(hook) if engine.group.rank == 1 else None
+    with pytest.raises(KeyError) if handle else nullcontext():
+        train(engine, range(1))
+    with pytest.raises(CheckpointError) as told:
+        engine.save_checkpoint(folder)
+    if config["zero_optimization"] != OFFLOADED:  # where this rank computes nothing more with half a step
+        with pytest.raises(ValueError, match=r"rank 1, step 2: KeyError"):
+            train(engine, range(1))
+    if handle:
+        handle.remove()
+    engine.load_checkpoint(folder)
+    assert same(weights(engine), before)
+    train(engine, range(1))
+    engine.save_checkpoint(folder)
+    return str(told.value)
+
+
+OFFLOADED = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 2}, {"stage": 3}, OFFLOADED])
+def test_an_update_that_one_rank_has_not_made_is_not_saved(zero: dict[str, Any], tmp_path: Path) -> None:
+    config = settings(0) | {"zero_optimization": zero}
+    texts = worlds.run(with_an_update_that_one_rank_has_not_made, config, tmp_path, ranks=2)
+    assert len(set(texts)) == 1
+    assert "raised on some ranks alone (rank 1, step 2: KeyError: " in texts[0]
 
 
 def in_time_stamped_folders(folder: Path) -> list[str]:

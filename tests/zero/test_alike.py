@@ -175,6 +175,103 @@ def test_what_one_rank_alone_has_frozen_is_told_on_all(stage: str, ranks: int) -
     assert f"gradient: rank {ranks - 1}: 0.weight, 0.bias." in texts[0]
 
 
+def with_a_layer_frozen_between(stage: str, thaws: bool) -> str:
+    """Before the second of three backwards, or before the first alone. All ranks may, also one that does not use it."""
+    group, model, optimizer, built = standing(stage)
+    last = group.rank == group.size - 1
+
+    def accumulate(freezes: bool, unused: bool = False) -> None:
+        for i in range(3):
+            model[0].requires_grad_(not (freezes and (i == 0 if thaws else i == 1)))
+            (model[2](torch.ones(2, 7)) if unused else model(torch.ones(2, 5))).sum().backward()
+        model[0].requires_grad_(True)
+
+    accumulate(freezes=True)
+    optimizer.step()
+    accumulate(freezes=True, unused=last)
+    optimizer.step()
+    before = [t.clone() for t in kept(built)]
+    accumulate(freezes=last)
+    with pytest.raises(ValueError, match="step 3: frozen") as told:
+        optimizer.step()
+    assert all(map(torch.equal, kept(built), before)), "something was updated"
+    optimizer.zero_grad()
+    accumulate(freezes=False)
+    optimizer.step()
+    return str(told.value)
+
+
+@pytest.mark.parametrize(("stage", "thaws", "ranks"), pairwise(["ddp", "zero1", "zero2"], [False, True], [2, 3]))
+def test_a_layer_that_one_rank_freezes_between_two_backwards_is_told_on_all(
+    stage: str, thaws: bool, ranks: int
+) -> None:
+    texts = run(with_a_layer_frozen_between, stage, thaws, ranks=ranks)
+    assert len(set(texts)) == 1
+    assert f"gradient: rank {ranks - 1}: 0.weight, 0.bias." in texts[0]
+
+
+def with_a_hook_that_raises(stage: str, when: str) -> str:
+    """On all ranks in the first step, as in torch; on the last alone in the second. The script catches it."""
+    group, model, optimizer, built = standing(stage)
+    raises, saved = [True], copy.deepcopy(built.state_dict())
+
+    def hook(*_: Any) -> None:
+        if raises[0]:
+            raise KeyError("of the script's own")
+
+    (optimizer.register_step_pre_hook if when == "before" else optimizer.register_step_post_hook)(hook)
+    for step in range(3):
+        raises = [step == 0 or (step == 1 and group.rank == group.size - 1)]
+        before = [t.clone() for t in kept(built)]
+        model(torch.ones(2, 5)).sum().backward()
+        error = KeyError if raises[0] else ValueError
+        with pytest.raises(error) if raises[0] or step == 2 else nullcontext() as told:
+            optimizer.step()
+    assert all(map(torch.equal, kept(built), before)), "something was updated"
+    built.load_state_dict(saved)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    return str(told.value)
+
+
+@pytest.mark.parametrize(("stage", "when", "ranks"), pairwise(list(STAGES), ["before", "after"], [2, 3]))
+def test_a_step_hook_that_raises_on_one_rank_alone_is_told_on_all(stage: str, when: str, ranks: int) -> None:
+    texts = run(with_a_hook_that_raises, stage, when, ranks=ranks)
+    assert len(set(texts)) == 1
+    assert f"step 3: the optimizer's step raised on some ranks alone (rank {ranks - 1}, step 2: KeyError: " in texts[0]
+
+
+REPLACED: dict[str, Any] = {
+    "new": lambda params, model: list(model.parameters()),
+    "less": lambda params, model: params[1:],
+    "the same": lambda params, model: list(params),
+}
+
+
+def with_other_parameters_in_a_group(stage: str, how: str, everywhere: bool) -> str:
+    group, model, optimizer, built = standing(stage)
+    usual = optimizer.param_groups[0]["params"]
+    for step in range(2):
+        if step and (everywhere or group.rank == 0):
+            optimizer.param_groups[0]["params"] = REPLACED[how](usual, model)
+        before = [t.clone() for t in kept(built)]
+        model(torch.ones(2, 5)).sum().backward()
+        refused = step and how != "the same"
+        with pytest.raises(ValueError, match="param_groups were replaced") if refused else nullcontext() as told:
+            optimizer.step()
+    assert all(map(torch.equal, kept(built), before)) == (how != "the same")
+    optimizer.param_groups[0]["params"] = usual
+    optimizer.step()
+    return str(told.value) if told else ""
+
+
+@pytest.mark.parametrize(("stage", "how", "everywhere"), pairwise(list(STAGES), list(REPLACED), [False, True]))
+def test_other_parameters_in_a_group_are_told_on_all_ranks(stage: str, how: str, everywhere: bool) -> None:
+    texts = run(with_other_parameters_in_a_group, stage, how, everywhere, ranks=2)
+    assert len(set(texts)) == 1
+    assert (how == "the same" and not texts[0]) or f"({'every rank' if everywhere else 'rank 0'}: [0])" in texts[0]
+
+
 def with_writes_of_its_own(stage: str) -> str:
     """Before the third step, when no checksum of DDP's weights is due. Who sends what he has written may."""
     group, model, optimizer, built = standing(stage)

@@ -228,7 +228,7 @@ class DeepSpeedAccelerator:
     def __getattr__(self, name: str) -> Callable[[Any], Tensor]:
         """`FloatTensor` and its kin: a list of numbers, or a size, becomes a tensor of that type on the device."""
         if name not in TYPES:
-            raise AttributeError(f"get_accelerator().{name}: not implemented yet; this `deepspeed` is refimpl")
+            raise AttributeError(f"get_accelerator().{name}: not part of this project; this `deepspeed` is refimpl")
         return partial(new_tensor, TYPES[name], self._here())
 
     def is_bf16_supported(self) -> bool:

@@ -33,6 +33,6 @@ def DeepSpeedConfig(
     """The file or dictionary, checked, for all ranks of this job. `DeepSpeedConfigError` names wrong keys."""
     if mpu is not None or mesh_device is not None:
         raise NotImplementedError(
-            "DeepSpeedConfig: mpu and mesh_device: not implemented yet; all ranks are data-parallel"
+            "DeepSpeedConfig: mpu and mesh_device: not part of this project; all ranks are data-parallel"
         )
     return engine_config.load_config(config, world_size=Group.world().size)

@@ -86,11 +86,13 @@ class Init(init.Init):
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
-        **later: Any,
+        **more: Any,
     ) -> None:
-        _refuse({"mpu": mpu, **later})
+        _refuse({"mpu": mpu, **more})
         if remote_device not in (None, "none", "cpu", "cuda"):
-            raise NotImplementedError(f"zero.Init: remote_device={remote_device!r}: not implemented yet; leave it out")
+            raise NotImplementedError(
+                f"zero.Init: remote_device={remote_device!r}: not part of this project; leave it out"
+            )
         raw = config if config_dict_or_path is None else config_dict_or_path
         if dtype is None and raw is not None:
             dtype = _dtype(raw if isinstance(raw, Mapping) else read_json(Path(raw)))
@@ -113,12 +115,12 @@ def _dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
     return next((dtypes[k] for k, s in sections.items() if isinstance(s, Mapping) and s.get("enabled") is True), None)
 
 
-def _refuse(later: Mapping[str, Any]) -> None:
-    wanted = [name for name, value in later.items() if value]
+def _refuse(more: Mapping[str, Any]) -> None:
+    wanted = [name for name, value in more.items() if value]
     if wanted and all(name in PLUS for name in wanted):
         raise NotImplementedError(f"zero.Init: {', '.join(wanted)}: say it in the configuration of `initialize`")
     if wanted:
-        raise NotImplementedError(f"zero.Init: {', '.join(wanted)}: not implemented yet; leave it out")
+        raise NotImplementedError(f"zero.Init: {', '.join(wanted)}: not part of this project; leave it out")
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
