@@ -4,7 +4,6 @@ A collective of several steps needs somebody who starts the next step when the l
 thread would be late for that: it looks when it launches its next bucket. Here a thread of its own waits in the
 library, which lets Python's lock go, and goes on at once, as NCCL's proxy thread does. One after another, in the order
 in which they were begun, is what keeps all ranks in step: the order in which somebody waits for them does not matter.
-It speaks in process groups that nobody else uses: calls of one group are matched by their order.
 """
 
 import threading
@@ -12,18 +11,18 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
+from typing import Any
 
-from refimpl.comm.work import Steps
-
-Job = Callable[[], object]
+Job = Callable[[], list[Any]]  # returns the transfers that it has started and not waited for
 
 
 class Task:
-    """One collective: begun, and over when its thread has done it."""
+    """One collective: begun, and over when its thread has done it, and what that has left under way."""
 
     def __init__(self, job: Job) -> None:
         self._job: Job | None = job
         self._over = threading.Event()
+        self._left: list[Any] = []
         self._error: BaseException | None = None
 
     def run(self) -> None:
@@ -31,13 +30,13 @@ class Task:
         job, self._job = self._job, None
         try:
             assert job is not None
-            job()
+            self._left = job()
         except BaseException as error:
             self._error = error
         self._over.set()
 
     def is_completed(self) -> bool:
-        return self._over.is_set()
+        return self._over.is_set() and all(handle.is_completed() for handle in self._left)
 
     def wait(self, limit: timedelta | None = None) -> None:
         """As torch's: RuntimeError if it is not over within the limit, and may be waited for again."""
@@ -45,6 +44,8 @@ class Task:
             raise RuntimeError("the collective is not over yet")
         if self._error is not None:
             raise self._error
+        for handle in self._left:
+            handle.wait() if limit is None else handle.wait(limit)
 
 
 class Behind:
@@ -53,7 +54,6 @@ class Behind:
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Task | None] = SimpleQueue()
         self._started = False
-        self._crossed = 0  # bytes over slow links of the collectives that are over, not yet asked for
 
     def begin(self, job: Job) -> Task:
         """Do this when all before it is done."""
@@ -65,25 +65,9 @@ class Behind:
         self._jobs.put(task)
         return task
 
-    def do(self, job: Callable[[], int], before: Callable[[], None] = lambda: None) -> Steps:
-        """The one step of a collective. `before` is for its caller; `job` returns its bytes over slow links."""
-        crossed: list[int] = []
-
-        def start() -> list[Task]:
-            before()
-            return [self.begin(lambda: crossed.append(job()))]
-
-        yield start
-        self._crossed += sum(crossed)
-
-    def crossed(self) -> int:
-        """Bytes over slow links of the collectives that have ended since it was asked last."""
-        crossed, self._crossed = self._crossed, 0
-        return crossed
-
-    def call(self, job: Job) -> None:
+    def call(self, job: Callable[[], object]) -> None:
         """Do this when all before it is done, and return."""
-        self.begin(job).wait()
+        self.begin(lambda: [job()][1:]).wait()
 
 
 def _work(jobs: "SimpleQueue[Task | None]") -> None:

@@ -24,7 +24,8 @@ class Composed(Library):
         super().__init__(handle, backend, streams)
         self.in_halves, self._scratch = self.host_waits, collectives.Scratch(streams)
 
-    def all_reduce(self, x: Tensor, op: Op) -> Steps:
+    def all_reduce(self, x: Tensor, op: Op, second: "Composed | None" = None) -> Steps:
+        """`second`: what makes the second half, in a group of its own, where another thread starts it."""
         sizes = collectives.chunk_sizes(x.numel(), self.size)
         chunks = list(x.split(sizes))  # type: ignore[no-untyped-call]
         own = chunks[self.rank]
@@ -32,8 +33,8 @@ class Composed(Library):
         yield lambda: collectives.exchange(self.start, received, x, sizes, self.rank)
         rows = collectives.rows_of(received, own, self.rank, self.size)
         collectives.ordered_reduce(own, rows, self.rank, op)
+        yield lambda: collectives.all_gather((second or self).start, chunks, own, self.rank)
         self._scratch.give(received)
-        yield lambda: collectives.all_gather(self.start, chunks, own, self.rank)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Steps:
         own = x.view(self.size, -1)[self.rank]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from refimpl.comm import halving, hierarchy, ring, tree
 from refimpl.comm.axes import neighbours
-from refimpl.comm.behind import Behind, Job
+from refimpl.comm.behind import Behind
 from refimpl.comm.collectives import Op, joined
 from refimpl.comm.group import Group
 from refimpl.comm.hierarchy import AllReduce
@@ -59,6 +59,7 @@ class ByLevels(Transport):
         self.near, self.far, self.flat, self.messages = near, far, flat, messages
         self.choose: Choose = choose or (lambda collective, size: ALWAYS)
         self._behind = Behind()
+        self._crossed = 0  # of collectives that are over, not yet asked for
 
     def all_reduce(self, x: Tensor, op: Op) -> Steps:
         yield from self._do(self._job("all_reduce", x.nbytes, x, op))
@@ -91,7 +92,7 @@ class ByLevels(Transport):
     def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
         return self.messages.send_recv(x, to, out, source)
 
-    def _job(self, collective: str, size: int, *args: Any) -> Job:
+    def _job(self, collective: str, size: int, *args: Any) -> Callable[[], object]:
         """The collective of `args`, whose whole buffer has `size` bytes, as it is chosen to be done."""
         how = self.choose(collective, size)
         by = ALGORITHMS[how.algorithm]
@@ -99,20 +100,26 @@ class ByLevels(Transport):
             return partial(getattr(hierarchy, collective), self.near, self.far, *args, within=by, between=by)
         return partial(getattr(by, collective), self.flat, *args)
 
-    def _do(self, job: Job) -> Steps:
-        return self._behind.do(partial(self._counted, job))
+    def _do(self, job: Callable[[], object]) -> Steps:
+        """The one step of a collective."""
+        crossed: list[int] = []
 
-    def _counted(self, job: Job) -> int:
-        """Bytes that it sends over slow links, by the ledgers of the groups that it speaks in."""
-        before = self._over_links()
-        job()
-        return self._over_links() - before
+        def counted() -> list[Any]:
+            before = self._over_links()
+            job()
+            crossed.append(self._over_links() - before)
+            return []
+
+        yield lambda: [self._behind.begin(counted)]
+        self._crossed += sum(crossed)
 
     def _over_links(self) -> int:
+        """Bytes that have gone over slow links, by the ledgers of the groups that the thread speaks in."""
         return sum(sum(part.ledger.crossed_bytes().values()) for part in (self.near, self.far, self.flat))
 
     def crossed_behind(self) -> int:
-        return self._behind.crossed()
+        crossed, self._crossed = self._crossed, 0
+        return crossed
 
     def scratch(self) -> list[Tensor]:
         return [buffer for group in (self.near, self.far, self.flat) for buffer in group.scratch()]

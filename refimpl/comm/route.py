@@ -7,8 +7,8 @@
 
 REFIMPL_TRANSPORT=gloo or shared says otherwise for tensors on the CPU.
 
-gloo's all-reduce is two transfers with additions between them. One that nobody waits for is made by a thread (see
-`behind.py`), the same way in a process group of its own.
+gloo's all-reduce is two transfers with additions between them. Where nobody waits for it a thread adds, and starts the
+second (see `behind.py`), in a process group of its own: calls of one group are matched by their order.
 """
 
 import os
@@ -32,7 +32,7 @@ from refimpl.comm.signals import all_words, unsupported
 from refimpl.comm.streams import Streams
 from refimpl.comm.throttled import Throttled
 from refimpl.comm.transport import Alone, Library, Transport
-from refimpl.comm.work import Phase, Steps, Work
+from refimpl.comm.work import Phase, Steps
 from refimpl.ranks.here import host
 
 
@@ -51,9 +51,10 @@ class Route:
     ) -> None:
         """The arguments are `Group`'s, which says what it raises."""
         self.backend, self.streams = backend, streams
-        self._behind = Behind()  # of all-reduces that nobody waits for
+        self._behind = Behind()  # starts the second half of all-reduces that nobody waits for
         self._of = partial(Route, backend=backend, device=device, streams=streams, deterministic=deterministic)
-        self._threads: list[Route] = []  # the thread's, over a process group of its own, once it has one
+        self._second: Route | None = None  # the thread's, over a process group of its own; made when it is needed
+        self._crossed = 0  # bytes of second halves over cables, of all-reduces that are over, not yet told
         wish = os.environ.get("REFIMPL_TRANSPORT", "") if transport is None else transport
         self.link = link or (None if isinstance(wish, Transport) else Link.of_environment())
         self.cables = self._laid(handle)
@@ -65,7 +66,7 @@ class Route:
                 f"REFIMPL_TRANSPORT=shared, but this group cannot share memory: its tensors are on {device.type}, its "
                 f"backend is {backend}; unset it"
             )
-        self._wish, self._must_share = wish, wish == "shared"
+        self._must_share = wish == "shared"
         self.met = None if may_share and wish in ("", "shared") else self.direct  # None: not found out yet
         self.messages: Transport = self.direct
 
@@ -95,32 +96,52 @@ class Route:
 
     def unattended(self, x: Tensor, op: Op, meet: Callable[[], None]) -> Steps:
         """An all-reduce that goes on by itself, where it is `in_halves`. `meet` returns when all ranks have come."""
+        first, under_way, crossed = self.direct, list[Steps](), list[int]()
+        assert isinstance(first, Composed)
 
-        def before() -> None:
-            if not self._threads:
-                assert self.handle is not None
-                meet()
-                own = anew([dist.get_process_group_ranks(self.handle)])
-                wish = "gloo" if isinstance(self._wish, Transport) else self._wish
-                self._threads = [self._of(own, transport=wish, link=self.link)]
+        def begin() -> list[Any]:
+            second = self._second = self._second or self._anew(meet)
+            assert isinstance(second.direct, Composed)
+            steps = first.all_reduce(x, op, second.direct)
+            under_way.append(steps)
+            begun = next(steps)()
 
-        return self._behind.do(lambda: self._threads[0]._all_of_it(x, op), before)
+            def go_on() -> list[Any]:
+                for handle in begun:
+                    handle.wait()
+                before = second.crossed
+                handles = next(steps)()
+                crossed.append(second.crossed - before)
+                return handles
 
-    def _all_of_it(self, x: Tensor, op: Op) -> int:
-        """An all-reduce to its end, and the bytes that it has sent over cables."""
-        before = self.cables.crossed if self.cables else 0
-        Work(self.collectives.all_reduce(x, op)).wait()
-        self.returned()
-        return self.cables.crossed - before if self.cables else 0
+            return [self._behind.begin(go_on)]
+
+        yield begin
+        next(under_way[0], None)
+        self._crossed += sum(crossed)
+        assert self._second is not None
+        self._second.returned()
+
+    def _anew(self, meet: Callable[[], None]) -> "Route":
+        """The way of `direct` over a process group that nobody else has. A collective."""
+        meet()
+        assert self.handle is not None
+        return self._of(anew([dist.get_process_group_ranks(self.handle)]), transport="gloo", link=self.link)
+
+    @property
+    def crossed(self) -> int:
+        """Bytes that have gone over cables so far."""
+        return self.cables.crossed if self.cables else 0
 
     def scratch(self) -> list[Tensor]:
         """The buffers that collectives keep between calls."""
-        return [buffer for route in (self, *self._threads) for buffer in route.present.scratch()]
+        return [buffer for way in {self.present, self.direct} for buffer in way.scratch()]
 
     def trim(self) -> None:
         """Give back the buffers that were kept, with no collective under way. On every rank."""
-        for route in (self, *self._threads):
-            route.collectives.trim()
+        self.direct.trim()
+        if self.collectives is not self.direct:
+            self.collectives.trim()
 
     def counted(self, steps: Steps, cross: Callable[[int], None]) -> Steps:
         """The same steps, where there are cables; `cross` is told the bytes that each sends over them."""
@@ -135,7 +156,8 @@ class Route:
 
         for phase in steps:
             yield partial(begin, phase)
-        cross(self.present.crossed_behind() + self._behind.crossed())
+        cross(self.present.crossed_behind() + self._crossed)
+        self._crossed = 0
 
     def returned(self) -> None:
         """A call is over, and its caller goes on."""

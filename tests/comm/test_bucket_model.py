@@ -9,17 +9,18 @@ from refimpl.comm.bucket_model import Step, play
 
 
 def test_by_hand() -> None:
-    link = AlphaBeta(2.0, 0.5)  # 8 bytes take 6 s
+    link = AlphaBeta(2.0, 0.5)  # a half of n bytes: 1 s, and n / 4 s of the link
     assert play([], 7.0, link).seconds == 7.0
     one = play([(10.0, 8.0)], 10.0, link)
     assert (one.seconds, one.exposed) == (10 + link.seconds(8.0), link.seconds(8.0))
-    # Hidden: from 1 to 7.
-    assert play([(1.0, 8.0)], 10.0, link).seconds == 10.0
-    # Two: from 1 to 7, and, though it is full at 5, from 7 to 13.
-    assert play([(1.0, 8.0), (5.0, 8.0)], 10.0, link).seconds == 13.0
-    # One at a time: the second launch waits until 7 for the first, so backward's last 5 s end at 12, the second at 13.
-    assert play([(1.0, 8.0), (5.0, 8.0)], 10.0, link, in_flight=1).seconds == 13.0
-    assert play([(1.0, 8.0), (5.0, 0.0)], 10.0, link, in_flight=1) == Step(12.0, 2.0)
+    # Hidden: full at 1, the halves arrive at 4 and at 7.
+    assert play([(1.0, 8.0)], 10.0, link) == Step(10.0, 0.0)
+    # Two: the second's first half is on the link from 6 to 8, behind the first one's second (4 to 6); it arrives at 9.
+    assert play([(1.0, 8.0), (5.0, 8.0)], 10.0, link).seconds == 12.0
+    # At once: first halves 0 to 2 and 2 to 4, there at 3 and 5; second ones 4 to 6 and 6 to 8, the last there at 9.
+    assert play([(0.0, 8.0), (0.0, 8.0)], 0.0, link).seconds == 9.0
+    # One at a time: the second launch waits until 6 for the first, so all that is computed after 5 comes 1 s later.
+    assert play([(0.0, 8.0), (5.0, 0.0)], 10.0, link, in_flight=1) == Step(11.0, 1.0)
 
 
 @given(

@@ -199,9 +199,9 @@ def test_a_mesh_and_a_choice() -> None:
 def test_what_fails_behind_is_told_to_who_waits_and_the_thread_ends_with_its_owner() -> None:
     behind, done = Behind(), []
     gate = threading.Event()
-    slow = behind.begin(gate.wait)
-    broken = behind.begin(lambda: 1 / 0)
-    last = behind.begin(lambda: done.append(threading.current_thread()))
+    slow = behind.begin(lambda: [gate.wait()][1:])
+    broken = behind.begin(lambda: [1 / 0])
+    last = behind.begin(lambda: done.append(threading.current_thread()) or [])
     with pytest.raises(RuntimeError, match="not over yet"):
         slow.wait(timedelta(0))
     assert not last.is_completed()
