@@ -20,6 +20,7 @@ from worlds import run
 
 ROOT = Path(__file__).parents[1]
 HOSTS = "192.0.2.1", "192.0.2.2"  # a network that is nobody's: RFC 5737
+pytestmark = pytest.mark.xdist_group("machines")
 NAMES = Path("/etc/netns")  # what stands there for a namespace is /etc's in it: see ip-netns(8)
 
 TRAIN = """

@@ -67,7 +67,12 @@ class Behind:
 
     def call(self, job: Callable[[], object]) -> None:
         """Do this when all before it is done, and return."""
-        self.begin(lambda: [job()][1:]).wait()
+
+        def done() -> list[Any]:
+            job()
+            return []
+
+        self.begin(done).wait()
 
 
 def _work(jobs: "SimpleQueue[Task | None]") -> None:

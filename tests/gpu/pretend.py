@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import cpp_extension
 
 from refimpl.comm import group, route
 from refimpl.comm.collectives import Op
 from refimpl.comm.composed import Composed
+from refimpl.comm.streams import Streams
 from refimpl.comm.transport import Transport
 from refimpl.comm.work import Steps
 
@@ -62,6 +64,10 @@ def away(*tensors: Tensor) -> list[Tensor]:
 
 class Staged(Composed):
     """gloo's transport, of copies."""
+
+    def __init__(self, handle: dist.ProcessGroup, backend: str, streams: Streams) -> None:
+        super().__init__(handle, backend, streams)
+        self.in_halves = False  # as on a GPU, whose stream goes on by itself
 
     def all_reduce(self, x: Tensor, op: Op) -> Steps:
         (here,) = away(x)
