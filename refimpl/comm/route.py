@@ -135,7 +135,7 @@ class Route:
 
     def scratch(self) -> list[Tensor]:
         """The buffers that collectives keep between calls."""
-        return [buffer for way in {self.present, self.direct} for buffer in way.scratch()]
+        return [buffer for way in dict.fromkeys((self.present, self.direct)) for buffer in way.scratch()]
 
     def trim(self) -> None:
         """Give back the buffers that were kept, with no collective under way. On every rank."""

@@ -1,14 +1,16 @@
 """A layout: what each axis divides.
 
-tensor (tp)     matrices and vocabulary / tp, and what lies between them; by sequence parallelism also what lies
-                outside, but for the inputs of the cut matrices (Megatron-LM gathers these again in backward)
-pipeline (pp)   layers / pp, cut where the engine does (`stages.py`): all wait for the stage with the most blocks;
-                stage 0 has up to pp micro-batches alive (1F1B), the last one the head
-data (dp)       sequences; ZeRO divides state over dp x cp; what ZeRO-3 has whole meanwhile: `gathered.py`
-context (cp)    tokens of a sequence: activations / cp, attention in a ring
-expert (ep)     experts, over consecutive ranks of dp x cp: parameters / ep, and ZeRO divides their state over the
-                dp x cp / ep that have the same ones. Experts are taken to get equally many tokens. Tensor ranks
-                divide the tokens before them; where experts are not dealt out, only under sequence parallelism
+    tensor (tp)     matrices and vocabulary / tp, and what lies between them; by sequence parallelism also what lies
+                    outside, but for the inputs of the cut matrices (Megatron-LM gathers these again in backward)
+    pipeline (pp)   layers / pp, cut where the engine does (`stages.py`): all wait for the stage with the most blocks;
+                    stage 0 has up to pp micro-batches alive (1F1B), the last one the head
+    data (dp)       sequences; ZeRO divides state over dp x cp; what ZeRO-3 has whole meanwhile: `gathered.py`
+    context (cp)    tokens of a sequence: activations / cp, attention in a ring
+    expert (ep)     experts, over consecutive ranks of dp x cp: parameters / ep, and ZeRO divides their state over the
+                    dp x cp / ep that have the same ones. Experts are taken to get equally many tokens. Tensor ranks
+                    divide the tokens before them; where experts are not dealt out, only under sequence parallelism
+
+What a layout takes on a machine, in bytes and seconds, is in `judge.py`.
 """
 
 from dataclasses import dataclass
