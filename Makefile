@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+unexport PYTHONDONTWRITEBYTECODE  # which containers set: two hundred processes of the tests would compile all anew
 JOBS ?= 2
 # Of every folder the tests that take the least time for what they check; those of formulas and settings first.
 QUICK := tests/activation/test_checkpoint.py tests/bank/test_cards.py tests/bank/test_progress.py tests/bench/test_table.py tests/cli/test_main.py \

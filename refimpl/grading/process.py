@@ -8,6 +8,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from itertools import takewhile
 from operator import is_
 from typing import Any, ClassVar
 
@@ -61,7 +62,7 @@ class Process:
     @classmethod
     def note(cls) -> None:
         """The names of what was imported since the last look. The ranks' server looks first (see `noted.py`)."""
-        new = [name for name in sys.modules if name not in cls.modules]
+        new = list(takewhile(lambda name: name not in cls.modules, reversed(sys.modules)))  # they are the last
         cls.modules.update(new)
         cls.noted.update((id(place), (place, dict(vars(place)))) for place in _places(new))
 

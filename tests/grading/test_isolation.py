@@ -1,10 +1,14 @@
 """What one answer sets for its process does not judge the next, and ways round an exercise are named."""
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from answers import graded, grader
+
+from refimpl.grading.chapters import import_file
 
 pytestmark = pytest.mark.xdist_group("grading")
 
@@ -58,6 +62,17 @@ def test_what_is_set_while_the_file_is_read_does_not_hold_for_the_grader(tmp_pat
 def test_what_an_answer_has_left_switched_is_told_with_its_failure(tmp_path: Path) -> None:
     verdict = graded(tmp_path, "torch.set_grad_enabled(False)\nreturn x * 3")
     assert "Your code has left this changed for the whole process: torch.set_grad_enabled" in verdict.text
+
+
+def test_an_answer_of_the_same_size_and_time_is_not_taken_for_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "answer.py"
+    for sign in "+-":
+        path.write_text(f"two = 1 {sign} 1")
+        os.utime(path, (10**9, 10**9))
+        assert import_file(path, "answer").two == 1 + int(f"{sign}1")
 
 
 CHEATS = {
