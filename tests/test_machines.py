@@ -30,7 +30,11 @@ from refimpl import DDP, Group, Zero1, Zero2, Zero3
 from refimpl.model.gpt import GPT, GPTConfig
 
 def on_the_wire():
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text()) if len(sys.argv) > 1 else 0
+    # What TCP has carried: each packet begins with 66 bytes of Ethernet, IP and TCP. How many there are, and how many
+    # acknowledgements, which have no more, is a matter of the machine's load.
+    card = Path("/sys/class/net/eth0/statistics")
+    sent = {what: int((card / f"tx_{what}").read_text()) if sys.argv[1:] else 0 for what in ("bytes", "packets")}
+    return sent["bytes"] - 66 * sent["packets"]
 
 def train(kind):
     torch.manual_seed(0)
@@ -157,7 +161,7 @@ def test_every_stage_sends_its_bytes_over_the_cable_and_ends_with_the_bits_of_on
         for stage, (transport, sent, wired, bits) in there.items():
             assert transport == "Composed"
             assert (alone[stage][0], alone[stage][1], alone[stage][3]) == ("Shared", sent, bits)
-            assert sent < wired < 1.1 * sent, (stage, sent, wired)  # headers, acknowledgements
+            assert sent < wired < 1.05 * sent, (stage, sent, wired)  # and what gloo and the store say
 
 
 def test_a_rank_of_another_machine_that_leaves_is_told(ranks: list[subprocess.CompletedProcess[str]]) -> None:
