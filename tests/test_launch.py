@@ -309,6 +309,14 @@ def test_a_result_that_cannot_be_pickled_names_the_rank():
         launch.run(lambda: threading.Lock() if dist.get_rank() == 1 else None)
 
 
+def test_what_cannot_travel_to_the_ranks_is_told_and_they_go_on():
+    lock = threading.Lock()
+    with launch.World(1, device="cpu") as world:
+        with pytest.raises(TypeError, match=r"what the ranks are given cannot be pickled: .*lock.* Make it inside fn"):
+            world.call(lambda: lock)
+        assert world.call(lambda: 3) == [3]
+
+
 def test_sys_exit_in_a_rank_is_an_error():
     with pytest.raises(launch.RankError, match=r"^rank 0 raised SystemExit: 3"):
         launch.run(lambda: sys.exit(3), ranks=1)

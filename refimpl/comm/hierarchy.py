@@ -9,7 +9,8 @@ ranks that have its place in every node: the two axes of a mesh `Mesh({"far": F,
     all_to_all       near, to the rank that has the receiver's place; it sends on what the whole node has for a far one
     broadcast        far, along the line of the root; then near
 
-Traffic a rank, n bytes: near + far together are the flat collective's. Far it is the share that counts:
+Traffic a rank, n bytes: near + far together are the flat collective's (an all-to-all's rows go twice, near and far). It
+is the far share that counts:
 
                      near                far                  a node sends in all    a flat ring's node sends
     all_reduce       2n(L-1)/L           2(n/L)(F-1)/F        2n(F-1)/F              2n(N-1)/N
@@ -81,7 +82,7 @@ def all_reduce(
     part = whole.view(near.size, -1)[near.rank]  # [n/L]
     within.reduce_scatter(near, part, whole, _inner(op, x))
     between.all_reduce(far, part, _inner(op, x))
-    _mean(part, near.size * far.size, op)
+    _divide(part, near.size * far.size, op, x)
     within.all_gather(near, whole, part)
     if uneven:
         flat.copy_(whole[:n])
@@ -108,7 +109,7 @@ def reduce_scatter(
     for row, share in zip(rows, mine, strict=True):
         within.reduce_scatter(near, share, row, _inner(op, x))
     between.reduce_scatter(far, out.detach().view(-1), mine.view(-1), _inner(op, x))
-    _mean(out.detach(), near.size * far.size, op)
+    _divide(out.detach(), near.size * far.size, op, x)
 
 
 def all_gather(
@@ -170,12 +171,13 @@ def broadcast(near: Group, far: Group, x: Tensor, root: int = 0) -> None:
 
 
 def _inner(op: Op, x: Tensor) -> Op:
-    """What each level does for `op`: the sum, to be divided once, where a sum is not rounded to 16 bits."""
+    """What each level does for `op` on x: the sum, to be divided once, where a sum is not rounded to 16 bits."""
     return "sum" if op == "mean" and x.dtype not in LOW else op
 
 
-def _mean(total: Tensor, ranks: int, op: Op) -> None:
-    if total.dtype not in LOW:
+def _divide(total: Tensor, ranks: int, op: Op, x: Tensor) -> None:
+    """... and what is left to do for a mean at the end. `total` may be wider than x."""
+    if _inner(op, x) != op:
         divide(total, ranks, op)
 
 

@@ -94,11 +94,15 @@ class World:
 
         Time that the machine had no CPU for the ranks does not count (`silence.py`).
         RankTimeout too, within seconds, if all ranks that have not returned stand in collectives in which the others
-        will never join them. KeyboardInterrupt carries where each rank stands as a note.
+        will never join them. KeyboardInterrupt carries where each rank stands as a note. TypeError if fn or an argument
+        cannot be pickled: nothing was called then.
         """
         if not self.alive:
             raise RuntimeError("this world's ranks were stopped: start a new World")
-        message = dumps((fn, args))
+        try:
+            message = dumps((fn, args))
+        except Exception as error:
+            raise TypeError(f"what the ranks are given cannot be pickled: {error}. Make it inside fn") from error
         self.idle = False
         try:
             for pipe in self.pipes:

@@ -118,18 +118,20 @@ def test_six_ranks_sum_within_nodes_first(nodes: int, each: int) -> None:
 
 
 def test_a_mean_is_divided_once_and_one_of_16_bits_does_not_overflow() -> None:
-    def check() -> tuple[Tensor, Tensor]:
+    def check() -> tuple[Tensor, Tensor, Tensor]:
         near, far = levels(2, 2)
         x = given(dist.get_rank(), 1001)
         hierarchy.all_reduce(near, far, x, "mean")
-        large = torch.full((3,), 60000.0, dtype=torch.float16)
+        large, wide = torch.full((12,), 60000.0, dtype=torch.float16), torch.empty(3)
         hierarchy.all_reduce(near, far, large, "mean")
-        return x, large
+        hierarchy.reduce_scatter(near, far, wide, large, "mean")
+        return x, large, wide
 
     g = everyone(4, 1001)
-    for x, large in run(check, ranks=4):
+    for x, large, wide in run(check, ranks=4):
         assert torch.equal(x, ((g[0] + g[1]) + (g[2] + g[3])) / 4)
-        assert torch.equal(large, torch.full((3,), 60000.0, dtype=torch.float16))
+        assert torch.equal(large, torch.full((12,), 60000.0, dtype=torch.float16))
+        assert torch.equal(wide, torch.full((3,), 60000.0))
 
 
 @pytest.mark.parametrize("way", WAYS)
