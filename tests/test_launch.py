@@ -317,6 +317,20 @@ def test_what_cannot_travel_to_the_ranks_is_told_and_they_go_on():
         assert world.call(lambda: 3) == [3]
 
 
+def test_a_call_while_another_is_under_way_is_refused():
+    """It would take the results of the other for its own."""
+    refused = []
+
+    def listen(rank: int, _: object) -> None:
+        with pytest.raises(RuntimeError, match="in another call: wait until it has returned"):
+            world.call(dist.get_rank)
+        refused.append(rank)
+
+    with launch.World(2, device="cpu") as world:
+        assert world.call(lambda: launch.report(1) or 7, on_report=listen) == [7, 7]
+    assert sorted(refused) == [0, 1]
+
+
 def test_sys_exit_in_a_rank_is_an_error():
     with pytest.raises(launch.RankError, match=r"^rank 0 raised SystemExit: 3"):
         launch.run(lambda: sys.exit(3), ranks=1)

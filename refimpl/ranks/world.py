@@ -95,10 +95,12 @@ class World:
         Time that the machine had no CPU for the ranks does not count (`silence.py`).
         RankTimeout too, within seconds, if all ranks that have not returned stand in collectives in which the others
         will never join them. KeyboardInterrupt carries where each rank stands as a note. TypeError if fn or an argument
-        cannot be pickled: nothing was called then.
+        cannot be pickled, RuntimeError if the ranks were stopped or are in a call: nothing was called then.
         """
         if not self.alive:
             raise RuntimeError("this world's ranks were stopped: start a new World")
+        if not self.idle:
+            raise RuntimeError("this world's ranks are in another call: wait until it has returned")
         try:
             message = dumps((fn, args))
         except Exception as error:
