@@ -102,7 +102,7 @@ def reduce_scatter(
 
     `out` may be x's own chunk. ValueError if x is not N times as long as out.
     """
-    _check("reduce_scatter", near, far, whole=x, part=out)
+    checks.parts("two-level reduce_scatter", *_place(near, far), whole=x, part=out)
     checks.reduction("two-level reduce_scatter", op, x, out)
     rows = x.detach().view(far.size, -1)  # [F, L*s]: what each node will have
     mine = rows.new_empty(far.size, out.numel())  # [F, s]: my place's share in each
@@ -119,7 +119,7 @@ def all_gather(
 
     ValueError if out is not N times as long as x.
     """
-    _check("all_gather", near, far, whole=out, part=x)
+    checks.parts("two-level all_gather", *_place(near, far), whole=out, part=x)
     checks.tensors("two-level all_gather", x=x, out=out)
     rows = out.detach().view(far.size, -1)  # [F, L*s]
     mine = rows.new_empty(far.size, x.numel())  # [F, s]
@@ -141,9 +141,8 @@ def all_to_all(
 
     Uneven parts take one small near exchange more: a rank learns what its neighbours will hand it to send on.
     """
-    ranks, nodes, each = near.size * far.size, far.size, near.size
+    (rank, ranks), nodes, each = _place(near, far), far.size, near.size
     checks.tensors("two-level all_to_all", x=x, out=out)
-    rank = far.rank * each + near.rank
     checks.splits("two-level all_to_all", rank, ranks, x=(x, in_splits), out=(out, out_splits))
     given = in_splits or [x.shape[0] // ranks] * ranks
     taken = out_splits or [out.shape[0] // ranks] * ranks
@@ -181,9 +180,6 @@ def _divide(total: Tensor, ranks: int, op: Op, x: Tensor) -> None:
         divide(total, ranks, op)
 
 
-def _check(call: str, near: Group, far: Group, whole: Tensor, part: Tensor) -> None:
-    ranks = near.size * far.size
-    if whole.numel() != part.numel() * ranks:
-        raise ValueError(
-            f"two-level {call}: {whole.numel()} elements are not {far.size} nodes x {near.size} ranks x {part.numel()}"
-        )
+def _place(near: Group, far: Group) -> tuple[int, int]:
+    """(this rank's number among all, how many these are)."""
+    return far.rank * near.size + near.rank, far.size * near.size

@@ -127,7 +127,7 @@ class ByLevels(Transport):
 
     def trim(self) -> None:
         for group in (self.near, self.far, self.flat):
-            self._behind.call(lambda group=group: group.transport.trim())  # type: ignore[misc]
+            self._behind.call(group.trim)
 
 
 def two_level(group: Group, near: int | None = None, choose: Choose | None = None) -> Group:
