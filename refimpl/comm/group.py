@@ -11,9 +11,9 @@ Traffic a rank sends for a buffer of n bytes on N ranks (counted in the group's 
 
 How the bytes travel is the business of a `Transport`. On NCCL these are the library's own. Ranks of one host read each
 other's memory (see `shared.py`). On gloo the reductions and the all-gather are composed (see `collectives.py`), which
-is faster than gloo's own. These two add the ranks' contributions in rank order, so that every strategy built on them
-gives the same bits; `deterministic=True` asks for it on NCCL too. The bytes charged are the algorithm's, whatever the
-way.
+is faster than gloo's own. Both ways, memory and gloo, add the ranks' contributions in rank order, so that every
+strategy built on them gives the same bits; `deterministic=True` asks for it on NCCL too. The bytes charged are the
+algorithm's, whatever the way.
 DeepSpeed's counterpart: deepspeed/comm/comm.py, which keeps one global backend instead.
 """
 
@@ -177,8 +177,8 @@ class Group(Control):
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
         """x [N*s] on every rank -> out [s]: this rank's chunk of the sum, mean or maximum.
 
-        `out` may be x's own chunk, or of a wider dtype. x must stay untouched until the work is done. ValueError if sizes
-        do not fit.
+        `out` may be x's own chunk, or of a wider dtype. x must stay untouched until the work is done. ValueError if
+        sizes do not fit.
         """
         if x.numel() != out.numel() * self.size:
             raise ValueError(f"reduce_scatter: x has {x.numel()} elements, out {out.numel()}, ranks {self.size}")

@@ -177,7 +177,7 @@ def test_a_tree_between_nodes() -> None:
 def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
     def check() -> None:
         near, far = levels(2, 1)
-        with pytest.raises(ValueError, match="on rank .: 5 elements are not 2 ranks x 2"):
+        with pytest.raises(ValueError, match=r"on rank .: 5 elements are not 2 ranks x 2"):
             hierarchy.reduce_scatter(near, far, torch.empty(2), torch.empty(5))
         with pytest.raises(ValueError, match="two-level all_gather"):
             hierarchy.all_gather(near, far, torch.empty(5), torch.empty(2))
