@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,14 @@ def test_results_come_in_rank_order(ranks: int):
     results = launch.run(sum_of_ranks, 10, ranks=ranks)
     assert [rank for rank, _ in results] == list(range(ranks))
     assert all(x.item() == 10 * ranks + sum(range(ranks)) for _, x in results)
+
+
+def test_worlds_may_start_in_several_threads():
+    """Each hides `__main__` from its ranks for a moment; afterwards it is there again."""
+    main = sys.modules["__main__"]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda i: launch.run(lambda: i), range(6))) == [[i, i] for i in range(6)]
+    assert sys.modules["__main__"] is main
 
 
 def test_every_world_is_new():

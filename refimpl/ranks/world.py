@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import types
 import weakref
@@ -34,6 +35,7 @@ OnReport = Callable[[int, Any], object]
 OnOutput = Callable[[int, str, str], object]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+_HIDING = threading.Lock()  # of `__main__`: of two threads that did it at once one would bring back the other's
 _ALONE = 1.0  # seconds between two looks at ranks that wait while others have returned
 _TOGETHER = 5.0  # ... at ranks that all wait
 _START = 120.0  # seconds a world may take to start: the very first waits until the server has imported torch
@@ -245,9 +247,10 @@ def _print(rank: int, stream: str, text: str) -> None:
 @contextmanager
 def _without_main() -> Iterator[None]:
     """Hide `__main__`, which multiprocessing would import again in each rank."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with _HIDING:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
