@@ -55,7 +55,8 @@ def run(
     What the ranks print appears on this process's stdout and stderr. No rank outlives the call.
 
     Raises RankError (see there), RankDied, RankTimeout (within seconds, too, when ranks wait in a collective for one
-    that has returned); ValueError for ranks < 1; RuntimeError for "cuda" without GPU.
+    that has returned); ValueError for ranks < 1 or another device; TypeError for what cannot be
+    pickled, in fn or args; RuntimeError for "cuda" without GPU.
     """
     with World(ranks, device=device, threads=threads) as world:
         return world.call(fn, *args, timeout=timeout, on_report=on_report)
@@ -84,8 +85,8 @@ def join(
     rank becomes gloo, with a warning. RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are set afterwards.
     The group is destroyed at exit. Nothing happens where the ranks are joined already, as inside `run`.
 
-    Raises RuntimeError if no launcher started this process, or if nobody says where to meet; ValueError for a backend
-    or a device that there is not.
+    Raises RuntimeError if no launcher started this process, if nobody says where to meet, or for "cuda" without GPU;
+    ValueError for another backend or device, for half a place, and for a rank that is not below world_size.
     """
     if backend not in (None, "nccl", "gloo"):
         raise ValueError(f"backend must be 'nccl' or 'gloo', not {backend!r}")
@@ -101,18 +102,18 @@ def _place(rank: int | None, world_size: int | None) -> environment.Place:
     """This process's place in its job: what it was told, else what the launcher says."""
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank and world_size go together: got rank={rank}, world_size={world_size}")
-    found = environment.find(certain=False)
-    if rank is not None and world_size is not None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be from 0 to {world_size - 1}, not {rank}")
-        same = found is not None and (found.rank, found.size) == (rank, world_size)
-        return found if same and found else environment.Place("you", rank, world_size, None, None, "")
-    if found is None:
+    place = environment.find(certain=False)
+    known = (place.rank, place.size) if place else None
+    if rank is not None and world_size is not None and known != (rank, world_size):
+        place = environment.Place("you", rank, world_size, None, None, "")
+    if place is None:
         raise RuntimeError(
             "join() needs the environment that torchrun sets: torchrun --nproc-per-node 2 script.py; or srun, or "
             "mpirun; by hand: export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
-    return found
+    if not 0 <= place.rank < place.size:
+        raise ValueError(f"rank must be from 0 to {place.size - 1}, for {place.size} ranks, not {place.rank}")
+    return place
 
 
 def _leave() -> None:

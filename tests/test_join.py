@@ -221,6 +221,14 @@ def test_join_and_connect_inside_run_change_nothing() -> None:
     assert launch.run(work) == [(2, 2, True)] * 2
 
 
+def test_a_rank_that_its_job_has_not_is_refused_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_hand = {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in by_hand.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="rank must be from 0 to 1, for 2 ranks, not 2"):
+        launch.join("cpu", timeout=1)
+
+
 @pytest.mark.parametrize(("rank", "world_size"), [(0, None), (None, 2), (2, 2), (-1, 2)])
 def test_half_a_place_or_one_outside_is_refused(rank: int | None, world_size: int | None) -> None:
     with pytest.raises(ValueError, match="rank"):

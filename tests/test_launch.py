@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,14 @@ def test_results_come_in_rank_order(ranks: int):
     results = launch.run(sum_of_ranks, 10, ranks=ranks)
     assert [rank for rank, _ in results] == list(range(ranks))
     assert all(x.item() == 10 * ranks + sum(range(ranks)) for _, x in results)
+
+
+def test_worlds_may_start_in_several_threads():
+    """Each hides `__main__` from its ranks for a moment; afterwards it is there again."""
+    main = sys.modules["__main__"]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda i: launch.run(lambda: i), range(6))) == [[i, i] for i in range(6)]
+    assert sys.modules["__main__"] is main
 
 
 def test_every_world_is_new():
@@ -307,6 +316,28 @@ def test_an_exception_that_cannot_be_pickled_is_still_told():
 def test_a_result_that_cannot_be_pickled_names_the_rank():
     with pytest.raises(launch.RankError, match=r"^rank 1 raised TypeError: fn's result, a lock, cannot be pickled"):
         launch.run(lambda: threading.Lock() if dist.get_rank() == 1 else None)
+
+
+def test_what_cannot_travel_to_the_ranks_is_told_and_they_go_on():
+    lock = threading.Lock()
+    with launch.World(1, device="cpu") as world:
+        with pytest.raises(TypeError, match=r"what the ranks are given cannot be pickled: .*lock.* Make it inside fn"):
+            world.call(lambda: lock)
+        assert world.call(lambda: 3) == [3]
+
+
+def test_a_call_while_another_is_under_way_is_refused():
+    """It would take the results of the other for its own."""
+    refused = []
+
+    def listen(rank: int, _: object) -> None:
+        with pytest.raises(RuntimeError, match="in another call: wait until it has returned"):
+            world.call(dist.get_rank)
+        refused.append(rank)
+
+    with launch.World(2, device="cpu") as world:
+        assert world.call(lambda: launch.report(1) or 7, on_report=listen) == [7, 7]
+    assert sorted(refused) == [0, 1]
 
 
 def test_sys_exit_in_a_rank_is_an_error():

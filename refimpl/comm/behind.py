@@ -13,6 +13,8 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
+import torch
+
 Job = Callable[[], list[Any]]  # returns the transfers that it has started and not waited for
 
 
@@ -21,6 +23,7 @@ class Task:
 
     def __init__(self, job: Job) -> None:
         self._job: Job | None = job
+        self._inference = torch.is_inference_mode_enabled()  # of its caller: each thread is in one or not
         self._over = threading.Event()
         self._left: list[Any] = []
         self._error: BaseException | None = None
@@ -30,7 +33,8 @@ class Task:
         job, self._job = self._job, None
         try:
             assert job is not None
-            self._left = job()
+            with torch.inference_mode(self._inference):
+                self._left = job()
         except BaseException as error:
             self._error = error
         self._over.set()

@@ -21,7 +21,7 @@ from refimpl.comm.alpha_beta import AlphaBeta
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds from the first gradient's forward to the last bucket's sum, and those in which nothing is computed."""
+    """Seconds from where computing begins to the last bucket's sum, and those of them in which nothing is computed."""
 
     seconds: float
     exposed: float

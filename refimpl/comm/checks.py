@@ -13,6 +13,8 @@ def tensors(call: str, **given: Tensor | list[Tensor]) -> None:
     first = dtype = None
     for name, value in given.items():
         for tensor in value if isinstance(value, list) else (value,):
+            if tensor.layout is not torch.strided:
+                raise ValueError(f"{call}: {name} is {tensor.layout}, not one piece of memory: pass {name}.to_dense()")
             if not tensor.is_contiguous():
                 shape = tuple(tensor.shape)
                 raise ValueError(f"{call}: {name} {shape} is not contiguous in memory: pass {name}.contiguous()")

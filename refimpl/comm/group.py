@@ -11,9 +11,9 @@ Traffic a rank sends for a buffer of n bytes on N ranks (counted in the group's 
 
 How the bytes travel is the business of a `Transport`. On NCCL these are the library's own. Ranks of one host read each
 other's memory (see `shared.py`). On gloo the reductions and the all-gather are composed (see `collectives.py`), which
-is faster than gloo's own. These two add the ranks' contributions in rank order, so that every strategy built on them
-gives the same bits; `deterministic=True` asks for it on NCCL too. The bytes charged are the algorithm's, whatever the
-way.
+is faster than gloo's own. Both ways, memory and gloo, add the ranks' contributions in rank order, so that every
+strategy built on them gives the same bits; `deterministic=True` asks for it on NCCL too. The bytes charged are the
+algorithm's, whatever the way.
 DeepSpeed's counterpart: deepspeed/comm/comm.py, which keeps one global backend instead.
 """
 
@@ -58,9 +58,11 @@ class Group(Control):
         `streams`: what orders the device's work, a GPU's own by default. `transport`: one, or "gloo" or "shared" for
         tensors on the CPU; by default what REFIMPL_TRANSPORT says, else shared memory if all ranks are on one host,
         else gloo. They find out at the group's first collective, which returns when all have come. ValueError for
-        another, RuntimeError for "shared" where it cannot be. `link`: a slow one between its ranks (see `link.py`); by
-        default what REFIMPL_LINK says, else none.
+        another, and for a handle that this rank is not in; RuntimeError for "shared" where it cannot be. `link`: a
+        slow one between its ranks (see `link.py`); by default what REFIMPL_LINK says, else none.
         """
+        if isinstance(handle, int):  # torch's GroupMember.NON_GROUP_MEMBER
+            raise ValueError(f"rank {dist.get_rank()} is not in this process group: let its members alone make a Group")
         self.device = device or device_of(handle)
         self.backend = backend_of(handle, self.device)
         self.streams = streams or streams_of(self.device)
@@ -175,7 +177,8 @@ class Group(Control):
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
         """x [N*s] on every rank -> out [s]: this rank's chunk of the sum, mean or maximum.
 
-        `out` may be x's own chunk. x must stay untouched until the work is done. ValueError if sizes do not fit.
+        `out` may be x's own chunk, or of a wider dtype. x must stay untouched until the work is done. ValueError if
+        sizes do not fit.
         """
         if x.numel() != out.numel() * self.size:
             raise ValueError(f"reduce_scatter: x has {x.numel()} elements, out {out.numel()}, ranks {self.size}")
@@ -191,9 +194,10 @@ class Group(Control):
 
         ValueError if sizes do not fit.
         """
-        whole = out.numel() if isinstance(out, Tensor) else sum(chunk.numel() for chunk in out)
-        if whole != x.numel() * self.size or (isinstance(out, list) and any(c.numel() != x.numel() for c in out)):
-            raise ValueError(f"all_gather: out has {whole} elements, x {x.numel()}, ranks {self.size}")
+        sizes = [out.numel()] if isinstance(out, Tensor) else [chunk.numel() for chunk in out]
+        if sizes != ([x.numel() * self.size] if isinstance(out, Tensor) else [x.numel()] * self.size):
+            has = " + ".join(map(str, sizes))
+            raise ValueError(f"all_gather: out has {has} elements, x {x.numel()}, ranks {self.size}")
         checks.tensors("all_gather", x=x, out=out)
         flat = (
             out.detach().view(self.size, -1).unbind() if isinstance(out, Tensor) else [c.detach().view(-1) for c in out]
@@ -214,7 +218,10 @@ class Group(Control):
         async_op: bool = False,
         tag: str = "",
     ) -> Work:
-        """Rank r's chunk i of x becomes rank i's chunk r of out. Splits count rows of dimension 0; equal by default."""
+        """Rank r's chunk i of x becomes rank i's chunk r of out. Splits count rows of dimension 0; equal by default.
+
+        Either no rank gives splits, or each gives some: of the rows that it sends, that it receives, or both.
+        """
         checks.tensors("all_to_all", x=x, out=out)
         kept = checks.splits("all_to_all", self.rank, self.size, x=(x, in_splits), out=(out, out_splits))
         sent = (x.numel() - kept) * x.element_size()
@@ -283,7 +290,8 @@ class Group(Control):
         """The messages to and from every other rank of an all-to-all in uneven parts."""
         parts: list[Part] = []
         for mine, splits, sent in ((x, in_splits, True), (out, out_splits, False)):
-            for other, rows in enumerate(mine.split(splits or mine.shape[0] // self.size)):  # type: ignore[no-untyped-call]
+            equal = [mine.shape[0] // self.size] * self.size
+            for other, rows in enumerate(mine.split(splits or equal)):  # type: ignore[no-untyped-call]
                 if other != self.rank:
                     parts.append(((self.rank, other) if sent else (other, self.rank), _words(rows)))
         return parts

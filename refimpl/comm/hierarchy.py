@@ -9,7 +9,8 @@ ranks that have its place in every node: the two axes of a mesh `Mesh({"far": F,
     all_to_all       near, to the rank that has the receiver's place; it sends on what the whole node has for a far one
     broadcast        far, along the line of the root; then near
 
-Traffic a rank, n bytes: near + far together are the flat collective's. Far it is the share that counts:
+Traffic a rank, n bytes: near + far together are the flat collective's (an all-to-all's rows go twice, near and far). It
+is the far share that counts:
 
                      near                far                  a node sends in all    a flat ring's node sends
     all_reduce       2n(L-1)/L           2(n/L)(F-1)/F        2n(F-1)/F              2n(N-1)/N
@@ -81,7 +82,7 @@ def all_reduce(
     part = whole.view(near.size, -1)[near.rank]  # [n/L]
     within.reduce_scatter(near, part, whole, _inner(op, x))
     between.all_reduce(far, part, _inner(op, x))
-    _mean(part, near.size * far.size, op)
+    _divide(part, near.size * far.size, op, x)
     within.all_gather(near, whole, part)
     if uneven:
         flat.copy_(whole[:n])
@@ -101,14 +102,14 @@ def reduce_scatter(
 
     `out` may be x's own chunk. ValueError if x is not N times as long as out.
     """
-    _check("reduce_scatter", near, far, whole=x, part=out)
+    checks.parts("two-level reduce_scatter", *_place(near, far), whole=x, part=out)
     checks.reduction("two-level reduce_scatter", op, x, out)
     rows = x.detach().view(far.size, -1)  # [F, L*s]: what each node will have
     mine = rows.new_empty(far.size, out.numel())  # [F, s]: my place's share in each
     for row, share in zip(rows, mine, strict=True):
         within.reduce_scatter(near, share, row, _inner(op, x))
     between.reduce_scatter(far, out.detach().view(-1), mine.view(-1), _inner(op, x))
-    _mean(out.detach(), near.size * far.size, op)
+    _divide(out.detach(), near.size * far.size, op, x)
 
 
 def all_gather(
@@ -118,7 +119,7 @@ def all_gather(
 
     ValueError if out is not N times as long as x.
     """
-    _check("all_gather", near, far, whole=out, part=x)
+    checks.parts("two-level all_gather", *_place(near, far), whole=out, part=x)
     checks.tensors("two-level all_gather", x=x, out=out)
     rows = out.detach().view(far.size, -1)  # [F, L*s]
     mine = rows.new_empty(far.size, x.numel())  # [F, s]
@@ -140,9 +141,8 @@ def all_to_all(
 
     Uneven parts take one small near exchange more: a rank learns what its neighbours will hand it to send on.
     """
-    ranks, nodes, each = near.size * far.size, far.size, near.size
+    (rank, ranks), nodes, each = _place(near, far), far.size, near.size
     checks.tensors("two-level all_to_all", x=x, out=out)
-    rank = far.rank * each + near.rank
     checks.splits("two-level all_to_all", rank, ranks, x=(x, in_splits), out=(out, out_splits))
     given = in_splits or [x.shape[0] // ranks] * ranks
     taken = out_splits or [out.shape[0] // ranks] * ranks
@@ -170,18 +170,16 @@ def broadcast(near: Group, far: Group, x: Tensor, root: int = 0) -> None:
 
 
 def _inner(op: Op, x: Tensor) -> Op:
-    """What each level does for `op`: the sum, to be divided once, where a sum is not rounded to 16 bits."""
+    """What each level does for `op` on x: the sum, to be divided once, where a sum is not rounded to 16 bits."""
     return "sum" if op == "mean" and x.dtype not in LOW else op
 
 
-def _mean(total: Tensor, ranks: int, op: Op) -> None:
-    if total.dtype not in LOW:
+def _divide(total: Tensor, ranks: int, op: Op, x: Tensor) -> None:
+    """... and what is left to do for a mean at the end. `total` may be wider than x."""
+    if _inner(op, x) != op:
         divide(total, ranks, op)
 
 
-def _check(call: str, near: Group, far: Group, whole: Tensor, part: Tensor) -> None:
-    ranks = near.size * far.size
-    if whole.numel() != part.numel() * ranks:
-        raise ValueError(
-            f"two-level {call}: {whole.numel()} elements are not {far.size} nodes x {near.size} ranks x {part.numel()}"
-        )
+def _place(near: Group, far: Group) -> tuple[int, int]:
+    """(this rank's number among all, how many these are)."""
+    return far.rank * near.size + near.rank, far.size * near.size

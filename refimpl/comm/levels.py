@@ -9,8 +9,9 @@ some seconds, and takes for each collective and size what the alpha-beta model s
 
 Bits: those of `hierarchy.py`, (g0 + g1) + (g2 + g3), the same in every run, on every rank, and in DDP and all ZeRO
 stages: an all-reduce and a reduce-scatter add an element in one order. They are not the bits of one process that adds
-micro-batches in rank order, unless each node or all of the job is one rank. `measured` may choose other algorithms for
-other sizes, each with its own order: the same in every run in which the measurement leads to the same choices.
+micro-batches in rank order, unless there is one level only: nodes of one rank, or one node of all. `measured` may
+choose other algorithms for other sizes, each with its own order: the same in every run in which the measurement leads
+to the same choices.
 
 The bytes in the group's ledger are those of its flat collectives, which the two levels together send too (see
 `hierarchy.py`; an all-to-all's take two hops). What went near and what far is in the ledgers of `near` and `far`.
@@ -126,7 +127,7 @@ class ByLevels(Transport):
 
     def trim(self) -> None:
         for group in (self.near, self.far, self.flat):
-            self._behind.call(lambda group=group: group.transport.trim())  # type: ignore[misc]
+            self._behind.call(group.trim)
 
 
 def two_level(group: Group, near: int | None = None, choose: Choose | None = None) -> Group:

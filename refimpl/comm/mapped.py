@@ -35,7 +35,7 @@ class Mapped:
         if view is None:
             offset, size = place
             if not size:
-                return torch.empty(0, dtype=dtype)
+                return torch.empty(0, dtype=dtype, device="cpu")  # whatever the default device is
             view = torch.frombuffer(self._map, dtype=dtype, count=size // dtype.itemsize, offset=offset)
             if len(self._views) == VIEWS:
                 self._views.clear()

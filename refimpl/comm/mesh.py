@@ -9,8 +9,8 @@
                               rank 1's data group: ranks 1, 4 (same model coordinate)
 
 Every strategy that combines parallel axes asks for its own line: `mesh.group("data")` averages gradients while
-`mesh.group("model")` sums partial products. The last axis should be the one that sends
-most: its ranks have consecutive numbers, so they share a node, where links are fastest.
+`mesh.group("model")` sums partial products. The last axis should be the one that sends most: its ranks have consecutive
+numbers, so they share a node, where links are fastest.
 Several axes make one group too: `mesh.group("data", "model")` is the plane through this rank.
 Two meshes, or two axes, whose lines are the same ranks share torch's process group for them (`process_group.of_rows`).
 torch: torch/distributed/device_mesh.py. DeepSpeed: deepspeed/runtime/pipe/topology.py (ProcessTopology) and

@@ -22,7 +22,10 @@ class Native(Library):
         yield lambda: self.begin(dist.all_reduce, x, self._op(op))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Steps:
-        yield lambda: self.begin(_current("reduce_scatter"), out, x, self._op(op))
+        there = out if out.dtype == x.dtype else x.new_empty(out.numel())  # the library converts nothing
+        yield lambda: self.begin(_current("reduce_scatter"), there, x, self._op(op))
+        if there is not out:
+            out.copy_(there)
 
     def all_gather(self, chunks: list[Tensor], x: Tensor) -> Steps:
         if (whole := joined(chunks)) is not None:

@@ -1,11 +1,11 @@
 """Patience: a transfer that takes long is waited for in short pieces, and between them others may be asked why.
 
 Ranks that went different ways wait for each other for ever, inside a library that can not be told to stop. So a rank
-does not sleep in there: after half a second, and every tenth after that, it looks up. Whoever knows more (the roll call
-of ZeRO-3) is asked then, with the number of the collective that is waited for, and may raise. Where nobody knows (the
-others may be in a call of torch's own, which is not seen here) it waits on, and after half a minute a line on stderr
-says for what. A wait that ends in time costs nothing. Only transfers for which the host waits come here: NCCL's are
-ordered by streams, and the host meets them where it reads a number, see `Group.settle`.
+does not sleep in there: after half a second it looks up, and again after a tenth, later after half a second at most.
+Whoever knows more (the roll call of ZeRO-3) is asked then, with the number of the collective that is waited for, and
+may raise. Where nobody knows (the others may be in a call of torch's own, which is not seen here) it waits on, and
+after half a minute a line on stderr says for what. A wait that ends in time costs nothing. Only transfers for which the
+host waits come here: NCCL's are ordered by streams, and the host meets them where it reads a number (`Group.settle`).
 """
 
 import math
@@ -41,7 +41,7 @@ class Patience:
             raise self.lost
 
     def wait(self, handle: Any, number: int, tell: Callable[[float], None]) -> None:
-        """Return when the transfer `handle` of collective `number` is done. Is it `late`, `tell` hears so, once."""
+        """Return when the transfer `handle` of collective `number` is done. If it is `late`, `tell` hears so, once."""
         self.refuse_lost()
         began, seconds, told = time.monotonic(), self.stall if self.ask else self.late, False
         while not _is_done_within(handle, seconds):

@@ -139,9 +139,8 @@ class Route:
 
     def trim(self) -> None:
         """Give back the buffers that were kept, with no collective under way. On every rank."""
-        self.direct.trim()
-        if self.collectives is not self.direct:
-            self.collectives.trim()
+        for way in dict.fromkeys((self.present, self.direct)):
+            way.trim()
 
     def counted(self, steps: Steps, cross: Callable[[int], None]) -> Steps:
         """The same steps, where there are cables; `cross` is told the bytes that each sends over them."""

@@ -12,8 +12,8 @@ waiting in between, so that a cable is never idle: what a message of these takes
 (`level_model.crowd`). Two ranks of a node that send to two others tell how many cables there are.
 
 N ranks: N(N-1)/2 pairs one after another, each a fraction of a second.
-nccl-tests and NCCL's own search (src/graph/topo.cc reads PCI and NVLink from the system) ask the hardware; this asks
-the clock, so it sees what is throttled in software too.
+NCCL's own search asks the hardware (src/graph/topo.cc reads PCI and NVLink from the system); this asks the clock, as
+nccl-tests do, so it sees what is throttled in software too.
 """
 
 import math

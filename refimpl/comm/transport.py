@@ -44,7 +44,7 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Steps:
-        """x [N*s] -> out [s], this rank's chunk of the reduction. `out` may be that chunk of x."""
+        """x [N*s] -> out [s], this rank's chunk of the reduction. `out` may be that chunk of x, or of a wider dtype."""
 
     @abstractmethod
     def all_gather(self, chunks: list[Tensor], x: Tensor) -> Steps:

@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 
 def parent(rank: int, size: int) -> int | None:
-    """In the first tree, whose root is 0: below 8 ranks 4, below that 2 and 6, and the odd ranks are leaves."""
+    """In the first tree, whose root is 0. Of 8 ranks 4 is below it, 2 and 6 are below 4, the odd ones are leaves."""
     if rank == 0:
         return None
     bit = rank & -rank  # the lowest set bit: how high this rank stands

@@ -49,7 +49,7 @@ class Work:
         self.lane, self.timed, self._holds, self._waited = lane, timed, holds, waited
         self.begun_at: Event = None
         self.done_at: Event = None
-        self.is_done, self.begun = False, 0  # begun: steps so far
+        self.is_done = False
         self.held: list[tuple[int, int]] = []  # from when to when, in ns, its caller stood still for it
         if lane is None:
             self._next()
@@ -75,7 +75,6 @@ class Work:
         for handle in handles:
             handle.wait()
         for phase in self._steps:
-            self.begun += 1
             self._handles = phase()
             if self._handles:
                 return

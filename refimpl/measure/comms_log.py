@@ -4,13 +4,13 @@ Two bandwidths, in Gbit/s, from a message of n bytes that took t on N ranks:
 
     op                            algbw (tput) x t    busbw x t
     all_reduce                    2 n                 2 n (N-1)/N
-    reduce_scatter, all_gather    N n                 n (N-1)
-    all_to_all                    n                   n (N-1)/N
+    all_gather                    N n                 n (N-1)
+    reduce_scatter, all_to_all    n                   n (N-1)/N
     messages, broadcast, ...      n                   n
 
 algbw is what the caller gets; busbw what a link carries for it, to be held against the hardware. n is the tensor that
-the call was given: of an all-gather this rank's part, of a reduce-scatter the whole, for which DeepSpeed's formula, and
-so this one, says N times too much. The table, its bytes and its averages are DeepSpeed's; a latency here is the call's
+the call was given: of an all-gather this rank's part, of a reduce-scatter the whole. (DeepSpeed to 0.19.8 takes it for
+a part, and says N times too much.) The table, its bytes and its averages are DeepSpeed's; a latency here is the call's
 own, where DeepSpeed (0.19) enters the sum of all calls of that name so far.
 DeepSpeed's file: deepspeed/utils/comms_logging.py. nccl-tests: doc/PERFORMANCE.md.
 """
@@ -22,9 +22,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-GATHERS = ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
+GATHERS = ("all_gather", "all_gather_into_tensor")
 REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "inference_all_reduce")
-EXCHANGES = ("all_to_all", "all_to_all_single")
+EXCHANGES = ("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single")
 MESSAGES = ("send", "recv", "isend", "irecv")
 PLAIN = (*MESSAGES, "broadcast", "reduce", "gather", "scatter", "barrier", "monitored_barrier")
 UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")

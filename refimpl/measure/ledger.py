@@ -129,23 +129,21 @@ class Ledger:
 
     def sent_bytes(self, by: Literal["op", "tag"] = "op") -> dict[str, int]:
         """Bytes this rank sent, summed by collective or by tag."""
-        sums: Counter[str] = Counter()
-        for (op, tag), total in self._totals.items():
-            sums[tag if by == "tag" else op] += total.sent_bytes
-        return dict(sums)
+        return self._summed(by, lambda total: total.sent_bytes)
 
     def crossed_bytes(self, by: Literal["op", "tag"] = "op") -> dict[str, int]:
         """Bytes this rank sent over slow links, summed by collective or by tag; without those that sent none there."""
-        sums: Counter[str] = Counter()
-        for (op, tag), total in self._totals.items():
-            sums[tag if by == "tag" else op] += total.crossed_bytes
+        sums = self._summed(by, lambda total: total.crossed_bytes)
         return {name: size for name, size in sums.items() if size}
 
     def calls(self, by: Literal["op", "tag"] = "op") -> dict[str, int]:
         """Number of collectives started, by collective or by tag."""
+        return self._summed(by, lambda total: total.calls)
+
+    def _summed(self, by: Literal["op", "tag"], count: Callable[[Total], int]) -> dict[str, int]:
         sums: Counter[str] = Counter()
         for (op, tag), total in self._totals.items():
-            sums[tag if by == "tag" else op] += total.calls
+            sums[tag if by == "tag" else op] += count(total)
         return dict(sums)
 
     def table(self) -> "pd.DataFrame":

@@ -121,23 +121,26 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._made = made
         self._depth = 0  # of modules whose forward is running
-        self._hooks: list[Any] = []
+        self._hooks: list[list[Any]] = []  # of each `with` that is open
 
     def __enter__(self) -> "_Watch":
         # Gradients enabled is not the whole of forward: an autograd.Function, a reentrant checkpoint and evaluation
         # compute with gradients disabled, inside some module's forward.
-        self._hooks = [
-            register_module_forward_pre_hook(lambda *_: self._enter_module(+1)),
-            register_module_forward_hook(lambda *_: self._enter_module(-1), always_call=True),
-        ]
+        self._hooks.append(
+            [
+                register_module_forward_pre_hook(lambda *_: self._enter_module(+1)),
+                register_module_forward_hook(lambda *_: self._enter_module(-1), always_call=True),
+            ]
+        )
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:
+        for hook in self._hooks.pop():
             hook.remove()
-        self._depth = 0
+        if not self._hooks:
+            self._depth = 0
 
     def _enter_module(self, by: int) -> None:
         self._depth += by

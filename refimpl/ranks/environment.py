@@ -66,16 +66,19 @@ class Place:
 
 
 def find(environ: Mapping[str, str] = os.environ, *, certain: bool = True) -> Place | None:
-    """This process's place, None if no launcher started it. `certain=False` believes what a batch script sees too."""
+    """This process's place, None if no launcher started it. `certain=False` believes what a batch script sees too.
+
+    ValueError, which names the variable, where a number is needed and is none.
+    """
     for launcher in LAUNCHERS:
         needed = [name for name in (launcher.rank, launcher.size, launcher.also) if name]
         if all(environ.get(name) for name in needed) and (launcher.certain or not certain):
-            local_rank, local_size = environ.get(launcher.local_rank), environ.get(launcher.local_size)
+            local_size = environ.get(launcher.local_size)
             return Place(
                 launcher.name,
-                int(environ[launcher.rank]),
-                int(environ[launcher.size]),
-                int(local_rank) if local_rank else None,
+                _number(launcher.rank, environ),
+                _number(launcher.size, environ),
+                _number(launcher.local_rank, environ) if environ.get(launcher.local_rank) else None,
                 _here(local_size, environ) if local_size else None,
                 " ".join(environ[name] for name in launcher.job if name in environ) or f"parent {os.getppid()}",
                 _first(environ.get(launcher.nodes, "")) or None,
@@ -105,8 +108,9 @@ def meeting_point(place: Place, environ: Mapping[str, str] = os.environ) -> str:
 
 def several(environ: Mapping[str, str] = os.environ) -> int:
     """How many ranks this process is one of, as far as its environment says; 1 if it says nothing."""
-    place = find(environ)
-    return place.size if place else int(environ.get("WORLD_SIZE") or 1)
+    if place := find(environ):
+        return place.size
+    return _number("WORLD_SIZE", environ) if environ.get("WORLD_SIZE") else 1
 
 
 def expect_alone(environ: Mapping[str, str] = os.environ) -> None:
@@ -124,6 +128,13 @@ def without_place(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without what a launcher said of this process: for ranks that this process starts."""
     said = {name for launcher in LAUNCHERS for name in (launcher.rank, launcher.local_rank)} | {"REFIMPL_BOARD"}
     return {k: v for k, v in environ.items() if k not in said and not k.startswith(("MASTER_", "TORCHELASTIC_"))}
+
+
+def _number(name: str, environ: Mapping[str, str]) -> int:
+    """What a variable says. ValueError, which names it, if that is no number of 0 or more."""
+    if not environ[name].strip().isdecimal():
+        raise ValueError(f"{name}={environ[name]}: a number of 0 or more is needed")
+    return int(environ[name])
 
 
 def _here(tasks: str, environ: Mapping[str, str]) -> int | None:

@@ -27,7 +27,10 @@ class RankDied(RankError):
 
 
 class RankTimeout(RankError):
-    """No rank gave a result or a report for `timeout` seconds. The text says where each rank stands."""
+    """No rank gave a result or a report for `timeout` seconds, or all wait in collectives that others never enter.
+
+    The text says where each rank stands.
+    """
 
 
 @dataclass(frozen=True)

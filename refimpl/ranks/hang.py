@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-TORCH = str(Path(torch.__file__).parent)
-REFIMPL = str(Path(__file__).parents[1])
-_COMM = (str(Path(REFIMPL) / "comm"), str(Path(TORCH) / "distributed"))
+# Folders, with the slash behind them: torchvision does not lie in torch.
+TORCH, REFIMPL = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
+_COMM = f"{REFIMPL}comm/", f"{TORCH}distributed/"
 # What runs the reader's code, not the reader's: "<string>" is the fork server.
-_LAUNCHER = (*(str(Path(REFIMPL) / name) for name in ("ranks", "grading")), "<string>")
+_LAUNCHER = f"{REFIMPL}ranks/", f"{REFIMPL}grading/", "<string>"
 _STDLIB, _SITE = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")  # the one may lie in the other
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 

@@ -99,7 +99,10 @@ def hostfile(path: Path) -> dict[str, int]:
 
 
 def chosen(asked: argparse.Namespace, count: int) -> list[int] | None:
-    """The GPUs of this machine that --include or --exclude leave of `count`, None if neither is given."""
+    """The GPUs of this machine that --include or --exclude leave of `count`, None if neither is given.
+
+    ValueError for other machines, for GPUs that there are not, and if none is left.
+    """
     if not (asked.include or asked.exclude):
         return None
     if (asked.include and asked.exclude) or asked.num_gpus > 0 or asked.num_nodes > 0:
@@ -109,6 +112,8 @@ def chosen(asked: argparse.Namespace, count: int) -> list[int] | None:
     if host not in _HERE or "@" in numbers or not all(n.isdigit() for n in numbers.split(",") if numbers):
         raise ValueError(f"{name} {asked.include or asked.exclude!r}: write this machine's GPUs, such as localhost:0,2")
     named = [int(n) for n in numbers.split(",")] if numbers else list(range(count))
+    if torch.cuda.device_count() and max(named) >= count:
+        raise ValueError(f"{name} {asked.include or asked.exclude!r}: this machine has {count} GPUs, 0 to {count - 1}")
     left = named if asked.include else [gpu for gpu in range(count) if gpu not in named]
     if not left or len(set(left)) != len(left):
         raise ValueError(f"{name} {asked.include or asked.exclude!r} leaves {left} of {count} GPUs: name each once")

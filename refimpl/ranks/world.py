@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import types
 import weakref
@@ -34,6 +35,7 @@ OnReport = Callable[[int, Any], object]
 OnOutput = Callable[[int, str, str], object]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+_HIDING = threading.Lock()  # of `__main__`: of two threads that did it at once one would bring back the other's
 _ALONE = 1.0  # seconds between two looks at ranks that wait while others have returned
 _TOGETHER = 5.0  # ... at ranks that all wait
 _START = 120.0  # seconds a world may take to start: the very first waits until the server has imported torch
@@ -94,11 +96,17 @@ class World:
 
         Time that the machine had no CPU for the ranks does not count (`silence.py`).
         RankTimeout too, within seconds, if all ranks that have not returned stand in collectives in which the others
-        will never join them. KeyboardInterrupt carries where each rank stands as a note.
+        will never join them. KeyboardInterrupt carries where each rank stands as a note. TypeError if fn or an argument
+        cannot be pickled, RuntimeError if the ranks were stopped or are in a call: nothing was called then.
         """
         if not self.alive:
             raise RuntimeError("this world's ranks were stopped: start a new World")
-        message = dumps((fn, args))
+        if not self.idle:
+            raise RuntimeError("this world's ranks are in another call: wait until it has returned")
+        try:
+            message = dumps((fn, args))
+        except Exception as error:
+            raise TypeError(f"what the ranks are given cannot be pickled: {error}. Make it inside fn") from error
         self.idle = False
         try:
             for pipe in self.pipes:
@@ -239,9 +247,10 @@ def _print(rank: int, stream: str, text: str) -> None:
 @contextmanager
 def _without_main() -> Iterator[None]:
     """Hide `__main__`, which multiprocessing would import again in each rank."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with _HIDING:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main

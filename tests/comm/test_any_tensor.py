@@ -65,6 +65,16 @@ def test_every_dtype_is_moved_bit_for_bit(ranks: int) -> None:
     worlds.run(by_each, ranks=ranks, device="cpu")
 
 
+def widened() -> list[float]:
+    group = Group(dist.group.WORLD, transport=Native(dist.group.WORLD, "nccl", Streams()))
+    group.reduce_scatter(out := torch.empty(2), torch.arange(4, dtype=torch.bfloat16))
+    return out.tolist()
+
+
+def test_a_library_that_converts_nothing_reduces_into_a_wider_dtype_too() -> None:
+    assert worlds.run(widened, ranks=2, device="cpu") == [[0.0, 2.0], [4.0, 6.0]]
+
+
 def added() -> None:
     for transport in ("gloo", "shared"):
         group = Group.world(transport=transport)

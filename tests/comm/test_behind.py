@@ -7,6 +7,7 @@ from worlds import run
 
 from refimpl import launch
 from refimpl.comm.group import Group
+from refimpl.comm.levels import two_level
 from refimpl.comm.link import Link
 from refimpl.comm.process_group import ControlLine
 
@@ -35,6 +36,20 @@ def goes_on(link: Link | None, sizes: list[int]) -> list[bool]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_it_goes_on_while_its_caller_computes(ranks: int, link: Link | None) -> None:
     assert run(goes_on, link, [1, 70_001, 12], ranks=ranks) == [[True, True]] * ranks
+
+
+def test_tensors_of_an_evaluation_may_be_reduced() -> None:
+    """Only in inference mode may those that were made in it be changed, and the thread is in no mode of its own."""
+
+    def check() -> None:
+        for group in (Group.world(transport="gloo"), two_level(Group.world(), near=2)):
+            for evaluates in (True, False, True):
+                with torch.inference_mode(evaluates):
+                    x = torch.full((9,), float(group.rank), dtype=torch.bfloat16)
+                    group.all_reduce(x, "mean", async_op=True).wait()
+                    assert x.tolist() == [1.5] * 9
+
+    run(check, ranks=4)
 
 
 def test_its_buffers_are_counted_and_given_back() -> None:

@@ -147,6 +147,22 @@ def test_uneven_parts_must_suit_sender_and_receiver():
         assert re.search(said.format(rank, elements), str(caught.value))
 
 
+def test_who_has_no_rows_need_not_say_so():
+    """Each such message is announced on both sides all the same: the next between the two is compared with the next."""
+
+    def work() -> float:
+        group, word = Group.world(), torch.ones(2)
+        if group.rank == 0:
+            group.all_to_all(torch.empty(0), torch.ones(3), in_splits=[0, 3])
+            group.recv(word, 1)
+        else:
+            group.all_to_all(torch.empty(3), torch.empty(0), out_splits=[3, 0])
+            group.send(word + 1, 0)
+        return word[0].item()
+
+    assert run(work) == [2.0, 1.0]
+
+
 def test_all_reduces_may_be_waited_for_in_any_order():
     """Their second halves begin with the group's next call, in the same order on every rank."""
 
@@ -233,6 +249,16 @@ def test_differences_too_old_to_be_shown_are_told_as_that(tmp_path: Path):
     assert "were different before this one, too long ago" in str(first.error)
 
 
+def test_a_rank_makes_no_group_of_others():
+    def check() -> None:
+        handle = dist.new_group([0])
+        if dist.get_rank():
+            with pytest.raises(ValueError, match="rank 1 is not in this process group"):
+                Group(handle)
+
+    run(check)
+
+
 def test_ranks_that_are_not_there_are_refused_at_the_call():
     def check() -> None:
         group, x = Group.world(), torch.ones(3)
@@ -264,6 +290,8 @@ def test_tensors_that_cannot_travel_are_refused_at_the_call():
         }.items():
             with pytest.raises(ValueError, match=rf"{call}: x \(6, 4\) is not contiguous in memory: pass x\.contig"):
                 words()
+        with pytest.raises(ValueError, match=r"all_reduce: x is torch\.sparse_coo, .* pass x\.to_dense\(\)"):
+            group.all_reduce(whole.to_sparse())
         with pytest.raises(ValueError, match=r"all_reduce: op must be one of sum, mean, max, not 'min'"):
             group.all_reduce(whole, "min")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"all_reduce: the mean of torch.int64 is no torch.int64"):

@@ -287,8 +287,10 @@ def test_sizes_that_do_not_fit_are_an_error_before_anything_is_sent() -> None:
             group.reduce_scatter(torch.empty(2), torch.empty(5))
         with pytest.raises(ValueError, match=r"all_gather: out has 4 elements, x 1, ranks 2"):
             group.all_gather(torch.empty(4), torch.empty(1))
-        with pytest.raises(ValueError, match=r"all_gather: out has 3 elements, x 1, ranks 2"):
+        with pytest.raises(ValueError, match=r"all_gather: out has 1 \+ 2 elements, x 1, ranks 2"):
             group.all_gather([torch.empty(1), torch.empty(2)], torch.empty(1))
+        with pytest.raises(ValueError, match=r"all_gather: out has 0 \+ 0 \+ 0 elements, x 0, ranks 2"):
+            group.all_gather([torch.empty(0)] * 3, torch.empty(0))
         assert group.ledger.events == []
 
     run(check, ranks=2)

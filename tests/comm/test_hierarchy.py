@@ -118,18 +118,20 @@ def test_six_ranks_sum_within_nodes_first(nodes: int, each: int) -> None:
 
 
 def test_a_mean_is_divided_once_and_one_of_16_bits_does_not_overflow() -> None:
-    def check() -> tuple[Tensor, Tensor]:
+    def check() -> tuple[Tensor, Tensor, Tensor]:
         near, far = levels(2, 2)
         x = given(dist.get_rank(), 1001)
         hierarchy.all_reduce(near, far, x, "mean")
-        large = torch.full((3,), 60000.0, dtype=torch.float16)
+        large, wide = torch.full((12,), 60000.0, dtype=torch.float16), torch.empty(3)
         hierarchy.all_reduce(near, far, large, "mean")
-        return x, large
+        hierarchy.reduce_scatter(near, far, wide, large, "mean")
+        return x, large, wide
 
     g = everyone(4, 1001)
-    for x, large in run(check, ranks=4):
+    for x, large, wide in run(check, ranks=4):
         assert torch.equal(x, ((g[0] + g[1]) + (g[2] + g[3])) / 4)
-        assert torch.equal(large, torch.full((3,), 60000.0, dtype=torch.float16))
+        assert torch.equal(large, torch.full((12,), 60000.0, dtype=torch.float16))
+        assert torch.equal(wide, torch.full((3,), 60000.0))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -175,7 +177,7 @@ def test_a_tree_between_nodes() -> None:
 def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
     def check() -> None:
         near, far = levels(2, 1)
-        with pytest.raises(ValueError, match="5 elements are not 2 nodes x 1 ranks x 2"):
+        with pytest.raises(ValueError, match=r"on rank .: 5 elements are not 2 ranks x 2"):
             hierarchy.reduce_scatter(near, far, torch.empty(2), torch.empty(5))
         with pytest.raises(ValueError, match="two-level all_gather"):
             hierarchy.all_gather(near, far, torch.empty(5), torch.empty(2))

@@ -192,7 +192,7 @@ def test_a_mesh_and_a_choice() -> None:
         blocks = [[row.tensor_split(4)[b] for row in g] for b in range(4)]
         assert torch.equal(small, torch.cat([(g[b] + g[b - 2]) + (g[b - 1] + g[b - 3]) for b, g in enumerate(blocks)]))
         assert torch.equal(large, by_node(everyone(4, 1000)))  # of two ranks a ring's sum is any other's
-        assert flat == {"halving": 4, "doubling": 4} or set(flat) >= {"halving", "doubling"}
+        assert set(flat) >= {"halving", "doubling"}
         assert far.keys() == {"ring"}
 
 

@@ -106,6 +106,15 @@ def test_a_limit_on_the_size_of_files_leaves_gloo() -> None:
     assert launch.run(within_a_limit_on_files, ranks=2) == [(False, True)] * 2
 
 
+def test_nothing_is_gathered_whatever_the_default_device_is() -> None:
+    def check() -> None:
+        group, nothing = Group.world(transport="shared"), torch.empty(0)
+        with torch.device("meta"):
+            group.all_gather(nothing, nothing)
+
+    run(check, ranks=2)
+
+
 def test_every_dtype_travels() -> None:
     def check() -> None:
         group = Group.world()

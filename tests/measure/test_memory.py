@@ -122,6 +122,17 @@ def test_checkpointing_lowers_the_activations_and_recomputed_ones_count(mlp: nn.
         assert in_backward >= tanh
 
 
+def test_a_meter_that_is_entered_twice_watches_on_and_leaves_no_hook(mlp: nn.Sequential) -> None:
+    meter, x = training_meter(mlp), torch.randn(32, 8)
+    with meter, torch.no_grad():
+        with meter:
+            mlp(x)
+        y = mlp(x)  # made in a forward, although without gradients
+        assert meter.now()["activations"] == y.nbytes
+    assert not nn.modules.module._global_forward_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
 class Doubled(torch.autograd.Function):
     """Keeps a tensor that only its forward, which runs without gradients, has made."""
 

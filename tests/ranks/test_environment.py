@@ -66,6 +66,12 @@ def test_a_process_of_its_own_is_alone(environ: dict[str, str]) -> None:
     expect_alone(environ)
 
 
+@pytest.mark.parametrize(("name", "said"), [("RANK", "two"), ("WORLD_SIZE", "-1"), ("LOCAL_RANK", "1.5")])
+def test_what_is_no_number_is_named(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}={said}: a number"):
+        find(TORCHRUN | {name: said})
+
+
 def test_ranks_meet_where_they_were_told_else_on_this_machine() -> None:
     everyone = Place("srun", 0, 4, 0, 4, "77")
     assert meeting_point(everyone, {"MASTER_ADDR": "a", "MASTER_PORT": "5"}) == "tcp://a:5"

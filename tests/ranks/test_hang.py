@@ -68,6 +68,11 @@ def test_a_thread_of_the_library_does_what_the_readers_line_waits_for(tmp_path: 
     assert hang.where(f"{thread.replace('travel', 'job')}\n{waiting}") == f"waits in {at}"
 
 
+def test_a_package_beside_torch_is_the_readers():
+    train = f"{Path(torch.__file__).parent}vision/train.py"
+    assert hang.where(dump(f"{DIST}:9 barrier", f"{train}:3 step", f"{RANK}:4 run")) == f"waits in barrier at {train}:3"
+
+
 def test_a_rank_still_in_the_launcher_has_no_line():
     assert hang.where(dump(f"{DIST}:9 init_process_group", f"{RANK}:4 run")) == "waits in init_process_group"
 
