@@ -589,8 +589,8 @@ pd.DataFrame.from_dict(ranks.pull("found")[0], orient="index", columns=columns)
 #
 # **Is the link used?** A time says nothing by itself. `"comms_logger": {"enabled": true}` in DeepSpeed's JSON prints
 # two bandwidths for each collective and size: the *algorithm's*, buffer / time, and the *bus's*, which multiplies by
-# what each rank must send for a byte of buffer, so that it can be held against the link. (nccl-tests defines both. Of
-# an all-reduce DeepSpeed prints twice the first, of a reduce-scatter $N$ times both.)
+# what each rank must send for a byte of buffer, so that it can be held against the link. (nccl-tests defines both.
+# DeepSpeed prints twice the first of an all-reduce and, up to version 0.19.8, $N$ times both of a reduce-scatter.)
 
 # %% tags=["hide-input"]
 predict(
