@@ -89,17 +89,15 @@ class PipelineEngine(Engine):
         """
         if compute_loss and reduce_output != "avg":
             raise NotImplementedError(f"eval_batch: reduce_output {reduce_output!r} of a loss: only 'avg'")
-        training = self.module.training
-        self.eval()
-        inputs, labels = self._micro_batches(data_iter, num_micro_batches or self.micro_batches)
-        said: list[Any] = []
-        if compute_loss:
-            losses = self.module.evaluate(inputs, labels, hear=said.append)
-            found: Any = mean_loss(self.group, list(losses))
-        else:
-            said = list(self.module.pipeline(len(inputs)).evaluate(inputs).values())
-            found = said or None
-        self.train(training)
+        with self._evaluating():
+            inputs, labels = self._micro_batches(data_iter, num_micro_batches or self.micro_batches)
+            said: list[Any] = []
+            if compute_loss:
+                losses = self.module.evaluate(inputs, labels, hear=said.append)
+                found: Any = mean_loss(self.group, list(losses))
+            else:
+                said = list(self.module.pipeline(len(inputs)).evaluate(inputs).values())
+                found = said or None
         return (found, said[-1] if said else None) if return_logits else found
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
