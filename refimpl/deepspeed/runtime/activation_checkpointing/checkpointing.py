@@ -75,7 +75,7 @@ def configure(
     section = ActivationCheckpointing()
     if deepspeed_config is not None:
         is_read = isinstance(deepspeed_config, schema.DeepSpeedConfig)
-        read = deepspeed_config if is_read else DeepSpeedConfig(deepspeed_config)  # type: ignore[arg-type]
+        read = deepspeed_config if is_read else DeepSpeedConfig(deepspeed_config, mpu_)  # type: ignore[arg-type]
         section = read.activation_checkpointing  # type: ignore[union-attr]
     given = {
         "partition_activations": partition_activations,
