@@ -85,7 +85,7 @@ class PipelineEngine(Engine):
 
         compute_loss=False: the last stage's outputs, a list, on the ranks that hold it, None on the others; labels are
         not read. return_logits: (that, what the last stage said of the last micro-batch; None on other ranks).
-        NotImplementedError for a loss with another reduce_output than "avg".
+        bcast_loss changes nothing. NotImplementedError for a loss with another reduce_output than "avg".
         """
         if compute_loss and reduce_output != "avg":
             raise NotImplementedError(f"eval_batch: reduce_output {reduce_output!r} of a loss: only 'avg'")
