@@ -42,8 +42,8 @@ class ModuleState(TrainingState):
     ) -> None:
         """Load weights into the model, whole in every stage; masters follow. `checkpoint`: they, or {"module": ...}.
 
-        custom_load_fn(src=weights, dst=model) is called instead of `model.load_state_dict` if given, in stage 3 with whole
-        parameters, of which rank 0's are kept: a collective. They are fetched whatever fetch_z3_params says.
+        custom_load_fn(src=weights, dst=model) is called instead of `model.load_state_dict` if given. In stage 3 that is
+        a collective: parameters are whole meanwhile, whatever fetch_z3_params says, and rank 0's are kept.
         """
         given = checkpoint.get("module", checkpoint)
         if custom_load_fn is not None:
