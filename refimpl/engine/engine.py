@@ -97,6 +97,11 @@ class Engine(Saved, ModuleState):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"engine.backward: the loss must be a scalar tensor, not {what}")
+        if not loss.requires_grad:
+            raise ValueError(
+                "engine.backward: the loss has no graph: it was detached, or computed in no_grad(), or nothing that it "
+                "is made of requires a gradient"
+            )
         self._pending += 1
         self.report.loss(loss)
         gradients = self.stage.gradients

@@ -316,6 +316,9 @@ def test_backward_wants_a_scalar() -> None:
         engine.backward(torch.ones(3, requires_grad=True))
     with pytest.raises(ValueError, match="float"):
         engine.backward(0.5)
+    for loss in (engine(batch(0, 0, 0)).detach(), torch.ones(())):
+        with pytest.raises(ValueError, match=r"engine.backward: the loss has no graph: it was detached"):
+            engine.backward(loss)
 
 
 class NoRoom(torch.autograd.Function):

@@ -346,6 +346,8 @@ def test_what_would_train_nothing_is_refused() -> None:
     own, other = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, Net()))
     with pytest.raises(ValueError, match="lr_scheduler: StepLR moves the rates of another optimizer"):
         start(model, optimizer_=own, lr_scheduler=torch.optim.lr_scheduler.StepLR(other, 1))
+    with pytest.raises(ValueError, match="lr_scheduler: there is no optimizer whose rates it would move"):
+        refimpl.initialize(model=Net(), config={"train_batch_size": 4}, lr_scheduler=lambda optimizer: None)
     few: Any = [torch.ones(4)]
     loader: Any = torch.utils.data.DataLoader(few)
     with pytest.raises(ValueError, match=r"training_data: 0 samples make no micro-batch of \d+ on each of 1 ranks"):
