@@ -146,6 +146,11 @@ def test_an_argument_wins_over_the_file() -> None:
     assert (checkpointing.CPU_CHECKPOINT, checkpointing.PROFILE_TIME) == (True, False)
     assert checkpointing.num_layers is None
     deepspeed.checkpointing.set_num_layers(7)
+    for wrong in (lambda: deepspeed.checkpointing.set_num_layers(-1), lambda: homes(num_checkpoints=-1)):
+        with pytest.raises(
+            ValueError, match=r"activation_checkpointing\.number_checkpoints = -1: .* than or equal to 1"
+        ):
+            wrong()
     assert (checkpointing.CPU_CHECKPOINT, checkpointing.num_layers) == (True, 7)
 
 
