@@ -148,7 +148,7 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
 def _changed(section: ActivationCheckpointing, given: Mapping[str, Any]) -> ActivationCheckpointing:
     """The section with these values. ValueError for one that it cannot have."""
     try:
-        return ActivationCheckpointing(**section.model_dump() | given)
+        return ActivationCheckpointing(**{**section.model_dump(), **given})
     except ValidationError as error:
         (wrong, *_) = error.errors(include_url=False)
         raise ValueError(f"activation_checkpointing.{wrong['loc'][0]} = {wrong['input']!r}: {wrong['msg']}") from None
