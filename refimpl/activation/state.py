@@ -2,8 +2,8 @@
 
 A dropout that is computed again must drop the same elements, an autocast region must round in the same places, and a
 constant made inside `with torch.device(...)` must be there again; all are thread or process state that has moved on by
-the time backward runs. Bytes: 5,056 for the CPU's generator (a
-Mersenne twister), 16 for a CUDA device's (Philox: a seed and an offset), in every checkpoint.
+the time backward runs. Bytes: 5,056 for the CPU's generator (a Mersenne twister), 16 for a CUDA device's (Philox: a
+seed and an offset), in every checkpoint.
 torch: torch/utils/checkpoint.py, `get_device_states`. DeepSpeed adds named generators of Megatron-LM
 (deepspeed/runtime/activation_checkpointing/checkpointing.py, `CudaRNGStatesTracker`): here `trackers`.
 """

@@ -25,8 +25,8 @@ class SignBlocks(Compressor):
     block: int = 128
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"SignBlocks: block is {self.block}; it must be at least 1 number")
+        if not isinstance(self.block, int) or self.block < 1:
+            raise ValueError(f"SignBlocks: block is {self.block!r}; it must be a whole number, 1 or more")
 
     def layout(self, n: int, dtype: torch.dtype) -> Layout:
         return [(-(-n // self.block), torch.bfloat16), (-(-n // 8), torch.uint8)] if n else []

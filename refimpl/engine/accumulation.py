@@ -41,6 +41,10 @@ class Accumulation(Asked):
         taken, self._accumulated = self._accumulated, 0
         return taken
 
+    def _forget_micro_batches(self) -> None:
+        """Their gradients are gone: the next one begins a batch."""
+        self._pending = self._accumulated = 0
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way, or about to begin, completes a batch.
 

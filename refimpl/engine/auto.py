@@ -3,8 +3,8 @@
 Taken, in this order, from the caller's `auto` dictionary (by full path, "optimizer.params.lr", or by last name, "lr"),
 then from a rule below. What is left falls back to its default in the sections where DeepSpeed does the same (the sizes
 of buckets, for a model that does not say how wide it is), and is an error that names the key elsewhere: no rate is
-guessed. Source of the rules: `trainer_config_process`
-and `trainer_config_finalize` in transformers/integrations/deepspeed.py.
+guessed. Source of the rules: `trainer_config_process` and `trainer_config_finalize` in
+transformers/integrations/deepspeed.py.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,12 +24,13 @@ class Unresolved(Exception):
 
 
 def hidden_size(model: torch.nn.Module | None) -> int:
-    """The model's width: config.hidden_size, the largest of config.hidden_sizes, or config.width."""
+    """The width that config, or its text_config, says: hidden_size, the largest of hidden_sizes, or width."""
     config = getattr(model, "config", None)
-    for name in ("hidden_size", "hidden_sizes", "width"):
-        size = getattr(config, name, None)
-        if size is not None:
-            return int(max(size)) if isinstance(size, list | tuple) else int(size)
+    for where in (config, getattr(config, "text_config", None)):  # of a model that sees, too
+        for name in ("hidden_size", "hidden_sizes", "width"):
+            size = getattr(where, name, None)
+            if size is not None:
+                return int(max(size)) if isinstance(size, list | tuple) else int(size)
     raise Unresolved("it follows from model.config.hidden_size (or hidden_sizes, or width), which is not there")
 
 

@@ -81,7 +81,8 @@ def build(
 
     split: `model` is this rank's part already.
 
-    Without any optimizer the engine is for inference, and a schedule in the configuration has nothing to do.
+    Without any optimizer the engine is for inference, and a schedule in the configuration has nothing to do. ValueError
+    for one that was given as an argument.
     """
     settings = read(config, axes, model)
     in_order = isinstance(model, PipelineModule)  # DeepSpeed shuffles the data of no pipeline
@@ -107,6 +108,10 @@ def build(
     if dataset is not None:
         micro_batch, drop_last = settings.train_micro_batch_size_per_gpu, settings.dataloader_drop_last
         loader = make_dataloader(dataset, micro_batch, axes.feed, axes.feeds, drop_last, collate_fn, not in_order)
+    if opt is None and scheduler is not None:
+        raise ValueError(
+            "lr_scheduler: there is no optimizer whose rates it would move: give one, or name one in config"
+        )
     schedule = None if opt is None else make_scheduler(scheduler, settings.scheduler, opt)
     return Parts(settings, axes, model, stage, schedule, loader, Monitor(settings, axes.world.rank))
 

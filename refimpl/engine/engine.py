@@ -22,6 +22,7 @@ DeepSpeed's file: deepspeed/runtime/engine.py. What is different here, on purpos
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -91,10 +92,16 @@ class Engine(Saved, ModuleState):
         """Add the gradient of loss / gradient_accumulation_steps (of loss, if not `scale_wrt_gas`); return `loss`.
 
         loss: a scalar with a graph, ValueError otherwise. The gradient is averaged over ranks by the time it is used.
+        If backward raises, as where memory ends, the gradients since the last update are dropped: a new batch begins.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"engine.backward: the loss must be a scalar tensor, not {what}")
+        if not loss.requires_grad:
+            raise ValueError(
+                "engine.backward: the loss has no graph: it was detached, or computed in no_grad(), or nothing that it "
+                "is made of requires a gradient"
+            )
         self._pending += 1
         self.report.loss(loss)
         gradients = self.stage.gradients
@@ -103,6 +110,9 @@ class Engine(Saved, ModuleState):
         try:
             with self.report.time("bwd"):
                 self.stage.backward(loss, sync=sync, retain_graph=retain_graph)
+        except BaseException:
+            self._forget_micro_batches()  # as the stage has
+            raise
         finally:
             gradients.divisor = self.gradient_accumulation_steps()
         return loss
@@ -163,10 +173,8 @@ class Engine(Saved, ModuleState):
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """The mean loss of as many micro-batches as `train_batch` takes, in evaluation mode, without a gradient."""
-        training = self.module.training
-        self.eval()
-        losses = [self._feed(data_iter) for _ in range(self.gradient_accumulation_steps())]
-        self.train(training)
+        with self._evaluating():
+            losses = [self._feed(data_iter) for _ in range(self.gradient_accumulation_steps())]
         return mean_loss(self.group, losses)
 
     # What it is and how it fares.
@@ -210,11 +218,33 @@ class Engine(Saved, ModuleState):
         """Free the parameters that stage 3 has gathered ahead or kept for their next use."""
         self.stage.free_gathered()
 
-    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        """torch.compile the model in place."""
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """torch.compile the model in place. NotImplementedError for DeepCompile's schedule, and compiled autograd."""
+        if schedule is not None or compiled_autograd_enabled:
+            raise NotImplementedError("engine.compile: schedule, compiled_autograd_enabled: not part of this project")
         self.module.compile(backend=backend, **(compile_kwargs or {}))
 
     # Inside.
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Evaluation mode for a block, and after it the mode from before, also when the data ends in it."""
+        training = self.module.training
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train(training)
+
+    def _forget_micro_batches(self) -> None:
+        super()._forget_micro_batches()
+        self.report.forget()
 
     def _feed(self, data_iter: Iterator[Any] | None) -> Tensor:
         """The model's loss on the next micro-batch."""

@@ -121,11 +121,11 @@ REJECTED: Mapping[str, tuple[str, Sequence[Any]]] = {
 
 # Warned of where their section has a device, and not read where it has none.
 OFFLOAD: Mapping[str, tuple[str, Sequence[Any]]] = {
-    "zero_optimization.offload_optimizer.pin_memory": ("memory is pinned wherever there is a GPU", [False]),
+    "zero_optimization.offload_optimizer.pin_memory": ("memory is pinned wherever there is a GPU", [True]),
     "zero_optimization.offload_optimizer.fast_init": ("the file's space is always taken at once", [False]),
     "zero_optimization.offload_optimizer.pipeline": ("write pipeline_read and pipeline_write", [False]),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": ("OMP_NUM_THREADS says it", [0.8]),
-    "zero_optimization.offload_param.pin_memory": ("memory is pinned wherever there is a GPU", [False]),
+    "zero_optimization.offload_param.pin_memory": ("memory is pinned wherever there is a GPU", [True]),
 }
 
 # Read only with tensor_parallel.autotp_size.
@@ -138,6 +138,7 @@ TENSOR: Mapping[str, tuple[Verdict, str, Sequence[Any]]] = {
     "injection_policy_tuple": ("rejected", "not part of this project: kernels are not injected", [None]),
     "keep_module_on_host": ("warned", "every rank cuts its part of the model that it was given", [False]),
     "replace_with_kernel_inject": ("rejected", "not part of this project: kernels are not injected", [False]),
+    "kernel_inject": ("rejected", "not part of this project: kernels are not injected", [False]),
 }
 
 FOUND_OUT = "found out from the model"

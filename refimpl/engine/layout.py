@@ -20,7 +20,7 @@ ALIKE = (
     "zero_optimization", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size",
     "managed_gradient_accumulation", "gradient_clipping", "gradient_allreduce_op", "gradient_compression",
     "prescale_gradients", "gradient_predivide_factor", "communication_data_type", "data_types", "fp16", "bf16",
-    "torch_autocast", "optimizer", "scheduler",
+    "torch_autocast", "optimizer", "scheduler", "tensor_parallel", "expert_parallel", "sparse_attention", "checkpoint",
 )  # fmt: skip
 
 

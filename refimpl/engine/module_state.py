@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from refimpl.engine import weights
 from refimpl.engine.contents import frozen_names
 from refimpl.engine.state import TrainingState
+from refimpl.zero.init import GatheredParameters
 
 
 class ModuleState(TrainingState):
@@ -40,11 +42,13 @@ class ModuleState(TrainingState):
     ) -> None:
         """Load weights into the model, whole in every stage; masters follow. `checkpoint`: they, or {"module": ...}.
 
-        custom_load_fn(src=weights, dst=model) is called instead of `model.load_state_dict` if given.
+        custom_load_fn(src=weights, dst=model) is called instead of `model.load_state_dict` if given. In stage 3 that is
+        a collective: parameters are whole meanwhile, whatever fetch_z3_params says, and rank 0's are kept.
         """
         given = checkpoint.get("module", checkpoint)
         if custom_load_fn is not None:
-            custom_load_fn(src=given, dst=self.module)
+            with GatheredParameters(self.module, modifier_rank=0), torch.no_grad():
+                custom_load_fn(src=given, dst=self.module)
         else:
             self.module.load_state_dict(given, strict=strict)
 

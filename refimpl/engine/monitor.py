@@ -53,8 +53,6 @@ class TensorBoardWriter:
     """Event files in <output_path>/<job_name>, for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path) -> None:
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError("tensorboard.enabled = True: tensorboard is not installed; pip install tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer: Any = SummaryWriter(log_dir=str(folder))
@@ -96,6 +94,8 @@ class Monitor:
 
     def __init__(self, config: DeepSpeedConfig, rank: int) -> None:
         self.writers: list[Writer] = []
+        if config.tensorboard.enabled and importlib.util.find_spec("tensorboard") is None:  # before ranks part
+            raise ConfigError("tensorboard.enabled = True: tensorboard is not installed; pip install tensorboard")
         if rank != 0:
             return
         if config.csv_monitor.enabled:

@@ -85,21 +85,19 @@ class PipelineEngine(Engine):
 
         compute_loss=False: the last stage's outputs, a list, on the ranks that hold it, None on the others; labels are
         not read. return_logits: (that, what the last stage said of the last micro-batch; None on other ranks).
-        NotImplementedError for a loss with another reduce_output than "avg".
+        bcast_loss changes nothing. NotImplementedError for a loss with another reduce_output than "avg".
         """
         if compute_loss and reduce_output != "avg":
             raise NotImplementedError(f"eval_batch: reduce_output {reduce_output!r} of a loss: only 'avg'")
-        training = self.module.training
-        self.eval()
-        inputs, labels = self._micro_batches(data_iter, num_micro_batches or self.micro_batches)
-        said: list[Any] = []
-        if compute_loss:
-            losses = self.module.evaluate(inputs, labels, hear=said.append)
-            found: Any = mean_loss(self.group, list(losses))
-        else:
-            said = list(self.module.pipeline(len(inputs)).evaluate(inputs).values())
-            found = said or None
-        self.train(training)
+        with self._evaluating():
+            inputs, labels = self._micro_batches(data_iter, num_micro_batches or self.micro_batches)
+            said: list[Any] = []
+            if compute_loss:
+                losses = self.module.evaluate(inputs, labels, hear=said.append)
+                found: Any = mean_loss(self.group, list(losses))
+            else:
+                said = list(self.module.pipeline(len(inputs)).evaluate(inputs).values())
+                found = said or None
         return (found, said[-1] if said else None) if return_logits else found
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:

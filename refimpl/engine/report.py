@@ -27,8 +27,9 @@ class Report:
         self.meter = MemoryMeter(self.stage.tensors)
         self._losses: list[Tensor] = []  # this rank's, detached, one a micro-batch
         self._before: dict[str, int] = {}  # bytes by class before the update
-        # Asked of the configuration: only rank 0 has writers, but every rank adds its loss to the mean.
-        self.watched = any(m.enabled for m in (self.config.csv_monitor, self.config.tensorboard, self.config.wandb))
+        watched = any(m.enabled for m in (self.config.csv_monitor, self.config.tensorboard, self.config.wandb))
+        # Rank 0 writes, and its configuration may be the only one that says so; every rank adds its loss to the mean.
+        self.watched = any(self.group.all_gather_object(watched))
         breakdown = self.config.wall_clock_breakdown or self.config.memory_breakdown
         self.every = self.config.steps_per_print or (1 if breakdown else None)
 
@@ -40,6 +41,10 @@ class Report:
         """Remember the loss of a micro-batch."""
         if self.watched:
             self._losses.append(loss.detach())
+
+    def forget(self) -> None:
+        """The losses since the last update: their micro-batches count no more."""
+        self._losses.clear()
 
     def before_update(self) -> None:
         """Count the bytes while the gradients are there."""

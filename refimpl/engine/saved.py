@@ -76,6 +76,6 @@ class Saved(Accumulation):
         )  # fmt: skip
         path, client_state = resume.load(self, Path(load_dir), tag, wanted)
         if path is not None:
-            self._pending = self._accumulated = 0
+            self._forget_micro_batches()
             self.stage.zero_grad()
         return path, client_state

@@ -53,7 +53,7 @@ class DeepSpeedConfig(value.Section):
         default=None, description="dtype on the wire; unset: the model's"
     )
     seq_parallel_communication_data_type: value.Dtype | None = Field(
-        default=None, description="the same where ranks share sequences; unset: communication_data_type"
+        default=None, description="the same where ranks share sequences; unset: as that (in DeepSpeed fp32)"
     )
     data_types: section.DataTypes = Field(
         default_factory=section.DataTypes, description="dtypes apart from the model's"
@@ -106,9 +106,15 @@ class DeepSpeedConfig(value.Section):
 
     @model_validator(mode="after")
     def check_precision(self) -> Self:
-        """fp16 and bf16 exclude each other."""
+        """fp16 and bf16 exclude each other, and a dtype beside them: DeepSpeed refuses that, too."""
         if self.fp16.enabled and self.bf16.enabled:
             raise ValueError("fp16.enabled and bf16.enabled are both true; a model has one dtype, disable one of them")
+        section, dtype = ("fp16", torch.float16) if self.fp16.enabled else ("bf16", torch.bfloat16)
+        if (self.fp16.enabled or self.bf16.enabled) and self.data_types.param_dtype not in (None, dtype):
+            raise ValueError(
+                f"data_types.param_dtype is {self.data_types.param_dtype}, and {section}.enabled is true; a model has "
+                "one dtype, leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")

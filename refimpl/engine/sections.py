@@ -39,7 +39,7 @@ class FP16(Section):
         default=16, le=POWERS, description="the dynamic scale starts at 2 to this power; the scaled loss is fp32"
     )
     loss_scale_window: Positive = Field(default=1000, description="good steps before the dynamic scale doubles")
-    hysteresis: Positive = Field(default=2, description="overflows endured before the dynamic scale halves")
+    hysteresis: Positive = Field(default=2, description="the dynamic scale halves at this overflow: 2 endures one")
     consecutive_hysteresis: bool = Field(default=False, description="a good step refills the hysteresis")
     min_loss_scale: Positive = Field(
         default=1, description="an overflow at this dynamic scale ends the run; in stage 0 it warns"

@@ -31,8 +31,8 @@ class TrainingState(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Neither copied nor pickled: it is one rank's part of what all ranks do."""
         raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled: copy.deepcopy(engine.module) is a plain model with "
-            "the whole weights, and save_checkpoint keeps all that training needs (each on every rank)"
+            f"an engine ({type(self).__name__}) cannot be copied or pickled: copy.deepcopy(engine.module) is a plain "
+            "model with the whole weights, and save_checkpoint keeps all that training needs (each on every rank)"
         )
 
     @property

@@ -51,7 +51,11 @@ def trainable(model: nn.Module, parameters: Parameters | None, is_stage: bool = 
     known = set(model.parameters())
     given = list(model.parameters()) if parameters is None else list(parameters)
     groups = [dict(g) for g in given if isinstance(g, dict)] or [{"params": given}]
+    if len(groups) < len(given) and any(isinstance(g, dict) for g in given):
+        raise ValueError("model_parameters: tensors beside groups: put them in a group too, {'params': [...]}")
     for number, group in enumerate(groups):
+        if "params" not in group:
+            raise ValueError(f"model_parameters: group {number} has no 'params', only {', '.join(group) or 'nothing'}")
         tensors = group["params"]
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         for tensor in tensors:
@@ -93,7 +97,7 @@ def named_optimizer(name: str, parameters: list[Any], params: Mapping[str, Any])
 def make_scheduler(client: Any | None, section: SchedulerSection | None, optimizer: Optimizer) -> Any | None:
     """The caller's schedule, or what its callable makes of the optimizer, or the one that the file names, or None.
 
-    ValueError for two schedules: DeepSpeed then drops the caller's without a word.
+    ValueError for two schedules: DeepSpeed then drops the one that the file names without a word.
     """
     if client is not None and section is not None:
         raise ValueError("lr_scheduler: given twice, as an argument and as `scheduler` in config; keep one")

@@ -50,15 +50,18 @@ class VocabParallelEmbedding(Parted):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [..] int64 -> [.., C], the same on all ranks. IndexError for a token that is in no rank's part."""
-        if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.split.whole:
-            raise IndexError(
-                f"tokens {int(ids.min())} to {int(ids.max())}: the vocabulary is 0 to {self.split.whole - 1}"
-            )
+        refuse_beyond("tokens", ids, self.split.whole)
         place, elsewhere = local_place(ids, self.span)
         rows = F.embedding(place, self.weight)  # [.., C]
         if self.padding_idx is not None:  # as in nn.Embedding: looked up, but no gradient
             rows = torch.where((ids == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
         return self.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
+
+
+def refuse_beyond(what: str, ids: Tensor, vocab: int) -> None:
+    """IndexError for one that is in no rank's part. Nobody looks on a GPU, where the host would have to wait."""
+    if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        raise IndexError(f"{what} {int(ids.min())} to {int(ids.max())}: the vocabulary is 0 to {vocab - 1}")
 
 
 def local_place(ids: Tensor, span: slice) -> tuple[Tensor, Tensor]:
@@ -78,7 +81,10 @@ class VocabParallelLoss(Parted):
         self.ignore_index, self.reduction = ignore_index, reduction
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits [.., V/N], targets [..] int64 -> an fp32 scalar, or [..] for reduction "none"; the same on all."""
+        """logits [.., V/N], targets [..] int64 -> an fp32 scalar, or [..] for reduction "none"; the same on all.
+
+        IndexError for a target that is in no rank's part, as in torch. ValueError for logits of another part.
+        """
         mine = self.split.sizes[self.group.rank]
         if logits.shape[-1] != mine:
             raise ValueError(
@@ -86,6 +92,7 @@ class VocabParallelLoss(Parted):
             )
         (span,) = self.split.spans(self.group.rank)
         counts = targets != self.ignore_index
+        refuse_beyond("targets", targets.masked_fill(~counts, 0), self.split.whole)
         losses: Tensor = CrossEntropy.apply(  # type: ignore[no-untyped-call]
             logits.flatten(0, -2), targets.flatten(), counts.flatten(), span, self.group
         )

@@ -66,19 +66,22 @@ class Neighbours:
         world = dist.get_world_size()
         groups = [list(range(first, min(first + size, world))) for first in range(0, world, size)]
         made = [dist.new_group(ranks) for ranks in groups]
-        self.group = made[dist.get_rank() // size]
+        self.group, self.replicas = made[dist.get_rank() // size], world // size
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         return self.group
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.replicas
 
 
 def trained(stage: int, checkpointed: bool, section: dict[str, Any] | None, size: int) -> dict[str, Tensor]:
     """Weights after three steps; `size` neighbours get the same samples."""
     checkpointing._configured = checkpointing._Configured()
     if section is not None and size > 1:
-        deepspeed.checkpointing.configure(
-            Neighbours(size), {"train_micro_batch_size_per_gpu": 2, "activation_checkpointing": section}
-        )
+        mpu, micro = Neighbours(size), 2
+        sizes = {"train_batch_size": micro * mpu.replicas, "train_micro_batch_size_per_gpu": micro}
+        deepspeed.checkpointing.configure(mpu, sizes | {"activation_checkpointing": section})
     torch.manual_seed(0)
     config = CONFIG | {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
     if section is not None and size == 1:
@@ -143,6 +146,11 @@ def test_an_argument_wins_over_the_file() -> None:
     assert (checkpointing.CPU_CHECKPOINT, checkpointing.PROFILE_TIME) == (True, False)
     assert checkpointing.num_layers is None
     deepspeed.checkpointing.set_num_layers(7)
+    for wrong in (lambda: deepspeed.checkpointing.set_num_layers(-1), lambda: homes(num_checkpoints=-1)):
+        with pytest.raises(
+            ValueError, match=r"activation_checkpointing\.number_checkpoints = -1: .* than or equal to 1"
+        ):
+            wrong()
     assert (checkpointing.CPU_CHECKPOINT, checkpointing.num_layers) == (True, 7)
 
 

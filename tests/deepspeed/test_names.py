@@ -212,6 +212,14 @@ def test_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         "cuda", "cuda:1", "cuda:1",
     )  # fmt: skip
     assert accelerator.communication_backend_name() == "nccl"
+    for name in ("allocated", "reserved"):
+        for kind, size in ((f"memory_{name}", len(name)), (f"max_memory_{name}", 2 * len(name))):
+            monkeypatch.setattr(torch.cuda, kind, lambda index, size=size: (index, size))
+            assert getattr(accelerator, kind)() == (1, size)
+            assert getattr(accelerator, kind)(0) == (0, size)
+    assert (accelerator.memory_cached(), accelerator.max_memory_cached()) == ((1, 8), (1, 16))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", str)
+    assert (accelerator.get_rng_state(), accelerator.get_rng_state(0)) == ("cuda:1", "cuda:0")
 
 
 def test_messages_of_some_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,6 +281,33 @@ def test_leaf_flags() -> None:
             call()
     with pytest.raises(TypeError, match="classes"):
         flags.set_z3_leaf_modules(model, [model[0]])
+
+
+class TwoParts:
+    """An mpu of which a script asks no more than this."""
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+
+def sizes_of_a_configuration() -> list[int]:
+    """Samples a step that the same micro-batch is, by who lays the ranks out."""
+    micro = {"train_micro_batch_size_per_gpu": 2}
+    mesh = deepspeed.comm.initialize_mesh_device((1, 2), ("data_parallel", "sequence_parallel"))
+    found = [
+        deepspeed.DeepSpeedConfig(micro),
+        deepspeed.DeepSpeedConfig(micro | {"train_batch_size": 2}, mpu=TwoParts()),
+        deepspeed.DeepSpeedConfig(micro | {"train_batch_size": 2}, mesh_device=mesh),
+        deepspeed.DeepSpeedConfig(micro | {"train_batch_size": 2, "tensor_parallel": {"autotp_size": 2}}),
+        deepspeed.DeepSpeedConfig(micro | {"train_batch_size": 2, "sequence_parallel_size": 2}),
+    ]
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"pipeline.stages: 2 ranks are no multiple of 3"):
+        deepspeed.DeepSpeedConfig(micro | {"pipeline": {"stages": 3}})
+    return [config.train_batch_size for config in found]
+
+
+def test_a_configuration_counts_the_ranks_that_read_other_batches() -> None:
+    assert worlds.run(sizes_of_a_configuration, ranks=2) == [[4, 2, 2, 2, 2]] * 2
 
 
 def test_a_configuration_by_itself(tmp_path: object) -> None:

@@ -43,6 +43,15 @@ def test_every_message_has_its_other_end_in_the_same_step(
     assert loads == [micro if stage in (0, stages - 1) else 0 for stage in range(stages)]
 
 
+def test_messages_of_a_step_stand_in_deepspeeds_order() -> None:
+    """Of a forward step: the gradient of the one before goes back, then activations come; its neighbour the same."""
+    steps = [[type(command).__name__ for command in step] for step in schedule.TrainSchedule(8, 4, 1)]
+    both = [names for names in steps if {"SendGrad", "RecvActivation"} <= {*names}]
+    assert both == [["SendGrad", "RecvActivation", "ForwardPass"]] * 5
+    both = [names for names in steps if {"RecvGrad", "SendActivation"} <= {*names}]
+    assert both == [["RecvGrad", "SendActivation", "BackwardPass"]] * 6
+
+
 def test_one_stage_and_stages_that_there_are_not() -> None:
     steps = list(schedule.DataParallelSchedule(2, 1, 0))
     assert [len(step) for step in steps] == [3, 5]

@@ -100,6 +100,9 @@ def test_precision() -> None:
     assert load(gradient_allreduce_op="SUM").gradient_allreduce_op == "sum"
     with pytest.raises(ConfigError, match=r"fp16.enabled and bf16.enabled are both true"):
         load(fp16={"enabled": True}, bf16={"enabled": True})
+    assert load(bf16={"enabled": True}, data_types={"param_dtype": "bf16"}).dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match=r"data_types.param_dtype is torch.float16, and bf16.enabled is true"):
+        load(bf16={"enabled": True}, data_types={"param_dtype": "fp16"})
 
 
 @pytest.mark.parametrize("section", ["fp16", "bf16", "zero_optimization", "optimizer", "scheduler", "tensorboard"])

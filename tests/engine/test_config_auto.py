@@ -87,7 +87,13 @@ def test_what_cannot_be_resolved_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "width"), [({"hidden_size": 8}, 8), ({"hidden_sizes": [4, 16]}, 16), ({"width": 12}, 12)]
+    ("config", "width"),
+    [
+        ({"hidden_size": 8}, 8),
+        ({"hidden_sizes": [4, 16]}, 16),
+        ({"width": 12}, 12),
+        ({"text_config": SimpleNamespace(hidden_size=20), "vision_config": SimpleNamespace(hidden_size=8)}, 20),
+    ],
 )
 def test_the_models_width(config: dict[str, Any], width: int) -> None:
     asked = {"train_batch_size": 2, "zero_optimization": {"reduce_bucket_size": "auto"}}

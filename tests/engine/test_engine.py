@@ -316,6 +316,46 @@ def test_backward_wants_a_scalar() -> None:
         engine.backward(torch.ones(3, requires_grad=True))
     with pytest.raises(ValueError, match="float"):
         engine.backward(0.5)
+    for loss in (engine(batch(0, 0, 0)).detach(), torch.ones(())):
+        with pytest.raises(ValueError, match=r"engine.backward: the loss has no graph: it was detached"):
+            engine.backward(loss)
+
+
+class NoRoom(torch.autograd.Function):
+    """Backward ends as one for which there is no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_that_raises_begins_the_batch_anew(stage: int) -> None:
+    """Its gradients are gone, and those before it: neither counts as one of the two that make a batch."""
+    engine, *_ = refimpl.initialize(model=Net(), config=config(stage, gradient_accumulation_steps=2))
+    engine.backward(engine(batch(1, 0, 0)))
+    engine.step()
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.backward(engine(NoRoom.apply(batch(1, 0, 1).requires_grad_())))
+    for micro in range(2):
+        assert engine.global_steps == 0
+        engine.backward(engine(batch(0, 0, micro)))
+        engine.step()
+    assert engine.global_steps == 1
+    close(engine.module_state_dict(), oracle(1, steps=1, micros=2, divide=2)["weights"])
+
+
+def test_an_evaluation_whose_data_ends_leaves_the_model_in_its_mode() -> None:
+    engine, *_ = refimpl.initialize(model=Net(), config=config(0, gradient_accumulation_steps=2))
+    for training in (True, False):
+        engine.train(training)
+        with pytest.raises(StopIteration):
+            engine.eval_batch(iter([batch(0, 0, 0)]))
+        assert engine.module.down.training is training
 
 
 def test_scale_wrt_gas_can_be_left_to_the_client() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import worlds
 from test_engine import STAGES, Net, batch, close, config, oracle
-from torch import Tensor
+from torch import Tensor, nn
 
 import refimpl
 
@@ -108,6 +108,11 @@ def test_the_batch_may_change(stage: int) -> None:
     assert results[1][1] == (30, 5, 3, 1)
 
 
+def by_hand(src: dict[str, Tensor], dst: nn.Module) -> None:
+    for name, p in dst.named_parameters():
+        p.data.copy_(src[name])
+
+
 def weights_travel(stage: int, extra: dict[str, Any]) -> None:
     engine, *_ = refimpl.initialize(model=Net(), config=config(stage, **extra))
     engine.module.down.bias.requires_grad_(False)
@@ -123,6 +128,11 @@ def weights_travel(stage: int, extra: dict[str, Any]) -> None:
     for name, w in engine.module_state_dict().items():
         torch.testing.assert_close(w, other[name])
     engine.load_module_state_dict({"module": start}, strict=False)
+    for name, w in engine.module_state_dict().items():
+        torch.testing.assert_close(w, start[name])
+    engine.load_module_state_dict(other, custom_load_fn=by_hand)
+    for name, w in engine.module_state_dict().items():
+        torch.testing.assert_close(w, other[name])
     engine.load_module_state_dict(start, custom_load_fn=lambda src, dst: dst.load_state_dict(src))
     for name, w in engine.module_state_dict().items():
         torch.testing.assert_close(w, start[name])

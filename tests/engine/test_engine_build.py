@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import worlds
 from torch import Tensor, nn
 
@@ -186,6 +187,10 @@ def test_model_parameters_as_tensors_or_groups() -> None:
         start(Net(), model_parameters=iter(()))
     with pytest.raises(ValueError, match=r"group 0 has a tuple, no tensor: pass model.parameters\(\)"):
         start(model, model_parameters=model.named_parameters())
+    with pytest.raises(ValueError, match=r"tensors beside groups: put them in a group too"):
+        start(model, model_parameters=[model.into.weight, {"params": [model.into.bias]}])
+    with pytest.raises(ValueError, match=r"group 1 has no 'params', only lr"):
+        start(model, model_parameters=[{"params": [model.into.weight]}, {"lr": 0.1}])
 
 
 def test_schedules_from_the_file_the_client_or_a_callable() -> None:
@@ -300,8 +305,8 @@ def test_it_prints_what_the_file_asks_for(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == ""
 
 
-def monitored(folder: Path) -> list[float]:
-    monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+def monitored(folder: Path, everywhere: bool) -> list[float]:
+    monitor = {"enabled": everywhere or dist.get_rank() == 0, "output_path": str(folder), "job_name": "job"}
     engine = start(csv_monitor=monitor, gradient_accumulation_steps=2, fp16={"enabled": True, "initial_scale_power": 4})
     losses = []
     for step in range(4):
@@ -311,8 +316,9 @@ def monitored(folder: Path) -> list[float]:
     return losses
 
 
-def test_monitors_get_the_loss_of_the_whole_batch(tmp_path: Path) -> None:
-    losses = torch.tensor(worlds.run(monitored, tmp_path, ranks=2))  # [rank, micro-batch]
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_monitors_get_the_loss_of_the_whole_batch(everywhere: bool, tmp_path: Path) -> None:
+    losses = torch.tensor(worlds.run(monitored, tmp_path, everywhere, ranks=2))  # [rank, micro-batch]
     metrics = {path.stem: list(csv.reader(path.read_text().splitlines())) for path in (tmp_path / "job").iterdir()}
     assert set(metrics) == {f"Train_Samples_{name}" for name in ("train_loss", "lr", "loss_scale")}
     assert metrics["Train_Samples_loss_scale"][1:] == [["16", "16.0"], ["32", "16.0"]]
@@ -340,6 +346,8 @@ def test_what_would_train_nothing_is_refused() -> None:
     own, other = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, Net()))
     with pytest.raises(ValueError, match="lr_scheduler: StepLR moves the rates of another optimizer"):
         start(model, optimizer_=own, lr_scheduler=torch.optim.lr_scheduler.StepLR(other, 1))
+    with pytest.raises(ValueError, match="lr_scheduler: there is no optimizer whose rates it would move"):
+        refimpl.initialize(model=Net(), config={"train_batch_size": 4}, lr_scheduler=lambda optimizer: None)
     few: Any = [torch.ones(4)]
     loader: Any = torch.utils.data.DataLoader(few)
     with pytest.raises(ValueError, match=r"training_data: 0 samples make no micro-batch of \d+ on each of 1 ranks"):

@@ -65,10 +65,11 @@ def test_tensorboard_can_be_read_back(tmp_path: Path) -> None:
     assert (scalar.step, scalar.value) == (8, 2.5)
 
 
-def test_tensorboard_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rank", [0, 1])  # all of them, or the others would wait for rank 0
+def test_tensorboard_not_installed(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "tensorboard", installed=False)
     with pytest.raises(ConfigError, match="pip install tensorboard"):
-        Monitor(config("tensorboard", output_path=str(tmp_path)), rank=0)
+        Monitor(config("tensorboard", output_path=str(tmp_path)), rank)
 
 
 def test_wandb_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

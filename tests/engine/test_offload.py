@@ -17,7 +17,7 @@ from refimpl.launch import RankError
 from refimpl.offload.homes import Disk, Host
 from refimpl.zero.config import ZeroConfig
 
-CPU, NVME = {"device": "cpu", "pin_memory": False}, {"device": "nvme", "buffer_count": 3, "pipeline_read": True}
+CPU, NVME = {"device": "cpu", "pin_memory": True}, {"device": "nvme", "buffer_count": 3, "pipeline_read": True}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "gradient_clipping": 0.1}
 AIO = {"aio": {"block_size": 512, "queue_depth": 2, "overlap_events": False}}
 

@@ -110,6 +110,17 @@ class Look(nn.Module):
         return self.sum_up(mixed.permute(0, 2, 1, 3).reshape(b, t, self.total))
 
 
+class Batched(Look):
+    """What it says passes a BatchNorm: each run in training changes what the next evaluation gives."""
+
+    def __init__(self) -> None:
+        super().__init__(24, 4)
+        self.norm = nn.BatchNorm1d(24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x).mT).mT
+
+
 class Share(nn.Module):
     """Grouped queries by hand: `few` heads of keys for `many` of queries, and a norm over a head of keys."""
 
@@ -498,6 +509,10 @@ def beside() -> nn.Module:
 
 def normed() -> nn.Module:
     return Stranger(Normed)
+
+
+def batched() -> nn.Module:
+    return Stranger(Batched)
 
 
 def alibi() -> nn.Module:

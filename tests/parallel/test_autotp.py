@@ -171,6 +171,7 @@ def test_queries_and_few_keys_in_one_matrix(ranks: int) -> None:
 STRANGERS = {  # which of its layers stay whole
     "stranger": {"place"},
     "beside": {"place"},
+    "batched": {"place"},
     "normed": {"place", "stack.*.a.ask", "stack.*.a.tell", "stack.*.a.sum_up"},
     "alibi": {"place", "stack.*.a.ask", "stack.*.a.tell", "stack.*.a.sum_up"},
     "transposed": {"place", "stack.*.a.ask", "stack.*.a.tell", "stack.*.a.sum_up"},

@@ -186,6 +186,9 @@ def losses() -> None:
     assert half.grad.dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"rank \d has \d of 10 tokens"):
         loss(logits, targets)
+    for wrong in (-1, 10):
+        with pytest.raises(IndexError, match=r"targets -?\d+ to \d+: the vocabulary is 0 to 9"):
+            loss(half, targets.index_fill(0, torch.tensor([5]), wrong))
     padded = nn.Embedding(10, 4, padding_idx=7)
     table = VocabParallelEmbedding(padded, group)
     ids = torch.tensor([1, 7, 7, 9])

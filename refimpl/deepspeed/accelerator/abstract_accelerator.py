@@ -58,6 +58,9 @@ class DeepSpeedAccelerator:
     def _index(self, index: int | None) -> int | None:
         return self._here().index if index is None else index
 
+    def _device(self, index: int | None) -> torch.device:
+        return self._here() if index is None else torch.device("cuda", index)
+
     # Which device.
 
     @property
@@ -163,13 +166,13 @@ class DeepSpeedAccelerator:
         return torch.cuda.initial_seed() if self._cuda else torch.initial_seed()
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
-        """The state of the device's generator."""
-        return torch.cuda.get_rng_state(self._here()) if self._cuda else torch.get_rng_state()
+        """The state of the generator of CUDA device number `device_index`, by default this rank's, or of the CPU."""
+        return torch.cuda.get_rng_state(self._device(device_index)) if self._cuda else torch.get_rng_state()
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
-        """Set the state of the device's generator."""
+        """Set what `get_rng_state` gives."""
         if self._cuda:
-            torch.cuda.set_rng_state(new_state, self._here())
+            torch.cuda.set_rng_state(new_state, self._device(device_index))
         else:
             torch.set_rng_state(new_state)
 
@@ -190,13 +193,21 @@ class DeepSpeedAccelerator:
             torch.cuda.memory_allocated(self._index(device_index)) if self._cuda else psutil.Process().memory_info().rss
         )
 
-    memory_reserved = memory_cached = memory_allocated
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Held by the allocator, for tensors now and later; on a CPU, by the process."""
+        return torch.cuda.memory_reserved(self._index(device_index)) if self._cuda else self.memory_allocated()
+
+    memory_cached = memory_reserved
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """The most held at one time; on a CPU, what is held now."""
         return torch.cuda.max_memory_allocated(self._index(device_index)) if self._cuda else self.memory_allocated()
 
-    max_memory_reserved = max_memory_cached = max_memory_allocated
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """The most that the allocator held at one time; on a CPU, what is held now."""
+        return torch.cuda.max_memory_reserved(self._index(device_index)) if self._cuda else self.memory_allocated()
+
+    max_memory_cached = max_memory_reserved
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Begin anew to look for the most."""
@@ -208,12 +219,14 @@ class DeepSpeedAccelerator:
     def total_memory(self, device_index: int | None = None) -> int:
         """Of the device, or of the machine."""
         if self._cuda:
-            return torch.cuda.get_device_properties(self._here()).total_memory
+            return torch.cuda.get_device_properties(self._device(device_index)).total_memory
         return psutil.virtual_memory().total
 
     def available_memory(self, device_index: int | None = None) -> int:
         """What can still be asked for."""
-        return torch.cuda.mem_get_info(self._here())[0] if self._cuda else psutil.virtual_memory().available
+        if self._cuda:
+            return torch.cuda.mem_get_info(self._device(device_index))[0]
+        return psutil.virtual_memory().available
 
     def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
         """`tensor` in page-locked memory where there is a GPU to copy to."""

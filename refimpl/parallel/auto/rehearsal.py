@@ -117,11 +117,22 @@ def seeded(dropout: NoDropout | None) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """After it they are as before: a BatchNorm's running statistics, on which its next evaluation would depend."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, was in before:
+            buffer.data.copy_(was)
+
+
 def play(model: nn.Module, call: Call, notes: Notes, learning: bool) -> None:
     """One run. `learning`: in training, with gradients of a random sum of all outputs; else evaluation."""
     model.train(learning)
     model.zero_grad()
-    with seeded(notes.dropout if learning else None), torch.set_grad_enabled(learning):
+    with kept_buffers(model), seeded(notes.dropout if learning else None), torch.set_grad_enabled(learning):
         outputs = tensors(call(model))
         if learning:
             draw, ys = torch.Generator().manual_seed(1), [y for y in outputs if y.requires_grad]

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from refimpl.activation.arena import Contiguous
 from refimpl.activation.checkpoint import Checkpoint
 from refimpl.activation.home import Partitioned
@@ -68,14 +70,14 @@ def configure(
     """Decide for every later `checkpoint`. What is given here wins over the section in `deepspeed_config`.
 
     `mpu_` has get_tensor_model_parallel_group() or get_model_parallel_group(): the ranks that share activations.
-    AssertionError for contiguous_checkpointing without num_checkpoints, as in DeepSpeed.
+    AssertionError for contiguous_checkpointing without num_checkpoints, as in DeepSpeed; ValueError for a wrong value.
     """
     if mpu_ is not None:
         _configured.mpu = mpu_
     section = ActivationCheckpointing()
     if deepspeed_config is not None:
         is_read = isinstance(deepspeed_config, schema.DeepSpeedConfig)
-        read = deepspeed_config if is_read else DeepSpeedConfig(deepspeed_config)  # type: ignore[arg-type]
+        read = deepspeed_config if is_read else DeepSpeedConfig(deepspeed_config, mpu_)  # type: ignore[arg-type]
         section = read.activation_checkpointing  # type: ignore[union-attr]
     given = {
         "partition_activations": partition_activations,
@@ -85,8 +87,7 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    values = section.model_dump() | {key: value for key, value in given.items() if value is not None}
-    section = ActivationCheckpointing(**values)
+    section = _changed(section, {key: value for key, value in given.items() if value is not None})
     if section.contiguous_memory_optimization and section.number_checkpoints is None:
         raise AssertionError("contiguous_checkpointing needs num_checkpoints, the number of layers that checkpoint")
     _configured.apply(section)
@@ -118,12 +119,12 @@ def reset() -> None:
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Switch `partition_activations`, and leave the other options."""
-    _configured.apply(_configured.section.model_copy(update={"partition_activations": partition_activation}))
+    _configured.apply(_changed(_configured.section, {"partition_activations": partition_activation}))
 
 
 def set_num_layers(nlayers: int) -> None:
     """Set `number_checkpoints`, and leave the other options."""
-    _configured.apply(_configured.section.model_copy(update={"number_checkpoints": nlayers}))
+    _configured.apply(_changed(_configured.section, {"number_checkpoints": nlayers}))
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
@@ -142,6 +143,15 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     """Seed model-parallel-rng anew, apart on each model-parallel rank."""
     with _configured.tracker.fork():
         get_accelerator().manual_seed(seed + OFFSET + _neighbours(_configured.mpu).rank)
+
+
+def _changed(section: ActivationCheckpointing, given: Mapping[str, Any]) -> ActivationCheckpointing:
+    """The section with these values. ValueError for one that it cannot have."""
+    try:
+        return ActivationCheckpointing(**{**section.model_dump(), **given})
+    except ValidationError as error:
+        (wrong, *_) = error.errors(include_url=False)
+        raise ValueError(f"activation_checkpointing.{wrong['loc'][0]} = {wrong['input']!r}: {wrong['msg']}") from None
 
 
 def _neighbours(mpu: Any) -> Group:

@@ -165,11 +165,11 @@ class TrainSchedule(PipeSchedule):
         """What this step's micro-batch needs, and what the one before it, which went the other way, has made."""
         found: list[PipeInstruction] = []
         if forward and not self.is_first_stage:
-            found += [RecvActivation(self.buffer(micro))] if self.exists(micro) else []
             found += [SendGrad(self.buffer(before))] if self.exists(before) else []
+            found += [RecvActivation(self.buffer(micro))] if self.exists(micro) else []
         if not forward and not self.is_last_stage:
-            found += [SendActivation(self.buffer(before))] if self.exists(before) else []
             found += [RecvGrad(self.buffer(micro))] if self.exists(micro) else []
+            found += [SendActivation(self.buffer(before))] if self.exists(before) else []
         return found
 
     def num_pipe_buffers(self) -> int:

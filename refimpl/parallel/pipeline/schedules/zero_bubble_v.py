@@ -9,7 +9,8 @@ Bubble 0 when f = i = w and m >= 2p-1; with fewer micro-batches (f+i)(2p-1-m). A
 operation and its last; that rank r begins r ticks late stays, and takes no time when each rank starts its next
 step as it comes (the paper checks the optimizer's norm afterwards).
 Alive: 2p half-sized chunks on every rank, what 1F1B's first rank holds.
-Qi et al. 2024, arXiv:2405.15362, ; the order is torch's, ScheduleZBVZeroBubble.
+Qi et al. 2024, arXiv:2401.10241, section 6; as one of a family by its building block, arXiv:2405.15362. The order is
+torch's, ScheduleZBVZeroBubble.
 """
 
 from refimpl.parallel.pipeline.schedules.table import Cost, Op, Table, check, count_off, first
