@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from refimpl.bench.written import finite
 from refimpl.checkpoint import atomic
 
 
@@ -54,7 +55,8 @@ class Report:
     def write(self, folder: Path) -> None:
         parts = [{**asdict(r), "verdict": r.verdict} for r in self.results]
         data = {"device": self.device, "passed": self.passed, "environment": self.environment, "parts": parts}
-        for name, text in (("report.json", json.dumps(data, indent=1) + "\n"), ("report.md", self.markdown())):
+        as_json = json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
+        for name, text in (("report.json", as_json), ("report.md", self.markdown())):
             atomic.write_file(folder / name, partial(Path.write_text, data=text))  # or the one before it stays
 
     def markdown(self) -> str:

@@ -232,6 +232,13 @@ def test_where_no_folder_can_be_made_it_says_so_at_once(tmp_path: Path, capsys: 
     assert "Not a directory; name another folder: ARGS='--out /tmp/gpu'" in capsys.readouterr().err
 
 
+def test_a_loss_that_is_no_number_leaves_json(tmp_path: Path) -> None:
+    finding = {"name": "every loss is finite", "value": {"last": float("nan")}, "passed": False}
+    Report("cuda", [Result("agreement", 3.0, "", [finding], [])], {}).write(tmp_path)
+    assert "NaN" not in (tmp_path / "report.json").read_text()
+    assert "every loss is finite: last nan" in (tmp_path / "report.md").read_text()
+
+
 def test_a_machine_without_nvidia_smi_gets_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert driver() == "unknown: nvidia-smi does not say"
