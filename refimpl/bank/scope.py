@@ -98,7 +98,7 @@ def scales(overflows: str, **options: Any) -> list[float]:
 
 
 def number(x: float) -> str:
-    """Whole numbers as they are, others to three significant digits: 1,234,567 · 0.0123 · 12.3 · 1,230."""
+    """Whole numbers as they are, others to three digits, or to a whole one that has more: 0.0123 · 12.3 · 1,235."""
     if isinstance(x, int) or (float(x).is_integer() and abs(x) < 1e6):
         return f"{int(x):,}"
     digits = max(0, 2 - math.floor(math.log10(abs(x))))

@@ -105,7 +105,7 @@ def heat(stage: int, workload: Workload, folder: Path) -> Found:
             disks[name] = config.optimizer_home
         contestants[name] = recorded(by_stage(stages[name], text), losses.setdefault(name, []))
     for device in ("cpu", "nvme") if stage else ():
-        if (peer := deepspeed(stage, workload, group, text, device, folder)) is not None:
+        if (peer := deepspeed(stage, workload, text, device, folder)) is not None:
             contestants[f"DeepSpeed: {device}"] = recorded(peer, losses.setdefault(f"DeepSpeed: {device}", []))
     times = race(group, contestants, workload.turns)
     before = {name: traffic(disk) for name, disk in disks.items()}
@@ -156,9 +156,7 @@ def recorded(step: Taken, losses: list[float]) -> Callable[[], None]:
     return lambda: losses.append(step())
 
 
-def deepspeed(
-    stage: int, workload: Workload, group: Group, text: torch.Tensor, device: str, folder: Path
-) -> Taken | None:
+def deepspeed(stage: int, workload: Workload, text: torch.Tensor, device: str, folder: Path) -> Taken | None:
     """DeepSpeed's step; None where it, or the operation that this needs, is not there (said in a warning)."""
     found = importlib.util.find_spec("deepspeed")
     if found is None or found.origin is None or (device == "nvme" and stage < 3):

@@ -58,14 +58,17 @@ class Implementation:
     role: Literal["ours", "peer", "alone"] = "peer"
 
 
-def implementations(stage: int) -> list[Implementation]:
-    """Ours, its peers and compute alone at ZeRO stage 0 to 3. IndexError for another stage."""
+def implementations(stage: int, with_deepspeed: bool = True) -> list[Implementation]:
+    """Ours, its peers (torch's, and DeepSpeed's where it is installed) and compute alone at ZeRO stage 0 to 3.
+
+    IndexError for another stage.
+    """
     racers = [
         Implementation(f"refimpl {STAGES[stage].__name__}", partial(refimpl_stage, kind=STAGES[stage]), "ours"),
         torchs_own(stage),
     ]
     found = importlib.util.find_spec("deepspeed")
-    if found is not None and found.origin is not None:  # a folder of that name is no package
+    if with_deepspeed and found is not None and found.origin is not None:  # a folder of that name is no package
         racers.append(Implementation(f"DeepSpeed stage {stage}", partial(deepspeed_stage, stage=stage)))
     return [*racers, Implementation(ALONE, alone, "alone")]
 

@@ -72,14 +72,14 @@ class Lap:
     losses: dict[str, list[float]]
 
 
-def heat(stage: int, workload: Workload) -> Lap:
+def heat(stage: int, workload: Workload, with_deepspeed: bool = True) -> Lap:
     """Runs on every rank: build all contestants of a stage, then race them."""
     group = Group.world()
     losses: dict[str, list[float]] = {}
     contestants: dict[str, Callable[[], None]] = {}
     data = torch.Generator().manual_seed(group.rank)
     text = torch.randint(256, (workload.batch, workload.context + 1), generator=data).to(group.device)  # [B, T+1]
-    for implementation in implementations(stage):
+    for implementation in implementations(stage, with_deepspeed):
         torch.manual_seed(0)
         model = GPT(workload.gpt).to(group.device)
         step = implementation.build(model, group, DTYPES[workload.dtype])

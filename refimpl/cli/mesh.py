@@ -139,7 +139,7 @@ def run(mesh: Mesh, task: Task, out: Path) -> int:
     )
     worst = max(abs(a - b) / b for a, b in zip(ranks[0].losses, alone.losses, strict=True))
     exact = all({**r.sent, "control": 0} == {**r.expected, "control": 0} and r.kept == r.formula for r in ranks)
-    console.print(curves(alone, ranks[0], worst))
+    console.print(curves(alone, ranks[0]))
     console.print(axes_table(mesh, ranks))
     console.print(ranks_table(ranks))
     console.print(
@@ -167,7 +167,7 @@ def trained(console: Console, words: str, mesh: Mesh, feeds: int, task: Task) ->
         return launch.run(train, mesh, task, feeds, ranks=mesh.gpus, device="cpu", timeout=300, on_report=advance)
 
 
-def curves(alone: Seen, mesh: Seen, worst: float) -> Table:
+def curves(alone: Seen, mesh: Seen) -> Table:
     """Some steps of both curves."""
     table = Table(title="Loss of a step")
     for column in ("step", "one process", "the mesh", "differ by"):

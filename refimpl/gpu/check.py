@@ -43,16 +43,17 @@ def run_part(name: str, device: str, seconds: float, out: Path) -> Result:
     """One part, killed when its time is over, and all that it started with it. Its output goes to `out`/NAME.log."""
     findings, log = out / f"{name}.jsonl", out / f"{name}.log"
     findings.write_text("")
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1"}
+    # NVIDIA's containers ask for TF32; then fp32 is not near a CPU's.
+    settled = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "PYTHONUNBUFFERED": "1"}
     compiled = str((out / "compiled").absolute())  # torch imports no optimizer where it cannot make its folder
-    environment |= {"TRITON_CACHE_DIR": compiled, "TORCHINDUCTOR_CACHE_DIR": compiled}
+    settled |= {"TRITON_CACHE_DIR": compiled, "TORCHINDUCTOR_CACHE_DIR": compiled}
     command = [sys.executable, "-m", "refimpl.gpu.part", name, device, str(seconds), str(findings)]
     begun = time.monotonic()
     with log.open("w") as output:
         process = None
         try:
             process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | settled, start_new_session=True
             )
             print(f"{name} ...", flush=True)
             code = process.wait(seconds)
@@ -103,11 +104,16 @@ def written(report: Report, out: Path) -> None:
         print(f"gpu-check: no report in {out}: {error}. It is:\n{report.markdown()}", flush=True)
 
 
+def folder_of(parts: Sequence[str]) -> Path:
+    """Where their report goes: that of some parts does not take the place of the whole one."""
+    return Path("out/gpu" if list(parts) == list(PARTS) else f"out/gpu-{'-'.join(parts)}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: every part passed. 1: not so. 2: there is no GPU, or a wrong argument."""
+    """0: every part passed. 1: not so. 2: there is no GPU, no folder to write to, or a wrong argument."""
     parser = argparse.ArgumentParser(prog="make gpu-check", description=__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: every part in miniature")
-    parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder of the report")
+    parser.add_argument("--out", type=Path, help="folder of the report; out/gpu, of some parts alone out/gpu-NAME")
     parser.add_argument("--part", choices=list(PARTS), nargs="+", default=list(PARTS), help="these parts alone")
     options: Any = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -117,8 +123,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    out = options.out or folder_of(options.part)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"gpu-check: {out}: {error.strerror}; name another folder: ARGS='--out /tmp/gpu'", file=sys.stderr)
+        return 2
     for end in (signal.SIGTERM, signal.SIGHUP):  # whoever ends this, or closes its terminal, finds a report too
         signal.signal(end, signal.default_int_handler)
-    report = check(options.device, options.out, options.part)
-    print(f"{options.out / 'report.md'}: {'passed' if report.passed else 'FAILED'}")
+    report = check(options.device, out, options.part)
+    print(f"{out / 'report.md'}: {'passed' if report.passed else 'FAILED'}")
     return 0 if report.passed else 1

@@ -1,19 +1,19 @@
 """The report of one check: report.json for programs, report.md for people, both from the same data."""
 
 import datetime
-import importlib.util
+import importlib
 import json
 import os
 import platform
 import subprocess
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from refimpl.bench.written import finite
 from refimpl.checkpoint import atomic
 
 
@@ -55,7 +55,8 @@ class Report:
     def write(self, folder: Path) -> None:
         parts = [{**asdict(r), "verdict": r.verdict} for r in self.results]
         data = {"device": self.device, "passed": self.passed, "environment": self.environment, "parts": parts}
-        for name, text in (("report.json", json.dumps(data, indent=1) + "\n"), ("report.md", self.markdown())):
+        as_json = json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
+        for name, text in (("report.json", as_json), ("report.md", self.markdown())):
             atomic.write_file(folder / name, partial(Path.write_text, data=text))  # or the one before it stays
 
     def markdown(self) -> str:
@@ -86,8 +87,9 @@ def versions() -> dict[str, str]:
     }
     if torch.cuda.is_available():
         found["driver"] = driver()
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        found["triton"] = metadata.version("triton") if importlib.util.find_spec("triton") else "none"
+        nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ["none"]  # type: ignore[no-untyped-call]
+        found["nccl"] = ".".join(map(str, nccl))
+        found["triton"] = triton_version()
     return found
 
 
@@ -97,6 +99,14 @@ def gpus() -> str:
         return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "none"
     except RuntimeError as error:  # a driver that is there and does not work: the parts will say more
         return f"unknown: {error}".splitlines()[0]
+
+
+def triton_version() -> str:
+    """What it says itself: torch's nightly builds and NVIDIA's containers have its package under another name."""
+    try:
+        return str(importlib.import_module("triton").__version__)
+    except ImportError:
+        return "none"
 
 
 def driver() -> str:

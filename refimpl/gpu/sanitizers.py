@@ -1,7 +1,7 @@
 """Part 4: torch's own stream sanitizer, and CUDA's memcheck with every block its own allocation, on two steps.
 
 memcheck finds kernels that read freed storage; its racecheck is about shared memory inside a kernel, and finds nothing
-of ours.
+of ours. What CUDA's functions answer is torch's business: it asks for what there may not be, as a current context.
 """
 
 import os
@@ -18,28 +18,36 @@ from refimpl.gpu.part import Finding
 from refimpl.gpu.twins import Twins
 from refimpl.gpu.workload import STAGES, Workload
 
+TOOLKIT = "/usr/local/cuda/bin"  # where it is, if nobody has put it on the PATH
+SUMMARY = "ERROR SUMMARY"  # the last thing that memcheck says
+
 
 def run(device: torch.device, seconds: float) -> Iterator[Finding]:
-    watched = {"TORCH_CUDA_SANITIZER": "1"} if device.type == "cuda" else {}
-    yield _ran("torch's sanitizer, all stages", [], list(STAGES), device, 0.4 * seconds, watched)
-    tool = shutil.which("compute-sanitizer")
+    tool = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), TOOLKIT]))
+    watched, share = {"TORCH_CUDA_SANITIZER": "1"} if device.type == "cuda" else {}, 0.4 if tool else 0.9
+    yield _ran("torch's sanitizer, all stages", [], list(STAGES), device, share * seconds, watched)
     if tool is None:
         yield Finding("compute-sanitizer", "not installed here")
     else:
-        check = [tool, "--tool", "memcheck", "--error-exitcode", "9"]
+        # It waits 10 seconds for a program's first call of CUDA; torch alone may take as long to be imported.
+        check = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--launch-timeout", "0"]
+        check += ["--error-exitcode", "9"]
         yield _ran("memcheck, zero3", check, ["zero3"], device, 0.5 * seconds, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
 
 def _ran(
     name: str, before: list[str], stages: list[str], device: torch.device, seconds: float, extra: dict[str, str]
 ) -> Finding:
+    """How the two steps ended. `before`: a tool that runs them; where it gives up itself nothing is known of them."""
     command = [*before, sys.executable, "-m", "refimpl.gpu.sanitizers", device.type, *stages]
     try:
         done = subprocess.run(command, env=os.environ | extra, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         return Finding(name, f"not done after {seconds:.0f} s: nothing is known")
-    tail = (done.stdout + done.stderr).strip().splitlines()[-8:]
-    return Finding(name, "clean" if done.returncode == 0 else tail, done.returncode == 0)
+    if done.returncode == 0:
+        return Finding(name, "clean", True)
+    said = done.stdout + done.stderr
+    return Finding(name, said.strip().splitlines()[-8:], None if before and SUMMARY not in said else False)
 
 
 def two_steps(name: str, device: torch.device) -> None:

@@ -51,7 +51,12 @@ class Progress:
         self.save()
 
     def save(self) -> None:
-        replace(self.path, json.dumps({key: asdict(entry) for key, entry in self.entries.items()}, indent=1) + "\n")
+        """Where it cannot be written, that is said: a verdict or a hint is of use without it."""
+        try:
+            replace(self.path, json.dumps({key: asdict(entry) for key, entry in self.entries.items()}, indent=1) + "\n")
+        except OSError as reason:
+            remedy = "set REFIMPL_DATA to a folder that you can write"
+            print(f"your progress is not kept, {self.path}: {reason.strerror}; {remedy}", file=sys.stderr)
 
 
 def bar(done: int, of: int, width: int = 20) -> str:

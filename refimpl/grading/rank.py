@@ -28,7 +28,7 @@ from refimpl.ranks.world import World
 Answer = ModuleType
 Check = Callable[[Any, WatchedGroup], None]
 ALIVE = None  # a report that says no more than that the clock may start anew
-MEMORY = 4 << 30  # bytes that a rank may hold beyond what it starts with
+MEMORY = 4 << 30  # bytes of private memory that a rank may have, with the 0.2 (torch for CUDA: 0.8) GB it starts with
 LONGEST = 160  # characters of an exception's own text
 FREED = "out of bounds for storage of size 0"  # torch's words for a view of memory that was resized to 0
 SHORT = re.compile(r"storage size of (\d+) are out of bounds for storage of size (\d+)")

@@ -43,7 +43,8 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__.strip("_")
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.layout == torch.strided]
         if (place := PRODUCTS.get(name)) is not None:
-            self.flops += 2 * made[0].numel() * args[place].shape[-1]
+            a, b = args[place : place + 2]
+            self.flops += 2 * a.numel() * (b.shape[-1] if b.dim() > 1 else 1)
         elif "scaled_dot_product" in name and "backward" not in name:
             q, k, v = args[:3]
             self.flops += 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from refimpl.kernels.attention_tiles import attend, give_keys, give_queries, heads_of, read_rows, store_rows
 from refimpl.kernels.block_lists import BlockLists
-from refimpl.kernels.flash_backward import flash_delta_kernel
+from refimpl.kernels.flash_backward import flash_delta
 from refimpl.kernels.flash_shapes import Shapes, roomy
 from refimpl.kernels.language import tl, triton
 
@@ -237,11 +237,7 @@ def block_sparse_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shapes: Shapes, found: BlockLists, block: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """g, out [tokens, heads, D] -> dq like out, dk and dv [tokens_k, heads // group, D]."""
-    delta = torch.empty_like(lse)
-    count = shapes.tokens * shapes.heads
-    flash_delta_kernel[(triton.cdiv(count, 64),)](
-        out, g, delta, count, shapes.heads, D=shapes.width, BLOCK_D=shapes.padded, BLOCK_M=64, num_warps=4
-    )
+    delta = flash_delta(out, g, lse, shapes)
     dq = torch.empty_like(out)
     dk, dv = (q.new_empty(shapes.tokens_k, shapes.heads // shapes.group, shapes.width) for _ in "kv")
     sizes = (shapes.queries, shapes.keys, shapes.tokens)

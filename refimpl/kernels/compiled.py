@@ -40,7 +40,7 @@ class Compiled:
 
     @property
     def programs(self) -> int:
-        """How many programs fit on one multiprocessor at a time."""
+        """How many programs fit on one multiprocessor of an H100 at a time."""
         by_registers = REGISTER_FILE // (-(-self.registers // 8) * 8 * 32 * self.warps)
         return min(by_registers, 64 // self.warps, 228 * 1024 // (self.shared + 1024), 32)
 
@@ -113,7 +113,8 @@ def main(word: str = "", capability: str = "90") -> None:
     for case in cases():
         if word in case.name:
             for found in compile_case(case, int(capability)):
-                print(json.dumps({**asdict(found), "programs": found.programs}), flush=True)
+                also = {"programs": found.programs} if capability == "90" else {}  # others have other limits
+                print(json.dumps({**asdict(found), **also}), flush=True)
 
 
 if __name__ == "__main__":

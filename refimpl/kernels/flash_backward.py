@@ -166,16 +166,22 @@ def backward_tiles(width: int, dtype: torch.dtype, device: torch.device) -> tupl
     return Tiles(16, 64, 8, 2), Tiles(64, 32 if roomy(device) else 16, 8, 2)
 
 
+def flash_delta(out: Tensor, g: Tensor, lse: Tensor, shapes: Shapes) -> Tensor:
+    """-> delta [heads, tokens] fp32, as lse, of out and g [tokens, heads, D]."""
+    delta, rows = torch.empty_like(lse), shapes.tokens * shapes.heads
+    block = min(64, 8192 // shapes.padded)  # at most 64 elements of each a thread: with more sm_100 spills
+    flash_delta_kernel[(triton.cdiv(rows, block),)](
+        out, g, delta, rows, shapes.heads, D=shapes.width, BLOCK_D=shapes.padded, BLOCK_M=block, num_warps=4
+    )
+    return delta
+
+
 def flash_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shapes: Shapes
 ) -> tuple[Tensor, Tensor, Tensor]:
     """g, out [tokens, heads, D] -> dq like out, dk and dv [tokens_k, heads // group, D]."""
     by_keys, by_queries = backward_tiles(shapes.padded, q.dtype, q.device)
-    delta = torch.empty_like(lse)
-    rows = shapes.tokens * shapes.heads
-    flash_delta_kernel[(triton.cdiv(rows, 64),)](
-        out, g, delta, rows, shapes.heads, D=shapes.width, BLOCK_D=shapes.padded, BLOCK_M=64, num_warps=4
-    )
+    delta = flash_delta(out, g, lse, shapes)
     dq = torch.empty_like(out)
     dk, dv = (q.new_empty(shapes.tokens_k, shapes.heads // shapes.group, shapes.width) for _ in "kv")
     lengths = (shapes.starts_q, shapes.starts_k, shapes.queries, shapes.keys, shapes.tokens)

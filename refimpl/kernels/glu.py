@@ -3,7 +3,7 @@
 Forward moves 3 n b bytes for n outputs of b bytes (read gate and up, write y). Backward moves 5 n b (read the gradient,
 gate and up, write both gradients) and computes the activation again, so that nothing but the inputs is kept. About 10
 FLOPs an element: the memory is the limit. gate and up may be the halves of one tensor, without a copy.
-Shazeer 2020, arXiv:2002.05202. DeepSpeed's file: csrc/transformer/inference/csrc/gelu.cu (fused_gated).
+Shazeer 2020, arXiv:2002.05202. DeepSpeed's file: csrc/transformer/inference/csrc/gelu.cu (fused_gate_activation).
 """
 
 from typing import Any

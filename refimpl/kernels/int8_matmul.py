@@ -1,7 +1,7 @@
 """A matrix product of 8-bit integers, exact in 32 bits, scaled to floats as it is written.
 
 y[m, n] = a_scale[m] b_scale[n] sum_k a[m, k] b[n, k], b laid out as a linear layer's weight. 2 M N K operations at
-twice the rate of bf16 (on an H100 1979 T a second, dense); M K + N K + 2 M N bytes with 16-bit results. Above some 300
+twice the rate of bf16 (on an H100 1979 T a second, dense); M K + N K + 2 M N bytes with 16-bit results. Above some 600
 operations a byte, K of a thousand or so, arithmetic is the limit; below, with few rows as in decoding, the weight's
 bytes are, half of bf16's. A program makes one tile of y and walks along K, the loads of the next steps under way.
 Neighbouring programs share rows of tiles (groups of 8), so that both inputs are found in the second-level cache. A K

@@ -2,10 +2,11 @@
 
 For T tokens of C elements of b bytes and k experts each (R = T k rows):
     permute      reads T C b, writes R C b; backward reads R C b, writes T C b
-    unpermute    reads R C b, writes T C b; backward reads (R + T) C b, writes R C b (and 4 R for the weights)
-and 4 R of places. No FLOPs to speak of: memory is the limit. A token is read once and written k times, which is why a
-program owns tokens and scatters; programs that own rows would read each token k times. Every row has one writer and
-sums go in the order of a token's experts, so the result is the same bits each time, without atomics.
+    unpermute    reads R C b, writes T C b; backward reads (R + T) C b, writes R C b
+and 4 R of places; of weights 4 R more, which backward writes too. No FLOPs to speak of: memory is the limit. A token is
+read once and written k times, which is why a program owns tokens and scatters; programs that own rows would read each
+token k times. Every row has one writer and sums go in the order of a token's experts, so the result is the same bits
+each time, without atomics.
 
 The order is a stable sort by expert (`sort_by_expert`), 8 R bytes a pass: a hundredth of the rows' for C = 4096.
 Megatron-Core: transformer/moe/moe_utils.py (permute, unpermute). MegaBlocks: arXiv:2211.15841, section 5.
@@ -250,8 +251,8 @@ def _case(operation: str, dtype: torch.dtype, tokens: int, size: int, k: int, ex
         return x, order, *weights
 
     call, reference = (unpermute, unpermute_reference) if weighted else (permute, permute_reference)
-    moved = (tokens + copies) * size * e + 4 * copies
-    backward = moved + (copies * size * e + 8 * copies if weighted else 0)
+    moved = (tokens + copies) * size * e + (8 if weighted else 4) * copies
+    backward = moved + (copies * size * e + 4 * copies if weighted else 0)
     return Case(
         f"{operation} {short(dtype)} {tokens}x{size} k={k} of {experts}",
         call,

@@ -124,8 +124,9 @@ def quantize_kernel(
     if FP8:  # the step of a number's own power of two: 3 bits of mantissa, and 2**-9 below 2**-6
         size_bits = tl.abs(units).to(tl.int32, bitcast=True)
         sign = units.to(tl.int32, bitcast=True) ^ size_bits
-        step = ((tl.maximum((size_bits >> 23) - 127, -6) - 3 + 127) << 23).to(tl.float32, bitcast=True)
-        units = (tl.abs(units) / step + ROUND - ROUND) * step
+        step_bits = (tl.maximum((size_bits >> 23) - 127, -6) - 3 + 127) << 23
+        step, inverse = step_bits.to(tl.float32, bitcast=True), (0x7F000000 - step_bits).to(tl.float32, bitcast=True)
+        units = (tl.abs(units) * inverse + ROUND - ROUND) * step  # exact: a division on a GPU need not be
         units = (units.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)  # -0 stays -0
     else:
         units = units + ROUND - ROUND

@@ -1,9 +1,9 @@
 """How a matrix [M, N] whose rows are reduced is dealt out to programs: in tiles of whole rows.
 
 A program of few elements leaves the memory idle while it starts and ends, one of many needs more registers than there
-are. 16 elements a thread and at least 4096 a program keep enough loads on their way: a multiprocessor must have some
-40 KB of them (3.3 TB/s x 0.7 microseconds / 132) for the memory never to wait. Little's law; Volkov 2010, "Better
-performance at lower occupancy".
+are. 16 elements a thread and at least 4096 a program keep enough loads on their way: a multiprocessor of an H100 must
+have some 18 KB of them (3.3 TB/s x 0.7 microseconds / 132) for the memory never to wait. Little's law; Volkov 2010,
+"Better performance at lower occupancy".
 """
 
 from dataclasses import dataclass

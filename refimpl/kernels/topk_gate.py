@@ -2,7 +2,7 @@
 
 For T tokens and E experts, logits of b bytes:
     forward     reads T E b, writes 12 T k: weights in fp32, experts in int64
-    backward    reads T E b and 12 T k, writes T E b
+    backward    reads T E b (not where only the chosen are normalised) and 16 T k, writes T E b
 torch's operators make softmax (4 T E written and read again), top-k, and a sum and a quotient of [T, k]: four kernels.
 5 T E FLOPs and k reductions over E, less than the memory takes while k is below about 16.
 
@@ -176,7 +176,7 @@ def _case(dtype: torch.dtype, tokens: int, number: int, k: int, normalise: bool)
     moved = tokens * number * e + 12 * tokens * k
     return Case(
         f"topk_gate {short(dtype)} {tokens}x{number} k={k}", call, oracle, inputs, moved,
-        moved_backward=(1 if normalise else 2) * tokens * number * e + 20 * tokens * k,
+        moved_backward=(1 if normalise else 2) * tokens * number * e + 16 * tokens * k,
     )  # fmt: skip
 
 

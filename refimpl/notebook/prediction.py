@@ -6,7 +6,8 @@
 
 as the last line of a cell. With a kernel it is a field and a button, and says after the first try what is right and
 why. Where nothing can be clicked (GitHub, the site, a terminal) the question stands there as text, without the answer.
-A prediction that was wrong is remembered best (Richland, Kornell and Kao 2009, J. Exp. Psychol. Appl. 15(3)).
+What one has guessed wrongly before reading it is remembered better than what one has only read (Richland, Kornell and
+Kao 2009, J. Exp. Psychol. Appl. 15(3)).
 """
 
 import random

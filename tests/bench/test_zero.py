@@ -1,11 +1,13 @@
 """The comparison compares like with like: every contestant of every stage computes the same losses."""
 
+import importlib.util
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import worlds
 
-from refimpl.bench.peers import ALONE
+from refimpl.bench.peers import ALONE, implementations
 from refimpl.bench.race import Turns
 from refimpl.bench.zero import SAME_LOSS, Lap, Workload, check_same_work, heat, measure, rank_rows
 
@@ -74,3 +76,10 @@ def test_model_has_about_the_parameters_asked_for(wanted: int) -> None:
     gpt = Workload(wanted).gpt
     assert gpt.parameters == pytest.approx(wanted, rel=0.06)
     assert gpt.width % 64 == 0
+
+
+def test_an_installed_deepspeed_races_unless_it_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `make gpu-check` leaves it out: one that does not fit this torch is no failure of ours."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin="deepspeed/__init__.py"))
+    asked, left_out = ([one.name for one in implementations(2, wanted)] for wanted in (True, False))
+    assert [name for name in asked if name not in left_out] == ["DeepSpeed stage 2"]

@@ -21,12 +21,12 @@ from refimpl import launch
 from refimpl.bench import comm, zero
 from refimpl.bench.kernels import Limits
 from refimpl.comm.work import Steps
-from refimpl.gpu import benches, timeline
+from refimpl.gpu import benches, sanitizers, timeline
 from refimpl.gpu import races as hunt
-from refimpl.gpu.check import PARTS, TOTAL, check, main, run_part
+from refimpl.gpu.check import PARTS, TOTAL, check, folder_of, main, run_part
 from refimpl.gpu.machine import launcher_lacks
 from refimpl.gpu.part import Part
-from refimpl.gpu.report import Report, Result, driver, why_none
+from refimpl.gpu.report import Report, Result, driver, triton_version, why_none
 from refimpl.gpu.steady import waits_among
 from refimpl.gpu.timeline import kernels_of, length, merged
 from refimpl.gpu.twins import Twins
@@ -202,6 +202,41 @@ def test_whoever_ends_the_check_finds_a_report(end: signal.Signals, tmp_path: Pa
     assert process.returncode == 1
     [part] = json.loads((tmp_path / "report.json").read_text())["parts"]
     assert (part["name"], part["ended"]) == ("races", "stopped from outside")
+
+
+def test_a_tool_that_does_not_work_here_says_nothing_of_ours(tmp_path: Path) -> None:
+    tool = tmp_path / "tool"
+    found = []
+    for says in ("exit 0", "echo Device not supported; exit 9", "echo ERROR SUMMARY: 2 errors; exit 9"):
+        tool.write_text(f"#!/bin/sh\n{says}\n")
+        tool.chmod(0o755)
+        found.append(sanitizers._ran("memcheck", [str(tool)], [], CPU, 60, {}).passed)
+    assert found == [True, None, False]
+
+
+def test_triton_is_asked_for_its_version_whatever_its_package_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.6.0+git"))
+    assert triton_version() == "3.6.0+git"
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert triton_version() == "none"
+
+
+def test_the_report_of_one_part_does_not_replace_the_whole_one() -> None:
+    assert folder_of(list(PARTS)) == Path("out/gpu")
+    assert folder_of(["suite", "kernels"]) == Path("out/gpu-suite-kernels")
+
+
+def test_where_no_folder_can_be_made_it_says_so_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["--device", "cpu", "--out", str(tmp_path / "file" / "gpu")]) == 2
+    assert "Not a directory; name another folder: ARGS='--out /tmp/gpu'" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number_leaves_json(tmp_path: Path) -> None:
+    finding = {"name": "every loss is finite", "value": {"last": float("nan")}, "passed": False}
+    Report("cuda", [Result("agreement", 3.0, "", [finding], [])], {}).write(tmp_path)
+    assert "NaN" not in (tmp_path / "report.json").read_text()
+    assert "every loss is finite: last nan" in (tmp_path / "report.md").read_text()
 
 
 def test_a_machine_without_nvidia_smi_gets_a_report(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,6 +194,17 @@ def test_a_damaged_progress_file_is_set_aside(project: Path) -> None:
     assert json.loads((data / "exercises.json").read_text())["01_one/double"]["hints"] == 1
 
 
+def test_progress_that_cannot_be_kept_spoils_no_verdict(project: Path, pytester: pytest.Pytester) -> None:
+    (project / "data").touch()  # no folder
+    _, graded = grade(pytester, "exercises/01_one")
+    hinted = do(project, "refimpl", "hint", "01", "double")
+    assert "Try next: double" in graded
+    assert "1. Multiply." in hinted.stdout
+    for said in (graded, hinted.stderr):
+        assert "your progress is not kept" in said
+        assert "set REFIMPL_DATA to a folder that you can write" in said
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [

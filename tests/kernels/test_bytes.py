@@ -11,10 +11,12 @@ from refimpl.kernels import (
     int8_matmul,
     layer_norm,
     multi_norm,
+    permute,
     quantize,
     rms_norm,
     rotary,
     softmax,
+    topk_gate,
 )
 from refimpl.kernels.case import Case, forward_and_backward
 from refimpl.kernels.count import counted
@@ -35,6 +37,10 @@ CASES = [  # and how often the bytes of the formula are asked for; the caches an
     (multi_norm._case([20000, 7, 300], "fp32", F32), 1.0),
     (quantize._case("int8", torch.int8, 1 << 14, False), 1.0),
     (quantize._case("int8", torch.int8, 1 << 14, True), 1.0),
+    (permute._case("permute", F32, 64, 48, 2, 4), 1.0),
+    (permute._case("unpermute", F32, 64, 128, 4, 8), 1.0),
+    (topk_gate._case(F32, 64, 16, 2, True), 1.0),
+    (topk_gate._case(F32, 64, 16, 8, False), 1.0),
     (cross_entropy._case("fp32", F32, 8, 500), 1.25),  # forward 1.5: each row is walked along twice; backward 1
 ]
 

@@ -14,9 +14,11 @@ MEMORY = 60e9  # bytes, in which every case fits
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
 def test_equals_float64_at_its_real_size(case: Case) -> None:
     torch.manual_seed(0)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()  # others may have the rest
     try:
         assert_agrees(case.call, case.reference, case.inputs(torch.device("cuda")), case.bound)
     except torch.OutOfMemoryError as error:  # the logits of linear_cross_entropy are 8 GB in float64, a few times
-        if torch.cuda.get_device_properties(0).total_memory > MEMORY:
+        if free > MEMORY:
             raise
-        pytest.skip(f"float64 does not fit into this GPU's memory: {error}".splitlines()[0])
+        pytest.skip(f"float64 does not fit into {free / 1e9:.0f} GB that are free: {error}".splitlines()[0])
