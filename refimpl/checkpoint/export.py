@@ -6,7 +6,7 @@
 
 They hold what `model.state_dict()` names, a tied weight under each of its names: torch's own `load_state_dict` takes
 them. fp32 is what the masters hold; the model's own dtype is what they were rounded to. DeepSpeed: zero_to_fp32.py,
-which reads every rank's file, optimizer state included, before it writes.
+which maps the ranks' files and has one file's tensors in memory at a time.
 """
 
 import json

@@ -55,8 +55,10 @@ class Meeting(ABC):
             self.weights.start(self.group)
 
     def step(self) -> bool:
-        """After each optimizer step, on all ranks alike: whether they have met. To be called also when it was skipped:
-        ranks count calls."""
+        """After each optimizer step, on all ranks alike: whether they have met.
+
+        To be called also when the step was skipped: ranks count calls.
+        """
         self.since += 1
         if self.since < self.every:
             return False
