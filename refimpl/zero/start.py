@@ -40,7 +40,9 @@ def share(
     for tensor, those in ranks.items():
         whole = tensor.contiguous()
         those.broadcast(whole, tag="start")
-        if whole is not tensor:
+        if any(step == 0 < length - 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            tensor.set_(whole)  # it was expanded: its elements shared memory, into which nothing can be copied
+        elif whole is not tensor:
             tensor.copy_(whole)
     for p in loose:
         if dtype is not None and p.is_floating_point():
