@@ -11,6 +11,7 @@ from torch import nn, optim
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.comm import levels
 from refimpl.comm.group import Group
+from refimpl.optim.weights import is_expanded
 from refimpl.zero.experts import apart
 from refimpl.zero.gradients import Gradients
 from refimpl.zero.parameter import DATA, Freed, Managed, stage_of
@@ -34,15 +35,16 @@ def share(
 ) -> None:
     """Rank 0's values of all other parameters and of buffers. These parameters are cast too; buffers never are."""
     loose = [p for p in model.parameters() if p not in done]
+    for tensor in (*loose, *model.buffers()):
+        if is_expanded(tensor):
+            DATA.__set__(tensor, DATA.__get__(tensor).contiguous())
     ranks = {DATA.__get__(p): experts.get(p, group) for p in loose}
     ranks |= dict.fromkeys(model.buffers(), group)
     ranks |= {buffer: those for _, module, those in apart(model, experts) for buffer in module.buffers()}
     for tensor, those in ranks.items():
         whole = tensor.contiguous()
         those.broadcast(whole, tag="start")
-        if any(step == 0 < length - 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True)):
-            tensor.set_(whole)  # it was expanded: its elements shared memory, into which nothing can be copied
-        elif whole is not tensor:
+        if whole is not tensor:
             tensor.copy_(whole)
     for p in loose:
         if dtype is not None and p.is_floating_point():

@@ -112,10 +112,11 @@ def test_a_state_of_other_buckets_is_refused_before_anything_changes(stage: str)
 
 
 def named_and_expanded(stage_name: str) -> None:
-    """`named_parameters` in the optimizer's groups; a buffer whose elements share memory."""
+    """`named_parameters` in the optimizer's groups; a buffer and a parameter whose elements share memory."""
     model = small()
-    model.register_buffer("mask", torch.full((1, 3), float(dist.get_rank())).expand(4, 3))
-    named = list(model.named_parameters())
+    named, mine = list(model.named_parameters()), torch.full((1, 3), float(dist.get_rank()))
+    model.register_buffer("mask", mine.expand(4, 3))
+    model.register_parameter("frozen", nn.Parameter(mine.clone().expand(4, 3), requires_grad=False))
     optimizer = torch.optim.AdamW(named[:2])
     stage = STAGES[stage_name](model, optimizer)
     optimizer.add_param_group({"params": named[2:], "lr": 0.1})
@@ -128,11 +129,12 @@ def named_and_expanded(stage_name: str) -> None:
         ["0.weight", "0.bias"],
         ["2.weight", "2.bias"],
     ]
-    assert torch.equal(model.mask, torch.zeros(4, 3))  # rank 0's
+    state = model.state_dict()
+    assert all(torch.equal(state[name], torch.zeros(4, 3)) for name in ("mask", "frozen"))  # rank 0's
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_named_groups_and_expanded_buffers_are_taken(stage: str) -> None:
+def test_named_groups_and_expanded_memory_are_taken(stage: str) -> None:
     run(named_and_expanded, stage, ranks=2)
 
 
