@@ -132,7 +132,7 @@ class ByName(Built):
     def local_gradient(self, p: nn.Parameter | str) -> Tensor:
         """This rank's part of the mean gradient: a flat view. RuntimeError if there is none, or it is on a disk."""
         p = self.parameter(p)
-        resting, bucket = self.gradients.resting, self.gradients.bucket_of.get(p)
+        resting, bucket = self.gradients.resting, self.trained(p)
         if resting is not None and bucket in resting.squares:
             self.refuse_away(p)
         return self.view.mine(p)
@@ -150,7 +150,7 @@ class ByName(Built):
         Wherever it rests. None if there is none.
         """
         p = self.parameter(p)
-        bucket = self.gradients.bucket_of[p]
+        bucket = self.trained(p)
         if key == "grad":
             self.view.refuse_waiting(p)
             total = self.gradients.reduced(bucket)
@@ -161,10 +161,19 @@ class ByName(Built):
     def write_local(self, p: nn.Parameter | str, value: Tensor, key: str = "") -> None:
         """Replace what `read_local` reads. A weight of the model follows with the next step, as in DeepSpeed."""
         p = self.parameter(p)
+        bucket = self.trained(p)
         if key == "grad":
             self.view.change(p, lambda part: part.copy_(value.reshape(-1)))
         else:
-            self.update.put_state(self.gradients.bucket_of[p], p, key, value.reshape(-1))
+            self.update.put_state(bucket, p, key, value.reshape(-1))
+
+    def trained(self, p: nn.Parameter) -> Bucket:
+        """The bucket of what is trained. RuntimeError for what is not: nothing of it is kept for an update."""
+        if p not in self.gradients.bucket_of:
+            raise RuntimeError(
+                f"{self.names[p]} is not trained: it has neither a gradient nor a state; full_parameter reads it"
+            )
+        return self.gradients.bucket_of[p]
 
     def refuse_away(self, p: nn.Parameter) -> None:
         """A view of what rests on a disk would be of nothing."""

@@ -141,12 +141,21 @@ class GatheredParameters(whole):
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        """`fwd_module` is DeepSpeed's: an external parameter is found by itself here. `enabled` False does nothing."""
+        """`fwd_module` is DeepSpeed's: an external parameter is found by itself here. `enabled` False does nothing.
+
+        ValueError if `modifier_rank` is none of the ranks that share a parameter.
+        """
         if isinstance(params, nn.Module):
             params = params.parameters()
         params = [params] if isinstance(params, nn.Parameter) else list(params)
         super().__init__(params if enabled else [])
         self.modifier_rank = modifier_rank
+        for unit in self.units:
+            if modifier_rank not in (None, *range(unit.group.size)):
+                raise ValueError(
+                    f"GatheredParameters: modifier_rank={modifier_rank}, but {unit.group.size} ranks share "
+                    f"{unit.name}: 0 to {unit.group.size - 1}"
+                )
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         changed = []

@@ -299,6 +299,8 @@ class Attention(nn.Module):
 def second_try() -> str:
     with Init(dtype=torch.bfloat16):
         model = SecondTry()
+    with pytest.raises(ValueError, match="modifier_rank=2, but 2 ranks share"):
+        GatheredParameters(model, modifier_rank=2)
     with GatheredParameters(model):
         assert model.attention.proj.weight.dtype == torch.bfloat16
         assert model.attention.codes.tolist() == [1, 300, 70_001]

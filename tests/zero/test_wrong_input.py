@@ -64,6 +64,22 @@ def test_a_value_of_another_shape_is_refused(stage: str) -> None:
     run(misshapen, stage, ranks=3)
 
 
+def untrained(stage_name: str) -> None:
+    model = small()
+    model[0].requires_grad_(False)
+    stage = STAGES[stage_name](model, torch.optim.AdamW(model.parameters()))
+    backward(model)
+    for ask in (stage.local_gradient, stage.read_local, lambda name: stage.write_local(name, torch.ones(25))):
+        with pytest.raises(RuntimeError, match=r"0\.weight is not trained"):
+            ask("0.weight")
+    assert stage.full_state("0.weight", "exp_avg") is None
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_not_trained_is_told_by_name(stage: str) -> None:
+    run(untrained, stage, ranks=2)
+
+
 def uncut_states() -> None:
     """Of Adafactor's rows and columns, and of LAMB on a rank that has nothing but padding."""
     model, optimizer, stage = built("ddp", torch.optim.Adafactor)
