@@ -170,7 +170,7 @@ def bare(stage_name: str) -> None:
 
 def test_zero3_asks_for_a_module() -> None:
     run(bare, "zero2", ranks=2)
-    with pytest.raises(RankError, match="Zero3 gathers parameters around the calls of modules"):
+    with pytest.raises(RankError, match="gathers parameters around the calls of modules"):
         run(bare, "zero3", ranks=2)
 
 
