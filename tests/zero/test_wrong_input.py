@@ -1,6 +1,7 @@
 """What a stranger hands over by mistake is refused at once, by name, and changes nothing; what is right is taken."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -199,3 +200,41 @@ def test_a_rank_is_called_by_its_number_in_the_job() -> None:
         assert failed == "rank 2: its disk"
         assert "rank 1: a new forward of 0" in parted
         assert "rank 2: a new forward of 2" in parted
+
+
+class Unsaveable(nn.Module):
+    """A module of somebody's whose state is not ready when it is first asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.is_ready = nn.Parameter(torch.ones(5)), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+    def get_extra_state(self) -> int:
+        if not self.is_ready:
+            raise ValueError("not ready")
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        """Nothing."""
+
+
+def interrupted_save() -> None:
+    group, last = Group.world(), Unsaveable()
+    model = nn.Sequential(small()[:1], last)
+    stage = STAGES["zero3"](model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match="not ready"):
+        model.state_dict()
+    with pytest.raises(RuntimeError, match="needs its values"):  # and no NaN
+        last.scale.sum()
+    with pytest.raises(ValueError, match="not ready") if group.rank == 0 else nullcontext():
+        stage.full_state_dict()
+    last.is_ready = True
+    assert torch.equal(model.state_dict()["1.scale"], torch.ones(5))  # which every rank helps to gather
+    assert torch.equal(model(torch.ones(2, 5)), model(torch.ones(2, 5)))
+
+
+def test_a_save_that_raises_leaves_nothing_behind() -> None:
+    run(interrupted_save, ranks=2)
