@@ -6,7 +6,13 @@
     tensors     safetensors files, written and read in pieces
     tree        numbers, tuples, dictionaries and tensors in them, to JSON and back exactly
     place       which elements of a parameter lie in which rank's file
+    write       begun by one process, a file pair a rank, finished by the process that began
+    find        which checkpoint is meant: a tag, or the file `latest`
     folder      one checkpoint, opened: any piece of any parameter, whoever wrote it
+    export      whole weights out of one, for other libraries
+    prune       which ones to keep
+    background, random_state                          a save beside training; the random numbers to come
+    from_deepspeed, deepspeed_files, unpickle         DeepSpeed's own files, read without running them
 
 What of a run goes into a checkpoint, and how it gets back into one, is in refimpl/engine.
 """

@@ -6,7 +6,7 @@ of it first. DeepSpeed has no such exchange: a full disk on one rank is a hang, 
 
 import errno
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -83,14 +83,14 @@ def together(group: Group, do: Callable[[], T], kind: type[Exception] = Checkpoi
     mine = None if failure is None else str(failure) if is_ours(failure) else repr(failure)
     said = group.all_gather_object(mine)
     if any(text is not None for text in said):
-        raise kind(by_rank(said)) from failure
+        raise kind(by_rank(dict(zip(group.ranks, said, strict=True)))) from failure
     return result
 
 
-def by_rank(said: list[str | None]) -> str:
-    """Each rank's text behind its number; the ranks that say the same, once."""
+def by_rank(said: Mapping[int, str | None]) -> str:
+    """Each rank's text behind its number in the job; the ranks that say the same, once."""
     ranks: dict[str, list[str]] = {}
-    for rank, text in enumerate(said):
+    for rank, text in said.items():
         if text is not None:
             ranks.setdefault(text, []).append(str(rank))
     return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {text}" for text, who in ranks.items())

@@ -6,7 +6,7 @@
 
 They hold what `model.state_dict()` names, a tied weight under each of its names: torch's own `load_state_dict` takes
 them. fp32 is what the masters hold; the model's own dtype is what they were rounded to. DeepSpeed: zero_to_fp32.py,
-which reads every rank's file, optimizer state included, before it writes.
+which maps the ranks' files and has one file's tensors in memory at a time.
 """
 
 import json
@@ -141,12 +141,10 @@ def write_index(path: Path, files: dict[str, dict[str, Entry]]) -> None:
 
 def size_of(text: str | int) -> int:
     """5GB -> 5_000_000_000 bytes. ValueError for what is no size."""
-    if isinstance(text, int):
-        return text
-    unit = next((unit for unit in UNITS if text.strip().upper().endswith(unit.upper())), None)
-    number = text.strip()[: -len(unit)] if unit else text
+    said = str(text).strip()
+    unit = next((unit for unit in UNITS if said.upper().endswith(unit.upper())), "")
     try:
-        size = int(float(number) * (UNITS[unit] if unit else 1))
+        size = int(float(said[: len(said) - len(unit)]) * UNITS.get(unit, 1))
     except (ValueError, OverflowError):
         size = 0
     if size < 1:

@@ -15,8 +15,8 @@ def checked_tag(tag: str, who: str) -> str:
     plain = tag.isprintable() and tag == tag.strip() and not tag.startswith(".") and "/" not in tag
     if not tag or not plain or tag == "latest":
         raise CheckpointError(
-            f"{who}: {tag!r} is no tag: it must be a plain name, without '/', without '.' or a blank at its beginning, "
-            "and not 'latest'"
+            f"{who}: {tag!r} is no tag: it must be a plain name, without '/', without '.' at its beginning or a blank "
+            "at either end, and not 'latest'"
         )
     return tag
 

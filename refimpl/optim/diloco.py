@@ -58,7 +58,7 @@ class DiLoCo(Meeting):
                 "DiLoCo anew after you unfreeze, and before the next step"
             )
         own = self.weights.read()
-        # theta as the model was given it: in bf16 the distance is none that a rank has come.
+        # From theta as the model was given it: what rounding it to bf16 has moved is no distance that a rank has come.
         deltas = [theta.to(mine.dtype).to(theta.dtype) - mine for theta, mine in zip(self.theta, own, strict=True)]
         mean_over(self.group, deltas, self.message_size, self.wire, "outer gradients")
         refuse_not_finite(self.group, deltas, own, self.known)

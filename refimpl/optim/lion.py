@@ -21,8 +21,10 @@ class Lion(torch.optim.Optimizer):
     def __init__(
         self, params: ParamsT, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
     ) -> None:
-        if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"Lion needs lr and weight_decay >= 0 and betas in [0, 1): {lr=} {weight_decay=} {betas=}")
+        if not (lr >= 0 and weight_decay >= 0 and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
+            raise ValueError(
+                f"Lion needs lr and weight_decay >= 0 and two betas in [0, 1): {lr=} {weight_decay=} {betas=}"
+            )
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @overload

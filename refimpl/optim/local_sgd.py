@@ -55,8 +55,10 @@ class Meeting(ABC):
             self.weights.start(self.group)
 
     def step(self) -> bool:
-        """After each optimizer step, on all ranks alike: whether they have met. To be called also when it was skipped:
-        ranks count calls."""
+        """After each optimizer step, on all ranks alike: whether they have met.
+
+        To be called also when the step was skipped: ranks count calls.
+        """
         self.since += 1
         if self.since < self.every:
             return False
@@ -95,8 +97,10 @@ class Meeting(ABC):
         """
         here = {"kind": type(self).__name__, "names": list(self.weights.names)}
         for key, value in here.items():
-            if state[key] != value:
-                raise ValueError(f"{type(self).__name__}: this state was saved with {key} = {state[key]}, here {value}")
+            if state.get(key) != value:
+                raise ValueError(
+                    f"{type(self).__name__}: this state was saved with {key} = {state.get(key)}, here {value}"
+                )
         place = (self.group.rank, self.group.size)
         if state["rank"] is not None and tuple(state["rank"]) != place:
             raise ValueError(

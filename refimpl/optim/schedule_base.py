@@ -27,8 +27,17 @@ class Schedule(ABC):
         """The formula at `last_batch_iteration`: one rate for each parameter group."""
 
     def apply(self) -> None:
-        """Write the rates of `last_batch_iteration` into the optimizer; a rate kept in a tensor stays in it."""
-        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+        """Write the rates of `last_batch_iteration` into the optimizer; a rate kept in a tensor stays in it.
+
+        ValueError if the optimizer was given another parameter group since.
+        """
+        rates, groups = self.get_lr(), self.optimizer.param_groups
+        if len(rates) != len(groups):
+            raise ValueError(
+                f"{type(self).__name__} was made for {len(rates)} parameter groups, the optimizer has {len(groups)} now"
+                ": make another, with last_batch_iteration of this one"
+            )
+        for group, rate in zip(groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:

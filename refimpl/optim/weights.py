@@ -41,7 +41,7 @@ class Weights(ABC):
     def share_buffers(self, group: Group) -> None:
         """The first rank's buffers for all. A collective."""
         for buffer in self.buffers():
-            group.broadcast(buffer, tag="buffers")
+            take(group, buffer, "buffers")
 
     def buffers(self) -> list[Tensor]:
         """The model's."""
@@ -77,12 +77,24 @@ class OfModel(Weights):
 
     def start(self, group: Group) -> None:
         for tensor in dict.fromkeys([*self.model.parameters(), *self.buffers()]):
-            dense = tensor.detach().contiguous()
-            group.broadcast(dense, tag="start")
-            tensor.detach().copy_(dense)
+            take(group, tensor, "start")
 
     def buffers(self) -> list[Tensor]:
-        return [buffer for buffer in self.model.buffers() if buffer.is_contiguous()]
+        return list(self.model.buffers())
+
+
+def take(group: Group, tensor: Tensor, tag: str) -> None:
+    """The first rank's values of a tensor, however it lies in memory. A collective."""
+    if is_expanded(tensor):
+        tensor.data = tensor.data.contiguous()
+    dense = tensor.detach().contiguous()
+    group.broadcast(dense, tag=tag)
+    tensor.detach().copy_(dense)
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether elements of it share memory, so that nothing can be copied into it."""
+    return any(step == 0 < length - 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def mean_over(group: Group, tensors: Sequence[Tensor], most: int, wire: torch.dtype | None, tag: str) -> None:

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class ByName(Built):
-    """A stage's parameters one by one, each given as itself or by its name. `full_...` are collectives."""
+    """A stage's parameters one by one, each given as itself or by its name.
+
+    `full_...` and `set_full_...` are for all ranks: collectives, most of them.
+    """
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of every trained parameter, fp32, by the parameter's name: see `local_parameter`."""
@@ -76,27 +79,48 @@ class ByName(Built):
         self.view.write(p, value)
 
     def full_state(self, p: nn.Parameter | str, key: str) -> Tensor | None:
-        """The optimizer's state `key` of p ("exp_avg"), fp32, in p's shape; None if it has none yet."""
+        """The optimizer's state `key` of p ("exp_avg"), fp32, in p's shape; None if it has none yet.
+
+        What is not cut like p (a count of steps, Adafactor's rows and columns) as it is.
+        """
         p = self.parameter(p)
         bucket = self.gradients.bucket_of.get(p)
-        part = None if bucket is None else self.update.state_part(bucket, p, key)
-        mine = part if part is None or part.numel() == 1 != p.numel() else "cut" if part.numel() else None
-        # A rank that has nothing of p may have no state there.
-        ranks = self.group if bucket is None else bucket.group
-        known = next((one for one in ranks.all_gather_object(mine) if one is not None), None)
-        if bucket is None or known is None or isinstance(known, Tensor):
+        if bucket is None:
+            return None
+        part = self.update.state_part(bucket, p, key)
+        known = self.known_state(bucket, p, part)
+        if not isinstance(known, str):
             return known
         return whole(bucket, self.spread(bucket, p, torch.empty(0) if part is None else part), p)
 
     def set_full_state(self, p: nn.Parameter | str, key: str, value: Tensor) -> None:
-        """Replace the optimizer's state `key` of p by `value`. KeyError before the first step has made it."""
+        """Replace the optimizer's state `key` of p by `value`, in p's shape. KeyError if there is none yet.
+
+        ValueError for a state that is not cut like p: it may be of its neighbours too.
+        """
         p = self.parameter(p)
         bucket = self.gradients.bucket_of.get(p)
         part = None if bucket is None else self.update.state_part(bucket, p, key)
-        if bucket is None or part is None:
+        known = None if bucket is None else self.known_state(bucket, p, part)
+        if bucket is None or known is None:
             raise KeyError(f"the optimizer has no state {key!r} of {self.names[p]} yet: take a step first")
-        with torch.no_grad():
-            self.update.put_state(bucket, p, key, bucket.cut(value, p, part.numel()))
+        if isinstance(known, Tensor):
+            raise ValueError(
+                f"state {key!r} of {self.names[p]} has no element for each of the parameter's: change optimizer.state"
+            )
+        if part is not None:
+            with torch.no_grad():
+                self.update.put_state(bucket, p, key, bucket.cut(value, p, part.numel()))
+
+    def known_state(self, bucket: Bucket, p: nn.Parameter, part: Tensor | None) -> Tensor | str | None:
+        """A state of p of which this rank has `part`: "cut" if it is cut like p, else itself; None if no rank has it.
+
+        A collective: a rank that has nothing of p may have no state there.
+        """
+        start, end = self.update.slices.span(bucket, p)
+        is_cut = part is not None and part.shape == (end - start,)
+        mine: Tensor | str | None = part if not is_cut else "cut" if start < end else None
+        return next((one for one in bucket.group.all_gather_object(mine) if one is not None), None)
 
     def local_parameter(self, p: nn.Parameter | str) -> Tensor:
         """This rank's part of the fp32 weight: a flat view, to be changed with `copy_` and its like."""
@@ -108,7 +132,7 @@ class ByName(Built):
     def local_gradient(self, p: nn.Parameter | str) -> Tensor:
         """This rank's part of the mean gradient: a flat view. RuntimeError if there is none, or it is on a disk."""
         p = self.parameter(p)
-        resting, bucket = self.gradients.resting, self.gradients.bucket_of.get(p)
+        resting, bucket = self.gradients.resting, self.trained(p)
         if resting is not None and bucket in resting.squares:
             self.refuse_away(p)
         return self.view.mine(p)
@@ -126,7 +150,7 @@ class ByName(Built):
         Wherever it rests. None if there is none.
         """
         p = self.parameter(p)
-        bucket = self.gradients.bucket_of[p]
+        bucket = self.trained(p)
         if key == "grad":
             self.view.refuse_waiting(p)
             total = self.gradients.reduced(bucket)
@@ -137,10 +161,19 @@ class ByName(Built):
     def write_local(self, p: nn.Parameter | str, value: Tensor, key: str = "") -> None:
         """Replace what `read_local` reads. A weight of the model follows with the next step, as in DeepSpeed."""
         p = self.parameter(p)
+        bucket = self.trained(p)
         if key == "grad":
             self.view.change(p, lambda part: part.copy_(value.reshape(-1)))
         else:
-            self.update.put_state(self.gradients.bucket_of[p], p, key, value.reshape(-1))
+            self.update.put_state(bucket, p, key, value.reshape(-1))
+
+    def trained(self, p: nn.Parameter) -> Bucket:
+        """The bucket of what is trained. RuntimeError for what is not: nothing of it is kept for an update."""
+        if p not in self.gradients.bucket_of:
+            raise RuntimeError(
+                f"{self.names[p]} is not trained: it has neither a gradient nor a state; full_parameter reads it"
+            )
+        return self.gradients.bucket_of[p]
 
     def refuse_away(self, p: nn.Parameter) -> None:
         """A view of what rests on a disk would be of nothing."""
@@ -232,7 +265,5 @@ def mean_waiting(gradients: "Gradients", bucket: Bucket, p: nn.Parameter) -> Ten
 @torch.no_grad()
 def put(bucket: Bucket, flat: Tensor, p: nn.Parameter, value: Tensor) -> None:
     """Write `value`, in p's shape, to what flat holds of p here."""
-    if value.shape != p.shape:
-        raise ValueError(f"a value of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}")
     mine = bucket.part(flat, p)
     mine.copy_(bucket.cut(value, p, mine.numel()))

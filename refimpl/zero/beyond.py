@@ -2,7 +2,7 @@
 
 The norm of the gradient is the whole model's: every part is clipped by one factor, and a value that is not finite in
 any part skips the update of all. A parameter of which several parts have a copy, such as tied weights, counts once.
-Traffic: one number more a step. DeepSpeed: deepspeed/runtime/utils.py, get_global_norm over the `mpu`.
+Traffic: one number more a step. DeepSpeed: deepspeed/runtime/utils.py, `get_global_norm_of_tensors` with an `mpu`.
 """
 
 from collections.abc import Iterator, Mapping

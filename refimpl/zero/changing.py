@@ -35,7 +35,9 @@ class Changing(Built):
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Train more of the model: a group as for `optimizer.add_param_group`. On every rank alike."""
-        tensors: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        given: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        names = [one[0] for one in given if isinstance(one, tuple)]  # as `named_parameters` gives them
+        tensors = [one[1] if isinstance(one, tuple) else one for one in given]
         for tensor in tensors:
             if tensor not in self.names:
                 raise ValueError(
@@ -45,7 +47,8 @@ class Changing(Built):
                 raise ValueError(f"add_param_group: {self.names[tensor]} is in a group of the optimizer already")
         optimizer = self.update.slices.optimizer
         assert optimizer is not None
-        self.update.slices.kind.cls.add_param_group(optimizer, {**group, "params": []})
+        options = {**group, "params": []} | ({"param_names": names} if names else {})
+        self.update.slices.kind.cls.add_param_group(optimizer, options)
         self.group_of |= dict.fromkeys(tensors, len(optimizer.param_groups) - 1)
         self.thawed |= dict.fromkeys(p for p in tensors if p.requires_grad)
         self.include_thawed()
@@ -76,7 +79,7 @@ class Changing(Built):
         return buckets
 
     def release(self) -> None:
-        """Let go: the model is an ordinary one again, with whole weights; the optimizer no longer trains it."""
+        """Let go: the model is an ordinary one again, with whole weights, and so is its optimizer, without state."""
         self.detach_all()
         make_whole(list(self.names))
         for p in [p for p in self.names if isinstance(p, Managed)]:

@@ -91,8 +91,12 @@ class ZeroConfig:
             raise ValueError("ZeroConfig.gradient_home = Disk needs a Disk as optimizer_home: they are read together")
         if self.delayed_update:
             self._check_delayed()
-        if self.gradient_clipping < 0:
+        if not self.gradient_clipping >= 0:  # NaN is not, either
             raise ValueError(f"ZeroConfig.gradient_clipping = {self.gradient_clipping}: must not be negative")
+        if self.gradient_allreduce_op not in ("mean", "sum"):
+            raise ValueError(f"ZeroConfig.gradient_allreduce_op = {self.gradient_allreduce_op!r}: must be mean or sum")
+        if isinstance(self.leaf_modules, str):
+            raise TypeError(f"ZeroConfig.leaf_modules = {self.leaf_modules!r}: give several, ({self.leaf_modules!r},)")
         if self.gradient_predivide_factor <= 0:
             raise ValueError(f"ZeroConfig.gradient_predivide_factor = {self.gradient_predivide_factor}: must be > 0")
 

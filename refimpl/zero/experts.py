@@ -9,8 +9,8 @@ Of N data-parallel ranks, E share the experts of a layer (expert parallelism), s
 So an expert's bucket is a bucket of another group, of the same stage, at every stage: ZeRO shards it N/E ways, and the
 same number of bytes is kept as of a dense parameter where all experts are counted. The sum over N/E ranks is divided by
 N, whatever E is. The norm, and whether all is finite, are of all ranks' parameters, each counted once.
-Rajbhandari et al. 2022, arXiv:2201.05596, section 5; DeepSpeed: deepspeed/moe/utils.py and `_reduce_expert_gradients`
-in deepspeed/runtime/engine.py, which has no experts in ZeRO-3.
+Rajbhandari et al. 2022, arXiv:2201.05596, section 4.1 (system design). DeepSpeed: deepspeed/moe/utils.py and
+`_reduce_expert_gradients` in deepspeed/runtime/engine.py, which refuses its own MoE layers in ZeRO-3.
 """
 
 from collections.abc import Iterator, Mapping

@@ -132,7 +132,12 @@ class Bucket:
         return flat[max(start, at + begin) : max(start, stop if end is None else min(stop, at + end))]
 
     def cut(self, whole: Tensor, p: nn.Parameter, numel: int) -> Tensor:
-        """What of `whole`, in p's shape, belongs to a part of `numel` elements: all of it, or this rank's span."""
+        """What of `whole` belongs to a part of `numel` elements: all of it, or this rank's span.
+
+        ValueError if `whole` has another shape than p.
+        """
+        if whole.shape != p.shape:
+            raise ValueError(f"a value of shape {tuple(whole.shape)} for a parameter of shape {tuple(p.shape)}")
         begin = 0 if numel == p.numel() else max(0, self.group.rank * self.shard_numel - self.offset[p])
         return whole.reshape(-1)[begin : begin + numel]
 

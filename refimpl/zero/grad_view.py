@@ -115,12 +115,20 @@ class GradientView:
 
     @torch.no_grad()
     def write(self, p: nn.Parameter, value: Tensor | None) -> None:
-        """Replace the gradient of p: the mean over ranks, or this rank's own if none is reduced. None drops it."""
+        """Replace the gradient of p: the mean over ranks, or this rank's own if none is reduced. None drops it.
+
+        ValueError for another shape than p's.
+        """
         grads = self.gradients
         if p not in grads.bucket_of or in_backward():
             GRAD.__set__(p, value)
             return
         self.settle()
+        if value is not None and value.shape != p.shape:
+            raise ValueError(
+                f"{grads.names[p]}.grad: a gradient of shape {tuple(value.shape)} for a parameter of shape "
+                f"{tuple(p.shape)}"
+            )
         if value is None:
             grads.discard(p)
         elif grads.bucket_of[p] not in grads.total:
@@ -229,7 +237,7 @@ class GradientShard(Tensor):
     ) -> Any:
         grad, *rest = args
         if isinstance(grad, GradientShard) and not any(isinstance(a, GradientShard) for a in rest):
-            if func is aten.linalg_vector_norm.default and not rest[1:]:
+            if func is aten.linalg_vector_norm.default and not rest[1:] and (not rest or rest[0] > 0):
                 return grad.of(float(rest[0]) if rest else 2.0)
             if func in ELEMENTWISE and not any(isinstance(a, Tensor) and a.numel() > 1 for a in rest):
                 there = [a.to(grad.device) if isinstance(a, Tensor) else a for a in rest]

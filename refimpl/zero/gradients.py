@@ -186,8 +186,8 @@ class Gradients(Flights):
             unused = [self.names[p] for missing in self._missing.values() for p in missing]
             if unused:
                 raise RuntimeError(
-                    f"rank {self.group.rank}: no gradient for {', '.join(unused)}; freeze what the loss does not use, "
-                    "or set ignore_unused_parameters=True"
+                    f"rank {self.group.ranks[self.group.rank]}: no gradient for {', '.join(unused)}; freeze what the "
+                    "loss does not use, or set ignore_unused_parameters=True"
                 )
         late = [b for b in self.buckets if b in self.filling and b not in self._missing]
         for bucket in [*self._missing, *late]:

@@ -34,8 +34,8 @@ class Held(Built):
         """The inverse of `state_dict`, on every rank. ValueError for another stage or number of ranks."""
         here = {"stage": type(self).__name__, "ranks": self.group.size}
         for key, value in here.items():
-            if state[key] != value:
-                raise ValueError(f"this state was saved with {key} = {state[key]}, here {key} = {value}")
+            if state.get(key) != value:
+                raise ValueError(f"this state was saved with {key} = {state.get(key)}, here {key} = {value}")
         self.parked.refuse()
         self.catch_up()
         self.update.load_state_dict(state)

@@ -3,7 +3,7 @@
 Inside `with Init():` each module's own parameters are cut into shards as soon as its constructor returns, so the most
 that a rank holds is its shard of what is built so far plus the module under construction. What a constructor reads or
 writes of its children (`nn.init.normal_(self.proj.weight)`) is gathered when it is read and cut again, from rank 0's
-values, when that constructor returns; `module.apply(fn)` gathers one module at a time.
+values, when the next constructor returns, that one at the latest; `module.apply(fn)` gathers one module at a time.
 DeepSpeed: deepspeed/runtime/zero/partition_parameters.py, `Init` and `GatheredParameters`.
 """
 
@@ -21,7 +21,10 @@ from refimpl.zero.unit import Unit, unit_of, whole
 
 
 class Init:
-    """Context manager: modules constructed inside are sharded over `group` (default: all ranks), in `dtype`."""
+    """Context manager: modules constructed inside are sharded over `group` (default: all ranks), in `dtype`.
+
+    Integer parameters keep their own.
+    """
 
     def __init__(self, group: Group | None = None, dtype: torch.dtype | None = None, enabled: bool = True) -> None:
         self.group, self.dtype, self.enabled = group, dtype, enabled
@@ -67,8 +70,9 @@ class Init:
                 original(module, *args, **kwargs)
             finally:
                 self._depth[key] -= 1
-            if not self._depth[key]:
-                del self._depth[key]
+                if not self._depth[key]:
+                    del self._depth[key]
+            if key not in self._depth:
                 self._built(module)
 
         self._replace(cls, "__init__", init)
@@ -78,7 +82,7 @@ class Init:
         assert self.group is not None
         fresh = [p for p in module.parameters(recurse=False) if unit_of(p) is None and not p.is_meta]
         if self.dtype is not None:
-            for p in fresh:
+            for p in (p for p in fresh if p.is_floating_point()):
                 p.data = p.data.to(self.dtype)
         dtypes = dict.fromkeys(p.dtype for p in fresh)  # not a set: its order differs between ranks
         units = [Unit([p for p in fresh if p.dtype == d], self.group, name=type(module).__name__) for d in dtypes]
@@ -137,12 +141,21 @@ class GatheredParameters(whole):
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        """`fwd_module` is DeepSpeed's: an external parameter is found by itself here. `enabled` False does nothing."""
+        """`fwd_module` is DeepSpeed's: an external parameter is found by itself here. `enabled` False does nothing.
+
+        ValueError if `modifier_rank` is none of the ranks that share a parameter.
+        """
         if isinstance(params, nn.Module):
             params = params.parameters()
         params = [params] if isinstance(params, nn.Parameter) else list(params)
         super().__init__(params if enabled else [])
         self.modifier_rank = modifier_rank
+        for unit in self.units:
+            if modifier_rank not in (None, *range(unit.group.size)):
+                raise ValueError(
+                    f"GatheredParameters: modifier_rank={modifier_rank}, but {unit.group.size} ranks share "
+                    f"{unit.name}: 0 to {unit.group.size - 1}"
+                )
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         changed = []

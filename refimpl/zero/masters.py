@@ -113,7 +113,14 @@ class Masters:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`, over the same buckets."""
+        """The inverse of `state_dict`, over the same buckets. ValueError for others, before anything is changed."""
+        there, here = ([m.numel() for m in those] for those in (state["masters"], self.masters.values()))
+        if there != here:
+            raise ValueError(
+                f"this state was saved from other buckets ({len(there)} of {sum(there)} elements, here {len(here)} "
+                f"of {sum(here)}): the model, reduce_bucket_size or unit_size differ; a checkpoint of the engine goes "
+                "from any to any"
+            )
         self.slices.load_state_dict(state["optimizer"])
         for bucket, saved in zip(self.masters, state["masters"], strict=True):
             self.keep_state(bucket)

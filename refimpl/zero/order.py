@@ -123,11 +123,11 @@ class RollCall:
             raise self._lost() from gone
         self.round += 1
         if any(standing.failed for standing in standings):
-            failed = by_rank([standing.failed or None for standing in standings])
+            failed = by_rank({rank: s.failed or None for rank, s in zip(self.ranks, standings, strict=True)})
             self.patience.lost = OffloadError(f"{failed}. {OUT_OF_STEP}")
             raise self.patience.lost
         if (doing := parted(standings)) is not None:
-            ranks = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(doing))
+            ranks = "; ".join(f"rank {rank}: {what}" for rank, what in zip(self.ranks, doing, strict=True))
             error = RankDivergence(
                 f"the ranks take different paths through the model. {ranks}. ZeRO-3 needs every rank to run the same "
                 "modules in the same order: make the branch depend on something that is equal on all ranks",
@@ -180,7 +180,7 @@ class RollCall:
         still = missing() if there else ()
         if there := {rank: what for rank, what in there.items() if rank in still}:
             there[self.rank] = json.loads(self.all.get(_place(self.rank)))["what"]
-            who = "; ".join(f"rank {rank}: {what}" for rank, what in sorted(there.items()))
+            who = "; ".join(f"rank {self.ranks[rank]}: {what}" for rank, what in sorted(there.items()))
             self.patience.lost = RankDivergence(
                 f"the ranks have come to different models, and wait for each other. {who}. Call the engines in the "
                 "same order on every rank",
@@ -203,7 +203,8 @@ class RollCall:
     def _expect(self, said: Sequence[Standing | None]) -> None:
         for rank, standing in enumerate(said):
             if standing is None and self.store.check([_gone(rank)]) and self._said(rank) is None:
-                raise RankLost(f"rank {rank} has left; rank {self.rank} is about to do more with ZeRO-3 than it did")
+                left, mine = self.ranks[rank], self.ranks[self.rank]
+                raise RankLost(f"rank {left} has left; rank {mine} is about to do more with ZeRO-3 than it did")
         waited_for = [self.ranks[rank] for rank in silent(said)]
         if self.register and self.register.gone(waited_for) and None in self.said():  # killed: it left no word
             raise self._lost()

@@ -53,7 +53,10 @@ def owners(model: nn.Module, leaf_paths: set[str]) -> dict[nn.Parameter, str]:
 
     That is where it is registered; or the leaf module around it; or, for a shared one, the lowest module around all
     its places. A container that is never called itself (ModuleList) passes its own on to the module around it.
+    TypeError for bare parameters, which no call needs.
     """
+    if isinstance(model, nn.ParameterList):
+        raise TypeError("ZeRO-3 gathers parameters around the calls of modules: pass the module, not its parameters")
     modules = dict(model.named_modules(remove_duplicate=False))
     places: dict[nn.Parameter, list[list[str]]] = {}
     for path, module in modules.items():

@@ -1,7 +1,7 @@
 """A parameter that a stage looks after: it stays a plain parameter to use, and what would go wrong unseen does not.
 
     Managed   p.grad      shows the gradient where the stage keeps it; p.grad = None drops it there
-              p.data = t  copies t into the stage's memory; another dtype, shape or device is refused
+              p.data = t  is refused: it lies in the stage's memory, into which p.data.copy_(t) copies
               p.requires_grad_(True)   asks the stage to train it from now on
     Freed     (ZeRO-3) as Managed, and has no values now: whoever computes with it gathers it first, or is told to
 
@@ -51,12 +51,13 @@ class Managed(nn.Parameter):
         if value is self:
             return
         mine, stage = DATA.__get__(self), self.stage
-        if value.data_ptr() == mine.data_ptr():
+        alike = (value.dtype, value.device, value.shape) == (mine.dtype, mine.device, mine.shape)
+        if alike and (value.data_ptr(), value.stride()) == (mine.data_ptr(), mine.stride()):
             return
         if stage is None:
             mine.copy_(value)
             return
-        if (value.dtype, value.device, value.shape) == (mine.dtype, mine.device, mine.shape):
+        if alike:
             raise RuntimeError(
                 f"parameter {stage.name_of(self)}.data = ...: it lies in a buffer of {type(stage).__name__} and stays "
                 "there. Copy: p.data.copy_(new), and keep old ones as p.detach().clone()"

@@ -10,7 +10,7 @@ of place i of every node: the second hop then leaves each rank with its own chun
 shards would end up on other ranks (the paper's tensor slice reordering).
 With one node, or one rank on each, there is one hop, and one rounding.
 Wang et al. 2023, arXiv:2306.10209, section 3.3. DeepSpeed: deepspeed/runtime/comm/coalesced_collectives.py,
-`all_to_all_quant_reduce`, which reduces plainly within one node and what 2 N does not divide.
+`all_to_all_quant_reduce`, which reduces plainly within one node, vectors, and what 2 N does not divide.
 """
 
 from collections.abc import Generator

@@ -62,7 +62,7 @@ class Shards(Weights):
         self.stage.take_weights(group, "start", self.stage.model.buffers())
 
     def buffers(self) -> list[Tensor]:
-        return [buffer for buffer in self.stage.model.buffers() if buffer.is_contiguous()]
+        return list(self.stage.model.buffers())
 
 
 def mine(bucket: Bucket, flat: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ none calls `stage.full_state_dict()`, which keeps rank 0's alone. One unit is ga
 those of a module and the ones around it. DeepSpeed writes empty tensors here and asks for `zero_to_fp32` instead.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,15 @@ class StateDicts:
                     module.register_load_state_dict_pre_hook(Hook(self.before_load)),  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_post_hook(Hook(self.after_load)),  # type: ignore[no-untyped-call]
                 ]
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Nothing is gathered for a state_dict in the block."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
 
     def before_save(self, module: nn.Module, *_: Any) -> None:
         for p in module.parameters(recurse=False):

@@ -5,8 +5,9 @@ than many short ones. When a parameter stays without a gradient on every rank, t
 and count of steps fall behind its neighbours': its slice is then cut at its borders, once and for good. The pieces are
 views of the same memory, so nothing moves.
 
-Masters of low precision get a slice every 4M elements. The gradient of each is widened into memory of its own, and up
-to 32 MB glibc keeps what is freed for the next step; a larger block is faulted in anew, which takes ten times as long.
+Masters of low precision are cut before a parameter where a slice would else be longer than 4M elements. The gradient of
+each slice is widened into memory of its own, and up to 32 MB glibc keeps what is freed for the next step; a larger
+block is faulted in anew, which takes ten times as long.
 
 An optimizer that is not element-wise needs whole parameters (see `Kind`): where every rank has them all (DDP) it gets
 one slice a parameter, in the parameter's shape. One that needs only norms of whole parameters (LAMB) gets in a shard

@@ -11,6 +11,7 @@ from torch import nn, optim
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.comm import levels
 from refimpl.comm.group import Group
+from refimpl.optim.weights import is_expanded
 from refimpl.zero.experts import apart
 from refimpl.zero.gradients import Gradients
 from refimpl.zero.parameter import DATA, Freed, Managed, stage_of
@@ -34,6 +35,9 @@ def share(
 ) -> None:
     """Rank 0's values of all other parameters and of buffers. These parameters are cast too; buffers never are."""
     loose = [p for p in model.parameters() if p not in done]
+    for tensor in (*loose, *model.buffers()):
+        if is_expanded(tensor):
+            DATA.__set__(tensor, DATA.__get__(tensor).contiguous())
     ranks = {DATA.__get__(p): experts.get(p, group) for p in loose}
     ranks |= dict.fromkeys(model.buffers(), group)
     ranks |= {buffer: those for _, module, those in apart(model, experts) for buffer in module.buffers()}

@@ -1,6 +1,6 @@
 """A linear layer in tiles, which ZeRO-3 gathers one after the other: no rank holds the whole matrix at once.
 
-Memory-centric tiling (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3). With r x c tiles the largest gathered weight is
+Memory-centric tiling (ZeRO-Infinity, arXiv:2104.07857, section 5.1.3). With r x c tiles the largest gathered weight is
 1/(r c) of the layer's; bytes sent are the same, in r c gathers. DeepSpeed: deepspeed/runtime/zero/tiling.py.
 """
 

@@ -67,7 +67,7 @@ class Unit(Bucket):
         self.unit_at: dict[int, Unit] = {}  # units by the storage of `full`, this one among them
         self.state_dicts: Any = None  # before there is a stage: the hooks that bring it whole into a state_dict
         self.is_joined = False  # whether several modules need it, one after the other
-        self.is_placeholder = False  # while a state_dict is made of the names
+        self.is_placeholder = False  # while a state_dict is made of the names; over too when it is gathered next
         self.held = 0  # `whole` blocks that are open
         self.is_shown = False  # whether a user may have kept a view of `full`: in a `GatheredParameters` block
         nothing = float("nan") if self.dtype.is_floating_point else 0
@@ -157,6 +157,7 @@ class Unit(Bucket):
         except OffloadError as error:
             raise self.fails(error) from error
         self._work, self._is_exact = way.gather(self.full, mine), way.is_exact
+        self.is_placeholder = False
 
     def wait(self) -> None:
         """Return when the parameters may be used."""
@@ -220,7 +221,7 @@ class Unit(Bucket):
 
     def wanted(self, p: nn.Parameter, what: str) -> None:
         """`what` computes with p, which is freed: let `on_use` gather it, else say what to do."""
-        if self.is_placeholder:
+        if self.is_placeholder and what in ("detach", "data", "clone"):  # all that a state_dict asks of it
             return
         if self.on_use is not None:
             self.on_use(self, what)

@@ -190,7 +190,8 @@ class Update(Masters):
         n = self.skipped_steps
         if n & (n - 1) or (self.scaler is not None and self.scaler.can_shrink):
             return
-        bad = [rank for rank, fine in enumerate(self.group.all_gather_object(was_finite)) if not fine]
+        fine = self.group.all_gather_object(was_finite)
+        bad = [rank for rank, is_fine in zip(self.group.ranks, fine, strict=True) if not is_fine]
         whose = f"the loss of rank {', '.join(map(str, bad))} is not finite" if bad else "a gradient is not finite"
         if self.group.rank == 0:
             warnings.warn(

@@ -136,9 +136,8 @@ class Zero3(Stage):
                     copies |= {p: p.detach().to("cpu", copy=True) for p in unit.params}
         if not self.speaks():
             return None
-        self.state_dicts.paused = True  # nothing may be gathered by this rank alone
-        state = self.model.state_dict(keep_vars=True)
-        self.state_dicts.paused = False
+        with self.state_dicts.pause():  # nothing may be gathered by this rank alone
+            state = self.model.state_dict(keep_vars=True)
         return {name: copies[t] if t in copies else t.detach().cpu() for name, t in state.items()}
 
     def tensors(self) -> dict[str, list[Tensor]]:

@@ -137,7 +137,7 @@ def test_sizes(text: Any, size: int) -> None:
     assert export.size_of(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1MB", "five", "0"])
-def test_what_is_no_size(text: str) -> None:
+@pytest.mark.parametrize("text", ["", "GB", "-1MB", "five", "0", 0, -5])
+def test_what_is_no_size(text: Any) -> None:
     with pytest.raises(ValueError, match="is not a size such as 5GB"):
         export.size_of(text)

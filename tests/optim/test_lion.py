@@ -1,5 +1,7 @@
 """Lion against the paper's algorithm in fp64, and the same bits however the parameters are cut."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -81,7 +83,10 @@ def test_no_gradient_no_step_and_a_closure_is_called() -> None:
     assert torch.equal(still.detach(), torch.ones(3))
 
 
-@pytest.mark.parametrize("bad", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1}])
-def test_bad_options(bad: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "bad",
+    [{"lr": -1.0}, {"lr": float("nan")}, {"betas": (0.9, 1.0)}, {"betas": (0.9, 0.9, 0.9)}, {"weight_decay": -0.1}],
+)
+def test_bad_options(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Lion needs"):
         Lion([torch.nn.Parameter(torch.ones(1))], **bad)

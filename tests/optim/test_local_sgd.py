@@ -192,6 +192,25 @@ def test_what_is_frozen_stays_and_what_is_unfrozen_is_not_forgotten() -> None:
     worlds.run(frozen_and_unfrozen, ranks=2)
 
 
+def strided() -> None:
+    """Transposed and expanded: each rank's own at first."""
+    group, model = Group.world(), nn.Linear(2, 2)
+    own = torch.full((3, 4), float(group.rank))
+    model.register_buffer("turned", own.t())
+    model.register_buffer("spread", own[:1].expand(3, 4))
+    local = LocalSGD(model, 1)
+    for value in (0.0, 1.0):
+        assert all((buffer == value).all() for buffer in model.buffers())
+        model.turned.fill_(1.0 + group.rank)
+        model.spread.fill_(1.0 + group.rank)
+        local.step()
+    assert model.turned.stride() == (1, 4)
+
+
+def test_buffers_are_rank_0s_however_they_lie_in_memory() -> None:
+    worlds.run(strided, ranks=2)
+
+
 def broken() -> None:
     rank = Group.world().rank
     for kind in KINDS:

@@ -221,6 +221,14 @@ def test_a_rate_for_each_group() -> None:
         WarmupLR(optimizer, [0.1, 0.2, 0.3])
 
 
+def test_another_group_needs_another_schedule() -> None:
+    optimizer = adam(1.0)
+    schedule = WarmupLR(optimizer)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ValueError, match="WarmupLR was made for 1 parameter groups, the optimizer has 2 now"):
+        schedule.step()
+
+
 def test_cosine_scales_each_groups_own_rate() -> None:
     schedule = WarmupCosineLR(adam(1.0, 2.0), 10, warmup_num_steps=2, warmup_type="linear")
     schedule.step(1)

@@ -273,3 +273,41 @@ def kept_views() -> bool:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_is_kept_of_a_block_keeps_its_values(ranks: int) -> None:
     assert all(run(kept_views, ranks=ranks))
+
+
+class SecondTry(nn.Module):
+    """Its first child's constructor raises; the next one's does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for missing in (True, False):
+            try:
+                self.attention = Attention(missing)
+            except ImportError:
+                continue
+
+
+class Attention(nn.Module):
+    def __init__(self, missing: bool) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.codes = nn.Parameter(torch.tensor([1, 300, 70_001]), requires_grad=False)
+        if missing:
+            raise ImportError("no flash attention here")
+
+
+def second_try() -> str:
+    with Init(dtype=torch.bfloat16):
+        model = SecondTry()
+    with pytest.raises(ValueError, match="modifier_rank=2, but 2 ranks share"):
+        GatheredParameters(model, modifier_rank=2)
+    with GatheredParameters(model):
+        assert model.attention.proj.weight.dtype == torch.bfloat16
+        assert model.attention.codes.tolist() == [1, 300, 70_001]
+    with pytest.raises(RuntimeError, match="needs its values") as told:
+        model.attention.proj.weight.sum()  # nobody constructs any more: it is not gathered behind the caller's back
+    return str(told.value)
+
+
+def test_a_constructor_that_raises_is_over_and_integers_stay_integers() -> None:
+    assert all("before `initialize`" in text for text in run(second_try, ranks=2))
