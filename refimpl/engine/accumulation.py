@@ -24,6 +24,7 @@ class Accumulation(Asked):
         self._syncing = True  # False inside no_sync
         self._pending = self._accumulated = 0
         self.stage.gradients.divisor = self.config.gradient_accumulation_steps
+        self.stage.on_drop.append(self._forget_micro_batches)
 
     @property
     def _open_micro_batches(self) -> int:

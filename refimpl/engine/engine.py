@@ -110,9 +110,6 @@ class Engine(Saved, ModuleState):
         try:
             with self.report.time("bwd"):
                 self.stage.backward(loss, sync=sync, retain_graph=retain_graph)
-        except BaseException:
-            self._forget_micro_batches()  # as the stage has
-            raise
         finally:
             gradients.divisor = self.gradient_accumulation_steps()
         return loss

@@ -9,7 +9,7 @@ Changing   changing.py   takes in what is to be trained later, and lets go
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn, optim
@@ -48,6 +48,7 @@ class Built(ABC):
     scaled: "Scaled"
     parked: "Parked"
     handles: list[Any]  # of its hooks
+    on_drop: list[Callable[[], None]]  # told that gradients were dropped: who counts micro-batches
 
     @abstractmethod
     def build(self, optimizer: optim.Optimizer | None) -> None:

@@ -62,3 +62,5 @@ class Hooked(Changing):
         """A backward raised: what it left, and what was accumulated before it, is dropped."""
         self.gradients.drop()
         self.free_gathered()
+        for forget in self.on_drop:
+            forget()

@@ -81,6 +81,7 @@ class Stage(Hooked, Beside, Held):
         self.parted = any(same is not self.group for same in self.experts.values())
         start.refuse_unfit(self.model, self.names)
         self.handles: list[Any] = []
+        self.on_drop: list[Callable[[], None]] = []
         self.parked = Parked(self)
         self.build(optimizer)
 
