@@ -151,7 +151,7 @@ class GatheredParameters(whole):
             if kind is None and self.modifier_rank is not None:
                 unit.adopt(self.modifier_rank)
                 continue
-            versions = [p._version for p in unit.params]
+            versions = unit.written()
             kept, seen = (t.view(torch.uint8) for t in (unit.now(), unit.shard(unit.full)))  # NaN is equal to itself
             if kind is None and (versions != unit.versions or not torch.equal(kept, seen)):
                 changed.append(unit.name)
