@@ -122,7 +122,7 @@ def test_without_a_modifier_a_change_is_an_error() -> None:
 
 
 def written_to_data(where: str) -> None:
-    """By rank 1, in what rank 0 owns of it: no checksum of its own shard tells it."""
+    """By rank 1; in the first two cases in what rank 0 owns of it: no checksum of its own shard tells it."""
     group = Group.world()
     model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
     Zero3(model, torch.optim.SGD(model.parameters(), lr=0.1), group, ZeroConfig(param_persistence_threshold=0))
