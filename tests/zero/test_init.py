@@ -135,16 +135,26 @@ def written_to_data(where: str) -> None:
     if where == "forward":
         model[0].register_forward_pre_hook(write)
         model(torch.ones(2, 8))
-    else:
+    elif where == "block":
         with GatheredParameters(weight):
             write()
+    else:
+        for both in (True, False):
+            with GatheredParameters(weight, modifier_rank=0):
+                if both or group.rank == 1:
+                    weight.data.fill_(group.rank)
 
 
-@pytest.mark.parametrize(
-    ("where", "said"), [("block", "were written, which is lost"), ("forward", "was written while")]
-)
-def test_what_is_written_to_data_and_lost_is_an_error(where: str, said: str) -> None:
-    with pytest.raises(RankError, match=f"rank 1 raised(.|\n)*of 0 {said}"):
+LOST = {
+    "block": "of 0 were written, which is lost without modifier_rank",
+    "forward": "of 0 was written while it was gathered",
+    "other rank": "of 0 were written here, which is lost: rank 0, whose changes are kept, has made none",
+}
+
+
+@pytest.mark.parametrize("where", list(LOST))
+def test_what_is_written_to_data_and_lost_is_an_error(where: str) -> None:
+    with pytest.raises(RankError, match=f"rank 1 raised(.|\\n)*{LOST[where]}"):
         run(written_to_data, where, ranks=2)
 
 
