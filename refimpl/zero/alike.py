@@ -1,15 +1,16 @@
 """What must be alike on all ranks: asked with the norm of every step, before anything is updated.
 
     settings   the optimizer's, and that checksum: see `settings.py`
-    writes     to parameters, in place, since the last step: their version counters, as autograd has them. Where they
-               differ the weights are compared: to load on one rank, and to send what was loaded by hand, is right
+    writes     to parameters that are whole here, in place (`p.data.copy_` too), since the last step: their version
+               counters, and at the 1st, 2nd, 4th, 8th, ... step with any the values. Where they differ the weights are
+               compared: to load on one rank, and to send what was loaded by hand, is right
     freezing   in the middle of an accumulation: what was frozen in some backwards since the last step, and in how many
     groups     of the optimizer: their parameters must be the slices that the stage has put there, on any rank
     updates    the steps in which the optimizer, or a hook of its step, raised: there a script may have caught it
     weights    where every rank updates all (DDP), at the 1st, 2nd, 4th, 8th, ... step: of a mixture nothing ever fails
 
-It is one checksum, and no byte more travels. Left out: weights on a GPU, for which the host would wait, and what is
-written past autograd: `p.data.copy_`, and a rank's own part (DeepSpeed's `safe_set_local_fp32_param`, which is right).
+It is one checksum, and no byte more travels. Left out: values on a GPU, for which the host would wait, and what is
+written to a rank's own part (DeepSpeed's `safe_set_local_fp32_param`), which is right.
 """
 
 import math
@@ -21,8 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from refimpl.zero.parameter import DATA, Freed
+from refimpl.zero.parameter import DATA
 from refimpl.zero.settings import Settings, difference
+from refimpl.zero.unit import unit_of
 
 if TYPE_CHECKING:
     from refimpl.comm.group import Group
@@ -41,8 +43,12 @@ class Alike:
 
     def __init__(self, stage: "Stage") -> None:
         self.stage = stage
-        self.params = [p for p in stage.names if stage.experts.get(p, stage.group) is stage.group]
+        same = [p for p in stage.names if stage.experts.get(p, stage.group) is stage.group]
+        self.params = [p for p in same if unit_of(p) is None]  # a unit looks after its own
+        self.at = {p: i for i, p in enumerate(self.params)}
         self.before = self.now = self._versions()
+        self.ours = self.trained = (0,) * len(self.params)  # of the versions, what the stage has added
+        self.of = self.times = 0  # parameters trained; steps before which something was written in place
 
     @property
     def frozen(self) -> set[nn.Parameter]:
@@ -59,7 +65,7 @@ class Alike:
     def words(self) -> Settings:
         """What this rank says of itself."""
         update, self.now = self.stage.update, self._versions()
-        given = {WRITES: str(hash(self._writes())), FREEZING: repr(self._frozen_between())}
+        given = {WRITES: repr(self._written()), FREEZING: repr(self._frozen_between())}
         given |= {RAISED: repr([*update.raised]), REGROUPED: repr(update.slices.regrouped())}
         given |= update.slices.settings_in_words()
         replicated = update.replicated() and self.stage.group.size > 1
@@ -70,13 +76,34 @@ class Alike:
     def agreed(self, given: Settings) -> None:
         """All ranks have said the same, or may differ. ValueError if it is nothing to go on with."""
         self._refuse_regrouped({"every rank": given[REGROUPED]})
-        self.before = self.now
+        self.before, self.ours = self.now, (0,) * len(self.params)
 
     def _versions(self) -> list[int]:
-        return [0 if isinstance(p, Freed) else p._version for p in self.params]
+        versions = [p._version for p in self.params]
+        for p, counter in self.stage.shown.items():
+            if p in self.at:
+                versions[self.at[p]] += counter._version
+        return versions
+
+    def stepped(self) -> None:
+        """The stage has raised the versions of what it trains, which is no write."""
+        trained = self.stage.gradients.bucket_of
+        if len(trained) != self.of:
+            self.of, self.trained = len(trained), tuple(int(p in trained) for p in self.params)
+        self.ours = self.trained
 
     def _writes(self) -> tuple[int, ...]:
         return tuple(map(sub, self.now, self.before))
+
+    def _written(self) -> tuple[int, Settings]:
+        """How often what was written, and what it is now, if it is looked at."""
+        writes = self._writes()
+        if writes == self.ours:
+            return hash(writes), {}
+        self.times += 1
+        looks = not self.times & (self.times - 1)
+        written = [p for p, n, ours in zip(self.params, writes, self.ours, strict=True) if n != ours and p.is_cpu]
+        return hash(writes), self._weights(written if looks else [])
 
     def _replicas(self, step: int) -> Settings:
         buckets = [b for b in self.stage.buckets if b.group is self.stage.group and b.full.is_cpu]
@@ -84,9 +111,8 @@ class Alike:
             return {}
         return {("the weights'", "checksum"): str(sum(int(b.full.view(torch.int64).sum()) for b in buckets))}
 
-    def _weights(self) -> Settings:
-        """Of all parameters that are whole here, trained or not."""
-        whole = {self.stage.names[p]: DATA.__get__(p) for p in self.params if not isinstance(p, Freed)}
+    def _weights(self, params: list[nn.Parameter]) -> Settings:
+        whole = {self.stage.names[p]: DATA.__get__(p) for p in params}
         words = {name: t.cpu().contiguous().view(-1).view(torch.uint8).numpy() for name, t in whole.items()}
         return {(name, "checksum"): str(zlib.crc32(those)) for name, those in words.items()}
 
@@ -100,8 +126,9 @@ class Alike:
         if differ(RAISED):
             raised = raised_alone(self._said(self.stage.update.raised, self.stage.group))
             raise ValueError(f"{self._step()}: {raised}")
-        if differ(WRITES) and not all_same(self._said(self._weights(), self.stage.group)):
-            raise ValueError(f"{self._step()}: {self._written()}; nothing is updated. {REMEDY}")
+        weights = self._said(self._weights(self.params), self.stage.group) if differ(WRITES) else {0: {}}
+        if not all_same(weights):
+            raise ValueError(f"{self._step()}: {self._who_wrote(weights)}; nothing is updated. {REMEDY}")
         if differ(REGROUPED):
             self._refuse_regrouped({f"rank {rank}": words[REGROUPED] for rank, words in said.items()})
         if differ(FREEZING):
@@ -119,17 +146,23 @@ class Alike:
                 "(requires_grad_(False)), to train more call optimizer.add_param_group, on every rank"
             )
 
-    def _written(self) -> str:
-        """Which parameters were written more often on some ranks than on others, and there. A collective."""
+    def _who_wrote(self, weights: Mapping[int, Settings]) -> str:
+        """Which parameters were written more often on some ranks than on others, and there; if none, which differ.
+
+        A collective.
+        """
         times = self._said(self._writes(), self.stage.group)
         least = [min(those) for those in zip(*times.values(), strict=True)]
         where = []
         for rank, those in times.items():
             names = [self.stage.names[p] for p, n, m in zip(self.params, those, least, strict=True) if n > m]
             where += [f"rank {rank}: {', '.join(names)}"] if names else []
-        return (
-            f"weights were written in place (by load_state_dict, copy_, init) on some ranks alone: {'; '.join(where)}"
-        )
+        what = "weights were written in place (by load_state_dict, copy_, init)"
+        if where:
+            return f"{what} on some ranks alone: {'; '.join(where)}"
+        first, *others = weights.values()
+        names = [key[0] for key, value in first.items() if any(words[key] != value for words in others)]
+        return f"{what} with other values on different ranks: {', '.join(names)}"
 
     def refuse_frozen(self, parted: set[nn.Parameter], group: "Group") -> None:
         """ValueError on every rank of `group`: see `missed.py`. A collective."""

@@ -27,7 +27,8 @@ class Hooked(Changing):
             self.handles.append(hook(lambda *_: self.catch_up()))  # type: ignore[no-untyped-call]
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
-        self.update.refuse_torn()
+        if not self.update.raised:  # which all ranks hear at the step: one that refused alone would leave them waiting
+            self.update.refuse_torn()
         self.parked.refuse("lp_params")
         if not in_backward():
             if not self.passes.settle():

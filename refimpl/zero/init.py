@@ -158,13 +158,13 @@ class GatheredParameters(whole):
                 )
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        changed = []
+        changed, lost = [], []
         for unit in self.units:
             unit.is_shown = True
             if kind is None and self.modifier_rank is not None:
-                unit.adopt(self.modifier_rank)
+                lost += [unit.name] if adopt(unit, self.modifier_rank) else []
                 continue
-            versions = [p._version for p in unit.params]
+            versions = unit.written()
             kept, seen = (t.view(torch.uint8) for t in (unit.now(), unit.shard(unit.full)))  # NaN is equal to itself
             if kind is None and (versions != unit.versions or not torch.equal(kept, seen)):
                 changed.append(unit.name)
@@ -175,6 +175,25 @@ class GatheredParameters(whole):
                 f"GatheredParameters: parameters of {', '.join(changed)} were written, which is lost without "
                 "modifier_rank: say whose changes are kept, modifier_rank=0 for rank 0's"
             )
+        if lost:
+            raise RuntimeError(
+                f"GatheredParameters(modifier_rank={self.modifier_rank}): parameters of {', '.join(lost)} were written "
+                f"here, which is lost: rank {self.modifier_rank}, whose changes are kept, has made none. Write there"
+            )
+
+
+def adopt(unit: Unit, root: int) -> bool:
+    """Take over what rank `root` has. Whether this rank has written and that one has not, as its shard tells.
+
+    Ranks that all write, each its own draws, are right.
+    """
+    if unit.group.rank == root or unit.written() == unit.versions:
+        unit.adopt(root)
+        return False
+    before, mine = (t.view(torch.uint8).clone() for t in (unit.now(), unit.shard(unit.full)))
+    unit.adopt(root)
+    after = unit.shard(unit.full).view(torch.uint8)
+    return torch.equal(after, before) and not torch.equal(after, mine)
 
 
 def _subclasses(cls: type) -> set[type]:

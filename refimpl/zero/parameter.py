@@ -1,7 +1,8 @@
 """A parameter that a stage looks after: it stays a plain parameter to use, and what would go wrong unseen does not.
 
     Managed   p.grad      shows the gradient where the stage keeps it; p.grad = None drops it there
-              p.data = t  is refused: it lies in the stage's memory, into which p.data.copy_(t) copies
+              p.data      is the memory; what is written to it is counted, and autograd does not see it: see `Shown`
+              p.data = t  is refused: p.data.copy_(t) copies. Before there is a stage t is copied, if it is of p's kind
               p.requires_grad_(True)   asks the stage to train it from now on
     Freed     (ZeRO-3) as Managed, and has no values now: whoever computes with it gathers it first, or is told to
 
@@ -25,6 +26,30 @@ _TENSOR: Any = Tensor  # its descriptors are how a subclass reaches what it over
 DATA, GRAD, REQUIRES_GRAD = _TENSOR.data, _TENSOR.grad, _TENSOR.requires_grad
 
 
+class Shown(dict[nn.Parameter, Tensor]):
+    """The parameters whose `data` a script has taken, each with what counts its writes to it.
+
+    That is a tensor without memory, whose version counter all share that were given. The parameter's own would make
+    autograd refuse what torch allows, such as a clamp between forward and backward.
+    """
+
+    nothing = torch.empty(0, device="cpu")
+
+    def view(self, p: nn.Parameter, memory: Tensor) -> Tensor:
+        """`memory`, as p's `data`."""
+        if p not in self:
+            with torch.inference_mode(False):
+                self[p] = torch.empty(0, device="cpu")
+        counter = self[p]
+        DATA.__set__(counter, memory)  # a tensor keeps its counter through this,
+        given = counter.detach()  # and shares it with a view
+        DATA.__set__(counter, self.nothing)
+        return given
+
+    def writes(self) -> int:
+        return sum([counter._version for counter in self.values()])
+
+
 class Managed(nn.Parameter):
     """A parameter of a stage. `stage` is set by `Stage`; without one it behaves as any other."""
 
@@ -44,7 +69,9 @@ class Managed(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        return DATA.__get__(self)  # type: ignore[no-any-return]
+        memory = DATA.__get__(self)
+        holder = getattr(self, "zero_unit", self.stage)
+        return memory if holder is None else holder.shown.view(self, memory)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -54,18 +81,21 @@ class Managed(nn.Parameter):
         alike = (value.dtype, value.device, value.shape) == (mine.dtype, mine.device, mine.shape)
         if alike and (value.data_ptr(), value.stride()) == (mine.data_ptr(), mine.stride()):
             return
-        if stage is None:
-            mine.copy_(value)
+        if alike and stage is None:
+            self.data.copy_(value)
             return
+        unit = getattr(self, "zero_unit", None)
+        name = stage.name_of(self) if stage else f"of {unit.name}" if unit else ""
+        where = f"a buffer of {type(stage).__name__ if stage else 'ZeRO-3'}"
         if alike:
             raise RuntimeError(
-                f"parameter {stage.name_of(self)}.data = ...: it lies in a buffer of {type(stage).__name__} and stays "
-                "there. Copy: p.data.copy_(new), and keep old ones as p.detach().clone()"
+                f"parameter {name}.data = ...: it lies in {where} and stays there. Copy: p.data.copy_(new), and keep "
+                "old ones as p.detach().clone()"
             )
         raise RuntimeError(
-            f"parameter {stage.name_of(self)}: it lies in a buffer of {type(stage).__name__} as {mine.dtype} on "
-            f"{mine.device}, shape {tuple(mine.shape)}, and cannot become {value.dtype} on {value.device}, shape "
-            f"{tuple(value.shape)}. Move or cast the model before the stage is built"
+            f"parameter {name}: it lies in {where} as {mine.dtype} on {mine.device}, shape {tuple(mine.shape)}, and "
+            f"cannot become {value.dtype} on {value.device}, shape {tuple(value.shape)}. Move or cast the model before "
+            "the stage is built"
         )
 
     @property

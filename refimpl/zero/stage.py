@@ -40,7 +40,7 @@ from refimpl.zero.gradients import take_raw_grad
 from refimpl.zero.held import Held
 from refimpl.zero.hooked import Hooked
 from refimpl.zero.owned import not_taken, take_over
-from refimpl.zero.parameter import Freed, Managed, stage_of
+from refimpl.zero.parameter import Freed, Managed, Shown, stage_of
 from refimpl.zero.parked import Parked
 from refimpl.zero.scaled import Scaled
 from refimpl.zero.wrapped import refuse_wrapping
@@ -83,6 +83,7 @@ class Stage(Hooked, Beside, Held):
         self.handles: list[Any] = []
         self.on_drop: list[Callable[[], None]] = []
         self.parked = Parked(self)
+        self.shown = Shown()
         self.build(optimizer)
 
     def build(self, optimizer: optim.Optimizer | None) -> None:
@@ -216,7 +217,7 @@ class Stage(Hooked, Beside, Held):
         except OffloadError:  # on every rank
             raise
         except Exception as error:
-            self.update.raised[self.update.steps] = f"{type(error).__name__}: {error}"
+            self.update.note(error)
             self.after_update(finite)
             raise
         self.after_update(finite)
@@ -247,6 +248,7 @@ class Stage(Hooked, Beside, Held):
             self.gather()
             # As an in-place update does: a graph that was recorded with the old weights can no longer run backward.
             torch.autograd.graph.increment_version([p for p in self.gradients.bucket_of if not isinstance(p, Freed)])
+            self.update.alike.stepped()
 
     def gather(self) -> None:
         """Every rank's updated shard to every rank; nothing of what each rank has updated whole."""
@@ -257,7 +259,15 @@ class Stage(Hooked, Beside, Held):
         """Finish an update that is one step late (`delayed_update`), and gather; nothing without one. A collective."""
         if self.config.delayed_update:
             self.free_gathered()  # what is gathered ahead has the old weights
-        if self.update.catch_up():
+        try:
+            is_late = self.update.catch_up()
+        except OffloadError:  # on every rank
+            raise
+        except Exception as error:  # as in `apply`
+            self.update.note(error)
+            self.gather()
+            raise
+        if is_late:
             self.gather()
 
     def free_gathered(self) -> None:

@@ -32,7 +32,7 @@ from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import Disk, Host, away
 from refimpl.offload.shelf import HostShelf, Shelf
 from refimpl.zero.flat import Bucket
-from refimpl.zero.parameter import Freed, place, stage_of
+from refimpl.zero.parameter import Freed, Shown, place, stage_of
 from refimpl.zero.ways import Flat, Way
 
 
@@ -55,11 +55,12 @@ class Unit(Bucket):
             if (before := unit_of(p)) is not None:
                 before.let_go(p)
             p.zero_unit = self  # type: ignore[attr-defined]
+        self.shown = Shown()
         super().__init__(params, group, group_index, name, dtype)
         self.mine = group.empty(self.shard_numel, self.dtype, self.device).copy_(self.shard(self.full))  # [S]
         self.unrounded = None if self.unrounded is None else self.shard(self.unrounded).clone()  # [S]
         self.changes = 0  # of the weights, since a graph may have been recorded with the old ones
-        self.versions = [p._version for p in params]  # of what was gathered: who writes to it raises them
+        self.versions = self.written()  # of what was gathered: who writes to it raises them
         self.on_use: Callable[[Unit, str], None] | None = None
         self.fails: Callable[[Exception], Exception] = lambda error: error  # what to raise where a disk gives no shard
         self.begin: Callable[[str], None] = lambda _: None  # called before this rank gathers of its own accord
@@ -126,7 +127,7 @@ class Unit(Bucket):
         else:
             self.shelf.write(0, self.shard(self.full))
             self.shelf.was_written = True
-        self.versions = [p._version for p in self.params]
+        self.versions = self.written()
         self.changed()
 
     def prefetch(self) -> None:
@@ -170,7 +171,11 @@ class Unit(Bucket):
 
     def attach(self) -> None:
         super().attach()
-        self.versions = [p._version for p in self.params]
+        self.versions = self.written()
+
+    def written(self) -> list[int]:
+        """How often each parameter was written in place, and all of them through `data`."""
+        return [*[p._version for p in self.params], self.shown.writes()]
 
     def let_go(self, p: nn.Parameter) -> None:
         """From now on p is another's: its memory stays where that puts it."""
@@ -198,7 +203,7 @@ class Unit(Bucket):
             self.among.discard(self)
             return
         self.wait()
-        written = self.versions != [p._version for p in self.params]
+        written = self.versions != self.written()
         place(self._nothings, Freed)
         self.group.streams.followed_by(self._allocated_on)  # whose next tensor may get this memory
         if self.is_shown:

@@ -120,6 +120,10 @@ class Update(Masters):
             self.publish(bucket)
         return result
 
+    def note(self, error: Exception) -> None:
+        """The optimizer, or a hook of its step, has raised this here: for all ranks to hear of, see `Alike`."""
+        self.raised[self.steps] = f"{type(error).__name__}: {error}"
+
     def catch_up(self) -> bool:
         """Finish an update that is one step late; whether there was one: see `DelayedUpdate`."""
         return False

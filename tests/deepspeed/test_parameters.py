@@ -1,5 +1,6 @@
 """ZeRO-3's parameters under DeepSpeed's names: what they answer, Init's arguments, GatheredParameters, leaf modules."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,62 @@ def answers() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sharded_parameter_answers(ranks: int) -> None:
     worlds.run(answers, ranks=ranks)
+
+
+def shard_written(how: str, section: dict[str, Any]) -> None:
+    """Each rank writes its part, as DeepSpeed's own tests do; it is gathered, and the next step starts from it."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 6, **section.pop("zero_optimization", {})}
+    sgd = {"type": "SGD", "params": {"lr": 0.0}}
+    config = {**CONFIG, "optimizer": sgd, "zero_optimization": zero, **section}
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    p, rank = model[0].weight, engine.group.rank
+
+    def step() -> None:
+        engine.backward(engine(torch.ones(2, 8, dtype=p.dtype)).float().square().mean())
+        engine.step()
+
+    step()
+    mine = torch.full_like(p.ds_tensor, rank + 1)
+    assert type(mine) is torch.Tensor
+    if how == "data":
+        p.ds_tensor.data = mine
+    elif how == "itself":
+        p.ds_tensor = mine
+    elif how == "index":
+        p.ds_tensor[:] = mine
+    else:
+        p.ds_tensor.data.copy_(mine)
+    assert p.ds_tensor.equal(mine)
+    parts = engine.group.all_gather_object(copy.deepcopy(p.ds_tensor))
+    for _ in range(2):
+        with deepspeed.zero.GatheredParameters(p):
+            assert p.detach().flatten().equal(torch.cat(parts))
+        assert deepspeed.utils.safe_get_full_fp32_param(p).flatten().equal(torch.cat(parts).float())
+        step()
+    with pytest.raises(RuntimeError, match=r"ds_tensor of parameter 0\.weight: it is .* cannot become"):
+        p.ds_tensor.data = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"ds_tensor of parameter 1\.bias: .*stays whole.*safe_set_full_fp32_param"):
+        model[1].bias.ds_tensor.zero_()
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ("data", "memory"), ("data", "host"), ("data", "disk"), ("itself", "bf16"), ("index", "disk"),
+        ("copy", "memory"), ("copy", "node"),
+    ],
+)  # fmt: skip
+def test_what_is_written_to_a_shard_is_the_parameters(how: str, where: str, tmp_path: Path) -> None:
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    section: dict[str, Any] = {
+        "memory": {},
+        "bf16": {"bf16": {"enabled": True}},
+        "host": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        "disk": {"zero_optimization": {"offload_param": nvme, "offload_optimizer": nvme}},
+        "node": {"zero_optimization": {"zero_hpz_partition_size": 2}},
+    }[where]
+    worlds.run(shard_written, how, section, ranks=2)
 
 
 def construction(folder: str) -> None:

@@ -114,13 +114,13 @@ def test_a_setting_that_changes_on_one_rank_is_told_on_all_before_the_weights_pa
 
 
 def with_weights_of_its_own() -> str:
-    """As `if rank == 0: p.data.add_(...)` behind the stage does it, before the fourth step."""
+    """Before the fourth step, where nothing counts what is written."""
     group, model = Group.world(), model_of("", False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-    STAGES["ddp"](model, optimizer, group)
+    built = STAGES["ddp"](model, optimizer, group)
     for step in range(4):
         if step == 3 and group.rank == group.size - 1:
-            model[0].weight.data.add_(1)
+            built.local_parameter("0.weight").add_(1)
         model(torch.ones(2, 5)).sum().backward()
         with pytest.raises(ValueError, match="step 4") if step == 3 else nullcontext() as told:
             optimizer.step()
@@ -272,17 +272,24 @@ def test_other_parameters_in_a_group_are_told_on_all_ranks(stage: str, how: str,
     assert (how == "the same" and not texts[0]) or f"({'every rank' if everywhere else 'rank 0'}: [0])" in texts[0]
 
 
-def with_writes_of_its_own(stage: str) -> str:
+ALONE = "on some ranks alone: rank 0: 0.weight, 0.bias, 2.bias;"
+WRITTEN = {"": ALONE, "data": ALONE, "values": "with other values on different ranks: 0.weight, 0.bias, 2.bias;"}
+
+
+def with_writes_of_its_own(stage: str, how: str) -> str:
     """Before the third step, when no checksum of DDP's weights is due. Who sends what he has written may."""
     group, model, optimizer, built = standing(stage)
 
-    def write() -> None:
-        model[0].load_state_dict({name: w + 1 for name, w in model[0].state_dict().items()})
-        torch.nn.init.ones_(model[2].bias)
+    def write(value: int) -> None:
+        for p in (model[0].weight, model[0].bias, model[2].bias) if how else ():
+            p.data.fill_(value)
+        if not how:
+            model[0].load_state_dict({name: torch.full_like(w, value) for name, w in model[0].state_dict().items()})
+            torch.nn.init.constant_(model[2].bias, value)
 
     for step in range(3):
-        if step and group.rank == 0:
-            write()
+        if step and (group.rank == 0 or how == "values"):
+            write(group.rank)
         for p in model.parameters() if step == 1 else ():
             group.broadcast(p.data)
         model(torch.ones(2, 5)).sum().backward()
@@ -291,19 +298,16 @@ def with_writes_of_its_own(stage: str) -> str:
             optimizer.step()
     assert all(map(torch.equal, kept(built), before)), "something was updated"
     if group.rank:
-        write()
+        write(0)
     optimizer.step()
     return str(told.value)
 
 
-@pytest.mark.parametrize(("stage", "ranks"), pairwise(list(STAGES), [2, 3]))
-def test_weights_that_one_rank_alone_has_written_are_told_on_all(stage: str, ranks: int) -> None:
-    texts = run(with_writes_of_its_own, stage, ranks=ranks)
+@pytest.mark.parametrize(("stage", "how", "ranks"), pairwise(list(STAGES), list(WRITTEN), [2, 3]))
+def test_weights_that_are_not_written_alike_are_told_on_all(stage: str, how: str, ranks: int) -> None:
+    texts = run(with_writes_of_its_own, stage, how, ranks=ranks)
     assert len(set(texts)) == 1
-    assert (
-        "written in place (by load_state_dict, copy_, init) on some ranks alone: rank 0: 0.weight, 0.bias, 2.bias;"
-        in (texts[0])
-    )
+    assert f"written in place (by load_state_dict, copy_, init) {WRITTEN[how]}" in texts[0]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A model built sharded: the same bits as built whole, never whole while it is built, writable when gathered."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from refimpl.zero.config import ZeroConfig
 from refimpl.zero.init import GatheredParameters, Init
 from refimpl.zero.parameter import Freed
 from refimpl.zero.unit import unit_of
+from refimpl.zero.zero1 import Zero1
 from refimpl.zero.zero3 import Zero3
 
 
@@ -117,6 +119,60 @@ def test_the_modifier_ranks_change_is_kept() -> None:
 def test_without_a_modifier_a_change_is_an_error() -> None:
     with pytest.raises(RankError, match=r"parameters of blocks.0.up were written.*modifier_rank=0"):
         run(change, None, ranks=2)
+
+
+def written_to_data(where: str) -> None:
+    """By rank 1; in the first two cases in what rank 0 owns of it: no checksum of its own shard tells it."""
+    group = Group.world()
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
+    Zero3(model, torch.optim.SGD(model.parameters(), lr=0.1), group, ZeroConfig(param_persistence_threshold=0))
+    weight = model[0].weight
+
+    def write(*_: Any) -> None:
+        if group.rank == 1:
+            weight.data[0] = 1
+
+    if where == "forward":
+        model[0].register_forward_pre_hook(write)
+        model(torch.ones(2, 8))
+    elif where == "block":
+        with GatheredParameters(weight):
+            write()
+    else:
+        for both in (True, False):
+            with GatheredParameters(weight, modifier_rank=0):
+                if both or group.rank == 1:
+                    weight.data.fill_(group.rank)
+
+
+LOST = {
+    "block": "of 0 were written, which is lost without modifier_rank",
+    "forward": "of 0 was written while it was gathered",
+    "other rank": "of 0 were written here, which is lost: rank 0, whose changes are kept, has made none",
+}
+
+
+@pytest.mark.parametrize("where", list(LOST))
+def test_what_is_written_to_data_and_lost_is_an_error(where: str) -> None:
+    with pytest.raises(RankError, match=f"rank 1 raised(.|\\n)*{LOST[where]}"):
+        run(written_to_data, where, ranks=2)
+
+
+def unsettled() -> list[float]:
+    """Who writes to `p.data` between forward and backward is not in autograd's way, as in torch."""
+    model = nn.Linear(3, 1, bias=False)
+    stage = Zero1(model, torch.optim.SGD(model.parameters(), lr=1.0), Group.world())
+    x = torch.ones(1, 3, requires_grad=True)
+    loss = model(x).sum()
+    model.weight.data.zero_()
+    stage.backward(loss)
+    stage.step()
+    assert x.grad is not None
+    return [*x.grad.flatten().tolist(), *model.weight.flatten().tolist()]
+
+
+def test_autograd_does_not_look_at_data() -> None:
+    assert run(unsettled, ranks=2) == [[0.0, 0.0, 0.0, -1.0, -1.0, -1.0]] * 2
 
 
 def read_without_a_change() -> bool:

@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def torn(home: Host, late: bool) -> list[str]:
         here.full_state_dict,
         here.optimizer.state_dict,
         here.model.state_dict,
-        lambda: here.model(tokens(2, here.group.rank)),
+        lambda: steps(here, 2, 3),
         lambda: here.full_parameter("norm.weight"),
         lambda: here.read_local("norm.weight", "exp_avg"),
         lambda: here.set_full_parameter("norm.weight", torch.zeros(13)),
@@ -129,6 +130,37 @@ def test_half_a_step_is_of_no_use(late: bool, home: str, tmp_path: Path) -> None
     for said in run(torn, HOMES[home](tmp_path), late, ranks=2)[0]:
         assert "interrupted in the middle of its update" in said
         assert "Load a checkpoint with its optimizer state" in said
+
+
+def raised_alone(stage: str, late: bool) -> str:
+    """Runs on every rank: a hook raises on the last one alone, whose script catches it and goes on."""
+    here = built(stage, Host(), delayed_update=late)
+    steps(here, 0, 1)
+    here.catch_up()
+    saved, last = copy.deepcopy(here.state_dict()), here.group.size - 1
+
+    def hook(*_: Any) -> None:
+        raise KeyError("of the script's own")
+
+    handle = here.optimizer.register_step_post_hook(hook) if here.group.rank == last else None
+    with pytest.raises(KeyError) if handle else nullcontext():
+        steps(here, 1, 2)
+        here.catch_up()
+    with pytest.raises(ValueError, match="step 3") as told:
+        steps(here, 2, 3)
+    if handle:
+        handle.remove()
+    here.load_state_dict(saved)
+    steps(here, 1, 3)
+    here.catch_up()
+    return str(told.value)
+
+
+@pytest.mark.parametrize(("stage", "late"), [("ddp", True), ("zero1", False), ("zero2", True), ("zero3", False)])
+def test_a_hook_that_raises_on_one_rank_alone_is_told_on_all_at_the_next_step(stage: str, late: bool) -> None:
+    first, *others = run(raised_alone, stage, late, ranks=3)
+    assert others == [first, first]
+    assert "the optimizer's step raised on some ranks alone (rank 2, step 2: KeyError: " in first
 
 
 def written_locally(home: Host | None, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
     p.ds_id, ds_shape, ds_numel     of the whole parameter
     p.ds_status                     NOT_AVAILABLE, INFLIGHT or AVAILABLE
     p.ds_tensor                     what this rank has of it, one-dimensional, in the training dtype: as the fragments
-                                    of deepspeed.utils.safe_get_local_*
+                                    of deepspeed.utils.safe_get_local_*; may be written: see fragment.py
     p.ds_secondary_tensor           with zero_hpz_partition_size > 1 this rank's second shard of its unit; else, and of
                                     one that stays whole, None
     p.ds_zero_param_process_group   the ranks that share it
@@ -26,11 +26,12 @@ from torch import Tensor, nn
 
 from refimpl.comm.group import Group
 from refimpl.deepspeed.accelerator import get_accelerator
+from refimpl.deepspeed.runtime.zero.fragment import Fragment
 from refimpl.engine.initialize import connect
 from refimpl.engine.read import read_json
 from refimpl.zero import init
 from refimpl.zero.init import GatheredParameters
-from refimpl.zero.parameter import DATA, Managed, stage_of
+from refimpl.zero.parameter import Managed, stage_of
 from refimpl.zero.secondary import Secondary
 from refimpl.zero.unit import Unit, unit_of
 from refimpl.zero.zero3 import Zero3
@@ -162,10 +163,8 @@ def _of(p: nn.Parameter, answer: Any) -> Any:
     return answer
 
 
-def _mine(p: nn.Parameter) -> Tensor:
-    unit, stage = _unit(p), stage_of(p)
-    bucket = unit if unit is not None or stage is None else stage.home(p)
-    return DATA.__get__(p).view(-1) if bucket is None else bucket.part(bucket.now(), p)
+def _set_mine(p: nn.Parameter, value: Tensor) -> None:
+    _of(p, Fragment.of(p)).data = value
 
 
 def _ranks(p: nn.Parameter) -> Any:
@@ -207,15 +206,15 @@ def _second(p: nn.Parameter) -> Secondary | None:
     return unit.way if unit is not None and isinstance(unit.way, Secondary) else None
 
 
-def _answers(name: str, answer: Callable[[nn.Parameter], Any]) -> None:
-    setattr(Managed, name, property(answer))
+def _answers(name: str, answer: Callable[[nn.Parameter], Any], put: Callable[..., None] | None = None) -> None:
+    setattr(Managed, name, property(answer, put))
 
 
 _answers("ds_id", lambda p: _of(p, id(p)))
 _answers("ds_shape", lambda p: _of(p, p.shape))
 _answers("ds_numel", lambda p: _of(p, p.numel()))
 _answers("ds_status", _status)
-_answers("ds_tensor", _mine)
+_answers("ds_tensor", lambda p: _of(p, Fragment.of(p)), _set_mine)
 _answers("ds_persist", lambda p: _unit(p) is None)
 _answers("ds_process_group", _ranks)
 _answers("ds_secondary_tensor", lambda p: None if (way := _second(p)) is None else way.mine)
