@@ -186,11 +186,12 @@ class Inputs:
                 if packed is not None:
                     self.sent[place] = packed
         stay = [t for place, t in enumerate(tensors) if place not in self.sent]
-        self.node = Saver.apply(torch.empty(0, requires_grad=True), *stay).grad_fn if stay else None  # type: ignore[no-untyped-call]
+        # The empty result, not its node: before torch 2.13 a node of Python's is freed with what it has made.
+        self.saver = Saver.apply(torch.empty(0, requires_grad=True), *stay) if stay else None  # type: ignore[no-untyped-call]
 
     def get(self) -> list[Tensor]:
         """The same tensors, each the beginning of a graph of its own."""
-        stay = iter(self.node.saved_tensors if self.node is not None else ())
+        stay = iter(self.saver.grad_fn.saved_tensors if self.saver is not None else ())
         places = range(len(self.wants_grad))
         tensors = [self.home.get(self.sent[i]) if self.home and i in self.sent else next(stay) for i in places]
         return [t.detach().requires_grad_(w) for t, w in zip(tensors, self.wants_grad, strict=True)]

@@ -60,12 +60,12 @@ def is_complete(dump: str) -> bool:
 def where(dump: str) -> str:
     """What a rank does: "waits in all_reduce at train.py:12: dist.all_reduce(x)", or "computes at ..."."""
     threads = parse(dump)
-    if not threads:
-        return "did not say where it stands (blocked inside the operating system?)"
     # Autograd runs the hooks of a GPU's backward pass in a thread of its own: look for a collective there too. A thread
     # of the library alone does what another one waits for.
     called = (frames for frames in threads if _collective(frames) and not all(frame.in_library for frame in frames))
-    stack = next(called, threads[-1])
+    stack = next(called, threads[-1] if threads else [])
+    if not stack:  # no dump, or one that has not come to the main thread's frames in time
+        return "did not say where it stands (blocked inside the operating system?)"
     ours = [frame for frame in stack if not frame.in_library]  # ours and the reader's
     place = next((frame for frame in ours if not frame.file.startswith(REFIMPL)), ours[0] if ours else None)
     collective = _collective(stack)

@@ -81,3 +81,10 @@ def test_half_a_dump_is_not_complete():
     whole = dump(f"{DIST}:9 barrier", "train.py:12 <module>", f"{RANK}:4 run", "<string>:1 <module>")
     assert not hang.is_complete("")
     assert not hang.is_complete(whole[:-2])
+
+
+def test_a_dump_without_the_main_threads_frames_says_nothing():
+    """A busy machine lets a rank write no more of it in time."""
+    thread = dump(f"{GROUP}:3 run", f"{GROUP}:4 travel").replace("Current thread", "Thread")
+    for half in ("", dump(), f"{thread}\n{dump()}"):
+        assert hang.where(half).startswith("did not say where it stands")
