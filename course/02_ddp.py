@@ -875,7 +875,7 @@ predict(
 )
 
 # %% tags=["raises-exception"]
-# %%ranks --timeout 3
+# %%ranks --timeout 10
 from torch import nn
 
 layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
