@@ -71,6 +71,8 @@ class Group(Control):
         super().__init__(handle, self.backend)
         self.route = Route(handle, self.backend, self.device, self.streams, deterministic, transport, link)
         self.rank, self.size = self.route.direct.rank, self.route.direct.size
+        if len(self.ranks) != self.size:  # a transport that plays the others
+            self.ranks = list(range(self.size))
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
