@@ -56,9 +56,12 @@ def resize(browser: Any, width: int, scheme: str = "light") -> None:
 
 
 def drawn(browser: Any) -> None:
-    """Every formula and diagram of this page is."""
+    """Every formula and diagram of this page is, and no diagram has to be scrolled."""
     until(browser, "!document.querySelector('pre.diagram, .arithmatex:not([data-done])')")
-    until(browser, "[...document.querySelectorAll('div.diagram')].every(d => d.querySelector('svg'))")
+    until(
+        browser,
+        "[...document.querySelectorAll('div.diagram')].every(d => d.querySelector('svg') && d.scrollWidth <= d.clientWidth)",
+    )
     assert browser.execute_script("return document.querySelectorAll('.katex-error').length") == 0, browser.current_url
 
 
@@ -175,6 +178,15 @@ def test_pages_fit_a_phone_and_every_formula_and_diagram_is_drawn(browser: Any, 
     for page in (*others, *chapters(site), *tasks):
         fits_a_phone(browser, address + page)
         assert browser.execute_script("return document.body.dataset.mdColorScheme") == "default"
+        drawn(browser)
+
+
+def test_diagrams_fit_a_desk(browser: Any, address: str, site: Path) -> None:
+    resize(browser, 1300)
+    pages = [page for page in chapters(site) if 'class="diagram"' in (site / page / "index.html").read_text("utf-8")]
+    assert pages
+    for page in pages:
+        browser.get(address + page)
         drawn(browser)
 
 

@@ -16,11 +16,13 @@
     const fontFamily = getComputedStyle(document.body).fontFamily;
     window.mermaid.initialize({ startOnLoad: false, theme: dark ? "dark" : "neutral", fontFamily });
     for (const [i, place] of places.entries()) {
-      const narrow = place.clientWidth < 500; // a phone: from top to bottom
-      const source = narrow ? sources[i].replace("flowchart LR", "flowchart TB") : sources[i];
-      place.innerHTML = (await window.mermaid.render(`diagram-${i}`, source)).svg;
-      const svg = place.firstElementChild; // what is still too wide scrolls rather than shrinks out of sight
-      svg.style.minWidth = `${0.55 * parseFloat(svg.style.maxWidth)}px`;
+      const id = `diagram-${i}`;
+      for (const direction of ["LR", "TB"]) {
+        place.innerHTML = (await window.mermaid.render(id, sources[i].replace("flowchart LR", `flowchart ${direction}`))).svg;
+        const svg = place.firstElementChild; // at least at a size that can be read
+        svg.style.minWidth = `${0.55 * parseFloat(svg.style.maxWidth)}px`;
+        if (place.scrollWidth <= place.clientWidth) break; // too wide: from top to bottom, and what still is scrolls
+      }
     }
   }
 
