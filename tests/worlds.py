@@ -25,6 +25,7 @@ from refimpl.launch import World
 
 T = TypeVar("T")
 CALLS = 50
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 LARGEST = 4  # ranks; larger worlds are rare, and live for their call only
 
 

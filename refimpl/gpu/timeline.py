@@ -47,7 +47,7 @@ def profiled(name: str, workload: Workload, group: Group) -> dict[str, float]:
         workload.step(stage, text)
     on_gpu = group.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         begun = time.perf_counter()
         for text in texts[3:]:
             workload.step(stage, text)

@@ -57,9 +57,10 @@ def exchanges() -> None:
     column = torch.zeros(size)
     dist.all_to_all_single(column, row(rank, size))
     assert column.equal(everyone[:, rank])
-    columns = [torch.zeros(1) for _ in range(size)]
-    dist.all_to_all(columns, list(row(rank, size).split(1)))
-    assert torch.cat(columns).equal(everyone[:, rank])
+    if worlds.TORCH >= (2, 12):  # 2.11's gloo has no exchange of lists
+        columns = [torch.zeros(1) for _ in range(size)]
+        dist.all_to_all(columns, list(row(rank, size).split(1)))
+        assert torch.cat(columns).equal(everyone[:, rank])
     x = row(rank, size)
     dist.broadcast(x, src=size - 1)
     assert x.equal(everyone[-1])

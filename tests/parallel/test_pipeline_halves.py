@@ -94,9 +94,9 @@ def test_each_half_does_its_own_products_only() -> None:
     x = torch.randn(2, 4, requires_grad=True)
     out = layers(x)
     work = Halves([get_gradient_edge(out)], [torch.ones_like(out)], [x])
-    with torch.profiler.profile() as first:
+    with torch.profiler.profile(acc_events=True) as first:
         work.input_half()
-    with torch.profiler.profile() as second:
+    with torch.profiler.profile(acc_events=True) as second:
         work.weight_half()
     for half in (first, second):
         assert sum(event.count for event in half.key_averages() if event.key == "aten::mm") == 3

@@ -29,10 +29,12 @@ def test_a_slow_machine_is_no_hang() -> None:
     with launch.World(ranks=1) as world:
         world.call(computes, 0.1)
         busy = [subprocess.Popen(hog) for _ in range(3 * len(os.sched_getaffinity(0)))]
-        [(took, stood)] = world.call(computes, work, timeout=patience)
-        for process in busy:
-            process.kill()
-            process.wait()
+        try:
+            [(took, stood)] = world.call(computes, work, timeout=patience)
+        finally:
+            for process in busy:
+                process.kill()
+                process.wait()
     assert took > patience  # or nothing was tried here
     assert took - stood < patience
 

@@ -58,10 +58,8 @@ def resize(browser: Any, width: int, scheme: str = "light") -> None:
 def drawn(browser: Any) -> None:
     """Every formula and diagram of this page is, and no diagram has to be scrolled."""
     until(browser, "!document.querySelector('pre.diagram, .arithmatex:not([data-done])')")
-    until(
-        browser,
-        "[...document.querySelectorAll('div.diagram')].every(d => d.querySelector('svg') && d.scrollWidth <= d.clientWidth)",
-    )
+    whole = "d => d.querySelector('svg') && d.scrollWidth <= d.clientWidth"
+    until(browser, f"[...document.querySelectorAll('div.diagram')].every({whole})")
     assert browser.execute_script("return document.querySelectorAll('.katex-error').length") == 0, browser.current_url
 
 
