@@ -55,7 +55,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, types.FunctionType | type | types.ModuleType):
             name = obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__
             module = sys.modules.get(name)
-            file = getattr(module, "__file__", None)  # without: built in, or a namespace
+            file = _file(module)
             if module and file and name not in self.seen and not _importable(module.__name__, file, tuple(sys.path)):
                 cloudpickle.register_pickle_by_value(module)
                 self.by_value.append(module)
@@ -63,6 +63,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType and obj not in self.by_value:
                 return importlib.import_module, (name,)
         return super().reducer_override(obj)
+
+
+def _file(module: types.ModuleType | None) -> str | None:
+    """None for what is built in or frozen (as Python 3.14's collections.abc, which no finder knows), or a namespace."""
+    frozen = getattr(getattr(module, "__spec__", None), "origin", None) == "frozen"
+    return None if frozen else getattr(module, "__file__", None)
 
 
 @lru_cache(1024)  # a rank's every report asks for the same few
@@ -76,4 +82,4 @@ def _importable(module: str, file: str, sys_path: tuple[str, ...]) -> bool:
         if spec is None:
             return False
         path, origin = spec.submodule_search_locations, spec.origin
-    return origin in (file, "frozen")
+    return origin == file

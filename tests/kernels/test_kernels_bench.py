@@ -32,16 +32,16 @@ def test_a_report_of_one_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rows = json.loads(file.read_text())["rows"]
     copy, product = rows[:2]
     (case,) = (case for case in cases(small=True) if case.operation == "softmax")
-    assert {(row["step"], row["way"]) for row in rows[2:]} == {
-        (step, way) for step in ("forward", "backward") for way in ("ours", "eager", "compile")
-    }
-    for row in rows[2:]:
+    there = [name for name, (call, _) in kernels.ways(case, torch.device("cpu"), in_time=True).items() if call]
+    runs = [row for row in rows[2:] if row["step"]]  # one of no step says that there is no C++ compiler
+    assert {(row["step"], row["way"]) for row in runs} == {(s, way) for s in ("forward", "backward") for way in there}
+    for row in runs:
         assert row["case"] == case.name
         moved = case.moved if row["step"] == "forward" else case.moved_backward
         assert math.isclose(row["tb_s"], moved / row["ms"] / 1e9)
         assert math.isclose(row["of_limit"], row["tb_s"] / copy["tb_s"])
         assert row["off"] < 1e-5
-        eager = next(r for r in rows if (r.get("step"), r["way"]) == (row["step"], "eager"))
+        eager = next(r for r in runs if (r["step"], r["way"]) == (row["step"], "eager"))
         assert math.isclose(row["beside_eager"], row["ms"] / eager["ms"])
     assert product["tflop_s"] > 0
 
