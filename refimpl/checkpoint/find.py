@@ -29,7 +29,7 @@ def find(load_dir: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None:
     complete = f"complete checkpoints in {load_dir}: {', '.join(there) or 'none'}"
     who = "load_checkpoint"
     if tag is None:
-        if (load_dir / manifest.NAME).is_file():
+        if manifest.is_in(load_dir):
             raise CheckpointError(f"{load_dir}: is a checkpoint itself; pass its parent, and tag={load_dir.name!r}")
         if not os.path.lexists(latest):  # a link to nowhere is damage, and no fresh start
             return None
@@ -39,7 +39,7 @@ def find(load_dir: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None:
     with naming(load_dir / checked_tag(tag, who)):
         folder = manifest.folder_of(load_dir, tag)
         file = folder / manifest.NAME
-        if not file.is_file():
+        if not manifest.is_in(folder):
             raise CheckpointError(f"{file}: {missing(folder, who, latest)}; {complete}")
     return folder, manifest.read(file)
 
@@ -75,7 +75,7 @@ def of_deepspeed(folder: Path) -> str:
 def given(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoint that a path means: its own folder, or one with a file `latest`. CheckpointError for neither."""
     with naming(folder):
-        if (folder / manifest.NAME).is_file():
+        if manifest.is_in(folder):
             return folder, manifest.read(folder / manifest.NAME)
         found = find(folder, None)
         if found is None:

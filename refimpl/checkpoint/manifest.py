@@ -8,6 +8,7 @@ belongs to another save. `sha256sum` computes the same checksums by hand.
 import hashlib
 import json
 import re
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,14 @@ def check(folder: Path, files: dict[str, dict[str, Any]], names: Iterable[str]) 
             wrong.append(f"{path}: its checksum differs: damaged, or a file of another save")
     if wrong:
         raise CheckpointError(f"{'; '.join(wrong)}. Bring back the file that was saved, or load another checkpoint")
+
+
+def is_in(folder: Path) -> bool:
+    """OSError where nobody can tell (no permission, a name too long): from Python 3.14 `is_file` is False there too."""
+    try:
+        return stat.S_ISREG((folder / NAME).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def complete(load_dir: Path) -> list[str]:

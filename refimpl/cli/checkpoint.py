@@ -24,7 +24,7 @@ def show(folder: Source) -> None:
 
     with refusing("refimpl checkpoint show", CheckpointError):
         with naming(folder):
-            one = (folder / manifest.NAME).is_file()
+            one = manifest.is_in(folder)
         found = [prune.found(folder)] if one else prune.in_order(folder)
         sizes = [sum(place.numel for place in Folder(f.path, f.about).places.values()) for f in found]
         latest = prune.latest_of(folder.parent if one else folder)

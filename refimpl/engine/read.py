@@ -44,14 +44,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
+    pass_one = "pass a dictionary or the path of a DeepSpeed JSON file"
     try:
-        if path.is_dir():
-            raise ConfigError(f"{path}: a folder; pass a dictionary or the path of a DeepSpeed JSON file")
-        if not path.exists():
-            raise ConfigError(f"{path}: no such file; pass a dictionary or the path of a DeepSpeed JSON file")
         text = path.read_text(encoding="utf-8-sig")  # an editor's byte order mark is no part of the text
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text at byte {error.start}; save it as UTF-8") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: a folder; {pass_one}") from None
+    except (FileNotFoundError, ValueError):  # ValueError: no path has a null character
+        raise ConfigError(f"{path}: no such file; {pass_one}") from None
     except OSError as error:
         raise ConfigError(f"{str(path)[:200]}: cannot be read: {error.strerror}") from None
     if not text.strip():
