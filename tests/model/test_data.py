@@ -18,7 +18,7 @@ def test_the_corpus_is_pythons_language_reference_the_same_on_every_python() -> 
     if sys.version_info[:3] == (3, 11, 7):
         assert text == of_this_python
     words = set(of_this_python.split())
-    assert len(words & set(text.split())) > 0.8 * len(words)  # 3.11.2 to 3.13.0: 0.93 to 0.99
+    assert len(words & set(text.split())) > 0.6 * len(words)  # 3.11.2 to 3.13.0: 0.93 to 0.99; 3.14.10: 0.77
     assert CORPUS.with_name("LICENSE").read_text().startswith(CORPUS.name)
 
 
