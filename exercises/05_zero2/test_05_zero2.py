@@ -175,6 +175,8 @@ def whole(
     for number, bucket in enumerate(buckets):
         flat = torch.cat([each[number].reshape(-1) for each in everyones])
         sizes = [p.numel() for p in bucket.params]
+        early = f"shards[{number}] holds NaN: it was read, or added to, before its work.wait()"
+        require(not flat[: sum(sizes)].isnan().any(), early)
         require(not flat[sum(sizes) :].any(), f"the padding of shards[{number}] is not zero: a norm would count it")
         pieces = flat[: sum(sizes)].split(sizes)
         found |= {names[p]: piece.view(p.shape) for p, piece in zip(bucket.params, pieces, strict=True)}
