@@ -148,7 +148,9 @@ def judge_norm(found: object, norm: float, scale: float, limit: float, raw: list
     known = {
         "it is the norm of the scaled gradients: unscale first": norm * scale,
         "it is the norm after clipping": min(norm, limit),
-        "it is the sum of the gradients' norms: square, add up, then take one root": sum(float(g.double().norm()) for g in raw),
+        "it is the sum of the gradients' norms: square, add up, then take one root": sum(
+            float(g.double().norm()) for g in raw
+        ),
         "the root is missing": norm**2,
         "it is inf: a square was too large for fp32; square and add in fp64": math.inf,
     }

@@ -268,12 +268,18 @@ def judge_weights(
         stale = before.clone()
         stale[mine] = expected[mine]
         where = f"step {step}: elements {mine.start} to {mine.stop} are new, all others are from the step before"
-        require(not close(now, stale), "the other ranks' shards are stale: all_gather them after the update, into the buffer itself", where)
+        require(
+            not close(now, stale),
+            "the other ranks' shards are stale: all_gather them after the update, into the buffer itself",
+            where,
+        )
         require(not close(now, before), "no weight has moved: does the optimizer update the buffer's own memory?")
         summed, twice = (before + factor * (expected - before) for factor in (group.size, 1 / group.size))
         large = f"each update is exactly {group.size}x too large: the gradients are summed, not averaged"
         require(not (plain and close(now, summed)), large)
-        small = f"each update is exactly 1/{group.size} of what it should be: the mean is divided by the ranks once more"
+        small = (
+            f"each update is exactly 1/{group.size} of what it should be: the mean is divided by the ranks once more"
+        )
         require(not (plain and close(now, twice)), small)
     even = (group.size + 1 - step % 2) // 2  # ranks that use the spare layer in this step
     lone = {}

@@ -61,15 +61,21 @@ def judge_bytes(
         if mine == sent:
             require(isinstance(mine, int), f"{mine!r} bytes {key}: bytes are whole numbers, divide by //", *evidence)
             continue
-        known = {
-            sent * ranks: "every class is sharded over the ranks",
-            sent * 4 // itemsize: "an element has `itemsize` bytes, here 2",
-            sum(units) * itemsize: "that is the whole model: units are freed after use",
-            max(units) * itemsize: "that is the largest unit alone: what was sent for ahead is live too, a unit larger "
-            "than the budget among them, where it flies alone",
-            sum(units) // ranks * (2 * itemsize + 8): "are there fp32 masters?",
-            sum(units) // ranks * (2 * itemsize + 12): "beside fp32 parameters there are none that are masters",
+        shared = sum(units) // ranks
+        wrong: dict[str, dict[int, str]] = {
+            "kept": {
+                sent * ranks: "every class is sharded over the ranks",
+                shared * (2 * itemsize + 8): "are there fp32 masters?",
+                shared * (2 * itemsize + 12): "beside fp32 parameters there are none that are masters",
+            },
+            "gathered": {
+                sent * 4 // itemsize: "an element has `itemsize` bytes, here 2",
+                sum(units) * itemsize: "that is the whole model: units are freed after use",
+                max(units) * itemsize: "that is the largest unit alone: what was sent for ahead is live too, a unit "
+                "larger than the budget among them, where it flies alone",
+            },
         }
+        known = wrong[key]
         if budget and key == "gathered" and isinstance(mine, int):
             few = f"too few fly: a unit larger than the budget, {budget} elements, is sent for when nothing else flies"
             many = f"too many fly: at the first that does not fit into {budget} elements stop, and take none behind it"

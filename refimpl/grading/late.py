@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from refimpl.comm.work import Work
 from refimpl.grading.compare import require
@@ -22,22 +23,26 @@ BLANK = {
 
 
 class Late(Work):
-    """One call of a collective under way, until its `wait`."""
+    """One call of a collective: under way from `begin` to `wait`."""
 
-    def __init__(self, what: str, begin: Callable[..., Work], filled: Sequence[Tensor], sent: Sequence[Tensor] = ()):
-        """begin(*filled, *sent) begins the call, here on copies. What is sent may lie in what is filled."""
+    def __init__(self, what: str, filled: Sequence[Tensor], sent: Sequence[Tensor]):
+        """What is sent may lie in what is filled."""
         super().__init__()
-        self.what, self.is_done = what, False
-        self.held = [t.detach() for t in (*filled, *sent)]  # the answer's own
-        self.copies = [t.clone() for t in self.held]
-        self.fills = len(filled)
-        for t in self.held[: self.fills]:
-            dtype, blank = BLANK.get(t.dtype, (torch.uint8, 0xFF))
-            t.view(-1).view(dtype).fill_(blank)
-        for t, copy in list(zip(self.held, self.copies, strict=True))[self.fills :]:
-            t.copy_(copy)
-        self.before = [of_bytes(t).clone() for t in self.held]
-        self.work = begin(*self.copies)
+        self.what, self.is_done, self.fills = what, False, len(filled)
+        with _disable_current_modes():  # a grader's mode that looks at what the answer makes
+            self.held = [t.detach() for t in (*filled, *sent)]  # the answer's own
+            self.copies = [t.clone() for t in self.held]
+            for t in self.held[: self.fills]:
+                dtype, blank = BLANK.get(t.dtype, (torch.uint8, 0xFF))
+                t.view(-1).view(dtype).fill_(blank)
+            for t, copy in list(zip(self.held, self.copies, strict=True))[self.fills :]:
+                t.copy_(copy)
+            self.before = [of_bytes(t).clone() for t in self.held]
+
+    def begin(self, call: Callable[..., Work]) -> Work:
+        """call(*filled, *sent) begins it, here on copies."""
+        self.work = call(*self.copies)
+        return self
 
     def memory(self) -> list[Tensor]:
         """What is the grader's, and no fault of the answer."""
@@ -49,12 +54,13 @@ class Late(Work):
             return
         self.is_done = True
         self.work.wait()
-        for t, before in zip(self.held, self.before, strict=True):
-            freed = t.untyped_storage().nbytes() < len(before)
-            early = f"memory changed while {self.what} was under way in it: until work.wait() it must rest"
-            require(not freed and torch.equal(of_bytes(t), before), early)
-        for t, copy in list(zip(self.held, self.copies, strict=True))[: self.fills]:
-            t.copy_(copy)
+        early = f"memory changed while {self.what} was under way in it: until work.wait() it must rest"
+        with _disable_current_modes():
+            for t, before in zip(self.held, self.before, strict=True):
+                freed = t.untyped_storage().nbytes() < len(before)
+                require(not freed and torch.equal(of_bytes(t), before), early)
+            for t, copy in list(zip(self.held, self.copies, strict=True))[: self.fills]:
+                t.copy_(copy)
         self.held, self.copies, self.before = [], [], []
 
 

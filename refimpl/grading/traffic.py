@@ -49,14 +49,14 @@ class WatchedGroup(Group):
         with unwatched():
             return super()._run(op, sent, tag, async_op, steps, *holds)
 
-    def _late(self, op: str, begin: Callable[..., Work], filled: Sequence[Tensor], sent: Sequence[Tensor] = ()) -> Work:
-        """begin(*filled, *sent, async_op=True), as late as it may be; the answer's own calls alone."""
+    def _late(self, op: str, call: Callable[..., Work], filled: Sequence[Tensor], sent: Sequence[Tensor] = ()) -> Work:
+        """call(*filled, *sent, async_op=True), as late as it may be; the answer's own calls alone."""
         if not self.told or not all(isinstance(t, Tensor) and t.is_contiguous() for t in (*filled, *sent)):
-            return begin(*filled, *sent, async_op=True)  # which refuses what is no such tensor
+            return call(*filled, *sent, async_op=True)  # which refuses what is no such tensor
         with unwatched():
-            work = Late(op, partial(begin, async_op=True), filled, sent)
-        self.late.add(work)
-        return work
+            work = Late(op, filled, sent)
+            self.late.add(work)
+            return work.begin(partial(call, async_op=True))
 
     def scratch(self) -> list[Tensor]:
         return [*super().scratch(), *(t for work in self.late for t in work.memory())]

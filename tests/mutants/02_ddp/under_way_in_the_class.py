@@ -1,4 +1,4 @@
-"""What is under way is kept in the class, one list for all models.
+"""What is under way is kept in one list for all models.
 
 task: Ddp
 says: is what is under way kept in the class, not in self
@@ -23,11 +23,12 @@ def assign_buckets(params, limit):
     return buckets
 
 
-class Ddp:
-    flights = []
+_FLIGHTS = []
 
+
+class Ddp:
     def __init__(self, model, group, limit):
-        self.group = group
+        self.group, self.flights = group, _FLIGHTS
         for tensor in [*model.parameters(), *model.buffers()]:
             group.broadcast(tensor.data)
         self.buckets = assign_buckets(list(model.parameters()), limit)
