@@ -30,14 +30,14 @@ class Late(Work):
         super().__init__()
         self.what, self.is_done, self.fills = what, False, len(filled)
         with _disable_current_modes():  # a grader's mode that looks at what the answer makes
-            self.held = [t.detach() for t in (*filled, *sent)]  # the answer's own
-            self.copies = [t.clone() for t in self.held]
-            for t in self.held[: self.fills]:
+            self.own = [t.detach() for t in (*filled, *sent)]  # the answer's own
+            self.copies = [t.clone() for t in self.own]
+            for t in self.own[: self.fills]:
                 dtype, blank = BLANK.get(t.dtype, (torch.uint8, 0xFF))
                 t.view(-1).view(dtype).fill_(blank)
-            for t, copy in list(zip(self.held, self.copies, strict=True))[self.fills :]:
+            for t, copy in list(zip(self.own, self.copies, strict=True))[self.fills :]:
                 t.copy_(copy)
-            self.before = [of_bytes(t).clone() for t in self.held]
+            self.before = [of_bytes(t).clone() for t in self.own]
 
     def begin(self, call: Callable[..., Work]) -> Work:
         """call(*filled, *sent) begins it, here on copies."""
@@ -56,12 +56,12 @@ class Late(Work):
         self.work.wait()
         early = f"memory changed while {self.what} was under way in it: until work.wait() it must rest"
         with _disable_current_modes():
-            for t, before in zip(self.held, self.before, strict=True):
+            for t, before in zip(self.own, self.before, strict=True):
                 freed = t.untyped_storage().nbytes() < len(before)
                 require(not freed and torch.equal(of_bytes(t), before), early)
-            for t, copy in list(zip(self.held, self.copies, strict=True))[: self.fills]:
+            for t, copy in list(zip(self.own, self.copies, strict=True))[: self.fills]:
                 t.copy_(copy)
-        self.held, self.copies, self.before = [], [], []
+        self.own, self.copies, self.before = [], [], []
 
 
 def of_bytes(t: Tensor) -> Tensor:
