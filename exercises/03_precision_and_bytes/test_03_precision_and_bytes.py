@@ -152,7 +152,7 @@ def judge_norm(found: object, norm: float, scale: float, limit: float, raw: list
             float(g.double().norm()) for g in raw
         ),
         "the root is missing": norm**2,
-        "it is inf: a square was too large for fp32; square and add in fp64": math.inf,
+        "it is inf: a square was too large: square and add in fp64": math.inf,
     }
     tensors = {k: torch.tensor(v, dtype=torch.float64) for k, v in known.items()}
     value = torch.tensor(found, dtype=torch.float64)

@@ -145,7 +145,7 @@ def test_ShardedOptimizer(answer: Answer, group: WatchedGroup) -> None:
     given: list[object] = []
     answer.ShardedOptimizer(model, group.fresh(), lambda params: given.append(params) or MAKERS["SGD"](params))
     require(isinstance(given[0], list), f"make_optimizer is given a {type(given[0]).__name__}, expected a list")
-    for name, p in model.named_parameters():
+    for name, p in sorted(model.named_parameters(), key=lambda pair: not pair[1].requires_grad):
         advice = "broadcast rank 0's" if p.requires_grad else "frozen ones must be equal too: broadcast rank 0's"
         known = {f"it is still this rank's own: {advice}": weights(mixed(F32, seed=group.rank))[name]}
         start = weights(mixed(F32))[name]

@@ -101,7 +101,7 @@ def judge_time(found: object, expected: float, chain: tuple[list[float], list[in
     evidence = f"expected {expected:g}, found {found:g}"
     if expected == math.inf:
         raise Wrong(f"{budget} bytes are too few, and yet there is a result: what keeps more than is left?", evidence)
-    if found == unnested < math.inf:
+    if found == unnested:
         raise Wrong("a stretch that runs again keeps all of itself: its second run may be planned as well", evidence)
     if found < expected:
         raise Wrong("less than is possible: is every byte taken, and each second run counted?", evidence)

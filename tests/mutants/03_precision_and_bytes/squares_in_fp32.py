@@ -1,7 +1,7 @@
 """Squares are taken in fp32.
 
 task: unscale_and_clip
-says: a square was too large for fp32
+says: a square was too large
 """
 
 import torch
