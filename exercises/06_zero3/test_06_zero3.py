@@ -73,8 +73,9 @@ def test_Zero3(answer: Answer, group: WatchedGroup) -> None:
         train(answer, group, steps, parts, dtype)
     case("the model itself has parameters of its own")
     whole = Scaled(nn.Linear(3, 3))
-    units = answer.Zero3(whole, group.fresh()).units
-    require(whole in units, "self.units leaves out the model itself, which has parameters of its own")
+    zero = answer.Zero3(whole, group.fresh())
+    require(not zero.grads, "a new Zero3 has gradients: is the dictionary the class's, one for all of them?")
+    require(whole in zero.units, "self.units leaves out the model itself, which has parameters of its own")
     watched, (model, probe), (plain, _) = group.fresh(), net(0), net(0)
     answer.Zero3(model, watched)
     for training in (True, False):
