@@ -8,6 +8,7 @@ from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import Kept, storage_bytes, untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup, all_done, mark_gradients, not_too_early, same_traffic
+from refimpl.measure.ledger import Event
 from refimpl.zero.flat import cut_into_buckets
 
 FEATURES = 6
@@ -140,7 +141,6 @@ def test_Ddp(answer: Answer, group: WatchedGroup) -> None:
     for name, tensor in Net(seed=0).state_dict().items():
         known = {"it is still this rank's own: broadcast it from rank 0": Net(seed=group.rank).state_dict()[name]}
         equal(model.state_dict()[name], tensor, f"{name} after Ddp(...)", known=known if group.rank else None)
-    case("buckets of 40 elements: does the reduction overlap backward?")
     overlap(answer, group)
     case(f"{group.size} micro-batches in no_sync(), then one that synchronises")
     accumulate(answer, group)
@@ -191,21 +191,27 @@ def wanted(group: WatchedGroup, limit: int, dtype: torch.dtype = torch.float32) 
 
 
 def overlap(answer: Answer, group: WatchedGroup) -> None:
-    """Each bucket but the last must start before the last gradient exists, and still fly when the next one comes."""
+    """In every step."""
     watched, model = group.fresh(), Net(seed=0)
     mark_gradients(model, watched.ledger)
     ddp = answer.Ddp(model, watched, 40)
-    watched.ledger.reset()
-    loss(model, rank=0, step=0).backward()
-    in_backward = list(watched.ledger.events)
-    ddp.finish()
+    for step in ("first", "second"):
+        case(f"buckets of 40 elements: does the reduction overlap backward in the {step} step?")
+        watched.ledger.reset()
+        loss(model, rank=0, step=0).backward()
+        in_backward = list(watched.ledger.events)
+        ddp.finish()
+        judge_overlap(in_backward, len(wanted(group, 40).ledger.events) // 2 - 1)
+
+
+def judge_overlap(in_backward: list[Event], full: int) -> None:
+    """Each bucket but the last must start before the last gradient exists, and still fly when the next one comes."""
     evidence = [
         "what happened in backward, in order:",
         *(f"  {e.phase if e.call >= 0 else ''} {e.op}" for e in in_backward),
     ]
     last = max(i for i, e in enumerate(in_backward) if e.phase == "mark")
     started = sum(e.phase == "start" for e in in_backward[:last])
-    full = len(wanted(group, 40).ledger.events) // 2 - 1
     require(started, "no overlap: nothing is sent before the last gradient; launch from the hook", *evidence)
     headline = (
         f"{started} of the {full} buckets that are full before the last gradient have started: launch each at once"
@@ -256,11 +262,16 @@ class Turned(nn.Module):
 
 
 def both_at_once(answer: Answer, group: WatchedGroup) -> None:
-    models = [Turned(), Turned()]
-    ddps = [answer.Ddp(model, group.fresh(), 30) for model in models]
+    models, groups = [Turned(), Turned()], [group.fresh(), group.fresh()]
+    ddps = [answer.Ddp(model, watched, 30) for model, watched in zip(models, groups, strict=True)]
+    for watched in groups:
+        watched.ledger.reset()
     sentence = "all zeros: its bucket left before it was there, or what is under way is kept in the class, not in self"
     for number, model in enumerate(models):
         model(torch.full((2, 5), 1.0 + number + group.rank)).backward()
+    sent = [watched.ledger.calls().get("all_reduce", 0) for watched in groups]
+    shared = f"two models' backwards have sent {sent[0]} and {sent[1]} buckets, expected 2 and 2: is what is under way "
+    require(sent == [2, 2], shared + "kept in the class, not in self?")
     for number, (ddp, model) in enumerate(zip(ddps, models, strict=True)):
         ddp.finish()
         truth = Turned()

@@ -31,7 +31,9 @@ def test_assign_buckets(answer: Answer, group: WatchedGroup) -> None:
         expected = [[number[p] for p in b] for b in cut_into_buckets(list(trained), trained, limit)]
         with untouched(params=params):
             buckets = answer.assign_buckets(params, limit)
-        require(isinstance(buckets, list), f"the result is {buckets!r}, expected a list of lists of parameters")
+        of_lists = isinstance(buckets, list) and all(isinstance(bucket, list) for bucket in buckets)
+        of_params = of_lists and all(isinstance(p, nn.Parameter) for bucket in buckets for p in bucket)
+        require(of_params, "the result is no list of lists of parameters")
         found = [[number[p] for p in bucket] for bucket in buckets]
         if found == expected:
             continue

@@ -71,6 +71,9 @@ def test_overflowed(answer: Answer, group: WatchedGroup) -> None:
         if value == most:
             why = f": every gradient is finite, only a sum of them is not: {value:g} + {value:g} overflows"
         require(found == expected, f"{found}, expected {expected}{why}")
+    case("inf on every rank")
+    found = answer.overflowed(group, [torch.tensor([inf])])
+    require(found, f"{found}, expected True: every rank holds inf, and the sum of {group.size} flags is no longer 1")
     watched, oracle = group.fresh(), group.oracle()
     answer.overflowed(watched, [torch.ones(100)])
     oracle.all_reduce(torch.zeros(1))
@@ -111,7 +114,8 @@ def test_unscale_and_clip(answer: Answer, group: WatchedGroup) -> None:
                 p.grad *= min(1.0, limit / norm) if norm else 1.0
             with untouched(grads=grads):
                 result = answer.unscale_and_clip(grads, scale, limit)
-            require(isinstance(result, tuple) and len(result) == 2, f"the result is {result!r}, expected (list, float)")
+            pair = isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[0], tuple | list)
+            require(pair, "the result is no pair (list of gradients, norm)")
             found, found_norm = result
             judge_norm(found_norm, norm, scale, limit, raw)
             require(len(found) == len(grads), f"{len(found)} gradients came back, expected {len(grads)}")
@@ -144,8 +148,11 @@ def judge_norm(found: object, norm: float, scale: float, limit: float, raw: list
     known = {
         "it is the norm of the scaled gradients: unscale first": norm * scale,
         "it is the norm after clipping": min(norm, limit),
-        "it is the sum of the gradients' norms: square, add up, then take one root": sum(float(g.norm()) for g in raw),
+        "it is the sum of the gradients' norms: square, add up, then take one root": sum(
+            float(g.double().norm()) for g in raw
+        ),
         "the root is missing": norm**2,
+        "it is inf: a square was too large: square and add in fp64": math.inf,
     }
     tensors = {k: torch.tensor(v, dtype=torch.float64) for k, v in known.items()}
     value = torch.tensor(found, dtype=torch.float64)
@@ -169,7 +176,7 @@ def test_DynamicLossScaler(answer: Answer, group: WatchedGroup) -> None:
         oracle = Oracle(start, window, hysteresis)
         story: list[str] = []
         for step in range(40):
-            overflow = random.random() < share
+            overflow, before = random.random() < share, oracle.scale
             raised = [stopped(scaler, overflow) for scaler in (mine, oracle)]
             event = "overflow" if overflow else "good"
             story.append(f"  step {step:2}: {event:<8}  scale {mine.scale:g}, expected {oracle.scale:g}")
@@ -178,10 +185,10 @@ def test_DynamicLossScaler(answer: Answer, group: WatchedGroup) -> None:
                 halved = f"after the OverflowError the scale is {mine.scale:g}: raise in place of halving a scale of 1"
                 require(mine.scale == oracle.scale, halved, *story[-6:])
                 break
-            early = "the scale could still be halved" if oracle.scale > 1 else "hysteresis endures this overflow"
+            early = "the scale could still be halved" if before > 1 else "hysteresis endures this overflow"
             require(not raised[0], f"OverflowError although {early}", *story[-6:])
             scales = f"step {step}: the scale is {mine.scale:g}, expected {oracle.scale:g}"
-            require(mine.scale == oracle.scale, f"{scales}: {why(mine, oracle, overflow, story)}", *story[-6:])
+            require(mine.scale == oracle.scale, f"{scales}: {why(mine, oracle, overflow, before, story)}", *story[-6:])
 
 
 def stopped(scaler: Oracle, overflow: bool) -> bool:
@@ -192,9 +199,9 @@ def stopped(scaler: Oracle, overflow: bool) -> bool:
     return False
 
 
-def why(mine: Oracle, oracle: Oracle, overflow: bool, story: list[str]) -> str:
+def why(mine: Oracle, oracle: Oracle, overflow: bool, before: float, story: list[str]) -> str:
     if overflow:
-        return "hysteresis endures this overflow" if mine.scale < oracle.scale else "this overflow halves it"
+        return "hysteresis endures this overflow" if oracle.scale == before else "this overflow halves it"
     if mine.scale > oracle.scale:
         interrupted = any("overflow" in line for line in story)
         early = "an overflow sets the count of good steps to 0"

@@ -93,6 +93,8 @@ def test_sent_bytes(answer: Answer, group: WatchedGroup) -> None:
                 elif dtype.itemsize == 2 and mine == 2 * theirs:
                     hint = ": an element has `itemsize` bytes on the wire, here 2"
                 require(mine == theirs, f"{name}: {mine} bytes of {key}, the ledger says {theirs}{hint}", *evidence)
+                whole = f"{name}: {mine!r} bytes of {key}: bytes are whole numbers, divide by //"
+                require(isinstance(mine, int), whole, *evidence)
     case("zero2, 640 parameters of 2 bytes, 64 ranks, 3 micro-batches")
     once = 63 * 10 * 2  # to each other rank a chunk of 10
     found, expected = answer.sent_bytes("zero2", 640, 64, 2, 3), {"gradients": 3 * once, "parameters": once}

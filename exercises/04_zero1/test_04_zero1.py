@@ -27,8 +27,8 @@ class Net(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)  # the first parameters are not trained
         self.inner = nn.Linear(FEATURES, 5)
-        self.frozen = nn.Linear(5, 5).requires_grad_(False)
         self.spare = nn.Linear(5, 5)
         self.outer = nn.Linear(5, FEATURES, bias=False)
         self.outer.weight = nn.Parameter(self.outer.weight.detach().t().contiguous().t())  # not contiguous
@@ -51,7 +51,7 @@ def mixed(dtype: torch.dtype, seed: int = 0) -> Net:
 def loss(model: nn.Module, rank: int, step: int) -> Tensor:
     """This rank's loss; the spare layer is used by even ranks in one step and by odd ones in the next."""
     x = torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(100 * step + rank))
-    dtype = next(model.parameters()).dtype
+    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
     return model(x.to(dtype), spare=(rank + step) % 2 == 0).pow(2).mean()
 
 
@@ -145,7 +145,7 @@ def test_ShardedOptimizer(answer: Answer, group: WatchedGroup) -> None:
     given: list[object] = []
     answer.ShardedOptimizer(model, group.fresh(), lambda params: given.append(params) or MAKERS["SGD"](params))
     require(isinstance(given[0], list), f"make_optimizer is given a {type(given[0]).__name__}, expected a list")
-    for name, p in model.named_parameters():
+    for name, p in sorted(model.named_parameters(), key=lambda pair: not pair[1].requires_grad):
         advice = "broadcast rank 0's" if p.requires_grad else "frozen ones must be equal too: broadcast rank 0's"
         known = {f"it is still this rank's own: {advice}": weights(mixed(F32, seed=group.rank))[name]}
         start = weights(mixed(F32))[name]
@@ -268,13 +268,19 @@ def judge_weights(
         stale = before.clone()
         stale[mine] = expected[mine]
         where = f"step {step}: elements {mine.start} to {mine.stop} are new, all others are from the step before"
-        require(not close(now, stale), "the other ranks' shards are stale: all_gather them after the update", where)
-        require(not close(now, before), "no weight has moved: does the optimizer update the buffer's own memory?")
-        times = before + group.size * (expected - before)
         require(
-            not (plain and close(now, times)),
-            f"each update is exactly {group.size}x too large: the gradients are summed, not averaged",
+            not close(now, stale),
+            "the other ranks' shards are stale: all_gather them after the update, into the buffer itself",
+            where,
         )
+        require(not close(now, before), "no weight has moved: does the optimizer update the buffer's own memory?")
+        summed, twice = (before + factor * (expected - before) for factor in (group.size, 1 / group.size))
+        large = f"each update is exactly {group.size}x too large: the gradients are summed, not averaged"
+        require(not (plain and close(now, summed)), large)
+        small = (
+            f"each update is exactly 1/{group.size} of what it should be: the mean is divided by the ranks once more"
+        )
+        require(not (plain and close(now, twice)), small)
     even = (group.size + 1 - step % 2) // 2  # ranks that use the spare layer in this step
     lone = {}
     if plain:

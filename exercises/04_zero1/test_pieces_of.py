@@ -32,7 +32,8 @@ def labelled(sizes: list[int], shard: int, rank: int) -> list[tuple[int, int, in
 def judge_pieces(found: object, sizes: list[int], ranks: int, rank: int) -> None:
     shard = -(-sum(sizes) // ranks)
     first, expected = rank * shard, labelled(sizes, shard, rank)
-    require(isinstance(found, list), f"the result is {found!r}, expected a list of (number, start, stop)")
+    triples = isinstance(found, list) and all(isinstance(piece, tuple | list) and len(piece) == 3 for piece in found)
+    require(triples, f"the result is {str(found)[:100]}, expected a list of (number, start, stop)")
     assert isinstance(found, list)
     found = [tuple(piece) for piece in found]
     if found == expected:

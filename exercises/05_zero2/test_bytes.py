@@ -66,6 +66,8 @@ def judge_bytes(found: dict[str, int], counted: dict[str, int], name: str, backw
         elif found[op] == 2 * sent:
             why = ": exactly 2x: is `itemsize` what an element takes?"
         require(found[op] == sent, f"{name}: {found[op]} bytes by {op}, the ledger counts {sent}{why}", *evidence)
+        whole = f"{name}: {found[op]!r} bytes by {op}: bytes are whole numbers, divide by //"
+        require(isinstance(found[op], int), whole, *evidence)
 
 
 @on_ranks(2, 3, 4)
@@ -76,6 +78,7 @@ def test_peak_gradient_bytes(answer: Answer, group: WatchedGroup) -> None:
             expected, story = counted_peak(buckets, group, dtype, ranks)
             with untouched(buckets=buckets):
                 found = answer.peak_gradient_bytes(buckets, ranks, dtype.itemsize)
+            require(isinstance(found, int), f"the result is {found!r}, expected a whole number of bytes: divide by //")
             if found == expected:
                 continue
             padded = [-(-n // ranks) * ranks for n in buckets]

@@ -19,6 +19,7 @@ def test_clip_global_norm(answer: Answer, group: WatchedGroup) -> None:
     for size, limit, dtype in (
         (1.0, 2.0, torch.float32),
         (1.0, 100.0, torch.float32),
+        (1.0, 4.0, torch.float32),  # which no shard exceeds, but all together
         (1e20, 2.0, torch.float32),
         (0.0, 2.0, torch.float32),
         (900.0, 5.0, torch.float16),
@@ -107,6 +108,7 @@ def judge_norm(found: float, norm: float, everyones: list[dict[str, Tensor]], ow
         "it is the largest of the ranks' norms: sum their squares": max(own),
         "it is the root of the mean of the ranks' squares: sum them": norm / len(everyones) ** 0.5,
         "the root is missing": norm**2,
+        "it is inf: a square, or their sum, was too large: add up in fp64": float("inf"),
     }
     tensors = {k: torch.tensor(v, dtype=torch.float64) for k, v in known.items()}
     value, wanted = torch.tensor(found, dtype=torch.float64), torch.tensor(norm, dtype=torch.float64)

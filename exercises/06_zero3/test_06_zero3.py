@@ -71,6 +71,11 @@ def test_Zero3(answer: Answer, group: WatchedGroup) -> None:
     for steps, parts, dtype in ((2, 1, torch.float32), (1, 2, torch.float32), (1, 1, torch.bfloat16)):
         case(f"{dtype}, steps: {steps}, micro-batches: {parts}")
         train(answer, group, steps, parts, dtype)
+    case("the model itself has parameters of its own")
+    whole = Scaled(nn.Linear(3, 3))
+    zero = answer.Zero3(whole, group.fresh())
+    require(not zero.grads, "a new Zero3 has gradients: is the dictionary the class's, one for all of them?")
+    require(whole in zero.units, "self.units leaves out the model itself, which has parameters of its own")
     watched, (model, probe), (plain, _) = group.fresh(), net(0), net(0)
     answer.Zero3(model, watched)
     for training in (True, False):

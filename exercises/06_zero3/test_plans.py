@@ -75,8 +75,12 @@ def test_prefetch(answer: Answer, group: WatchedGroup) -> None:
             f"  expected {expected}",
             f"  found    {found}",
         ]
-        require(isinstance(found, list), f"the result is {found!r}, expected a list of names", *evidence)
+        require(names(found), f"the result is {found!r}, expected a list of names", *evidence)
         judge_prefetch(found, expected, trace, at, sizes, live, flying, budget, most_live, evidence)
+
+
+def names(found: object) -> bool:
+    return isinstance(found, list) and all(isinstance(name, str) for name in found)
 
 
 def judge_prefetch(
@@ -123,7 +127,7 @@ def test_to_release(answer: Answer, group: WatchedGroup) -> None:
             f"  expected {expected}",
             f"  found    {found}",
         ]
-        require(isinstance(found, list), f"the result is {found!r}, expected a list of names", *evidence)
+        require(names(found), f"the result is {found!r}, expected a list of names", *evidence)
         require(set(found) <= set(live), "a unit is freed that is not live", *evidence)
         for name in live:
             if (name in found) != (name in expected):

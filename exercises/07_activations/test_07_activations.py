@@ -55,6 +55,10 @@ def mixed(layer: Layer, x: Tensor, call: Call) -> Tensor:
     return y * other + best[:, None] + square
 
 
+def both(layer: Layer, x: Tensor, call: Call) -> Tensor:
+    return call(lambda scale, a, b: layer.one(a) * b.sin() * scale, 0.5, x * 2, x * 3)  # type: ignore[no-any-return]
+
+
 def partly(layer: Layer, x: Tensor, call: Call) -> Tensor:
     outputs: tuple[Tensor, ...] = call(layer.several, x, torch.arange(ROWS), 0.5, x.detach())
     return outputs[0]
@@ -89,6 +93,7 @@ def test_checkpoint(answer: Answer, group: WatchedGroup) -> None:
         "one layer": alone,
         "two layers, dropout between them": chained,
         "integers, a float, several outputs": mixed,
+        "a float, and two tensors that need gradients": both,
         "several outputs, of which only one is used": partly,
         "one output, in a tuple": in_a_tuple,
     }
@@ -102,6 +107,8 @@ def test_checkpoint(answer: Answer, group: WatchedGroup) -> None:
             reason = "the second run must draw the same random numbers: set the generator back to where the first began"
             if "layer" not in name:
                 reason = "backward gets a gradient for each output, and all of them count"
+            if use is both:
+                reason = "each argument has a gradient of its own, and its own place in what backward returns"
             if what == DRAWN:
                 reason = "the generator does not stand where it stood before the second run: put it back there"
             if isinstance(found[what], Tensor) and found[what].shape == truth.shape:

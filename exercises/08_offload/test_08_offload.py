@@ -186,8 +186,9 @@ def refused(blocks: Any, k: int, memory: Tensor, disk: LateDisk) -> str:
         blocks.read(k, memory.zero_())
     except OSError as error:
         return str(error) or "an error without a word"
-    except KeyError as error:
-        raise Wrong(f"reading block {k} is a KeyError, not an OSError that says what is wrong") from error
+    except (LookupError, ValueError, RuntimeError, AssertionError) as error:
+        name = type(error).__name__
+        raise Wrong(f"reading block {k} is a {name}, not an OSError that says what is wrong", f"  {error}") from error
     finally:
         require(not disk.under_way, "a read was not waited for")
     return ""

@@ -65,9 +65,10 @@ def judge(root: Path, when: str, tags: tuple[str, ...]) -> str:
     require(latest.is_file(), f"{when}, root/latest is gone: replace it by another file, never remove it")
     tag = latest.read_text()
     also = " or ".join(map(repr, tags))
+    why = "the tag and nothing else" if tag.strip() in tags else "what is written in place can be found half written"
     require(
         tag in tags,
-        f"{when}, root/latest holds {tag!r}, expected {also}: what is written in place can be found half written",
+        f"{when}, root/latest holds {tag!r}, expected {also}: {why}",
     )
     fault = whole(root / tag)
     require(not fault, f"{when}, root/latest names {tag!r}, which is not whole: {fault}")

@@ -59,7 +59,7 @@ def judge_steps(found: Any, step: float, write: float, node: float, nodes: int) 
         "a job on more nodes fails sooner: divide by them": (
             (2 * write * node * nodes) ** 0.5 / step if nodes > 1 else 0
         ),
-        "that is seconds, not steps": (2 * write * mtbf) ** 0.5,
+        "that is seconds, not steps": (2 * write * mtbf) ** 0.5 if step != 1 else 0,
     }
     reason = next((said for said, steps in known.items() if abs(found - steps) <= 1 and steps > 4), "")
     if not reason and abs(found - best) == 1:

@@ -22,7 +22,7 @@ TRAP = "trap_of_the_grader"  # a module whose import is noticed
 CLOSE = (  # what lists of allowed names have held: some are harmless, some call whatever a file hands them
     ("builtins", "set"), ("builtins", "complex"), ("collections", "defaultdict"), ("collections", "Size"),
     ("torch", "device"), ("torch", "Tensor"), ("torch", "size"), ("torch._utils", "_rebuild_tensor"),
-    ("torch.storage", "_load_from_bytes"),
+    ("torch.storage", "_load_from_bytes"), ("torch", "FloatStorage"), ("torch", "UntypedStorage"),
     ("torch._tensor", "_rebuild_from_type_v2"), ("torch.nn.parameter", "Parameter"),
 )  # fmt: skip
 

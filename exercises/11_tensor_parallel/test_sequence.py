@@ -156,7 +156,7 @@ def stable_hash(value: object) -> int:
 
 
 def judge_seeds(answer: Answer) -> None:
-    sizes = ((1, 5), (2, 5), (3, 5), (16, 5), (130, 3), (2, 1200))
+    sizes = ((1, 5), (2, 5), (3, 5), (16, 5), (130, 3), (600, 2), (2, 1200))
     for sequence, (ranks, replicas) in itertools.product((False, True), sizes):
         case(f"{ranks} tensor ranks, {replicas} data ranks, sequence parallelism {'on' if sequence else 'off'}")
         seeds: dict[int, tuple[str, int, int]] = {}

@@ -101,6 +101,7 @@ def test_token_weight(answer: Answer, group: WatchedGroup) -> None:
         "several micro-batches; rank 1 has only ignored ones": [[[2, 1], [5]], [[0], [0]], [[1], [1, 1], [4]]],
         "rank 0 has no micro-batch": [[], [[2], [7]], [[3]]],
         "no token counts anywhere": [[[0]], [[0, 0]], []],
+        "fewer tokens than ranks": [[[1]], [[0]], []],
         "5001 tokens on rank 0": [[[5001]], [[1]], [[8]]],
     }
     for name, counts in everyone.items():
@@ -149,6 +150,7 @@ def judge_weight(found: float, counts: list[list[list[int]]], rank: int) -> None
     rounded = torch.tensor(float(tokens)).bfloat16().item()
     known = {
         "this rank's own tokens divide: a token on a rank with few weighs more": ranks / max(1, own),
+        "fewer tokens than ranks count as one a rank: ask only if there is any": ranks / max(ranks, tokens),
         "gradients are averaged over ranks: without the factor N each token weighs 1/N of it": 1 / tokens,
         "ignored targets are counted too": ranks / sum(t.numel() for t in every),
         "multiplied by the number of this rank's micro-batches: their gradients add up": ranks * micro / tokens,

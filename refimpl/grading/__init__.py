@@ -28,7 +28,7 @@ of its own.
 A result can be right and the answer wrong: see that nothing more stays alive (`Kept`, begun before the answer makes
 anything), that a shard has memory of its own (`own_memory`), that inputs keep their values and order (`untouched`),
 that what is to be filled stays where it is (`in_place`), that bf16 travels as bf16 (`same_traffic(..., itemsize=2)`).
-`torch.empty` gives NaN here, so that a padding nobody wrote is seen.
+`torch.empty` gives NaN here, so that a padding nobody wrote is seen; so does a buffer of a transfer under way.
 
 Its oracle is refimpl, or the same sum made on one process; never a stored number. Whatever the learner's code does
 (raise, loop, exit, hang, not parse) ends in seconds as one short text. `require(condition, headline, *details)` and
@@ -47,6 +47,7 @@ A mutant is a file with one wrong task, and two lines in its docstring, `task: N
     kernels.py     Triton kernels in the interpreter: bytes, products, lanes that leave their tensor, races
     probes.py      kernels of the graders' own
     traffic.py     WatchedGroup, transcripts
+    late.py        what `async_op=True` begins ends when it is waited for; till then what is to be filled is NaN
     exchange.py    numbers that add exactly, what forward and backward sent
     drive.py       a disk that takes whole pages and does everything as late as it may
     live.py        one task at once, on warm ranks: for `%%task` and `refimpl exercise watch`

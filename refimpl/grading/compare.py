@@ -96,7 +96,7 @@ def recognise(
             return sentence
     f, e = found.detach().double(), expected.detach().double()
     if not f.isfinite().all() and e.isfinite().all():
-        return "it holds NaN or Inf: memory that was never written, or an overflow"
+        return "it holds NaN or Inf: memory that was never written (or not yet: wait() first), or an overflow"
     guesses = {}
     if ranks > 1:
         guesses[f"exactly {ranks}x the expected: summed over the ranks, not averaged"] = e * ranks

@@ -102,7 +102,8 @@ def explained(error: BaseException, path: Path, task: str, left: Sequence[str] =
     if not own and left:
         return Wrong(left[0], f"Then the grader could not go on: {name}: {brief}")
     if not own:
-        return Wrong(f"the grader stopped: {name}: {text}", *_tail(error))
+        hint = ": is there a `return`, or a `yield`?" if "NoneType" in text else ""
+        return Wrong(f"the grader cannot use what {task} gave it{hint}", f"  {name}: {brief}", *_tail(error))
     advice = []
     if isinstance(error, NameError) and error.name:
         advice = [f"Nothing is called `{error.name}` there: is it misspelt, or is its import missing?"]
@@ -126,7 +127,7 @@ def _frame(path: Path, f: traceback.FrameSummary) -> list[str]:
 
 def _tail(error: BaseException) -> list[str]:
     """The last frames, for an error that the learner's file has no part in: e.g. what it returned was unusable."""
-    frames = traceback.extract_tb(error.__traceback__)[-2:]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__][-2:]
     return [f"  {Path(f.filename).name}:{f.lineno}: {f.line}" for f in frames]
 
 

@@ -1,19 +1,23 @@
 """What an answer sent, as the ledger saw it, beside what it should have sent."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TypeVar
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from refimpl import launch
+from refimpl.comm.collectives import Op
 from refimpl.comm.group import Group
 from refimpl.comm.work import Steps, Work
 from refimpl.grading.calls import unwatched
 from refimpl.grading.compare import Wrong
+from refimpl.grading.late import Late
 from refimpl.measure.ledger import Event, Ledger
 
 T = TypeVar("T")
@@ -35,6 +39,7 @@ class WatchedGroup(Group):
     def __init__(self, handle: dist.ProcessGroup | None, control: Group, told: bool = True) -> None:
         super().__init__(handle, transport="gloo")  # what the chapters teach; how it hangs is part of that
         self.control, self.told, self.moves = control, told, True
+        self.late = WeakSet[Late]()
 
     def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps, *holds: Tensor) -> Work:
         if self.told:
@@ -44,14 +49,36 @@ class WatchedGroup(Group):
         with unwatched():
             return super()._run(op, sent, tag, async_op, steps, *holds)
 
+    def _late(self, op: str, call: Callable[..., Work], filled: Sequence[Tensor], sent: Sequence[Tensor] = ()) -> Work:
+        """call(*filled, *sent, async_op=True), as late as it may be; the answer's own calls alone."""
+        if not self.told or not all(isinstance(t, Tensor) and t.is_contiguous() for t in (*filled, *sent)):
+            return call(*filled, *sent, async_op=True)  # which refuses what is no such tensor
+        with unwatched():
+            work = Late(op, filled, sent)
+            self.late.add(work)
+            return work.begin(partial(call, async_op=True))
+
+    def scratch(self) -> list[Tensor]:
+        return [*super().scratch(), *(t for work in self.late for t in work.memory())]
+
     def send(self, x: Tensor, to: int, *, async_op: bool = False, tag: str = "") -> Work:
-        return super().send(x, to, async_op=async_op, tag=f"to {to}")
+        begin = partial(super().send, to=to, tag=f"to {to}")
+        return self._late(f"its send to {to}", begin, [], [x]) if async_op else begin(x)
 
     def recv(self, x: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
-        return super().recv(x, source, async_op=async_op, tag=f"from {source}")
+        begin = partial(super().recv, source=source, tag=f"from {source}")
+        return self._late(f"its recv from {source}", begin, [x]) if async_op else begin(x)
 
     def send_recv(self, x: Tensor, to: int, out: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
         return super().send_recv(x, to, out, source, async_op=async_op, tag=f"to {to}")
+
+    def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
+        begin = partial(super().all_reduce, op=op, tag=tag)
+        return self._late("its all_reduce", begin, [x]) if async_op else begin(x)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
+        begin = partial(super().reduce_scatter, op=op, tag=tag)
+        return self._late("its reduce_scatter", begin, [out], [x]) if async_op else begin(out, x)
 
     def fresh(self, told: bool = True) -> "WatchedGroup":
         """The same ranks with an empty ledger, for what the answer does."""

@@ -9,6 +9,39 @@ from refimpl.grading.chapters import find_chapter
 from refimpl.grading.live import exercises_of
 
 ANSWERS = {
+    (
+        "13",
+        "ring_attention",
+    ): '''"""The next keys travel while this rank computes with those at hand: both ways of a hop under way."""
+
+import math
+
+import torch
+
+
+def ring_attention(group, q, k, v, positions):
+    out, total = torch.zeros(q.shape, dtype=torch.float32), torch.full(q.shape[:-1], -math.inf)
+    here, mine = torch.stack([k, v]), positions[group.rank][:, None]
+    for hop in range(group.size):
+        works = []
+        if hop < group.size - 1:
+            coming = torch.empty_like(here)
+            works.append(group.send(here, (group.rank + 1) % group.size, async_op=True))
+            works.append(group.recv(coming, (group.rank - 1) % group.size, async_op=True))
+        theirs = positions[(group.rank - hop) % group.size]
+        seen = (theirs >= 0) & (theirs <= mine)
+        scores = q.float() @ here[0].float().mT * q.shape[-1] ** -0.5
+        lse = scores.masked_fill_(~seen, -math.inf).logsumexp(-1)
+        part = (scores - lse.unsqueeze(-1)).exp().masked_fill(~seen, 0) @ here[1].float()
+        both = torch.logaddexp(total, lse)
+        for_old, for_new = ((x - both).exp().masked_fill(x.isneginf(), 0).unsqueeze(-1) for x in (total, lse))
+        out, total = out * for_old + part * for_new, both
+        for work in works:
+            work.wait()
+        if works:
+            here = coming
+    return out.to(q.dtype)
+''',
     ("14", "dropout_kernel"): '''"""What is dropped is not loaded."""
 
 import triton

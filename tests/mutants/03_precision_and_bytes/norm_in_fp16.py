@@ -1,7 +1,7 @@
 """The squares of fp16 gradients overflow.
 
 task: unscale_and_clip
-says: NaN or Inf
+says: a square was too large
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""Squares of large bf16 gradients overflow in fp32.
+"""Squares are taken in fp32.
 
 task: unscale_and_clip
-says: the norm
+says: a square was too large
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Squares 16-bit gradients in 16 bits.
 
 task: clip_global_norm
-says: NaN or Inf
+says: it is inf: a square, or their sum, was too large
 """
 
 import torch

