@@ -10,6 +10,7 @@ import worlds
 from torch import Tensor
 
 from refimpl.comm import halving, ring, tree
+from refimpl.comm.composed import Composed
 from refimpl.comm.group import Group
 from refimpl.comm.native import Native
 from refimpl.comm.streams import Streams
@@ -73,6 +74,29 @@ def widened() -> list[float]:
 
 def test_a_library_that_converts_nothing_reduces_into_a_wider_dtype_too() -> None:
     assert worlds.run(widened, ranks=2, device="cpu") == [[0.0, 2.0], [4.0, 6.0]]
+
+
+def native() -> None:
+    """What NCCL has no number for, its way spoken by gloo."""
+    group = Group(dist.group.WORLD, transport=Native(dist.group.WORLD, "nccl", Streams()))
+    short = torch.ones(4, dtype=torch.int16)
+    refused = r"NCCL cannot add torch.int16: reduce x\.int\(\), or ask for .*deterministic=True"
+    with pytest.raises(ValueError, match=f"all_reduce: {refused}"):
+        group.all_reduce(short)
+    with pytest.raises(ValueError, match=f"reduce_scatter: {refused}"):
+        group.reduce_scatter(short[:2], short)
+    assert not group.ledger.events
+    group.reduce_scatter(out := torch.empty(1, dtype=torch.complex64), torch.tensor([1 + 2j, 3 - 4j]))
+    assert out.item() == [2 + 4j, 6 - 8j][group.rank]
+    group.all_reduce(out)
+    assert out.item() == 8 - 4j
+    exact = Group(dist.group.WORLD, transport=Composed(dist.group.WORLD, "nccl", Streams()))  # of deterministic=True
+    exact.all_reduce(short)
+    assert short.tolist() == [2] * 4
+
+
+def test_what_nccl_cannot_add_is_refused_before_it_is_sent() -> None:
+    worlds.run(native, ranks=2, device="cpu")
 
 
 def added() -> None:
