@@ -1,5 +1,6 @@
 """Tensors of any dtype and shape: moved bit for bit by every way, added where torch can add them, else refused."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -143,3 +144,31 @@ def shaped() -> None:
 
 def test_the_algorithms_take_any_shape_as_groups_own_do() -> None:
     worlds.run(shaped, ranks=3, device="cpu")
+
+
+def inferred(transport: str) -> None:
+    """Each collective begun in one mode and waited for in the other, then the group's buffers used in the other."""
+    group = Group.world(transport=transport)
+    x, ranks = torch.arange(4.0 * group.size), group.size
+    calls: list[Callable[[Tensor, Tensor], Any]] = [
+        lambda x, out: (group.all_reduce(x, async_op=True), x),
+        lambda x, out: (group.reduce_scatter(out[:4], x, async_op=True), out[:4]),
+        lambda x, out: (group.all_gather(out, x, async_op=True), out),
+        lambda x, out: (group.all_to_all(out[: len(x)], x, async_op=True), out[: len(x)]),
+    ]
+    for call in calls:
+        results = []
+        for made, begun, waited in [(0, 0, 0), (1, 1, 0), (0, 0, 1), (1, 0, 0), (0, 1, 0), (0, 0, 0)]:
+            with torch.inference_mode(bool(made)):
+                mine, out = x.clone(), torch.empty(len(x) * ranks)
+            with torch.inference_mode(bool(begun)):
+                work, result = call(mine, out)
+            with torch.inference_mode(bool(waited)):
+                work.wait()
+            results.append(result.tolist())
+        assert results == results[:1] * len(results)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+def test_a_collective_begun_in_inference_mode_is_waited_for_outside_it(transport: str) -> None:
+    worlds.run(inferred, transport, ranks=2, device="cpu")
