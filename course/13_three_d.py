@@ -819,6 +819,16 @@ print({tag: sent[tag] for tag in ("inside a node", "across nodes")}, "of", gradi
 # state is divided by the $s$ GPUs of a node, not by all. In the engine's JSON: `mics_shard_size` in `zero_optimization`.
 
 # %% [markdown]
+# How others do it:
+#
+# | | refimpl | Megatron-Core | torchtitan | DeepSpeed |
+# |---|---|---|---|---|
+# | axes, outermost first | pp, dp, cp, tp | the same (`tp-cp-ep-dp-pp`, read from inside) | pp, dp replicated, dp sharded, cp, tp | pipe, data, model |
+# | long sequences | ring, Ulysses | ring, gather, Ulysses, two levels | torch's `context_parallel` | Ulysses |
+# | a rank's tokens under a causal mask | zigzag | zigzag | zigzag | all, of some heads |
+# | weights alike, other tokens | dp x cp | dp x cp, "with context parallel" | `dp_shard_cp`, which FSDP shards over | data x sequence |
+
+# %% [markdown]
 # ## 8. Measure it: the planner beside what others have run
 #
 # With formulas for bytes, bubble and time, choosing a layout is a search (your exercise `best_layout`). `refimpl plan

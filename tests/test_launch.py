@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -26,6 +27,7 @@ import refimpl.deepspeed
 from refimpl import launch
 from refimpl.comm.group import Group
 from refimpl.comm.link import Link
+from refimpl.ranks.errors import failed
 
 ROOT = Path(__file__).parents[1]
 
@@ -446,6 +448,35 @@ def test_a_killed_rank_is_named_and_the_others_are_stopped(ranks: int):
 def test_a_rank_that_exits_tells_its_code():
     with pytest.raises(launch.RankDied, match=r"^rank 0 exited with code 3 before"):
         launch.run(lambda: os._exit(3), ranks=1)
+
+
+def test_a_rank_killed_by_a_signal_without_a_name_is_told_its_number():
+    assert str(failed(1, -40).error).startswith("rank 1 was killed by signal 40")
+
+
+def child_exits() -> int:
+    """In a rank. -> the code of a child that it forked."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # a process of threads is forked
+        child = os.fork()
+    if not child:
+        sys.exit(3)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_of_a_rank_speaks_for_no_rank():
+    assert launch.run(child_exits) == [3, 3]
+
+
+def test_a_forked_child_of_the_caller_leaves_the_ranks_alone():
+    with launch.World(2) as world:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            child = os.fork()
+        if not child:
+            world.stop()
+            world.kill()  # as at exit
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert world.call(dist.get_rank) == [0, 1]
 
 
 def test_a_stopped_world_leaves_no_process():

@@ -5,11 +5,12 @@ torch 2.13 renames the single-buffer collectives and warns about the old names, 
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from refimpl.comm.collectives import NATIVE, Op, joined
-from refimpl.comm.transport import Library, movable
+from refimpl.comm.transport import KNOWN, Library, movable
 from refimpl.comm.work import Steps
 
 
@@ -19,9 +20,13 @@ class Native(Library):
     gathers_lists = False  # it would gather into a buffer of its own, and copy
 
     def all_reduce(self, x: Tensor, op: Op) -> Steps:
-        yield lambda: self.begin(dist.all_reduce, x, self._op(op))
+        numbers = addable("all_reduce", x)
+        return iter([lambda: self.begin(dist.all_reduce, numbers, self._op(op))])
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Steps:
+        return self._reduce_scatter(addable("reduce_scatter", out), addable("reduce_scatter", x), op)
+
+    def _reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Steps:
         there = out if out.dtype == x.dtype else x.new_empty(out.numel())  # the library converts nothing
         yield lambda: self.begin(_current("reduce_scatter"), there, x, self._op(op))
         if there is not out:
@@ -36,6 +41,17 @@ class Native(Library):
     def _op(self, op: Op) -> Any:
         """The mean of one rank's is its sum, which every version of NCCL gets right."""
         return NATIVE["sum" if op == "mean" and self.size == 1 else op]
+
+
+def addable(call: str, x: Tensor) -> Tensor:
+    """x [n] as numbers that NCCL adds: a complex one is two. ValueError before anything is sent if it has no such."""
+    if x.is_complex():
+        return torch.view_as_real(x).view(-1)
+    if not (x.dtype in KNOWN or x.is_floating_point()):
+        raise ValueError(
+            f"{call}: NCCL cannot add {x.dtype}: reduce x.int(), or ask for a Group with deterministic=True, which can"
+        )
+    return x
 
 
 def _current(name: str) -> Any:

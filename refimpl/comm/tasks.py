@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
+import torch
+
 from refimpl.comm.patience import SHORT, pause
 from refimpl.comm.signals import LOOKS, Need, Watch
 
@@ -21,6 +23,7 @@ class Task:
 
     def __init__(self, tasks: "Tasks", steps: Iterator[Need]) -> None:
         self.tasks, self.steps = tasks, steps
+        self.inference = torch.is_inference_mode_enabled()  # where it was begun: others may take it on
         self.need: Need | None = None
         self.error: Exception | None = None
         self.over = False
@@ -30,7 +33,8 @@ class Task:
         """Go as far as possible without waiting."""
         while not self.over and (self.need is None or self.tasks.watch.met(self.need)):
             try:
-                self.need = next(self.steps)
+                with torch.inference_mode(self.inference):
+                    self.need = next(self.steps)
             except StopIteration:
                 self.over = True
             except Exception as error:  # whoever waits for this collective is told, not whoever waits for another

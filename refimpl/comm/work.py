@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from refimpl.comm.streams import Event, Lane
@@ -50,6 +51,7 @@ class Work:
         self.begun_at: Event = None
         self.done_at: Event = None
         self.is_done = False
+        self.inference = any(tensor.is_inference() for tensor in holds)  # which outside its mode nobody may fill
         self.held: list[tuple[int, int]] = []  # from when to when, in ns, its caller stood still for it
         if lane is None:
             self._next()
@@ -74,10 +76,11 @@ class Work:
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()
-        for phase in self._steps:
-            self._handles = phase()
-            if self._handles:
-                return
+        with torch.inference_mode(self.inference):  # buffers are kept for a call in another mode
+            for phase in self._steps:
+                self._handles = phase()
+                if self._handles:
+                    return
         self.is_done = True
         if self.lane is not None:
             self.done_at = self.lane.streams.record(self.timed)

@@ -222,7 +222,8 @@ def _switches(section: Mapping[str, Any]) -> bool:
 def _nearest(name: str, prefix: str, keys: Table) -> str:
     """What to do: write the key of this section that is spelt almost so, else one of another section, else none."""
     here = [path.removeprefix(prefix) for path in keys if path.startswith(prefix)]
-    near = difflib.get_close_matches(name, [key for key in here if "." not in key and ":" not in key], n=1)
+    own = [key for key in here if "." not in key and ":" not in key]
+    near = difflib.get_close_matches(name, own, n=1, cutoff=0.65)  # pipe is pipeline, and mesh is not timers
     if near:
         return f"; did you mean {near[0]}?"
     if f"{prefix}params" in FREE:

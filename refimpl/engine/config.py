@@ -51,7 +51,7 @@ def load_config(
         settings = _whole_parameters_stay(DeepSpeedConfig.model_validate(values), rank)
         problems += _other_clipping(raw, settings.gradient_clipping)
     except ValidationError as error:
-        problems += _readable(error)
+        problems += readable(error)
     if problems:
         raise ConfigError("\n".join(problems))
     return settings
@@ -104,11 +104,11 @@ def _other_clipping(raw: Mapping[str, Any], bound: float) -> list[str]:
     ]
 
 
-def _readable(error: ValidationError) -> list[str]:
-    """One line a wrong value: full path, what is wrong, what was given."""
+def readable(error: ValidationError, prefix: str = "") -> list[str]:
+    """One line a wrong value: full path, `prefix` in front, what is wrong, what was given."""
     lines = []
     for problem in error.errors(include_url=False):
         path = ".".join(str(part) for part in problem["loc"])
         message = problem["msg"].removeprefix("Value error, ")
-        lines.append(f"{path}: {message}; got {quote(problem['input'])}" if path else message)
+        lines.append(f"{prefix}{path}: {message}; got {quote(problem['input'])}" if path else message)
     return lines

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from refimpl.gpu.report import Report, Result, why_none
+from refimpl.ranks.errors import signal_name
 
 # In this order, with the seconds each may take. Together 530: under nine minutes.
 PARTS = {
@@ -57,7 +58,7 @@ def run_part(name: str, device: str, seconds: float, out: Path) -> Result:
             )
             print(f"{name} ...", flush=True)
             code = process.wait(seconds)
-            ended = "" if code == 0 else f"exit code {code}" if code > 0 else signal.Signals(-code).name
+            ended = "" if code == 0 else f"exit code {code}" if code > 0 else signal_name(-code)
         except subprocess.TimeoutExpired:
             ended = f"not done after {seconds:.0f} s"
         except KeyboardInterrupt:

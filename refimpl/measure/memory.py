@@ -18,8 +18,10 @@ with 50 parameters. For a large one leave `with meter:` out and call `sample` wh
 torch's own meter of this kind: torch/distributed/_tools/mem_tracker.py. DeepSpeed's counterpart: `see_memory_usage`.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,14 +92,12 @@ class MemoryMeter:
     def cross_check(self) -> dict[str, int]:
         """The meter's total beside what the system says, in bytes: compare the growth of each between two calls.
 
-        counted: sum of `now()`. resident: this process's RSS (host memory, with the interpreter, code and free heap).
+        counted: sum of `now()`. resident: this process's own pages in host memory, with the interpreter and free heap.
         Only where CUDA is in use, of the current device: cuda_allocated, cuda_peak: torch's allocator, now and at its
         highest so far, in blocks of 512 bytes; cuda_used: the driver's count, of all processes, with NCCL's buffers,
         each context and what the allocator keeps.
         """
-        import psutil
-
-        check = {"counted": sum(self.now().values()), "resident": psutil.Process().memory_info().rss}
+        check = {"counted": sum(self.now().values()), "resident": _resident()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             check["cuda_allocated"] = torch.cuda.memory_allocated()
             check["cuda_peak"] = torch.cuda.max_memory_allocated()
@@ -158,3 +158,13 @@ def _fresh_bytes(storages: Iterable[UntypedStorage], seen: set[UntypedStorage]) 
     fresh = set(storages) - seen
     seen |= fresh
     return sum(storage.nbytes() for storage in fresh)
+
+
+def _resident() -> int:
+    """RSS in bytes; on Linux less the pages of files, such as code, which the system takes and brings by itself."""
+    if sys.platform == "linux":
+        rows = dict(row.split(":") for row in Path("/proc/self/status").read_text().splitlines())
+        return 1024 * sum(int(rows[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+    import psutil
+
+    return psutil.Process().memory_info().rss

@@ -67,5 +67,10 @@ def _ending(code: int | None) -> str:
         return "closed its connection to its caller"
     if code >= 0:
         return f"exited with code {code} before its function returned"
-    name = signal.Signals(-code).name
+    name = signal_name(-code)
     return f"was killed by {name}" + (" (by the operating system, if memory ran out)" if name == "SIGKILL" else "")
+
+
+def signal_name(number: int) -> str:
+    """Most signals of real time have none."""
+    return next((s.name for s in signal.Signals if s == number), f"signal {number}")

@@ -78,6 +78,7 @@ class Rank(ForkServerProcess):
         self.number, self.setup, self.pipe, self.life = number, setup, pipe, life
 
     def run(self) -> None:
+        self.process = os.getpid()
         os.setpgid(0, 0)  # Ctrl-C is the caller's business; and one signal reaches whatever processes fn starts
         self.lock = threading.RLock()
         threading.Thread(target=self._die_with_caller, daemon=True).start()
@@ -135,6 +136,8 @@ class Rank(ForkServerProcess):
         try:
             message = _result(work())
         except BaseException as error:
+            if os.getpid() != self.process:
+                raise  # of a child that `work` has forked: it ends with that, and speaks for no rank
             message = dumps(("error", _failure(error)))
         sys.stdout.flush()
         sys.stderr.flush()

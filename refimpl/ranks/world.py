@@ -76,6 +76,7 @@ class World:
         self.processes: list[Rank] = []
         self.pipes: list[Connection] = []
         self.lives: list[Connection] = []  # of each rank: it closes when this process ends
+        self.owner = os.getpid()  # a child that it forks inherits this object, not the ranks
         atexit.register(self.kill)  # before multiprocessing's own exit, which would wait for the ranks
         try:
             self._start()
@@ -119,7 +120,7 @@ class World:
 
     def stop(self) -> None:
         """Let idle ranks leave; kill the others."""
-        if self.idle:
+        if self.idle and os.getpid() == self.owner:
             for pipe in self.pipes:
                 with suppress(ConnectionError):
                     pipe.send_bytes(b"")
@@ -128,7 +129,9 @@ class World:
         self.kill()
 
     def kill(self) -> None:
-        """End every rank now, and the processes that it started."""
+        """End every rank now, and the processes that it started. Nothing in a child that this process has forked."""
+        if os.getpid() != self.owner:
+            return
         self.alive = self.idle = False
         for process in self.processes:
             _end_group(process)

@@ -11,8 +11,10 @@ nothing is released there until its gradients are complete.
 DeepSpeed: deepspeed/runtime/zero/parameter_offload.py and partitioned_param_coordinator.py.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,9 +32,13 @@ from refimpl.zero.watch import Watch
 
 @dataclass
 class Running:
-    """A module inside its forward. `around`: who looked at what autograd saves when it began."""
+    """A module inside its forward; `again`: inside backward, for a checkpoint.
+
+    `around`: who looked at what autograd saves when it began.
+    """
 
     module: nn.Module
+    again: bool
     around: tuple[Any, Any] | None
     is_watched: bool = False  # whether what autograd saves is looked at
 
@@ -72,8 +78,11 @@ class Fetch:
             self.handles.append(module.register_forward_hook(after, always_call=True))
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        is_outermost = not self.running and not in_backward()
-        self.running.append(Running(module, torch._C._autograd._top_saved_tensors_default_hooks(True)))
+        again = in_backward()
+        if module is self.model and self.running and not again and not is_within(module):
+            self.forget()
+        is_outermost = not self.running and not again
+        self.running.append(Running(module, again, torch._C._autograd._top_saved_tensors_default_hooks(True)))
         if torch._C._get_tracing_state():  # which would read what is freed, past every hook
             raise RuntimeError(
                 "torch.jit.trace of a model under ZeRO-3: trace copy.deepcopy(model), made on every rank"
@@ -114,6 +123,8 @@ class Fetch:
         return f"a new forward of {self.names[module]} ({mode}, {'' if torch.is_grad_enabled() else 'no '}gradients)"
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self.running or self.running[-1].module is not module:
+            return  # it never began: a hook before ours raised
         if self.running.pop().is_watched:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         if self.units_of[module]:
@@ -128,6 +139,14 @@ class Fetch:
             self.leave([u for u in done if not soon_again(self.path.trace, u, self.config)])
             if not self.running:
                 self.release(list(self.leaving))
+
+    def forget(self) -> None:
+        """The forward before ended in what torch tells no hook, such as KeyboardInterrupt: nothing is running."""
+        while self.running:
+            inside = self.running.pop()
+            if inside.is_watched and not inside.again:  # else autograd's end has done so
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+        self.end()
 
     def before_backward(self, module: nn.Module) -> None:
         self.sign()
@@ -219,6 +238,16 @@ class Fetch:
             handle.remove()
         for unit in self.units:
             unit.on_use, unit.begin = None, lambda _: None
+
+
+def is_within(module: nn.Module) -> bool:
+    """Whether a forward of `module` is under way around the one that begins."""
+    frame: FrameType | None = sys._getframe()
+    calls = 0
+    while frame is not None:
+        calls += frame.f_code is nn.Module._wrapped_call_impl.__code__ and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return calls > 1
 
 
 def gather(now: list[Unit], ahead: Iterable[Unit] = ()) -> None:

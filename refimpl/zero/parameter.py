@@ -69,6 +69,8 @@ class Managed(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()  # who compiles does not see who counts
         memory = DATA.__get__(self)
         holder = getattr(self, "zero_unit", self.stage)
         return memory if holder is None else holder.shown.view(self, memory)
@@ -100,7 +102,7 @@ class Managed(nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        return REQUIRES_GRAD.__get__(self)  # type: ignore[no-any-return]
+        return super().requires_grad  # the compiler would take the descriptor for this property
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:

@@ -1,5 +1,6 @@
 """Tensors of any dtype and shape: moved bit for bit by every way, added where torch can add them, else refused."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import worlds
 from torch import Tensor
 
 from refimpl.comm import halving, ring, tree
+from refimpl.comm.composed import Composed
 from refimpl.comm.group import Group
 from refimpl.comm.native import Native
 from refimpl.comm.streams import Streams
@@ -75,6 +77,29 @@ def test_a_library_that_converts_nothing_reduces_into_a_wider_dtype_too() -> Non
     assert worlds.run(widened, ranks=2, device="cpu") == [[0.0, 2.0], [4.0, 6.0]]
 
 
+def native() -> None:
+    """What NCCL has no number for, its way spoken by gloo."""
+    group = Group(dist.group.WORLD, transport=Native(dist.group.WORLD, "nccl", Streams()))
+    short = torch.ones(4, dtype=torch.int16)
+    refused = r"NCCL cannot add torch.int16: reduce x\.int\(\), or ask for .*deterministic=True"
+    with pytest.raises(ValueError, match=f"all_reduce: {refused}"):
+        group.all_reduce(short)
+    with pytest.raises(ValueError, match=f"reduce_scatter: {refused}"):
+        group.reduce_scatter(short[:2], short)
+    assert not group.ledger.events
+    group.reduce_scatter(out := torch.empty(1, dtype=torch.complex64), torch.tensor([1 + 2j, 3 - 4j]))
+    assert out.item() == [2 + 4j, 6 - 8j][group.rank]
+    group.all_reduce(out)
+    assert out.item() == 8 - 4j
+    exact = Group(dist.group.WORLD, transport=Composed(dist.group.WORLD, "nccl", Streams()))  # of deterministic=True
+    exact.all_reduce(short)
+    assert short.tolist() == [2] * 4
+
+
+def test_what_nccl_cannot_add_is_refused_before_it_is_sent() -> None:
+    worlds.run(native, ranks=2, device="cpu")
+
+
 def added() -> None:
     for transport in ("gloo", "shared"):
         group = Group.world(transport=transport)
@@ -119,3 +144,31 @@ def shaped() -> None:
 
 def test_the_algorithms_take_any_shape_as_groups_own_do() -> None:
     worlds.run(shaped, ranks=3, device="cpu")
+
+
+def inferred(transport: str) -> None:
+    """Each collective begun in one mode and waited for in the other, then the group's buffers used in the other."""
+    group = Group.world(transport=transport)
+    x, ranks = torch.arange(4.0 * group.size), group.size
+    calls: list[Callable[[Tensor, Tensor], Any]] = [
+        lambda x, out: (group.all_reduce(x, async_op=True), x),
+        lambda x, out: (group.reduce_scatter(out[:4], x, async_op=True), out[:4]),
+        lambda x, out: (group.all_gather(out, x, async_op=True), out),
+        lambda x, out: (group.all_to_all(out[: len(x)], x, async_op=True), out[: len(x)]),
+    ]
+    for call in calls:
+        results = []
+        for made, begun, waited in [(0, 0, 0), (1, 1, 0), (0, 0, 1), (1, 0, 0), (0, 1, 0), (0, 0, 0)]:
+            with torch.inference_mode(bool(made)):
+                mine, out = x.clone(), torch.empty(len(x) * ranks)
+            with torch.inference_mode(bool(begun)):
+                work, result = call(mine, out)
+            with torch.inference_mode(bool(waited)):
+                work.wait()
+            results.append(result.tolist())
+        assert results == results[:1] * len(results)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+def test_a_collective_begun_in_inference_mode_is_waited_for_outside_it(transport: str) -> None:
+    worlds.run(inferred, transport, ranks=2, device="cpu")

@@ -97,6 +97,11 @@ def shard_written(how: str, section: dict[str, Any]) -> None:
         p.ds_tensor = mine
     elif how == "index":
         p.ds_tensor[:] = mine
+    elif how == "view":
+        for half in p.ds_tensor.detach().tensor_split(2):
+            half.fill_(rank + 1)
+    elif how == "out":
+        torch.add(mine, 0, out=p.ds_tensor)
     else:
         p.ds_tensor.data.copy_(mine)
     assert p.ds_tensor.equal(mine)
@@ -109,14 +114,14 @@ def shard_written(how: str, section: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match=r"ds_tensor of parameter 0\.weight: it is .* cannot become"):
         p.ds_tensor.data = torch.ones(3)
     with pytest.raises(RuntimeError, match=r"ds_tensor of parameter 1\.bias: .*stays whole.*safe_set_full_fp32_param"):
-        model[1].bias.ds_tensor.zero_()
+        model[1].bias.ds_tensor[:1].zero_()
 
 
 @pytest.mark.parametrize(
     ("how", "where"),
     [
         ("data", "memory"), ("data", "host"), ("data", "disk"), ("itself", "bf16"), ("index", "disk"),
-        ("copy", "memory"), ("copy", "node"),
+        ("copy", "memory"), ("copy", "node"), ("view", "memory"), ("view", "disk"), ("out", "disk"),
     ],
 )  # fmt: skip
 def test_what_is_written_to_a_shard_is_the_parameters(how: str, where: str, tmp_path: Path) -> None:
@@ -125,7 +130,7 @@ def test_what_is_written_to_a_shard_is_the_parameters(how: str, where: str, tmp_
         "memory": {},
         "bf16": {"bf16": {"enabled": True}},
         "host": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-        "disk": {"zero_optimization": {"offload_param": nvme, "offload_optimizer": nvme}},
+        "disk": {"zero_optimization": {"offload_param": nvme | {"max_in_cpu": 0}, "offload_optimizer": nvme}},
         "node": {"zero_optimization": {"zero_hpz_partition_size": 2}},
     }[where]
     worlds.run(shard_written, how, section, ranks=2)

@@ -1,7 +1,11 @@
 """The memory meter against sizes computed by hand, and against the process's own memory."""
 
 import gc
+import mmap
+import os
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -238,12 +242,19 @@ def test_table_shows_the_same_numbers() -> None:
     assert fresh.loc["parameters"].to_dict() == {"now": 1024, "peak": 0, "at_peak": 0}
 
 
-def grows() -> None:
+def grows(file: Path) -> None:
     owned: list[Tensor] = []
     meter = owner(buckets=owned)
+    with file.open("w+b") as code:
+        code.write(bytes(32 * 2**20))
+        os.fsync(code.fileno())  # a page that is still to be written is not taken
+        mapped = mmap.mmap(code.fileno(), 0, prot=mmap.PROT_READ)
+    assert not any(mapped[:: mmap.PAGESIZE])
     gc.collect()
     before = meter.cross_check()
     owned += [torch.ones(16 * 2**20) for _ in range(2)]  # 2 x 64 MiB, every page touched
+    if sys.platform == "linux":
+        mapped.madvise(21)  # MADV_PAGEOUT: the system takes them, as it may a library's when memory is short
     after = meter.cross_check()
     grown = after["counted"] - before["counted"]
     assert grown == 128 * 2**20
@@ -251,8 +262,8 @@ def grows() -> None:
     assert ("cuda_allocated" in after) == (torch.cuda.is_available() and torch.cuda.is_initialized())
 
 
-def test_counted_bytes_grow_as_the_process_does() -> None:
-    run(grows, ranks=1)  # a process of its own: here memory that other tests have freed may be taken again
+def test_counted_bytes_grow_as_the_process_does(tmp_path: Path) -> None:
+    run(grows, tmp_path / "code", ranks=1)  # not here, where memory that other tests have freed may be taken again
 
 
 @pytest.mark.gpu

@@ -24,6 +24,7 @@ from refimpl.deepspeed.runtime.activation_checkpointing.rng import NAME, OFFSET,
 from refimpl.deepspeed.runtime.config import DeepSpeedConfig
 from refimpl.engine import schema
 from refimpl.engine.activations import checkpointer
+from refimpl.engine.config import readable
 from refimpl.engine.sections import ActivationCheckpointing
 
 
@@ -150,8 +151,7 @@ def _changed(section: ActivationCheckpointing, given: Mapping[str, Any]) -> Acti
     try:
         return ActivationCheckpointing(**{**section.model_dump(), **given})
     except ValidationError as error:
-        (wrong, *_) = error.errors(include_url=False)
-        raise ValueError(f"activation_checkpointing.{wrong['loc'][0]} = {wrong['input']!r}: {wrong['msg']}") from None
+        raise ValueError("\n".join(readable(error, "activation_checkpointing."))) from None
 
 
 def _neighbours(mpu: Any) -> Group:
