@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 
+from refimpl.comm import mode
 from refimpl.comm.patience import SHORT, pause
 from refimpl.comm.signals import LOOKS, Need, Watch
 
@@ -33,7 +34,7 @@ class Task:
         """Go as far as possible without waiting."""
         while not self.over and (self.need is None or self.tasks.watch.met(self.need)):
             try:
-                with torch.inference_mode(self.inference):
+                with mode.inference(self.inference):
                     self.need = next(self.steps)
             except StopIteration:
                 self.over = True

@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from refimpl.comm import mode
 from refimpl.comm.streams import Event, Lane
 
 Phase = Callable[[], list[Any]]  # starts transfers, returns what the host must wait for: handles with a `wait()`
@@ -76,7 +76,7 @@ class Work:
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()
-        with torch.inference_mode(self.inference):  # buffers are kept for a call in another mode
+        with mode.inference(self.inference):  # buffers are kept for a call in another mode
             for phase in self._steps:
                 self._handles = phase()
                 if self._handles:
