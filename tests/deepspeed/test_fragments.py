@@ -113,7 +113,8 @@ def local(stage: int, bf16: bool) -> list[list[Tensor]]:
         mine = utils.safe_get_local_fp32_param(p)
         assert mine.dim() == 1
         grad = utils.safe_get_local_grad(p)
-        assert grad.shape == mine.shape and grad.dtype == mine.dtype == torch.float32
+        assert grad.shape == mine.shape
+        assert grad.dtype == mine.dtype == torch.float32
         utils.safe_set_local_fp32_param(p, torch.full_like(mine, 5.0))
         utils.safe_set_local_grad(p, torch.zeros_like(mine))
         if mine.numel():
