@@ -12,7 +12,7 @@ from torch import nn
 from refimpl.engine.keys import ConfigWarning
 from refimpl.engine.sections import LeafModule
 
-FLAG = "_z3_leaf"  # DeepSpeed's name, which scripts write themselves
+FLAG = "_z3_leaf"  # DeepSpeed's name for it
 
 
 def of_classes(model: nn.Module, classes: Sequence[type | str]) -> list[nn.Module]:
