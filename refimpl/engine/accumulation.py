@@ -69,6 +69,19 @@ class Accumulation(Asked):
             )
         self._boundary = is_boundary
 
+    @property
+    def enable_backward_allreduce(self) -> bool:
+        """True: gradients are averaged while they come. NotImplementedError when it is set to False."""
+        return True
+
+    @enable_backward_allreduce.setter
+    def enable_backward_allreduce(self, value: bool) -> None:
+        if not value:
+            raise NotImplementedError(
+                "engine.enable_backward_allreduce = False: not part of this project, a step is always of all ranks' "
+                "gradients; engine.no_sync() keeps them on this rank until then, LocalSGD lets ranks train apart"
+            )
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep gradients on this rank in the block. RuntimeError in stages 2 and 3, which hold no whole gradient."""

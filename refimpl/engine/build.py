@@ -23,6 +23,7 @@ from refimpl.engine.experts import ExpertRanks, deal_out, refuse_unlike, same_ex
 from refimpl.engine.homes import with_homes
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.layout import check_agreed, check_layout, check_whole
+from refimpl.engine.leaf import flagged
 from refimpl.engine.monitor import Monitor
 from refimpl.engine.placed import place_model, sparse
 from refimpl.engine.plus import with_plus
@@ -45,7 +46,6 @@ from refimpl.zero.zero2 import Zero2
 from refimpl.zero.zero3 import Zero3
 
 STAGES: tuple[Callable[..., Stage], ...] = (DDP, Zero1, Zero2, Zero3)
-LEAF_FLAG = "_z3_leaf"  # on a module that ZeRO-3 gathers whole; set by deepspeed.utils.set_z3_leaf_modules
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,9 @@ def make_stage(
 ) -> tuple[Stage, Axes]:
     """The stage that the configuration asks for, over all axes; and these, with those of the model's experts."""
     number = settings.zero_optimization.stage
-    flagged = tuple(path for path, module in model.named_modules() if getattr(module, LEAF_FLAG, False))
     zero = settings.zero_config()
-    zero = replace(zero, leaf_modules=(*zero.leaf_modules, *flagged))
+    if number == 3:
+        zero = replace(zero, leaf_modules=flagged(model, settings.zero_optimization.leaf_module, axes.world.rank))
     if axes.context.size > 1 and settings.seq_parallel_communication_data_type is not None:
         zero = replace(zero, communication_data_type=settings.seq_parallel_communication_data_type)
     zero = with_plus(with_homes(zero, settings, axes.replicas.device), settings)

@@ -191,10 +191,5 @@ class DeepSpeedConfig(value.Section):
             model_persistence_threshold=zero.stage3_model_persistence_threshold,
             max_live_parameters=zero.stage3_max_live_parameters,
             max_reuse_distance=zero.stage3_max_reuse_distance,
-            leaf_modules=(
-                *(name.rsplit(".", 1)[-1] for name in zero.leaf_module.classes),
-                *zero.leaf_module.names,
-                *zero.leaf_module.name_suffixes,
-            ),
             module_granularity_threshold=zero.stage3_module_granularity_threshold,
         )

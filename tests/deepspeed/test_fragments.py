@@ -102,16 +102,19 @@ def test_what_is_written_is_trained_on(stage: int, extra: dict[str, Any]) -> Non
     worlds.run(write, stage, extra, ranks=2)
 
 
-def local(stage: int) -> list[list[Tensor]]:
-    engine = engine_of(stage)
-    engine.backward(engine(data(0)).square().mean())
+def local(stage: int, bf16: bool) -> list[list[Tensor]]:
+    engine = engine_of(stage, bf16={"enabled": bf16})
+    batch = data(0).to(engine.config.dtype)
+    engine.backward(engine(batch).square().mean())
     engine.step()
-    engine.backward(engine(data(0)).square().mean())
+    engine.backward(engine(batch).square().mean())
     fragments = []
     for p in engine.module.parameters():
         mine = utils.safe_get_local_fp32_param(p)
         assert mine.dim() == 1
-        assert utils.safe_get_local_grad(p).shape == mine.shape
+        grad = utils.safe_get_local_grad(p)
+        assert grad.shape == mine.shape
+        assert grad.dtype == mine.dtype == torch.float32
         utils.safe_set_local_fp32_param(p, torch.full_like(mine, 5.0))
         utils.safe_set_local_grad(p, torch.zeros_like(mine))
         if mine.numel():
@@ -126,9 +129,10 @@ def local(stage: int) -> list[list[Tensor]]:
     return fragments
 
 
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_this_ranks_fragments(stage: int) -> None:
-    results = worlds.run(local, stage, ranks=3)
+def test_this_ranks_fragments(stage: int, bf16: bool) -> None:
+    results = worlds.run(local, stage, bf16, ranks=3)
     for n, p in enumerate(net().parameters()):
         sizes = [fragments[n].numel() for fragments in results]
         assert sum(sizes) == (3 if stage == 0 else 1) * p.numel()

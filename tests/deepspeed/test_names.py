@@ -1,4 +1,4 @@
-"""The small things behind DeepSpeed's names: optimizers, helpers, the accelerator, logging, OnDevice, leaf flags."""
+"""The small things behind DeepSpeed's names: optimizers, helpers, the accelerator, logging, OnDevice."""
 
 import logging
 import os
@@ -256,31 +256,6 @@ def test_models_on_another_device_and_in_another_dtype() -> None:
     with deepspeed.OnDevice(dtype=torch.float16, enabled=False):
         assert torch.ones(1).dtype == torch.float32
     assert torch.ones(1).dtype == torch.float32
-
-
-class Inner(nn.Linear):
-    pass
-
-
-def test_leaf_flags() -> None:
-    model = nn.Sequential(Inner(4, 4), nn.Sequential(Inner(4, 4), nn.Tanh()))
-    flags = deepspeed.utils
-    assert flags.get_z3_leaf_modules(model) == []
-    assert flags.set_z3_leaf_modules(model, [Inner]) == [model[0], model[1][0]]
-    assert flags.get_z3_leaf_modules(model) == [model[0], model[1][0]]
-    assert flags.z3_leaf_module(model[0])
-    assert not flags.z3_leaf_module(model)
-    assert flags.unset_z3_leaf_modules(model, ["Inner"]) == [model[0], model[1][0]]
-    assert flags.set_z3_leaf_modules_by_name(model, ["1", "7"], raise_if_not_found=False) == ([model[1]], ["7"])
-    assert flags.set_z3_leaf_modules_by_suffix(model, [".0"]) == ([model[1][0]], [])
-    for call in (
-        lambda: flags.set_z3_leaf_modules(model, [nn.Conv2d]),
-        lambda: flags.set_z3_leaf_modules_by_name(model, ["7"]),
-    ):
-        with pytest.raises(ValueError, match="no such"):
-            call()
-    with pytest.raises(TypeError, match="classes"):
-        flags.set_z3_leaf_modules(model, [model[0]])
 
 
 class TwoParts:

@@ -183,7 +183,6 @@ def test_zero_config_takes_every_key() -> None:
             "stage3_model_persistence_threshold": 5,
             "stage3_max_live_parameters": 6,
             "stage3_max_reuse_distance": 7,
-            "leaf_module": {"classes": ["Block", "package.module.Expert"]},
         },
     )
     assert loaded.zero_config() == ZeroConfig(
@@ -201,7 +200,6 @@ def test_zero_config_takes_every_key() -> None:
         model_persistence_threshold=5,
         max_live_parameters=6,
         max_reuse_distance=7,
-        leaf_modules=("Block", "Expert"),
     )
 
 

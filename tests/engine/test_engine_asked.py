@@ -30,6 +30,14 @@ def test_unknown_attributes_are_the_models() -> None:
         engine.sing()
 
 
+def test_backward_averages_whatever_is_set() -> None:
+    engine, *_ = refimpl.initialize(model=Net(), config=config(0))
+    engine.enable_backward_allreduce = True
+    with pytest.raises(NotImplementedError, match=r"enable_backward_allreduce = False: .*no_sync\(\)"):
+        engine.enable_backward_allreduce = False
+    assert engine.enable_backward_allreduce
+
+
 def test_the_questions() -> None:
     settings = config(
         2,

@@ -70,11 +70,11 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """A copy of this rank's fragment of the gradient. RuntimeError before backward, or while it is not reduced yet."""
+    """This rank's fragment of the gradient, a copy in fp32. RuntimeError if there is none, or none reduced yet."""
     fragment = _stage(param).read_local(param, "grad") if param.requires_grad else None
     if fragment is None and param.requires_grad:
         raise RuntimeError("safe_get_local_grad: no reduced gradient: read it between backward and step")
-    return fragment
+    return None if fragment is None else fragment.float()
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:

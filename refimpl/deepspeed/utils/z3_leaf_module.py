@@ -1,19 +1,19 @@
-"""Modules that ZeRO-3 gathers whole, without hooks on their children: flags that `initialize` reads.
+"""Modules that ZeRO-3 gathers whole, without hooks on their children: flags that `initialize` reads and sets.
 
 For a mixture of experts, whose experts are used in another order each time, and for fine-grained modules.
-DeepSpeed: deepspeed/utils/z3_leaf_module.py; in a configuration: zero_optimization.leaf_module.
+DeepSpeed: deepspeed/utils/z3_leaf_module.py; ours: refimpl/engine/leaf.py.
 """
 
 from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from refimpl.engine.build import LEAF_FLAG
+from refimpl.engine.leaf import FLAG, of_classes, of_paths
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
     """Whether this module is flagged."""
-    return bool(getattr(model, LEAF_FLAG, False))
+    return bool(getattr(model, FLAG, False))
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -23,7 +23,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Flag this module, or take the flag away."""
-    setattr(model, LEAF_FLAG, flag)
+    setattr(model, FLAG, flag)
 
 
 def set_z3_leaf_modules(
@@ -57,24 +57,18 @@ def set_z3_leaf_modules_by_suffix(
 def _flag(model: nn.Module, classes: Sequence[type | str], flag: bool, must_find: bool) -> list[nn.Module]:
     if not all(isinstance(wanted, type | str) for wanted in classes):
         raise TypeError(f"leaf_module_classes: classes or their names, not {classes!r}")
-    found = []
-    for module in model.modules():
-        kind = type(module)
-        names = (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
-        if any(wanted in names if isinstance(wanted, str) else isinstance(module, wanted) for wanted in classes):
-            set_z3_leaf_module(module, flag)
-            found.append(module)
+    found = of_classes(model, classes)
     if not found and must_find:
         raise ValueError(f"leaf_module_classes = {classes!r}: the model has no such module")
+    for module in found:
+        set_z3_leaf_module(module, flag)
     return found
 
 
 def _by_path(
     model: nn.Module, wanted: Sequence[str], flag: bool, must_find: bool, fits: Callable[[str, str], bool]
 ) -> tuple[list[nn.Module], list[str]]:
-    paths = dict(model.named_modules())
-    found = [module for path, module in paths.items() if any(fits(path, one) for one in wanted)]
-    missing = [one for one in wanted if not any(fits(path, one) for path in paths)]
+    found, missing = of_paths(model, wanted, fits)
     if missing and must_find:
         raise ValueError(f"leaf modules {missing!r}: the model has no such paths")
     for module in found:
