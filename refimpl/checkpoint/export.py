@@ -101,7 +101,7 @@ def export(
     """
     with naming(out):
         out.mkdir(parents=True, exist_ok=True)
-        if (out / manifest.NAME).is_file():
+        if manifest.is_in(out):
             raise CheckpointError(f"{out}: is a checkpoint, whose files come and go with it; choose another folder")
         there = sorted(path.name for path in out.glob("model*.safetensors*"))
         if there:

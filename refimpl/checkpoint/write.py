@@ -27,7 +27,7 @@ def begin(folder: Path, new: Path, held: ExitStack) -> None:
             atomic.sync(save_dir.parent)
         held.enter_context(atomic.hold(save_dir, manifest.NAME, manifest.ours))
     with naming(folder):
-        if os.path.lexists(folder) and not (folder / manifest.NAME).is_file() and any(folder.iterdir()):
+        if os.path.lexists(folder) and not manifest.is_in(folder) and any(folder.iterdir()):
             raise CheckpointError(
                 f"{folder}: something else than a checkpoint (it has no {manifest.NAME}); move it away, or choose "
                 "another tag"

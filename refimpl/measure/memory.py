@@ -163,7 +163,7 @@ def _fresh_bytes(storages: Iterable[UntypedStorage], seen: set[UntypedStorage]) 
 def _resident() -> int:
     """RSS in bytes; on Linux less the pages of files, such as code, which the system takes and brings by itself."""
     if sys.platform == "linux":
-        rows = dict(row.split(":") for row in Path("/proc/self/status").read_text().splitlines())
+        rows = dict(row.split(":", 1) for row in Path("/proc/self/status").read_text().splitlines())
         return 1024 * sum(int(rows[name].split()[0]) for name in ("RssAnon", "RssShmem"))
     import psutil
 

@@ -6,13 +6,12 @@ from pipeline_models import WIDTH, build, gradients, loss, same
 from torch import Tensor
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
-from worlds import TORCH, run
+from worlds import ZB_V, run
 
 from refimpl.comm.group import Group
 from refimpl.parallel.pipeline.runner import Pipeline
 from refimpl.parallel.pipeline.schedules.named import schedule
 
-ZBV = "torch 2.11's ZB-V sends to its own rank, which gloo refuses"
 MICRO = 4  # a power of two: torch divides the sum of the gradients, we each loss
 
 
@@ -49,7 +48,7 @@ def both(name: str, cls: str) -> tuple[dict[int, dict[str, str]], list[float], l
         ("1f1b", "Schedule1F1B"),
         ("interleaved", "ScheduleInterleaved1F1B"),
         ("zb-h1", "ScheduleInterleavedZeroBubble"),
-        pytest.param("zb-v", "ScheduleZBVZeroBubble", marks=pytest.mark.skipif(TORCH < (2, 12), reason=ZBV)),
+        pytest.param("zb-v", "ScheduleZBVZeroBubble", marks=ZB_V),
     ],
 )
 def test_torch_computes_the_same(name: str, cls: str) -> None:
