@@ -13,9 +13,9 @@ waits (`sync` False).
 Li et al. 2020, arXiv:2006.15704, section 3.2; DeepSpeed: deepspeed/runtime/zero/stage_1_and_2.py, `reduce_ipg_grads`.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +79,9 @@ class Gradients(Flights):
         """Take p's gradient behind all hooks of the user's, which see this rank's own, as under torch's DDP."""
         if p in self._handles:
             self._handles.pop(p).remove()
-        hook = partial(self.arrive, self.bucket_of[p], f"grad {self.names[p]}")
+        here, mark = weakref.ref(self), f"grad {self.names[p]}"
+        # Python's garbage collector does not see through this kind of hook: what it holds is held for ever.
+        hook = lambda p: here().arrive(p, mark)  # type: ignore[union-attr]  # noqa: E731
         self._handles[p] = Tensor.register_post_accumulate_grad_hook(p, hook)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
@@ -117,8 +119,9 @@ class Gradients(Flights):
         self.dropping()
         self.clear()
 
-    def arrive(self, bucket: Bucket, mark: str, p: nn.Parameter) -> None:
+    def arrive(self, p: nn.Parameter, mark: str) -> None:
         """Runs inside backward when p's gradient is complete: add it to the bucket, and launch what is now full."""
+        bucket = self.bucket_of[p]
         self.sign()
         self.group.ledger.mark(mark)
         grad: Tensor | None = GRAD.__get__(p)  # autograd's: `p.grad` would show the stage's

@@ -11,6 +11,8 @@ Ranks that have done the same so far expect the same, so one that does as expect
 roll first.
 """
 
+import weakref
+
 from refimpl.comm.group import Group
 from refimpl.zero.flat import Bucket
 from refimpl.zero.order import RollCall, Standing, stuck
@@ -46,8 +48,11 @@ class Path:
         self.trace = Trace()  # of the iteration under way
         self.at = 0  # things done
         self.roll_call = RollCall(group) if check and group.size > 1 else None
-        if self.roll_call:
-            self.patience.ask.append(self.stalled)
+        if self.roll_call:  # the group, which may outlive this path, holds it weakly
+            stalled = weakref.WeakMethod(self.stalled)
+            ask = lambda number: stalled()(number)  # type: ignore[misc]  # noqa: E731
+            self.patience.ask.append(ask)
+            self.forget = weakref.finalize(self, self.patience.ask.remove, ask)
 
     def begin(self, what: str) -> None:
         """An iteration begins, or a step."""
@@ -90,7 +95,7 @@ class Path:
     def remove(self) -> None:
         """Nobody is asked for this path any more."""
         if self.roll_call:
-            self.patience.ask.remove(self.stalled)
+            self.forget()
             self.roll_call.leave()
 
 

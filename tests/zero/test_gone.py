@@ -1,0 +1,44 @@
+"""A stage that nobody has any more is gone, with its memory, its files and its place in the group: sweeps make many."""
+
+import gc
+import os
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from test_plain_loop import batch, every_stage, small
+from training import STAGES
+from worlds import run
+
+from refimpl.comm.group import Group
+
+
+def of_processes() -> list[str]:
+    """What this process has open of its peers: their memory, and themselves."""
+    links = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    return [link for link in links if "memfd:refimpl" in link or "pidfd" in link]
+
+
+@every_stage
+@pytest.mark.parametrize("stays", [False, True], ids=["its own group", "a group that stays"])
+def test_a_stage_that_nobody_has_is_gone(stage: str, stays: bool) -> None:
+    def check() -> None:
+        group, before = Group.world() if stays else None, of_processes()
+
+        def train() -> list[weakref.ref[object]]:
+            model = small()
+            optimizer = torch.optim.AdamW(model.parameters())
+            held = STAGES[stage](model, optimizer, group)
+            for step in range(2):
+                model(batch(step, held.group.rank)).square().mean().backward()
+                optimizer.step()
+            return [weakref.ref(one) for one in (model, optimizer, held, held.gradients, next(model.parameters()))]
+
+        kept = train()
+        assert len(of_processes()) > len(before)
+        gc.collect()
+        assert [one() for one in kept] == [None] * len(kept)
+        assert (of_processes() == before) is not stays
+
+    run(check, ranks=2)
