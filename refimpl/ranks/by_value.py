@@ -14,6 +14,7 @@ import types
 from collections import ChainMap
 from collections.abc import Callable
 from functools import lru_cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from typing import Any, ClassVar
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -66,9 +67,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _file(module: types.ModuleType | None) -> str | None:
-    """None for what is built in or frozen (as Python 3.14's collections.abc, which no finder knows), or a namespace."""
+    """A module's own source; None for one that only goes by its name, though no finder may know it.
+
+    Those are what is built in, frozen (Python 3.14's collections.abc), compiled (torch._C._distributed_c10d, which
+    import torch makes, has torch._C's file), and namespaces.
+    """
+    file = getattr(module, "__file__", None)
     frozen = getattr(getattr(module, "__spec__", None), "origin", None) == "frozen"
-    return None if frozen else getattr(module, "__file__", None)
+    return None if file is None or frozen or file.endswith(tuple(EXTENSION_SUFFIXES)) else file
 
 
 @lru_cache(1024)  # a rank's every report asks for the same few

@@ -47,9 +47,9 @@ def test_so_do_parameters_and_what_requires_a_gradient(way: None) -> None:
     assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("own", [ValuesView, os.path.join, json.JSONDecoder, ThreadPoolExecutor])
-def test_what_python_has_itself_travels_by_its_name(own: object, way: None) -> None:
-    """Python 3.14 has collections.abc under a name that no finder knows."""
+@pytest.mark.parametrize("own", [ValuesView, os.path.join, json.JSONDecoder, ThreadPoolExecutor, dist.ReduceOp])
+def test_what_any_process_has_travels_by_its_name(own: object, way: None) -> None:
+    """No finder knows Python 3.14's collections.abc, nor torch._C._distributed_c10d."""
     assert len(dumps(own)) < 100
     assert loads(dumps(own)) is own
 

@@ -534,7 +534,7 @@ def test_a_rank_that_leaves_is_named() -> None:
     assert "rank 0 has left" in run(leaves, ranks=2)[1]
 
 
-class Closed(dist.HashStore):
+class Closed:
     """A store of which the rank that kept it is no longer there."""
 
     def set(self, key: str, value: str) -> None:
