@@ -226,6 +226,23 @@ def test_who_asks_around_meanwhile_is_told_that_a_peer_has_died() -> None:
         patience.wait(task, 1, lambda _: None)
 
 
+def tensors() -> int:
+    return sum(isinstance(one, Tensor) for one in gc.get_objects())
+
+
+def test_calls_of_many_sizes_leave_nothing_small_between_the_large_blocks_of_a_script() -> None:
+    """Views kept of the peers' memory did: with 1,000 sizes the allocator's free blocks grew to 1.3 GB a rank."""
+
+    def check() -> None:
+        group, before = Group.world(), tensors()
+        for size in range(1, 100):
+            group.all_reduce(torch.ones(size))
+            group.all_to_all(torch.empty(2 * size), torch.ones(2 * size))
+        assert tensors() < before + 10  # buffers of copies
+
+    run(check, ranks=2)
+
+
 def test_a_hang_names_the_call_and_the_line() -> None:
     def check() -> None:
         group = Group.world()
