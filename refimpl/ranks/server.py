@@ -1,6 +1,7 @@
 """The server that ranks are forked from: it has imported torch, so that they need not."""
 
 import multiprocessing.forkserver
+import tempfile
 
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "refimpl.launch"]  # every optimizer imports torch._dynamo
 FROZEN = "refimpl.ranks.frozen"  # after all others
@@ -9,8 +10,17 @@ FROZEN = "refimpl.ranks.frozen"  # after all others
 def start_server(*also: str) -> None:
     """Start it now, in the background. Called before this process imports torch, the two imports overlap.
 
-    `also`: modules that every rank would import.
+    `also`: modules that every rank would import. RuntimeError where its socket can have no name.
     """
     PRELOAD.extend(also)
     multiprocessing.forkserver.set_forkserver_preload([*PRELOAD, FROZEN])
-    multiprocessing.forkserver.ensure_running()
+    try:
+        multiprocessing.forkserver.ensure_running()
+    except OSError as error:
+        if "AF_UNIX path too long" not in str(error):
+            raise
+        folder = tempfile.gettempdir()
+        raise RuntimeError(
+            f"ranks are started through a socket in the folder for temporary files, and {folder} ({len(folder)} "
+            "characters) is too long for that: set TMPDIR to a folder with a name of at most 70"
+        ) from None

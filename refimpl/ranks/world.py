@@ -25,7 +25,7 @@ from refimpl.ranks.environment import without_place
 from refimpl.ranks.errors import Failed, RankError, RankTimeout, end_of_grace, failed
 from refimpl.ranks.meet import devices_of
 from refimpl.ranks.rank import Rank, Setup
-from refimpl.ranks.server import FROZEN, PRELOAD
+from refimpl.ranks.server import start_server
 from refimpl.ranks.silence import Silence
 from refimpl.ranks.stand import Lonely, lines, stand
 from refimpl.ranks.travel import dumps, loads
@@ -151,8 +151,8 @@ class World:
         self.stop()
 
     def _start(self) -> None:
-        _CONTEXT.set_forkserver_preload([*PRELOAD, FROZEN])
         with _without_main():
+            start_server()
             for number in range(self.setup.ranks):
                 (mine, its), (its_life, life) = _CONTEXT.Pipe(), _CONTEXT.Pipe(duplex=False)
                 self.pipes.append(mine)
