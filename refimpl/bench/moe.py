@@ -28,7 +28,7 @@ from refimpl.model.experts import StackedExperts
 from refimpl.model.gates import Gate, Routing
 from refimpl.model.moe import Mix, mix
 from refimpl.model.routes import Routes
-from refimpl.parallel.conjugates import gather_sum, sum_scatter
+from refimpl.parallel.conjugates import conjugate, gather_sum, sum_scatter
 from refimpl.parallel.expert.dispatch import Dispatch
 from refimpl.parallel.expert.exchange import Flat
 
@@ -75,28 +75,21 @@ def dense(group: Group, experts: StackedExperts, x: Tensor, routes: Routes) -> T
     routes = replace(routes, limit=int(capacity))
     slots = torch.einsum("tec,tm->ecm", routes.dispatch().to(x.dtype), x)  # [E, C, M]
     if group.size > 1:
-        slots = AllToAll.apply(slots)  # type: ignore[no-untyped-call]
+        slots = conjugate(slots, group, all_to_all, all_to_all)
         slots = slots.view(group.size, -1, *slots.shape[1:]).transpose(0, 1).flatten(1, 2)  # [E / N, N C, M]
     gate, up = torch.bmm(slots, experts.up.transpose(1, 2)).chunk(2, -1)
     answers = torch.bmm(F.silu(gate) * up, experts.down.transpose(1, 2))
     if group.size > 1:
         answers = answers.view(len(answers), group.size, -1, x.shape[1]).transpose(0, 1).flatten(0, 1)
-        answers = AllToAll.apply(answers)  # type: ignore[no-untyped-call]
+        answers = conjugate(answers, group, all_to_all, all_to_all)
     return torch.einsum("tec,ecm->tm", routes.combine(), answers)
 
 
-class AllToAll(torch.autograd.Function):
+def all_to_all(x: Tensor) -> Tensor:
     """torch's, of equal parts."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(out, x.contiguous())
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return AllToAll.apply(*grads)  # type: ignore[no-untyped-call, no-any-return]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, x.contiguous())
+    return out
 
 
 def loop(group: Group, experts: StackedExperts, x: Tensor, routes: Routes) -> Tensor:

@@ -15,7 +15,6 @@ section 3.3. DeepSpeed: deepspeed/moe/sharded_moe.py, `_AllToAll`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ from refimpl.comm.streams import told
 
 TAG, INSIDE, ACROSS = "tokens", "tokens in the node", "tokens between nodes"
 Table = Sequence[Sequence[int]]
-
 
 # x [R, M], this rank's rows by the rank they go to -> rows by the rank they come from. A collective.
 Way = Callable[[Tensor, Table], Tensor]
@@ -81,24 +79,6 @@ def all_to_all(x: Tensor, group: Group, goes: Sequence[int], comes: Sequence[int
     out = x.new_empty(sum(comes), *x.shape[1:])
     group.all_to_all(out, x.contiguous(), in_splits=list(goes), out_splits=list(comes), tag=tag)
     return out
-
-
-def exchange(x: Tensor, way: Way, rows: Table) -> Tensor:
-    """The same with a gradient, which goes the way back. A collective, and so is backward."""
-    result: Tensor = Exchange.apply(x, way, rows)  # type: ignore[no-untyped-call]
-    return result
-
-
-class Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, way: Way, rows: Table) -> Tensor:
-        ctx.way, ctx.rows = way, rows
-        out = way(x, rows)
-        return out.view_as(out) if out is x else out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return exchange(grads[0], ctx.way, turned(ctx.rows)), None, None
 
 
 def turned(rows: Table) -> list[list[int]]:
