@@ -147,7 +147,7 @@ def share(layer: MoE, axes: Axes, cut_experts: bool, sequence: bool) -> None:
 
 
 def sum_experts(tensor: Group, layer: nn.Module, args: Any) -> None:
-    """A hook before the forward of a layer, or of its experts, that are whole on each tensor rank and see its tokens."""
+    """A hook before the forward of a layer, or of its experts, whole on each tensor rank: they see its tokens."""
     dealt = layer.__dict__.get("dealt")  # of `auto.py`
     experts: Any = dealt.experts(layer) if dealt is not None else getattr(layer, "experts", layer)
     for p in experts.parameters():
