@@ -81,6 +81,15 @@ def all_to_all(x: Tensor, group: Group, goes: Sequence[int], comes: Sequence[int
     return out
 
 
+def by_source(
+    ask: Callable[[Tensor, Sequence[int]], Tensor], x: Tensor, sizes: Sequence[Sequence[int]]
+) -> Tensor:  # fmt: skip
+    """ask(rows, sizes by expert) for each source's rows of x [R, ..], the last source first, as in `Experts`."""
+    blocks = x.split([sum(row) for row in sizes])  # type: ignore[no-untyped-call]
+    last_first = [ask(*call) for call in zip(blocks[::-1], sizes[::-1], strict=True)]
+    return torch.cat(last_first[::-1])
+
+
 def turned(rows: Table) -> list[list[int]]:
     """The way back: `rows[d][s]`."""
     return [list(column) for column in zip(*rows, strict=True)]
