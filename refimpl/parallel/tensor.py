@@ -68,18 +68,6 @@ class Parted(nn.Module):
         twin.__dict__ = deepcopy(self.__dict__, memo)
         return twin
 
-    @classmethod
-    def drawn(cls, make: Callable[[], nn.Module], group: Group, **how: Any) -> Self:
-        """From a plain layer made here and now, whole, for a moment.
-
-        With the same seed on all ranks the weights are the plain model's at any number of them, and the generator goes
-        on as after the plain layer: so a whole model can be drawn layer by layer, of which no rank ever holds more than
-        one whole.
-        """
-        build: Any = cls
-        layer: Self = build(make(), group, **how)
-        return layer
-
 
 def cuts(model: nn.Module) -> dict[nn.Parameter, tuple[Split, int, Group]]:
     """Every parameter of which this rank has a part -> (split, dimension, group), under whatever names it goes."""
