@@ -13,7 +13,6 @@ GShard: Lepikhin et al. 2020, arXiv:2006.16668. transformers: integrations/moe.p
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refimpl.bench.race import Times, Turns, both_worlds, race, slowest
+from refimpl.bench.race import Times, Turns, both_worlds, by_pages, medians, race
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
 from refimpl.model.experts import StackedExperts
@@ -45,9 +44,6 @@ class Size:
     hidden: int
     experts: int
     k: int
-
-
-SIZES = (Size(256, 64, 128, 8, 2), Size(1024, 128, 256, 8, 1), Size(1024, 256, 512, 16, 2), Size(2048, 128, 256, 32, 4))
 
 
 @dataclass(frozen=True)
@@ -160,34 +156,22 @@ def heat(size: Size, turns: Turns) -> Times:
     return race(group, steps, turns)
 
 
-def measure(
-    ranks: Sequence[int] = (1, 2),
-    sizes: Sequence[Size] = SIZES,
-    turns: Turns = Turns(),  # noqa: B008 (frozen)
-    rounds: int = 1,
-) -> Iterator[list[Row]]:
-    """The rows of one heat (ranks, size) at a time. ValueError for experts that the ranks do not divide."""
+def measure(ranks: Sequence[int], sizes: Sequence[Size], turns: Turns, rounds: int = 1) -> Iterator[list[Row]]:
+    """The rows of one heat (ranks, size) at a time. The ranks must divide the experts."""
     for size in sizes:
         for count in ranks:
-            if size.experts % count:
-                raise ValueError(f"{size.experts} experts cannot be dealt out to {count} ranks equally")
-    for size in sizes:
-        for count in ranks:
-            times: dict[str, Times] = {}
-            for pages, results in both_worlds(heat, size, turns, ranks=count, rounds=rounds):
-                for name, steps in slowest(results).items():
-                    times.setdefault(pages, {}).setdefault(name, []).extend(steps)
-            yield rank_rows({p: {n: median(s) for n, s in world.items()} for p, world in times.items()}, count, size)
+            times = by_pages(both_worlds(heat, size, turns, ranks=count, rounds=rounds))
+            yield rank_rows(medians(times), count, size)
 
 
-def rank_rows(medians: dict[str, dict[str, float]], ranks: int, size: Size) -> list[Row]:
+def rank_rows(ms_of: dict[str, dict[str, float]], ranks: int, size: Size) -> list[Row]:
     """One row an implementation and kind of pages."""
-    best = {pages: min(ms for name, ms in world.items() if name != OURS) for pages, world in medians.items()}
+    best = {pages: min(ms for name, ms in world.items() if name != OURS) for pages, world in ms_of.items()}
     least = min(best.values())
     return [
         Row(
             name, ranks, **vars(size), pages=pages, ms=ms, ratio_same_pages=ms / best[pages], ratio_any_pages=ms / least
         )
-        for pages, world in medians.items()
+        for pages, world in ms_of.items()
         for name, ms in world.items()
     ]
