@@ -52,7 +52,10 @@ class Parted(nn.Module):
         self.splits: dict[str, tuple[Split, int]] = {}
 
     def keep(self, name: str, whole: Tensor | None, split: Split | None = None, dim: int = 0) -> None:
-        """Register this rank's part of a plain layer's parameter, a copy, so that the whole can go; or all of it."""
+        """Register this rank's part of a plain layer's parameter, a copy, so that the whole can go; or all of it.
+
+        Of a whole that all have drawn by the same seed the parts are the plain model's weights at any number of ranks.
+        """
         if whole is None or split is None:
             self.register_parameter(name, None if whole is None else nn.Parameter(whole.detach(), whole.requires_grad))
             return
