@@ -44,27 +44,20 @@ def test_a_session_is_graded_and_kept_until_the_input_ends(tmp_path: Path) -> No
     assert all(load()[name].topic == "zero" for name in entries)
 
 
-def test_a_number_is_asked_again_until_it_can_be_read(tmp_path: Path) -> None:
-    done = quiz(
-        "--topic",
-        "communication",
-        "--form",
-        "numeric",
-        "--n",
-        "1",
-        "--seed",
-        "5",
-        typed="many\n12,5\n0\n",
-        folder=tmp_path,
-    )
-    assert done.stdout.count("give a number, for example") == 2
-    assert "Not quite" in done.stdout
-    assert "0 of 1 answer right" in done.stdout
+def test_a_number_is_asked_again_until_it_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--topic", "communication", "--form", "numeric", "--n", "1", "--seed", "5")
+    assert quiz_here(monkeypatch, *options, typed="many\n12,5\n0\n", folder=tmp_path) == 0
+    out = capsys.readouterr().out
+    assert out.count("give a number, for example") == 2
+    assert "Not quite" in out
+    assert "0 of 1 answer right" in out
 
 
-def test_q_stops(tmp_path: Path) -> None:
-    done = quiz("--n", "3", "--seed", "1", typed="q\n", folder=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_q_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quiz_here(monkeypatch, "--n", "3", "--seed", "1", typed="q\n", folder=tmp_path) == 0
+    assert capsys.readouterr().err == ""
     assert not (tmp_path / "quiz.json").exists()
 
 
@@ -258,7 +251,7 @@ def test_what_they_ask_next_is_shown(
 ) -> None:
     """Also follow-ups of other topics than the one asked for, and those that are no cards."""
     monkeypatch.setenv("COLUMNS", "2000")
-    quiz_here(monkeypatch, "--form", "choice", "--n", "40", "--seed", "1", typed="1\n" * 40, folder=tmp_path)
+    quiz_here(monkeypatch, "--form", "choice", "--n", "25", "--seed", "1", typed="1\n" * 25, folder=tmp_path)
     out = " ".join(capsys.readouterr().out.split())
     asked = [card for card in select(form="choice").values() if card.id in Progress(tmp_path).read()]
     assert len(asked) > 20
