@@ -35,13 +35,6 @@ class Chapter:
         """The files of the chapter's graders: one, or several with some tasks each."""
         return sorted(self.grader.parent.glob("test_*.py"))
 
-    def grader_of(self, task: str) -> Path:
-        """The file whose `test_TASK` grades the task. KeyError if there is none."""
-        for path in self.graders:
-            if any(d.name == f"test_{task}" for d in definitions(ast.parse(path.read_text()))):
-                return path
-        raise KeyError(f"{self.exercise.parent} has no test_{task}")
-
     @property
     def mutants(self) -> list[Path]:
         return sorted((self.root / "tests" / "mutants" / self.name).glob("*.py"))
