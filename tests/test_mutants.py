@@ -1,6 +1,8 @@
 """Every grader passes its solution, rejects every wrong answer in mutants/, and says why in the learner's words.
 
-A mutant's docstring names its `task:` and what the report `says:`. The matrix of all of them is printed (pytest -s).
+A mutant is what it does otherwise than the solution, behind which it is written: what it does not define is right, and
+`class Zero3(Zero3)` is the solution's class but for some methods. Its docstring names its `task:` and what the report
+`says:`. The matrix of all of them is printed (pytest -s).
 """
 
 import ast
@@ -46,6 +48,13 @@ def wanted(mutant: Path) -> tuple[str, list[str]]:
     return task, re.findall(r"^says: (.+)$", text, re.MULTILINE)
 
 
+def handed_in(chapter: Chapter, mutant: Path, folder: Path) -> Path:
+    """The mutant as a whole file."""
+    file = folder / mutant.name
+    file.write_text(f"{chapter.solution.read_text()}\n\n{mutant.read_text()}")
+    return file
+
+
 @pytest.mark.parametrize(("chapter", "task"), [param(c, t, t) for c in CHAPTERS for t in c.tasks])
 def test_every_solution_passes(chapter: Chapter, task: str, grader: Grader) -> None:
     verdict = grader.grade(exercise(chapter, task), chapter.solution)
@@ -53,9 +62,11 @@ def test_every_solution_passes(chapter: Chapter, task: str, grader: Grader) -> N
 
 
 @pytest.mark.parametrize(("chapter", "mutant"), [param(c, m, m.stem) for c, m in MUTANTS])
-def test_every_mutant_is_killed_for_the_right_reason(chapter: Chapter, mutant: Path, grader: Grader) -> None:
+def test_every_mutant_is_killed_for_the_right_reason(
+    chapter: Chapter, mutant: Path, grader: Grader, tmp_path: Path
+) -> None:
     task, words = wanted(mutant)
-    verdict = grader.grade(exercise(chapter, task), mutant, timeout=HANG)
+    verdict = grader.grade(exercise(chapter, task), handed_in(chapter, mutant, tmp_path), timeout=HANG)
     print(f"{chapter.name:<24}{mutant.stem:<34}{task:<24}{verdict.outcome:<6}{verdict.headline}")
     assert verdict.outcome == "fail", f"{mutant.name} survives"
     assert words, f"{mutant.name} does not say what the report must say"

@@ -38,10 +38,10 @@ BUCKETS: list[Any] = ["20K", "100K", "300K", "1M", "10M"]  # elements, as they a
 
 @app.command(cls=Lists)
 def zero(
-    ranks: Ranks = [2, 4],  # noqa: B006 (typer copies it)
-    params: Annotated[list[int], typer.Option(parser=count, help="Model sizes.")] = ["10M"],  # type: ignore[list-item]  # noqa: B006
-    stages: StagesOption = [0, 1, 2, 3],  # noqa: B006
-    dtypes: Annotated[list[str], typer.Option("--dtype", parser=precision, help="fp32, bf16 or both.")] = ["fp32"],  # noqa: B006
+    ranks: Ranks = [2, 4],
+    params: Annotated[list[int], typer.Option(parser=count, help="Model sizes.")] = ["10M"],  # type: ignore[list-item]
+    stages: StagesOption = [0, 1, 2, 3],
+    dtypes: Annotated[list[str], typer.Option("--dtype", parser=precision, help="fp32, bf16 or both.")] = ["fp32"],
     batch: Annotated[int, typer.Option(min=1, help="Sequences a rank and step.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 64,
     turns: TurnsOption = 4,
@@ -58,8 +58,8 @@ def zero(
 
 @app.command(cls=Lists)
 def parallel(
-    ranks: Ranks = [2, 4],  # noqa: B006
-    axes: Annotated[list[str], typer.Option("--axis", parser=axis, help="tensor, pipeline, context.")] = [  # noqa: B006
+    ranks: Ranks = [2, 4],
+    axes: Annotated[list[str], typer.Option("--axis", parser=axis, help="tensor, pipeline, context.")] = [
         "tensor",
         "pipeline",
         "context",
@@ -91,11 +91,11 @@ def parallel(
 
 @app.command(cls=Lists)
 def moe(
-    ranks: Annotated[list[int], typer.Option(min=1, max=512, help="Numbers of ranks, which share the experts.")] = [  # noqa: B006
+    ranks: Annotated[list[int], typer.Option(min=1, max=512, help="Numbers of ranks, which share the experts.")] = [
         1,
         2,
     ],
-    sizes: Annotated[list[str], typer.Option("--size", parser=mixture, help="TOKENS,WIDTH,HIDDEN,EXPERTS,K.")] = [  # noqa: B006
+    sizes: Annotated[list[str], typer.Option("--size", parser=mixture, help="TOKENS,WIDTH,HIDDEN,EXPERTS,K.")] = [
         "256,64,128,8,2",
         "1024,128,256,8,1",
         "1024,256,512,16,2",
@@ -118,13 +118,13 @@ def moe(
 
 @app.command(cls=Lists)
 def sparse(
-    tokens: Annotated[list[int], typer.Option(parser=count, help="Tokens of the sequence.")] = ["4096"],  # type: ignore[list-item]  # noqa: B006
-    patterns: Annotated[list[str], typer.Option("--pattern", help="dense, local, fixed, bigbird, ...")] = [  # noqa: B006
+    tokens: Annotated[list[int], typer.Option(parser=count, help="Tokens of the sequence.")] = ["4096"],  # type: ignore[list-item]
+    patterns: Annotated[list[str], typer.Option("--pattern", help="dense, local, fixed, bigbird, ...")] = [
         "local",
         "bigbird",
         "fixed",
     ],
-    blocks: Annotated[list[int], typer.Option("--block", min=1, help="Tokens in a block's side.")] = [64],  # noqa: B006
+    blocks: Annotated[list[int], typer.Option("--block", min=1, help="Tokens in a block's side.")] = [64],
     heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
     width: Annotated[int, typer.Option(min=1, help="Of a head.")] = 64,
     published: Annotated[bool, typer.Option("--published", help="As wide as in the patterns' papers.")] = False,
@@ -141,8 +141,8 @@ def sparse(
 
 @app.command(cls=Lists)
 def comm(
-    ranks: Ranks = [2, 4],  # noqa: B006
-    sizes: Annotated[list[int], typer.Option(parser=count, help="Bytes in the buffer.")] = ["1M", "10M", "100M"],  # type: ignore[list-item]  # noqa: B006
+    ranks: Ranks = [2, 4],
+    sizes: Annotated[list[int], typer.Option(parser=count, help="Bytes in the buffer.")] = ["1M", "10M", "100M"],  # type: ignore[list-item]
     nodes: Annotated[int, typer.Option(min=1, help="Play so many nodes; 2 without --link: network namespaces.")] = 1,
     link: Annotated[str | None, typer.Option(help='Between nodes (2 by default): "1Gbit/s 100us".')] = None,
     turns: TurnsOption = 4,
@@ -166,9 +166,9 @@ def comm(
 
 @app.command(cls=Lists)
 def hierarchy(
-    nodes: Annotated[list[int], typer.Option(min=2, help="Numbers of nodes.")] = [2],  # noqa: B006
+    nodes: Annotated[list[int], typer.Option(min=2, help="Numbers of nodes.")] = [2],
     each: Annotated[int, typer.Option("--ranks-per-node", min=1, help="Ranks of a node.")] = 2,
-    sizes: Annotated[list[int], typer.Option(parser=count, help="Bytes in the buffer.")] = ["100K", "4M"],  # type: ignore[list-item]  # noqa: B006
+    sizes: Annotated[list[int], typer.Option(parser=count, help="Bytes in the buffer.")] = ["100K", "4M"],  # type: ignore[list-item]
     link: Annotated[str, typer.Option(help="What joins the nodes.")] = "100Mbit/s 1ms",
     turns: TurnsOption = 5,
     steps: StepsOption = 4,
@@ -183,7 +183,7 @@ def hierarchy(
 
 @app.command(cls=Lists)
 def overlap(
-    ranks: Ranks = [2],  # noqa: B006
+    ranks: Ranks = [2],
     sizes: Annotated[list[int], typer.Option("--bucket", parser=count, help="Elements in a bucket.")] = BUCKETS,
     link: Annotated[str, typer.Option(help="What joins the ranks.")] = "500Mbit/s 2ms",
     width: Annotated[int, typer.Option(min=1, help="Of the model.")] = 128,
@@ -264,9 +264,9 @@ def compression(
 
 @app.command(cls=Lists)
 def checkpoint(
-    ranks: Annotated[list[int], typer.Option(min=1, max=512, help="Numbers of ranks.")] = [2],  # noqa: B006
-    params: Annotated[list[int], typer.Option(parser=count, help="Model sizes.")] = ["25M"],  # type: ignore[list-item]  # noqa: B006
-    stages: StagesOption = [2],  # noqa: B006
+    ranks: Annotated[list[int], typer.Option(min=1, max=512, help="Numbers of ranks.")] = [2],
+    params: Annotated[list[int], typer.Option(parser=count, help="Model sizes.")] = ["25M"],  # type: ignore[list-item]
+    stages: StagesOption = [2],
     turns: TurnsOption = 6,
     folder: FolderOption = None,
     file: JsonOption = None,
@@ -280,8 +280,8 @@ def checkpoint(
 
 @app.command(cls=Lists)
 def overhead(
-    ranks: Annotated[list[int], typer.Option(min=1, max=512, help="Numbers of ranks.")] = [8],  # noqa: B006
-    stages: StagesOption = [0, 1, 2, 3],  # noqa: B006
+    ranks: Annotated[list[int], typer.Option(min=1, max=512, help="Numbers of ranks.")] = [8],
+    stages: StagesOption = [0, 1, 2, 3],
     units: Annotated[int, typer.Option(min=1, help="Modules of 10 parameters in the model.")] = 100,
     turns: TurnsOption = 5,
     steps: StepsOption = 4,
@@ -314,9 +314,9 @@ def disk(
 
 @app.command(cls=Lists)
 def offload(
-    ranks: Ranks = [2],  # noqa: B006
-    params: Annotated[list[int], typer.Option(parser=count, help="Model sizes.")] = ["10M"],  # type: ignore[list-item]  # noqa: B006
-    stages: StagesOption = [2, 3],  # noqa: B006
+    ranks: Ranks = [2],
+    params: Annotated[list[int], typer.Option(parser=count, help="Model sizes.")] = ["10M"],  # type: ignore[list-item]
+    stages: StagesOption = [2, 3],
     batch: Annotated[int, typer.Option(min=1, help="Sequences a rank and step.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 64,
     turns: TurnsOption = 3,

@@ -8,13 +8,12 @@ can read them in place, as the stages' do; to gloo it is memory like any other.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from refimpl.bench.race import Times, Turns, both_worlds, race, slowest
+from refimpl.bench.race import Times, Turns, both_worlds, by_pages, medians, race
 from refimpl.comm import ring
 from refimpl.comm.group import Group
 from refimpl.comm.shared import Shared
@@ -104,16 +103,13 @@ def measure(
     for count in ranks:
         for collective in collectives:
             for size in sizes:
-                times: dict[str, Times] = {}
-                for pages, results in both_worlds(heat, collective, size, turns, ranks=count, rounds=rounds):
-                    for name, calls in slowest(results).items():
-                        times.setdefault(pages, {}).setdefault(name, []).extend(calls)
+                times = by_pages(both_worlds(heat, collective, size, turns, ranks=count, rounds=rounds))
                 yield rank_rows(times, collective, count, 4 * numbers(size, count))
 
 
 def rank_rows(times: Mapping[str, Times], collective: str, ranks: int, size: int) -> list[Row]:
     """One row an implementation and kind of pages."""
-    ms = {pages: {name: median(calls) for name, calls in world.items()} for pages, world in times.items()}
+    ms = medians(times)
     best = min(world[NATIVE] for world in ms.values())
     return [
         Row(name, collective, ranks, size, pages, value, value / world[NATIVE], value / best)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from refimpl.bench.peers import adamw
 from refimpl.comm.group import Group
 from refimpl.compress.blocks import Blocks
 from refimpl.compress.compression import Compression
@@ -92,10 +93,6 @@ def by_meeting(optimizer: torch.optim.Optimizer, ranks: Meeting) -> Step:
         ranks.step()
 
     return step
-
-
-def adamw(params: object, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=lr, fused=True)  # type: ignore[arg-type]
 
 
 FIRST = "DDP"

@@ -13,7 +13,6 @@ GShard: Lepikhin et al. 2020, arXiv:2006.16668. transformers: integrations/moe.p
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,14 +20,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refimpl.bench.race import Times, Turns, both_worlds, race, slowest
+from refimpl.bench.race import Times, Turns, both_worlds, by_pages, medians, race
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
 from refimpl.model.experts import StackedExperts
 from refimpl.model.gates import Gate, Routing
 from refimpl.model.moe import Mix, mix
 from refimpl.model.routes import Routes
-from refimpl.parallel.conjugates import gather_sum, sum_scatter
+from refimpl.parallel.conjugates import conjugate, gather_sum, sum_scatter
 from refimpl.parallel.expert.dispatch import Dispatch
 from refimpl.parallel.expert.exchange import Flat
 
@@ -45,9 +44,6 @@ class Size:
     hidden: int
     experts: int
     k: int
-
-
-SIZES = (Size(256, 64, 128, 8, 2), Size(1024, 128, 256, 8, 1), Size(1024, 256, 512, 16, 2), Size(2048, 128, 256, 32, 4))
 
 
 @dataclass(frozen=True)
@@ -75,28 +71,21 @@ def dense(group: Group, experts: StackedExperts, x: Tensor, routes: Routes) -> T
     routes = replace(routes, limit=int(capacity))
     slots = torch.einsum("tec,tm->ecm", routes.dispatch().to(x.dtype), x)  # [E, C, M]
     if group.size > 1:
-        slots = AllToAll.apply(slots)  # type: ignore[no-untyped-call]
+        slots = conjugate(slots, group, all_to_all, all_to_all)
         slots = slots.view(group.size, -1, *slots.shape[1:]).transpose(0, 1).flatten(1, 2)  # [E / N, N C, M]
     gate, up = torch.bmm(slots, experts.up.transpose(1, 2)).chunk(2, -1)
     answers = torch.bmm(F.silu(gate) * up, experts.down.transpose(1, 2))
     if group.size > 1:
         answers = answers.view(len(answers), group.size, -1, x.shape[1]).transpose(0, 1).flatten(0, 1)
-        answers = AllToAll.apply(answers)  # type: ignore[no-untyped-call]
+        answers = conjugate(answers, group, all_to_all, all_to_all)
     return torch.einsum("tec,ecm->tm", routes.combine(), answers)
 
 
-class AllToAll(torch.autograd.Function):
+def all_to_all(x: Tensor) -> Tensor:
     """torch's, of equal parts."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(out, x.contiguous())
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return AllToAll.apply(*grads)  # type: ignore[no-untyped-call, no-any-return]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, x.contiguous())
+    return out
 
 
 def loop(group: Group, experts: StackedExperts, x: Tensor, routes: Routes) -> Tensor:
@@ -167,34 +156,22 @@ def heat(size: Size, turns: Turns) -> Times:
     return race(group, steps, turns)
 
 
-def measure(
-    ranks: Sequence[int] = (1, 2),
-    sizes: Sequence[Size] = SIZES,
-    turns: Turns = Turns(),  # noqa: B008 (frozen)
-    rounds: int = 1,
-) -> Iterator[list[Row]]:
-    """The rows of one heat (ranks, size) at a time. ValueError for experts that the ranks do not divide."""
+def measure(ranks: Sequence[int], sizes: Sequence[Size], turns: Turns, rounds: int = 1) -> Iterator[list[Row]]:
+    """The rows of one heat (ranks, size) at a time. The ranks must divide the experts."""
     for size in sizes:
         for count in ranks:
-            if size.experts % count:
-                raise ValueError(f"{size.experts} experts cannot be dealt out to {count} ranks equally")
-    for size in sizes:
-        for count in ranks:
-            times: dict[str, Times] = {}
-            for pages, results in both_worlds(heat, size, turns, ranks=count, rounds=rounds):
-                for name, steps in slowest(results).items():
-                    times.setdefault(pages, {}).setdefault(name, []).extend(steps)
-            yield rank_rows({p: {n: median(s) for n, s in world.items()} for p, world in times.items()}, count, size)
+            times = by_pages(both_worlds(heat, size, turns, ranks=count, rounds=rounds))
+            yield rank_rows(medians(times), count, size)
 
 
-def rank_rows(medians: dict[str, dict[str, float]], ranks: int, size: Size) -> list[Row]:
+def rank_rows(ms_of: dict[str, dict[str, float]], ranks: int, size: Size) -> list[Row]:
     """One row an implementation and kind of pages."""
-    best = {pages: min(ms for name, ms in world.items() if name != OURS) for pages, world in medians.items()}
+    best = {pages: min(ms for name, ms in world.items() if name != OURS) for pages, world in ms_of.items()}
     least = min(best.values())
     return [
         Row(
             name, ranks, **vars(size), pages=pages, ms=ms, ratio_same_pages=ms / best[pages], ratio_any_pages=ms / least
         )
-        for pages, world in medians.items()
+        for pages, world in ms_of.items()
         for name, ms in world.items()
     ]

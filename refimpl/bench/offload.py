@@ -20,15 +20,16 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from refimpl.bench.peers import STAGES, adamw, excuse_deprecated_collectives
+from refimpl.bench.peers import STAGES, adamw, engine_step, excuse_deprecated_collectives
 from refimpl.bench.race import Times, race, slowest
-from refimpl.bench.zero import SAME_LOSS, Lap, Workload, check_same_work
+from refimpl.bench.zero import SAME_LOSS, Lap, Workload, check_same_work, recorded
 from refimpl.comm.group import Group
 from refimpl.launch import run
 from refimpl.measure.memory import MemoryMeter
@@ -42,8 +43,6 @@ HEAT = ("stage", "ranks", "parameters")
 PLAIN, LATE, HOST = "plain", "Disk: optimizer, late", "Host"
 ADAMW, ADAMW_AT_HOST = "AdamW alone: torch", "AdamW alone: Host"
 SUB_GROUP = 1 << 18  # elements updated at a time
-
-Taken = Callable[[], float]  # takes one step -> the loss
 
 
 @dataclass(frozen=True)
@@ -103,14 +102,15 @@ def heat(stage: int, workload: Workload, folder: Path) -> Found:
         stages[name] = STAGES[stage](model, adamw(model.parameters()), group, config)
         if isinstance(config.optimizer_home, Disk):
             disks[name] = config.optimizer_home
-        contestants[name] = recorded(by_stage(stages[name], text), losses.setdefault(name, []))
+        step = partial(engine_step(model, stages[name]), text[:, :-1], text[:, 1:])
+        contestants[name] = recorded(step, losses.setdefault(name, []))
     for device in ("cpu", "nvme") if stage else ():
         if (peer := deepspeed(stage, workload, text, device, folder)) is not None:
             contestants[f"DeepSpeed: {device}"] = recorded(peer, losses.setdefault(f"DeepSpeed: {device}", []))
     times = race(group, contestants, workload.turns)
     before = {name: traffic(disk) for name, disk in disks.items()}
-    for name, step in contestants.items():
-        step()
+    for name, contestant in contestants.items():
+        contestant()
         if name in stages:
             stages[name].catch_up()
     moved = {name: traffic(disk) - before[name] for name, disk in disks.items()}
@@ -142,21 +142,9 @@ def traffic(disk: Disk) -> int:
     return disk.file.read_bytes + disk.file.written_bytes
 
 
-def by_stage(stage: Stage, text: torch.Tensor) -> Taken:
-    def step() -> float:
-        loss: torch.Tensor = stage.model(text[:, :-1], text[:, 1:])
-        stage.backward(loss)
-        stage.step()
-        return loss.item()
-
-    return step
-
-
-def recorded(step: Taken, losses: list[float]) -> Callable[[], None]:
-    return lambda: losses.append(step())
-
-
-def deepspeed(stage: int, workload: Workload, text: torch.Tensor, device: str, folder: Path) -> Taken | None:
+def deepspeed(
+    stage: int, workload: Workload, text: torch.Tensor, device: str, folder: Path
+) -> Callable[[], torch.Tensor] | None:
     """DeepSpeed's step; None where it, or the operation that this needs, is not there (said in a warning)."""
     found = importlib.util.find_spec("deepspeed")
     if found is None or found.origin is None or (device == "nvme" and stage < 3):
@@ -178,14 +166,7 @@ def deepspeed(stage: int, workload: Workload, text: torch.Tensor, device: str, f
     }
     optimizer = library.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=1e-4)
     engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-
-    def step() -> float:
-        loss = engine(text[:, :-1], text[:, 1:])
-        engine.backward(loss)
-        engine.step()
-        return float(loss.detach())
-
-    return step
+    return partial(engine_step(engine, engine), text[:, :-1], text[:, 1:])
 
 
 def measure(

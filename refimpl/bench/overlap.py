@@ -11,7 +11,7 @@ a collective in forward and backward; the norm's one number travels in the updat
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -173,14 +173,8 @@ def probe(group: Group, sizes: Sequence[int], times: int) -> AlphaBeta:
     return fit(sizes, seconds)
 
 
-def measure(ranks: Sequence[int], sizes: Sequence[int], workload: Workload, link: str) -> Iterator[list[Row]]:
-    """The rows of one number of ranks at a time. ValueError for the link."""
-    for count in ranks:
-        yield rows(race(count, sizes, workload, link), link)
-
-
 def race(ranks: int, sizes: Sequence[int], workload: Workload, link: str) -> list[Lap]:
-    """What each rank saw; every rank is a node."""
+    """What each rank saw; every rank is a node. ValueError for the link."""
     with environment({RANKS_PER_NODE: "1"}):
         return launch.run(heat, sizes, workload, Link.parse(link), ranks=ranks, device="cpu", timeout=600)
 

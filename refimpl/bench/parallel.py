@@ -40,7 +40,7 @@ from refimpl.bench.parallel_peers import (
 from refimpl.bench.peers import ALONE, adamw
 from refimpl.bench.publish import cores
 from refimpl.bench.race import Times, Turns, both_worlds, race, slowest
-from refimpl.bench.zero import Lap, check_same_work
+from refimpl.bench.zero import Lap, check_same_work, recorded
 from refimpl.comm.group import Group
 from refimpl.model.gpt import GPT, Block, GPTConfig
 from refimpl.parallel.context.layout import Layout
@@ -124,16 +124,8 @@ def heat(axis: str, kind: str, workload: Workload) -> Run:
     else:
         steps = gpt_steps(group, workload, axis, kind)
     losses: dict[str, list[float]] = {name: [] for name in steps if name != ALONE}
-    times = race(group, {name: _recorded(step, losses.get(name, [])) for name, step in steps.items()}, workload.turns)
+    times = race(group, {name: recorded(step, losses.get(name, [])) for name, step in steps.items()}, workload.turns)
     return Run(times, losses, {kind: median(seconds) for kind, seconds in operations.items()})
-
-
-def _recorded(step: Step, losses: list[float]) -> Callable[[], None]:
-    def call() -> None:
-        if (loss := step()) is not None:
-            losses.append(loss.item())
-
-    return call
 
 
 def gpt_steps(group: Group, workload: Workload, axis: str, kind: str) -> dict[str, Step]:
@@ -227,8 +219,7 @@ def measure(
         laps: dict[str, list[Times]] = {}
         lost: list[float] = []
         for pages, runs in both_worlds(heat, axis, kind, workload, ranks=size, rounds=rounds):
-            check_same_work(runs)
-            laps.setdefault(pages, []).append(slowest([run.times for run in runs]))
+            laps.setdefault(pages, []).append(slowest(check_same_work(runs)))
             if axis == "pipeline":
                 lost.append(bubble(schedule(kind, size, workload.micro_batches), runs))
         wait = mean(lost) if lost and size <= cores() else None

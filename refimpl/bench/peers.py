@@ -83,8 +83,8 @@ def torchs_own(stage: int, unit: type[nn.Module] = Block) -> Implementation:
     )[stage]
 
 
-def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+def adamw(parameters: Iterable[Tensor], lr: float = LEARNING_RATE) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, fused=True)
 
 
 def with_masters(model: nn.Module) -> torch.optim.Optimizer:
@@ -120,12 +120,16 @@ def refimpl_stage(model: nn.Module, group: Group, dtype: torch.dtype, kind: type
         max_reuse_distance=1,
         dtype=dtype,
     )
-    stage = kind(model, adamw(model.parameters()), group, config=config)
+    return engine_step(model, kind(model, adamw(model.parameters()), group, config=config))
+
+
+def engine_step(model: nn.Module, engine: Any) -> Step:
+    """The step of what has a backward and a step of its own: our stages, DeepSpeed's engine."""
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = model(tokens, targets)
-        stage.backward(loss)
-        stage.step()
+        engine.backward(loss)
+        engine.step()
         return loss.detach()
 
     return step
@@ -183,14 +187,7 @@ def deepspeed_stage(model: nn.Module, group: Group, dtype: torch.dtype, stage: i
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     for state in optimizer.state.values():  # its stage 0 has made a step without gradients, to have state in 16 bits:
         state["step"].zero_()  # bias correction would be a step ahead, and the first update 0.74 of the others'
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return step
+    return engine_step(engine, engine)
 
 
 def excuse_deprecated_collectives() -> None:

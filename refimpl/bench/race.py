@@ -7,9 +7,10 @@ counts is the ratio to the best peer of the same heat. Each race is run in two w
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from refimpl import launch
@@ -80,6 +81,20 @@ def from_one_instant(group: Group, step: Callable[[], object], steps: int) -> li
 def slowest(ranks: list[Times]) -> Times:
     """Times of each rank -> of the slowest rank at each step."""
     return {name: [max(step) for step in zip(*(r[name] for r in ranks), strict=True)] for name in ranks[0]}
+
+
+def by_pages(worlds: Iterable[tuple[str, list[Times]]]) -> dict[str, Times]:
+    """(pages, times of each rank) of every world -> kind of pages -> of the slowest rank, round after round."""
+    times: dict[str, Times] = {}
+    for pages, ranks in worlds:
+        for name, steps in slowest(ranks).items():
+            times.setdefault(pages, {}).setdefault(name, []).extend(steps)
+    return times
+
+
+def medians(times: Mapping[str, Times]) -> dict[str, dict[str, float]]:
+    """Kind of pages -> contestant -> its median step."""
+    return {pages: {name: median(steps) for name, steps in world.items()} for pages, world in times.items()}
 
 
 @contextmanager

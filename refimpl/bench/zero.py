@@ -11,12 +11,12 @@ Compute alone updates every weight on every rank, so that what sharding saves of
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from functools import partial
 
 import torch
 
-from refimpl.bench.peers import ALONE, Step, implementations
-from refimpl.bench.race import Times, Turns, both_worlds, race, slowest
+from refimpl.bench.peers import ALONE, implementations
+from refimpl.bench.race import Times, Turns, both_worlds, by_pages, medians, race
 from refimpl.comm.group import Group
 from refimpl.model.gpt import GPT, GPTConfig
 
@@ -84,16 +84,24 @@ def heat(stage: int, workload: Workload, with_deepspeed: bool = True) -> Lap:
         model = GPT(workload.gpt).to(group.device)
         step = implementation.build(model, group, DTYPES[workload.dtype])
         losses[implementation.name] = []
-        contestants[implementation.name] = _recorded(step, text, losses[implementation.name])
+        contestants[implementation.name] = recorded(
+            partial(step, text[:, :-1], text[:, 1:]), losses[implementation.name]
+        )
     return Lap(race(group, contestants, workload.turns), losses)
 
 
-def _recorded(step: Step, text: torch.Tensor, losses: list[float]) -> Callable[[], None]:
-    return lambda: losses.append(step(text[:, :-1], text[:, 1:]).item())
+def recorded(step: Callable[[], torch.Tensor | None], losses: list[float]) -> Callable[[], None]:
+    """The step; its loss is written down, on ranks that know it."""
+
+    def call() -> None:
+        if (loss := step()) is not None:
+            losses.append(loss.item())
+
+    return call
 
 
-def check_same_work(laps: Sequence[Lap], same: float = SAME_LOSS["fp32"]) -> None:
-    """ValueError if, on any rank and after any step, a contestant's loss is not that of the others.
+def check_same_work(laps: Sequence[Lap], same: float = SAME_LOSS["fp32"]) -> list[Times]:
+    """Each rank's times. ValueError if, on any and after any step, a contestant's loss is not that of the others.
 
     Compute alone must agree as long as no gradient has met another rank's: in its first step.
     """
@@ -104,6 +112,7 @@ def check_same_work(laps: Sequence[Lap], same: float = SAME_LOSS["fp32"]) -> Non
             for number, (a, b) in enumerate(pairs[:1] if name == ALONE else pairs):
                 if not abs(a - b) <= same * abs(a):
                     raise ValueError(f"rank {rank}, step {number}: the loss is {a} with {first} and {b} with {name}")
+    return [lap.times for lap in laps]
 
 
 def measure(
@@ -113,17 +122,15 @@ def measure(
     for workload in workloads:
         for size in ranks:
             for stage in stages:
-                times: dict[str, Times] = {}
-                for pages, laps in both_worlds(heat, stage, workload, ranks=size, rounds=rounds):
-                    check_same_work(laps, SAME_LOSS[workload.dtype])
-                    for name, steps in slowest([lap.times for lap in laps]).items():
-                        times.setdefault(pages, {}).setdefault(name, []).extend(steps)
+                worlds = both_worlds(heat, stage, workload, ranks=size, rounds=rounds)
+                same = SAME_LOSS[workload.dtype]
+                times = by_pages((pages, check_same_work(laps, same)) for pages, laps in worlds)
                 yield rank_rows(times, stage, size, workload)
 
 
 def rank_rows(times: Mapping[str, Times], stage: int, ranks: int, workload: Workload) -> list[Row]:
     """One row a contestant and kind of pages, in the order of `implementations`."""
-    step_ms = {pages: {name: median(steps) for name, steps in world.items()} for pages, world in times.items()}
+    step_ms = medians(times)
     peers = [i.name for i in implementations(stage) if i.role == "peer"]
     best = {pages: min(ms[name] for name in peers if name in ms) for pages, ms in step_ms.items()}
     return [

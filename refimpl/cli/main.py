@@ -23,6 +23,8 @@ app = typer.Typer(
 # An unknown option, a missing value, a word that is no number: the parser's own complaint. Its class has no public name
 # in typer, only its subclass has.
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
+# All words behind these commands are another parser's.
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def show_version(wanted: bool) -> None:
@@ -120,7 +122,7 @@ def doctor(
         measured.run(ranks, picture)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+@app.command(context_settings=PASSED_ON)
 def bench(context: typer.Context) -> None:
     """Measure side by side with peers: `refimpl bench zero`, `parallel`, `comm`, `checkpoint`; `table`: a report."""
     from refimpl.bench.cli import app as bench_app
@@ -133,7 +135,7 @@ def bench(context: typer.Context) -> None:
         raise typer.Exit(1) from None
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+@app.command(context_settings=PASSED_ON)
 def checkpoint(context: typer.Context) -> None:
     """Checkpoints without ranks: `refimpl checkpoint show`, `verify`, `export`, `prune`, `import`."""
     from refimpl.cli.checkpoint import app as checkpoint_app
@@ -141,7 +143,7 @@ def checkpoint(context: typer.Context) -> None:
     checkpoint_app(context.args, prog_name="refimpl checkpoint", standalone_mode=False)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+@app.command(context_settings=PASSED_ON)
 def plan(context: typer.Context) -> None:
     """Decide before a run: `refimpl plan --params 1T --gpus 3072` says which layouts fit."""
     from refimpl.cli.plan import app as plan_app
@@ -149,7 +151,7 @@ def plan(context: typer.Context) -> None:
     plan_app(context.args, prog_name="refimpl plan", standalone_mode=False)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+@app.command(context_settings=PASSED_ON)
 def deepspeed(context: typer.Context) -> None:
     """DeepSpeed's launcher: `refimpl deepspeed --num_gpus 2 train.py --its arguments` runs such a script unchanged."""
     from refimpl.ranks.launcher import main as launch
@@ -200,7 +202,7 @@ def progress() -> None:
         progress.run()
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+@app.command(context_settings=PASSED_ON)
 def exercise(context: typer.Context) -> None:
     """Your exercises: `refimpl exercise watch 02_ddp` grades what you save, `reset 02_ddp` begins a chapter anew."""
     from refimpl.cli.exercise import app as exercise_app

@@ -2,6 +2,7 @@
 
 import difflib
 import random
+from functools import cache
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -130,9 +131,15 @@ def _live_coding(question: Question, card: Code, console: Console) -> str:
 
 
 def _follow_ups(card: AnyCard) -> str:
-    """Questions; of a card, what it asks."""
-    cards = load.load()
+    """Questions; of a card, of whatever topic, what it asks."""
+    cards = _bank()
     return "\n".join(f"- {Question(cards[text]).ask if text in cards else text}" for text in card.follow_ups)
+
+
+@cache
+def _bank() -> dict[str, AnyCard]:
+    """All cards, read once and not after each answer."""
+    return load.load()
 
 
 def _prompt(question: Question) -> str:

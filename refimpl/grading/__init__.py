@@ -5,7 +5,7 @@ A chapter NN_name has
     solutions/NN_name.py                   written by hand: the tasks (public functions and classes) and HINTS
     exercises/NN_name/exercise.py          the stub made from it: python -m refimpl.grading.stubs
     exercises/NN_name/test_*.py            the graders, written once for every answer; a long one is cut by task
-    tests/mutants/NN_name/*.py             wrong answers that the grader must reject, and say why
+    tests/mutants/NN_name/*.py             wrong answers, less what they have of the solution: to be rejected, with why
 
 In a solution every public function and every method is a task, whose body the stub replaces, unless its `def` line ends
 with `# given`. HINTS maps a task to its hints, from the vaguest to the plainest.

@@ -35,13 +35,6 @@ class Chapter:
         """The files of the chapter's graders: one, or several with some tasks each."""
         return sorted(self.grader.parent.glob("test_*.py"))
 
-    def grader_of(self, task: str) -> Path:
-        """The file whose `test_TASK` grades the task. KeyError if there is none."""
-        for path in self.graders:
-            if any(d.name == f"test_{task}" for d in definitions(ast.parse(path.read_text()))):
-                return path
-        raise KeyError(f"{self.exercise.parent} has no test_{task}")
-
     @property
     def mutants(self) -> list[Path]:
         return sorted((self.root / "tests" / "mutants" / self.name).glob("*.py"))
@@ -62,12 +55,12 @@ class Chapter:
         return {}
 
 
-def project_folder(start: Path | None = None) -> Path:
+def project_folder() -> Path:
     """The folder that holds exercises/ and solutions/: here, above, or that of the installed source.
 
     FileNotFoundError if there is none.
     """
-    here = (start or Path.cwd()).resolve()
+    here = Path.cwd().resolve()
     for folder in (here, *here.parents, Path(__file__).resolve().parents[2]):
         if (folder / "exercises").is_dir() and (folder / "solutions").is_dir():
             return folder
@@ -100,7 +93,12 @@ def bodies(definition: Def, source: str) -> list[ast.FunctionDef]:
     inside = definition.body if isinstance(definition, ast.ClassDef) else [definition]
     functions = [n for n in inside if isinstance(n, ast.FunctionDef)]
     lines = source.splitlines()
-    return [f for f in functions if not lines[f.body[0].lineno - 2].rstrip().endswith(GIVEN)]
+    return [f for f in functions if not is_given(f, lines)]
+
+
+def is_given(definition: Def, lines: list[str]) -> bool:
+    """Whether the line before its body says so: it stays in the stub as it is."""
+    return lines[definition.body[0].lineno - 2].rstrip().endswith(GIVEN)
 
 
 def is_stub(function: ast.FunctionDef) -> bool:

@@ -8,7 +8,7 @@ been written is the learner's: it is kept, unless --force is given.
 import ast
 import sys
 
-from refimpl.grading.chapters import Chapter, Def, bodies, chapters, definitions, unwritten
+from refimpl.grading.chapters import Chapter, Def, bodies, chapters, definitions, is_given, unwritten
 
 
 def stub(source: str) -> str:
@@ -18,7 +18,7 @@ def stub(source: str) -> str:
     cuts: list[tuple[int, int, list[str]]] = []  # [first, last) lines, and what replaces them
     for node in tree.body:
         is_hints = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "HINTS"
-        is_helper = isinstance(node, Def) and node.name.startswith("_") and not _given(node, lines)
+        is_helper = isinstance(node, Def) and node.name.startswith("_") and not is_given(node, lines)
         if is_hints or is_helper:
             cuts.append((node.lineno - 1, node.end_lineno or 0, []))
     for definition in definitions(tree):
@@ -58,10 +58,6 @@ def write(chapter: Chapter, force: bool = False) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return f"{path}: written"
-
-
-def _given(node: Def, lines: list[str]) -> bool:
-    return lines[node.body[0].lineno - 2].rstrip().endswith("# given")
 
 
 if __name__ == "__main__":

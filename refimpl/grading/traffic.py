@@ -36,9 +36,9 @@ class WatchedGroup(Group):
     """A Group whose ledger also says with whom (sends and receives are tagged "to 1" and "from 3"), and which reports
     each call at once, for the report of a hang. `oracle()`, the same for a grader's own use, reports nothing."""
 
-    def __init__(self, handle: dist.ProcessGroup | None, control: Group, told: bool = True) -> None:
+    def __init__(self, handle: dist.ProcessGroup | None, control: Group) -> None:
         super().__init__(handle, transport="gloo")  # what the chapters teach; how it hangs is part of that
-        self.control, self.told, self.moves = control, told, True
+        self.control, self.told, self.moves = control, True, True
         self.late = WeakSet[Late]()
 
     def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps, *holds: Tensor) -> Work:

@@ -4,6 +4,7 @@ The numbering is that of `refimpl.comm.mesh.Mesh`, the bytes those of `refimpl.p
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from refimpl.notebook import show
@@ -94,8 +95,5 @@ def picture(shape: Shape, layout: str, rank: int, node: int, batch: int) -> "Fig
 
 def mesh_knobs(shape: Shape, layouts: Sequence[str], ranks: Sequence[int], node: int = 8, batch: int = 16) -> Knobs:
     """Panels for a layout and a rank; the first of each is the start. Layouts are written outermost first."""
-
-    def draw(layout: str, rank: int) -> "Figure":
-        return picture(shape, layout, rank, node, batch)
-
+    draw = partial(picture, shape, node=node, batch=batch)
     return Knobs(draw, table(shape, layouts, ranks[:1], node, batch), layout=layouts, rank=ranks)

@@ -63,10 +63,11 @@ def layer_bytes(width: int, tokens: int, ranks: int, way: Way) -> dict[str, int]
     }
 
 
-def bars(width: int, tokens: int, ranks: int, way: Way) -> "Figure":
+def bars(hidden: int, tokens: int, ranks: int, way: Way) -> "Figure":
     """What the layer weighs without splitting, and on one of `ranks`; sent bytes in the title."""
     figure, axis = show.figure(2.4)
-    rows = {"1 rank": layer_bytes(width, tokens, 1, "tensor"), f"{ranks} ranks": layer_bytes(width, tokens, ranks, way)}
+    alone, split = layer_bytes(hidden, tokens, 1, "tensor"), layer_bytes(hidden, tokens, ranks, way)
+    rows = {"1 rank": alone, f"{ranks} ranks": split}
     left = [0.0] * len(rows)
     for name, colour in COLOURS.items():
         sizes = [row[name] / 1e9 for row in rows.values()]
@@ -74,8 +75,8 @@ def bars(width: int, tokens: int, ranks: int, way: Way) -> "Figure":
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     for i, total in enumerate(left):
         axis.text(total, i, f" {total:.2f}", va="center")
-    sent = list(rows.values())[1]["sent"]
-    axis.set(xlabel="GB a rank, one layer, one sequence", xlim=(0, 1.2 * max(left)), title=f"sent: {sent / 1e9:.2f} GB")
+    title = f"sent: {split['sent'] / 1e9:.2f} GB"
+    axis.set(xlabel="GB a rank, one layer, one sequence", xlim=(0, 1.2 * max(left)), title=title)
     axis.invert_yaxis()
     figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9)
     return figure
@@ -100,8 +101,4 @@ def layer_knobs(
     ranks: Sequence[int] = (4, 1, 2, 8, 16),
 ) -> Knobs:
     """Bars for one layer; turn hidden size, tokens, ranks and the way. The first value of each is the start."""
-
-    def draw(hidden: int, tokens: int, ranks: int, way: Way) -> "Figure":
-        return bars(hidden, tokens, ranks, way)
-
-    return Knobs(draw, table(hidden, tokens, sorted(ranks)), hidden=hidden, tokens=tokens, ranks=ranks, way=WAYS)
+    return Knobs(bars, table(hidden, tokens, sorted(ranks)), hidden=hidden, tokens=tokens, ranks=ranks, way=WAYS)

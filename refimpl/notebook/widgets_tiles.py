@@ -80,10 +80,6 @@ def tile_knobs(
     stages: Sequence[int] = (3, 1, 2, 4),
 ) -> Knobs:
     """Bars for a product of square matrices; turn the tile, its depth and the number of stages. First values first."""
-
-    def draw(size: int, BM: int, BN: int, BK: int, stages: int) -> "Figure":
-        return bars(size, BM, BN, BK, stages)
-
     sides = sorted(block)
     text = table(size[0], [(m, m) for m in sides] + [(128, 256)], depth[0], stages[0])
-    return Knobs(draw, text, size=size, BM=block, BN=block, BK=depth, stages=stages)
+    return Knobs(bars, text, size=size, BM=block, BN=block, BK=depth, stages=stages)

@@ -5,7 +5,7 @@ shapes and no memory: so a model of billions of parameters is laid out in a seco
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -114,9 +114,5 @@ def memory_knobs(
     strategies: Sequence[Strategy] = STRATEGIES,
 ) -> Knobs:
     """Bars for a GPT in bf16; turn the number of ranks and the bucket size. The first value of each is the start."""
-
-    def draw(ranks: int, bucket_size: int) -> "Figure":
-        return bars(config, strategies, ranks, bucket_size)
-
     text = table(config, strategies, ranks[:1], bucket_size)
-    return Knobs(draw, text, ranks=ranks, bucket_size=bucket_size)
+    return Knobs(partial(bars, config, strategies), text, ranks=ranks, bucket_size=bucket_size)

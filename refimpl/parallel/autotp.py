@@ -54,18 +54,16 @@ from refimpl.parallel.summed import sum_gradients
 from refimpl.parallel.swap import Columns, Plan, Rows, Style, Vocabulary, match, sum_copies
 
 
-def autotp(
-    model: nn.Module, group: Group, example: Any = None, *, plan: Plan | None = None, draws: Draws | None = None
-) -> Report:
+def autotp(model: nn.Module, group: Group, example: Any = None, *, plan: Plan | None = None) -> Report:
     """Cut `model` in place for the ranks of `group`; a collective. Its outputs and gradients stay the whole model's.
 
     `example`: what the model is called with: a tensor, a tuple of arguments or a dictionary of keyword arguments; the
     same on all ranks, small, of two tokens or more. Default: the model's own `dummy_inputs`, if it has them, as
     transformers' models do; else a call that works, which is guessed and logged (auto/guess.py). `plan`: as of
     `parallelize`, to choose the layers oneself; units and numbers to divide are found all the same, and it is
-    rehearsed. Rank 0's weights are taken, and its random numbers for dropout on whole tensors; `draws`: this rank's own
-    for parts (default: made of rank 0's seed), see `draws.py`. The loss needs no change: logits are gathered. Call it
-    before the optimizer is made.
+    rehearsed. Rank 0's weights are taken, and its random numbers for dropout on whole tensors; for parts each rank has
+    its own, made of rank 0's seed, see `draws.py`. The loss needs no change: logits are gathered. Call it before the
+    optimizer is made.
 
     ValueError without an example where no guess works, if nothing can be cut, and if a plan cannot be kept, with the
     reasons. RuntimeError if cuts that were each right are not together. The model's layers are then what they were. A
@@ -87,7 +85,7 @@ def autotp(
         told = "; ".join(f"{name}: {reason}" for name, reason in why.items())
         raise ValueError(f"{type(model).__name__} cannot be cut for {group.size} ranks: {told}")
     report = describe(cut, why)
-    cut.apply(model, group, draws or common_numbers(model, group))
+    cut.apply(model, group, common_numbers(model, group))
     sum_copies(model)
     for name in cut.summed:
         prefix, _, key = name.rpartition(".")

@@ -16,6 +16,7 @@ section 3): f stands where a whole tensor enters a split layer, g where partial 
 Why those. The ranks' tensors together are one long vector, and each function is a linear map of it: `copy` repeats a
 vector N times, so its transpose adds N vectors up. Gradients pass through a linear map by its transpose. Hence one
 autograd function is enough, whose backward is itself with the two directions exchanged; it can be differentiated again.
+The all-to-alls of experts and of Ulysses are such pairs too: there, and the way back.
 The sums add the ranks' parts in rank order.
 
 Which to use is not a matter of shapes: `gather` is for what each rank then uses in the same way (its gradient is whole

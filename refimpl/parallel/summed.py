@@ -1,8 +1,8 @@
 """Parameters that every rank holds whole, but uses for its own tokens or heads: their gradients are parts of a sum.
 
-A norm under sequence parallelism, a norm over the features of a head; or in part: keys in a matrix that has queries
-too. A hook on the parameter sums what each rank has, 2 n (N-1)/N bytes for n. It is set at a call of the module, for a
-copy of a module has the module's hooks, but not those of its parameters.
+A norm under sequence parallelism, a norm over the features of a head, experts that see a rank's tokens; or in part:
+keys in a matrix that has queries too. A hook on the parameter sums what each rank has, 2 n (N-1)/N bytes for n. It is
+set at a call of the module, for a copy of a module has the module's hooks, but not those of its parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,18 +25,22 @@ def sum_gradients(module: nn.Module, names: list[str], group: Group, where: Mapp
 
 def _hook(names: list[str], group: Group, where: Mapping[str, Where], module: nn.Module, args: Any) -> None:
     for name in names:
-        p = module._parameters[name]
-        if p is not None and p.requires_grad and not hasattr(p, "summed"):
-            p.summed = p.register_hook(partial(_summed, group, where.get(name)))  # type: ignore[attr-defined, no-untyped-call]
+        if (p := module._parameters[name]) is not None:
+            sum_gradient(p, group, "tensor, whole parameters", where.get(name))
 
 
-def _summed(group: Group, where: Where | None, grad: Tensor) -> Tensor:
+def sum_gradient(p: Tensor, group: Group, tag: str, where: Where | None = None) -> None:
+    """From the next backward pass on; once, however often it is asked for."""
+    if p.requires_grad and not hasattr(p, "summed"):
+        p.summed = p.register_hook(partial(_summed, group, tag, where))  # type: ignore[attr-defined, no-untyped-call]
+
+
+def _summed(group: Group, tag: str, where: Where | None, grad: Tensor) -> Tensor:
     grad = grad.clone(memory_format=torch.contiguous_format)
-    dim, spans = where or (0, [slice(0, grad.shape[0])])
-    for span in spans:
-        part = grad.narrow(dim, span.start, span.stop - span.start)
+    dim, spans = where or (0, ())
+    for part in [grad.narrow(dim, span.start, span.stop - span.start) for span in spans] or [grad]:
         summed = part.contiguous()
-        group.all_reduce(summed, tag="tensor, whole parameters")
+        group.all_reduce(summed, tag=tag)
         if summed is not part:
             part.copy_(summed)
     return grad

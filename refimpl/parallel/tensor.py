@@ -52,7 +52,10 @@ class Parted(nn.Module):
         self.splits: dict[str, tuple[Split, int]] = {}
 
     def keep(self, name: str, whole: Tensor | None, split: Split | None = None, dim: int = 0) -> None:
-        """Register this rank's part of a plain layer's parameter, a copy, so that the whole can go; or all of it."""
+        """Register this rank's part of a plain layer's parameter, a copy, so that the whole can go; or all of it.
+
+        Of a whole that all have drawn by the same seed the parts are the plain model's weights at any number of ranks.
+        """
         if whole is None or split is None:
             self.register_parameter(name, None if whole is None else nn.Parameter(whole.detach(), whole.requires_grad))
             return
@@ -67,18 +70,6 @@ class Parted(nn.Module):
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__dict__ = deepcopy(self.__dict__, memo)
         return twin
-
-    @classmethod
-    def drawn(cls, make: Callable[[], nn.Module], group: Group, **how: Any) -> Self:
-        """From a plain layer made here and now, whole, for a moment.
-
-        With the same seed on all ranks the weights are the plain model's at any number of them, and the generator goes
-        on as after the plain layer: so a whole model can be drawn layer by layer, of which no rank ever holds more than
-        one whole.
-        """
-        build: Any = cls
-        layer: Self = build(make(), group, **how)
-        return layer
 
 
 def cuts(model: nn.Module) -> dict[nn.Parameter, tuple[Split, int, Group]]:

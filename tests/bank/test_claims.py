@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import refimpl.activation.checkpoint
 from refimpl.model.gpt import GPTConfig
+from refimpl.parallel.pipeline import clock
+from refimpl.parallel.pipeline.schedules.named import schedule
 from refimpl.plan.time import bubble
 from refimpl.plan.transformer import flops_per_token
 
@@ -103,34 +105,12 @@ def test_ways_to_keep_a_weight_in_16_bits() -> None:
     assert chance.float().mean() == pytest.approx(1 + steps * update, abs=0.01)
 
 
-def play(stages: int, micro: int, at_once: list[int]) -> tuple[int, list[int]]:
-    """A pipeline by its dependencies, a tick a pass; stage s may hold at_once[s] micro-batches. -> ticks, most held."""
-    done: dict[tuple[str, int, int], int] = {}
-    held, most, tick = [0] * stages, [0] * stages, 0
-    forward, backward = [0] * stages, [0] * stages
-    while backward[0] < micro or min(backward) < micro:
-        tick += 1
-        for s in range(stages):
-            b, f = backward[s], forward[s]
-            last = s == stages - 1
-            below = done.get(("f", s, b), tick) < tick if last else done.get(("b", s + 1, b), tick) < tick
-            ready = s == 0 or done.get(("f", s - 1, f), tick) < tick
-            if b < f and below and (forward[s] == micro or held[s] == at_once[s]):
-                done["b", s, b], backward[s], held[s] = tick, b + 1, held[s] - 1
-            elif f < micro and ready and held[s] < at_once[s]:
-                done["f", s, f], forward[s], held[s] = tick, f + 1, held[s] + 1
-                most[s] = max(most[s], held[s])
-    return tick, most
-
-
 @pytest.mark.parametrize(("stages", "micro"), [(2, 4), (4, 8), (4, 16)])
 def test_1f1b_has_gpipes_bubble_and_fewer_activations(stages: int, micro: int) -> None:
-    gpipe, all_of_them = play(stages, micro, [micro] * stages)
-    one_f_one_b, few = play(stages, micro, [stages - s for s in range(stages)])
-    assert gpipe == one_f_one_b
-    assert 1 - 2 * micro / gpipe == pytest.approx(bubble(stages, micro))
-    assert all_of_them == [micro] * stages
-    assert few == [stages - s for s in range(stages)]
+    gpipe, one_f_one_b = (schedule(name, stages, micro) for name in ("gpipe", "1f1b"))
+    assert clock.share(gpipe) == clock.share(one_f_one_b) == pytest.approx(bubble(stages, micro))
+    assert clock.alive(gpipe) == [micro] * stages
+    assert clock.alive(one_f_one_b) == [stages - s for s in range(stages)]
 
 
 @pytest.mark.parametrize("ranks", [8, 512])

@@ -11,9 +11,11 @@ from refimpl.model.patterns.fixed import FixedSparsityConfig
 from refimpl.model.patterns.parts import window
 from refimpl.model.sparse import block_sparse_attention
 
+CARDS = load()
+
 
 def drawn(name: str, seed: int) -> dict[str, float]:
-    card = load()[name]
+    card = CARDS[name]
     assert isinstance(card, Numeric)
     return card.names(seed)
 

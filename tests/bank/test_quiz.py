@@ -1,4 +1,4 @@
-"""`refimpl quiz` as a person meets it, in a process of its own where it asks; and the parts that grade and load."""
+"""`refimpl quiz` as a person meets it, once in a process of its own; and the parts that grade and load."""
 
 import io
 import os
@@ -15,16 +15,9 @@ from refimpl.bank.question import AnswerError, Question, amount
 from refimpl.bank.scope import BankError, fill, number
 from refimpl.cli.main import main
 
-QUIZ = [sys.executable, "-m", "refimpl", "quiz"]
 
-
-def quiz(*options: str, typed: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"REFIMPL_DATA": str(folder), "COLUMNS": "100", "TERM": "dumb"}
-    return subprocess.run([*QUIZ, *options], input=typed, env=environment, capture_output=True, text=True, timeout=120)
-
-
-def quiz_here(monkeypatch: pytest.MonkeyPatch, *options: str, typed: str, folder: Path) -> int:
-    """The same command in this process, which has torch already; its exit status."""
+def quiz(monkeypatch: pytest.MonkeyPatch, *options: str, typed: str, folder: Path) -> int:
+    """The command in this process, which has torch already; its exit status."""
     monkeypatch.setenv("REFIMPL_DATA", str(folder))
     monkeypatch.setattr(sys, "argv", ["refimpl", "quiz", *options])
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
@@ -33,44 +26,41 @@ def quiz_here(monkeypatch: pytest.MonkeyPatch, *options: str, typed: str, folder
     return int(left.value.code or 0)
 
 
-def test_a_session_is_graded_and_kept_until_the_input_ends(tmp_path: Path) -> None:
+def test_a_session_is_graded_and_kept_until_the_input_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Three questions, two answers: one open, one with a slip of the finger first."""
-    done = quiz("--topic", "zero", "--form", "open", "--n", "3", "--seed", "1", typed="\n7\n3\n\n1\n", folder=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "give a number from 1 to 4" in done.stdout
-    assert "1 of 2 answers right" in done.stdout
+    options = ("--topic", "zero", "--form", "open", "--n", "3", "--seed", "1")
+    assert quiz(monkeypatch, *options, typed="\n7\n3\n\n1\n", folder=tmp_path) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "give a number from 1 to 4" in out
+    assert "1 of 2 answers right" in out
     entries = Progress(tmp_path).read()
     assert sorted((e.answered, e.right) for e in entries.values()) == [(1, 0), (1, 1)]
     assert all(load()[name].topic == "zero" for name in entries)
 
 
-def test_a_number_is_asked_again_until_it_can_be_read(tmp_path: Path) -> None:
-    done = quiz(
-        "--topic",
-        "communication",
-        "--form",
-        "numeric",
-        "--n",
-        "1",
-        "--seed",
-        "5",
-        typed="many\n12,5\n0\n",
-        folder=tmp_path,
-    )
-    assert done.stdout.count("give a number, for example") == 2
-    assert "Not quite" in done.stdout
-    assert "0 of 1 answer right" in done.stdout
+def test_a_number_is_asked_again_until_it_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--topic", "communication", "--form", "numeric", "--n", "1", "--seed", "5")
+    assert quiz(monkeypatch, *options, typed="many\n12,5\n0\n", folder=tmp_path) == 0
+    out = capsys.readouterr().out
+    assert out.count("give a number, for example") == 2
+    assert "Not quite" in out
+    assert "0 of 1 answer right" in out
 
 
-def test_q_stops(tmp_path: Path) -> None:
-    done = quiz("--n", "3", "--seed", "1", typed="q\n", folder=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_q_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quiz(monkeypatch, "--n", "3", "--seed", "1", typed="q\n", folder=tmp_path) == 0
+    assert capsys.readouterr().err == ""
     assert not (tmp_path / "quiz.json").exists()
 
 
 def test_ctrl_c_keeps_what_was_answered(tmp_path: Path) -> None:
     environment = os.environ | {"REFIMPL_DATA": str(tmp_path), "PYTHONUNBUFFERED": "1"}
-    command = [*QUIZ, "--form", "choice", "--n", "3", "--seed", "1"]
+    command = [sys.executable, "-m", "refimpl", "quiz", "--form", "choice", "--n", "3", "--seed", "1"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=environment, text=True, **pipes) as process:  # type: ignore[call-overload]
         process.stdin.write("1\n")
@@ -110,7 +100,7 @@ def test_a_bad_option_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    status = quiz_here(monkeypatch, *options, typed="", folder=tmp_path)
+    status = quiz(monkeypatch, *options, typed="", folder=tmp_path)
     out, err = capsys.readouterr()
     assert status == 2
     assert message in err
@@ -123,7 +113,7 @@ def test_a_folder_that_cannot_be_written_is_said_in_one_line(
 ) -> None:
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "folder"
-    assert quiz_here(monkeypatch, "--form", "choice", "--seed", "1", typed="1\n", folder=folder) == 2
+    assert quiz(monkeypatch, "--form", "choice", "--seed", "1", typed="1\n", folder=folder) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "set REFIMPL_DATA" in err
@@ -258,11 +248,14 @@ def test_what_they_ask_next_is_shown(
 ) -> None:
     """Also follow-ups of other topics than the one asked for, and those that are no cards."""
     monkeypatch.setenv("COLUMNS", "2000")
-    quiz_here(monkeypatch, "--form", "choice", "--n", "40", "--seed", "1", typed="1\n" * 40, folder=tmp_path)
+    reads: list[None] = []
+    monkeypatch.setattr("refimpl.bank.load.load", lambda *of: reads.append(None) or load(*of))
+    quiz(monkeypatch, "--form", "choice", "--n", "25", "--seed", "1", typed="1\n" * 25, folder=tmp_path)
+    assert len(reads) <= 2, "what is asked, and once what is asked next: not after each answer"
     out = " ".join(capsys.readouterr().out.split())
-    asked = [card for card in select(form="choice").values() if card.id in Progress(tmp_path).read()]
+    answered, cards = Progress(tmp_path).read(), load()
+    asked = [card for card in select(form="choice").values() if card.id in answered]
     assert len(asked) > 20
-    cards = load()
     for card in asked:
         for text in card.follow_ups:
             words = Question(cards[text]).ask if text in cards else text

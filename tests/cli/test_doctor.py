@@ -1,18 +1,16 @@
 """The doctor: it looks at everything, and what is missing comes with advice."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from refimpl.cli import doctor
+from refimpl.cli.main import app
 
 
 def test_refimpl_doctor_runs() -> None:
-    done = subprocess.run([sys.executable, "-m", "refimpl", "doctor"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    result = CliRunner().invoke(app, ["doctor"])
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
     for word in (
         "cores",
         "memory",
@@ -25,7 +23,7 @@ def test_refimpl_doctor_runs() -> None:
         "ranks",
         "transport",
     ):
-        assert word in done.stdout
+        assert word in result.stdout
 
 
 def test_what_is_missing_comes_with_advice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

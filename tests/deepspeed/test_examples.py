@@ -1,11 +1,11 @@
-"""DeepSpeedExamples' scripts in small, unchanged, on two ranks, refimpl under the name deepspeed; one by torchrun."""
+"""DeepSpeedExamples' scripts in small, unchanged, on two ranks, refimpl under the name deepspeed."""
 
 import json
 from pathlib import Path
 
 import pytest
 from examples import CIFAR, GAN, HELLO, PIPELINE_BASE
-from foreign import run_on_ranks, run_script
+from foreign import run_on_ranks
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "fp16"), (2, "bf16"), (3, "fp16")])
@@ -40,6 +40,6 @@ def test_the_pipeline_examples_base_path(tmp_path: Path) -> None:
     config["optimizer"] = {"type": "Adam", "params": {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = ("--deepspeed_config", str(tmp_path / "config.json"), "-p")
-    said = run_script(PIPELINE_BASE, tmp_path, *arguments, "0", ranks=2, alias=True)
+    said = run_on_ranks(PIPELINE_BASE, tmp_path, *arguments, "0")
     assert "pipeline 0 12\n" in said
     assert "pipeline 1 12\n" in said

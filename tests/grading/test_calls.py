@@ -1,6 +1,5 @@
 """A way round an exercise is named also if it gets there at run time; an honest answer may call what it is given."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,12 +46,6 @@ BODIES = {
         "a function of the solutions is called",
     ),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def leave() -> Iterator[None]:
-    yield
-    grader().__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("how", BODIES)

@@ -1,18 +1,11 @@
 """Whatever an answer does, its learner gets a short text that names the mistake and the line, in seconds."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from answers import graded, grader
+from answers import EXERCISE, graded, grader
 
 pytestmark = pytest.mark.xdist_group("grading")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def leave() -> Iterator[None]:
-    yield
-    grader().__exit__(None, None, None)
 
 
 FAULTS = {
@@ -83,8 +76,6 @@ def test_a_file_that_cannot_be_imported(head: str, tmp_path: Path) -> None:
 def test_a_name_that_is_missing(tmp_path: Path) -> None:
     file = tmp_path / "exercise.py"
     file.write_text("def dubble(group, x):\n    return 2 * x\n")
-    from answers import EXERCISE
-
     assert grader().grade(EXERCISE, file).headline == "exercise.py has no `double`"
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from kept import counted as kept_for_backward
 from worlds import run
 
 from refimpl.comm.group import Group
@@ -22,19 +21,10 @@ def counted(sequence: bool) -> tuple[int, int, int]:
     model = parallelize(GPT(CONFIG), gpt_plan(CONFIG.heads, CONFIG.vocab), group, sequence=sequence)
     block = model.get_submodule("blocks.0")
     x = torch.randn(BATCH, CONFIG.context // (group.size if sequence else 1), CONFIG.width, requires_grad=True)
-    saved: list[Tensor] = []
-
-    def keep(t: Tensor) -> Tensor:
-        saved.append(t)
-        return t
-
     group.ledger.reset()
-    with saved_tensors_hooks(keep, lambda t: t):
-        y = block(x)
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
-    kept = sum(sizes[a] for a in sizes.keys() - {p.untyped_storage().data_ptr() for p in block.parameters()})
-    y.sum().backward()
-    return sum(p.numel() for p in block.parameters()), kept, group.ledger.sent_bytes("tag")["tensor"]
+    with kept_for_backward(block.parameters) as kept:
+        block(x).sum().backward()
+    return sum(p.numel() for p in block.parameters()), kept.peak, group.ledger.sent_bytes("tag")["tensor"]
 
 
 @pytest.mark.parametrize("way", WAYS[:2])

@@ -1,6 +1,7 @@
 """Models that `autotp` has never seen: transformers' families with tiny random weights, and strangers' own."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,82 +12,61 @@ from torch import Tensor, nn
 VOCAB = 29
 COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 COMMON |= {"num_attention_heads": 4, "max_position_embeddings": 64}
+EIGHT_HEADS = COMMON | {"num_attention_heads": 8}
 
 
-def llama(**more: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def hf(name: str, **sizes: Any) -> nn.Module:
+    """transformers' model of this name, with the configuration that belongs to it."""
+    import transformers
 
-    return LlamaForCausalLM(LlamaConfig(**COMMON, **more))
-
-
-def llama_grouped() -> nn.Module:
-    return llama(num_key_value_heads=2)
-
-
-def llama_biased() -> nn.Module:
-    return llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+    kind = getattr(transformers, name)
+    model: nn.Module = kind(kind.config_class(**sizes))
+    return model
 
 
-def mistral() -> nn.Module:
-    from transformers import MistralConfig, MistralForCausalLM
+llama = partial(hf, "LlamaForCausalLM", **COMMON)
+llama_grouped = partial(llama, num_key_value_heads=2)
+llama_biased = partial(llama, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+llama_one_key = partial(llama, num_key_value_heads=1, attention_bias=True)
+mistral = partial(hf, "MistralForCausalLM", **COMMON, num_key_value_heads=4, head_dim=12, sliding_window=4)
+qwen2 = partial(hf, "Qwen2ForCausalLM", **COMMON, num_key_value_heads=4, tie_word_embeddings=True)
+# A norm over the features of each head: its weights are whole, their gradients parts.
+qwen3 = partial(hf, "Qwen3ForCausalLM", **COMMON, num_key_value_heads=4, head_dim=8)
+qwen3_few_keys = partial(hf, "Qwen3ForCausalLM", **EIGHT_HEADS, num_key_value_heads=2, head_dim=8)
+gpt2 = partial(hf, "GPT2LMHeadModel", vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+bert = partial(hf, "BertForMaskedLM", **COMMON)
+T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 6, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+t5 = partial(hf, "T5ForConditionalGeneration", **T5, decoder_start_token_id=0)
+t5_gated = partial(t5, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+# q, k and v of a head side by side; attention and MLP added to the same input.
+neox = partial(hf, "GPTNeoXForCausalLM", **COMMON)
+# Puts the least number of the scores' dtype into an fp32 tensor, which fp64's does not fit.
+XGLM = {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 64}
+xglm = partial(hf, "XGLMForCausalLM", vocab_size=VOCAB, dropout=0.0, attention_dropout=0.0, **XGLM)
+FAMILIES = [
+    "llama",
+    "llama_grouped",
+    "llama_biased",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gpt2",
+    "bert",
+    "t5",
+    "t5_gated",
+    "neox",
+    "xglm",
+]
 
-    return MistralForCausalLM(MistralConfig(**COMMON, num_key_value_heads=4, head_dim=12, sliding_window=4))
-
-
-def qwen2() -> nn.Module:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    return Qwen2ForCausalLM(Qwen2Config(**COMMON, num_key_value_heads=4, tie_word_embeddings=True))
-
-
-def qwen3() -> nn.Module:
-    """A norm over the features of each head: its weights are whole, their gradients parts."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(**COMMON, num_key_value_heads=4, head_dim=8))
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4))
-
-
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(**COMMON))
-
-
-def t5(**more: Any) -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=VOCAB, d_model=32, d_kv=6, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, **more
-    )
-    return T5ForConditionalGeneration(config)
-
-
-def t5_gated() -> nn.Module:
-    return t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False)
-
-
-def neox() -> nn.Module:
-    """q, k and v of a head side by side; attention and MLP added to the same input."""
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**COMMON))
-
-
-def xglm() -> nn.Module:
-    """Puts the least number of the scores' dtype into an fp32 tensor, which fp64's does not fit."""
-    from transformers import XGLMConfig, XGLMForCausalLM
-
-    sizes = {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 64}
-    return XGLMForCausalLM(XGLMConfig(vocab_size=VOCAB, dropout=0.0, attention_dropout=0.0, **sizes))
-
-
-FAMILIES = [llama, llama_grouped, llama_biased, mistral, qwen2, qwen3, gpt2, bert, t5, t5_gated, neox, xglm]
+# One matrix for q, k and v, one for gate and up; the forward asks the configuration for the number of heads.
+phi3 = partial(hf, "Phi3ForCausalLM", **EIGHT_HEADS, num_key_value_heads=2, pad_token_id=0)
+FALCON = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8}
+falcon = partial(hf, "FalconForCausalLM", **FALCON, alibi=False)
+# The heads of a group side by side: its queries, its key, its value.
+falcon_groups = partial(falcon, new_decoder_architecture=True, num_kv_heads=4)
+bigcode = partial(hf, "GPTBigCodeForCausalLM", vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=8)
+bloom = partial(hf, "BloomForCausalLM", vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=8)
+FUSED = ["phi3", "falcon", "falcon_groups", "bigcode", "bloom"]
 
 
 def tokens() -> dict[str, Tensor]:
@@ -230,17 +210,6 @@ class Beside(Stranger):
             y = block["n"](x)
             x = x + block["a"](y) + block["b"](y)
         return {"said": [self.speak(x)], "length": ids.shape[1]}
-
-
-class Nano(Look):
-    """The shape of nanoGPT's: the forward takes the width from its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, C = x.size()
-        q = self.ask(x).view(B, T, self.n, C // self.n).transpose(1, 2)
-        k, v = (y.view(B, T, self.n, C // self.n).transpose(1, 2) for y in self.tell(x).split(C, dim=2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.sum_up(y.transpose(1, 2).contiguous().view(B, T, C))
 
 
 class Normed(Look):
@@ -424,24 +393,14 @@ class Torchs(nn.Module):
         return self.head(x)
 
 
-def stranger() -> nn.Module:
-    return Stranger()
-
-
-def nano() -> nn.Module:
-    return Stranger(lambda: Nano(24, 4))
-
-
-def shared_keys() -> nn.Module:
-    return Stranger(lambda: Share(24, 8, 2))
-
-
-def masked(tokens: bool = True) -> nn.Module:
-    return Masked(tokens)
-
-
-def one_key() -> nn.Module:
-    return Stranger(lambda: Share(24, 4, 1))
+stranger, slopes, beside, heard, by_hand, torchs = Stranger, Slopes, Beside, Heard, ByHand, Torchs
+shared_keys = partial(Stranger, lambda: Share(24, 8, 2))
+one_key = partial(Stranger, lambda: Share(24, 4, 1))
+normed, batched, alibi, adapted, experts, routed = (
+    partial(Stranger, kind) for kind in (Normed, Batched, Alibi, Adapted, Experts, Routed)
+)
+transposed, leaky = (partial(Stranger, lambda kind=kind: kind(24, 4)) for kind in (Transposed, Leaky))
+crossed = partial(Stranger, lambda: Crossed(24))
 
 
 def joined(many: int = 8, few: int = 2) -> nn.Module:
@@ -449,111 +408,8 @@ def joined(many: int = 8, few: int = 2) -> nn.Module:
     return Stranger(lambda: Joined(config))
 
 
-def joined_one() -> nn.Module:
-    """7 heads of queries: ranks have unequal numbers of them."""
-    return joined(7, 1)
-
-
-def slopes() -> nn.Module:
-    return Slopes()
-
-
-def phi3() -> nn.Module:
-    """One matrix for q, k and v, one for gate and up; the forward asks the configuration for the number of heads."""
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    common = COMMON | {"num_attention_heads": 8}
-    return Phi3ForCausalLM(Phi3Config(**common, num_key_value_heads=2, pad_token_id=0))
-
-
-def falcon(**more: Any) -> nn.Module:
-    from transformers import FalconConfig, FalconForCausalLM
-
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8}
-    return FalconForCausalLM(FalconConfig(**sizes, alibi=False, **more))
-
-
-def falcon_groups() -> nn.Module:
-    """The heads of a group side by side: its queries, its key, its value."""
-    return falcon(new_decoder_architecture=True, num_kv_heads=4)
-
-
-def bigcode() -> nn.Module:
-    from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
-
-    return GPTBigCodeForCausalLM(GPTBigCodeConfig(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=8))
-
-
-def bloom() -> nn.Module:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    return BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=8))
-
-
-FUSED = [phi3, falcon, falcon_groups, bigcode, bloom]
-
-
-def llama_one_key() -> nn.Module:
-    return llama(num_key_value_heads=1, attention_bias=True)
-
-
-def qwen3_few_keys() -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(**(COMMON | {"num_attention_heads": 8}), num_key_value_heads=2, head_dim=8))
-
-
-def beside() -> nn.Module:
-    return Beside()
-
-
-def normed() -> nn.Module:
-    return Stranger(Normed)
-
-
-def batched() -> nn.Module:
-    return Stranger(Batched)
-
-
-def alibi() -> nn.Module:
-    return Stranger(Alibi)
-
-
-def transposed() -> nn.Module:
-    return Stranger(lambda: Transposed(24, 4))
-
-
-def adapted() -> nn.Module:
-    return Stranger(Adapted)
-
-
-def experts() -> nn.Module:
-    return Stranger(Experts)
-
-
-def leaky() -> nn.Module:
-    return Stranger(lambda: Leaky(24, 4))
+joined_one = partial(joined, 7, 1)  # ranks have unequal numbers of heads of queries
 
 
 def stack() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 8), nn.GELU(), nn.Linear(8, 5))
-
-
-def routed() -> nn.Module:
-    return Stranger(Routed)
-
-
-def heard() -> nn.Module:
-    return Heard()
-
-
-def crossed() -> nn.Module:
-    return Stranger(lambda: Crossed(24))
-
-
-def by_hand() -> nn.Module:
-    return ByHand()
-
-
-def torchs() -> nn.Module:
-    return Torchs()

@@ -44,6 +44,11 @@ def same_numbers(model: nn.Module, whole: nn.Module, example: dict[str, Any], gr
         torch.autograd.backward([sum((y * w).sum() for y, w in zip(ys, weights, strict=True))])
     for y, right in zip(outs, expected, strict=True):
         assert float((y - right).detach().norm()) < BOUND * float(right.detach().norm())
+    same_gradients(model, whole, group)
+
+
+def same_gradients(model: nn.Module, whole: nn.Module, group: Group, bound: float = BOUND) -> None:
+    """Of a cut parameter this rank's part; whose parts are the same wherever several ranks have them."""
     parts, plain = cuts(model), dict(whole.named_parameters(remove_duplicate=False))
     largest = max(float(p.grad.norm()) for p in plain.values() if p.grad is not None)
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -55,4 +60,4 @@ def same_numbers(model: nn.Module, whole: nn.Module, example: dict[str, Any], gr
             split, dim, _ = parts[p]
             right = split.part(right, group.rank, dim)
             assert split.part(split.gather(p.detach(), group, dim, "test"), group.rank, dim).equal(p.detach()), name
-        assert float((grad - right).norm()) < BOUND * max(float(right.norm()), 1e-2 * largest), name
+        assert float((grad - right).norm()) < bound * max(float(right.norm()), 1e-2 * largest), name

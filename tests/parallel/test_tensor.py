@@ -105,28 +105,24 @@ def test_odd_sizes_fused_blocks_and_gathered_outputs(ranks: int) -> None:
     run(kinds, ranks=ranks)
 
 
-def drawn() -> None:
+def kept() -> None:
     group = Group.world()
     torch.manual_seed(3)
-    plain = [nn.Linear(8, 12), nn.Linear(12, 8), nn.Embedding(11, 8)]
-    after = torch.rand(1)
-    torch.manual_seed(3)
-    column = ColumnParallelLinear.drawn(lambda: nn.Linear(8, 12), group)
-    row = RowParallelLinear.drawn(lambda: nn.Linear(12, 8), group)
-    table = VocabParallelEmbedding.drawn(lambda: nn.Embedding(11, 8), group)
-    assert torch.equal(torch.rand(1), after)
-    for layer, whole in zip([column, row, table], plain, strict=True):
+    linear, back, table = nn.Linear(8, 12), nn.Linear(12, 8), nn.Embedding(11, 8)
+    row = RowParallelLinear(back, group)
+    layers = [(ColumnParallelLinear(linear, group), linear), (row, back), (VocabParallelEmbedding(table, group), table)]
+    for layer, whole in layers:
         for name, (split, dim) in layer.splits.items():
             assert torch.equal(split.gather(getattr(layer, name).detach(), group, dim, "test"), getattr(whole, name))
         twin = copy.deepcopy(layer)
         assert twin.group is group
         assert twin.weight is not layer.weight
-    assert torch.equal(row.bias, plain[1].bias)
+    assert torch.equal(row.bias, back.bias)
 
 
 @every_world
-def test_a_seed_gives_the_plain_models_weights_at_any_degree(ranks: int) -> None:
-    run(drawn, ranks=ranks)
+def test_parts_are_the_plain_layers_and_a_copy_talks_to_the_same_ranks(ranks: int) -> None:
+    run(kept, ranks=ranks)
 
 
 def tied(ignored: bool) -> None:

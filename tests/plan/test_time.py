@@ -8,6 +8,8 @@ from worlds import run
 
 from refimpl.comm import ring
 from refimpl.comm.group import Group
+from refimpl.parallel.pipeline.clock import share
+from refimpl.parallel.pipeline.schedules.named import schedule
 from refimpl.plan.time import (
     Link,
     adam_seconds,
@@ -46,23 +48,10 @@ def test_ring_and_tree_cross_where_the_formula_says(ranks: int) -> None:
     assert ring_all_reduce_seconds(size * 2, ranks, LINK) < tree_all_reduce_seconds(size * 2, ranks, LINK)
 
 
-def played(stages: int, micro_batches: int) -> float:
-    """The idle share of GPipe's schedule, forward and backward one tick each, played by its dependencies."""
-    done: dict[tuple[str, int, int], int] = {}
-    for m in range(micro_batches):
-        for s in range(stages):
-            done["f", s, m] = 1 + max(done.get(("f", s - 1, m), 0), done.get(("f", s, m - 1), 0))
-    for m in range(micro_batches):
-        for s in reversed(range(stages)):
-            ready = [done["f", s, micro_batches - 1], done.get(("b", s + 1, m), 0), done.get(("b", s, m - 1), 0)]
-            done["b", s, m] = 1 + max(ready)
-    return 1 - 2 * micro_batches / max(done.values())
-
-
 @pytest.mark.parametrize("stages", [1, 2, 4, 7])
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])
 def test_the_bubble_is_that_of_a_schedule_played(stages: int, micro_batches: int) -> None:
-    assert bubble(stages, micro_batches) == pytest.approx(played(stages, micro_batches))
+    assert bubble(stages, micro_batches) == pytest.approx(share(schedule("gpipe", stages, micro_batches)))
 
 
 def test_communication_is_exposed_when_it_does_not_fit_behind_backward() -> None:

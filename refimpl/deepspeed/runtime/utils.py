@@ -16,6 +16,7 @@ from refimpl.deepspeed import comm
 from refimpl.deepspeed.accelerator import get_accelerator
 from refimpl.deepspeed.utils import groups
 from refimpl.engine.cut import OTHERS_FLAGS
+from refimpl.parallel.pipeline.partition import uniform
 from refimpl.zero.parameter import stage_of
 
 T = TypeVar("T")
@@ -104,10 +105,7 @@ def set_random_seed(seed: int) -> None:
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     """Bounds of `num_parts` runs of items whose lengths differ by one at most, the longer ones first."""
-    if num_items <= num_parts:
-        return [min(part, num_items) for part in range(num_parts + 1)]
-    size, longer = divmod(num_items, num_parts)
-    return [part * size + min(part, longer) for part in range(num_parts + 1)]
+    return uniform(num_items, num_parts)
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:

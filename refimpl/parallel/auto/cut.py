@@ -1,12 +1,11 @@
 """A cut: layers and how each is cut, numbers that become a rank's part, parameters whose gradients are summed."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from refimpl.comm.group import Group
 from refimpl.parallel.auto.sizes import divided, get, part_of_argument, put
@@ -31,26 +30,14 @@ class Cut:
 
     def apply(self, model: nn.Module, group: Group, draws: Draws | None = None) -> Callable[[], None]:
         """Cut the model in place. Returns what makes it whole again. ValueError for what cannot be dealt out."""
-        shared = aliases(model, self.styles)
-        for module, key, _ in shared:
-            del module._parameters[key]
         plain = {name: model.get_submodule(name) for name in self.styles}
-        replaced: list[tuple[nn.Module, str, nn.Module]] = []
-        kept: dict[tuple[str, str], Any] = {}
-        hooks = list[RemovableHandle]()
-
-        def undo() -> None:
-            for module, key, layer in replaced:
-                setattr(module, key, layer)
+        with ExitStack() as undo:
+            shared = aliases(model, self.styles)
             for module, key, p in shared:
-                module._parameters[key] = p
-            for (name, attribute), value in kept.items():
-                setattr(model.get_submodule(name), attribute, value)
-            for hook in hooks:
-                hook.remove()
-
-        try:
-            replaced += swap(model, self.styles, group, draws=draws)
+                del module._parameters[key]
+                undo.callback(module._parameters.update, {key: p})
+            for module, key, layer in swap(model, self.styles, group, draws=draws):
+                undo.callback(setattr, module, key, layer)
             for module, key, p in shared:
                 module._parameters[key] = next(
                     getattr(model.get_submodule(name), own)
@@ -62,14 +49,11 @@ class Cut:
                 module, (holder, *_) = model.get_submodule(name), attribute.split(".")
                 if attribute.endswith("="):
                     hook = partial(part_of_argument, attribute[:-1], split, group.rank)
-                    hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                    undo.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
                     continue
-                kept.setdefault((name, holder), getattr(module, holder))
+                undo.callback(setattr, module, holder, getattr(module, holder))
                 put(module, attribute, divided(get(module, attribute), split, group.rank))
-        except Exception:
-            undo()
-            raise
-        return undo
+            return undo.pop_all().close
 
 
 def aliases(model: nn.Module, styles: Mapping[str, Style]) -> list[tuple[nn.Module, str, nn.Parameter]]:

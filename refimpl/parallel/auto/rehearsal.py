@@ -16,6 +16,7 @@ BOUND: rounding differs in the last bits, of fp32 where a model computes a softm
 some 1e-7. What a wrong cut leaves out is a rank's share of a sum.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from refimpl.comm.group import Group
 from refimpl.parallel.auto.dropout import Inside, NoDropout, drawn_wrong
-from refimpl.parallel.auto.trace import Call, plain_layers, tensors
+from refimpl.parallel.auto.trace import Call, hooked, plain_layers, tensors
 from refimpl.parallel.split import Split
 from refimpl.parallel.tensor import ColumnParallelLinear, Parted, RowParallelLinear, cuts, local
 from refimpl.parallel.vocabulary import VocabParallelEmbedding
@@ -144,25 +145,20 @@ def play(model: nn.Module, call: Call, notes: Notes, learning: bool) -> None:
 
 def whole_run(twin: nn.Module, call: Call, learning: bool) -> Notes:
     """The notes of the model as it is, of all plain layers."""
-    notes, hooks, calls = Notes(), [], dict[str, int]()
-    for name, layer in plain_layers(twin).items():
+    notes, calls = Notes(), Counter[str]()
 
-        def enter(module: nn.Module, args: Any, name: str = name) -> Any:
-            calls[name] = calls.get(name, -1) + 1
-            if not args or not args[0].is_floating_point():
-                return None
-            return (Note.apply(args[0], notes.grads, (name, calls[name]), None), *args[1:])  # type: ignore[no-untyped-call]
+    def enter(module: nn.Module, args: Any, name: str) -> Any:
+        calls[name] += 1
+        if not args or not args[0].is_floating_point():
+            return None
+        return (Note.apply(args[0], notes.grads, (name, calls[name] - 1), None), *args[1:])  # type: ignore[no-untyped-call]
 
-        def leave(module: Any, args: Any, out: Any, name: str = name) -> None:
-            if isinstance(out, Tensor):
-                notes.outs[name, calls[name]] = out.detach().clone()  # the model may write to it
+    def leave(module: Any, args: Any, out: Any, name: str) -> None:
+        if isinstance(out, Tensor):
+            notes.outs[name, calls[name] - 1] = out.detach().clone()  # the model may write to it
 
-        hooks += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
-    try:
+    with hooked(plain_layers(twin), enter, leave):
         play(twin, call, notes, learning)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return notes
 
 

@@ -10,6 +10,7 @@ deepspeed/module_inject/auto_tp.py, `update_mp_params`.
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain, combinations, islice, product
 from typing import Any
@@ -85,14 +86,11 @@ def keywords(model: nn.Module, call: Call) -> Given:
         tensors = {key: x for key, x in kwargs.items() if isinstance(x, Tensor) and x.is_floating_point()}
         given.setdefault(name, {}).update({key: x.shape[0] for key, x in tensors.items() if x.dim() > 1})
 
-    hooks = [
-        m.register_forward_pre_hook(partial(note, name), with_kwargs=True) for name, m in model.named_modules() if name
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name:
+                hooks.enter_context(module.register_forward_pre_hook(partial(note, name), with_kwargs=True))
         call(model)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return given
 
 

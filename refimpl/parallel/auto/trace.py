@@ -12,7 +12,8 @@ addition lies a product of activations.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -87,62 +88,58 @@ class Trace:
 
     def residual(self) -> set[str]:
         """The layers whose output is added to what their own input came from."""
-        graph = behind(x.grad_fn for x in self.outputs)
+        graph = reached((x.grad_fn for x in self.outputs), sources)
         found: set[str] = set()
-        before = cache(lambda place: behind([self.entries[place.layer][place.call].grad_fn]))
+        before = cache(lambda place: reached([self.entries[place.layer][place.call].grad_fn], sources))
         for node in graph:
-            sides = [side for side, _ in node.next_functions if side is not None]
-            if node.name().startswith("AddBackward") and len(sides) == 2:
-                for side, other in (sides, sides[::-1]):
-                    branch = nearest([side], MIXES)
-                    linear = [place for place in branch if place.layer in self.entries and place.layer not in found]
-                    parts = summands(other)  # (x + attention(x)) + mlp(x): of what was added up, x was there before
-                    found |= {place.layer for place in linear if not parts.isdisjoint(before(place))}
+            sides = added(node)
+            for side, other in (sides, sides[::-1]) if sides else ():
+                branch = nearest([side], MIXES)
+                linear = [place for place in branch if place.layer in self.entries and place.layer not in found]
+                parts = reached([other], added)  # (x + attention(x)) + mlp(x): of what was added up, x was there before
+                found |= {place.layer for place in linear if not parts.isdisjoint(before(place))}
         return found
 
 
-def summands(node: Node) -> set[Node]:
-    """The node, and what it adds up."""
-    found, todo = set[Node](), [node]
-    while todo:
-        if (node := todo.pop()) not in found:
-            found.add(node)
-            sides = [side for side, _ in node.next_functions if side is not None]
-            todo += sides if node.name().startswith("AddBackward") and len(sides) == 2 else []
-    return found
+def sources(node: Node) -> list[Node]:
+    """What a node is computed from."""
+    return [source for source, _ in node.next_functions if source is not None]
 
 
-def behind(nodes: Iterable[Node]) -> set[Node]:
-    """Everything that these nodes are computed from, and they themselves."""
-    seen: set[Node] = set()
-    todo = [node for node in nodes if node is not None]
+def added(node: Node) -> list[Node]:
+    """What a node adds up; nothing if it is no sum of two."""
+    sides = sources(node)
+    return sides if node.name().startswith("AddBackward") and len(sides) == 2 else []
+
+
+def reached(nodes: Iterable[Node], further: Callable[[Node], list[Node]]) -> set[Node]:
+    """These nodes, and all that `further` leads to from one to the next."""
+    seen, todo = set[Node](), [node for node in nodes if node is not None]
     while todo:
         if (node := todo.pop()) not in seen:
             seen.add(node)
-            todo += [further for further, _ in node.next_functions if further is not None]
+            todo += further(node)
     return seen
 
 
 def nearest(nodes: Iterable[Node], stop: re.Pattern[str] | None = None) -> set[Place]:
     """The outputs of layers that these nodes are computed from with no other layer, and no `stop`, between."""
-    seen: set[Node] = set()
-    found: set[Place] = set()
-    todo = [node for node in nodes if node is not None]
-    while todo:
-        node = todo.pop()
-        place = getattr(node, "place", None)
-        if isinstance(place, Place) and place.leaving:
-            found.add(place)
-        elif node not in seen and not (stop and stop.search(node.name())):
-            seen.add(node)
-            todo += [further for further, _ in node.next_functions if further is not None]
-    return found
+
+    def up_to_layers(node: Node) -> list[Node]:
+        return [] if left(node) or (stop and stop.search(node.name())) else sources(node)
+
+    return {place for node in reached(nodes, up_to_layers) if (place := left(node))}
+
+
+def left(node: Node) -> Place | None:
+    """The layer whose output a node is, if it is one."""
+    place = getattr(node, "place", None)
+    return place if isinstance(place, Place) and place.leaving else None
 
 
 def trace(model: nn.Module, call: Call) -> Trace:
     """call(model), with every plain linear layer and embedding marked."""
     found = Trace({})
-    hooks = []
 
     def enter(module: nn.Module, args: Any, name: str) -> Any:
         found.layers.setdefault(name, module)
@@ -161,15 +158,19 @@ def trace(model: nn.Module, call: Call) -> Trace:
         exits.append(y)
         return y
 
-    for name, module in plain_layers(model).items():
-        hooks.append(module.register_forward_pre_hook(partial(enter, name=name)))
-        hooks.append(module.register_forward_hook(partial(leave, name=name)))
-    try:
+    with hooked(plain_layers(model), enter, leave):
         found.outputs = tensors(call(model))
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found
+
+
+@contextmanager
+def hooked(layers: Mapping[str, nn.Module], enter: Callable[..., Any], leave: Callable[..., Any]) -> Iterator[None]:
+    """Within it `enter` and `leave` are hooks before and behind each layer's forward, told its `name`."""
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(enter, name=name)))
+            hooks.enter_context(layer.register_forward_hook(partial(leave, name=name)))
+        yield
 
 
 def plain_layers(model: nn.Module) -> dict[str, nn.Module]:

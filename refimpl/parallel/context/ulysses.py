@@ -12,13 +12,13 @@ are repeated. Jacobs et al. 2023, arXiv:2309.14509; DeepSpeed: deepspeed/sequenc
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from refimpl.comm.group import Group
+from refimpl.parallel.conjugates import conjugate
 from refimpl.parallel.split import Split
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B, h, T, D], k, v [B, k, T, D] -> [B, h, T, D]
@@ -79,27 +79,11 @@ def exchange(x: Tensor, group: Group, cut: int, join: int, cuts: Sequence[int], 
     if x.shape[cut] != sum(cuts) or x.shape[join] != joins[group.rank]:
         raise ValueError(f"rank {group.rank}: {tuple(x.shape)} where dimension {cut} is cut as {list(cuts)}, and "
                          f"dimension {join} joined of {list(joins)}")  # fmt: skip
-    result: Tensor = Exchange.apply(x, group, cut, join, cuts, joins)  # type: ignore[no-untyped-call]
-    return result
+    there, back = partial(exchanged, group, cut, join, cuts, joins), partial(exchanged, group, join, cut, joins, cuts)
+    return conjugate(x, group, there, back)
 
 
-class Exchange(torch.autograd.Function):
-    """See `exchange`. Backward is the reverse."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: Group, cut: int, join: int, cuts: Sequence[int], joins: Sequence[int]
-    ) -> Tensor:
-        ctx.settings = group, cut, join, cuts, joins
-        return exchanged(x, group, cut, join, cuts, joins)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        group, cut, join, cuts, joins = ctx.settings
-        return exchanged(grads[0], group, join, cut, joins, cuts), *[None] * 5
-
-
-def exchanged(x: Tensor, group: Group, cut: int, join: int, cuts: Sequence[int], joins: Sequence[int]) -> Tensor:
+def exchanged(group: Group, cut: int, join: int, cuts: Sequence[int], joins: Sequence[int], x: Tensor) -> Tensor:
     goes = [part.flatten() for part in torch.split(x, list(cuts), cut)]
     shapes = [[cuts[group.rank] if d == cut else n if d == join else s for d, s in enumerate(x.shape)] for n in joins]
     comes = [math.prod(shape) for shape in shapes]

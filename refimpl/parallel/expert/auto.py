@@ -22,6 +22,7 @@ DeepSpeed: AutoEP, deepspeed/module_inject/auto_ep.py, with a preset a model fam
 
 import inspect
 import re
+from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -120,32 +121,28 @@ def looks_so(name: str, module: nn.Module) -> bool:
 
 def understood(model: nn.Module, name: str, module: nn.Module) -> tuple[str, Found]:
     """(the module whose call is replaced, what is known of these experts after trying them). ValueError if nothing."""
-    where = place(name, module)
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     kind = None if uncallable(module) else KINDS.get(len(names))
     takes = f"its forward takes ({', '.join(names)}), and not tokens, indices and weights"
-    none = "it has no forward" if uncallable(module) else takes if kind is None else undivided(module)
-    reasons = [f"{where}: {none}"]
-    for experts in ways(module, kind, names) if kind is not None else ():
-        reason = experts.unlike(module)
+    reason: str | None = "it has no forward" if uncallable(module) else takes if kind is None else undivided(module)
+    for call, experts in candidates(name, module, kind, names):
+        reason = experts.unlike(model.get_submodule(call))
         if reason is None:
-            return name, experts
-        reasons.append(f"{where}: {reason}")
-    block, _, holder = name.rpartition(".")
-    of_block: Found | None = None
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and len(listed := alike(module)) > 1:
-        of_block = Looped(len(listed), listed=listed, holder=holder)
-    elif uncallable(module) and (stacked := [p for p in module.parameters() if p.dim() == 3]):
-        of_block = Bare(len(stacked[0]), holder=holder)
-    if of_block is not None:
-        reason = of_block.unlike(model.get_submodule(block))
-        if reason is None:
-            return block, of_block
-        reasons.append(f"{where}: {reason}")
+            return call, experts
     raise ValueError(
-        f"{reasons[-1]}: such experts cannot be dealt out; leave expert_parallel off, or write the mixture with "
-        "refimpl.model.moe.MoE"
+        f"{place(name, module)}: {reason}: such experts cannot be dealt out; leave expert_parallel off, or write the "
+        "mixture with refimpl.model.moe.MoE"
     )
+
+
+def candidates(name: str, module: nn.Module, kind: type[Found] | None, names: list[str]) -> Iterator[tuple[str, Found]]:
+    """(the module whose call would be replaced, what its experts may be)."""
+    yield from ((name, experts) for experts in (ways(module, kind, names) if kind is not None else ()))
+    block, _, holder = name.rpartition(".")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and len(listed := alike(module)) > 1:
+        yield block, Looped(len(listed), listed=listed, holder=holder)
+    elif uncallable(module) and (stacked := [p for p in module.parameters() if p.dim() == 3]):
+        yield block, Bare(len(stacked[0]), holder=holder)
 
 
 def uncallable(module: nn.Module) -> bool:

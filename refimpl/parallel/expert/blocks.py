@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from refimpl.parallel.expert.exchange import loads
-from refimpl.parallel.expert.trying import REFUSALS, Forward, Found, by_source, close, rows, trial, widths
+from refimpl.parallel.expert.exchange import by_source, loads
+from refimpl.parallel.expert.trying import REFUSALS, Forward, Found, close, rows, trial, widths
 
 
 class Sorted(Found):

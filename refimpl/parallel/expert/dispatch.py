@@ -34,7 +34,7 @@ from refimpl.comm.group import Group
 from refimpl.model.moe import Many, combine, permute
 from refimpl.model.routes import Routes, Rows, fill
 from refimpl.parallel.conjugates import conjugate
-from refimpl.parallel.expert.exchange import Table, Way, by, exchange, loads, turned
+from refimpl.parallel.expert.exchange import Table, Way, by, loads, turned
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Dispatch:
 
     def move(self, x: Tensor, rows: Table) -> Tensor:
         """This rank's rows by the rank they go to -> by the rank they come from; and so is backward."""
-        return exchange(x, self.way, rows)
+        return conjugate(x, self.group, lambda x: self.way(x, rows), lambda grad: self.way(grad, turned(rows)))
 
     def of_all_tensor_ranks(self, sizes: list[list[int]]) -> tuple["Share", list[list[int]]]:
         """Their rows one after the other, each rank's sources apart."""

@@ -21,6 +21,7 @@ from torch.func import functional_call
 from refimpl.comm.group import Group
 from refimpl.model.moe import Many, Mix
 from refimpl.model.routes import Routes
+from refimpl.parallel.expert.exchange import by_source
 
 TAG = "experts, in order"
 
@@ -41,11 +42,8 @@ class InOrder:
         def in_order(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
             passed = PassOn.apply(self.group, *learned.values())  # type: ignore[no-untyped-call]
             weights = dict(zip(learned, passed, strict=True))
-            blocks = rows.split([sum(row) for row in sizes])  # type: ignore[no-untyped-call]
             # A call a source, so that each source's gradients come by themselves, of stacked weights too.
-            calls = [(block, [row]) for block, row in zip(blocks, sizes, strict=True)]
-            answers = [functional_call(experts, weights, call) for call in reversed(calls)][::-1]
-            joined = torch.cat(answers)
+            joined = by_source(lambda block, row: functional_call(experts, weights, (block, [row])), rows, sizes)
             result: Tensor = BeginWith.apply(joined, self.group, *passed)  # type: ignore[no-untyped-call]
             return result
 

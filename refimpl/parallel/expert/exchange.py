@@ -15,7 +15,6 @@ section 3.3. DeepSpeed: deepspeed/moe/sharded_moe.py, `_AllToAll`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ from refimpl.comm.streams import told
 
 TAG, INSIDE, ACROSS = "tokens", "tokens in the node", "tokens between nodes"
 Table = Sequence[Sequence[int]]
-
 
 # x [R, M], this rank's rows by the rank they go to -> rows by the rank they come from. A collective.
 Way = Callable[[Tensor, Table], Tensor]
@@ -83,22 +81,13 @@ def all_to_all(x: Tensor, group: Group, goes: Sequence[int], comes: Sequence[int
     return out
 
 
-def exchange(x: Tensor, way: Way, rows: Table) -> Tensor:
-    """The same with a gradient, which goes the way back. A collective, and so is backward."""
-    result: Tensor = Exchange.apply(x, way, rows)  # type: ignore[no-untyped-call]
-    return result
-
-
-class Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, way: Way, rows: Table) -> Tensor:
-        ctx.way, ctx.rows = way, rows
-        out = way(x, rows)
-        return out.view_as(out) if out is x else out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return exchange(grads[0], ctx.way, turned(ctx.rows)), None, None
+def by_source(
+    ask: Callable[[Tensor, Sequence[int]], Tensor], x: Tensor, sizes: Sequence[Sequence[int]]
+) -> Tensor:  # fmt: skip
+    """ask(rows, sizes by expert) for each source's rows of x [R, ..], the last source first, as in `Experts`."""
+    blocks = x.split([sum(row) for row in sizes])  # type: ignore[no-untyped-call]
+    last_first = [ask(*call) for call in zip(blocks[::-1], sizes[::-1], strict=True)]
+    return torch.cat(last_first[::-1])
 
 
 def turned(rows: Table) -> list[list[int]]:

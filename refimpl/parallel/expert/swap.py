@@ -34,7 +34,7 @@ from refimpl.parallel.expert.exact import InOrder
 from refimpl.parallel.expert.exchange import Flat, Hierarchical, Way
 from refimpl.parallel.expert.marks import mark, name_of
 from refimpl.parallel.first import take_first
-from refimpl.parallel.summed import sum_gradients
+from refimpl.parallel.summed import sum_gradient, sum_gradients
 
 
 def expert_parallel(
@@ -147,20 +147,11 @@ def share(layer: MoE, axes: Axes, cut_experts: bool, sequence: bool) -> None:
 
 
 def sum_experts(tensor: Group, layer: nn.Module, args: Any) -> None:
-    """A hook before the forward of a layer, or of its experts, that are whole on each tensor rank."""
-    # At a call, because a copy of a module has the module's hooks, but not those of its parameters.
+    """A hook before the forward of a layer, or of its experts, whole on each tensor rank: they see its tokens."""
     dealt = layer.__dict__.get("dealt")  # of `auto.py`
     experts: Any = dealt.experts(layer) if dealt is not None else getattr(layer, "experts", layer)
     for p in experts.parameters():
-        if p.requires_grad and not hasattr(p, "summed"):
-            p.summed = p.register_hook(partial(_summed, tensor))
-
-
-def _summed(tensor: Group, grad: Tensor) -> Tensor:
-    # Each tensor rank has multiplied its part of the tokens.
-    grad = grad.clone(memory_format=torch.contiguous_format)
-    tensor.all_reduce(grad, tag="experts, tensor")
-    return grad
+        sum_gradient(p, tensor, "experts, tensor")
 
 
 def whole_state_dict(model: nn.Module, group: Group) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ What a module does is not read from its name, but tried out on a few rows, withi
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,12 +182,3 @@ def take_part(module: nn.Module, experts: Found) -> None:
         p.data = p.data[experts.first * rows :][: experts.each * rows]
     for part, key in experts.counters:
         setattr(part, key, experts.each)
-
-
-def by_source(
-    ask: Callable[[Tensor, Sequence[int]], Tensor], x: Tensor, sizes: Sequence[Sequence[int]]
-) -> Tensor:  # fmt: skip
-    """ask(rows, sizes by expert) for each source's rows of x [R, ..], the last source first, as in `Experts`."""
-    blocks = x.split([sum(row) for row in sizes])  # type: ignore[no-untyped-call]
-    last_first = [ask(*call) for call in zip(blocks[::-1], sizes[::-1], strict=True)]
-    return torch.cat(last_first[::-1])

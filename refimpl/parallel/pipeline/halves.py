@@ -72,12 +72,10 @@ class Halves:
                 continue
             edges, grads = zip(*begins, strict=True)
             leaves = [node.variable for node in weights]  # type: ignore[attr-defined]
-            hooks = [node.register_prehook(partial(self._hold, node)) for node in nodes & self.kept.keys()]
-            try:
+            with ExitStack() as hooks:
+                for node in nodes & self.kept.keys():
+                    hooks.callback(node.register_prehook(partial(self._hold, node)).remove)
                 torch.autograd.backward(edges, grads, inputs=leaves, retain_graph=True)
-            finally:
-                for hook in hooks:
-                    hook.remove()
         self.groups, self.kept, self.roots = [], {}, []
 
     def _begins(self) -> Iterator[Node]:

@@ -1,7 +1,7 @@
 """refimpl's own ring, called by code that is made at run time.
 
 task: ring_reduce_scatter
-says: line 15: exec makes code at run time
+says: exec makes code at run time
 """
 
 TEXT = """

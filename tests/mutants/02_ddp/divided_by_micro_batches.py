@@ -6,24 +6,8 @@ says: divided by the number of micro-batches
 
 from contextlib import contextmanager
 
-import torch
 
-
-def assign_buckets(params, limit):
-    buckets = []
-    room = 0
-    for p in reversed(params):
-        if not p.requires_grad:
-            continue
-        if not buckets or p.numel() > room:
-            buckets.append([])
-            room = limit
-        buckets[-1].append(p)
-        room -= p.numel()
-    return buckets
-
-
-class Ddp:
+class Ddp(Ddp):
     def __init__(self, model, group, limit):
         self.group = group
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -45,11 +29,6 @@ class Ddp:
         self.ready.add(p)
         while len(self.flights) < len(self.buckets) and self.ready.issuperset(self.buckets[len(self.flights)]):
             self.launch()
-
-    def launch(self):
-        bucket = self.buckets[len(self.flights)]
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
-        self.flights.append((self.group.all_reduce(flat, "mean", async_op=True), flat))
 
     @contextmanager
     def no_sync(self):

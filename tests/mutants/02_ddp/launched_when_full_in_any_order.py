@@ -5,38 +5,10 @@ says: ranks called different collectives
 says: rank 0                    rank 1
 """
 
-from contextlib import contextmanager
-
 import torch
 
 
-def assign_buckets(params, limit):
-    buckets = []
-    room = 0
-    for p in reversed(params):
-        if not p.requires_grad:
-            continue
-        if not buckets or p.numel() > room:
-            buckets.append([])
-            room = limit
-        buckets[-1].append(p)
-        room -= p.numel()
-    return buckets
-
-
-class Ddp:
-    def __init__(self, model, group, limit):
-        self.group = group
-        for tensor in [*model.parameters(), *model.buffers()]:
-            group.broadcast(tensor.data)
-        self.buckets = assign_buckets(list(model.parameters()), limit)
-        self.syncing = True
-        self.ready = set()  # whose gradient of this backward is complete
-        self.flights = []  # launched, in the order of the buckets
-        for p in model.parameters():
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self.on_gradient)
-
+class Ddp(Ddp):
     def on_gradient(self, p):
         if not self.syncing:
             return
@@ -48,14 +20,6 @@ class Ddp:
     def launch(self, bucket):
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
         self.flights.append((bucket, self.group.all_reduce(flat, "mean", async_op=True), flat))
-
-    @contextmanager
-    def no_sync(self):
-        self.syncing = False
-        try:
-            yield
-        finally:
-            self.syncing = True
 
     def finish(self):
         for bucket in self.buckets:

@@ -5,12 +5,7 @@ says: on the good step that follows `window` good ones
 """
 
 
-class DynamicLossScaler:
-    def __init__(self, scale=2**16, window=1000, hysteresis=2):
-        self.scale, self.window, self.hysteresis = scale, window, hysteresis
-        self.left = hysteresis
-        self.good_steps = 0
-
+class DynamicLossScaler(DynamicLossScaler):
     def update(self, overflow):
         if overflow:
             self.good_steps = 0

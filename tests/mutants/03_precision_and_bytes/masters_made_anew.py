@@ -5,15 +5,9 @@ says: the weights never moved
 """
 
 import torch
-from torch import nn
 
 
-class MasterWeights:
-    def __init__(self, params, make_optimizer):
-        self.params = list(params)
-        self.masters = [nn.Parameter(p.detach().float()) for p in self.params]
-        self.optimizer = make_optimizer(self.masters)
-
+class MasterWeights(MasterWeights):
     @torch.no_grad()
     def step(self, grads):
         for p, master, grad in zip(self.params, self.masters, grads, strict=True):

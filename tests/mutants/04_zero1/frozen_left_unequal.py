@@ -4,24 +4,10 @@ task: ShardedOptimizer
 says: frozen ones must be equal too
 """
 
-import torch
 from torch import nn
 
 
-def flatten(model, ranks):
-    params = [p for p in model.parameters() if p.requires_grad]
-    numel = sum(p.numel() for p in params)
-    flat = torch.zeros(-(-numel // ranks) * ranks, dtype=params[0].dtype)
-    at = 0
-    for p in params:
-        piece = flat[at : at + p.numel()].view(p.shape)
-        piece.copy_(p.detach())
-        p.data = piece
-        at += p.numel()
-    return flat
-
-
-class ShardedOptimizer:
+class ShardedOptimizer(ShardedOptimizer):
     def __init__(self, model, group, make_optimizer):
         self.group = group
         self.params = [p for p in model.parameters() if p.requires_grad]
@@ -30,17 +16,3 @@ class ShardedOptimizer:
             group.broadcast(tensor)
         self.mine = nn.Parameter(self.flat.view(group.size, -1)[group.rank])
         self.optimizer = make_optimizer([self.mine])
-
-    @torch.no_grad()
-    def step(self):
-        grads, at = (torch.zeros_like(self.flat), 0)
-        for p in self.params:
-            if p.grad is not None:
-                grads[at : at + p.numel()].view(p.shape).copy_(p.grad)
-            p.grad = None
-            at += p.numel()
-        self.mine.grad = torch.empty_like(self.mine)
-        self.group.reduce_scatter(self.mine.grad, grads, "mean")
-        self.optimizer.step()
-        self.mine.grad = None
-        self.group.all_gather(self.flat, self.mine.detach())

@@ -8,19 +8,6 @@ import torch
 from torch import nn
 
 
-def flatten(model, ranks):
-    params = [p for p in model.parameters() if p.requires_grad]
-    numel = sum(p.numel() for p in params)
-    flat = torch.zeros(-(-numel // ranks) * ranks, dtype=params[0].dtype)
-    at = 0
-    for p in params:
-        piece = flat[at : at + p.numel()].view(p.shape)
-        piece.copy_(p.detach())
-        p.data = piece
-        at += p.numel()
-    return flat
-
-
 class ShardedOptimizer:
     def __init__(self, model, group, make_optimizer):
         self.group = group

@@ -5,32 +5,9 @@ says: each update is exactly 2x too large: the gradients are summed, not average
 """
 
 import torch
-from torch import nn
 
 
-def flatten(model, ranks):
-    params = [p for p in model.parameters() if p.requires_grad]
-    numel = sum(p.numel() for p in params)
-    flat = torch.zeros(-(-numel // ranks) * ranks, dtype=params[0].dtype)
-    at = 0
-    for p in params:
-        piece = flat[at : at + p.numel()].view(p.shape)
-        piece.copy_(p.detach())
-        p.data = piece
-        at += p.numel()
-    return flat
-
-
-class ShardedOptimizer:
-    def __init__(self, model, group, make_optimizer):
-        self.group = group
-        self.params = [p for p in model.parameters() if p.requires_grad]
-        self.flat = flatten(model, group.size)
-        for tensor in [self.flat, *(p.data for p in model.parameters() if not p.requires_grad)]:
-            group.broadcast(tensor)
-        self.mine = nn.Parameter(self.flat.view(group.size, -1)[group.rank])
-        self.optimizer = make_optimizer([self.mine])
-
+class ShardedOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def step(self):
         grads, at = (torch.zeros_like(self.flat), 0)

@@ -7,21 +7,7 @@ says: buckets are under way at once
 import torch
 
 
-def assign_buckets(params, limit):
-    buckets = []
-    room = 0
-    for p in reversed(params):
-        if not p.requires_grad:
-            continue
-        if not buckets or p.numel() > room:
-            buckets.append([])
-            room = limit
-        buckets[-1].append(p)
-        room -= p.numel()
-    return buckets
-
-
-class GradientShards:
+class GradientShards(GradientShards):
     def __init__(self, model, group, limit):
         self.group = group
         self.buckets = assign_buckets(list(model.parameters()), limit)
@@ -32,11 +18,6 @@ class GradientShards:
         for bucket in self.buckets:
             for p in bucket:
                 p.register_post_accumulate_grad_hook(self.on_gradient)
-
-    def on_gradient(self, p):
-        self.ready.add(p)
-        while self.launched < len(self.buckets) and self.ready.issuperset(self.buckets[self.launched]):
-            self.launch()
 
     def launch(self):
         bucket, ranks = (self.buckets[self.launched], self.group.size)
@@ -56,10 +37,3 @@ class GradientShards:
             work.wait()
             self.shards[number] = self.shards[number] + mine if number in self.shards else mine
         self.flight.clear()
-
-    def finish(self):
-        while self.launched < len(self.buckets):
-            self.launch()
-        self.settle()
-        self.ready.clear()
-        self.launched = 0

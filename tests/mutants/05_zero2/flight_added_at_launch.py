@@ -4,17 +4,10 @@ task: InFlight
 says: is missing
 """
 
-from collections import deque
-
 import torch
 
 
-class InFlight:
-    def __init__(self, group, most):
-        self.group, self.most = group, most
-        self.shards = {}
-        self.flights = deque()
-
+class InFlight(InFlight):
     def launch(self, number, flat):
         if len(self.flights) == self.most:
             self.settle()
@@ -26,7 +19,3 @@ class InFlight:
         number, work, before, mine = self.flights.popleft()
         work.wait()
         self.shards[number] = mine if before is None else before + mine
-
-    def land(self):
-        while self.flights:
-            self.settle()

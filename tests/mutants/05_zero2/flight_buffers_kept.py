@@ -9,7 +9,7 @@ from collections import deque
 import torch
 
 
-class InFlight:
+class InFlight(InFlight):
     def __init__(self, group, most):
         self.group, self.most = group, most
         self.shards = {}
@@ -22,12 +22,3 @@ class InFlight:
         work = self.group.reduce_scatter(mine, flat, "mean", async_op=True)
         self.flights.append((number, work, flat, mine))
         self.log.append(flat)
-
-    def settle(self):
-        number, work, _, mine = self.flights.popleft()
-        work.wait()
-        self.shards[number] = self.shards[number] + mine if number in self.shards else mine
-
-    def land(self):
-        while self.flights:
-            self.settle()

@@ -5,27 +5,9 @@ says: gather(), called twice, sends
 says: exactly 2x
 """
 
-import torch
 
-
-class ShardedParams:
-    def __init__(self, params, group):
-        self.params, self.group = (list(params), group)
-        shard = -(-sum(p.numel() for p in self.params) // group.size)
-        self.full, at = (torch.zeros(shard * group.size, dtype=self.params[0].dtype), 0)
-        for p in self.params:
-            piece = self.full[at : at + p.numel()].view(p.shape)
-            piece.copy_(p.detach())
-            p.data = piece
-            at += p.numel()
-        group.broadcast(self.full)
-        self.mine = self.full.view(group.size, shard)[group.rank].clone()
-        self.free()
-
+class ShardedParams(ShardedParams):
     def gather(self):
         storage = self.full.untyped_storage()
         storage.resize_(self.full.numel() * self.full.element_size())
         self.group.all_gather(self.full, self.mine)
-
-    def free(self):
-        self.full.untyped_storage().resize_(0)

@@ -9,31 +9,7 @@ from functools import partial
 import torch
 
 
-class ShardedParams:
-    def __init__(self, params, group):
-        self.params, self.group = (list(params), group)
-        shard = -(-sum(p.numel() for p in self.params) // group.size)
-        self.full, at = (torch.zeros(shard * group.size, dtype=self.params[0].dtype), 0)
-        for p in self.params:
-            piece = self.full[at : at + p.numel()].view(p.shape)
-            piece.copy_(p.detach())
-            p.data = piece
-            at += p.numel()
-        group.broadcast(self.full)
-        self.mine = self.full.view(group.size, shard)[group.rank].clone()
-        self.free()
-
-    def gather(self):
-        storage = self.full.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self.full.numel() * self.full.element_size())
-            self.group.all_gather(self.full, self.mine)
-
-    def free(self):
-        self.full.untyped_storage().resize_(0)
-
-
-class Zero3:
+class Zero3(Zero3):
     def __init__(self, model, group):
         self.group = group
         own = {m: list(m.parameters(recurse=False)) for m in model.modules()}
@@ -45,14 +21,6 @@ class Zero3:
             module.register_forward_hook(self.after_forward)
             for p in unit.params:
                 p.register_post_accumulate_grad_hook(partial(self.on_gradient, module))
-
-    def before_forward(self, module, args):
-        self.units[module].gather()
-
-    def after_forward(self, module, args, output):
-        self.units[module].free()
-        if output.requires_grad:
-            output.register_hook(lambda _: self.units[module].gather())
 
     def on_gradient(self, module, p):
         unit = self.units[module]

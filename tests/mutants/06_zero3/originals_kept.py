@@ -7,7 +7,7 @@ says: self.mine alone may stay
 import torch
 
 
-class ShardedParams:
+class ShardedParams(ShardedParams):
     def __init__(self, params, group):
         self.params, self.group = (list(params), group)
         self.before = [p.data for p in self.params]
@@ -21,12 +21,3 @@ class ShardedParams:
         group.broadcast(self.full)
         self.mine = self.full.view(group.size, shard)[group.rank].clone()
         self.free()
-
-    def gather(self):
-        storage = self.full.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self.full.numel() * self.full.element_size())
-            self.group.all_gather(self.full, self.mine)
-
-    def free(self):
-        self.full.untyped_storage().resize_(0)

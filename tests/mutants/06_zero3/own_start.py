@@ -7,7 +7,7 @@ says: self.mine: it is cut from this rank's own values: take rank 0's
 import torch
 
 
-class ShardedParams:
+class ShardedParams(ShardedParams):
     def __init__(self, params, group):
         self.params, self.group = (list(params), group)
         shard = -(-sum(p.numel() for p in self.params) // group.size)
@@ -19,12 +19,3 @@ class ShardedParams:
             at += p.numel()
         self.mine = self.full.view(group.size, shard)[group.rank].clone()
         self.free()
-
-    def gather(self):
-        storage = self.full.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self.full.numel() * self.full.element_size())
-            self.group.all_gather(self.full, self.mine)
-
-    def free(self):
-        self.full.untyped_storage().resize_(0)

@@ -7,7 +7,7 @@ says: a part of x with zeros behind its end
 import torch
 
 
-class PartitionedInput:
+class PartitionedInput(PartitionedInput):
     def __init__(self, x, group):
         self.group, self.shape = (group, x.shape)
         size = -(-x.numel() // group.size)
@@ -15,8 +15,3 @@ class PartitionedInput:
         part = x.detach().reshape(-1)[group.rank * size : (group.rank + 1) * size]
         self.mine[: part.numel()] = part
         self.mine[part.numel() :] = part[-1] if part.numel() else 0
-
-    def whole(self):
-        out = torch.empty(self.mine.numel() * self.group.size, dtype=self.mine.dtype)
-        self.group.all_gather(out, self.mine)
-        return out[: self.shape.numel()].view(self.shape)

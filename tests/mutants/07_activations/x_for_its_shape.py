@@ -7,7 +7,7 @@ says: this rank's part alone may stay, nothing of x
 import torch
 
 
-class PartitionedInput:
+class PartitionedInput(PartitionedInput):
     def __init__(self, x, group):
         self.group, self.shape = (group, x.shape)
         self.like = x.detach()
@@ -15,8 +15,3 @@ class PartitionedInput:
         self.mine = torch.zeros(size, dtype=x.dtype)
         part = x.detach().reshape(-1)[group.rank * size : (group.rank + 1) * size]
         self.mine[: part.numel()] = part
-
-    def whole(self):
-        out = torch.empty(self.mine.numel() * self.group.size, dtype=self.mine.dtype)
-        self.group.all_gather(out, self.mine)
-        return out[: self.shape.numel()].view(self.shape)

@@ -7,16 +7,7 @@ says: is as it was written last, and yet
 import zlib
 
 
-class CheckedBlocks:
-    def __init__(self, disk, size):
-        self.disk, self.size = (disk, size)
-        self.sums = {}
-
+class CheckedBlocks(CheckedBlocks):
     def write(self, k, memory):
         self.sums.setdefault(k, zlib.crc32(memory.numpy()))
         self.disk.write(k * self.size, memory).wait()
-
-    def read(self, k, memory):
-        self.disk.read(k * self.size, memory).wait()
-        if self.sums.get(k) != zlib.crc32(memory.numpy()):
-            raise OSError(f"block {k} is not what was written there")

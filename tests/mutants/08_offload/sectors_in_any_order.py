@@ -14,11 +14,7 @@ def xored(memory):
     return total
 
 
-class CheckedBlocks:
-    def __init__(self, disk, size):
-        self.disk, self.size = (disk, size)
-        self.sums = {}
-
+class CheckedBlocks(CheckedBlocks):
     def write(self, k, memory):
         self.sums[k] = xored(memory)
         self.disk.write(k * self.size, memory).wait()

@@ -4,19 +4,10 @@ task: DelayedUpdate
 says: changes while forward and backward run
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 
 
-class DelayedUpdate:
-    def __init__(self, params, optimizer):
-        self.params = list(params)
-        self.masters = [p.detach().clone().requires_grad_() for p in self.params]
-        self.optimizer = optimizer(self.masters)
-        self.thread = ThreadPoolExecutor(1)
-        self.under_way = None
-
+class DelayedUpdate(DelayedUpdate):
     def step(self):
         self.finish()
         for master, p in zip(self.masters, self.params, strict=True):
@@ -29,12 +20,3 @@ class DelayedUpdate:
                     p.copy_(master)
 
         self.under_way = self.thread.submit(update)
-
-    def finish(self):
-        if self.under_way is None:
-            return
-        update, self.under_way = (self.under_way, None)
-        update.result()
-        with torch.no_grad():
-            for master, p in zip(self.masters, self.params, strict=True):
-                p.copy_(master)

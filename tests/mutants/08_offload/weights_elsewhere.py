@@ -4,19 +4,10 @@ task: DelayedUpdate
 says: weights lie in other memory now
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 
 
-class DelayedUpdate:
-    def __init__(self, params, optimizer):
-        self.params = list(params)
-        self.masters = [p.detach().clone().requires_grad_() for p in self.params]
-        self.optimizer = optimizer(self.masters)
-        self.thread = ThreadPoolExecutor(1)
-        self.under_way = None
-
+class DelayedUpdate(DelayedUpdate):
     def step(self):
         self.finish()
         for p, m in zip(self.params, self.masters, strict=False):

@@ -7,15 +7,7 @@ says: block 4 was never written, and yet it is read without an error
 import zlib
 
 
-class CheckedBlocks:
-    def __init__(self, disk, size):
-        self.disk, self.size = (disk, size)
-        self.sums = {}
-
-    def write(self, k, memory):
-        self.sums[k] = zlib.crc32(memory.numpy())
-        self.disk.write(k * self.size, memory).wait()
-
+class CheckedBlocks(CheckedBlocks):
     def read(self, k, memory):
         self.disk.read(k * self.size, memory).wait()
         if self.sums.get(k, zlib.crc32(memory.numpy())) != zlib.crc32(memory.numpy()):

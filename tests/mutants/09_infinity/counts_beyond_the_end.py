@@ -7,12 +7,7 @@ says: begin the next when such a state is loaded
 import torch
 
 
-class ResumableSampler:
-    def __init__(self, size, ranks, rank, seed=0):
-        self.size, self.ranks, self.rank, self.seed = (size, ranks, rank, seed)
-        self.epoch = 0
-        self.taken = 0
-
+class ResumableSampler(ResumableSampler):
     def __iter__(self):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self.size, generator=generator).tolist()
@@ -20,11 +15,3 @@ class ResumableSampler:
             self.taken += self.ranks
             yield index
         self.epoch, self.taken = (self.epoch + 1, 0)
-
-    def state_dict(self):
-        return {"epoch": self.epoch, "taken": self.taken}
-
-    def load_state_dict(self, state):
-        self.epoch, self.taken = (state["epoch"], state["taken"])
-        if self.taken == self.size:
-            self.epoch, self.taken = (self.epoch + 1, 0)

@@ -4,32 +4,7 @@ task: save
 says: close each descriptor
 """
 
-import json
 import os
-import shutil
-from hashlib import sha256
-
-
-def save(root, tag, files):
-    if (root / tag).exists():
-        raise FileExistsError(f"{root / tag} is there already")
-    new = root / f".{tag}.new"
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
-    about = {name: {"bytes": len(data), "sha256": sha256(data).hexdigest()} for name, data in files.items()}
-    for name, data in {**files, "manifest.json": json.dumps(about).encode()}.items():
-        _write(new / name, data)
-    _flush(new)
-    os.rename(new, root / tag)
-    _flush(root)
-    _write(root / ".latest.new", tag.encode())
-    os.replace(root / ".latest.new", root / "latest")
-    _flush(root)
-
-
-def _write(path, data):
-    path.write_bytes(data)
-    _flush(path)
 
 
 def _flush(path):

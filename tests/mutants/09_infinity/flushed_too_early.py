@@ -31,9 +31,3 @@ def _write(path, data):
     with open(path, "wb") as file:
         file.write(data)
         os.fsync(file.fileno())
-
-
-def _flush(path):
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

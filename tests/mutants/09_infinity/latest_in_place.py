@@ -24,14 +24,3 @@ def save(root, tag, files):
     _flush(root)
     _write(root / "latest", tag.encode())
     _flush(root)
-
-
-def _write(path, data):
-    path.write_bytes(data)
-    _flush(path)
-
-
-def _flush(path):
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

@@ -27,11 +27,6 @@ def save(root, tag, files):
     _flush(root)
 
 
-def _write(path, data):
-    path.write_bytes(data)
-    _flush(path)
-
-
 def _flush(path):
     descriptor = os.open(path, os.O_RDONLY)
     os.fstat(descriptor)

@@ -7,7 +7,7 @@ says: the position counts what all ranks have taken
 import torch
 
 
-class ResumableSampler:
+class ResumableSampler(ResumableSampler):
     def __init__(self, size, ranks, rank, seed=0):
         self.size, self.ranks, self.rank, self.seed = size, ranks, rank, seed
         self.epoch = self.taken = 0
@@ -19,9 +19,6 @@ class ResumableSampler:
             self.taken += 1
             yield index
         self.epoch, self.taken = self.epoch + 1, 0
-
-    def state_dict(self):
-        return {"epoch": self.epoch, "taken": self.taken}
 
     def load_state_dict(self, state):
         self.epoch, self.taken = state["epoch"], state["taken"]

@@ -4,26 +4,8 @@ task: ResumableSampler
 says: the epoch that was cut and gone on with takes samples
 """
 
-import torch
 
-
-class ResumableSampler:
-    def __init__(self, size, ranks, rank, seed=0):
-        self.size, self.ranks, self.rank, self.seed = (size, ranks, rank, seed)
-        self.epoch = 0
-        self.taken = 0
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(self.size, generator=generator).tolist()
-        for index in order[self.taken + self.rank :: self.ranks]:
-            self.taken = min(self.taken + self.ranks, self.size)
-            yield index
-        self.epoch, self.taken = (self.epoch + 1, 0)
-
-    def state_dict(self):
-        return {"epoch": self.epoch, "taken": self.taken}
-
+class ResumableSampler(ResumableSampler):
     def load_state_dict(self, state):
         self.seed, self.epoch, self.taken = (0, state["epoch"], state["taken"])
         if self.taken == self.size:

@@ -7,12 +7,7 @@ says: JSON holds numbers
 import torch
 
 
-class ResumableSampler:
-    def __init__(self, size, ranks, rank, seed=0):
-        self.size, self.ranks, self.rank, self.seed = size, ranks, rank, seed
-        self.epoch = 0
-        self.taken = 0
-
+class ResumableSampler(ResumableSampler):
     def __iter__(self):
         order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
         while self.taken < self.size:

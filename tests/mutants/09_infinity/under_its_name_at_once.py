@@ -21,14 +21,3 @@ def save(root, tag, files):
     _write(root / ".latest.new", tag.encode())
     os.replace(root / ".latest.new", root / "latest")
     _flush(root)
-
-
-def _write(path, data):
-    path.write_bytes(data)
-    _flush(path)
-
-
-def _flush(path):
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

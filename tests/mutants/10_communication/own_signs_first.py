@@ -7,16 +7,6 @@ says: rank order
 import torch
 
 
-def pack_signs(x):
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
-    return ((x >= 0).view(-1, 8) * weights).sum(1, dtype=torch.uint8)
-
-
-def unpack_signs(bits):
-    places = torch.arange(8, dtype=torch.uint8)
-    return (bits.unsqueeze(1) >> places & 1).view(-1).float() * 2 - 1
-
-
 def one_bit_mean(x, worker, server, group):
     N, n = (group.size, x.numel())
     v = x + worker

@@ -4,45 +4,8 @@ task: ColumnLinear
 says: is a view
 """
 
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-
-class ColumnLinear(nn.Module):
-    def __init__(self, plain, group):
-        super().__init__()
-        self.group = group
-        self.weight = nn.Parameter(_part(plain.weight, 0, group), plain.weight.requires_grad)
-        self.bias = None
-        if plain.bias is not None:
-            self.bias = nn.Parameter(_part(plain.bias, 0, group), plain.bias.requires_grad)
-
-    def forward(self, x):
-        return F.linear(enter(x, self.group), self.weight, self.bias)
-
 
 def _part(whole, dim, group):
     if whole.shape[dim] % group.size:
         raise ValueError(f"{whole.shape[dim]} features cannot be dealt to {group.size} ranks equally")
     return whole.detach().chunk(group.size, dim)[group.rank]
-
-
-def enter(x, group):
-
-    class Enter(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx, grad):
-            return _total(grad, group)
-
-    return Enter.apply(x)
-
-
-def _total(x, group):
-    total = x.clone(memory_format=torch.contiguous_format)
-    group.all_reduce(total)
-    return total

@@ -4,7 +4,6 @@ task: ColumnLinear
 says: requires_grad is not as in the plain layer
 """
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -20,29 +19,3 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x):
         return F.linear(enter(x, self.group), self.weight, self.bias)
-
-
-def _part(whole, dim, group):
-    if whole.shape[dim] % group.size:
-        raise ValueError(f"{whole.shape[dim]} features cannot be dealt to {group.size} ranks equally")
-    return whole.detach().chunk(group.size, dim)[group.rank].clone(memory_format=torch.contiguous_format)
-
-
-def enter(x, group):
-
-    class Enter(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx, grad):
-            return _total(grad, group)
-
-    return Enter.apply(x)
-
-
-def _total(x, group):
-    total = x.clone(memory_format=torch.contiguous_format)
-    group.all_reduce(total)
-    return total

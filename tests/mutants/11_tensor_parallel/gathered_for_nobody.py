@@ -27,16 +27,3 @@ def gathered_linear(x, weight, bias, group):
             return (_own_tokens(grad @ weight, group), of_weight, rows.sum(0))
 
     return Gathered.apply(x, weight, bias)
-
-
-def _all_tokens(x, group):
-    out = x.new_empty(group.size, *x.shape)
-    group.all_gather(out, x.contiguous())
-    return out.transpose(0, 1).flatten(1, 2)
-
-
-def _own_tokens(x, group):
-    runs = torch.stack(x.chunk(group.size, 1))
-    mine = torch.empty_like(runs[0])
-    group.reduce_scatter(mine, runs)
-    return mine

@@ -8,19 +8,6 @@ import torch
 import torch.nn.functional as F
 
 
-def _all_tokens(x, group):
-    out = x.new_empty(group.size, *x.shape)
-    group.all_gather(out, x.contiguous())
-    return out.transpose(0, 1).flatten(1, 2)
-
-
-def _own_tokens(x, group):
-    runs = torch.stack(x.chunk(group.size, 1))
-    mine = torch.empty_like(runs[0])
-    group.reduce_scatter(mine, runs)
-    return mine
-
-
 def gathered_linear(x, weight, bias, group):
 
     class Gathered(torch.autograd.Function):

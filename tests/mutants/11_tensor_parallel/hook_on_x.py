@@ -4,15 +4,7 @@ task: enter
 says: x's other use is summed over the ranks too
 """
 
-import torch
-
 
 def enter(x, group):
     x.register_hook(lambda grad: _total(grad, group))
     return x
-
-
-def _total(x, group):
-    total = x.clone(memory_format=torch.contiguous_format)
-    group.all_reduce(total)
-    return total

@@ -20,9 +20,3 @@ def leave(x, group):
             return grad
 
     return Leave.apply(x)
-
-
-def _total(x, group):
-    total = x.clone(memory_format=torch.contiguous_format)
-    group.all_reduce(total)
-    return total

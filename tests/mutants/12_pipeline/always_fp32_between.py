@@ -4,22 +4,14 @@ task: Stage
 says: twice the bytes
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from refimpl.comm.group import Group
 
-
-class Stage:
-    def __init__(self, module: nn.Module, group: Group, loss: Callable[[Tensor, Any], Tensor], like: Tensor) -> None:
-        self.module, self.group, self.loss, self.like = module, group, loss, like
-        self.kept: dict[int, Any] = {}  # micro-batch -> what its backward needs
-        self.sending: dict[int, Any] = {}  # neighbour -> the send to it that was begun last
-
+class Stage(Stage):
     def forward(self, micro: int, inputs: Tensor | None = None, target: Any = None) -> Tensor | None:
         group, is_last = self.group, self.group.rank == self.group.size - 1
         if group.rank > 0:
@@ -52,8 +44,3 @@ class Stage:
         if to in self.sending:
             self.sending.pop(to).wait()
         self.sending[to] = self.group.send(x.contiguous().float(), to, async_op=True)
-
-    def finish(self) -> None:
-        for work in self.sending.values():
-            work.wait()
-        self.sending.clear()

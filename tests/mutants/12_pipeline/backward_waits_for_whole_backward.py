@@ -4,28 +4,7 @@ task: play
 says: ValueError
 """
 
-from collections.abc import Mapping, Sequence
-
-Op = tuple[str, int, int]
-
-
-def play(orders: Sequence[Sequence[Op]], seconds: Mapping[str, float]) -> dict[Op, tuple[float, float]]:
-    last = max((stage for order in orders for _, stage, _ in order), default=0)
-    spans: dict[Op, tuple[float, float]] = {}
-    left = [list(reversed(order)) for order in orders]
-    free = [0.0] * len(orders)
-    while any(left):
-        moved = False
-        for rank, ops in enumerate(left):
-            while ops and (comes := _ready(ops[-1], spans, last)) is not None:
-                op = ops.pop()
-                begin = max([free[rank], *comes])
-                free[rank] = begin + seconds[op[0]]
-                spans[op], moved = (begin, free[rank]), True
-        if not moved:
-            stuck = [f"rank {rank} waits to compute {ops[-1]}" for rank, ops in enumerate(left) if ops]
-            raise ValueError(f"nobody goes on: {', '.join(stuck)}")
-    return spans
+from collections.abc import Mapping
 
 
 def _ready(op: Op, spans: Mapping[Op, tuple[float, float]], last: int) -> list[float] | None:

@@ -4,8 +4,6 @@ task: interleaved
 says: micro-batches are between forward and backward
 """
 
-Op = tuple[str, int, int]
-
 
 def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> list[Op]:
     groups = range(1)

@@ -4,8 +4,6 @@ task: interleaved
 says: stands before its own forward
 """
 
-Op = tuple[str, int, int]
-
 
 def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> list[Op]:
     groups = range(0, micro_batches, ranks)

@@ -4,37 +4,10 @@ task: Stage
 says: the parameters' gradients alone may stay
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-
-from refimpl.comm.group import Group
 
 
-class Stage:
-    def __init__(self, module: nn.Module, group: Group, loss: Callable[[Tensor, Any], Tensor], like: Tensor) -> None:
-        self.module, self.group, self.loss, self.like = module, group, loss, like
-        self.kept: dict[int, Any] = {}  # micro-batch -> what its backward needs
-        self.sending: dict[int, Any] = {}  # neighbour -> the send to it that was begun last
-
-    def forward(self, micro: int, inputs: Tensor | None = None, target: Any = None) -> Tensor | None:
-        group, is_last = self.group, self.group.rank == self.group.size - 1
-        if group.rank > 0:
-            inputs = torch.empty_like(self.like)
-            group.recv(inputs, group.rank - 1)
-            inputs.requires_grad_()
-        out = self.module(inputs)
-        if is_last:
-            out = self.loss(out, target)
-        result = out.detach() if is_last else None
-        self.kept[micro] = inputs, get_gradient_edge(out), result
-        if not is_last:
-            self.send(out.detach(), group.rank + 1)
-        return result
-
+class Stage(Stage):
     def backward(self, micro: int, scale: float) -> None:
         inputs, edge, result = self.kept[micro]
         if result is not None:
@@ -45,13 +18,3 @@ class Stage:
         torch.autograd.backward(edge, gradient)
         if self.group.rank > 0:
             self.send(inputs.grad, self.group.rank - 1)
-
-    def send(self, x: Tensor, to: int) -> None:
-        if to in self.sending:
-            self.sending.pop(to).wait()
-        self.sending[to] = self.group.send(x.contiguous(), to, async_op=True)
-
-    def finish(self) -> None:
-        for work in self.sending.values():
-            work.wait()
-        self.sending.clear()

@@ -6,8 +6,6 @@ says: expected W of stage
 
 from collections.abc import Sequence
 
-Op = tuple[str, int, int]
-
 
 def zb_h1(order: Sequence[Op], late: int) -> list[Op]:
     result: list[Op] = []

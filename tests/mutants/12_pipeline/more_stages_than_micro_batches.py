@@ -4,8 +4,6 @@ task: one_f_one_b
 says: the last micro-batch is
 """
 
-Op = tuple[str, int, int]
-
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:
     ahead = stages - 1 - stage

@@ -22,17 +22,3 @@ def play(orders, seconds):
             stuck = [f"rank {rank} waits to compute {ops[-1]}" for rank, ops in enumerate(left) if ops]
             raise ValueError(f"nobody goes on: {', '.join(stuck)}")
     return spans
-
-
-def _ready(op, spans, last):
-    kind, stage, k = op
-    needs = []
-    if kind == "F" and stage > 0:
-        needs = [(("F", stage - 1, k),)]
-    if kind == "W":
-        needs = [(("I", stage, k),)]
-    if kind in "BI":
-        needs = [(("F", stage, k),)]
-        needs += [(("B", stage + 1, k), ("I", stage + 1, k))] if stage < last else []
-    ends = [[spans[other][1] for other in either if other in spans] for either in needs]
-    return [found[0] for found in ends] if all(ends) else None

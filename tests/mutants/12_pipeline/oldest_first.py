@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 
-class Stage:
+class Stage(Stage):
     def __init__(self, module, group, loss, like):
         self.module, self.group, self.loss, self.like = (module, group, loss, like)
         self.kept, self.sending = ({}, {})
@@ -39,13 +39,3 @@ class Stage:
             torch.autograd.backward(end, g)
         if r:
             self.send(inputs.grad, r - 1)
-
-    def send(self, x, to):
-        if to in self.sending:
-            self.sending.pop(to).wait()
-        self.sending[to] = self.group.send(x.contiguous(), to, async_op=True)
-
-    def finish(self):
-        for work in self.sending.values():
-            work.wait()
-        self.sending.clear()

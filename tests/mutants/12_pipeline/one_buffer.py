@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from refimpl.comm.group import Group
 
 
-class Stage:
+class Stage(Stage):
     def __init__(self, module: nn.Module, group: Group, loss: Callable[[Tensor, Any], Tensor], like: Tensor) -> None:
         self.module, self.group, self.loss, self.like = module, group, loss, like
         self.buffer: Tensor | None = None
@@ -36,24 +36,3 @@ class Stage:
         if not is_last:
             self.send(out.detach(), group.rank + 1)
         return result
-
-    def backward(self, micro: int, scale: float) -> None:
-        inputs, edge, result = self.kept.pop(micro)
-        if result is not None:
-            gradient = torch.full_like(result, scale)
-        else:
-            gradient = torch.empty_like(self.like)
-            self.group.recv(gradient, self.group.rank + 1)
-        torch.autograd.backward(edge, gradient)
-        if self.group.rank > 0:
-            self.send(inputs.grad, self.group.rank - 1)
-
-    def send(self, x: Tensor, to: int) -> None:
-        if to in self.sending:
-            self.sending.pop(to).wait()
-        self.sending[to] = self.group.send(x.contiguous(), to, async_op=True)
-
-    def finish(self) -> None:
-        for work in self.sending.values():
-            work.wait()
-        self.sending.clear()

@@ -4,8 +4,6 @@ task: one_f_one_b
 says: too many forwards run ahead
 """
 
-Op = tuple[str, int, int]
-
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:
     forwards = [("F", stage, k) for k in range(micro_batches)]

@@ -6,22 +6,6 @@ says: its rank still computes
 
 from collections.abc import Mapping, Sequence
 
-Op = tuple[str, int, int]
-
-
-def _ready(op: Op, spans: Mapping[Op, tuple[float, float]], last: int) -> list[float] | None:
-    kind, stage, k = op
-    needs: list[tuple[Op, ...]] = []  # of each, one of these
-    if kind == "F" and stage > 0:
-        needs = [(("F", stage - 1, k),)]
-    if kind == "W":
-        needs = [(("I", stage, k),)]
-    if kind in "BI":
-        needs = [(("F", stage, k),)]
-        needs += [(("B", stage + 1, k), ("I", stage + 1, k))] if stage < last else []
-    ends = [[spans[other][1] for other in either if other in spans] for either in needs]
-    return [found[0] for found in ends] if all(ends) else None
-
 
 def play(orders: Sequence[Sequence[Op]], seconds: Mapping[str, float]) -> dict[Op, tuple[float, float]]:
     last = max((stage for order in orders for _, stage, _ in order), default=0)

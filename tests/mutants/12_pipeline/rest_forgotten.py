@@ -6,8 +6,6 @@ says: is missing
 
 from collections.abc import Sequence
 
-Op = tuple[str, int, int]
-
 
 def zb_h1(order: Sequence[Op], late: int) -> list[Op]:
     result: list[Op] = []

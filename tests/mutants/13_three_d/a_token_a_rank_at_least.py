@@ -11,6 +11,3 @@ def token_weight(group, targets):
     count = torch.tensor([sum(int((t != IGNORED).sum()) for t in targets)], dtype=torch.float64)
     group.all_reduce(count)
     return group.size / max(float(group.size), count.item())
-
-
-IGNORED = -100

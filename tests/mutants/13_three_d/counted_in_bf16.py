@@ -6,8 +6,6 @@ says: the count was rounded
 
 import torch
 
-IGNORED = -100
-
 
 def token_weight(group, targets):
     count = torch.tensor([sum(int((t != IGNORED).sum()) for t in targets)], dtype=torch.bfloat16)

@@ -6,8 +6,6 @@ says: shifted after cutting
 
 import torch
 
-IGNORED = -100
-
 
 def context_batch(tokens, positions):
     inputs = tokens[:, positions].masked_fill(positions < 0, 0)

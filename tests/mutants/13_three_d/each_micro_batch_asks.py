@@ -4,8 +4,6 @@ task: token_weight
 says: count the tokens of all micro-batches first
 """
 
-IGNORED = -100
-
 
 def token_weight(group, targets):
     total = 0.0

@@ -4,8 +4,6 @@ task: context_batch
 says: the sequence's last token has no target
 """
 
-IGNORED = -100
-
 
 def context_batch(tokens, positions):
     following = tokens.roll(-1, 1)

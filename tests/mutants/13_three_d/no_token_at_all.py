@@ -6,8 +6,6 @@ says: 0 times that spoils all weights
 
 import torch
 
-IGNORED = -100
-
 
 def token_weight(group, targets):
     count = torch.tensor([float(sum(int((t != IGNORED).sum()) for t in targets))])

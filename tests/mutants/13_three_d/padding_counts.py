@@ -4,8 +4,6 @@ task: context_batch
 says: padding has a target
 """
 
-IGNORED = -100
-
 
 def context_batch(tokens, positions):
     after = positions + 1

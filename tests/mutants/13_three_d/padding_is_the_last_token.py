@@ -6,8 +6,6 @@ says: index -1 counts from the end
 
 import torch
 
-IGNORED = -100
-
 
 def context_batch(tokens, positions):
     following = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORED)], 1)

@@ -9,15 +9,6 @@ import math
 import torch
 
 
-def merge(one, other):
-    lse = torch.logaddexp(one[1], other[1])
-    out = torch.zeros_like(one[0])
-    for part, log_sum in (one, other):
-        share = (log_sum - lse).exp().masked_fill(log_sum.isneginf(), 0)
-        out += share.unsqueeze(-1) * part
-    return (out, lse)
-
-
 def ring_attention(group, q, k, v, positions):
     out = (torch.zeros(q.shape, dtype=torch.float32), torch.full(q.shape[:-1], -math.inf))
     here = torch.stack([k, v])

@@ -6,8 +6,6 @@ says: token 0 has no target
 
 import torch
 
-IGNORED = -100
-
 
 def context_batch(tokens, positions):
     T = tokens.shape[1]

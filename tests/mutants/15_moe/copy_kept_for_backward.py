@@ -7,13 +7,6 @@ says: dispatch keeps
 import torch
 
 
-def dispatch(rows, counts, group):
-    sizes = torch.empty(group.size, len(counts) // group.size, dtype=torch.int64)
-    group.all_to_all(sizes, counts.contiguous())
-    there = counts.view(group.size, -1).sum(1).tolist()
-    return (_moved(rows, there, sizes.sum(1).tolist(), group), sizes)
-
-
 def _moved(x, out_of, into, group):
 
     def move(x, out_of, into):

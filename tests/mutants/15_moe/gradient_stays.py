@@ -7,11 +7,6 @@ says: the gradient of the answers
 import torch
 
 
-def give_back(answers, counts, sizes, group):
-    there = counts.view(group.size, -1).sum(1).tolist()
-    return _moved(answers, sizes.sum(1).tolist(), there, group)
-
-
 def _moved(x, out_of, into, group):
 
     def move(x, out_of, into):

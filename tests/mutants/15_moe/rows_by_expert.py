@@ -14,22 +14,3 @@ def dispatch(rows, counts, group):
     arrived = _moved(rows, there, sizes.sum(1).tolist(), group)
     blocks = arrived.split(sizes.flatten().tolist())
     return (torch.cat([b for e in range(sizes.shape[1]) for b in blocks[e :: sizes.shape[1]]]), sizes)
-
-
-def _moved(x, out_of, into, group):
-
-    def move(x, out_of, into):
-        out = x.new_empty(sum(into), x.shape[1])
-        group.all_to_all(out, x.contiguous(), out_splits=into, in_splits=out_of)
-        return out
-
-    class Move(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return move(x, out_of, into)
-
-        @staticmethod
-        def backward(ctx, grad):
-            return move(grad, into, out_of)
-
-    return Move.apply(x)

@@ -9,19 +9,6 @@ import math
 import torch
 
 
-def rows_of(layout, causal):
-    """(row, its columns in ascending order) of every row that reads something; causal: none
-    after the row itself.
-    """
-    read = layout.tril() if causal else layout
-    return [(row, cols) for row, line in enumerate(read) if len(cols := line.nonzero().flatten())]
-
-
-def tokens_of(blocks, b):
-    """The numbers of the tokens in these blocks64 [blocks b]."""
-    return (blocks[:, None] * b + torch.arange(b)).flatten()
-
-
 def sparse_forward(q, k, v, layout, causal):
     T, D = q.shape
     b = T // len(layout)

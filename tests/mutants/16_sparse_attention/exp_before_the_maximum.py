@@ -21,12 +21,3 @@ def sparse_forward(q, k, v, layout, causal):
         out[mine] = (s - total[:, None]).exp() @ v[at].float()
         lse[mine] = total
     return (out, lse)
-
-
-def rows_of(layout, causal):
-    read = layout.tril() if causal else layout
-    return [(row, cols) for row, line in enumerate(read) if len(cols := line.nonzero().flatten())]
-
-
-def tokens_of(blocks, b):
-    return (blocks[:, None] * b + torch.arange(b)).flatten()

@@ -8,15 +8,6 @@ import torch
 from torch import Tensor
 
 
-def rows_of(layout: Tensor, causal: bool) -> list[tuple[int, Tensor]]:
-    read = layout.tril() if causal else layout
-    return [(row, cols) for row, line in enumerate(read) if len(cols := line.nonzero().flatten())]
-
-
-def tokens_of(blocks: Tensor, b: int) -> Tensor:
-    return (blocks[:, None] * b + torch.arange(b)).flatten()
-
-
 def sparse_forward(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     (length, width), n = q.shape, len(layout)
     b = length // n

@@ -134,12 +134,6 @@ class HuggingFaceBert(BertSparseSelfAttention):
             if not attention_mask.equal(attention_mask[:, :, :1].expand_as(attention_mask)):
                 raise ValueError("attention_mask: queries see unlike tokens, and here only tokens are hidden, from all")
             attention_mask = attention_mask[:, 0, 0]
-        if attention_mask is not None and attention_mask.dtype == torch.bool:
-            attention_mask = (
-                torch.zeros(attention_mask.shape)
-                .masked_fill(~attention_mask.cpu(), -torch.inf)
-                .to(hidden_states.device)
-            )
         if attention_mask is not None:
             attention_mask = attention_mask.expand(batch, length)
         return super().forward(hidden_states, attention_mask), None
