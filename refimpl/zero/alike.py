@@ -6,6 +6,7 @@
                compared: to load on one rank, and to send what was loaded by hand, is right
     freezing   in the middle of an accumulation: what was frozen in some backwards since the last step, and in how many
     groups     of the optimizer: their parameters must be the slices that the stage has put there, on any rank
+    hooks      of the user's, in backward: what they write, see `refuse_hooked`, is told by each rank for itself
     updates    the steps in which the optimizer, or a hook of its step, raised: there a script may have caught it
     weights    where every rank updates all (DDP), at the 1st, 2nd, 4th, 8th, ... step: of a mixture nothing ever fails
 
@@ -48,6 +49,7 @@ class Alike:
         self.at = {p: i for i, p in enumerate(self.params)}
         self.before = self.now = self._versions()
         self.ours = self.trained = (0,) * len(self.params)  # of the versions, what the stage has added
+        self.hooked: dict[nn.Parameter, int] = {}  # versions, when backward began
         self.of = self.times = 0  # parameters trained; steps before which something was written in place
 
     @property
@@ -77,6 +79,21 @@ class Alike:
         """All ranks have said the same, or may differ. ValueError if it is nothing to go on with."""
         self._refuse_regrouped({"every rank": given[REGROUPED]})
         self.before, self.ours = self.now, (0,) * len(self.params)
+
+    def begin_backward(self) -> None:
+        """Remember what is about to get a gradient under a hook of the user's, beside the stage's own."""
+        self.hooked = {p: p._version for p in self.params if len(p._post_accumulate_grad_hooks or ()) > 1}
+
+    def refuse_hooked(self) -> None:
+        """RuntimeError if such a hook has written its parameter: what it sees is this rank's own gradient."""
+        written = [self.stage.names[p] for p, before in self.hooked.items() if p._version != before]
+        if written:
+            raise RuntimeError(
+                f"{type(self.stage).__name__}: {', '.join(written)} written in backward, by a hook: an optimizer that "
+                "steps there has the gradient of its own rank alone, and the ranks' weights part. Give the stage one "
+                "optimizer of all parameters, whose step() comes behind backward; from ZeRO-2 on a rank keeps 1/N of "
+                "the gradients till then"
+            )
 
     def _versions(self) -> list[int]:
         versions = [p._version for p in self.params]

@@ -53,11 +53,13 @@ class Hooked(Changing):
     def begin_backward(self) -> None:
         self.parked.refuse("lp_params", "lp_grads", "contiguous_grad_buffer")
         self.gradients.begin()
+        self.update.alike.begin_backward()
 
     def end_backward(self, asked: bool) -> None:
         self.scaled.end_backward(self.gradients.first_finite is not None)
         self.gradients.end(asked)
         self.free_gathered()
+        self.update.alike.refuse_hooked()
 
     def drop_backward(self) -> None:
         """A backward raised: what it left, and what was accumulated before it, is dropped."""

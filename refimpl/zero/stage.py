@@ -68,7 +68,7 @@ class Stage(Hooked, Beside, Held):
         its groups are left alone. `group`: default all ranks. `scaler`: the loss scale of fp16.
         `experts`: the parameters that only some ranks of `group` have, and which ones: see experts.py.
         """
-        self.model = model if isinstance(model, nn.Module) else nn.ParameterList(model)
+        self.model = start.module_of(model)
         self.group, self.config, self.given_scaler = group or start.ranks_of(self.model), config or ZeroConfig(), scaler
         if self.config.gradient_home is not None and not self.reduces_always:
             raise ValueError(

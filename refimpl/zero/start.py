@@ -2,7 +2,7 @@
 
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
 import torch
@@ -23,6 +23,16 @@ def ranks_of(model: nn.Module) -> Group:
     world = levels.world()
     device = next((p.device for p in model.parameters() if not p.is_meta), world.device)
     return Group(None, world.ledger, device) if world.handle is None and device != world.device else world
+
+
+def module_of(model: nn.Module | Iterable[nn.Parameter]) -> nn.Module:
+    """The model, or bare parameters as one: `nn.ParameterList` would copy another tensor, and take anything."""
+    if isinstance(model, nn.Module):
+        return model
+    given = list(model)
+    if others := [type(p).__name__ for p in given if not isinstance(p, nn.Parameter)]:
+        raise TypeError(f"model: a {others[0]} among its parameters: give nn.Parameter objects, also to the optimizer")
+    return nn.ParameterList(given)
 
 
 @torch.no_grad()
@@ -70,6 +80,11 @@ def refuse_foreign(names: Mapping[nn.Parameter, str], trains: bool) -> None:
             raise RuntimeError(
                 f"parameter {name}: it was made, or its stage is built, under torch.inference_mode(), so it cannot be "
                 "trained: do both outside, or under torch.no_grad()"
+            )
+        if hasattr(p, "_in_backward_optimizers"):
+            raise ValueError(
+                f"parameter {name} has an optimizer that steps in backward (torch's _apply_optimizer_in_backward), "
+                "where the stage takes the gradient away: give the stage one optimizer of all parameters instead"
             )
         if p.is_complex():
             raise TypeError(f"parameter {name} is complex: keep its real and imaginary parts in two parameters")

@@ -87,6 +87,18 @@ def test_clipping_sees_the_whole_gradient_on_every_rank(stage: str) -> None:
                 torch.testing.assert_close(weights[name], expected, rtol=1e-4, atol=1e-6)
 
 
+def step_in_backward(model: nn.Module) -> None:
+    """An optimizer a parameter, as torch's tutorial saves the gradients' memory, and as FSDP2 may be used."""
+    optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
+
+    def step(p: Any) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+
+
 def refused(stage_name: str, how: str) -> None:
     group = Group.world()
     model: Any = small()
@@ -108,7 +120,16 @@ def refused(stage_name: str, how: str) -> None:
         model = nn.Sequential(nn.LazyLinear(7))
     if how in ("complex", "one memory", "reduced by torch", "inference", "lazy"):
         optimizer = by_adamw(model)
+    if how == "steps in backward":
+        step_in_backward(model)
+    if how == "torch's in backward":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch.jit, which the import uses
+            from torch.distributed.optim import _apply_optimizer_in_backward
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     STAGES[stage_name](model, optimizer, group)
+    if how == "steps in backward, later":
+        step_in_backward(model)
     plain(model, optimizer, lambda step: batch(step, group.rank))
     if how == "data":
         model[0].weight.data = torch.zeros(7, 5)
@@ -144,6 +165,9 @@ def refused(stage_name: str, how: str) -> None:
         ("lazy", r"parameter 0\.weight is a UninitializedParameter: run a forward first"),
         ("step", r"step\(\) inside backward, by a hook"),
         ("zero_grad", r"zero_grad\(\) inside backward, by a hook"),
+        ("steps in backward", r"weight.* written in backward, by a hook: an optim|was written while it was gathered"),
+        ("steps in backward, later", r"written in backward, by a hook: an optim|was written while it was gathered"),
+        ("torch's in backward", r"parameter 0\.weight has an optimizer that steps in backward"),
         ("script", "a stage's hooks cannot be compiled"),
     ],
 )

@@ -175,6 +175,16 @@ def test_zero3_asks_for_a_module() -> None:
         run(bare, "zero3", ranks=2)
 
 
+def of_a_leaf(stage_name: str) -> None:
+    leaf = torch.ones(3, requires_grad=True)  # which torch's optimizers take
+    STAGES[stage_name]([leaf], torch.optim.SGD([leaf]))  # type: ignore[list-item]
+
+
+def test_bare_parameters_are_parameters() -> None:
+    with pytest.raises(RankError, match="model: a Tensor among its parameters"):
+        run(of_a_leaf, "zero1", ranks=2)
+
+
 def in_a_group_of_its_own() -> list[str]:
     """Of the ranks 1 and 2 of three, one fails alone, and one goes another way."""
     ranks = dist.new_group([1, 2])
