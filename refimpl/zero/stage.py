@@ -238,6 +238,13 @@ class Stage(Hooked, Beside, Held):
         self.after_update(True)
         return result
 
+    def rewrite(self, write: Callable[[Any], object]) -> None:
+        """write(optimizer), which writes to its parameters outside of a step; the weights follow. A collective."""
+        refuse_inside("a change of the optimizer's mode")
+        self.come_to_rest()
+        self.update.rewrite(write)
+        self.gather()
+
     def after_update(self, done: bool) -> None:
         """The gradients are used up; bring the new weights to where the next forward needs them."""
         self.update.release()
