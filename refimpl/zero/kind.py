@@ -84,7 +84,7 @@ class Kind:
     @property
     def name(self) -> str:
         """With its module: others have an AdamW and a Lion too."""
-        return f"{self.cls.__module__}.{self.cls.__name__}"
+        return f"{self.cls.__module__}.{self.cls.__name__}".removeprefix("__main__.")
 
     def refuse_shard(self) -> None:
         """TypeError if on a part of a parameter it would compute something else."""
