@@ -35,7 +35,7 @@ class Kind:
     """Of one optimizer, as it was handed over; None: nothing to update."""
 
     def __init__(self, optimizer: optim.Optimizer | None, allow_untested: bool = False) -> None:
-        """ValueError if it has already taken steps."""
+        """ValueError if it has already taken steps, or could have."""
         self.cls: Any = type(optimizer)  # its class, before a stage takes it over
         self.layerwise = bool(getattr(self.cls, "layerwise", False))
         self.travels = isinstance(optimizer, Travelling)
@@ -48,7 +48,10 @@ class Kind:
         self.asks_once = self.elementwise or self.layerwise or self.travels
         state = {} if optimizer is None else optimizer.state
         if any(map(has_stepped, state.values())):
-            raise ValueError(f"{self.cls.__name__} has already taken steps: build the stage first, then load its state")
+            raise ValueError(
+                f"{self.name} has already taken steps, or its constructor has made state without a count of them, such "
+                "as copies of the weights, which no stage can cut: build the stage first, then load the state"
+            )
         self.born_with_state = bool(state)  # made by its constructor (Adagrad)
 
     def tried(self, optimizer: optim.Optimizer) -> str:
@@ -97,9 +100,8 @@ class Kind:
             )
         if self.fails:
             raise TypeError(
-                f"{self.name} is allowed (zero_allow_untested_optimizer), but was tried, and on a part of a parameter "
-                f"does not what it does on all of it: {self.fails}. Use DDP (ZeRO stage 0), or another optimizer; "
-                "`elementwise = True` on its class takes it as it is"
+                f"{self.name} is allowed (zero_allow_untested_optimizer), but did not pass the trial: {self.fails}. "
+                "Use DDP (ZeRO stage 0), or another optimizer; `elementwise = True` on its class takes it as it is"
             )
         raise TypeError(
             f"{self.name} is not known to be element-wise: on a shard it may compute something else. Known: "

@@ -22,17 +22,19 @@ def what_fails(make: Make, device: torch.device) -> str:
     draw = torch.Generator().manual_seed(0)
     uneven = torch.arange(1.0, 25.0).view(SHAPE)  # or norms of the parts could be alike
     values = [(uneven * torch.randn(SHAPE, generator=draw)).to(device) for _ in range(STEPS + 1)]
+    where = "by itself"
     try:
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
             weights, settings = stepped(make, values)
+            where = "on a part of a parameter"
             parts = [stepped(make, [v.view(-1)[at] for v in values]) for at in (slice(CUT), slice(CUT, None))]
     except Exception as error:  # whatever a class has to say about parameters that are flat
-        return f"it raises {type(error).__name__}: {error}"
+        return f"tried {where} it raises {type(error).__name__}: {error}"
     apart = torch.cat([part for part, _ in parts]) - weights.view(-1)
     if not apart.abs().max() <= 1e-3 * (weights - values[0]).abs().max():
-        return "it computes other weights"
+        return f"{where} it computes other weights"
     other = (key for _, own in parts for key, x in own.items() if abs(x - settings[key]) > 1e-3 * abs(x))
-    return next((f"its {key} is another" for key in other), "")
+    return next((f"{where} its {key} is another" for key in other), "")
 
 
 def stepped(make: Make, values: list[Tensor]) -> tuple[Tensor, dict[str, float]]:

@@ -157,6 +157,8 @@ def test_the_clients_optimizer_wins_over_the_file() -> None:
     assert start(optimizer_=lambda p: torch.optim.Adam(p, betas=(0.5, 0.75))).get_mom() == [(0.5, 0.75)]
     with pytest.raises(TypeError, match="returned list"):
         start(optimizer_=lambda parameters: parameters)
+    with pytest.raises(TypeError, match="a SimpleNamespace is neither"):
+        start(optimizer_=SimpleNamespace(param_groups=[]))
 
 
 class OwnRate(torch.optim.Optimizer):
