@@ -189,9 +189,10 @@ class Engine(Saved, ModuleState):
         """L2 norm of the last step's gradient over all ranks, before clipping, unscaled; None before the first step."""
         return shown(self.stage.grad_norm)
 
-    def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self.stage.optimizer.param_groups]
+    def get_lr(self) -> list[float | None]:
+        """The learning rate of each parameter group; None where the optimizer finds one by itself (Adafactor)."""
+        rates = [group.get("lr") for group in self.stage.optimizer.param_groups]
+        return [None if rate is None else float(rate) for rate in rates]
 
     def get_mom(self) -> list[Any]:
         """The momentum, or Adam's betas, of each parameter group; None where the optimizer has neither."""

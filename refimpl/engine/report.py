@@ -51,10 +51,10 @@ class Report:
         if self.config.memory_breakdown:
             self._before = self.meter.now()
 
-    def after_update(self, step: int, samples: int, lr: list[float]) -> None:
+    def after_update(self, step: int, samples: int, lr: list[float | None]) -> None:
         """Hand on optimizer step number `step`, after `samples` samples in all, with a learning rate a group."""
         if self.watched:
-            events = [("lr", lr[0])]
+            events = [] if lr[0] is None else [("lr", lr[0])]
             if self._losses:
                 events.insert(0, ("train_loss", mean_loss(self.group, self._losses).item()))
             if self.stage.scaler is not None:
@@ -64,7 +64,7 @@ class Report:
         if self.every is not None and step % self.every == 0:
             self._print(step, lr, self.every)
 
-    def _print(self, step: int, lr: list[float], every: int) -> None:
+    def _print(self, step: int, lr: list[float | None], every: int) -> None:
         times = self.clock.drain()
         if not self.prints:
             return

@@ -59,7 +59,7 @@ class DeepSpeedConfig(value.Section):
         default_factory=section.DataTypes, description="dtypes apart from the model's"
     )
     zero_allow_untested_optimizer: bool = Field(
-        default=False, description="accept an optimizer that is not element-wise"
+        default=False, description="try an optimizer that is not known, and cut it if it does the same on parts"
     )
     wall_clock_breakdown: bool = Field(default=False, description="report forward, backward and step in milliseconds")
     memory_breakdown: bool = Field(default=False, description="report live bytes by class")

@@ -80,6 +80,11 @@ def make_optimizer(
     if isinstance(client, Optimizer):
         return client
     if client is not None:
+        if not callable(client):
+            raise TypeError(
+                f"optimizer: a {type(client).__name__} is neither a torch.optim.Optimizer nor what makes one. "
+                "Of a wrapper, hand over the optimizer inside"
+            )
         made = client(parameters)
         if not isinstance(made, Optimizer):
             raise TypeError(f"optimizer: the callable returned {type(made).__name__}, not a torch.optim.Optimizer")

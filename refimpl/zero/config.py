@@ -47,7 +47,7 @@ class ZeroConfig:
     prescale_gradients: bool = False  # divide by N before the reduction, not after
     gradient_predivide_factor: float = 1.0  # without prescale: divide by f before the reduction, by N / f after
     ignore_unused_parameters: bool = True  # False: a parameter without a gradient is an error
-    allow_untested_optimizer: bool = False  # take an optimizer not known to be element-wise
+    allow_untested_optimizer: bool = False  # cut one that is not known to be element-wise, if a trial shows that it is
     dtype: torch.dtype | None = None  # cast parameters to it; fp32 masters keep what this rounds off
     broadcast_buffers: bool = True  # rank 0's buffers on every rank before each training forward
     optimizer_home: Host | None = None  # where masters and optimizer state rest; None: on the device

@@ -58,6 +58,7 @@ class DelayedUpdate(OffloadedUpdate):
         try:
             if used:
                 self.on_every_rank(self.behind.wait)
+                self.slices.keep_settings()
         finally:
             self.used = {}
         if self.torn:

@@ -8,45 +8,72 @@
     any other      all of its parameter                  not at all                       LBFGS, Muon, Adafactor
 
 A class says what it is by `elementwise = True` or `layerwise = True`; for another's the user may
-(`allow_untested_optimizer`). DeepSpeed: deepspeed/runtime/zero/utils.py, `is_zero_supported_optimizer`.
+(`allow_untested_optimizer`), and then it is tried: see tried.py. (DeepSpeed takes the user's word.)
+DeepSpeed: deepspeed/runtime/zero/utils.py, `is_zero_supported_optimizer`.
 """
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
 from refimpl.optim.travelling import Travelling
+from refimpl.zero.tried import what_fails
 
 ELEMENTWISE = (
     optim.AdamW, optim.Adam, optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam,
     optim.RAdam, optim.ASGD, optim.Rprop,
 )  # fmt: skip
 
+RATE = 0.01  # of a trial
+
 
 class Kind:
     """Of one optimizer, as it was handed over; None: nothing to update."""
 
     def __init__(self, optimizer: optim.Optimizer | None, allow_untested: bool = False) -> None:
-        """ValueError if it has already taken steps."""
+        """ValueError if it has already taken steps, or could have."""
         self.cls: Any = type(optimizer)  # its class, before a stage takes it over
         self.layerwise = bool(getattr(self.cls, "layerwise", False))
-        self.elementwise = (is_elementwise(self.cls) or allow_untested) and not self.layerwise
         self.travels = isinstance(optimizer, Travelling)
+        self.elementwise = is_elementwise(self.cls) and not self.layerwise
+        self.fails = ""  # in what an optimizer that was allowed did not stand the trial
+        if allow_untested and optimizer is not None and not (self.elementwise or self.layerwise or self.travels):
+            self.fails = self.tried(optimizer)
+            self.elementwise = not self.fails
         # Whether it asks a closure for the loss once, before anything else, so that the stage can do it.
         self.asks_once = self.elementwise or self.layerwise or self.travels
         state = {} if optimizer is None else optimizer.state
         if any(map(has_stepped, state.values())):
-            raise ValueError(f"{self.cls.__name__} has already taken steps: build the stage first, then load its state")
+            raise ValueError(
+                f"{self.name} has already taken steps, or its constructor has made state without a count of them, such "
+                "as copies of the weights, which no stage can cut: build the stage first, then load the state"
+            )
         self.born_with_state = bool(state)  # made by its constructor (Adagrad)
+
+    def tried(self, optimizer: optim.Optimizer) -> str:
+        """What the optimizer does not do alike on a part of a parameter; "" for nothing."""
+
+        def make(index: int, p: nn.Parameter) -> optim.Optimizer:
+            twin = self.twin(optimizer, index, [p])
+            if twin.param_groups[0].get("lr") is not None:
+                twin.param_groups[0]["lr"] = RATE  # a schedule begins with 0, which shows nothing
+            return twin
+
+        filled = [(i, g["params"][0].device) for i, g in enumerate(optimizer.param_groups) if g["params"]]
+        return next((words for i, device in filled if (words := what_fails(partial(make, i), device))), "")
 
     def twin(self, optimizer: optim.Optimizer, index: int, params: Sequence[nn.Parameter]) -> optim.Optimizer:
         """A new one over these parameters alone, with the options of the optimizer's group `index`."""
         accepted = inspect.signature(self.cls.__init__).parameters
         given = {k: v for k, v in optimizer.defaults.items() if k in accepted}
-        twin: optim.Optimizer = self.cls([{**optimizer.param_groups[index], "params": params}], **given)
+        options = {k: v for k, v in optimizer.param_groups[index].items() if k != "param_names"}
+        twin: optim.Optimizer = self.cls([{**options, "params": params}], **given)
+        if hasattr(twin, "train"):  # schedule-free ones step in no other mode
+            twin.train()
         return twin
 
     def widths(self, optimizer: optim.Optimizer, index: int) -> list[torch.dtype]:
@@ -57,6 +84,11 @@ class Kind:
         self.cls.step(twin)
         return [t.dtype for t in twin.state[p].values() if isinstance(t, Tensor) and t.shape == p.shape]
 
+    @property
+    def name(self) -> str:
+        """With its module: others have an AdamW and a Lion too."""
+        return f"{self.cls.__module__}.{self.cls.__name__}".removeprefix("__main__.")
+
     def refuse_shard(self) -> None:
         """TypeError if on a part of a parameter it would compute something else."""
         if self.layerwise or self.elementwise:
@@ -66,10 +98,15 @@ class Kind:
                 f"{self.cls.__name__} averages its momentum over the ranks by itself, and needs all of it on each: "
                 "use DDP (ZeRO stage 0), as in DeepSpeed"
             )
+        if self.fails:
+            raise TypeError(
+                f"{self.name} is allowed (zero_allow_untested_optimizer), but did not pass the trial: {self.fails}. "
+                "Use DDP (ZeRO stage 0), or another optimizer; `elementwise = True` on its class takes it as it is"
+            )
         raise TypeError(
-            f"{self.cls.__name__} is not known to be element-wise: on a shard it would compute something else. "
-            f"Known: {', '.join(k.__name__ for k in ELEMENTWISE)}, Lion, Lamb. Use DDP (stage 0), or, if every "
-            "element's update depends on that element alone, set allow_untested_optimizer=True "
+            f"{self.name} is not known to be element-wise: on a shard it may compute something else. Known: "
+            f"{', '.join(k.__name__ for k in ELEMENTWISE)}, and refimpl's Lion and Lamb. Use DDP (stage 0), or, if "
+            "every element's update depends on that element alone, set allow_untested_optimizer=True "
             "(zero_allow_untested_optimizer), or `elementwise = True` on its class"
         )
 

@@ -48,9 +48,10 @@ class OffloadedUpdate(Brought):
     def add(self, owned: dict[Bucket, Tensor]) -> None:
         """Bucket by bucket: no more than one has its masters in two places."""
         if self.slices.optimizer is not None and not self.slices.kind.elementwise:
+            kind = self.slices.kind
             raise TypeError(
-                f"{self.slices.kind.cls.__name__} is not known to be element-wise: it cannot be updated part by part; "
-                "leave optimizer_home (offload_optimizer) out"
+                f"{kind.name} is not known to be element-wise{kind.fails and f' (tried, {kind.fails})'}: it cannot be "
+                "updated part by part; leave optimizer_home (offload_optimizer) out"
             )
         if any(bucket.dtype == torch.float64 for bucket in owned) and self.slices.optimizer is not None:
             raise TypeError("fp64 parameters: offloaded masters are fp32; leave optimizer_home (offload_optimizer) out")
@@ -107,7 +108,30 @@ class OffloadedUpdate(Brought):
         if self.masters.keys() - self.gone:
             super().apply()
         self.on_every_rank(lambda: self.update_parts(self.handed, self.slices.settings()))
+        self.slices.keep_settings()
         self.handed = {}
+
+    @torch.no_grad()
+    def rewrite(self, write: Callable[[Any], object]) -> None:
+        """As in `Update`, part by part."""
+        self.check(None)
+        self.look()
+        self.on_every_rank(lambda: self._rewrite_parts(write, self.slices.settings()))
+        self.slices.keep_settings()
+
+    def _rewrite_parts(self, write: Callable[[Any], object], settings: list[dict[str, Any]]) -> None:
+        self.torn = OffloadError(HALF)
+        for bucket in [b for b in self.masters if b not in self.gone]:
+            self.adopt(bucket)
+            self.slices.do_inside(bucket, 0, self.slices.length[bucket], settings, write)
+            self.publish(bucket)
+        for part in self.home.rounds(self.parts):
+            self.follow(part)
+            self.slices.do_inside(part.bucket, part.start, part.end, settings, write)
+            self.round(part)
+        if self.config.parameter_home is not None:
+            self.config.parameter_home.arrived()
+        self.torn = None
 
     def on_every_rank(self, update: Callable[[], object]) -> None:
         """update(); half of it may be done where `together` raises."""

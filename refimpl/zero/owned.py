@@ -14,9 +14,12 @@ from torch import Tensor, optim
 from refimpl.optim.loss_scale import DynamicLossScaler
 from refimpl.zero.grad_view import NO_GRAD_SCALER
 from refimpl.zero.norm import GradNorm, shown
+from refimpl.zero.settings import settings
 
 if TYPE_CHECKING:
     from refimpl.zero.stage import Stage
+
+MODES = "train", "eval"  # of an optimizer that trains other weights than it shows (schedule-free)
 
 
 class Owned(optim.Optimizer):
@@ -127,8 +130,25 @@ def take_over(optimizer: optim.Optimizer, stage: "Stage") -> None:
     """From now on `optimizer` is the stage's."""
     kind = type(optimizer)
     vars(optimizer).pop("step", None)  # a schedule that was made before wrapped it
-    optimizer.__class__ = type(kind.__name__, (Owned, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    more: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    more |= {name: into(name, getattr(kind, name)) for name in MODES if hasattr(kind, name)}
+    optimizer.__class__ = type(kind.__name__, (Owned, kind), more)
     optimizer.stage = stage  # type: ignore[attr-defined]
+
+
+def into(name: str, switch: Callable[..., None]) -> Callable[[Owned], None]:
+    """The optimizer's own `train` or `eval`, which rewrites its parameters; nothing where it is in that mode."""
+
+    def of_stage(optimizer: Owned) -> None:
+        slices = optimizer.stage.update.slices
+        twin, before = slices.twin(slices.settings(), {}), slices.settings_in_words()
+        switch(twin)
+        changed = any(vars(twin)[key] is not value for key, value in vars(optimizer).items() if key != "param_groups")
+        if changed or settings(twin, slices.kind.cls, waits=False) != before:
+            optimizer.stage.rewrite(switch)
+
+    of_stage.__name__, of_stage.__doc__ = name, f"{switch.__doc__ or name}\n\nA collective: on every rank."
+    return of_stage
 
 
 def let_go(optimizer: optim.Optimizer) -> None:

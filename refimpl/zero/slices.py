@@ -66,6 +66,7 @@ class Slices:
         self.length: dict[Bucket, int] = {}  # of what is owned
         self.gradient_of: Callable[[nn.Parameter, Bucket, int, int], Tensor | None] | None = None  # see `GradientView`
         self.apart: set[nn.Parameter] = set()  # were once left alone, and have borders of their own since
+        self.changed: list[dict[str, Any]] = []  # settings that steps inside have changed, by group
         self._applying = False  # from `hand_out` to `release_gradients`: then a slice's grad is what it was handed
         if optimizer is None:
             return
@@ -222,12 +223,33 @@ class Slices:
         """The optimizer's own step, of the slices there alone, with these settings. Its step hooks run each time."""
         assert self.optimizer is not None
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a torch schedule looks for
+        self.do_inside(bucket, start, end, settings, self.kind.cls.step)
+
+    def do_inside(
+        self, bucket: Bucket, start: int, end: int, settings: list[dict[str, Any]], do: Callable[[Any], object]
+    ) -> None:
+        """do(optimizer), as if it had the slices there alone, and these settings; those that it changes are noted."""
         here: list[nn.Parameter] = [s.param for s in self.inside(bucket, start, end)]
-        twin = object.__new__(type(self.optimizer))  # the same state, with groups of its own
-        twin.__dict__ = self.optimizer.__dict__ | {
-            "param_groups": [{**s, "params": here if i == bucket.group_index else []} for i, s in enumerate(settings)]
-        }
-        self.kind.cls.step(twin)
+        twin = self.twin(settings, {bucket.group_index: here})
+        do(twin)
+        for noted, group, given in zip(self.changed, twin.param_groups, settings, strict=True):
+            noted |= {k: v for k, v in group.items() if k != "params" and v is not given.get(k)}
+
+    def twin(self, settings: list[dict[str, Any]], params: dict[int, list[nn.Parameter]]) -> optim.Optimizer:
+        """The optimizer with the same state, and in its groups these settings and parameters alone."""
+        assert self.optimizer is not None
+        twin = object.__new__(type(self.optimizer))
+        groups = [{**given, "params": params.get(i, [])} for i, given in enumerate(settings)]
+        twin.__dict__ = self.optimizer.__dict__ | {"param_groups": groups}
+        self.changed += [{} for _ in groups[len(self.changed) :]]
+        return twin
+
+    def keep_settings(self) -> None:
+        """What steps inside have changed in the groups (a count of steps, say) is so from now on."""
+        assert self.optimizer is not None
+        for group, noted in zip(self.optimizer.param_groups, self.changed, strict=False):
+            group |= noted
+            noted.clear()
 
     def inside(self, bucket: Bucket, start: int, end: int) -> list[Slice]:
         """The slices that lie there."""

@@ -120,6 +120,16 @@ class Update(Masters):
             self.publish(bucket)
         return result
 
+    @torch.no_grad()
+    def rewrite(self, write: Callable[[Any], object]) -> None:
+        """write(optimizer), which writes to its parameters outside of a step."""
+        self.refuse_torn()
+        for bucket in self.masters:
+            self.adopt(bucket)
+        write(self.slices.optimizer)
+        for bucket in self.masters:
+            self.publish(bucket)
+
     def note(self, error: Exception) -> None:
         """The optimizer, or a hook of its step, has raised this here: for all ranks to hear of, see `Alike`."""
         self.raised[self.steps] = f"{type(error).__name__}: {error}"

@@ -11,6 +11,9 @@ A parameter's way: shard -> `Fetch.before_forward` -> `Unit.wait` -> views compu
 -> `Fetch.need` before backward -> `Zero3.reduce` of its gradient, freed -> `Update.apply` to the shard.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor, nn
 
 from refimpl.zero.experts import apart
@@ -95,6 +98,10 @@ class Zero3(Stage):
     def after_update(self, done: bool) -> None:
         super().after_update(done)
         self.plus.after_step(done)
+
+    def rewrite(self, write: Callable[[Any], object]) -> None:
+        super().rewrite(write)
+        self.plus.forget()
 
     def units_by_name(self) -> dict[str, Bucket]:
         """By the name of its first parameter."""

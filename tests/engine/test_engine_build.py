@@ -157,6 +157,27 @@ def test_the_clients_optimizer_wins_over_the_file() -> None:
     assert start(optimizer_=lambda p: torch.optim.Adam(p, betas=(0.5, 0.75))).get_mom() == [(0.5, 0.75)]
     with pytest.raises(TypeError, match="returned list"):
         start(optimizer_=lambda parameters: parameters)
+    with pytest.raises(TypeError, match="a SimpleNamespace is neither"):
+        start(optimizer_=SimpleNamespace(param_groups=[]))
+
+
+class OwnRate(torch.optim.Optimizer):
+    """Finds its rate by itself, as Adafactor may."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": None})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        return None
+
+
+def test_an_optimizer_without_a_rate_of_its_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    engine = start(csv_monitor=monitor, steps_per_print=1, optimizer_=OwnRate)
+    steps(engine)
+    assert engine.get_lr() == [None]
+    assert "lr=[None]" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "job").iterdir()] == ["Train_Samples_train_loss.csv"]
 
 
 def test_without_an_optimizer_it_infers_and_says_what_training_takes() -> None:

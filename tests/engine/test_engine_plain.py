@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,28 @@ def test_a_layer_that_comes_behind_the_engine_is_named(stage: int, tmp_path: Pat
     for texts in worlds.run(told, ranks=2):
         assert len(texts) == 2  # the first and the second step
         assert all(text.startswith("late.weight, late.bias: added to the model since") for text in texts)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_adapter_that_comes_behind_the_engine_and_is_all_that_has_a_gradient(stage: int) -> None:
+    """PEFT's add_adapter and set_adapter: the rest is frozen, and the step has nothing. By `step` or by hand."""
+
+    def told(by_hand: bool) -> None:
+        engine, *_ = refimpl.initialize(model=Net(), config=config(stage))
+        for step in range(2):
+            engine.backward(engine(batch(engine.group.rank, step, 0)))
+            engine.step()
+        engine.module.requires_grad_(False)
+        engine.module.late = nn.Linear(1, 1)
+        said = "late.weight, late.bias: added to the model since the stage was built, so not trained: complete"
+        for _ in range(2):
+            engine.module.late(engine(batch(engine.group.rank, 3, 0)).view(1)).sum().backward()
+            refused = pytest.raises(RuntimeError, match=f"there are no gradients but of {said}")
+            with pytest.warns(UserWarning, match=f"^{said}"), nullcontext() if by_hand else refused:
+                (engine.optimizer if by_hand else engine).step()
+
+    for by_hand in (True, False):
+        worlds.run(told, by_hand, ranks=2)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -16,6 +16,7 @@ from worlds import run
 from refimpl.comm.group import Group
 from refimpl.launch import RankError
 from refimpl.zero.config import ZeroConfig
+from refimpl.zero.init import GatheredParameters
 
 Habit = Callable[[nn.Module, torch.optim.Optimizer, list[int], int], None]
 
@@ -97,6 +98,55 @@ def step_in_backward(model: nn.Module) -> None:
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(step)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Around(nn.Module):
+    """A parametrization that comes and goes with the forward, as PEFT's `target_parameters`: it is set to itself."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        nn.utils.parametrize.register_parametrization(self.inside[0], "weight", Doubled())  # type: ignore[index]
+        out: Tensor = self.inside(x)
+        nn.utils.parametrize.remove_parametrizations(self.inside[0], "weight", leave_parametrized=False)  # type: ignore[index]
+        return out
+
+
+def by_set(model: Any, optimizer: Any, ranks: list[int], how: str) -> list[Tensor]:
+    """Parameters that torch sets: to themselves, or to other values, as where a parametrization ends."""
+    for step in range(3):
+        for rank in ranks:
+            (model(batch(step, rank)).square().mean() / len(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if how == "other values":
+            with GatheredParameters(model, modifier_rank=0), torch.no_grad():
+                model.inside[0].weight.set_(model.inside[0].weight.detach() / 2)
+    return [w.clone() for w in model.state_dict().values()]
+
+
+def by_set_in(stage: str, how: str) -> list[Tensor]:
+    model, group = Around(small()), Group.world()
+    optimizer = sgd(model)
+    STAGES[stage](model, optimizer, group)
+    return by_set(model, optimizer, [group.rank], how)
+
+
+@every_stage
+@pytest.mark.parametrize("how", ["itself", "other values"])
+def test_parameters_may_be_set(stage: str, how: str) -> None:
+    model = Around(small())
+    expected = by_set(model, sgd(model), [0, 1], how)
+    for weights in run(by_set_in, stage, how, ranks=2):
+        for found, right in zip(weights, expected, strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
 
 
 def refused(stage_name: str, how: str) -> None:
