@@ -24,6 +24,7 @@ def of_processes() -> list[str]:
 @pytest.mark.parametrize("stays", [False, True], ids=["its own group", "a group that stays"])
 def test_a_stage_that_nobody_has_is_gone(stage: str, stays: bool) -> None:
     def check() -> None:
+        gc.collect()  # what the last test left
         group, before = Group.world() if stays else None, of_processes()
 
         def train() -> list[weakref.ref[object]]:
