@@ -15,6 +15,7 @@ from torch import Tensor
 
 SPACE = 1 << 38  # bytes of address space a file: 256 GB, of which pages come as they are written
 DATA = 1 << 32  # where tensors begin; below are the words with which the ranks signal
+VIEWS = 4096  # kept of a file: the buffers of a training step are shown again in every step
 Place = tuple[int, int]  # (offset, bytes)
 
 
@@ -25,14 +26,21 @@ class Mapped:
         """OSError if it cannot be mapped."""
         self._map = mmap.mmap(descriptor, SPACE)
         self.words = memoryview(self._map)[: 8 * words].cast("q")
+        self._views: dict[tuple[Place, torch.dtype], Tensor] = {}
         self.address: int = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
 
     def at(self, place: Place, dtype: torch.dtype) -> Tensor:
         """What lies there, as a flat tensor."""
-        offset, size = place
-        if not size:
-            return torch.empty(0, dtype=dtype, device="cpu")  # whatever the default device is
-        return torch.frombuffer(self._map, dtype=dtype, count=size // dtype.itemsize, offset=offset)
+        view = self._views.get((place, dtype))
+        if view is None:
+            offset, size = place
+            if not size:
+                return torch.empty(0, dtype=dtype, device="cpu")  # whatever the default device is
+            view = torch.frombuffer(self._map, dtype=dtype, count=size // dtype.itemsize, offset=offset)
+            if len(self._views) == VIEWS:
+                self._views.clear()
+            self._views[place, dtype] = view
+        return view
 
 
 class Own(Mapped):

@@ -3,6 +3,7 @@
     Managed   p.grad      shows the gradient where the stage keeps it; p.grad = None drops it there
               p.data      is the memory; what is written to it is counted, and autograd does not see it: see `Shown`
               p.data = t  is refused: p.data.copy_(t) copies. Before there is a stage t is copied, if it is of p's kind
+              p.set_(t)   copies t
               p.requires_grad_(True)   asks the stage to train it from now on
     Freed     (ZeRO-3) as Managed, and has no values now: whoever computes with it gathers it first, or is told to
 
@@ -99,6 +100,17 @@ class Managed(nn.Parameter):
             f"cannot become {value.dtype} on {value.device}, shape {tuple(value.shape)}. Move or cast the model before "
             "the stage is built"
         )
+
+    def set_(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Of a tensor: its values are copied (torch.nn.utils.parametrize ends so). Of itself: no write."""
+        source = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(source, Tensor) or self.stage is None:
+            return super().set_(*args, **kwargs)
+        if source is not self and (source.dtype, source.device, source.shape) == (self.dtype, self.device, self.shape):
+            self.data.copy_(source)
+        else:
+            self.data = source
+        return self
 
     @property
     def requires_grad(self) -> bool:

@@ -168,7 +168,7 @@ class Stage(Hooked, Beside, Held):
         """
         gradients = self.collect()
         if not gradients and self.buckets:
-            raise RuntimeError("step() before any backward(): there are no gradients to apply")
+            start.refuse_nothing(self.model, self.names)
         return self.apply(gradients)
 
     def optimizer_step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -200,7 +200,8 @@ class Stage(Hooked, Beside, Held):
             if (grad := take_raw_grad(p)) is not None:
                 self.gradients.add(p, grad)
         start.refuse_replaced(self.model, self.names, self.gradients)
-        if not self.update.steps & (self.update.steps + 1):  # the 1st, 2nd, 4th, 8th, ... step: it walks the model
+        # It walks the model: at the 1st, 2nd, 4th, 8th, ... step, and where there is nothing else.
+        if not self.gradients.used or not self.update.steps & (self.update.steps + 1):
             start.warn_of_added(self.model, self.names)
         return self.gradients.finish()
 

@@ -163,13 +163,27 @@ def added(model: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[str, nn.P
     return {name: p for name, p in model.named_parameters() if p not in names}
 
 
+def added_and_used(model: nn.Module, names: Mapping[nn.Parameter, str]) -> str:
+    """What was added and has a gradient, which nobody will apply: in words, or ""."""
+    used = [name for name, p in added(model, names).items() if stage_of(p) is None and p.grad is not None]
+    return (
+        f"{', '.join(used)}: added to the model since the stage was built, so not trained: {COMPLETE}" if used else ""
+    )
+
+
 def warn_of_added(model: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
     """Nobody trains it, as in torch, whose optimizer does not know it. Without a gradient it is no news."""
-    used = [name for name, p in added(model, names).items() if stage_of(p) is None and p.grad is not None]
-    if used:
-        warnings.warn(
-            f"{', '.join(used)}: added to the model since the stage was built, so not trained: {COMPLETE}", stacklevel=4
-        )
+    if words := added_and_used(model, names):
+        warnings.warn(words, stacklevel=4)
+
+
+def refuse_nothing(model: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
+    """RuntimeError: there are no gradients."""
+    words = added_and_used(model, names)
+    raise RuntimeError(
+        f"step(): there are no gradients but of {words}" if words
+        else "step() before any backward(): there are no gradients to apply"
+    )  # fmt: skip
 
 
 def warn_of_nothing(left_alone: set[nn.Parameter], gradients: Gradients, stage: str) -> None:
