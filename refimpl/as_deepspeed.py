@@ -29,6 +29,7 @@ WITHIN = {
     "deepspeed.ops.adam": ["cpu_adam", "fused_adam"],
     "deepspeed.ops.lamb": ["fused_lamb"],
     "deepspeed.ops.lion": ["cpu_lion", "fused_lion"],
+    "deepspeed.ops.op_builder": ["builder"],
 }
 
 

@@ -8,15 +8,19 @@ begins with "$", and its inverse is in the same line of the table below; a tenso
     inf             {"$float": "inf"}
     a tensor        {"$tensor": "client_state.rng"}       the tensor itself into the safetensors file
 
-numpy's numbers and arrays go as tensors. Anything else (an object, a function, an array of objects) is refused when it
-is saved, under its path: to bring it back one would have to run what the file says, which is what a pickle is.
+numpy's numbers and arrays go as tensors, an enum's member by its class and name: it comes back if whoever reads has the
+class. Anything else (an object, a function, an array of objects) is refused when it is saved, under its path: to bring
+it back one would have to run what the file says, which is what a pickle is.
 DeepSpeed's client_state is pickled.
 """
 
 import base64
+import sys
 from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from enum import Enum
+from functools import reduce
 from math import isfinite
 from typing import Any
 
@@ -63,6 +67,8 @@ def kind_of(value: Any) -> str | None:
     if isinstance(value, np.ndarray | np.generic):
         plain = value.dtype.kind in "biufc" and value.dtype.itemsize <= 8 and value.dtype.isnative
         return None if not plain else "$number" if isinstance(value, np.generic) else "$array"
+    if isinstance(value, Enum):
+        return "$enum" if value.name in type(value).__members__ else None  # flags put together have no name
     return next((name for name, (known, _, _) in KINDS.items() if type(value) is known), None)
 
 
@@ -71,10 +77,24 @@ def as_tensor(value: Any) -> list[Tensor]:
     return [torch.from_numpy(np.array(value, order="C"))]
 
 
+def member(place: list[str]) -> Enum:
+    """The member of a class that is imported already: nothing is run for a file's sake."""
+    module, qualname, name = place
+    try:
+        found: Any = reduce(lambda owner, part: vars(owner)[part], qualname.split("."), sys.modules[module])
+    except (KeyError, TypeError):
+        found = None
+    if not (isinstance(found, type) and issubclass(found, Enum) and name in found.__members__):
+        raise CheckpointError(
+            f"the checkpoint holds {module}.{qualname}.{name}, which this program does not have: import its class first"
+        )
+    return found[name]
+
+
 def refused(path: str, what: str, remedy: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: holds {what}; a checkpoint keeps tensors, numbers, strings, bytes, None, lists, tuples, sets, "
-        f"dictionaries and namespaces of them. Here, {remedy}"
+        f"{path}: holds {what}; a checkpoint keeps tensors, numbers, strings, bytes, enums, None, lists, "
+        f"tuples, sets, dictionaries and namespaces of them. Here, {remedy}"
     )
 
 
@@ -109,6 +129,7 @@ KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "$array": (np.ndarray, as_tensor, lambda items: items[0].numpy()),
     "$number": (np.generic, as_tensor, lambda items: items[0].numpy()[()]),
     "$namespace": (Namespace, lambda value: pairs(vars(value)), lambda items: Namespace(**dict(items))),
+    "$enum": (Enum, lambda value: [type(value).__module__, type(value).__qualname__, value.name], member),
     "$bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
 }
 

@@ -59,6 +59,7 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "optimizer.params.cuda_aware": ("there is no MPI here: ranks talk over the engine's own groups", [False]),
     "optimizer.params.set_grad_none": ("gradients are always released after a step", [True]),
     "optimizer.params.fp32_optimizer_states": ("optimizer states stay in fp32", [True]),
+    "optimizer.adam_w_mode": ("write it in optimizer.params; DeepSpeed does not read it here either", [True]),
     "optimizer.legacy_fusion": ("there is one optimizer implementation", [False]),
     "zero_optimization.contiguous_gradients": ("gradients are always packed into contiguous buckets", [True]),
     "zero_optimization.reduce_scatter": (

@@ -12,7 +12,9 @@ read there too, so that where it ends it ends for all, and no rank waits for ano
 DeepSpeed: deepspeed/runtime/pipe/engine.py, whose checkpoints have a file a layer.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -69,8 +71,14 @@ class PipelineEngine(Engine):
         for loss in losses:
             self.report.loss(loss)
         self._pending = len(inputs)
-        super().step()
+        super().step(self._told())
         return mean_loss(self.group, list(losses))
+
+    def _told(self) -> dict[str, int]:
+        """What the schedule's `step` is told: Megatron's asks for an update's samples, which nobody passes here."""
+        schedule = self.lr_scheduler
+        asks = schedule is not None and "increment" in inspect.signature(schedule.step).parameters
+        return {"increment": self.train_batch_size()} if asks else {}
 
     def eval_batch(
         self,
@@ -179,9 +187,12 @@ class PipelineEngine(Engine):
         if not used and (source is None or isinstance(source, RepeatingLoader)):  # without an end
             return [None] * number, [None] * number
         if source is None:
-            if self.training_dataloader is None:
+            if self.training_dataloader is not None:
+                source = self._batches = RepeatingLoader(self.training_dataloader)
+            elif self.batch_fn is not None:
+                source = repeat(None)  # it gets them: Megatron's from the first of its tensor-parallel ranks
+            else:
                 raise ValueError("no data: pass data_iter=..., set_dataloader(...), or training_data=... to initialize")
-            source = self._batches = RepeatingLoader(self.training_dataloader)
         pairs: list[Batch] = []
         try:
             while len(pairs) < number:

@@ -1,8 +1,11 @@
 """What is no tensor comes back exactly, type by type; what could not is refused at the save, by its key."""
 
+import inspect
 import json
+import sys
 from argparse import Namespace
 from collections import Counter, OrderedDict
+from enum import Flag, IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +97,31 @@ def test_numpys_numbers_its_random_state_and_arguments() -> None:
     again = np.random.RandomState(0)
     again.set_state(there_and_back((kind, keys, *rest)))
     assert again.rand() == np.random.RandomState(3).rand()
+
+
+class Model:
+    class Kind(IntEnum):
+        ENCODER = 1
+
+    class Layers(Flag):
+        FIRST = 1
+        LAST = 2
+
+
+def test_enums_come_back_by_their_class_and_name() -> None:
+    """Megatron's arguments hold some."""
+    back = there_and_back(Namespace(kind=Model.Kind.ENCODER, how=[inspect.Parameter.VAR_KEYWORD]))
+    assert (type(back.kind), back.kind) == (Model.Kind, Model.Kind.ENCODER)
+    assert back.how[0] is inspect.Parameter.VAR_KEYWORD
+    with pytest.raises(CheckpointError, match=r"x\.which: holds .*Model\.Layers"):
+        encode({"which": Model.Layers.FIRST | Model.Layers.LAST}, "x", {})
+
+
+@pytest.mark.parametrize("place", [["colorsys2", "K", "A"], ["os", "path", "A"], [__name__, "Model.Kind", "DECODER"]])
+def test_an_enum_that_the_reader_has_not_is_named_and_nothing_is_imported(place: list[str]) -> None:
+    with pytest.raises(CheckpointError, match=f"holds {'.'.join(place)}, which this program does not have"):
+        decode({"$enum": place}, {}.__getitem__)
+    assert place[0] != "colorsys2" or "colorsys2" not in sys.modules
 
 
 def test_tensors_go_beside_it_by_their_path() -> None:

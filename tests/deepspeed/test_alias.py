@@ -25,6 +25,8 @@ assert FusedAdam is refimpl.deepspeed.ops.adam.FusedAdam and ZeroParamStatus is 
 import deepspeed.ops.adam.fused_adam, deepspeed.ops.adam.cpu_adam
 import deepspeed.ops.lion.cpu_lion, deepspeed.ops.lamb.fused_lamb
 import deepspeed.ops.adagrad.cpu_adagrad
+from deepspeed.ops.op_builder.builder import OpBuilder
+assert not OpBuilder.is_rocm_pytorch()
 from deepspeed.ops.adam.fused_adam import FusedAdam as again
 from deepspeed.comm.comm import init_distributed
 from deepspeed.runtime.zero.stage3 import GatheredParameters
@@ -103,11 +105,24 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
 
 def test_what_is_not_there_yet_says_so_when_it_is_used() -> None:
     import refimpl.deepspeed as deepspeed
+    from refimpl.deepspeed.compression.compress import init_compression
+    from refimpl.deepspeed.launcher.runner import parse_inclusion_exclusion
+    from refimpl.deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+    from refimpl.deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd
+    from refimpl.deepspeed.runtime.utils import PartitionedTensor
+    from refimpl.deepspeed.sequence.fpdt_layer import FPDT_FFN
 
     for use, what in (
         (lambda: deepspeed.init_inference(None), "inference"),
         (lambda: deepspeed.zero.Init(remote_device="nvme"), "nvme"),
         (lambda: deepspeed.zero.Init(zero_quantized_weights=True), "zero_quantized_weights"),
+        (lambda: init_compression(None, {}), "compress the model by itself"),
+        (lambda: CurriculumScheduler({}), "give initialize data in that order"),
+        (lambda: convert_to_random_ltd(None, None), "the model drops its tokens itself"),
+        (lambda: FPDT_FFN(), r"deepspeed\.sequence\.layer shares a sequence"),
+        (lambda: PartitionedTensor(None), "use PipelineEngine"),
+        (lambda: parse_inclusion_exclusion({}, "", ""), "--include and --exclude"),
+        (lambda: deepspeed.get_accelerator().get_op_builder("FlashAttentionBuilder")(), "FlashAttentionBuilder"),
     ):
         with pytest.raises(NotImplementedError, match=what):
             use()

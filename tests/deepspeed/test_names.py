@@ -2,6 +2,7 @@
 
 import logging
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,10 @@ from torch import nn
 
 import refimpl.deepspeed as deepspeed
 from refimpl.comm.group import Group
+from refimpl.deepspeed import env_report
 from refimpl.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from refimpl.deepspeed.compression import helper
+from refimpl.deepspeed.launcher import runner
 from refimpl.deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
 from refimpl.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from refimpl.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -27,6 +30,7 @@ from refimpl.deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimiz
 from refimpl.deepspeed.runtime.zero.config import ZeroStageEnum
 from refimpl.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from refimpl.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from refimpl.deepspeed.utils import timer
 from refimpl.deepspeed.utils.torch import required_torch_version
 from refimpl.optim.lion import Lion
 
@@ -187,7 +191,9 @@ def test_clipping_of_plain_gradients_is_the_same_on_all_ranks(ranks: int, norm_t
 
 def test_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("REFIMPL_DEVICE", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     accelerator = deepspeed.get_accelerator()
+    assert (5 % accelerator.device_count(), accelerator.device_count()) == (2, 3), "of a CPU each rank has one"
     assert (accelerator.device_name(), accelerator.device_name(0), accelerator._name) == ("cpu", "cpu", "cpu")
     assert (accelerator.current_device_name(), accelerator.current_device()) == ("cpu", "cpu")
     assert (accelerator.communication_backend_name(), accelerator.is_available()) == ("gloo", True)
@@ -220,6 +226,16 @@ def test_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (accelerator.memory_cached(), accelerator.max_memory_cached()) == ((1, 8), (1, 16))
     monkeypatch.setattr(torch.cuda, "get_rng_state", str)
     assert (accelerator.get_rng_state(), accelerator.get_rng_state(0)) == ("cuda:1", "cuda:0")
+
+
+def test_what_megatron_imports_before_it_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    env_report.main()
+    assert "refimpl" in capsys.readouterr().out
+    assert timer.BACKWARD_INNER_MICRO_TIMER == "bwd_inner_microstep"
+    assert deepspeed.checkpoint.PADDED_VOCAB_SIZE == "padded_vocab_size"
+    (tmp_path / "hosts").write_text("a slots=2\n")
+    assert runner.fetch_hostfile(tmp_path / "hosts") == {"a": 2}
+    assert (runner.DLTS_HOSTFILE, runner.EXPORT_ENVS) == ("/job/hostfile", [])
 
 
 def test_messages_of_some_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +146,8 @@ def construction(folder: str) -> None:
         ({"config": str(file), "mem_efficient_linear": False, "pin_memory": True}, torch.float16),
         ({"dtype": torch.bfloat16, "remote_device": "none"}, torch.bfloat16),
         ({"data_parallel_group": torch.distributed.group.WORLD}, torch.float32),
+        ({"mpu": SimpleNamespace(get_data_parallel_group=lambda: torch.distributed.group.WORLD)}, torch.float32),
+        ({"mpu": SimpleNamespace(), "data_parallel_group": torch.distributed.group.WORLD}, torch.float32),
     ):
         with deepspeed.zero.Init(**arguments):
             layer = nn.Linear(4, 4)
@@ -152,7 +155,7 @@ def construction(folder: str) -> None:
         with deepspeed.zero.GatheredParameters(layer.weight):
             assert layer.weight.dtype == dtype
             assert layer.weight.isfinite().all()
-    with deepspeed.zero.Init(enabled=False):
+    with deepspeed.zero.Init(enabled=False, mpu=SimpleNamespace()):
         layer = nn.Linear(4, 4)
     assert not hasattr(layer.weight, "ds_id")
     built = layer.weight.detach().clone()

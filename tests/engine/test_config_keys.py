@@ -296,6 +296,15 @@ def test_warnings_come_from_rank_0_only() -> None:
     load_config(config, world_size=2, rank=1)
 
 
+def test_adam_w_mode_beside_its_params_says_what_is_done() -> None:
+    """BEiT, VideoMAE and EVA write it there, where DeepSpeed does not look."""
+    optimizer = {"type": "Adam", "adam_w_mode": True, "params": {"lr": 0.1}}
+    assert load({"train_batch_size": 8, "optimizer": optimizer})[1] == []
+    (said,) = load({"train_batch_size": 8, "optimizer": optimizer | {"adam_w_mode": False}})[1]
+    assert "optimizer.adam_w_mode" in said
+    assert "write it in optimizer.params" in said
+
+
 def test_every_honoured_key_is_read_by_somebody() -> None:
     declared = {"sections.py", "keys.py"}
     folder = Path(next(iter(refimpl.engine.__path__)))

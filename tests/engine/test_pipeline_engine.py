@@ -166,6 +166,36 @@ def test_a_batch_function_and_other_shapes() -> None:
     assert len(first) == 2
 
 
+class Counting:
+    """A schedule as Megatron's: its `step` asks how many samples an update was made of."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def step(self, increment: int, token_num: int | None = None) -> None:
+        self.samples += increment
+
+    def state_dict(self) -> dict[str, int]:
+        return vars(self)
+
+
+def as_megatron() -> tuple[int, list[float]]:
+    """The samples its schedule was told of; losses of data that its batch function alone has."""
+    optimizer = torch.optim.SGD((module := PipelineModule(layers(), 2, loss_fn=loss)).parameters(), lr=0.1)
+    schedule = Counting()
+    settings = {key: value for key, value in config().items() if key != "optimizer"}
+    engine, *_ = initialize(model=module, optimizer=optimizer, lr_scheduler=schedule, config=settings)
+    engine.set_batch_fn(lambda item: (torch.ones(2, WIDTH), torch.zeros(2, WIDTH)) if item is None else item)
+    losses = [engine.train_batch().item(), engine.eval_batch(None).item()]
+    return schedule.samples, losses
+
+
+def test_a_pipeline_as_megatron_drives_it() -> None:
+    (samples, losses), other = run(as_megatron)
+    assert (samples, losses) == (2 * GAS, other[1])
+    assert losses[1] < losses[0]
+
+
 def logits_and_an_end() -> tuple[float, list[float], Any, str]:
     """A loss, the losses of each logits, which rank has them, and what an iterator that ends says."""
     engine, *_ = initialize(model=PipelineModule(layers(), 2, loss_fn=loss), config=config())

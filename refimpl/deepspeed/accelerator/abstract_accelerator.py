@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from refimpl.deepspeed.absent import absent
 from refimpl.launch import under_torchrun
 
 TYPES = {
@@ -46,7 +47,7 @@ class DeepSpeedAccelerator:
         if "REFIMPL_DEVICE" not in os.environ and under_torchrun():  # not joined yet
             return (
                 torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-                if self.device_count()
+                if torch.cuda.is_available()
                 else torch.device("cpu")
             )
         return torch.device(os.environ.get("REFIMPL_DEVICE", "cpu"))
@@ -89,8 +90,8 @@ class DeepSpeedAccelerator:
             torch.cuda.set_device(device_index)
 
     def device_count(self) -> int:
-        """CUDA devices that this process sees; 0 on a CPU."""
-        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+        """CUDA devices that this process sees; on a CPU the ranks of this host: scripts take `rank % device_count`."""
+        return torch.cuda.device_count() if torch.cuda.is_available() else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def is_available(self) -> bool:
         """Always: a CPU is there."""
@@ -259,3 +260,9 @@ class DeepSpeedAccelerator:
     def is_triton_supported(self) -> bool:
         """Whether Triton can compile for the device."""
         return self._cuda
+
+    # Kernels.
+
+    def get_op_builder(self, class_name: str) -> type[Any]:
+        """A class that says on use that it builds nothing: DeepSpeed's compile its C++."""
+        return absent(f"deepspeed.ops.op_builder.{class_name}", "a builder of kernels; nothing is compiled here")

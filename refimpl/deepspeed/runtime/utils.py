@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from refimpl.deepspeed import comm
+from refimpl.deepspeed.absent import absent
 from refimpl.deepspeed.accelerator import get_accelerator
 from refimpl.deepspeed.utils import groups
 from refimpl.engine.cut import OTHERS_FLAGS
@@ -20,6 +21,8 @@ from refimpl.parallel.pipeline.partition import uniform
 from refimpl.zero.parameter import stage_of
 
 T = TypeVar("T")
+
+PartitionedTensor = absent("deepspeed.runtime.utils.PartitionedTensor", "an engine of one's own; use PipelineEngine")
 
 
 def clip_grad_norm_(

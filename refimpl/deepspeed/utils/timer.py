@@ -4,3 +4,7 @@ from refimpl.measure.comms_log import trim_mean
 from refimpl.measure.throughput import ThroughputTimer
 
 __all__ = ["ThroughputTimer", "trim_mean"]
+
+# Names of timers that Megatron-DeepSpeed's zero-bubble pipeline imports.
+BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"
+BACKWARD_INNER_MICRO_TIMER, BACKWARD_INNER_GLOBAL_TIMER = "bwd_inner_microstep", "bwd_inner"

@@ -72,7 +72,8 @@ class Init(init.Init):
     """Shard a model while it is built, over the launcher's ranks, in `dtype` or the dtype that the configuration says.
 
     Without either it is built in its own dtype and cast by `initialize`: the same bits, more memory on the way.
-    `module`: one that is built already, sharded at once. `mem_efficient_linear` and `pin_memory` change nothing here.
+    `module`: one that is built already, sharded at once. `mpu`: whose data-parallel group it is, unless one is given.
+    `mem_efficient_linear` and `pin_memory` change nothing here.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Init(init.Init):
         mpu: Any = None,
         **more: Any,
     ) -> None:
-        _refuse({"mpu": mpu, **more})
+        _refuse(more)
         if remote_device not in (None, "none", "cpu", "cuda"):
             raise NotImplementedError(
                 f"zero.Init: remote_device={remote_device!r}: not part of this project; leave it out"
@@ -98,6 +99,8 @@ class Init(init.Init):
         if dtype is None and raw is not None:
             dtype = _dtype(raw if isinstance(raw, Mapping) else read_json(Path(raw)))
         group = data_parallel_group
+        if group is None and mpu is not None and enabled:
+            group = mpu.get_data_parallel_group()
         if isinstance(group, torch.distributed.ProcessGroup):
             group = Group(group)
         super().__init__((group or connect()) if enabled else group, dtype, enabled)
