@@ -17,6 +17,18 @@ from refimpl.checkpoint.errors import CheckpointError, naming
 from refimpl.checkpoint.folder import notes_file, rank_file
 from refimpl.checkpoint.tensors import Later
 
+SCRIPT = "zero_to_fp32.py"  # beside the checkpoints, as DeepSpeed leaves its own there: scripts look for it and run it
+LINES = """\
+#!/usr/bin/env python
+\"\"\"Whole fp32 weights of a checkpoint in this folder, without the ranks that wrote it:
+
+    python zero_to_fp32.py . OUTPUT_DIR [--safe_serialization] [-t TAG]
+\"\"\"
+from refimpl.deepspeed.utils.zero_to_fp32 import main
+
+main()
+"""
+
 
 def begin(folder: Path, new: Path, held: ExitStack) -> None:
     """Clear what killed saves have left in the parent folder, hold it, and make the folder to write into."""
@@ -53,7 +65,7 @@ def write_notes(new: Path, digest: dict[str, Any], notes: dict[str, Any]) -> Non
 
 
 def finish(folder: Path, new: Path, about: dict[str, Any], save_latest: bool) -> None:
-    """Rank 0, when every rank has written its files: the manifest, the name, and last `latest`."""
+    """Rank 0, when every rank has written its files: the manifest, the name, the script, and last `latest`."""
     files = {}
     for rank in range(about["world_size"]):
         path = new / notes_file(rank)
@@ -66,6 +78,10 @@ def finish(folder: Path, new: Path, about: dict[str, Any], save_latest: bool) ->
         atomic.sync(new)
     with naming(folder):
         atomic.replace_folder(new, folder, manifest.ours)
+    script = folder.parent / SCRIPT
+    with naming(script):
+        if not os.path.lexists(script):
+            atomic.write_file(script, lambda part: part.write_text(LINES))
     if save_latest:
         latest = folder.parent / "latest"
         with naming(latest):

@@ -1,6 +1,7 @@
 """Whole fp32 weights out of a checkpoint of any stage, in a process that knows nothing of the ranks."""
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ def save(stage: int, folder: str, extra: dict[str, Any]) -> dict[str, torch.Tens
 
 @pytest.mark.parametrize("extra", [{}, {"bf16": {"enabled": True}}])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_weight_in_full_precision(stage: int, extra: dict[str, Any], tmp_path: Path) -> None:
+def test_every_weight_in_full_precision(
+    stage: int, extra: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = worlds.run(save, stage, str(tmp_path / "ck"), extra, ranks=3)[0]
     state = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ck")
     assert state.keys() == {"embed.weight", "middle.weight", "middle.bias", "head.weight", "scale"}
@@ -71,6 +74,11 @@ def test_every_weight_in_full_precision(stage: int, extra: dict[str, Any], tmp_p
     written = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     assert written["middle.weight"].equal(expected["middle.weight"])
     assert written["head.weight"].data_ptr() == written["embed.weight"].data_ptr()
+    monkeypatch.setattr("sys.argv", ["zero_to_fp32.py", str(tmp_path / "ck"), str(tmp_path / "by hand")])
+    runpy.run_path(str(tmp_path / "ck" / "zero_to_fp32.py"), run_name="__main__")
+    assert (tmp_path / "by hand" / "pytorch_model.bin").read_bytes() == (
+        tmp_path / "out" / "pytorch_model.bin"
+    ).read_bytes()
     lazy = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ck", lazy_mode=True)
     assert all(lazy[name].contiguous().equal(weight) for name, weight in state.items())
     convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ck", tmp_path / "small", max_shard_size="200")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from saving import Net, in_folder, same, settings, start, train, weights
 
 from refimpl.checkpoint.errors import CheckpointError
+from refimpl.checkpoint.write import SCRIPT
 from refimpl.launch import RankError
 
 
@@ -92,7 +93,7 @@ def test_ranks_that_name_different_tags(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 0: 'rank0', rank 1: 'rank1'"):
         worlds.run(save, settings(1, checkpoint={"tag_validation": "Fail"}), tmp_path, "own", ranks=2)
     worlds.run(save, settings(1, checkpoint={"tag_validation": "Ignore"}), tmp_path, "own", ranks=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "rank0"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "rank0", SCRIPT]
     assert len(list((tmp_path / "rank0").glob("*.safetensors"))) == 2
 
 
