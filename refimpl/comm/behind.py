@@ -28,16 +28,22 @@ class Task:
         self._left: list[Any] = []
         self._error: BaseException | None = None
 
-    def run(self) -> None:
-        """By the thread. What it raises is for whoever waits."""
+    def run(self, failed: BaseException | None) -> BaseException | None:
+        """By the thread. What it raises is for whoever waits, and is what `failed` for all that come after it.
+
+        None of those is begun: the other ranks are still in this one, and would take the next for it.
+        """
         job, self._job = self._job, None
         try:
+            if failed is not None:
+                raise failed
             assert job is not None
             with torch.inference_mode(self._inference):
                 self._left = job()
         except BaseException as error:
             self._error = error
         self._over.set()
+        return self._error
 
     def is_completed(self) -> bool:
         return self._over.is_set() and all(handle.is_completed() for handle in self._left)
@@ -80,6 +86,7 @@ class Behind:
 
 
 def _work(jobs: "SimpleQueue[Task | None]") -> None:
+    failed: BaseException | None = None
     while (task := jobs.get()) is not None:
-        task.run()
+        failed = task.run(failed)
         del task  # and what it holds, while the next is waited for

@@ -1,11 +1,14 @@
 """An all-reduce that nobody waits for is made to its end, over gloo too, with the bits of one that is waited for."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from worlds import run
 
 from refimpl import launch
+from refimpl.comm.behind import Behind
 from refimpl.comm.group import Group
 from refimpl.comm.levels import two_level
 from refimpl.comm.link import Link
@@ -64,6 +67,23 @@ def test_its_buffers_are_counted_and_given_back() -> None:
 
     received = 4 * 1000 // 2
     assert run(kept, ranks=2) == [[received, received, 0]] * 2
+
+
+def test_after_one_that_failed_none_is_begun() -> None:
+    """The other ranks are still in that one: of another size, gloo would end their processes."""
+    behind, begun = Behind(), list[str]()
+
+    def fail() -> list[Any]:
+        raise MemoryError("no room for the sum")
+
+    def begin() -> list[Any]:
+        begun.append("another")
+        return []
+
+    for task in (behind.begin(fail), behind.begin(begin)):
+        with pytest.raises(MemoryError, match="no room for the sum"):
+            task.wait()
+    assert not begun
 
 
 def test_ranks_of_a_group_may_be_in_different_numbers_of_groups() -> None:
