@@ -203,6 +203,7 @@ class Stage(Hooked, Beside, Held):
         # It walks the model: at the 1st, 2nd, 4th, 8th, ... step, and where there is nothing else.
         if not self.gradients.used or not self.update.steps & (self.update.steps + 1):
             start.warn_of_added(self.model, self.names)
+            start.refuse_in_backward(self.names)
         return self.gradients.finish()
 
     def apply(self, gradients: dict[Bucket, Tensor]) -> bool:

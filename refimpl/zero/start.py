@@ -81,13 +81,19 @@ def refuse_foreign(names: Mapping[nn.Parameter, str], trains: bool) -> None:
                 f"parameter {name}: it was made, or its stage is built, under torch.inference_mode(), so it cannot be "
                 "trained: do both outside, or under torch.no_grad()"
             )
+        if p.is_complex():
+            raise TypeError(f"parameter {name} is complex: keep its real and imaginary parts in two parameters")
+    refuse_in_backward(names)
+
+
+def refuse_in_backward(names: Mapping[nn.Parameter, str]) -> None:
+    """ValueError for an optimizer that takes the gradient before the stage does, or finds none."""
+    for p, name in names.items():
         if hasattr(p, "_in_backward_optimizers"):
             raise ValueError(
                 f"parameter {name} has an optimizer that steps in backward (torch's _apply_optimizer_in_backward), "
                 "where the stage takes the gradient away: give the stage one optimizer of all parameters instead"
             )
-        if p.is_complex():
-            raise TypeError(f"parameter {name} is complex: keep its real and imaginary parts in two parameters")
 
 
 def refuse_different(

@@ -149,6 +149,13 @@ def test_parameters_may_be_set(stage: str, how: str) -> None:
             torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
 
 
+def torch_steps_in_backward(model: nn.Module) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit, which the import uses
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+
+
 def refused(stage_name: str, how: str) -> None:
     group = Group.world()
     model: Any = small()
@@ -173,11 +180,10 @@ def refused(stage_name: str, how: str) -> None:
     if how == "steps in backward":
         step_in_backward(model)
     if how == "torch's in backward":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch.jit, which the import uses
-            from torch.distributed.optim import _apply_optimizer_in_backward
-        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        torch_steps_in_backward(model)
     STAGES[stage_name](model, optimizer, group)
+    if how == "torch's in backward, later":
+        torch_steps_in_backward(model)
     if how == "steps in backward, later":
         step_in_backward(model)
     plain(model, optimizer, lambda step: batch(step, group.rank))
@@ -218,6 +224,7 @@ def refused(stage_name: str, how: str) -> None:
         ("steps in backward", r"weight.* written in backward, by a hook: an optim|was written while it was gathered"),
         ("steps in backward, later", r"written in backward, by a hook: an optim|was written while it was gathered"),
         ("torch's in backward", r"parameter 0\.weight has an optimizer that steps in backward"),
+        ("torch's in backward, later", r"0\.weight has an optimizer that steps in backward|needs its values"),
         ("script", "a stage's hooks cannot be compiled"),
     ],
 )
