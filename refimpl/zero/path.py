@@ -48,9 +48,9 @@ class Path:
         self.trace = Trace()  # of the iteration under way
         self.at = 0  # things done
         self.roll_call = RollCall(group) if check and group.size > 1 else None
-        if self.roll_call:  # the group, which may outlive this path, holds it weakly
+        if self.roll_call:  # the group may outlive this path, and holds it weakly: it can go while others are asked
             stalled = weakref.WeakMethod(self.stalled)
-            ask = lambda number: stalled()(number)  # type: ignore[misc]  # noqa: E731
+            ask = lambda number: (call := stalled()) and call(number)  # noqa: E731
             self.patience.ask.append(ask)
             self.forget = weakref.finalize(self, self.patience.ask.remove, ask)
 

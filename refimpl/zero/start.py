@@ -4,6 +4,7 @@ import warnings
 import zlib
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
+from typing import NoReturn
 
 import torch
 from torch import nn, optim
@@ -198,7 +199,7 @@ def warn_of_added(model: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
         warnings.warn(words, stacklevel=4)
 
 
-def refuse_nothing(model: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
+def refuse_nothing(model: nn.Module, names: Mapping[nn.Parameter, str]) -> NoReturn:
     """RuntimeError: there are no gradients."""
     words = added_and_used(model, names)
     raise RuntimeError(

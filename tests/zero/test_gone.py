@@ -1,23 +1,16 @@
 """A stage that nobody has any more is gone, with its memory, its files and its place in the group: sweeps make many."""
 
 import gc
-import os
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from test_plain_loop import batch, every_stage, small
+from test_shared import files
 from training import STAGES
 from worlds import run
 
 from refimpl.comm.group import Group
-
-
-def of_processes() -> list[str]:
-    """What this process has open of its peers: their memory, and themselves."""
-    links = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
-    return [link for link in links if "memfd:refimpl" in link or "pidfd" in link]
 
 
 @every_stage
@@ -25,7 +18,7 @@ def of_processes() -> list[str]:
 def test_a_stage_that_nobody_has_is_gone(stage: str, stays: bool) -> None:
     def check() -> None:
         gc.collect()  # what the last test left
-        group, before = Group.world() if stays else None, of_processes()
+        group, before = Group.world() if stays else None, files()
 
         def train() -> list[weakref.ref[object]]:
             model = small()
@@ -37,9 +30,9 @@ def test_a_stage_that_nobody_has_is_gone(stage: str, stays: bool) -> None:
             return [weakref.ref(one) for one in (model, optimizer, held, held.gradients, next(model.parameters()))]
 
         kept = train()
-        assert len(of_processes()) > len(before)
+        assert len(files()) > len(before)
         gc.collect()
         assert [one() for one in kept] == [None] * len(kept)
-        assert (of_processes() == before) is not stays
+        assert (files() == before) is not stays
 
     run(check, ranks=2)
