@@ -23,18 +23,22 @@ HOSTS = "192.0.2.1", "192.0.2.2"  # a network that is nobody's: RFC 5737
 pytestmark = pytest.mark.xdist_group("machines")
 NAMES = Path("/etc/netns")  # what stands there for a namespace is /etc's in it: see ip-netns(8)
 
-TRAIN = """
-import hashlib, json, sys, torch, refimpl
+TRAIN = r"""
+import hashlib, json, re, subprocess, sys, torch, refimpl
 from pathlib import Path
 from refimpl import DDP, Group, Zero1, Zero2, Zero3
 from refimpl.model.gpt import GPT, GPTConfig
 
 def on_the_wire():
-    # What TCP has carried: each packet begins with 66 bytes of Ethernet, IP and TCP. How many there are, and how many
-    # acknowledgements, which have no more, is a matter of the machine's load.
+    # What TCP has carried, once: each packet begins with 66 bytes of Ethernet, IP and TCP. How many there are, how many
+    # acknowledgements, which have no more, and how much is sent again because two cores let one packet overtake
+    # another, is a matter of the machine's load.
+    if not sys.argv[1:]:
+        return 0
     card = Path("/sys/class/net/eth0/statistics")
-    sent = {what: int((card / f"tx_{what}").read_text()) if sys.argv[1:] else 0 for what in ("bytes", "packets")}
-    return sent["bytes"] - 66 * sent["packets"]
+    sent = {what: int((card / f"tx_{what}").read_text()) for what in ("bytes", "packets")}
+    sockets = subprocess.run(["ss", "-tin"], check=True, capture_output=True, text=True).stdout
+    return sent["bytes"] - 66 * sent["packets"] - sum(map(int, re.findall(r"bytes_retrans:(\d+)", sockets)))
 
 def train(kind):
     torch.manual_seed(0)
@@ -71,7 +75,7 @@ def cable(kinds: dict[str, Any]) -> Iterator[list[list[str]]]:
     """What starts a command on each of two machines, which find each other by the names that pods would have."""
     job, domain = kinds["Job"]["metadata"]["name"], kinds["Job"]["spec"]["template"]["spec"]["subdomain"]
     names = [f"refimpl-{os.getpid()}-{side}" for side in "ab"]
-    if os.geteuid() or not all(shutil.which(tool) for tool in ("ip", "unshare")):
+    if os.geteuid() or not all(shutil.which(tool) for tool in ("ip", "ss", "unshare")):
         pytest.skip("needs root, iproute2 and util-linux, to make two machines of one")
     try:
         for name in names:

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ class BackwardPass:
         self._queued = False  # whether autograd will call back
         self._asked = False  # inside `explicit`
 
-    def sign(self) -> None:
+    def sign(self, *_: Any) -> None:
         """Every hook that runs inside backward calls this first."""
         if not self.is_open:
             self.is_open = True

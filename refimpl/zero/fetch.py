@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from refimpl.zero.backward import in_backward
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.outputs import tensors_of
-from refimpl.zero.parameter import Hook, untraced
+from refimpl.zero.parameter import untraced, weakly
 from refimpl.zero.path import Path
 from refimpl.zero.prefetch import Pass, next_ones, soon_again
 from refimpl.zero.unit import Unit
@@ -69,7 +69,7 @@ class Fetch:
         self.keeps = False  # nothing is freed before the backward after a recorded one is over
         self.handles: list[Any] = []
         for unit in self.units:
-            unit.on_use, unit.among, unit.unit_at = self.used, self.gathered, self.unit_at
+            unit.on_use, unit.among, unit.unit_at = weakly(self.used), self.gathered, self.unit_at
             unit.fails, unit.begin = path.fails, path.begin
         self.several = {m: us for m, us in self.units_of.items() if of_several(m, us)}
         for module in self.units_of:
@@ -91,28 +91,27 @@ class Fetch:
             self.path.begin(self._iteration(module))
         self.need(module, "forward")
         self.watch_saved(module)
-        frozen = [u for u in self.units_of[module] if not any(p.requires_grad for p in u.params)]
-        if frozen and torch.is_grad_enabled():
+        if frozen(self.units_of[module]) and torch.is_grad_enabled():
             # No gradient will say that backward is through with them; the gradient of the module's input does.
             for tensor in tensors_of((args, kwargs)):
                 if tensor.requires_grad:
-                    tensor.register_hook(Hook(lambda _: self.after_backward(frozen)))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(weakly(self.after_backward, module))  # type: ignore[no-untyped-call]
         if module in self.several and torch.is_grad_enabled():
-            self.hold(self.several[module], [t for t in tensors_of((args, kwargs)) if t.requires_grad])
+            self.hold(module, [t for t in tensors_of((args, kwargs)) if t.requires_grad])
 
-    def hold(self, units: list[Unit], inputs: list[Tensor]) -> None:
-        """Reduce these units of a leaf module when backward has the gradients of its inputs, and so is through with it.
+    def hold(self, module: nn.Module, inputs: list[Tensor]) -> None:
+        """Reduce the units of a leaf module when backward has the gradients of its inputs, and so is through with it.
 
         That is at one place on every rank, whichever of the modules inside a rank has used, such as an expert.
         """
         if inputs:
-            for unit in units:
+            for unit in self.several[module]:
                 unit.awaited += 1
-            through = untraced(lambda _: self.through(units))
-            torch.autograd.graph.register_multi_grad_hook(inputs, through, mode="all")
+            through = weakly(self.through, module)
+            torch.autograd.graph.register_multi_grad_hook(inputs, untraced(through), mode="all")
 
-    def through(self, units: list[Unit]) -> None:
-        for unit in units:
+    def through(self, module: nn.Module, *_: Any) -> None:
+        for unit in self.several[module]:
             unit.awaited -= 1
             if unit.awaited <= 0:
                 self.complete(unit)
@@ -132,7 +131,7 @@ class Fetch:
                 if tensor.requires_grad:
                     node = tensor.grad_fn  # its hooks come after the tensor's: a leaf module behind is freed first
                     hooked = tensor.register_hook if node is None else node.register_prehook
-                    hooked(Hook(lambda _: self.before_backward(module)))
+                    hooked(weakly(self.before_backward, module))
         if not in_backward():
             busy = [u for inside in self.running for u in self.units_of[inside.module]]
             done = [u for u in self.units_of[module] if u not in busy]
@@ -148,17 +147,17 @@ class Fetch:
                 torch._C._autograd._pop_saved_tensors_default_hooks()
         self.end()
 
-    def before_backward(self, module: nn.Module) -> None:
+    def before_backward(self, module: nn.Module, *_: Any) -> None:
         self.sign()
         # create_graph: this backward is recorded. What it saves must be there when the next one goes through it.
         self.is_recorded = torch.is_grad_enabled()
         self.keeps = self.keeps or self.is_recorded
         self.need(module, "backward")
 
-    def after_backward(self, units: list[Unit]) -> None:
-        """Free units of which no gradient will say that backward is through with them."""
+    def after_backward(self, module: nn.Module, *_: Any) -> None:
+        """Free the units of which no gradient will say that backward is through with them."""
         if not self.keeps:
-            self.leave(units)
+            self.leave(frozen(self.units_of[module]))
 
     def watch_saved(self, module: nn.Module) -> None:
         """Look at what autograd saves while `module` runs: what lies in a unit must be there when it is unpacked.
@@ -177,7 +176,7 @@ class Fetch:
             outer = getattr(around[0], "__self__", None) if around else None
             if isinstance(outer, Watch) and outer.unit_at is self.unit_at:
                 return
-            watch = Watch(self.unit_at, self.unpack, *(around or (None, None)))
+            watch = Watch(self.unit_at, weakly(self.unpack), *(around or (None, None)))
             torch._C._autograd._push_saved_tensors_default_hooks(watch.pack, watch.unpack)
             running.is_watched = True
 
@@ -258,6 +257,10 @@ def gather(now: list[Unit], ahead: Iterable[Unit] = ()) -> None:
         unit.prefetch()
     for unit in now:
         unit.wait()
+
+
+def frozen(units: list[Unit]) -> list[Unit]:
+    return [unit for unit in units if not any(p.requires_grad for p in unit.params)]
 
 
 def of_several(module: nn.Module, units: list[Unit]) -> bool:

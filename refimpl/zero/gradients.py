@@ -80,8 +80,12 @@ class Gradients(Flights):
         if p in self._handles:
             self._handles.pop(p).remove()
         here, mark = weakref.ref(self), f"grad {self.names[p]}"
+
         # Python's garbage collector does not see through this kind of hook: what it holds is held for ever.
-        hook = lambda p: here().arrive(p, mark)  # type: ignore[union-attr]  # noqa: E731
+        def hook(p: nn.Parameter) -> None:
+            if there := here():
+                there.arrive(p, mark)
+
         self._handles[p] = Tensor.register_post_accumulate_grad_hook(p, hook)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:

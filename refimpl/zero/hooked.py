@@ -9,7 +9,7 @@ from torch import nn
 from refimpl.zero.backward import in_backward
 from refimpl.zero.changing import Changing
 from refimpl.zero.outputs import tensors_of
-from refimpl.zero.parameter import Hook, untraced
+from refimpl.zero.parameter import Hook, untraced, weakly
 
 
 class Hooked(Changing):
@@ -44,7 +44,7 @@ class Hooked(Changing):
         """Let the outermost backward be known before any gradient arrives: one may come from a checkpoint inside."""
         for tensor in tensors_of(output):
             if tensor.requires_grad:
-                tensor.register_hook(Hook(lambda _: self.passes.sign()))  # type: ignore[no-untyped-call]
+                tensor.register_hook(weakly(self.passes.sign))  # type: ignore[no-untyped-call]
 
     def before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not keep_vars:  # which a load asks for the names alone

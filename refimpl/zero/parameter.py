@@ -12,7 +12,8 @@ pickle) is an ordinary parameter with the whole values. DeepSpeed hangs the same
 (deepspeed/runtime/zero/partition_parameters.py) and lets `p.grad` be None.
 """
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,9 +53,25 @@ class Shown(dict[nn.Parameter, Tensor]):
 
 
 class Managed(nn.Parameter):
-    """A parameter of a stage. `stage` is set by `Stage`; without one it behaves as any other."""
+    """A parameter of a stage. `stage` is set by `Stage`; without one it behaves as any other.
 
-    stage: "Stage | None" = None
+    It is held weakly: the graph of a tensor that the model keeps holds parameters, and through a graph Python's garbage
+    collector does not see.
+    """
+
+    held: "Callable[[], Stage | None]" = staticmethod(lambda: None)
+
+    @property
+    def stage(self) -> "Stage | None":
+        return self.held()
+
+    @stage.setter
+    def stage(self, stage: "Stage") -> None:
+        self.held = weakref.ref(stage)
+
+    @stage.deleter
+    def stage(self) -> None:
+        del self.held
 
     @property
     def grad(self) -> Tensor | None:
@@ -241,6 +258,20 @@ class Hook:
     def __name__(self) -> str:
         """What torch.jit.script asks of each hook of a module, to compile it."""
         raise AttributeError("a stage's hooks cannot be compiled by torch.jit: script or trace copy.deepcopy(model)")
+
+
+def weakly(method: Any, *about: Any) -> Hook:
+    """A hook of a graph's: calls method(*about, ...) as long as its object and `about` are there, and holds neither.
+
+    Python's garbage collector does not see what a graph holds, and a model may keep a graph: a tensor in an attribute.
+    """
+    refs = [weakref.WeakMethod(method), *map(weakref.ref, about)]
+
+    def call(*args: Any) -> Any:
+        there, *those = [ref() for ref in refs]
+        return None if there is None else there(*those, *args)
+
+    return Hook(call)
 
 
 def untraced(fn: Any) -> Hook:

@@ -71,6 +71,11 @@ class Watch:
         tensor = self.unpack_around(kept) if self.unpack_around else kept
         if unit is not None and not unit.is_whole:
             self.gather(unit)
+            if unit.is_free:
+                raise RuntimeError(
+                    f"backward needs the weights of {unit.name}, and their stage is gone: nothing holds the model, the "
+                    "optimizer or the stage any more. Keep one of them until backward is through"
+                )
         return tensor.again() if isinstance(tensor, Rounded) else tensor
 
 

@@ -13,11 +13,17 @@ from worlds import run
 from refimpl.comm.group import Group
 
 
+def settle() -> None:
+    """Until nothing more goes: the first round may free only what holds a graph, and the second the graph's memory."""
+    while gc.collect():
+        pass
+
+
 @every_stage
 @pytest.mark.parametrize("stays", [False, True], ids=["its own group", "a group that stays"])
 def test_a_stage_that_nobody_has_is_gone(stage: str, stays: bool) -> None:
     def check() -> None:
-        gc.collect()  # what the last test left
+        settle()  # what the last test left
         group, before = Group.world() if stays else None, files()
 
         def train() -> list[weakref.ref[object]]:
@@ -31,8 +37,80 @@ def test_a_stage_that_nobody_has_is_gone(stage: str, stays: bool) -> None:
 
         kept = train()
         assert len(files()) > len(before)
-        gc.collect()
+        settle()
         assert [one() for one in kept] == [None] * len(kept)
         assert (files() == before) is not stays
 
     run(check, ranks=2)
+
+
+class Keeping(torch.nn.Module):
+    """Keeps a tensor of its forward, and with it the graph, as a mixture of experts keeps its auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(7, 5), torch.nn.Linear(5, 7)
+        self.kept = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.up(x).sin()
+        out: torch.Tensor = self.down(self.kept).square().mean()
+        return out
+
+
+@every_stage
+@pytest.mark.parametrize("through", [True, False], ids=["behind backward", "before backward"])
+def test_a_stage_whose_model_keeps_a_graph_is_gone(stage: str, through: bool) -> None:
+    def check() -> None:
+        settle()
+        before = files()
+
+        def train() -> weakref.ref[object]:
+            model = Keeping()
+            optimizer = torch.optim.AdamW(model.parameters())
+            held = STAGES[stage](model, optimizer)
+            model(torch.ones(3, 7)).backward()
+            optimizer.step()
+            if not through:
+                model.last = model(torch.ones(3, 7))
+            return weakref.ref(held)
+
+        kept = train()
+        settle()
+        assert kept() is None
+        assert files() == before
+
+    run(check, ranks=2)
+
+
+@every_stage
+def test_a_graph_that_outlives_its_stage_goes_on_or_says_what_is_gone(stage: str) -> None:
+    def check() -> torch.Tensor | str | None:
+        torch.manual_seed(0)
+        x = torch.ones(3, 7, requires_grad=True)
+
+        def forward() -> torch.Tensor:
+            model = Keeping()
+            STAGES[stage](model, torch.optim.AdamW(model.parameters()))
+            loss: torch.Tensor = model(x)
+            return loss
+
+        loss = forward()
+        settle()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return str(error)
+        return x.grad
+
+    torch.manual_seed(0)
+    x, model = torch.ones(3, 7, requires_grad=True), Keeping()
+    model(x).backward()
+    for got in run(check, ranks=2):
+        if stage == "zero3":
+            assert isinstance(got, str)
+            assert "the weights of down, and their stage is gone" in got
+        else:
+            assert isinstance(got, torch.Tensor)
+            assert x.grad is not None
+            assert torch.equal(got, x.grad)
