@@ -82,10 +82,7 @@ class Gradients(Flights):
         here, mark = weakref.ref(self), f"grad {self.names[p]}"
 
         # Python's garbage collector does not see through this kind of hook: what it holds is held for ever.
-        def hook(p: nn.Parameter) -> None:
-            if there := here():
-                there.arrive(p, mark)
-
+        hook = lambda p: there.arrive(p, mark) if (there := here()) else None  # noqa: E731
         self._handles[p] = Tensor.register_post_accumulate_grad_hook(p, hook)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:

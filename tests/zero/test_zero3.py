@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from refimpl.comm.group import Group
 from refimpl.launch import RankError
 from refimpl.model.gpt import GPT
 from refimpl.zero.config import ZeroConfig
+from refimpl.zero.fetch import Fetch
 from refimpl.zero.owners import leaves
 from refimpl.zero.zero3 import Zero3
 
@@ -322,11 +324,11 @@ def test_a_dropped_hook_does_not_matter() -> None:
     noticed: list[str] = []
     before = stage.fetch.before_backward
 
-    def spied(module: nn.Module) -> None:
-        noticed.append(stage.fetch.names[module])
+    def spied(fetch: Fetch, module: nn.Module, *_: Any) -> None:
+        noticed.append(fetch.names[module])
         before(module)
 
-    stage.fetch.before_backward = spied  # type: ignore[method-assign]
+    stage.fetch.before_backward = MethodType(spied, stage.fetch)  # type: ignore[method-assign]
     stage.backward(model(tokens(0, 0)))
     assert "norm" in noticed
     assert "blocks.0" not in noticed, "the hook is there after all: this model proves nothing"
