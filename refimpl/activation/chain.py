@@ -77,7 +77,7 @@ def leaf_of(x: Tensor) -> Tensor:
 
 def _note(saved: list[Tensor], tensor: Tensor) -> Tensor:
     saved.append(tensor)
-    return tensor
+    return tensor.detach()  # an output itself would hold the graph that holds it
 
 
 def _seconds(block: nn.Module, x: Tensor) -> tuple[float, float]:

@@ -68,8 +68,9 @@ class Fetch:
         self.is_recorded = False  # whether the backward under way is
         self.keeps = False  # nothing is freed before the backward after a recorded one is over
         self.handles: list[Any] = []
+        used = weakly(self.used)
         for unit in self.units:
-            unit.on_use, unit.among, unit.unit_at = weakly(self.used), self.gathered, self.unit_at
+            unit.on_use, unit.among, unit.unit_at = used, self.gathered, self.unit_at
             unit.fails, unit.begin = path.fails, path.begin
         self.several = {m: us for m, us in self.units_of.items() if of_several(m, us)}
         for module in self.units_of:
@@ -91,7 +92,7 @@ class Fetch:
             self.path.begin(self._iteration(module))
         self.need(module, "forward")
         self.watch_saved(module)
-        if frozen(self.units_of[module]) and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and frozen(self.units_of[module]):
             # No gradient will say that backward is through with them; the gradient of the module's input does.
             for tensor in tensors_of((args, kwargs)):
                 if tensor.requires_grad:

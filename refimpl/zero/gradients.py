@@ -80,7 +80,6 @@ class Gradients(Flights):
         if p in self._handles:
             self._handles.pop(p).remove()
         here, mark = weakref.ref(self), f"grad {self.names[p]}"
-
         # Python's garbage collector does not see through this kind of hook: what it holds is held for ever.
         hook = lambda p: there.arrive(p, mark) if (there := here()) else None  # noqa: E731
         self._handles[p] = Tensor.register_post_accumulate_grad_hook(p, hook)  # type: ignore[no-untyped-call]

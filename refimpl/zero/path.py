@@ -16,6 +16,7 @@ import weakref
 from refimpl.comm.group import Group
 from refimpl.zero.flat import Bucket
 from refimpl.zero.order import RollCall, Standing, stuck
+from refimpl.zero.parameter import weakly
 from refimpl.zero.prefetch import Pass, Trace
 
 
@@ -49,8 +50,7 @@ class Path:
         self.at = 0  # things done
         self.roll_call = RollCall(group) if check and group.size > 1 else None
         if self.roll_call:  # the group may outlive this path, and holds it weakly: it can go while others are asked
-            stalled = weakref.WeakMethod(self.stalled)
-            ask = lambda number: (call := stalled()) and call(number)  # noqa: E731
+            ask = weakly(self.stalled)
             self.patience.ask.append(ask)
             self.forget = weakref.finalize(self, self.patience.ask.remove, ask)
 

@@ -50,15 +50,16 @@ class Watch:
     def pack(self, tensor: Tensor) -> tuple[Unit | None, int, Any]:
         dense = tensor.layout is torch.strided  # a sparse one has several memories, and no parameter is one
         unit = self.unit_at.get(tensor.untyped_storage()._cdata) if dense else None
-        if unit is not None and tensor.is_leaf:
-            tensor = tensor.detach()  # a parameter itself is put elsewhere when it is freed; what it is a view of stays
+        # A parameter itself is put elsewhere when it is freed; what it is a view of stays. An output of the node that
+        # saves it would hold the graph that holds it, and no forward without a backward would let go of its activations.
+        kept = tensor.detach() if tensor.requires_grad or unit is not None else tensor
         if self.pack_around:
-            return unit, 0, self.pack_around(tensor)
+            return unit, 0, self.pack_around(kept if unit is not None and tensor.is_leaf else tensor)
         source = source_of(tensor) if unit is None and dense else None
         if source is not None and (home := self.unit_at.get(source.untyped_storage()._cdata)):
             again = Rounded(source, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
             return home, home.changes, again
-        return unit, unit.changes if unit else 0, tensor
+        return unit, unit.changes if unit else 0, kept
 
     def unpack(self, packed: tuple[Unit | None, int, Any]) -> Tensor:
         unit, changes, kept = packed

@@ -1,6 +1,7 @@
 """Plans: the formulas, the optimum against all plans there are, and on the repo's GPT predicted bytes = counted."""
 
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -165,6 +166,15 @@ def test_predicted_is_no_less_than_counted_for_any_plan_of_any_chain(seed: int) 
     blocks = measure(modules, x, repeat=1)
     for plan in draw.sample([*plans(0, len(modules) - 1)][:400], 4 if len(modules) > 2 else 2):
         assert count(plan, modules, x) <= peak(plan, blocks)
+
+
+def test_measuring_keeps_nothing_of_a_block_that_saves_its_output() -> None:
+    outputs: list[weakref.ref[Tensor]] = []
+    block = nn.Sequential(nn.Linear(16, 16), nn.Softmax(-1))
+    block.register_forward_hook(lambda _, __, output: outputs.append(weakref.ref(output)))
+    measure([block], torch.randn(5, 16), repeat=1)
+    assert outputs
+    assert [output() for output in outputs] == [None] * len(outputs)
 
 
 class Spare(nn.Module):

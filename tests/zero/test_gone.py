@@ -1,22 +1,15 @@
 """A stage that nobody has any more is gone, with its memory, its files and its place in the group: sweeps make many."""
 
-import gc
 import weakref
 
 import pytest
 import torch
 from test_plain_loop import batch, every_stage, small
-from test_shared import files
+from test_shared import files, settle
 from training import STAGES
 from worlds import run
 
 from refimpl.comm.group import Group
-
-
-def settle() -> None:
-    """Until nothing more goes: the first round may free only what holds a graph, and the second the graph's memory."""
-    while gc.collect():
-        pass
 
 
 @every_stage
@@ -79,6 +72,32 @@ def test_a_stage_whose_model_keeps_a_graph_is_gone(stage: str, through: bool) ->
         settle()
         assert kept() is None
         assert files() == before
+
+    run(check, ranks=2)
+
+
+class Exponential(torch.nn.Module):
+    """Of whose output autograd saves that itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale).exp()
+
+
+@every_stage
+def test_a_forward_that_no_backward_follows_leaves_nothing(stage: str) -> None:
+    """As an evaluation without `torch.no_grad()`: each would leave its activations."""
+
+    def check() -> None:
+        model = Exponential()
+        held = STAGES[stage](model, torch.optim.AdamW(model.parameters()))  # which goes on
+        output = weakref.ref(model(torch.ones(3, 7)))
+        settle()
+        assert output() is None
+        assert model.scale.stage is held
 
     run(check, ranks=2)
 
