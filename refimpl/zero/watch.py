@@ -51,7 +51,7 @@ class Watch:
         dense = tensor.layout is torch.strided  # a sparse one has several memories, and no parameter is one
         unit = self.unit_at.get(tensor.untyped_storage()._cdata) if dense else None
         # A parameter itself is put elsewhere when it is freed; what it is a view of stays. An output of the node that
-        # saves it would hold the graph that holds it, and no forward without a backward would let go of its activations.
+        # saves it would hold the graph that holds it: a forward without a backward would keep its activations for ever.
         kept = tensor.detach() if tensor.requires_grad or unit is not None else tensor
         if self.pack_around:
             return unit, 0, self.pack_around(kept if unit is not None and tensor.is_leaf else tensor)
