@@ -22,12 +22,16 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from refimpl.comm.signals import unsupported
 from refimpl.launch import World
 
 T = TypeVar("T")
 CALLS = 50
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 ZB_V = pytest.mark.skipif(TORCH < (2, 12), reason="torch 2.11's ZB-V sends to its own rank, which gloo refuses")
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+NEAR = "gloo" if unsupported() else "shared"  # the transport of ranks on this host
+WAYS = {"gloo": "Composed", "shared": "Shared"}  # its class
 LARGEST = 4  # ranks; larger worlds are rare, and live for their call only
 
 
