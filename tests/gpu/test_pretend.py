@@ -213,6 +213,9 @@ def there_and_back(engine: refimpl.Engine) -> None:
     assert sum(t.untyped_storage().nbytes() for t in kept) == 0
     here = engine.device.type == "cpu" or engine.stage.config.parameter_home is not None
     assert here or len(engine.stage.parked.away["lp_params"]) > 0
+    if isinstance(engine.stage, Zero3):
+        with pytest.raises(RuntimeError, match="lp_params: at the host"):
+            engine.module[0](torch.ones(4, 33, device=engine.device, dtype=engine.config.dtype))
     engine.reload_states()
     engine.reload_states()
 
