@@ -4,12 +4,14 @@
 // is an error, as on a GPU, and so is a collective that NCCL would have no way for (see pretend.py). Operations are
 // computed on the CPU, on copies. PrivateUse1 is torch's key for devices that others add; torch's own
 // torch_openreg (test/cpp_extensions/open_registration_extension) is such a device with all that belongs to one.
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -59,11 +61,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+// The CPU's random numbers, by a generator that is this device's: the other's is refused, as on a GPU.
+struct Numbers final : at::CPUGeneratorImpl {
+  Numbers() { live_on({PRETEND, 0}); }
+  void live_on(c10::Device device) { device_ = device; }
+};
+
+struct Lent {
+  Numbers* numbers;
+  explicit Lent(Numbers* of) : numbers(of) { if (numbers) numbers->live_on(c10::kCPU); }
+  ~Lent() { if (numbers) numbers->live_on({PRETEND, 0}); }
+};
+
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   c10::DeviceIndex deviceCount() const override { return 1; }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::make_generator<Numbers>(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto fresh = allocator.allocate(bytes);
     if (size_t kept = std::min(bytes, storage.nbytes())) std::memcpy(fresh.mutable_get(), storage.data(), kept);
@@ -108,6 +123,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 
 const Tensor& resize_(const Tensor& self, SymIntArrayRef symbolic, optional<at::MemoryFormat>) {
   auto size = C10_AS_INTARRAYREF_SLOW(symbolic);
+  if (size == self.sizes()) return self;  // its strides are kept
   size_t bytes = (c10::multiply_integers(size) + self.storage_offset()) * self.dtype().itemsize();
   if (self.storage().nbytes() < bytes) hooks.resizePrivateUse1Bytes(self.storage(), bytes);
   self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
@@ -134,24 +150,35 @@ Tensor& set_(Tensor& self, at::Storage storage, SymInt offset, SymIntArrayRef si
   return self;
 }
 
+Tensor& set_whole(Tensor& self, at::Storage storage) {
+  SymInt size(int64_t(storage.nbytes() / self.dtype().itemsize()));
+  return set_(self, storage, 0, size, {});
+}
+
 at::Scalar item(const Tensor& self) { return host(self).item(); }
 
-// All else: on the CPU. Indices into what is here may be there, and so may scalars, as on a GPU.
+// All else: on the CPU. What may be there though the rest is here, as on a GPU: indices, and single numbers outside lists.
 void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto& name = op.schema().name();
+  bool by_index = name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_";
   bool here = false, there = false;
-  auto see = [&](const Tensor& t) {
-    if (t.defined() && t.dim() > 0) (t.device().type() == PRETEND ? here : there) = true;
+  Numbers* drawn = nullptr;
+  auto see = [&](const Tensor& t, bool single) {
+    if (!t.defined()) return;
+    if (t.device().type() == PRETEND) here = true;
+    else if (!single || t.dim() > 0) there = true;
   };
   for (auto& argument : torch::jit::last(stack, op.schema().arguments().size())) {
-    if (argument.isTensor()) see(argument.toTensor());
-    if (argument.isTensorList())
-      for (const Tensor& t : argument.toTensorVector()) see(t);
+    if (argument.isTensor()) see(argument.toTensor(), true);
+    if (argument.isTensorList() && !by_index)
+      for (const Tensor& t : argument.toTensorVector()) see(t, false);
+    if (argument.isGenerator()) {
+      drawn = dynamic_cast<Numbers*>(argument.toGenerator().unsafeGetGeneratorImpl());
+      TORCH_CHECK(drawn, name, ": a generator of the CPU for a tensor of the pretended device");
+    }
   }
-  auto& name = op.schema().name();
-  bool by_index = name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index", 0) == 0;
-  auto first = torch::jit::peek(*stack, 0, op.schema().arguments().size());
-  by_index = by_index && first.isTensor() && first.toTensor().device().type() == PRETEND;
-  TORCH_CHECK(by_index || !(here && there), name, ": tensors of the CPU and of the pretended device");
+  TORCH_CHECK(!(here && there), name, ": tensors of the CPU and of the pretended device");
+  Lent while_it_runs(drawn);
   at::native::cpu_fallback(op, stack, true);
 }
 
@@ -166,9 +193,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", TORCH_FN(view));
   m.impl("_reshape_alias", TORCH_FN(reshape_alias));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_));
+  m.impl("set_.source_Storage", TORCH_FN(set_whole));
+  m.impl("unfold", TORCH_FN(at::native::unfold));
   m.impl("_local_scalar_dense", TORCH_FN(item));
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_the_cpu>()); }
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }  // casts nothing
 
 }  // namespace

@@ -6,6 +6,7 @@ Collectives take the device's tensors alone, as NCCL does, and pass through the 
 import os
 import subprocess
 import types
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import cpp_extension
+from torch.utils._pytree import tree_leaves
 
-from refimpl.comm import group, route
+from refimpl.comm import control, group, route
 from refimpl.comm.collectives import Op
 from refimpl.comm.composed import Composed
 from refimpl.comm.streams import Streams
 from refimpl.comm.transport import Transport
 from refimpl.comm.work import Steps
+from refimpl.ranks.travel import dumps
 
 SOURCE = Path(__file__).parent / "device.cpp"
 
@@ -41,8 +44,10 @@ def live_on(library: Path) -> None:
     torch.utils.rename_privateuse1_backend("pretend")
     module = types.ModuleType("torch.pretend")
     vars(module).update(
-        is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0, _is_in_bad_fork=lambda: False
-    )
+        is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0, _is_in_bad_fork=lambda: False,
+        device=nullcontext, manual_seed_all=lambda seed: None,
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+    )  # fmt: skip
     torch._register_device_module("pretend", module)
     torch.utils.generate_methods_for_privateuse1_backend()
     os.environ["REFIMPL_DEVICE"] = "pretend:0"
@@ -53,6 +58,14 @@ def live_on(library: Path) -> None:
         return Staged(handle, "gloo", self.streams) if handle else whole(self, handle, wish, deterministic)
 
     route.Route._library = library_of  # type: ignore[method-assign]
+    vars(control)["dumps"] = at_the_host
+
+
+def at_the_host(message: Any) -> bytes:
+    """A pickled object for other ranks. RuntimeError if a tensor in it is this rank's device's: they have another."""
+    if any(isinstance(t, Tensor) and t.device.type == "pretend" for t in tree_leaves(message)):
+        raise RuntimeError("an object with a tensor of this rank's device: the others would unpickle it onto theirs")
+    return dumps(message)
 
 
 def away(*tensors: Tensor) -> list[Tensor]:
@@ -85,7 +98,15 @@ class Staged(Composed):
         for chunk, there in zip(chunks, here, strict=True):
             chunk.copy_(there)
 
+    def all_to_all(self, out: Tensor, x: Tensor, out_splits: list[int] | None, in_splits: list[int] | None) -> Steps:
+        result, here = away(out, x)
+        yield from super().all_to_all(result, here, out_splits, in_splits)
+        out.copy_(result)
+
     def broadcast(self, x: Tensor, root: int) -> Steps:
         (here,) = away(x)
         yield from super().broadcast(here, root)
         x.copy_(here)
+
+    def _on_wire(self, x: Tensor) -> Tensor:
+        return away(x)[0]
