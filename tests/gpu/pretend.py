@@ -3,6 +3,7 @@
 Collectives take the device's tensors alone, as NCCL does, and pass through the host.
 """
 
+import contextlib
 import os
 import subprocess
 import types
@@ -41,10 +42,21 @@ def live_on(library: Path) -> None:
     torch.utils.rename_privateuse1_backend("pretend")
     module = types.ModuleType("torch.pretend")
     vars(module).update(
-        is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0, _is_in_bad_fork=lambda: False
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        _is_in_bad_fork=lambda: False,
+        manual_seed_all=lambda seed: None,  # numbers that no generator is named for are the CPU's
+        get_rng_state=lambda device=0: torch.get_rng_state(),
+        set_rng_state=lambda state, device=0: torch.set_rng_state(state),
+        device=lambda index: contextlib.nullcontext(),
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
     )
     torch._register_device_module("pretend", module)
     torch.utils.generate_methods_for_privateuse1_backend()
+    # `module.to` keeps its parameters, and so what is tied, as between the CPU and a GPU.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.utils.swap_tensors = torch._C._swap_tensor_impl
     os.environ["REFIMPL_DEVICE"] = "pretend:0"
     vars(group)["backend_of"] = lambda handle, device: "gloo" if handle else "none"
     whole = route.Route._library
@@ -89,3 +101,19 @@ class Staged(Composed):
         (here,) = away(x)
         yield from super().broadcast(here, root)
         x.copy_(here)
+
+    def all_to_all(self, out: Tensor, x: Tensor, out_splits: list[int] | None, in_splits: list[int] | None) -> Steps:
+        result, here = away(out, x)
+        yield from super().all_to_all(result, here, out_splits, in_splits)
+        out.copy_(result)
+
+    def send(self, x: Tensor, to: int) -> Steps:
+        return super().send(*away(x), to)
+
+    def recv(self, x: Tensor, source: int) -> Steps:
+        away(x)
+        return super().recv(x, source)
+
+    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
+        (here, _) = away(x, out)
+        return super().send_recv(here, to, out, source)
