@@ -1,7 +1,6 @@
 """Every stage with every home on a device that is not the CPU: the same bits as on the CPU; nothing mixes the two."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,15 +28,6 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to b
 together = pytest.mark.xdist_group("pretend")  # so that it is built once
 
 
-@pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[launch.World]:
-    """Two, whose tensors live there."""
-    library = pretend.built(tmp_path_factory.mktemp("device"))
-    with launch.World(2, device="cpu") as world:
-        world.call(pretend.live_on, library)
-        yield world
-
-
 def there() -> None:
     """It is a device: it computes, and does not take the CPU's tensors for its own."""
     x = torch.ones(6, device="pretend").requires_grad_()
@@ -47,6 +37,14 @@ def there() -> None:
     assert torch.equal(x.grad.cpu(), torch.full((6,), 8.0))
     with pytest.raises(RuntimeError, match="tensors of the CPU and of the pretended device"):
         torch.linalg.vecdot(x, torch.ones(6))
+    with pytest.raises(RuntimeError, match="tensors of the CPU and of the pretended device"):
+        torch.stack([x.sum(), torch.ones(())])
+    with pytest.raises(RuntimeError, match="tensors of the CPU and of the pretended device"):
+        x.index_select(0, torch.tensor([1]))
+    assert x[torch.tensor([1])].device.type == "pretend"
+    with pytest.raises(RuntimeError, match="a generator of the CPU"):
+        torch.rand(6, generator=torch.Generator(), device="pretend")
+    assert torch.rand(6, generator=torch.Generator("pretend"), device="pretend").device.type == "pretend"
     with pytest.raises(RuntimeError, match="NCCL has no way"):
         pretend.away(torch.ones(6))
 
@@ -125,9 +123,8 @@ def trained(settings: dict[str, Any], folder: Path, default: str | None = None) 
     engine = refimpl.initialize(model=model, config=settings)[0]
     for step in range(7):
         seed = torch.Generator().manual_seed(10 * (step % 5) + engine.group.rank)
-        engine.backward(
-            engine(torch.randn(4, 33, generator=seed).to(engine.device, engine.config.dtype)).square().mean()
-        )
+        batch = torch.randn(4, 33, generator=seed, device="cpu").to(engine.device, engine.config.dtype)
+        engine.backward(engine(batch).square().mean())
         if step == 5:
             there_and_back(engine)
         engine.step()
