@@ -29,7 +29,7 @@ names of layers and of models.
 
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -75,7 +75,8 @@ def autotp(model: nn.Module, group: Group, example: Any = None, *, plan: Plan | 
     if plan is not None and not plan:
         common_numbers(model, group)
         return describe(Cut(), dict.fromkeys(plain_layers(model), "the plan has no layer"))
-    with torch.device("cpu"):  # where the twin is; the default one may be another
+    # The twin is at the host. Only where it must: in such a block torch's own layers do not take their fast way.
+    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
         cut, why = found(model, group, example, plan)
     if not cut.styles:
         told = "; ".join(f"{name}: {reason}" for name, reason in why.items())
