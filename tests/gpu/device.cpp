@@ -61,24 +61,33 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
-// The CPU's random numbers, by a generator that is this device's: the other's is refused, as on a GPU.
-struct Numbers final : at::CPUGeneratorImpl {
-  Numbers() { live_on({PRETEND, 0}); }
-  void live_on(c10::Device device) { device_ = device; }
-};
-
-struct Lent {
-  Numbers* numbers;
-  explicit Lent(Numbers* of) : numbers(of) { if (numbers) numbers->live_on(c10::kCPU); }
-  ~Lent() { if (numbers) numbers->live_on({PRETEND, 0}); }
+// Random numbers: the CPU's, of a generator that no operation of the CPU takes for its own.
+struct Generator final : c10::GeneratorImpl {
+  at::Generator inner;
+  explicit Generator(at::Generator cpu)
+      : GeneratorImpl({PRETEND, 0}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), inner(std::move(cpu)) {}
+  void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
+  void set_offset(uint64_t offset) override { inner.set_offset(offset); }
+  uint64_t get_offset() const override { return inner.get_offset(); }
+  uint64_t current_seed() const override { return inner.current_seed(); }
+  uint64_t seed() override { return const_cast<at::Generator&>(inner).seed(); }
+  void set_state(const c10::TensorImpl& state) override { inner.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return inner.unsafeGetGeneratorImpl()->get_state(); }
+  Generator* clone_impl() const override { return new Generator(inner.clone()); }
 };
 
 struct Hooks final : at::PrivateUse1HooksInterface {
+  at::Generator getNewGenerator(c10::DeviceIndex) const override {
+    return at::make_generator<Generator>(at::detail::createCPUGenerator());
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    static at::Generator own = getNewGenerator(0);
+    return own;
+  }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   c10::DeviceIndex deviceCount() const override { return 1; }
-  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::make_generator<Numbers>(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto fresh = allocator.allocate(bytes);
     if (size_t kept = std::min(bytes, storage.nbytes())) std::memcpy(fresh.mutable_get(), storage.data(), kept);
@@ -123,7 +132,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 
 const Tensor& resize_(const Tensor& self, SymIntArrayRef symbolic, optional<at::MemoryFormat>) {
   auto size = C10_AS_INTARRAYREF_SLOW(symbolic);
-  if (size == self.sizes()) return self;  // its strides are kept
+  if (self.sizes() == size) return self;  // with its strides
   size_t bytes = (c10::multiply_integers(size) + self.storage_offset()) * self.dtype().itemsize();
   if (self.storage().nbytes() < bytes) hooks.resizePrivateUse1Bytes(self.storage(), bytes);
   self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
@@ -157,28 +166,34 @@ Tensor& set_whole(Tensor& self, at::Storage storage) {
 
 at::Scalar item(const Tensor& self) { return host(self).item(); }
 
-// All else: on the CPU. What may be there though the rest is here, as on a GPU: indices, and single numbers outside lists.
+bool is_here(const Tensor& t) { return t.device().type() == PRETEND; }
+
+// All else: on the CPU. Scalars may be there, and so may indices into what is here, as on a GPU; but not both in one list.
 void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto& name = op.schema().name();
-  bool by_index = name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_";
-  bool here = false, there = false;
-  Numbers* drawn = nullptr;
-  auto see = [&](const Tensor& t, bool single) {
-    if (!t.defined()) return;
-    if (t.device().type() == PRETEND) here = true;
-    else if (!single || t.dim() > 0) there = true;
+  auto arguments = torch::jit::last(stack, op.schema().arguments().size());
+  bool by_index = name == "aten::index" || name.rfind("aten::index_put", 0) == 0 || name == "aten::_index_put_impl_";
+  by_index = by_index && is_here(arguments[0].toTensor());
+  bool here = false, there = false, apart = false;
+  auto see = [&](const Tensor& t) {
+    if (t.defined() && t.dim() > 0) (is_here(t) ? here : there) = true;
   };
-  for (auto& argument : torch::jit::last(stack, op.schema().arguments().size())) {
-    if (argument.isTensor()) see(argument.toTensor(), true);
-    if (argument.isTensorList() && !by_index)
-      for (const Tensor& t : argument.toTensorVector()) see(t, false);
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    auto& argument = arguments[i];
+    if (argument.isTensor()) see(argument.toTensor());
+    if (argument.isTensorList()) {
+      auto list = argument.toTensorVector();
+      for (const Tensor& t : list) see(t), apart |= is_here(t) != is_here(list[0]);
+    }
+    if (argument.isOptionalTensorList() && !by_index)
+      for (const optional<Tensor>& t : argument.toOptionalTensorVector()) if (t) see(*t);
     if (argument.isGenerator()) {
-      drawn = dynamic_cast<Numbers*>(argument.toGenerator().unsafeGetGeneratorImpl());
-      TORCH_CHECK(drawn, name, ": a generator of the CPU for a tensor of the pretended device");
+      auto* own = dynamic_cast<Generator*>(argument.toGenerator().unsafeGetGeneratorImpl());
+      TORCH_CHECK(own, name, ": a generator of the CPU for a tensor of the pretended device");
+      torch::jit::peek(*stack, i, arguments.size()) = own->inner;
     }
   }
-  TORCH_CHECK(!(here && there), name, ": tensors of the CPU and of the pretended device");
-  Lent while_it_runs(drawn);
+  TORCH_CHECK(!apart && !(here && there), name, ": tensors of the CPU and of the pretended device");
   at::native::cpu_fallback(op, stack, true);
 }
 

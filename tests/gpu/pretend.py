@@ -44,12 +44,21 @@ def live_on(library: Path) -> None:
     torch.utils.rename_privateuse1_backend("pretend")
     module = types.ModuleType("torch.pretend")
     vars(module).update(
-        is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0, _is_in_bad_fork=lambda: False,
-        device=nullcontext, manual_seed_all=lambda seed: None,
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        _is_in_bad_fork=lambda: False,
+        manual_seed_all=lambda seed: None,  # numbers that no generator is named for are the CPU's
+        get_rng_state=lambda device=0: torch.get_rng_state(),
+        set_rng_state=lambda state, device=0: torch.set_rng_state(state),
+        device=lambda index: nullcontext(),
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
-    )  # fmt: skip
+    )
     torch._register_device_module("pretend", module)
     torch.utils.generate_methods_for_privateuse1_backend()
+    # `module.to` keeps its parameters, and so what is tied, as between the CPU and a GPU.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.utils.swap_tensors = torch._C._swap_tensor_impl
     os.environ["REFIMPL_DEVICE"] = "pretend:0"
     vars(group)["backend_of"] = lambda handle, device: "gloo" if handle else "none"
     whole = route.Route._library
@@ -108,5 +117,13 @@ class Staged(Composed):
         yield from super().broadcast(here, root)
         x.copy_(here)
 
-    def _on_wire(self, x: Tensor) -> Tensor:
-        return away(x)[0]
+    def send(self, x: Tensor, to: int) -> Steps:
+        return super().send(*away(x), to)
+
+    def recv(self, x: Tensor, source: int) -> Steps:
+        away(x)
+        return super().recv(x, source)
+
+    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
+        (here, _) = away(x, out)
+        return super().send_recv(here, to, out, source)

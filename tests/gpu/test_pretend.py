@@ -1,7 +1,6 @@
 """Every stage with every home on a device that is not the CPU: the same bits as on the CPU; nothing mixes the two."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,15 +29,6 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to b
 together = pytest.mark.xdist_group("pretend")  # so that it is built once
 
 
-@pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[launch.World]:
-    """Two, whose tensors live there."""
-    library = pretend.built(tmp_path_factory.mktemp("device"))
-    with launch.World(2, device="cpu") as world:
-        world.call(pretend.live_on, library)
-        yield world
-
-
 def there() -> None:
     """It is a device: it computes, and does not take the CPU's tensors for its own."""
     x = torch.ones(6, device="pretend").requires_grad_()
@@ -48,6 +38,14 @@ def there() -> None:
     assert torch.equal(x.grad.cpu(), torch.full((6,), 8.0))
     with pytest.raises(RuntimeError, match="tensors of the CPU and of the pretended device"):
         torch.linalg.vecdot(x, torch.ones(6))
+    with pytest.raises(RuntimeError, match="tensors of the CPU and of the pretended device"):
+        torch.stack([x.sum(), torch.ones(())])
+    with pytest.raises(RuntimeError, match="tensors of the CPU and of the pretended device"):
+        x.index_select(0, torch.tensor([1]))
+    assert x[torch.tensor([1])].device.type == "pretend"
+    with pytest.raises(RuntimeError, match="a generator of the CPU"):
+        torch.rand(6, generator=torch.Generator(), device="pretend")
+    assert torch.rand(6, generator=torch.Generator("pretend"), device="pretend").device.type == "pretend"
     with pytest.raises(RuntimeError, match="NCCL has no way"):
         pretend.away(torch.ones(6))
     with pytest.raises(RuntimeError, match="unpickle it onto theirs"):
@@ -130,7 +128,10 @@ def born() -> dict[str, Tensor]:
         model = Shaped()
     with refimpl.deepspeed.zero.GatheredParameters(model.into.weight, modifier_rank=1):
         model.into.weight.data[0] = 1
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)  # on a GPU `to` keeps parameters without it
     engine = refimpl.initialize(model=model, config=settings(3, False))[0]
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {engine.device.type}
     engine.backward(engine(torch.ones(4, 33, device=engine.device)).square().mean())
     engine.step()
