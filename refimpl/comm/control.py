@@ -17,6 +17,7 @@ from refimpl.comm.board import Board
 from refimpl.comm.patience import Meeting, Patience
 from refimpl.comm.process_group import ControlLine
 from refimpl.comm.route import Route
+from refimpl.comm.shared import Shared
 from refimpl.ranks import here
 from refimpl.ranks.register import Register
 from refimpl.ranks.travel import dumps, loads
@@ -62,6 +63,7 @@ class Control:
     def barrier(self) -> None:
         """Return when every rank has come here."""
         if self._line is not None:
+            self._refuse_parted()
             with self._agreed("barrier", "") as agreed:
                 self._meet(agreed)
 
@@ -69,6 +71,7 @@ class Control:
         """Every rank's picklable object, in rank order. For control, not for data: not charged to the ledger."""
         objects: list[Any] = [obj] * self.size
         if self._line is not None:
+            self._refuse_parted()
             agreed = self._agreed("all_gather_object", "")
             agreed.announce()
             with agreed:
@@ -77,6 +80,11 @@ class Control:
                 dist.all_gather_object(objects, dumps(obj), group=self._line.handle)
             objects = [loads(one) for one in objects]
         return objects
+
+    def _refuse_parted(self) -> None:
+        """Where data goes over the line too, the ranks' calls match there no more once something has parted them."""
+        if self.route.backend == "gloo" and not isinstance(self.route.present, Shared):
+            self.patience.refuse_lost()
 
     def _meet(self, agreed: Agreed) -> None:
         """Return when every rank has come here; what is under way goes on meanwhile, and others may be asked."""

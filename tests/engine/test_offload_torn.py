@@ -174,8 +174,14 @@ def lost_parameters(moment: str, folder: Path) -> bool:
     return not (folder / "saved/latest").exists()
 
 
-@pytest.mark.parametrize(("moment", "ranks"), [("forward", 2), ("backward", 3), ("show", 3)])
-def test_lost_parameters_are_named_on_every_rank(moment: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("moment", "ranks", "transport"), [("forward", 2, ""), ("backward", 3, ""), ("show", 3, ""), ("forward", 3, "gloo")]
+)
+def test_lost_parameters_are_named_on_every_rank(
+    moment: str, ranks: int, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if transport:
+        monkeypatch.setenv("REFIMPL_TRANSPORT", transport)
     assert all(launch.run(lost_parameters, moment, tmp_path, ranks=ranks))  # whose ranks are of no more use then
 
 
