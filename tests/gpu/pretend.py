@@ -35,8 +35,8 @@ def built(folder: Path) -> Path:
     return library
 
 
-def live_on(library: Path) -> None:
-    """From now on this process has the device "pretend", and it is where this rank's tensors live."""
+def load(library: Path) -> None:
+    """From now on this process has the device "pretend"."""
     torch.ops.load_library(library)
     torch.utils.rename_privateuse1_backend("pretend")
     module = types.ModuleType("torch.pretend")
@@ -45,6 +45,11 @@ def live_on(library: Path) -> None:
     )
     torch._register_device_module("pretend", module)
     torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def live_on(library: Path) -> None:
+    """... and it is where this rank's tensors live."""
+    load(library)
     os.environ["REFIMPL_DEVICE"] = "pretend:0"
     vars(group)["backend_of"] = lambda handle, device: "gloo" if handle else "none"
     whole = route.Route._library

@@ -30,11 +30,10 @@ together = pytest.mark.xdist_group("pretend")  # so that it is built once
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[launch.World]:
+def ranks(pretended_device: Path) -> Iterator[launch.World]:
     """Two, whose tensors live there."""
-    library = pretend.built(tmp_path_factory.mktemp("device"))
     with launch.World(2, device="cpu") as world:
-        world.call(pretend.live_on, library)
+        world.call(pretend.live_on, pretended_device)
         yield world
 
 
