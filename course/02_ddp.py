@@ -431,10 +431,12 @@ print(order(group.ledger.events))
 # How much of a bucket travels meanwhile? All of it, though this process computes. On NCCL the GPU runs the whole
 # all-reduce on a stream of its own (a queue of work beside the one that computes). On gloo `Group` composes it of two
 # transfers with additions between them, and somebody must add: a thread beside the one that computes does
-# (`refimpl/comm/behind.py`). The kernel counts what this rank has written to its sockets:
+# (`refimpl/comm/behind.py`). The kernel of Linux counts what this rank has written to its sockets (macOS: `nan`):
 
 # %%
 # %%ranks
+import math
+import sys
 from pathlib import Path
 
 import torch.distributed as dist
@@ -446,6 +448,8 @@ bytes_of_all = 2 * x.nbytes * (world_size - 1) / world_size
 
 
 def written():
+    if sys.platform != "linux":
+        return math.nan
     return int(Path("/proc/self/io").read_text().split("wchar:")[1].split()[0])
 
 

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 
 from refimpl import launch
 from refimpl.engine.initialize import connect
@@ -29,7 +30,7 @@ PLACES = {name for row in LAUNCHERS for name in (row.rank, row.size, row.local_r
 ALONE = {k: v for k, v in os.environ.items() if not k.startswith(STARTS) and k not in PLACES}
 BASE = {
     **ALONE,
-    "GLOO_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": worlds.LOOPBACK,
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
 }

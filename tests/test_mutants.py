@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import worlds
+from worlds import TRITON, worlds
 
 from refimpl.grading.chapters import Chapter, chapters
 from refimpl.grading.grade import Exercise, Grader
@@ -26,7 +26,8 @@ HANG = 4.0  # seconds, so that mutants that hang do not hold everything up
 
 def param(chapter: Chapter, value: object, name: str) -> Any:
     """With `-n`, one process grades a whole chapter, and keeps the ranks warm."""
-    return pytest.param(chapter, value, id=f"{chapter.name}-{name}", marks=pytest.mark.xdist_group(chapter.name))
+    marks = [pytest.mark.xdist_group(chapter.name), *[TRITON] * (chapter.name == "14_triton")]
+    return pytest.param(chapter, value, id=f"{chapter.name}-{name}", marks=marks)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from operator import is_
 from types import ModuleType
 from typing import Any, TypeVar
@@ -22,12 +23,17 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from refimpl.comm.signals import unsupported
 from refimpl.launch import World
 
 T = TypeVar("T")
 CALLS = 50
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 ZB_V = pytest.mark.skipif(TORCH < (2, 12), reason="torch 2.11's ZB-V sends to its own rank, which gloo refuses")
+TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="no triton: its wheels are for Linux")
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+NEAR = os.environ.get("REFIMPL_TRANSPORT") or ("gloo" if unsupported() else "shared")  # of ranks on this host
+WAYS = {"gloo": "Composed", "shared": "Shared"}  # its class
 LARGEST = 4  # ranks; larger worlds are rare, and live for their call only
 
 

@@ -57,9 +57,10 @@ class Group(Control):
 
         `streams`: what orders the device's work, a GPU's own by default. `transport`: one, or "gloo" or "shared" for
         tensors on the CPU; by default what REFIMPL_TRANSPORT says, else shared memory if all ranks are on one host,
-        else gloo. They find out at the group's first collective, which returns when all have come. ValueError for
-        another, and for a handle that this rank is not in; RuntimeError for "shared" where it cannot be. `link`: a
-        slow one between its ranks (see `link.py`); by default what REFIMPL_LINK says, else none.
+        else gloo. They find out at the group's first collective, which returns when all have come; over gloo so does
+        the first all-reduce begun with `async_op=True`, for which a group of its own is made. ValueError for another,
+        and for a handle that this rank is not in; RuntimeError for "shared" where it cannot be. `link`: a slow one
+        between its ranks (see `link.py`); by default what REFIMPL_LINK says, else none.
         """
         if isinstance(handle, int):  # torch's GroupMember.NON_GROUP_MEMBER
             raise ValueError(f"rank {dist.get_rank()} is not in this process group: let its members alone make a Group")

@@ -77,9 +77,10 @@ def generator(seed: int, turn: int, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(hash((seed, turn)) & (2**63 - 1))
 
 
-def pack(wire: Wire) -> Tensor:
-    """A wire as one message, uint8."""
-    return torch.cat([part.contiguous().view(torch.uint8) for part in wire]) if wire else torch.empty(0).byte()
+def pack(wire: Wire, device: torch.device) -> Tensor:
+    """A wire as one message, uint8. `device`: of one that has no parts."""
+    parts = [part.contiguous().view(torch.uint8) for part in wire]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
 
 def unpack(message: Tensor, layout: Layout) -> Wire:

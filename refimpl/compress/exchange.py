@@ -160,7 +160,7 @@ class Gathered(Exchange):
     """Every rank's wire to every rank."""
 
     def steps(self, x: Tensor, out: Tensor, op: Op) -> Steps:
-        mine, turn = pack(self.compress(x)[0]), self.turn
+        mine, turn = pack(self.compress(x)[0], self.group.device), self.turn
         all_ = mine.new_empty(self.group.size * len(mine))
         yield lambda: [self.group.all_gather(all_, mine, async_op=True, tag=self.tag)]
         self.add_up([self.read(message, self.n) for message in all_.chunk(self.group.size)], out, op, turn)
@@ -202,7 +202,7 @@ class Scattered(Exchange):
         size, n, turn = self.group.size, len(mean), self.turn
         there = [self.message_bytes(length) for length in self.chunks]
         here = [there[self.group.rank]] * size
-        sent = torch.cat([pack(wire) for wire in wires])
+        sent = torch.cat([pack(wire, self.group.device) for wire in wires])
         received = sent.new_empty(sum(here))
         splits = {"in_splits": there, "out_splits": here}
         yield lambda: [self.group.all_to_all(received, sent, **splits, async_op=True, tag=self.tag)]
@@ -237,7 +237,7 @@ class Served(Scattered):
             else self.compressor.compress(mean.to(self.dtype), draw)
         )
         mine = torch.zeros(self.message_bytes(max(self.chunks)), dtype=torch.uint8, device=self.group.device)
-        message = pack(wire)
+        message = pack(wire, self.group.device)
         mine[: len(message)] = message
         all_ = mine.new_empty(size * len(mine))
         yield lambda: [self.group.all_gather(all_, mine, async_op=True, tag=self.tag)]

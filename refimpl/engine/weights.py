@@ -54,7 +54,7 @@ def whole_weights(engine: TrainingState, exclude_frozen: bool) -> dict[str, Tens
 def from_all(
     group: Group, weights: dict[str, Tensor], slices: Mapping[str, Portion] | None = None
 ) -> dict[str, Tensor] | None:
-    """Every rank's weights on rank 0 of `group`, None elsewhere. Sends each once.
+    """Every rank's weights on rank 0 of `group`, None elsewhere. Sends each once; what has come is at the host.
 
     slices: the names of which each rank has a part; ranks in the order of their parts.
     """
@@ -72,7 +72,8 @@ def from_all(
             elif group.rank == 0:
                 received = torch.empty(shape, dtype=dtype, device=group.device)
                 group.recv(received, rank, tag="whole weights")
-                pieces.setdefault(name, [weights[name]] if name in weights else []).append(received)
+                own = [weights[name].cpu()] if name in weights else []
+                pieces.setdefault(name, own).append(received.cpu())
     for name, found in pieces.items():
         part = (slices or {}).get(name)
         weights[name] = found[0] if part is None or part.dim is None else torch.cat(found, part.dim)
@@ -107,7 +108,7 @@ def save_16bit_model(engine: TrainingState, save_dir: Path, filename: str, exclu
 
 def _write_16bit(engine: TrainingState, weights: dict[str, Tensor], path: Path) -> None:
     dtype = engine.config.dtype
-    cast = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
+    cast = {name: w.to("cpu", dtype if w.is_floating_point() else None) for name, w in weights.items()}
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_file(path, lambda part: write(part, cast))

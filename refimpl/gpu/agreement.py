@@ -1,4 +1,4 @@
-"""Part 2: every stage ends with the same bits, with overlap and without, and near what a CPU computes.
+"""Part 2: every stage ends with the same bits, with overlap and without, behind a resume too, and near a CPU's.
 
 A GPU for each rank if there are two, by NCCL, with the sums in rank order (`deterministic`). Else two ranks share the
 GPU and speak gloo: NCCL refuses two ranks on one GPU ("Duplicate GPU detected").
@@ -15,6 +15,7 @@ from refimpl.comm.group import Group
 from refimpl.gpu.part import Finding
 from refimpl.gpu.workload import STAGES, Workload, differing, largest_difference, train
 
+Trained = tuple[dict[str, torch.Tensor], list[float]]  # the whole weights, the losses
 NEAR = 3e-2  # of fp32 weights after 20 steps, relative to the largest of the tensor; other kernels round otherwise
 
 
@@ -39,16 +40,28 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
                 apart = largest_difference(native[0], first)
                 yield Finding("float32: the library's own order of sums, largest difference", apart, apart < NEAR)
                 gpu = first
+        yield from resumed(world, workload, ends, seconds)
     with launch.World(2, device="cpu") as world:
         apart = largest_difference(gpu, world.call(trained, "zero2", plain, True, timeout=seconds)[0][0])
     yield Finding("float32: largest difference to a CPU", apart, apart < NEAR)
+
+
+def resumed(world: launch.World, workload: Workload, ends: dict[str, Trained], seconds: float) -> Iterator[Finding]:
+    """Half way another stage goes on; under ZeRO-3 both of models that were made in shards."""
+    for stage in STAGES:
+        whole, half_way = ends[stage], replace(workload, resumes=True, in_shards=stage == "zero3")
+        if half_way.in_shards:
+            whole = world.call(trained, stage, replace(half_way, resumes=False), True, timeout=seconds)[0]
+        behind = world.call(trained, stage, half_way, True, timeout=seconds)[0]
+        parts = differing(behind[0], whole[0])
+        yield Finding(f"bfloat16 {stage}: the same bits behind a resume", parts[:3] or "equal", not parts)
 
 
 def library() -> str:
     return Group.world().backend
 
 
-def trained(stage: str, workload: Workload, deterministic: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+def trained(stage: str, workload: Workload, deterministic: bool) -> Trained:
     weights, losses = train(stage, workload, Group.world(deterministic=deterministic))
     return weights, losses
 

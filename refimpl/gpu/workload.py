@@ -1,5 +1,6 @@
 """What the parts train: a small GPT, always the same batches, and every kernel deterministic."""
 
+import io
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from refimpl.comm.group import Group
 from refimpl.model.gpt import GPT, Block, GPTConfig
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.ddp import DDP
+from refimpl.zero.init import Init
 from refimpl.zero.stage import Stage
 from refimpl.zero.zero1 import Zero1
 from refimpl.zero.zero2 import Zero2
@@ -20,13 +22,19 @@ STAGES: dict[str, type[Stage]] = {"ddp": DDP, "zero1": Zero1, "zero2": Zero2, "z
 
 @dataclass(frozen=True)
 class Workload:
-    """A GPT of `width` and `layers`, in `dtype`, for `steps` steps."""
+    """A GPT of `width` and `layers`, in `dtype`, for `steps` steps.
+
+    `in_shards`: the model is made in shards on the device (ZeRO-3), whose random numbers are others. `resumes`: half
+    way another stage goes on, from what the first has saved.
+    """
 
     width: int = 256
     layers: int = 4
     steps: int = 20
     dtype: torch.dtype = torch.float32
     overlap: bool = True
+    in_shards: bool = False
+    resumes: bool = False
 
     def gpt(self) -> GPTConfig:
         return GPTConfig(vocab=256, context=64, width=self.width, layers=self.layers, heads=max(1, self.width // 64))
@@ -34,7 +42,8 @@ class Workload:
     def stage(self, name: str, group: Group, check_order: bool = True) -> Stage:
         """A model in this stage, the same on every rank. Buckets are small, so that several are under way."""
         torch.manual_seed(0)
-        model = GPT(self.gpt()).to(group.device, self.dtype)
+        with Init(group, self.dtype, enabled=self.in_shards):
+            model = GPT(self.gpt()).to(group.device, self.dtype)
         size = 4 * self.width**2
         config = ZeroConfig(
             reduce_bucket_size=size,
@@ -63,12 +72,21 @@ class Workload:
 def train(name: str, workload: Workload, group: Group) -> tuple[dict[str, Tensor], list[float]]:
     """Every rank's own batches -> the whole weights on the host (rank 0), the losses."""
     torch.use_deterministic_algorithms(True)
-    stage = workload.stage(name, group)
-    losses = [
-        workload.step(stage, workload.batch(step, group.rank).to(group.device)).item() for step in range(workload.steps)
-    ]
+    stage, losses = workload.stage(name, group), []
+    for step in range(workload.steps):
+        if workload.resumes and step == workload.steps // 2:
+            stage = gone_on(stage, workload.stage(name, group))
+        losses.append(workload.step(stage, workload.batch(step, group.rank).to(group.device)).item())
     weights = stage.full_state_dict() or {}
     return {key: value.to("cpu", copy=True) for key, value in weights.items()}, losses
+
+
+def gone_on(stage: Stage, fresh: Stage) -> Stage:
+    """`fresh`, with what this rank's file of `stage` would hold, read to the host as scripts read it."""
+    file = io.BytesIO()
+    torch.save(stage.state_dict(), file)
+    fresh.load_state_dict(torch.load(io.BytesIO(file.getvalue()), map_location="cpu"))
+    return fresh
 
 
 def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:

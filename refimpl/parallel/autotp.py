@@ -29,7 +29,7 @@ names of layers and of models.
 
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -75,12 +75,9 @@ def autotp(model: nn.Module, group: Group, example: Any = None, *, plan: Plan | 
     if plan is not None and not plan:
         common_numbers(model, group)
         return describe(Cut(), dict.fromkeys(plain_layers(model), "the plan has no layer"))
-    example = known_example(model, example, group)
-    stage = set_up(model, example, group)
-    regions, why = proposed(stage.twin, partial(called, example=example), group.size)
-    if plan is not None:
-        regions = planned(stage.twin, plan, regions)
-    cut = rehearsed(stage, regions, why, strict=plan is not None)
+    # The twin is at the host. Only where it must: in such a block torch's own layers do not take their fast way.
+    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+        cut, why = found(model, group, example, plan)
     if not cut.styles:
         told = "; ".join(f"{name}: {reason}" for name, reason in why.items())
         raise ValueError(f"{type(model).__name__} cannot be cut for {group.size} ranks: {told}")
@@ -91,6 +88,16 @@ def autotp(model: nn.Module, group: Group, example: Any = None, *, plan: Plan | 
         prefix, _, key = name.rpartition(".")
         sum_gradients(model.get_submodule(prefix), [key], group)
     return report
+
+
+def found(model: nn.Module, group: Group, example: Any, plan: Plan | None) -> tuple[Cut, dict[str, str]]:
+    """What can be cut, and why the rest is not."""
+    example = known_example(model, example, group)
+    stage = set_up(model, example, group)
+    regions, why = proposed(stage.twin, partial(called, example=example), group.size)
+    if plan is not None:
+        regions = planned(stage.twin, plan, regions)
+    return rehearsed(stage, regions, why, strict=plan is not None), why
 
 
 def common_numbers(model: nn.Module, group: Group) -> Draws:

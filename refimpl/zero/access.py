@@ -81,7 +81,7 @@ class ByName(Built):
     def full_state(self, p: nn.Parameter | str, key: str) -> Tensor | None:
         """The optimizer's state `key` of p ("exp_avg"), fp32, in p's shape; None if it has none yet.
 
-        What is not cut like p (a count of steps, Adafactor's rows and columns) as it is.
+        What is not cut like p (a count of steps, Adafactor's rows and columns) has its own shape.
         """
         p = self.parameter(p)
         bucket = self.gradients.bucket_of.get(p)
@@ -90,7 +90,7 @@ class ByName(Built):
         part = self.update.state_part(bucket, p, key)
         known = self.known_state(bucket, p, part)
         if not isinstance(known, str):
-            return known
+            return None if known is None else known.to(bucket.device)
         return whole(bucket, self.spread(bucket, p, torch.empty(0) if part is None else part), p)
 
     def set_full_state(self, p: nn.Parameter | str, key: str, value: Tensor) -> None:
@@ -118,8 +118,11 @@ class ByName(Built):
         A collective: a rank that has nothing of p may have no state there.
         """
         start, end = self.update.slices.span(bucket, p)
-        is_cut = part is not None and part.shape == (end - start,)
-        mine: Tensor | str | None = part if not is_cut else "cut" if start < end else None
+        mine: Tensor | str | None = None
+        if part is not None and part.shape != (end - start,):
+            mine = part.cpu()  # on the way no rank's GPU is another's
+        elif part is not None and start < end:
+            mine = "cut"
         return next((one for one in bucket.group.all_gather_object(mine) if one is not None), None)
 
     def local_parameter(self, p: nn.Parameter | str) -> Tensor:

@@ -9,6 +9,7 @@ DeepSpeed: deepspeed/runtime/zero/partition_parameters.py, `Init` and `GatheredP
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,14 +24,14 @@ from refimpl.zero.unit import Unit, unit_of, whole
 class Init:
     """Context manager: modules constructed inside are sharded over `group` (default: all ranks), in `dtype`.
 
-    Integer parameters keep their own.
+    On a GPU they are constructed there, as in DeepSpeed. Integer parameters keep their own dtype.
     """
 
     def __init__(self, group: Group | None = None, dtype: torch.dtype | None = None, enabled: bool = True) -> None:
         self.group, self.dtype, self.enabled = group, dtype, enabled
         self._depth: dict[int, int] = {}  # constructors running, by id of the module (a subclass runs its parent's)
         self._touched: list[Unit] = []  # gathered because a constructor read them
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
 
     def __enter__(self) -> "Init":
         if self.enabled:
@@ -41,17 +42,17 @@ class Init:
             self._replace(nn.Module, "__init_subclass__", classmethod(lambda cls, **kw: self._new_class(cls, **kw)))
             self._replace(nn.Module, "apply", self._apply())
             self._replace(nn.Module, "to_empty", self._to_empty())
+            if self.group.device.type != "cpu":
+                self._undo.enter_context(self.group.device)  # what constructors make is made there, as DeepSpeed's
         return self
 
     def __exit__(self, *_: object) -> None:
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        self._undo.close()
 
     def _replace(self, cls: type, name: str, value: Any) -> None:
         before = vars(cls).get(name)
         setattr(cls, name, value)
-        self._undo.append(lambda: delattr(cls, name) if before is None else setattr(cls, name, before))
+        self._undo.callback(lambda: delattr(cls, name) if before is None else setattr(cls, name, before))
 
     def _new_class(self, cls: type, **kwargs: Any) -> None:
         super(nn.Module, cls).__init_subclass__(**kwargs)  # type: ignore[misc]
@@ -81,9 +82,8 @@ class Init:
         """A constructor has returned: shard the module's own parameters, take over what it changed in its children."""
         assert self.group is not None
         fresh = [p for p in module.parameters(recurse=False) if unit_of(p) is None and not p.is_meta]
-        if self.dtype is not None:
-            for p in (p for p in fresh if p.is_floating_point()):
-                p.data = p.data.to(self.dtype)
+        for p in fresh:
+            p.data = p.data.to(self.group.device, self.dtype if p.is_floating_point() else None)
         dtypes = dict.fromkeys(p.dtype for p in fresh)  # not a set: its order differs between ranks
         units = [Unit([p for p in fresh if p.dtype == d], self.group, name=type(module).__name__) for d in dtypes]
         saved = StateDicts([module]) if units else None

@@ -35,17 +35,15 @@ class Shown(dict[nn.Parameter, Tensor]):
     autograd refuse what torch allows, such as a clamp between forward and backward.
     """
 
-    nothing = torch.empty(0, device="cpu")
-
     def view(self, p: nn.Parameter, memory: Tensor) -> Tensor:
         """`memory`, as p's `data`."""
         if p not in self:
             with torch.inference_mode(False):
-                self[p] = torch.empty(0, device="cpu")
+                self[p] = memory.new_empty(0)
         counter = self[p]
         DATA.__set__(counter, memory)  # a tensor keeps its counter through this,
         given = counter.detach()  # and shares it with a view
-        DATA.__set__(counter, self.nothing)
+        DATA.__set__(counter, memory.new_empty(0))
         return given
 
     def writes(self) -> int:

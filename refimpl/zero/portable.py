@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from refimpl.checkpoint.place import Place
 from refimpl.checkpoint.tensors import Later
@@ -158,7 +159,8 @@ def restore_states(stage: Stage, bucket: Bucket, source: Source, wanted: set[str
         saved = source.state(names[like]) if names[like] in wanted else {}
         if not saved:
             continue
-        slices.optimizer.state[s.param] = state = fresh_state(saved, s.param, stage.update.is_away())
+        options = slices.optimizer.param_groups[bucket.group_index]
+        slices.optimizer.state[s.param] = state = fresh_state(saved, s.param, options, stage.update.is_away())
         for key in [key for key, value in saved.items() if isinstance(value, Cut)]:
             for p in members:
                 low, high = max(spans[p][0], s.start), min(spans[p][1], s.end)
@@ -166,9 +168,21 @@ def restore_states(stage: Stage, bucket: Bucket, source: Source, wanted: set[str
                 source.fill(key, names[p], first + low - bucket.offset[p], out)
 
 
-def fresh_state(saved: Mapping[str, Any], like: Tensor, passing: bool) -> dict[str, Any]:
-    """The state of a slice: what is not cut, and room for what is to be read; `passing`: and then put elsewhere."""
-    return {key: room(like, value.dtype, passing) if isinstance(value, Cut) else value for key, value in saved.items()}
+def fresh_state(saved: Mapping[str, Any], like: Tensor, options: Mapping[str, Any], passing: bool) -> dict[str, Any]:
+    """The state of a slice: what is not cut, and room for what is to be read; `passing`: and then put elsewhere.
+
+    Where torch's `load_state_dict` would have it: with the slice, but a count of steps at the host unless a kernel of
+    the device counts.
+    """
+    by_kernel = options.get("fused") or options.get("capturable")
+    state = {}
+    for key, value in saved.items():
+        if isinstance(value, Cut):
+            state[key] = room(like, value.dtype, passing)
+        else:
+            stays = key == "step" and not by_kernel
+            state[key] = value if stays else tree_map_only(Tensor, lambda t: t.to(like.device), value)
+    return state
 
 
 def room(like: Tensor, dtype: torch.dtype, passing: bool) -> Tensor:

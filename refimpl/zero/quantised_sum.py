@@ -61,7 +61,7 @@ class QuantisedSum:
             wires = [self.compressor.compress(row) for row in rows.unbind()]
         else:
             wires = self.feedback.compress((bucket, name), rows)
-        sent = torch.cat([pack(wire) for wire in wires])
+        sent = torch.cat([pack(wire, rows.device) for wire in wires])
         received = self.scratch.take(sent.numel(), sent)
         yield lambda: [group.all_to_all(received, sent, async_op=True, tag=f"gradients {name}")]
         layout, total = self.compressor.layout(size, rows.dtype), torch.zeros(size, device=rows.device)

@@ -33,6 +33,7 @@ from refimpl.offload.homes import Disk, Host, away
 from refimpl.offload.shelf import HostShelf, Shelf
 from refimpl.zero.flat import Bucket
 from refimpl.zero.parameter import Freed, Shown, place, stage_of
+from refimpl.zero.parked import refusal
 from refimpl.zero.ways import Flat, Way
 
 
@@ -146,6 +147,8 @@ class Unit(Bucket):
             self.wait()
             self._bring(self.exactly)
         if self.is_free:
+            if self.is_parked:
+                raise refusal("lp_params")
             self.full.untyped_storage().resize_(self.padded * self.full.element_size())
             self._allocated_on = self.group.streams.current()
             self._bring(self.exactly if exact else self.way)

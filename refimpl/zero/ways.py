@@ -91,7 +91,7 @@ class Quantised(Way):
         return Work(self._steps(full, wire, size))
 
     def _steps(self, full: Tensor, wire: tuple[Tensor, ...], size: int) -> Steps:
-        message, ranks = pack(wire), full.numel() // size
+        message, ranks = pack(wire, full.device), full.numel() // size
         received = self.scratch.take(ranks * message.numel(), message)
         yield lambda: [self.carrier.gather(received, message)]
         layout = self.compressor.layout(size, full.dtype)

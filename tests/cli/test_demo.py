@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
+from worlds import LOOPBACK
 
 from refimpl import launch
 from refimpl.cli import demo, options
@@ -22,7 +23,7 @@ from refimpl.model.data import corpus
 from refimpl.model.gpt import GPTConfig
 
 TINY = ["--layers", "1", "--width", "64", "--context", "16", "--steps", "2"]
-ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK}
 
 
 def report(folder: Path) -> dict[str, Any]:

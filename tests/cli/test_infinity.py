@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from refimpl.cli import infinity
 from refimpl.cli.infinity import WAYS, Lived, in_one_line, live, tried
 from refimpl.cli.main import app
 from refimpl.model.gpt import GPTConfig
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--infinity needs Linux")
 
 DISK = "ZeRO-3, all on disk"
 SMALL = GPTConfig(width=64, layers=2, heads=2, context=64)

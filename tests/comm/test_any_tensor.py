@@ -57,7 +57,7 @@ def moved(group: Group) -> None:
 
 
 def by_each() -> None:
-    for transport in ("gloo", "shared"):
+    for transport in ("gloo", worlds.NEAR):
         moved(Group.world(transport=transport))
     moved(Group(dist.group.WORLD, transport=Native(dist.group.WORLD, "nccl", Streams())))  # its way, spoken by gloo
 
@@ -101,7 +101,7 @@ def test_what_nccl_cannot_add_is_refused_before_it_is_sent() -> None:
 
 
 def added() -> None:
-    for transport in ("gloo", "shared"):
+    for transport in ("gloo", worlds.NEAR):
         group = Group.world(transport=transport)
         for reduce in (group.all_reduce, *(partial(by.all_reduce, group) for by in (*ALGORITHMS, tree))):
             x = torch.arange(7, dtype=torch.int16) * (group.rank + 1)
@@ -169,6 +169,6 @@ def inferred(transport: str) -> None:
         assert results == results[:1] * len(results)
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shared"])
+@pytest.mark.parametrize("transport", ["gloo", worlds.NEAR])
 def test_a_collective_begun_in_inference_mode_is_waited_for_outside_it(transport: str) -> None:
     worlds.run(inferred, transport, ranks=2, device="cpu")

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pairs import pairwise
+from worlds import LOOPBACK, NEAR
 
 from refimpl import launch
 from refimpl.comm.board import KEPT, Board, Call, Channel, CollectiveMismatch
@@ -182,7 +183,7 @@ def test_a_call_that_was_refused_can_be_made_rightly():
         group, x = Group.world(), torch.ones(4)
         told = Group(dist.new_group())
         for one in (group, told):
-            one.all_reduce(torch.zeros(1))  # the ranks of each have met
+            one.all_reduce(torch.zeros(1), async_op=True).wait()  # the ranks of each have met
         refused = False
         if group.rank == 0:
             works = [group.all_reduce(x, async_op=True)]
@@ -349,7 +350,7 @@ def torchrun(tmp_path: Path, case: str) -> str:
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, case]
-    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
     assert done.returncode != 0
     return done.stderr
@@ -383,7 +384,7 @@ def two_engines(transport: str, joined_by: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "ranks", "joined_by"), pairwise(["shared", "gloo"], [2, 3], ["our launcher", "torch"])
+    ("transport", "ranks", "joined_by"), pairwise([NEAR, "gloo"], [2, 3], ["our launcher", "torch"])
 )
 def test_calls_of_two_groups_of_the_same_ranks_do_not_meet(transport: str, ranks: int, joined_by: str):
     """They would wait for ever in memory that is shared, and be added up over gloo: both calls look alike."""

@@ -207,7 +207,7 @@ def test_async_returns_before_the_other_rank_has_come(op: str) -> None:
     def check() -> None:
         group, word = Group.world(), Group(dist.new_group([0, 1]))
         for one in (group, word):
-            one.all_reduce(torch.zeros(1))  # the first is where the ranks of a group meet
+            one.all_reduce(torch.zeros(1), async_op=True).wait()  # the first is where the ranks of a group meet
         out, x = torch.ones(4), torch.ones(4)
         starts = {
             "all_reduce": lambda: group.all_reduce(out, async_op=True),

@@ -14,6 +14,7 @@ import worlds
 from test_group import exact, given, reduced
 from torch import Tensor, nn
 from training import STAGES, Job, train
+from worlds import NEAR, WAYS
 
 from refimpl import launch
 from refimpl.comm import link as links
@@ -22,7 +23,6 @@ from refimpl.comm.composed import Composed
 from refimpl.comm.group import Group
 from refimpl.comm.link import COLLECTIVE, Cables, Link
 from refimpl.comm.mesh import Mesh
-from refimpl.comm.shared import Shared
 from refimpl.comm.throttled import Throttled
 from refimpl.comm.work import Work
 
@@ -286,7 +286,7 @@ def test_what_crosses_is_counted_by_collective_and_by_tag(monkeypatch: pytest.Mo
         }
         assert by_tag == {"a": 3 * half, "b": 2 * half, "c": 2 * half, "": 12 + 56 * (rank == 1), "far": 40}
         assert after == {}
-        assert kinds == ["Throttled", "Shared", "Throttled"]
+        assert kinds == ["Throttled", WAYS[NEAR], "Throttled"]
 
 
 def test_groups_of_a_mesh_and_of_an_existing_group_have_the_link() -> None:
@@ -298,8 +298,8 @@ def test_groups_of_a_mesh_and_of_an_existing_group_have_the_link() -> None:
         assert groups[1].ledger is plain.ledger
         return [type(g.transport).__name__ for g in groups]
 
-    kind = ["Shared", "Throttled", "Throttled", "Throttled", "Alone"]
-    assert run(kinds, ranks=4) == [[*kind, "Shared"], kind, kind, [*kind, "Shared"]]
+    kind = [WAYS[NEAR], "Throttled", "Throttled", "Throttled", "Alone"]
+    assert run(kinds, ranks=4) == [[*kind, WAYS[NEAR]], kind, kind, [*kind, WAYS[NEAR]]]
 
 
 def test_more_messages_than_are_kept_are_under_way() -> None:
@@ -358,7 +358,7 @@ def plain_loop() -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(9, 17), nn.Tanh(), nn.Linear(17, 1))
     stage = Zero2(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    assert type(stage.group.transport) is (Throttled if "REFIMPL_LINK" in os.environ else Shared)
+    assert type(stage.group.transport).__name__ == ("Throttled" if "REFIMPL_LINK" in os.environ else WAYS[NEAR])
     losses = []
     for step in range(3):
         loss = model(torch.full((4, 9), 0.1 * stage.group.rank + step)).square().mean()

@@ -34,7 +34,7 @@ def test_the_wire_is_what_the_layout_says_and_comes_back(name: str, x: Tensor, d
     assert [(len(part), part.dtype) for part in wire] == operator.layout(len(x), dtype)
     assert sum(part.nbytes for part in wire) == operator.wire_bytes(len(x), dtype)
     assert torch.equal(x, before)
-    back = unpack(pack(wire), operator.layout(len(x), dtype))
+    back = unpack(pack(wire, x.device), operator.layout(len(x), dtype))
     decompressed = operator.decompress(wire, len(x), dtype)
     assert decompressed.dtype == dtype
     assert torch.equal(decompressed, operator.decompress(back, len(x), dtype))

@@ -11,6 +11,7 @@ from saving import SIZE, same, settings, start, train, weights
 import refimpl
 from refimpl.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from refimpl.deepspeed.runtime.zero.offload_states import get_state_devices
+from refimpl.zero.init import GatheredParameters
 from refimpl.zero.parked import CLASSES
 
 AWAY = r": at the host since offload_states\(\); call reload_states\(\) first"
@@ -81,6 +82,28 @@ def refused_meanwhile(stage: int, folder: Path) -> None:
     train(engine, range(1))
     engine.offload_states()
     engine.destroy()  # brings them back
+
+
+def gathered_meanwhile() -> None:
+    """Past the model: its own forward would refuse, but a layer by itself and a block of whole parameters gather."""
+    engine = start(config(3))
+    train(engine, range(1))
+    engine.offload_states()
+    inner, x = engine.module, torch.zeros(4, SIZE, dtype=torch.bfloat16)
+    for use in (
+        lambda: inner.into(x),
+        lambda: inner.frozen(x),
+        lambda: GatheredParameters(inner.into.weight).__enter__(),
+    ):
+        with pytest.raises(RuntimeError, match="lp_params" + AWAY):
+            use()
+    engine.reload_states()
+    assert inner.into(x).isfinite().all()
+    train(engine, range(1, 2))
+
+
+def test_a_layer_by_itself_does_not_gather_what_is_away() -> None:
+    worlds.run(gathered_meanwhile)
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 2), (3, 3)])

@@ -4,12 +4,14 @@
 // is an error, as on a GPU, and so is a collective that NCCL would have no way for (see pretend.py). Operations are
 // computed on the CPU, on copies. PrivateUse1 is torch's key for devices that others add; torch's own
 // torch_openreg (test/cpp_extensions/open_registration_extension) is such a device with all that belongs to one.
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -59,7 +61,29 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+// Random numbers: the CPU's, of a generator that no operation of the CPU takes for its own.
+struct Generator final : c10::GeneratorImpl {
+  at::Generator inner;
+  explicit Generator(at::Generator cpu)
+      : GeneratorImpl({PRETEND, 0}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), inner(std::move(cpu)) {}
+  void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
+  void set_offset(uint64_t offset) override { inner.set_offset(offset); }
+  uint64_t get_offset() const override { return inner.get_offset(); }
+  uint64_t current_seed() const override { return inner.current_seed(); }
+  uint64_t seed() override { return const_cast<at::Generator&>(inner).seed(); }
+  void set_state(const c10::TensorImpl& state) override { inner.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return inner.unsafeGetGeneratorImpl()->get_state(); }
+  Generator* clone_impl() const override { return new Generator(inner.clone()); }
+};
+
 struct Hooks final : at::PrivateUse1HooksInterface {
+  at::Generator getNewGenerator(c10::DeviceIndex) const override {
+    return at::make_generator<Generator>(at::detail::createCPUGenerator());
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    static at::Generator own = getNewGenerator(0);
+    return own;
+  }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -108,6 +132,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 
 const Tensor& resize_(const Tensor& self, SymIntArrayRef symbolic, optional<at::MemoryFormat>) {
   auto size = C10_AS_INTARRAYREF_SLOW(symbolic);
+  if (self.sizes() == size) return self;  // with its strides
   size_t bytes = (c10::multiply_integers(size) + self.storage_offset()) * self.dtype().itemsize();
   if (self.storage().nbytes() < bytes) hooks.resizePrivateUse1Bytes(self.storage(), bytes);
   self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
@@ -134,24 +159,41 @@ Tensor& set_(Tensor& self, at::Storage storage, SymInt offset, SymIntArrayRef si
   return self;
 }
 
+Tensor& set_whole(Tensor& self, at::Storage storage) {
+  SymInt size(int64_t(storage.nbytes() / self.dtype().itemsize()));
+  return set_(self, storage, 0, size, {});
+}
+
 at::Scalar item(const Tensor& self) { return host(self).item(); }
 
-// All else: on the CPU. Indices into what is here may be there, and so may scalars, as on a GPU.
+bool is_here(const Tensor& t) { return t.device().type() == PRETEND; }
+
+// All else: on the CPU. Scalars may be there, and so may indices into what is here, as on a GPU; but not both in one list.
 void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  bool here = false, there = false;
-  auto see = [&](const Tensor& t) {
-    if (t.defined() && t.dim() > 0) (t.device().type() == PRETEND ? here : there) = true;
-  };
-  for (auto& argument : torch::jit::last(stack, op.schema().arguments().size())) {
-    if (argument.isTensor()) see(argument.toTensor());
-    if (argument.isTensorList())
-      for (const Tensor& t : argument.toTensorVector()) see(t);
-  }
   auto& name = op.schema().name();
-  bool by_index = name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index", 0) == 0;
-  auto first = torch::jit::peek(*stack, 0, op.schema().arguments().size());
-  by_index = by_index && first.isTensor() && first.toTensor().device().type() == PRETEND;
-  TORCH_CHECK(by_index || !(here && there), name, ": tensors of the CPU and of the pretended device");
+  auto arguments = torch::jit::last(stack, op.schema().arguments().size());
+  bool by_index = name == "aten::index" || name.rfind("aten::index_put", 0) == 0 || name == "aten::_index_put_impl_";
+  by_index = by_index && is_here(arguments[0].toTensor());
+  bool here = false, there = false, apart = false;
+  auto see = [&](const Tensor& t) {
+    if (t.defined() && t.dim() > 0) (is_here(t) ? here : there) = true;
+  };
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    auto& argument = arguments[i];
+    if (argument.isTensor()) see(argument.toTensor());
+    if (argument.isTensorList()) {
+      auto list = argument.toTensorVector();
+      for (const Tensor& t : list) see(t), apart |= is_here(t) != is_here(list[0]);
+    }
+    if (argument.isOptionalTensorList() && !by_index)
+      for (const optional<Tensor>& t : argument.toOptionalTensorVector()) if (t) see(*t);
+    if (argument.isGenerator()) {
+      auto* own = dynamic_cast<Generator*>(argument.toGenerator().unsafeGetGeneratorImpl());
+      TORCH_CHECK(own, name, ": a generator of the CPU for a tensor of the pretended device");
+      torch::jit::peek(*stack, i, arguments.size()) = own->inner;
+    }
+  }
+  TORCH_CHECK(!apart && !(here && there), name, ": tensors of the CPU and of the pretended device");
   at::native::cpu_fallback(op, stack, true);
 }
 
@@ -166,9 +208,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", TORCH_FN(view));
   m.impl("_reshape_alias", TORCH_FN(reshape_alias));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_));
+  m.impl("set_.source_Storage", TORCH_FN(set_whole));
+  m.impl("unfold", TORCH_FN(at::native::unfold));
   m.impl("_local_scalar_dense", TORCH_FN(item));
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_the_cpu>()); }
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }  // casts nothing
 
 }  // namespace

@@ -6,6 +6,7 @@ Collectives take the device's tensors alone, as NCCL does, and pass through the 
 import os
 import subprocess
 import types
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import cpp_extension
+from torch.utils._pytree import tree_leaves
 
-from refimpl.comm import group, route
+from refimpl.comm import control, group, route
 from refimpl.comm.collectives import Op
 from refimpl.comm.composed import Composed
 from refimpl.comm.streams import Streams
 from refimpl.comm.transport import Transport
 from refimpl.comm.work import Steps
+from refimpl.ranks.travel import dumps
 
 SOURCE = Path(__file__).parent / "device.cpp"
 
@@ -41,10 +44,21 @@ def load(library: Path) -> None:
     torch.utils.rename_privateuse1_backend("pretend")
     module = types.ModuleType("torch.pretend")
     vars(module).update(
-        is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0, _is_in_bad_fork=lambda: False
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        _is_in_bad_fork=lambda: False,
+        manual_seed_all=lambda seed: None,  # numbers that no generator is named for are the CPU's
+        get_rng_state=lambda device=0: torch.get_rng_state(),
+        set_rng_state=lambda state, device=0: torch.set_rng_state(state),
+        device=lambda index: nullcontext(),
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
     )
     torch._register_device_module("pretend", module)
     torch.utils.generate_methods_for_privateuse1_backend()
+    # `module.to` keeps its parameters, and so what is tied, as between the CPU and a GPU.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.utils.swap_tensors = torch._C._swap_tensor_impl
 
 
 def live_on(library: Path) -> None:
@@ -58,6 +72,14 @@ def live_on(library: Path) -> None:
         return Staged(handle, "gloo", self.streams) if handle else whole(self, handle, wish, deterministic)
 
     route.Route._library = library_of  # type: ignore[method-assign]
+    vars(control)["dumps"] = at_the_host
+
+
+def at_the_host(message: Any) -> bytes:
+    """A pickled object for other ranks. RuntimeError if a tensor in it is this rank's device's: they have another."""
+    if any(isinstance(t, Tensor) and t.device.type == "pretend" for t in tree_leaves(message)):
+        raise RuntimeError("an object with a tensor of this rank's device: the others would unpickle it onto theirs")
+    return dumps(message)
 
 
 def away(*tensors: Tensor) -> list[Tensor]:
@@ -90,7 +112,23 @@ class Staged(Composed):
         for chunk, there in zip(chunks, here, strict=True):
             chunk.copy_(there)
 
+    def all_to_all(self, out: Tensor, x: Tensor, out_splits: list[int] | None, in_splits: list[int] | None) -> Steps:
+        result, here = away(out, x)
+        yield from super().all_to_all(result, here, out_splits, in_splits)
+        out.copy_(result)
+
     def broadcast(self, x: Tensor, root: int) -> Steps:
         (here,) = away(x)
         yield from super().broadcast(here, root)
         x.copy_(here)
+
+    def send(self, x: Tensor, to: int) -> Steps:
+        return super().send(*away(x), to)
+
+    def recv(self, x: Tensor, source: int) -> Steps:
+        away(x)
+        return super().recv(x, source)
+
+    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
+        (here, _) = away(x, out)
+        return super().send_recv(here, to, out, source)

@@ -119,6 +119,7 @@ def test_needs_more():
 """
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="compilers for a GPU are Linux's")
 def test_a_compiler_that_crashes_takes_no_test_along() -> None:
     from refimpl.gpu import suite
 

@@ -1,7 +1,6 @@
 """Every stage with every home on a device that is not the CPU: the same bits as on the CPU; nothing mixes the two."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,8 +15,9 @@ import refimpl
 import refimpl.deepspeed
 from refimpl import launch
 from refimpl.comm.group import Group
-from refimpl.model.gpt import GPT, GPTConfig
-from refimpl.model.moe import mixtures
+from refimpl.model.experts import Experts, StackedExperts
+from refimpl.model.gates import Gate, Routing
+from refimpl.model.moe import MoE
 from refimpl.zero import start
 from refimpl.zero.ddp import DDP
 from refimpl.zero.parked import CLASSES
@@ -29,14 +29,6 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to b
 together = pytest.mark.xdist_group("pretend")  # so that it is built once
 
 
-@pytest.fixture(scope="session")
-def ranks(pretended_device: Path) -> Iterator[launch.World]:
-    """Two, whose tensors live there."""
-    with launch.World(2, device="cpu") as world:
-        world.call(pretend.live_on, pretended_device)
-        yield world
-
-
 def there() -> None:
     """It is a device: it computes, and does not take the CPU's tensors for its own."""
     x = torch.ones(6, device="pretend").requires_grad_()
@@ -46,8 +38,24 @@ def there() -> None:
     assert torch.equal(x.grad.cpu(), torch.full((6,), 8.0))
     with pytest.raises(RuntimeError, match="tensors of the CPU and of the pretended device"):
         torch.linalg.vecdot(x, torch.ones(6))
+    with pytest.raises(RuntimeError, match="tensors of the CPU and of the pretended device"):
+        torch.stack([x.sum(), torch.ones(())])
+    with pytest.raises(RuntimeError, match="tensors of the CPU and of the pretended device"):
+        x.index_select(0, torch.tensor([1]))
+    assert x[torch.tensor([1])].device.type == "pretend"
+    with pytest.raises(RuntimeError, match="a generator of the CPU"):
+        torch.rand(6, generator=torch.Generator(), device="pretend")
+    assert torch.rand(6, generator=torch.Generator("pretend"), device="pretend").device.type == "pretend"
     with pytest.raises(RuntimeError, match="NCCL has no way"):
         pretend.away(torch.ones(6))
+    with pytest.raises(RuntimeError, match="unpickle it onto theirs"):
+        Group.world().all_gather_object({"norm": x.detach().norm()})
+    with pytest.raises(RuntimeError, match="a generator of the CPU"):
+        torch.randn(6, device="pretend", generator=torch.Generator())
+    drawn = torch.randn(6, device="pretend", generator=torch.Generator("pretend").manual_seed(1)).cpu()
+    assert torch.equal(drawn, torch.randn(6, generator=torch.Generator().manual_seed(1)))
+    with pytest.raises(RuntimeError, match="tensors of the CPU and of the pretended device"):
+        torch.stack([x.detach()[0], torch.ones(())])
 
 
 @together
@@ -71,17 +79,69 @@ def test_a_process_that_is_alone_trains_where_its_model_is(ranks: launch.World) 
     ranks.call(by_itself)
 
 
-def dealt_out() -> None:
-    model = mixtures(GPT(GPTConfig(vocab=31, context=8, width=16, layers=2, heads=2)), 4)
-    experts = {"enabled": True, "autoep_size": 2}
-    config = {"train_batch_size": 2, "optimizer": {"type": "SGD"}, "expert_parallel": experts}
+def dealt_out(folder: Path) -> None:
+    listed = Experts([nn.Linear(8, 8) for _ in range(4)])
+    model = nn.Sequential(*(MoE(Gate(8, 4, Routing()), experts) for experts in (listed, StackedExperts(8, 6, 4))))
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "SGD"},
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+    }
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine = refimpl.initialize(model=model, config=config)[0]
     assert {p.device.type for p in engine.module.parameters()} == {"pretend"}
+    engine.save_16bit_model(folder)
+    weights = torch.load(folder / "pytorch_model.bin")
+    assert all(torch.equal(weights[name], value) for name, value in before.items() if engine.group.rank == 0)
 
 
 @together
-def test_experts_are_dealt_out_of_a_model_that_is_still_at_the_host(ranks: launch.World) -> None:
-    ranks.call(dealt_out)
+def test_experts_are_dealt_out_of_a_model_that_is_still_at_the_host_and_saved_there(
+    ranks: launch.World, tmp_path: Path
+) -> None:
+    ranks.call(dealt_out, tmp_path)
+
+
+class Shaped(nn.Module):
+    """Its constructor computes with what its children's have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(33, 65), nn.Linear(65, 7)
+        self.out.weight.data.copy_(torch.ones(7, 1)).mul_(torch.linspace(-1, 1, 65))
+        self.register_buffer("scale", torch.tensor([2.0]))
+        self.apply(zero_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.into(x).tanh()) * self.scale
+
+
+def zero_bias(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.bias.data = torch.zeros(module.bias.shape)
+
+
+def born() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    with refimpl.deepspeed.zero.Init():
+        model = Shaped()
+    with refimpl.deepspeed.zero.GatheredParameters(model.into.weight, modifier_rank=1):
+        model.into.weight.data[0] = 1
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)  # on a GPU `to` keeps parameters without it
+    engine = refimpl.initialize(model=model, config=settings(3, False))[0]
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {engine.device.type}
+    engine.backward(engine(torch.ones(4, 33, device=engine.device)).square().mean())
+    engine.step()
+    return {name: engine.stage.full_parameter(name).cpu() for name in engine.stage.names.values()}
+
+
+@together
+def test_a_model_is_born_in_shards(ranks: launch.World) -> None:
+    here, there = worlds.run(born, ranks=2)[0], ranks.call(born)[0]
+    assert [name for name in here if not torch.equal(here[name], there[name])] == []
 
 
 def leaving() -> None:
@@ -124,9 +184,8 @@ def trained(settings: dict[str, Any], folder: Path, default: str | None = None) 
     engine = refimpl.initialize(model=model, config=settings)[0]
     for step in range(7):
         seed = torch.Generator().manual_seed(10 * (step % 5) + engine.group.rank)
-        engine.backward(
-            engine(torch.randn(4, 33, generator=seed).to(engine.device, engine.config.dtype)).square().mean()
-        )
+        batch = torch.randn(4, 33, generator=seed, device="cpu").to(engine.device, engine.config.dtype)
+        engine.backward(engine(batch).square().mean())
         if step == 5:
             there_and_back(engine)
         engine.step()
@@ -142,7 +201,8 @@ def trained(settings: dict[str, Any], folder: Path, default: str | None = None) 
     assert {p.device.type for p in engine.module.parameters()} == {engine.device.type}
     stage, found = engine.stage, {}
     for name in stage.names.values():
-        found |= {name: stage.full_parameter(name).cpu(), f"{name} of": stage.full_state(name, "exp_avg")}
+        states = {f"{key} of {name}": stage.full_state(name, key) for key in ("exp_avg", "step")}
+        found |= {name: stage.full_parameter(name).cpu()} | states
     return {name: value.cpu() for name, value in found.items() if value is not None}
 
 
@@ -154,6 +214,9 @@ def there_and_back(engine: refimpl.Engine) -> None:
     assert sum(t.untyped_storage().nbytes() for t in kept) == 0
     here = engine.device.type == "cpu" or engine.stage.config.parameter_home is not None
     assert here or len(engine.stage.parked.away["lp_params"]) > 0
+    if isinstance(engine.stage, Zero3):
+        with pytest.raises(RuntimeError, match="lp_params: at the host"):
+            engine.module[0](torch.ones(4, 33, device=engine.device, dtype=engine.config.dtype))
     engine.reload_states()
     engine.reload_states()
 

@@ -27,6 +27,7 @@ def nobody_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(register, "SOON", 0)
 
 
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="macOS has os.waitid from Python 3.13 on")
 def test_the_first_that_ended_is_told_from_those_that_waited_for_it(tmp_path: Path) -> None:
     mine = Register(tmp_path, 4, 0)
     mine.enter()

@@ -307,7 +307,8 @@ def pretended(rank: int = 3, backend: str = "fake") -> Iterator[int]:
     """This process is one rank of 8, whose collectives send nothing."""
     dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=8)
     try:
-        with mock.patch("refimpl.zero.update.checksum", return_value=[0.0, 0.0]):  # nobody else adds its own to the sums
+        # Nobody else adds its own to the sums.
+        with mock.patch("refimpl.zero.update.checksum", return_value=[0.0, 0.0]):
             yield 8
     finally:
         dist.destroy_process_group()

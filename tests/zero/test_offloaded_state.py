@@ -214,7 +214,7 @@ def altered(disk: Disk) -> list[str]:
     here = built("zero2", disk)
     steps(here, 0, 1)
     file = disk.file
-    buffered = os.open(f"/proc/self/fd/{file.descriptor}", os.O_RDWR)
+    buffered = os.open(f"/dev/fd/{file.descriptor}", os.O_RDWR)
     page = bytearray(os.pread(buffered, 4096, 0))
     page[17] ^= 1
     os.pwrite(buffered, page, 0)

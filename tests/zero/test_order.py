@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from worlds import NEAR
 
 from refimpl.comm.group import Group
 from refimpl.launch import RankError, World, run
@@ -197,7 +198,7 @@ def part_in_all_ways(turn: Callable[[Zero3], None], ways: list[tuple[bool, bool,
     return [part(turn, built(*way), after=2) for way in ways]
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(2, "gloo"), (2, "shared"), (3, "gloo"), (4, "shared")])
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "gloo"), (2, NEAR), (3, "gloo"), (4, NEAR)])
 @pytest.mark.parametrize("name", list(WRONG_TURNS))
 def test_every_rank_is_told_what_each_does(
     name: str, ranks: int, transport: str, monkeypatch: pytest.MonkeyPatch
@@ -235,7 +236,7 @@ def call_alone(name: str) -> str:
     return str(told.value)
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(2, "gloo"), (3, "shared")])
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "gloo"), (3, NEAR)])
 @pytest.mark.parametrize("name", CALLS)
 def test_who_waits_in_a_call_that_the_others_do_not_make_says_where(
     name: str, ranks: int, transport: str, monkeypatch: pytest.MonkeyPatch
@@ -287,7 +288,7 @@ def part_elsewhere(follows: bool) -> str:
     return str(told.value)
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(2, "gloo"), (3, "shared")])
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "gloo"), (3, NEAR)])
 @pytest.mark.parametrize("follows", [False, True])
 def test_ranks_at_different_models_are_told_which(
     follows: bool, ranks: int, transport: str, monkeypatch: pytest.MonkeyPatch
@@ -314,7 +315,7 @@ def part_from_zero2() -> None:
     evaluate(one) if one.group.rank == 0 else train(other)
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(2, "gloo"), (3, "shared")])
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "gloo"), (3, NEAR)])
 def test_a_rank_in_a_call_of_another_stage_is_named_by_who_calls_the_roll(
     ranks: int, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -271,8 +271,9 @@ def sums_differ(runs: Sequence[tuple[Notes, Notes]], partial: Sequence[str], gro
         says = f"the gradient of {name} is neither the whole's nor the sum of the ranks'"
         terms.append((says, mine, whole.params[name], largest_norm(whole.params)))
     total = torch.cat([torch.zeros(1, dtype=torch.float64), *(x.double().flatten() for _, x, _, _ in terms)])
-    group.all_reduce(total, tag="rehearsal")
-    sums = total[1:].split([x.numel() for _, x, _, _ in terms])  # type: ignore[no-untyped-call]
+    there = total.to(group.device)  # NCCL has no way for the twin's
+    group.all_reduce(there, tag="rehearsal")
+    sums = there.to("cpu")[1:].split([x.numel() for _, x, _, _ in terms])  # type: ignore[no-untyped-call]
     for (says, _, right, largest), found in zip(terms, sums, strict=True):
         if not close(found.view(right.shape), right, largest):
             return says

@@ -47,12 +47,15 @@ def _swap(group: Group, mine: Tensor, other: int) -> Tensor:
 
 @torch.no_grad()
 def copy_weights(group: Group, partners: Sequence[int], params: Sequence[nn.Parameter]) -> None:
-    """Each parameter becomes that of the first partner. To be called by the partners alone, as `sum_gradients`."""
+    """Each parameter becomes that of the first partner. To be called by the partners alone, as `sum_gradients`.
+
+    Over the group's device, wherever the modules lie that are still to be moved: as `first.py`.
+    """
     for p in params:
+        there = p.detach().to(group.device).contiguous()
         if group.rank == partners[0]:
             for other in partners[1:]:
-                group.send(p.detach().contiguous(), other, tag="pipeline shared weights")
+                group.send(there, other, tag="pipeline shared weights")
         else:
-            first = torch.empty_like(p, memory_format=torch.contiguous_format)
-            group.recv(first, partners[0], tag="pipeline shared weights")
-            p.copy_(first)
+            group.recv(there, partners[0], tag="pipeline shared weights")
+            p.copy_(there)
