@@ -9,7 +9,7 @@ from unittest.mock import patch
 import paper
 import pytest
 import torch
-from stream_log import COMPUTE, Recorder, Watch
+from stream_log import COMPUTE, Kernel, Recorder, Watch
 from torch import Tensor
 from training import STAGES, Net, tokens
 
@@ -20,11 +20,13 @@ from refimpl.offload.blocks import BlockFile, Buffer, Record, Transfer
 from refimpl.offload.homes import Disk, Host
 from refimpl.offload.shelf import HostShelf
 from refimpl.zero.config import ZeroConfig
+from refimpl.zero.masters import follow
 from refimpl.zero.parked import CLASSES
 from refimpl.zero.stage import Stage
 
 pytestmark = pytest.mark.xdist_group("pretend")
 ALL = ("optimizer_home", "gradient_home", "parameter_home")
+PARTS = 3  # buckets of `Net`, of a part each
 # What the program itself waits for, the first copies, and numbers, which the log does not follow.
 KNOWN = {"host: call", "host: place", "host: __init__", "result: __init__", "inputs: share", "host: _agree"}
 
@@ -81,8 +83,47 @@ def test_a_home_at_the_host_races_with_nothing(
 def test_the_host_waits_once_a_part_and_once_a_step(on_paper: launch.World) -> None:
     """For the weights of each part, which somebody may have written to; its gradient is at the host already."""
     seen = trained(on_paper, "zero2", 1, optimizer_home=Host(), gradient_home=Host())
-    parts = seen.asked.pop("host: follow")
-    assert (seen.asked, parts) == ({"host: arrived": 1, "host: _agree": 1}, 4)
+    assert seen.asked.pop("host: follow") == PARTS
+    assert seen.asked == {"host: arrived": 1, "host: _agree": 1}
+
+
+def followed(masters: str, group: Group, recorder: Recorder, watch: Watch) -> None:
+    weights = torch.ones(5 << 16, dtype=torch.bfloat16, device=paper.DEVICE)
+    master = torch.ones(5 << 16, device=masters)
+    before = len(recorder.log)
+    follow(weights, master)
+    launched = [e for e in recorder.log[before:] if isinstance(e, Kernel) and e.stream == COMPUTE and e.name != "free"]
+    assert (watch.syncs, len(launched)) == ((1, 1) if masters == "cpu" else (0, 5))
+
+
+@pytest.mark.parametrize("masters", ["cpu", paper.DEVICE])
+def test_masters_follow_many_weights_at_a_time(masters: str, on_paper: launch.World) -> None:
+    """Else each 128 KB would be a wait of the host, or five launches: of a shard of 100 million, thousands a step."""
+    on_paper.call(paper.seen, partial(followed, masters))
+
+
+def interrupted(stage: str, homes: tuple[str, ...], group: Group, recorder: Recorder, watch: Watch) -> None:
+    """A backward raises while gradients travel, and training goes on."""
+    model, zero = made(stage, group, **dict.fromkeys(homes, Host()))
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    for step in range(4):
+        loss = model(batch(step))
+        handle = model.norm.weight.register_hook(fails) if step == 2 else None
+        if handle is None:
+            zero.backward(loss)
+            zero.step()
+        else:
+            with pytest.raises(MemoryError):
+                zero.backward(loss)
+            handle.remove()
+
+
+@pytest.mark.parametrize(("stage", "homes"), [("ddp", ()), ("zero1", ()), ("zero2", ALL[:2]), ("zero3", ALL)])
+def test_after_an_exception_nothing_races(stage: str, homes: tuple[str, ...], on_paper: launch.World) -> None:
+    assert on_paper.call(paper.seen, partial(interrupted, stage, homes))[0].races == []
 
 
 class Now(Background):

@@ -96,8 +96,10 @@ class Recorder(Streams):
     @contextmanager
     def use(self, stream: int) -> Iterator[None]:
         self.stack.append(stream)
-        yield
-        self.stack.pop()
+        try:
+            yield
+        finally:
+            self.stack.pop()
 
     def record(self, timed: bool = False) -> int:
         self.events += 1
