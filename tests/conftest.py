@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from refimpl import launch
 from refimpl.ranks.server import PRELOAD
 
 if torch.cuda.is_available():
@@ -43,6 +45,26 @@ def _ranks_that_stay() -> Iterator[None]:
     yield
     if "worlds" in sys.modules:
         sys.modules["worlds"].worlds().stop()
+
+
+@pytest.fixture(scope="session")
+def pretended_device(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its library, from tests/gpu/device.cpp. Who asks is of the xdist_group "pretend", so that it is built once."""
+    import pretend
+
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to build the pretended device with")
+    return pretend.built(tmp_path_factory.mktemp("device"))
+
+
+@pytest.fixture(scope="session")
+def on_paper(pretended_device: Path) -> Iterator[launch.World]:
+    """A process that has the device, for streams on paper: see tests/gpu/paper.py."""
+    import paper
+
+    with launch.World(1, device="cpu", compare=False) as world:
+        world.call(paper.begin, pretended_device)
+        yield world
 
 
 @pytest.hookimpl(wrapper=True)

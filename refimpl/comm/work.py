@@ -14,8 +14,11 @@ With a `Lane` all of it, the adds between two transfers too, runs on the communi
     begun    the lane waits for the caller's stream, the first step starts
     done     the last step was queued: the lane records an event
     waited   the caller's stream waits for that event; the host does not
+
+An exception may come before anybody has waited. What the work holds goes back to the caller's stream then, which waits.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,6 +62,12 @@ class Work:
             with lane.following():
                 self.begun_at = lane.streams.record(timed=True) if timed else None
                 self._next()
+
+    def __del__(self) -> None:
+        if self._holds and self.lane is not None and not sys.is_finalizing():  # nobody has waited
+            caller = self.lane.streams.current()
+            with self.lane.use():
+                self.lane.streams.followed_by(caller)
 
     def advance(self) -> None:
         """Wait for the transfers under way, then start the next step. Nothing once the work is done."""

@@ -22,6 +22,7 @@ Li et al. 2021, arXiv:2104.06069, algorithm 1. DeepSpeed until 0.19.6: deepspeed
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -88,21 +89,26 @@ class OneBitLamb(Travelling):
         frozen = self.taken > self.freeze_step
         if frozen:
             self.average(moved)
-        ratios = []
-        for p, group in moved:
-            if not frozen:
+        else:
+            for p, group in moved:
                 assert p.grad is not None
                 self.moments(p, group, p.grad, variance=True)
-            u = direction(p, self.state[p], group)
-            ratios.append(self.frozen_ratio(p, group, u) if frozen else self.warm_ratio(p, group, u))
-            p.sub_(u.mul_(length(self.state[p]["step"], group) * ratios[-1]))
-        self.ratios = ratios
+        look, ratio_of = (self.frozen_look, self.frozen_ratio) if frozen else (self.warm_look, self.warm_ratio)
+        looks = [look(p, group) for p, group in moved]
+        rows = torch.stack(looks).tolist() if looks else []  # the host waits once
+        self.ratios = [ratio_of(p, group, *row) for row, (p, group) in zip(rows, moved, strict=True)]
+        for held, (p, group) in zip(self.ratios, moved, strict=True):
+            p.sub_(direction(p, self.state[p], group).mul_(length(self.state[p]["step"], group) * held))
         if self.taken == self.freeze_step:
             self.freeze(moved)
 
-    def warm_ratio(self, p: Tensor, group: dict[str, Any], u: Tensor) -> float:
+    def warm_look(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        """-> [2] fp64: |p| and |u|."""
+        return torch.stack([squared(p), squared(direction(p, self.state[p], group))]).sqrt()
+
+    def warm_ratio(self, p: Tensor, group: dict[str, Any], weights: float, whole: float) -> float:
         """LAMB's, which also goes into the average that is frozen later, where it is not 1 for want of a norm."""
-        held = ratio(float(squared(p).sqrt()), float(squared(u).sqrt()), group)
+        held = ratio(weights, whole, group)
         state = self.state[p]
         state.setdefault("lamb_coeff_freeze", 0.0)
         if held != 1:
@@ -136,20 +142,24 @@ class OneBitLamb(Travelling):
             grad = old.mul_(-beta1).add_(new).div_(1 - beta1)
             state["exp_avg_sq_fresh"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
-    def frozen_ratio(self, p: Tensor, group: dict[str, Any], u: Tensor) -> float:
+    def frozen_look(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        """-> [3] fp64: the largest frozen over fresh root, |u|, and that of it which is the momentum's."""
+        state = self.state[p]
+        roots = self.root(p, group) / self.root(p, group, "exp_avg_sq_fresh", "step")
+        most = roots.max().double() if p.numel() else torch.ones((), dtype=torch.float64, device=p.device)
+        ours = state["exp_avg"] / denominator(state["exp_avg_sq"], group)
+        return torch.stack([most, squared(direction(p, state, group)).sqrt(), squared(ours).sqrt()])
+
+    def frozen_ratio(self, p: Tensor, group: dict[str, Any], most: float, whole: float, ours: float) -> float:
         """c times this step's factor."""
         state = self.state[p]
-        state["last_factor"] = now = self.factor(p, group, u)
+        state["last_factor"] = now = self.factor(state, group, most, whole, ours)
         return float(state.setdefault("lamb_coeff_freeze", 0.0)) * now
 
-    def factor(self, p: Tensor, group: dict[str, Any], u: Tensor) -> float:
+    def factor(self, state: dict[str, Any], group: dict[str, Any], now: float, whole: float, ours: float) -> float:
         """How much longer steps may be than with the frozen variance."""
-        state = self.state[p]
-        frozen, fresh = self.root(p, group), self.root(p, group, "exp_avg_sq_fresh", "step")
-        now = float((frozen / fresh).max()) if p.numel() else 1.0
         if group["weight_decay"]:
-            whole, ours = float(squared(u).sqrt()), state["exp_avg"] / denominator(state["exp_avg_sq"], group)
-            share = min(1.0, float(squared(ours).sqrt()) / whole) if whole else 1.0
+            share = min(1.0, ours / whole) if whole else 1.0
             now = now * share + (1.0 - share)
         now = min(max(now, self.factor_min), self.factor_max)
         last = state.get("last_factor", 1.0)

@@ -39,8 +39,7 @@ class Coming:
         """multiply, of one rank's tokens after the other's, its own first -> [B, T, ..]."""
         mine = multiply(self.x)
         self.group.ledger.mark(MARK)
-        if not self.work.is_done:
-            self.work.wait()
+        self.work.wait()
         ranks = range(self.group.size)
         return torch.cat([mine if rank == self.group.rank else multiply(self.all[rank]) for rank in ranks], 1)
 

@@ -35,4 +35,3 @@ class Beyond:
     def add_up(self, squares: Tensor) -> None:
         """This part's sum of squares [1], fp64 -> that of all parts, the same on every rank. A collective."""
         self.group.all_reduce(squares, "sum", tag="norm")
-        self.group.settle()

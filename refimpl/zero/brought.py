@@ -44,13 +44,16 @@ class Brought(Update):
             follow(part.bucket.now()[part.start : part.end], part.weights)
 
     def round(self, part: Part) -> None:
-        """The weights, rounded, to where the model has them."""
+        """The weights, rounded, to where the model has them.
+
+        A disk's buffer is filled anew behind this, and is not pinned: the host waits for the copy.
+        """
         shelf = part.bucket.shelf
         if shelf is not None:
             shelf.write(part.start, part.weights)
             shelf.was_written &= part.end < self.owned[part.bucket].numel()  # the last part of it
         else:
-            self.owned[part.bucket][part.start : part.end].copy_(part.weights, non_blocking=True)
+            self.owned[part.bucket][part.start : part.end].copy_(part.weights, non_blocking=part.record is None)
 
     def is_away(self) -> bool:
         """Whether nothing of it is in memory between steps."""

@@ -6,8 +6,9 @@
 So the gradients of step t + 1 are those of weights that lack the update of step t: w(t+1) = w(t) - f(gradient at
 w(t-1)). The disk's or the host's time hides behind the device's, for 4 bytes a parameter of gradients that must stay
 and 4 of new weights that wait (2 and 2 in bf16), divided by N, and for what the delay costs in loss.
-With gradient_home = Host() the gradients wait in the host's memory. On a disk neither they nor the parameters can: the
-next step would write over what the update under way reads, or read what it writes.
+On a GPU the thread has a stream of its own: each copy that it waits for would else wait for the forward and backward
+that are queued before it. With gradient_home = Host() the gradients wait in the host's memory. On a disk neither they
+nor the parameters can: the next step would write over what the update under way reads, or read what it writes.
 ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840, section 5.2, which begins with it after 40 steps. DeepSpeed has it in
 deepspeed/runtime/zenflow and deepspeed/runtime/superoffload, each with more than this.
 """
@@ -32,6 +33,7 @@ class DelayedUpdate(OffloadedUpdate):
         self.used: dict[Bucket, Handed] = {}  # the gradients of the update under way
         self.fresh: dict[Bucket, Tensor] = {}  # what it has rounded of the weights, in the model's dtype
         super().__init__(*args)
+        self.beside = self.group.streams.new()
 
     def add(self, owned: dict[Bucket, Tensor]) -> None:
         self.refuse_under_way()
@@ -44,11 +46,17 @@ class DelayedUpdate(OffloadedUpdate):
         self.check(closure)
         self.look()
         self.used = {bucket: (grad.clone(), factor, alone) for bucket, (grad, factor, alone) in self.handed.items()}
+        for bucket in self.used.keys() - self.fresh.keys():
+            self.fresh[bucket] = torch.empty_like(self.owned[bucket])
         used, settings, threads = self.used, self.slices.settings(), torch.get_num_threads()
+        streams = self.group.streams
+        asked = streams.record()
 
         def update() -> None:
             torch.set_num_threads(threads)
-            self.update_parts(used, settings)
+            with streams.use(self.beside):
+                streams.wait(asked)
+                self.update_parts(used, settings)
 
         self.behind.start(update, "delayed update")
 
@@ -77,9 +85,6 @@ class DelayedUpdate(OffloadedUpdate):
         if not self.used:
             super().round(part)
             return
-        mine = self.owned[part.bucket]
-        if part.bucket not in self.fresh:
-            self.fresh[part.bucket] = torch.empty_like(mine)
         self.fresh[part.bucket][part.start : part.end] = part.weights
 
     def release(self) -> None:

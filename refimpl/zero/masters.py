@@ -8,6 +8,7 @@ The optimizer's own state comes on top (AdamW: 8). Whoever asks between two step
 weight that was written from outside is in its master too.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,8 @@ from refimpl.zero.slices import Slices
 if TYPE_CHECKING:
     from refimpl.checkpoint.tensors import Later
 
-BLOCK = 1 << 16  # elements looked at a time, so that the copy stays in cache
+BLOCK = 1 << 16  # elements that a CPU looks at at a time, so that the copy stays in cache
+MOVED = 1 << 22  # elements that come from a device, or are looked at there, at a time: each time is a wait, or launches
 
 
 class Masters:
@@ -135,11 +137,14 @@ class Masters:
 
 def follow(weights: Tensor, master: Tensor) -> None:
     """A weight that no longer is its rounded master was written from outside: the master follows, where it is."""
-    for there, wide in zip(torch.split(weights, BLOCK), torch.split(master, BLOCK), strict=True):
-        weight, rounded = there.to(wide.device), wide.to(there.dtype)
-        # Eight bytes at a time, four times as fast: slices are multiples of 64 elements.
-        if wide.device.type != "cpu" or not torch.equal(rounded.view(torch.int64), weight.view(torch.int64)):
-            wide.copy_(torch.where(rounded == weight, wide, weight.float()))
+    on_cpu = master.device.type == "cpu"
+    for there, mine in zip(torch.split(weights, MOVED), torch.split(master, MOVED), strict=True):
+        cut = partial(torch.split, split_size_or_sections=BLOCK if on_cpu else MOVED)
+        for weight, wide in zip(cut(there.to(mine.device)), cut(mine), strict=True):
+            rounded = wide.to(weight.dtype)
+            # Eight bytes at a time, four times as fast: slices are multiples of 64 elements.
+            if not on_cpu or not torch.equal(rounded.view(torch.int64), weight.view(torch.int64)):
+                wide.copy_(torch.where(rounded == weight, wide, weight.float()))
 
 
 def master_of(bucket: Bucket, mine: Tensor) -> Tensor:

@@ -33,5 +33,4 @@ def summed(group: Group, words: list[int]) -> Tensor:
     """The sums over the ranks of `group`, fp64. A collective."""
     message = told(words, torch.float32, group.device)
     group.all_reduce(message, "sum", tag="norm")
-    group.settle()
     return message.double()

@@ -161,16 +161,16 @@ class Update(Masters):
         message = told([0.0, *checksum(given), *missing.pop(self.group)], torch.float64, self.group.device)
         message[0] += self._squares(gradients, exact)
         self.group.all_reduce(message, "sum", tag="norm")
-        self.group.settle()
         ranks = self.group.size
         if self.across is not None:  # which has the same gradients, and may have used other parameters
             self.across.all_reduce(message[1:], "sum", tag="norm")
-            self.across.settle()
             ranks *= self.across.size
         if self.beyond:
             self.beyond.add_up(message[:1])
         of_experts = [summed(group, words) for group, words in missing.items()]
-        squares, *counts = torch.cat([message, *of_experts]).tolist()  # the one time that the host waits
+        found = torch.cat([message, *of_experts])
+        self.group.settle()
+        squares, *counts = found.tolist()  # the one time that the host waits
         if not are_equal(counts[:WORDS], ranks):
             self.alike.refuse_parted(given)
         self.alike.agreed(given)

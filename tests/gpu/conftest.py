@@ -1,4 +1,4 @@
-"""The pretended device, built once for the tests that share it."""
+"""Ranks on the pretended device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,20 +11,15 @@ from refimpl import launch
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pretend.built(tmp_path_factory.mktemp("device"))
-
-
-@pytest.fixture(scope="session")
-def ranks(library: Path) -> Iterator[launch.World]:
+def ranks(pretended_device: Path) -> Iterator[launch.World]:
     """Two, whose tensors live there."""
-    with living(library, 2) as world:
+    with living(pretended_device, 2) as world:
         yield world
 
 
 @pytest.fixture(scope="session")
-def four(library: Path) -> Iterator[launch.World]:
-    with living(library, 4) as world:
+def four(pretended_device: Path) -> Iterator[launch.World]:
+    with living(pretended_device, 4) as world:
         yield world
 
 

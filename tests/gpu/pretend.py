@@ -38,8 +38,8 @@ def built(folder: Path) -> Path:
     return library
 
 
-def live_on(library: Path) -> None:
-    """From now on this process has the device "pretend", and it is where this rank's tensors live."""
+def load(library: Path) -> None:
+    """From now on this process has the device "pretend"."""
     torch.ops.load_library(library)
     torch.utils.rename_privateuse1_backend("pretend")
     module = types.ModuleType("torch.pretend")
@@ -59,6 +59,11 @@ def live_on(library: Path) -> None:
     # `module.to` keeps its parameters, and so what is tied, as between the CPU and a GPU.
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch.utils.swap_tensors = torch._C._swap_tensor_impl
+
+
+def live_on(library: Path) -> None:
+    """... and it is where this rank's tensors live."""
+    load(library)
     os.environ["REFIMPL_DEVICE"] = "pretend:0"
     vars(group)["backend_of"] = lambda handle, device: "gloo" if handle else "none"
     whole = route.Route._library

@@ -5,28 +5,50 @@ operations, by their schemas; those of collectives, which are kernels of the str
 allocator may do with a block that was given back, which is a write of the stream that allocated it (see
 `refimpl.comm.streams`). `races` asks torch's own sanitizer, which is plain Python, which two accesses of one block, one
 of them a write, no event orders.
+
+Where the device is not the CPU (tests/gpu/pretend.py) the host is one more stream, and its memory counts as pinned:
+
+    an operation on the CPU's tensors    an access by the host, at once
+    a kernel                             is behind all that the host did before it was queued
+    a copy between the two               a kernel, for which the host waits unless it is `non_blocking`
+    `.item()`, `synchronize`, a mask     the host waits
+
+So memory that a copy still fills or reads while the host reads or writes it is a race too.
 """
 
 import sys
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch.cuda._sanitizer import EventHandler, zip_arguments
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from refimpl.comm.streams import Streams
 
-COMPUTE = 0  # the stream that a program begins on
-SIZED_BY_VALUES = {"bincount", "equal", "masked_select", "nonzero", "repeat_interleave", "unique", "_unique2"}
+HOST, COMPUTE = -1, 0  # COMPUTE: the stream that a program begins on
+ASKING = {
+    "_local_scalar_dense",
+    "bincount",
+    "equal",
+    "masked_select",
+    "nonzero",
+    "repeat_interleave",
+    "unique",
+    "_unique2",
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +61,7 @@ class Record:
 class Wait:
     event: int
     stream: int
-    where: str  # "result: _settle", see `caller`
+    where: str  # "result: _settle", see `caller`; "": a kernel is behind what the host did before it was queued
 
 
 @dataclass(frozen=True)
@@ -74,8 +96,10 @@ class Recorder(Streams):
     @contextmanager
     def use(self, stream: int) -> Iterator[None]:
         self.stack.append(stream)
-        yield
-        self.stack.pop()
+        try:
+            yield
+        finally:
+            self.stack.pop()
 
     def record(self, timed: bool = False) -> int:
         self.events += 1
@@ -85,13 +109,30 @@ class Recorder(Streams):
     def wait(self, event: int) -> None:
         self.log.append(Wait(event, self.current(), caller()))
 
+    def launch(self) -> None:
+        """The next kernel is queued by the host, behind all that it has done."""
+        self.events += 1
+        self.log += [Record(self.events, HOST), Wait(self.events, self.current(), "")]
+
+    def host_waits(self, *streams: int) -> str:
+        """Until what these streams were given is done. -> where it does"""
+        where = caller("host")
+        for stream in streams:
+            self.events += 1
+            self.log += [Record(self.events, stream), Wait(self.events, HOST, where)]
+        return where
+
     def waits(self) -> dict[str, set[int]]:
         """The places of the waits in the log, by what asked for them."""
         places: dict[str, set[int]] = {}
         for at, entry in enumerate(self.log):
-            if isinstance(entry, Wait):
+            if isinstance(entry, Wait) and entry.where:
                 places.setdefault(entry.where, set()).add(at)
         return places
+
+    def waits_of(self, where: str) -> set[int]:
+        """The streams that wait there."""
+        return {e.stream for e in self.log if isinstance(e, Wait) and e.where == where}
 
     def with_repeats(self, entries: Collection[int]) -> set[int]:
         """These waits and all others of the same stream for the same event."""
@@ -101,15 +142,22 @@ class Recorder(Streams):
 
 
 class Watch(TorchDispatchMode):
-    """Logs every access to memory with the recorder's current stream. `syncs`: how often the host waits."""
+    """Logs every access to memory with the recorder's current stream. `asked`: where the host waits, and how often."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, device: str = "cpu") -> None:
+        """`device`: the type of what has streams."""
         super().__init__()
-        self.recorder, self.syncs = recorder, 0
+        self.recorder, self.device = recorder, device
+        self.asked: Counter[str] = Counter()
         self._block: dict[int, int] = {}  # storage -> the block of memory that it has now
         self._stream_of: dict[int, int] = {}  # block -> the stream that allocated it
         self._blocks = 0
         self._patches: list[Any] = []
+
+    @property
+    def syncs(self) -> int:
+        """How often the host waits."""
+        return self.asked.total()
 
     def __enter__(self) -> "Watch":
         resize, tolist, tensor_of = UntypedStorage.resize_, Tensor.tolist, torch.tensor
@@ -123,20 +171,24 @@ class Watch(TorchDispatchMode):
             return result
 
         def listed(tensor: Tensor) -> Any:
-            self.syncs += 1
+            if self.device == "cpu":  # another's is copied, which is seen
+                self.host_waits()
             return tolist(tensor)
 
         def copied(*args: Any, **options: Any) -> Tensor:
-            self.syncs += "device" in options and "pin_memory" not in options  # the host waits for such a copy
             tensor = tensor_of(*args, **options)
             if tensor.numel():
-                self._kernel("from the host", set(), {self._block_of(tensor.untyped_storage(), fresh=True)})
+                stream = HOST if self._is_hosts(tensor) else self.recorder.current()
+                self._kernel("from the host", set(), {self._block_of(tensor.untyped_storage(), fresh=True)}, stream)
+            if "device" in options and "pin_memory" not in options and not self._is_hosts(tensor):
+                self.host_waits()
             return tensor
 
         self._patches = [
             mock.patch.object(UntypedStorage, "resize_", resized),
             mock.patch.object(Tensor, "tolist", listed),
             mock.patch.object(torch, "tensor", copied),
+            mock.patch.object(torch.accelerator, "synchronize", self.synchronized),
         ]
         for patch in self._patches:
             patch.start()
@@ -150,7 +202,6 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.syncs += func is torch.ops.aten._local_scalar_dense.default or waits_for_sizes(func, args)
         given = {t.untyped_storage()._cdata for t in tensors((args, kwargs))}
         result = func(*args, **kwargs)
         if func.namespace == "c10d":  # the schemas of collectives do not say what they write
@@ -168,14 +219,47 @@ class Watch(TorchDispatchMode):
             written += fresh_ones
             for t in fresh_ones:
                 self._block_of(t.untyped_storage(), fresh=True)
-        writes = {self._block_of(t.untyped_storage()) for t in written if t.untyped_storage().nbytes()}
-        reads = {self._block_of(t.untyped_storage()) for t in read if t.untyped_storage().nbytes()}
-        if reads or writes:
-            self._kernel(str(func), reads - writes, writes)
+        self._access(str(func), read, written, waits_for_values(func, args), is_queued(func, args, kwargs))
         return result
 
-    def _kernel(self, name: str, reads: set[int], writes: set[int]) -> None:
-        self.recorder.log.append(Kernel(name, self.recorder.current(), frozenset(reads), frozenset(writes)))
+    def _access(self, name: str, read: list[Tensor], written: list[Tensor], asks: bool, queued: bool) -> None:
+        """`asks`: whether the host must know values of it; `queued`: it does not wait if this is a copy."""
+        read, written = ([t for t in ts if t.untyped_storage().nbytes()] for ts in (read, written))
+        if name != "aten.copy_.default" and not all(self._is_hosts(t) for t in (*read, *written)):
+            read = [
+                t for t in read if t.dim() or not self._is_hosts(t)
+            ]  # a number of the host's travels with the kernel
+        is_hosts = [self._is_hosts(t) for t in (*read, *written)]
+        if not is_hosts:
+            return
+        both = any(is_hosts) and not all(is_hosts)
+        if both:
+            self.recorder.launch()
+        writes = {self._block_of(t.untyped_storage()) for t in written}
+        reads = {self._block_of(t.untyped_storage()) for t in read} - writes
+        self._kernel(name, reads, writes, HOST if all(is_hosts) else self.recorder.current())
+        if (both and not queued) or (asks and not all(is_hosts)):
+            self.host_waits()
+
+    def synchronized(self, device: Any = None) -> None:
+        """`torch.accelerator.synchronize`."""
+        self.host_waits(*range(self.recorder.streams))
+
+    def host_waits(self, *streams: int) -> None:
+        """For these, by default the current one."""
+        self.asked[self.recorder.host_waits(*streams or [self.recorder.current()])] += 1
+
+    def touch(self, tensor: Tensor, write: bool, stream: int = HOST) -> None:
+        """`tensor` is read or written otherwise than by torch, by default by the host."""
+        block = {self._block_of(tensor.untyped_storage())}
+        self._kernel("write" if write else "read", set() if write else block, block if write else set(), stream)
+
+    def _is_hosts(self, tensor: Tensor | UntypedStorage) -> bool:
+        return tensor.device.type != self.device
+
+    def _kernel(self, name: str, reads: set[int], writes: set[int], stream: int | None = None) -> None:
+        stream = self.recorder.current() if stream is None else stream
+        self.recorder.log.append(Kernel(name, stream, frozenset(reads), frozenset(writes)))
 
     def _block_of(self, storage: UntypedStorage, fresh: bool = False) -> int:
         """`fresh`: a block not seen before was allocated now, on the current stream, else before all, on the first."""
@@ -183,28 +267,69 @@ class Watch(TorchDispatchMode):
         if key not in self._block:
             self._blocks += 1
             self._block[key] = self._blocks
-            self._stream_of[self._blocks] = self.recorder.current() if fresh else COMPUTE
+            stream = self.recorder.current() if fresh else COMPUTE
+            self._stream_of[self._blocks] = HOST if self._is_hosts(storage) else stream
             weakref.finalize(storage, self._freed, key, self._blocks).atexit = False
         return self._block[key]
 
     def _freed(self, key: int, block: int | None = None) -> None:
-        """The allocating stream may have the block's memory for something else from now on."""
+        """The allocating stream may have the block's memory for something else from now on.
+
+        The host's is not given to others while a copy uses it: torch's allocator of pinned memory sees to that.
+        """
         if block not in (None, self._block.get(key)):
             return  # it was given back by resize_ already
         block = self._block.pop(key, None)
         if block is not None:
-            self.recorder.log.append(Kernel("free", self._stream_of[block], frozenset(), frozenset({block})))
+            if (stream := self._stream_of[block]) != HOST:
+                self.recorder.log.append(Kernel("free", stream, frozenset(), frozenset({block})))
             self.recorder.log.append(Free(block))
 
 
-def caller() -> str:
-    """Which of the three waits this is, and the innermost function outside `refimpl.comm` that wanted it.
+@contextmanager
+def messages_aside(watch: Watch) -> Iterator[None]:
+    """Messages between two ranks go by a stream of the library's, as NCCL's `isend` and `irecv` do, not by the lane."""
+    recorder, stream = watch.recorder, watch.recorder.new()
+
+    def begin(name: str, x: Tensor) -> SimpleNamespace:
+        asked = recorder.record()
+        with recorder.use(stream):
+            recorder.log.append(Wait(asked, stream, ""))
+            watch.touch(x, name == "recv", stream)
+            done = recorder.record()
+        return SimpleNamespace(wait=lambda: recorder.wait(done))
+
+    send = mock.patch.object(dist, "isend", lambda x, **_: begin("send", x))
+    with send, mock.patch.object(dist, "irecv", lambda x, **_: begin("recv", x)):
+        yield
+
+
+@contextmanager
+def pretended(rank: int = 3, backend: str = "fake") -> Iterator[int]:
+    """This process is one rank of 8, whose collectives send nothing."""
+    dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=8)
+    try:
+        # Nobody else adds its own to the sums.
+        with mock.patch("refimpl.zero.update.checksum", return_value=[0.0, 0.0]):
+            yield 8
+    finally:
+        dist.destroy_process_group()
+
+
+def needless(recorder: Recorder, kinds: tuple[str, ...] = ("inputs", "result")) -> set[str]:
+    """The places of these kinds that wait, and without which nothing races."""
+    places = {where: entries for where, entries in recorder.waits().items() if where.startswith(kinds)}
+    return {where for where in places if not races(recorder.log, without=recorder.with_repeats(places[where]))}
+
+
+def caller(kind: str = "") -> str:
+    """Which of the waits this is, and the innermost function outside `refimpl.comm` that wanted it.
 
     "inputs": the communication's stream waits for the caller's; "result": the caller's for the communication's;
-    "buffer": whoever gets a buffer for its last user.
+    "buffer": whoever gets a buffer for its last user; "host": the host waits.
     """
     kinds = {"following": "inputs", "wait": "result", "take": "buffer", "followed_by": "buffer"}
-    kind, frame = "", sys._getframe(1)
+    frame = sys._getframe(1)
     while frame.f_back is not None:
         ours = Path(frame.f_code.co_filename).parent.name == "comm"
         kind = kind or (kinds.get(frame.f_code.co_name, "") if ours else "")
@@ -219,11 +344,16 @@ def tensors(tree: Any) -> list[Tensor]:
     return [getattr(leaf, "part", leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def waits_for_sizes(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the host must know values before it knows the result or its shape. Repeats may be told the size."""
+def waits_for_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the host must know a value, or the result's shape is one of values. Repeats may be told the size."""
     name = func._schema.name.partition("::")[2]
     by_mask = name == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])
-    return by_mask or name in SIZED_BY_VALUES
+    return by_mask or name in ASKING
+
+
+def is_queued(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a copy between host and device does not make the host wait."""
+    return any(a.name == "non_blocking" and v for a, v in zip_arguments(func._schema, args, kwargs))
 
 
 @torch.no_grad()
@@ -244,6 +374,8 @@ def races(log: list[Any], without: Collection[int] = ()) -> list[str]:
                 continue
             if isinstance(entry, Record):
                 handler._handle_event_record(entry.event, entry.stream)
+            elif isinstance(entry, Wait) and entry.stream == HOST:
+                handler._handle_event_synchronization(entry.event)
             elif isinstance(entry, Wait):
                 handler._handle_event_wait(entry.event, entry.stream)
             elif isinstance(entry, Free):

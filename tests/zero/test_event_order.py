@@ -6,39 +6,40 @@ these are the orders that the code asks for, not what a GPU did: `make gpu-check
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from stream_log import Kernel, Recorder, Watch, races
+from stream_log import Kernel, Recorder, Watch, needless, pretended, races
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 from training import STAGES, Net, tokens
+from two_streams import Aside
 
 from refimpl.comm.group import Group
+from refimpl.compress.blocks import Blocks
+from refimpl.compress.compression import Compression
+from refimpl.compress.powersgd import PowerSGD
+from refimpl.compress.sign import Sign
 from refimpl.model.experts import Experts
 from refimpl.model.gates import Gate, Routing
 from refimpl.model.moe import MoE
+from refimpl.optim.loss_scale import LossScaler
+from refimpl.optim.one_bit_adam import OneBitAdam
+from refimpl.optim.one_bit_lamb import OneBitLamb
+from refimpl.optim.zero_one_adam import ZeroOneAdam
 from refimpl.zero.beyond import Beyond
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.stage import Stage
 from refimpl.zero.unit import Unit
 
+FUSED = partial(torch.optim.AdamW, fused=True)
 every_stage = pytest.mark.parametrize("stage", STAGES)
 SYNCS = 1  # times a step that the host asks the device for a value: norm and unused parameters, in one message
-
-
-@contextmanager
-def pretended(rank: int) -> Iterator[int]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
-    with patch("refimpl.zero.update.checksum", lambda _: [0.0, 0.0]):  # nobody else adds its own to the sums
-        yield 8
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -85,8 +86,10 @@ def train(
     net: str = "an unused layer",
     micro_batches: int = 1,
     deterministic: bool = False,
-    unit_size: int = 0,
     parts: bool = False,
+    optimizer: Callable[..., torch.optim.Optimizer] = FUSED,
+    scaler: LossScaler | None = None,
+    **config: Any,
 ) -> Seen:
     """`parts`: others hold other parts of the model, and some of these parameters."""
     recorder = Recorder()
@@ -94,10 +97,9 @@ def train(
     torch.manual_seed(0)
     with Watch(recorder) as watch:
         model = NETS[net]()
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        config = ZeroConfig(reduce_bucket_size=700, check_order=False, unit_size=unit_size)
+        settings = ZeroConfig(reduce_bucket_size=700, check_order=False, **config)
         shared = dict.fromkeys(list(model.parameters())[-2:], Group(dist.new_group([3, 4]))) if parts else None
-        seen = Seen(recorder, STAGES[stage](model, optimizer, group, config, experts=shared))
+        seen = Seen(recorder, STAGES[stage](model, optimizer(model.parameters()), group, settings, scaler, shared))
         seen.stage.update.beyond = Beyond(group, {}) if parts else None
         for step in range(3):
             seen.last, before = len(recorder.log), watch.syncs
@@ -139,15 +141,90 @@ def test_each_wait_left_out_is_a_race(stage: str, deterministic: bool, rank: int
     for where, entries in log.waits().items():
         kind, by = where.split(": ")
         places.setdefault(f"{kind}: start" if by in ("__init__", "share") else where, set()).update(entries)
-    needed = {where for where in places if not where.startswith("buffer")}
+    needed = {where for where in places if where.startswith(("inputs", "result"))}
     assert len(needed) >= 6
     assert {where for where in needed if not races(log.log, without=log.with_repeats(places[where]))} == set()
+
+
+OTHERWISE: dict[str, tuple[str, dict[str, Any]]] = {
+    "int8": ("ddp", {"compression": Compression(Blocks(8, 64))}),
+    "signs": ("ddp", {"compression": Compression(Sign())}),
+    "PowerSGD": ("zero1", {"compression": Compression(PowerSGD(1, least_ratio=1.5))}),
+    "1-bit Adam": ("ddp", {"optimizer": partial(OneBitAdam, freeze_step=1)}),
+    "0/1 Adam": ("ddp", {"optimizer": partial(ZeroOneAdam, var_freeze_step=1)}),
+    "1-bit LAMB": ("ddp", {"optimizer": partial(OneBitLamb, freeze_step=1, weight_decay=0.1)}),
+    "ZeRO++": (
+        "zero3",
+        {"zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True},
+    ),
+    "fp16": ("zero2", {"dtype": torch.float16, "scaler": LossScaler()}),
+}
+
+
+@pytest.mark.parametrize("how", OTHERWISE)
+def test_what_travels_otherwise_has_its_order_too(how: str, ranks: int) -> None:
+    stage, config = OTHERWISE[how]
+    log = train(stage, **config).recorder
+    assert races(log.log) == []
+    assert needless(log) <= {"result: __init__", "inputs: share"}  # of the start: one place, see above
+
+
+def test_an_optimizer_that_looks_at_norms_waits_once(ranks: int) -> None:
+    for freeze_step in (10, 1):
+        optimizer = partial(OneBitLamb, freeze_step=freeze_step, weight_decay=0.1)
+        assert train("ddp", optimizer=optimizer).syncs <= SYNCS + 1
 
 
 @every_stage
 @pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
 def test_the_host_asks_the_device_for_few_values(stage: str, parts: bool, ranks: int) -> None:
-    assert train(stage, parts=parts).syncs <= SYNCS
+    """And before each it waits patiently, once."""
+    with patch.object(Group, "settle") as patient:
+        assert train(stage, parts=parts).syncs <= SYNCS
+    assert patient.call_count <= 3 * SYNCS  # in three steps
+
+
+class Branches(nn.Module):
+    """Two branches at once. `first`: whether the one aside is asked first, so that its gradients come last."""
+
+    def __init__(self, recorder: Recorder, first: bool) -> None:
+        super().__init__()
+        self.first = first
+        self.left = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.right, self.last = Aside(nn.Linear(8, 8), recorder, recorder.new()), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        branches = (self.right, self.left) if self.first else (self.left, self.right)
+        one, other = (branch(x) for branch in branches)
+        self.right.join()
+        return self.last(one + other).square().mean()
+
+
+def branched(stage: str, first: bool, micro_batches: int = 1) -> Recorder:
+    recorder = Recorder()
+    with Watch(recorder):
+        model = Branches(recorder, first)
+        group, config = Group(dist.group.WORLD, streams=recorder), ZeroConfig(check_order=False)
+        made = STAGES[stage](model, torch.optim.SGD(model.parameters(), lr=0.1), group, config)
+        for _ in range(2):
+            for micro in range(micro_batches):
+                made.backward(model(torch.ones(2, 8)), sync=micro == micro_batches - 1)
+            made.step()
+        del model, made
+    return recorder
+
+
+@every_stage
+@pytest.mark.parametrize("first", [False, True])
+def test_layers_may_run_on_a_stream_of_their_own(stage: str, first: bool, ranks: int) -> None:
+    for micro_batches in (1, 2):
+        assert races(branched(stage, first, micro_batches).log) == [], micro_batches
+
+
+@pytest.mark.parametrize(("first", "where"), [(False, "buffer: add"), (True, "buffer: at_home")])
+def test_a_bucket_waits_for_every_stream_that_fills_it(first: bool, where: str, ranks: int) -> None:
+    recorder = branched("zero2", first)
+    assert races(recorder.log, without=recorder.waits()[where]) != []
 
 
 def test_a_mixture_asks_for_the_sizes_of_its_experts_alone() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from refimpl.comm.group import Group
+from refimpl.comm.streams import told
 from refimpl.comm.work import Work
 
 T = TypeVar("T")
@@ -111,8 +112,8 @@ class Wire:
         form = form_of(value)
         works = []
         if self.form is None or self.dynamic:
-            header = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(group.device)
-            size = torch.tensor([header.numel()], device=group.device)
+            header = told(list(pickle.dumps(form)), torch.uint8, group.device)
+            size = told([header.numel()], torch.int64, group.device)
             works = [group.send(x, to, async_op=True, tag="pipeline headers") for x in (size, header)]
         elif form != self.form:
             raise ValueError(
