@@ -69,6 +69,10 @@ class Work:
             with self.lane.use():
                 self.lane.streams.followed_by(caller)
 
+    def leave(self) -> None:
+        """It will never end: nobody waits for it, whose memory must be somebody's for good."""
+        self._holds = ()
+
     def advance(self) -> None:
         """Wait for the transfers under way, then start the next step. Nothing once the work is done."""
         if self.is_done:

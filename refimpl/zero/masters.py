@@ -20,7 +20,7 @@ from refimpl.zero.slices import Slices
 if TYPE_CHECKING:
     from refimpl.checkpoint.tensors import Later
 
-BLOCK = 1 << 16  # elements that a CPU looks at at a time, so that the copy stays in cache
+BLOCK = 1 << 16  # elements that a CPU looks at in one go, so that the copy stays in cache
 MOVED = 1 << 22  # elements that come from a device, or are looked at there, at a time: each time is a wait, or launches
 
 

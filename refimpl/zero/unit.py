@@ -201,7 +201,8 @@ class Unit(Bucket):
             return
         if self.held:
             return
-        if self.in_flight and self.group.patience.lost is not None:
+        if self._work is not None and self.group.patience.lost is not None:
+            self._work.leave()
             self._work, self.is_free = None, True
             self.among.discard(self)
             return

@@ -106,6 +106,17 @@ def test_what_travels_is_kept_until_somebody_waits(held: bool, fake: None) -> No
     assert found == ([] if held else ["c10d.allreduce_.default on stream 1, free on stream 0"])
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_work_that_nobody_waits_for_is_followed_if_it_ends(ends: bool, fake: None) -> None:
+    recorder, group = on_paper()
+    work = group.all_reduce(torch.ones(8), async_op=True)
+    begun = len(story(recorder))
+    if not ends:
+        work.leave()
+    del work
+    assert story(recorder)[begun:] == ([("record", LANE), ("wait", COMPUTE)] if ends else [])
+
+
 def test_a_buffer_may_go_from_stream_to_stream() -> None:
     recorder = Recorder()
     side = recorder.new()

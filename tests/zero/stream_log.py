@@ -226,9 +226,8 @@ class Watch(TorchDispatchMode):
         """`asks`: whether the host must know values of it; `queued`: it does not wait if this is a copy."""
         read, written = ([t for t in ts if t.untyped_storage().nbytes()] for ts in (read, written))
         if name != "aten.copy_.default" and not all(self._is_hosts(t) for t in (*read, *written)):
-            read = [
-                t for t in read if t.dim() or not self._is_hosts(t)
-            ]  # a number of the host's travels with the kernel
+            # A single number of the host's travels with the kernel.
+            read = [t for t in read if t.dim() or not self._is_hosts(t)]
         is_hosts = [self._is_hosts(t) for t in (*read, *written)]
         if not is_hosts:
             return
