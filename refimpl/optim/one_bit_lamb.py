@@ -143,10 +143,15 @@ class OneBitLamb(Travelling):
             state["exp_avg_sq_fresh"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
     def frozen_look(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """-> [3] fp64: the largest frozen over fresh root, |u|, and that of it which is the momentum's."""
+        """-> [3] fp64: the largest frozen over fresh root, |u|, and that of it which is the momentum's.
+
+        Without weight decay all of u is the momentum's, and nobody asks for the two norms.
+        """
         state = self.state[p]
         roots = self.root(p, group) / self.root(p, group, "exp_avg_sq_fresh", "step")
         most = roots.max().double() if p.numel() else torch.ones((), dtype=torch.float64, device=p.device)
+        if not group["weight_decay"]:
+            return most.expand(3)
         ours = state["exp_avg"] / denominator(state["exp_avg_sq"], group)
         return torch.stack([most, squared(direction(p, state, group)).sqrt(), squared(ours).sqrt()])
 
