@@ -63,7 +63,6 @@ class Bucket:
         self.padded = round_up(self.numel, group.size * ALIGN)
         self.shard_numel = self.padded // group.size  # S
         self.device = params[0].device
-        self.is_parked = False  # whether what rests of it is at the host for a while: see `Parked`
         is_padding = torch.ones(self.padded, dtype=torch.bool)
         for piece in self.pieces(is_padding):
             piece.fill_(False)

@@ -57,7 +57,6 @@ class Parked:
             self.away[state] = [
                 (s, leave(s, pin, non_blocking)) for s in storages.values() if s.device.type != "cpu" and s.nbytes()
             ]
-        self._tell()
         if self.stage.group.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -68,25 +67,15 @@ class Parked:
                 storage.resize_(there.numel())
                 seen(storage).copy_(there, non_blocking=non_blocking)
         self.away = {}
-        self._tell()
-
-    def _tell(self) -> None:
-        """The buckets: a module inside the model may run by itself, and ZeRO-3 would gather what is away."""
-        for bucket in filter(None, {self.stage.home(p) for p in self.stage.names}):
-            bucket.is_parked = "lp_params" in self.away
 
     def refuse(self, *states: str) -> None:
         """RuntimeError if one of them (none given: any) is away."""
         if found := [state for state in self.away if not states or state in states]:
-            raise refusal(*found)
+            raise RuntimeError(f"{', '.join(found)}: at the host since offload_states(); call reload_states() first")
 
     def tensors(self, state: str) -> list[Tensor]:
         """What belongs to a state."""
         return self.stage.tensors()[CLASSES[state]]
-
-
-def refusal(*states: str) -> RuntimeError:
-    return RuntimeError(f"{', '.join(states)}: at the host since offload_states(); call reload_states() first")
 
 
 def seen(storage: torch.UntypedStorage) -> Tensor:

@@ -33,7 +33,6 @@ from refimpl.offload.homes import Disk, Host, away
 from refimpl.offload.shelf import HostShelf, Shelf
 from refimpl.zero.flat import Bucket
 from refimpl.zero.parameter import Freed, Shown, place, stage_of
-from refimpl.zero.parked import refusal
 from refimpl.zero.ways import Flat, Way
 
 
@@ -147,8 +146,8 @@ class Unit(Bucket):
             self.wait()
             self._bring(self.exactly)
         if self.is_free:
-            if self.is_parked:
-                raise refusal("lp_params")
+            if stage := stage_of(self.params[0]):
+                stage.parked.refuse("lp_params")  # also where a module inside the model runs by itself
             self.full.untyped_storage().resize_(self.padded * self.full.element_size())
             self._allocated_on = self.group.streams.current()
             self._bring(self.exactly if exact else self.way)

@@ -1,6 +1,5 @@
 """Every stage with every home on a device that is not the CPU: the same bits as on the CPU; nothing mixes the two."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +24,6 @@ from refimpl.zero.zero1 import Zero1
 from refimpl.zero.zero2 import Zero2
 from refimpl.zero.zero3 import Zero3
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the device with")
 together = pytest.mark.xdist_group("pretend")  # so that it is built once
 
 
