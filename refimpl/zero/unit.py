@@ -146,7 +146,7 @@ class Unit(Bucket):
             self.wait()
             self._bring(self.exactly)
         if self.is_free:
-            if stage := stage_of(self.params[0]):
+            if stage := self.params[0].stage:  # type: ignore[attr-defined]  # it is `Freed`
                 stage.parked.refuse("lp_params")  # also where a module inside the model runs by itself
             self.full.untyped_storage().resize_(self.padded * self.full.element_size())
             self._allocated_on = self.group.streams.current()
