@@ -5,6 +5,7 @@ Bad input is one line on stderr and exit status 2. Commands import what they nee
 """
 
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -212,6 +213,8 @@ def exercise(context: typer.Context) -> None:
 
 def main() -> None:
     """Entry point of the console script."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no check mark gets the rest
     try:
         sys.exit(app(prog_name="refimpl", standalone_mode=False))
     except UsageError as complaint:

@@ -1,5 +1,6 @@
 """The command line: it starts without torch, and refuses bad input in one line with exit status 2."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,14 @@ def test_python_m_refimpl_refuses_without_a_traceback() -> None:
     assert done.stdout == ""
     assert done.stderr.startswith("refimpl demo: --width 65: it must be a multiple of 64")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_terminal_that_knows_ascii_alone_gets_the_rest() -> None:
+    script = "import atexit, refimpl.cli.main as cli; atexit.register(print, '\u2713 disk'); cli.main()"
+    asked = [sys.executable, "-c", script, "--version"]
+    done = subprocess.run(asked, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert "? disk" in done.stdout
+    assert done.returncode == 0
 
 
 def test_a_bench_of_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
