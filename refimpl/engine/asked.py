@@ -187,6 +187,11 @@ class Asked(TrainingState):
 
     # The rest.
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called, of the engine or of its model."""
+        return self.module._compiled_call_impl is not None
+
     def optimizer_name(self) -> str | None:
         """The name in the configuration, DeepSpeed's own in lower case as there; without one the optimizer's class."""
         if self.config.optimizer is None:

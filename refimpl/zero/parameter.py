@@ -14,6 +14,7 @@ pickle) is an ordinary parameter with the whole values. DeepSpeed hangs the same
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -240,14 +241,11 @@ def place(memory_of: Mapping[nn.Parameter, Tensor], kind: type[nn.Parameter]) ->
             p.__class__ = kind
 
 
-class Hook:
-    """A module's hook that stays behind when the module is copied or pickled: the copy is a plain module."""
+class Hook(partial[Any]):
+    """A module's hook that stays behind when the module is copied or pickled: the copy is a plain module.
 
-    def __init__(self, fn: Any) -> None:
-        self.fn = fn
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fn(*args, **kwargs)
+    A `partial`, because torch.compile would look into a method that calls, and compile it anew for each module.
+    """
 
     def __reduce__(self) -> Any:
         return (no_hook, ())

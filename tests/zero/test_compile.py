@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import refimpl
 from refimpl.launch import run
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.zero.zero3 import Zero3
@@ -83,3 +84,32 @@ def test_a_compiled_model_gives_the_eager_losses_under_zero3() -> None:
     for eager, before, after in run(losses, ranks=2, timeout=300)[0]:
         assert before == pytest.approx(eager, rel=1e-6)
         assert after == pytest.approx(eager, rel=1e-6)
+
+
+def in_place(stage: int) -> list[list[float]]:
+    """The losses of a model of many modules by `engine.compile`, and eager. RuntimeError if any is compiled 8 times."""
+    found = []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())))
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
+        config = {"train_batch_size": 4, "optimizer": optimizer, "zero_optimization": zero}
+        engine = refimpl.initialize(model=model, config=config)[0]
+        if compiled:
+            engine.compile(backend="eager")
+        assert engine.is_compiled is compiled
+        found.append([])
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for _ in range(3):
+                loss = engine(torch.ones(2, 8)).square().mean()
+                engine.backward(loss)
+                engine.step()
+                found[-1].append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_hooks_of_many_modules_are_not_compiled_one_by_one(stage: int) -> None:
+    compiled, eager = run(in_place, stage, ranks=2, timeout=300)[0]
+    assert compiled == eager
