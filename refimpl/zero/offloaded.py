@@ -105,9 +105,10 @@ class OffloadedUpdate(Brought):
     def apply(self, closure: Callable[[], Any] | None = None) -> Any:
         self.check(closure)
         self.look()
+        settings = self.slices.settings()  # before the optimizer counts this step in its groups, as some do
         if self.masters.keys() - self.gone:
             super().apply()
-        self.on_every_rank(lambda: self.update_parts(self.handed, self.slices.settings()))
+        self.on_every_rank(lambda: self.update_parts(self.handed, settings))
         self.slices.keep_settings()
         self.handed = {}
 

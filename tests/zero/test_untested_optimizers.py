@@ -157,11 +157,11 @@ def test_what_needs_whole_parameters_has_them_at_stage_0_and_is_refused_behind_i
             run(allowed, stage, kind, ranks=2)
 
 
-def in_modes(stage_name: str, dtype: torch.dtype | None, folder: Path | None) -> list[Tensor]:
-    """The weights in evaluation after each of three steps."""
+def in_modes(stage_name: str, dtype: torch.dtype | None, folder: Path | None, share: float) -> list[Tensor]:
+    """The weights in evaluation after each of three steps; `share` of the optimizer's state rests in `folder`."""
     model, group, seen = small(), Group.world(), []
     optimizer = Counting(model.parameters())
-    home = {} if folder is None else {"optimizer_home": Disk(folder), "sub_group_size": 20}
+    home = {} if folder is None else {"optimizer_home": Disk(folder), "sub_group_size": 20, "offload_ratio": share}
     config = ZeroConfig(dtype=dtype, allow_untested_optimizer=True, reduce_bucket_size=40, **home)
     STAGES[stage_name](model, optimizer, group, config)
     for step in range(3):
@@ -189,10 +189,11 @@ def modes_alone(ranks: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("where", ["fp32", "bf16", "disk"])
+@pytest.mark.parametrize("where", ["fp32", "bf16", "disk", "half of it on a disk"])
 def test_modes_of_an_optimizer_reach_the_weights_of_all_ranks(stage: str, where: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if where == "bf16" else None
     near = {"rtol": 2e-2, "atol": 4e-3} if dtype else {"rtol": 1e-5, "atol": 1e-6}
-    for found in run(in_modes, stage, dtype, tmp_path if where == "disk" else None, ranks=2):
+    share = 0.5 if "half" in where else 1.0
+    for found in run(in_modes, stage, dtype, tmp_path if "disk" in where else None, share, ranks=2):
         for weights, right in zip(found, modes_alone(2), strict=True):
             torch.testing.assert_close(weights, right, **near)
