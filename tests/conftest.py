@@ -101,7 +101,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:  # before 8.4 it has no such name
     """How long each folder took, its fixtures included, the slowest first; with `-n` the sum over the processes."""
     seconds: Counter[str] = Counter()
     tests: Counter[str] = Counter()

@@ -140,5 +140,5 @@ def flex(layout: Tensor, block: int, length: int, device: str) -> Attention:
         return read[head, query // block, key // block]
 
     mask = create_block_mask(may, None, len(layout), length, length, device=device, BLOCK_SIZE=max(block, 128))
-    compiled = torch.compile(flex_attention)
+    compiled: Any = torch.compile(flex_attention)  # as torch 2.11 types it, a tuple may come too
     return lambda q, k, v: compiled(q, k, v, block_mask=mask)

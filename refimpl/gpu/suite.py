@@ -34,7 +34,8 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
         spoilt = on_all_cores(partial(compiled, capability=10 * major + minor), len(list(cases())))
         yield Finding("kernels that do not compile", spoilt or "none", not spoilt)
     if not importlib.util.find_spec("pytest"):
-        remedy = f"{sys.executable} -m pip install pytest, then make gpu-check ARGS='--part suite'"
+        again = f"make gpu-check PYTHON={sys.executable} ARGS='--part suite'"
+        remedy = f"{sys.executable} -m pip install pytest, then {again}"
         yield Finding("tests marked gpu", f"none ran, since pytest is not installed: {remedy}", False)
         return
     files = [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in file.read_text()]

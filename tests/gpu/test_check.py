@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import subprocess
@@ -32,6 +33,7 @@ from refimpl.gpu.timeline import kernels_of, length, merged
 from refimpl.gpu.twins import Twins
 from refimpl.gpu.workload import STAGES, Workload, differing
 from refimpl.kernels.case import Case, cases
+from refimpl.ranks import server
 
 CPU = torch.device("cpu")
 SMALL = Workload(width=64, layers=1, steps=2)
@@ -132,8 +134,15 @@ def test_without_pytest_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(suite.importlib.util, "find_spec", lambda name: None)
     (found,) = suite.run(CPU, 60)
-    assert "-m pip install pytest" in found.value
+    assert f"{sys.executable} -m pip install pytest, then make gpu-check PYTHON={sys.executable} ARGS=" in found.value
     assert found.passed is False
+
+
+def test_an_older_pytest_can_read_what_all_tests_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA's images have 8.1; what runs a test has had a public name since 8.4."""
+    monkeypatch.delattr(pytest, "TerminalReporter")
+    monkeypatch.setattr(server, "PRELOAD", [])
+    assert "pytest_terminal_summary" in runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))
 
 
 def test_kernels_for_which_there_is_no_time_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
