@@ -139,7 +139,7 @@ def test_without_pytest_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_older_pytest_can_read_what_all_tests_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVIDIA's images have 8.1; what runs a test has had a public name since 8.4."""
+    """An image's may be old: the class of who reports has had a public name since 8.4."""
     monkeypatch.delattr(pytest, "TerminalReporter")
     monkeypatch.setattr(server, "PRELOAD", [])
     assert "pytest_terminal_summary" in runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))
