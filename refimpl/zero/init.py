@@ -25,8 +25,8 @@ from refimpl.zero.unit import Unit, unit_of, whole
 class Init:
     """Context manager: modules constructed inside are sharded over `group` (default: all ranks), in `dtype`.
 
-    On a GPU they are constructed there, as in DeepSpeed, and with a `home` their shards wait for the stage in the host's
-    memory: a model may be larger than all GPUs. Integer parameters keep their own dtype.
+    On a GPU they are constructed there, as in DeepSpeed. Their shards wait in `home` for a stage, if one is given: the
+    host's memory has room for more than all GPUs. Integer parameters keep their own dtype.
     """
 
     def __init__(

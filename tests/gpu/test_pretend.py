@@ -143,9 +143,7 @@ def born(remote: str | None, home: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @together
-@pytest.mark.parametrize(
-    ("remote", "home"), [(None, {}), ("cpu", {}), (None, {"offload_param": {"device": "cpu"}})]
-)
+@pytest.mark.parametrize(("remote", "home"), [(None, {}), ("cpu", {}), (None, {"offload_param": {"device": "cpu"}})])
 def test_a_model_is_born_in_shards(remote: str | None, home: dict[str, Any], ranks: launch.World) -> None:
     here, there = worlds.run(born, remote, home, ranks=2)[0], ranks.call(born, remote, home)[0]
     assert [name for name in here if not torch.equal(here[name], there[name])] == []
@@ -164,6 +162,21 @@ def lamb() -> Tensor:
 @together
 def test_lamb_where_a_rank_has_nothing_but_padding(ranks: launch.World) -> None:
     assert torch.equal(worlds.run(lamb, ranks=2)[0], ranks.call(lamb)[0])
+
+
+def sliced() -> None:
+    """As scripts take a norm by hand: of the slices that the optimizer has at the host, of which there are several."""
+    engine = refimpl.initialize(model=nn.Linear(33, 65), config=settings(2, False, offload_optimizer=CPU))[0]
+    engine.backward(engine(torch.ones(4, 33, device=engine.device)).square().mean())
+    slices = [p for group in engine.optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norms = torch.stack([p.grad.norm() for p in slices])
+    assert len(norms) > 1
+    torch.testing.assert_close(norms.norm(), torch.stack([p.grad.norm() for p in engine.module.parameters()]).norm())
+
+
+@together
+def test_the_norms_of_slices_at_the_host_are_all_on_the_device(ranks: launch.World) -> None:
+    ranks.call(sliced)
 
 
 def leaving() -> None:
