@@ -128,7 +128,7 @@ def _offloaded(raw: Mapping[str, Any]) -> str | None:
     found: Any = raw
     for key in ("zero_optimization", "offload_param", "device"):
         found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+    return None if found is None else str(found)
 
 
 def _refuse(more: Mapping[str, Any]) -> None:
