@@ -167,7 +167,8 @@ class GradientView:
 
         def norm(order: float) -> Tensor:
             parts = torch.stack([self.norm(p, order) for p in bucket.params])
-            return torch.linalg.vector_norm(parts, order) if start == 0 else torch.zeros(())
+            whole: Tensor = torch.linalg.vector_norm(parts, order)
+            return whole if start == 0 else torch.zeros_like(whole)
 
         change = partial(self.gradients.change, bucket, start, end)
         return GradientShard(like, part, change, norm, f"a slice of {bucket.name}")

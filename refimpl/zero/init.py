@@ -17,6 +17,7 @@ from torch import nn
 
 from refimpl.comm import levels
 from refimpl.comm.group import Group
+from refimpl.offload.homes import Host
 from refimpl.zero.saved import StateDicts
 from refimpl.zero.unit import Unit, unit_of, whole
 
@@ -24,11 +25,18 @@ from refimpl.zero.unit import Unit, unit_of, whole
 class Init:
     """Context manager: modules constructed inside are sharded over `group` (default: all ranks), in `dtype`.
 
-    On a GPU they are constructed there, as in DeepSpeed. Integer parameters keep their own dtype.
+    On a GPU they are constructed there, as in DeepSpeed. Their shards wait in `home` for a stage, if one is given: the
+    host's memory has room for more than all GPUs. Integer parameters keep their own dtype.
     """
 
-    def __init__(self, group: Group | None = None, dtype: torch.dtype | None = None, enabled: bool = True) -> None:
-        self.group, self.dtype, self.enabled = group, dtype, enabled
+    def __init__(
+        self,
+        group: Group | None = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        home: Host | None = None,
+    ) -> None:
+        self.group, self.dtype, self.enabled, self.home = group, dtype, enabled, home
         self._depth: dict[int, int] = {}  # constructors running, by id of the module (a subclass runs its parent's)
         self._touched: list[Unit] = []  # gathered because a constructor read them
         self._undo = ExitStack()
@@ -89,6 +97,8 @@ class Init:
         saved = StateDicts([module]) if units else None
         for unit in units:
             unit.on_use, unit.state_dicts = self._used, saved
+            if self.home is not None:
+                unit.shelve(self.home, unit.shard_numel)
         self._commit()
 
     def _used(self, unit: Unit, what: str) -> None:

@@ -33,13 +33,14 @@ class WholeSquares:
         row_of = {whole[id(p)]: row for row, p in enumerate(params) if id(p) in whole}
         summed = squares.clone()
         for group, members in self.cut().items():
+            summed = summed.to(group.device)  # of a rank on which nothing moves they are the host's
             message = torch.zeros(len(members), squares.shape[1], dtype=torch.float64, device=group.device)
             mine = [(at, row_of[p]) for at, p in enumerate(members) if p in row_of]
             there, here = told(mine, torch.int64, group.device).view(-1, 2).unbind(1)
-            message[there] = squares[here].to(group.device)
+            message[there] = summed[here]
             group.all_reduce(message, "sum", tag="whole squares")
             group.settle()
-            summed[here] = message[there].to(summed.device)
+            summed[here] = message[there]
         return summed
 
     def cut(self) -> dict["Group", list[nn.Parameter]]:

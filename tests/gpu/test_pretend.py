@@ -17,9 +17,11 @@ from refimpl.comm.group import Group
 from refimpl.model.experts import Experts, StackedExperts
 from refimpl.model.gates import Gate, Routing
 from refimpl.model.moe import MoE
+from refimpl.offload.homes import is_here
 from refimpl.zero import start
 from refimpl.zero.ddp import DDP
 from refimpl.zero.parked import CLASSES
+from refimpl.zero.unit import unit_of
 from refimpl.zero.zero1 import Zero1
 from refimpl.zero.zero2 import Zero2
 from refimpl.zero.zero3 import Zero3
@@ -120,15 +122,19 @@ def zero_bias(module: nn.Module) -> None:
         module.bias.data = torch.zeros(module.bias.shape)
 
 
-def born() -> dict[str, Tensor]:
+def born(remote: str | None, home: dict[str, Any]) -> dict[str, Tensor]:
+    """A model whose shards wait `remote`, and then rest where `home` says."""
     torch.manual_seed(0)
-    with refimpl.deepspeed.zero.Init():
+    with refimpl.deepspeed.zero.Init(remote_device=remote, config_dict_or_path={"zero_optimization": home}):
         model = Shaped()
+    units = [unit for p in model.parameters() if (unit := unit_of(p)) is not None]
+    at_host = units[0].device.type == "pretend" and (remote == "cpu" or home != {})
+    assert all(is_here(unit.mine) != at_host for unit in units)
     with refimpl.deepspeed.zero.GatheredParameters(model.into.weight, modifier_rank=1):
         model.into.weight.data[0] = 1
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(False)  # on a GPU `to` keeps parameters without it
-    engine = refimpl.initialize(model=model, config=settings(3, False))[0]
+    engine = refimpl.initialize(model=model, config=settings(3, False, **home))[0]
     torch.__future__.set_swap_module_params_on_conversion(swaps)
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {engine.device.type}
     engine.backward(engine(torch.ones(4, 33, device=engine.device)).square().mean())
@@ -137,9 +143,40 @@ def born() -> dict[str, Tensor]:
 
 
 @together
-def test_a_model_is_born_in_shards(ranks: launch.World) -> None:
-    here, there = worlds.run(born, ranks=2)[0], ranks.call(born)[0]
+@pytest.mark.parametrize(("remote", "home"), [(None, {}), ("cpu", {}), (None, {"offload_param": {"device": "cpu"}})])
+def test_a_model_is_born_in_shards(remote: str | None, home: dict[str, Any], ranks: launch.World) -> None:
+    here, there = worlds.run(born, remote, home, ranks=2)[0], ranks.call(born, remote, home)[0]
     assert [name for name in here if not torch.equal(here[name], there[name])] == []
+
+
+def lamb() -> Tensor:
+    """The last rank has nothing but padding, and waits for the others' norms all the same."""
+    torch.manual_seed(0)
+    config = settings(1, False) | {"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}
+    engine = refimpl.initialize(model=nn.Linear(3, 7), config=config)[0]
+    engine.backward(engine(torch.ones(4, 3, device=engine.device)).square().mean())
+    engine.step()
+    return engine.stage.full_parameter("weight").cpu()
+
+
+@together
+def test_lamb_where_a_rank_has_nothing_but_padding(ranks: launch.World) -> None:
+    assert torch.equal(worlds.run(lamb, ranks=2)[0], ranks.call(lamb)[0])
+
+
+def sliced() -> None:
+    """As scripts take a norm by hand: of the slices that the optimizer has at the host, of which there are several."""
+    engine = refimpl.initialize(model=nn.Linear(33, 65), config=settings(2, False, offload_optimizer=CPU))[0]
+    engine.backward(engine(torch.ones(4, 33, device=engine.device)).square().mean())
+    slices = [p for group in engine.optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norms = torch.stack([p.grad.norm() for p in slices])
+    assert len(norms) > 1
+    torch.testing.assert_close(norms.norm(), torch.stack([p.grad.norm() for p in engine.module.parameters()]).norm())
+
+
+@together
+def test_the_norms_of_slices_at_the_host_are_all_on_the_device(ranks: launch.World) -> None:
+    ranks.call(sliced)
 
 
 def leaving() -> None:

@@ -29,6 +29,7 @@ from refimpl.deepspeed.accelerator import get_accelerator
 from refimpl.deepspeed.runtime.zero.fragment import Fragment
 from refimpl.engine.initialize import connect
 from refimpl.engine.read import read_json
+from refimpl.offload.homes import Host
 from refimpl.zero import init
 from refimpl.zero.init import GatheredParameters
 from refimpl.zero.parameter import Managed, stage_of
@@ -73,7 +74,8 @@ class Init(init.Init):
 
     Without either it is built in its own dtype and cast by `initialize`: the same bits, more memory on the way.
     `module`: one that is built already, sharded at once. `mpu`: whose data-parallel group it is, unless one is given.
-    `mem_efficient_linear` and `pin_memory` change nothing here.
+    `remote_device`: "cpu" keeps the shards at the host till `initialize`, as offload_param in the configuration does,
+    whichever its device. `mem_efficient_linear` and `pin_memory` change nothing here.
     """
 
     def __init__(
@@ -95,15 +97,17 @@ class Init(init.Init):
             raise NotImplementedError(
                 f"zero.Init: remote_device={remote_device!r}: not part of this project; leave it out"
             )
-        raw = config if config_dict_or_path is None else config_dict_or_path
-        if dtype is None and raw is not None:
-            dtype = _dtype(raw if isinstance(raw, Mapping) else read_json(Path(raw)))
+        given = config if config_dict_or_path is None else config_dict_or_path
+        raw = given if given is None or isinstance(given, Mapping) else read_json(Path(given))
+        if raw is not None:
+            dtype, remote_device = dtype or _dtype(raw), _offloaded(raw) or remote_device
         group = data_parallel_group
         if group is None and mpu is not None and enabled:
             group = mpu.get_data_parallel_group()
         if isinstance(group, torch.distributed.ProcessGroup):
             group = Group(group)
-        super().__init__((group or connect()) if enabled else group, dtype, enabled)
+        home = Host() if remote_device in ("cpu", "nvme") else None
+        super().__init__((group or connect()) if enabled else group, dtype, enabled, home)
         for each in module.modules() if module is not None and enabled else []:
             self._built(each)
 
@@ -117,6 +121,14 @@ def _dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
     dtypes = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
     sections = {key: raw.get(key) for key in dtypes}
     return next((dtypes[k] for k, s in sections.items() if isinstance(s, Mapping) and s.get("enabled") is True), None)
+
+
+def _offloaded(raw: Mapping[str, Any]) -> str | None:
+    """Where the configuration has parameters rest, if it says."""
+    found: Any = raw
+    for key in ("zero_optimization", "offload_param", "device"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return None if found is None else str(found)
 
 
 def _refuse(more: Mapping[str, Any]) -> None:
