@@ -59,7 +59,7 @@ def ask(question: Question, console: Console) -> str:
     card = question.card
     console.print(Markdown(question.ask))
     if isinstance(card, Bug):
-        console.print(Padding(Syntax(card.snippet.strip(), "python", background_color="default"), (1, 2)))
+        console.print(Padding(_code(card.snippet.strip(), "python"), (1, 2)))
     for i, option in enumerate(question.options, 1):
         console.print(Padding(Markdown(f"{i}\\. {option}"), (0, 2)))
     if isinstance(card, Open):
@@ -90,7 +90,7 @@ def explain(question: Question, console: Console) -> None:
     if isinstance(card, Bug):
         change = difflib.ndiff(card.snippet.strip().splitlines(), card.fixed().strip().splitlines())
         shown = "\n".join(line for line in change if line[0] in "+-")
-        console.print(Padding(Syntax(shown, "diff", background_color="default"), (0, 2, 1, 2)))
+        console.print(Padding(_code(shown, "diff"), (0, 2, 1, 2)))
     console.print(Padding(Markdown(question.deep), (0, 2, 1, 2)))
     if card.form in ("open", "numeric", "order", "code"):
         for claim, why in question.wrong:
@@ -151,6 +151,10 @@ def _prompt(question: Question) -> str:
     if isinstance(card, Order):
         return f"The right order, for example {question.example}"
     return f"Your answer, {question.example}"
+
+
+def _code(text: str, language: str) -> Syntax:
+    return Syntax(text, language, background_color="default", word_wrap=True)
 
 
 def _read(console: Console, prompt: str) -> str:
