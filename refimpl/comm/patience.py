@@ -68,10 +68,10 @@ class Patience:
 
 @dataclass
 class Meeting:
-    """torch's barrier under way, waited for with a hand free: `advance` lets other things under way go on."""
+    """Something under way, such as torch's barrier, waited for with a hand free: `advance` lets other things go on."""
 
     handle: Any
-    advance: Callable[[], None]
+    advance: Callable[[], object]
 
     def is_completed(self) -> bool:
         return bool(self.handle.is_completed())
@@ -81,7 +81,7 @@ class Meeting:
         end = math.inf if limit is None else time.monotonic() + limit.total_seconds()
         while not _is_done_within(self.handle, SHORT):
             if time.monotonic() > end:
-                raise RuntimeError("the barrier is not over yet")
+                raise RuntimeError("it is not over yet")
             self.advance()
         self.handle.wait()
 

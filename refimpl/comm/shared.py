@@ -60,8 +60,8 @@ class Shared(Library):
         }
         return Channel(self.rank, self.files, begins)
 
-    def advance(self) -> None:
-        self.tasks.advance()
+    def advance(self) -> bool:
+        return self.tasks.advance()
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.own.empty(numel, dtype) if device.type == "cpu" else super().empty(numel, dtype, device)

@@ -66,11 +66,12 @@ class Tasks:
         self.advance()
         return [task]
 
-    def advance(self) -> None:
-        """Each as far as it goes without waiting."""
+    def advance(self) -> bool:
+        """Each as far as it goes without waiting. Whether some are still under way."""
         for task in self._under_way:
             task.advance()
         self._under_way = [task for task in self._under_way if not task.over]
+        return bool(self._under_way)
 
     def finish(self, task: Task, limit: timedelta | None = None) -> bool:
         """Go on with all that is under way until this is over; False if it is not within the limit."""

@@ -349,6 +349,29 @@ def test_ranks_may_wait_at_different_places_round_a_barrier(ranks: int) -> None:
     assert run(work, ranks=ranks) == [[expected] * 2] * ranks
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_all_reduce_goes_on_while_a_rank_waits_for_a_message(ranks: int) -> None:
+    """Rank 0 sends when it has the sum; rank 1, whose part of the sum is missing, waits for that message first."""
+
+    def check() -> None:
+        group, store = Group.world(), dist.distributed_c10d._get_default_store()
+        assert group.transport is not group.messages
+        total, message = torch.tensor([group.rank + 1.0]), torch.zeros(3)
+        if group.rank == 0:
+            store.wait(["begun"])
+        work = group.all_reduce(total, async_op=True)
+        if group.rank == 1:
+            store.set("begun", "")
+            group.recv(message, 0)
+            assert message.tolist() == [1.0, 1.0, 1.0]
+        work.wait()
+        assert total.item() == sum(range(ranks + 1))
+        if group.rank == 0:
+            group.send(message + 1, 1)
+
+    run(check, ranks=ranks, timeout=20)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_rank_far_ahead_does_not_use_a_place_that_it_still_needs(ranks: int) -> None:
     """More collectives at once than a channel has slots, of two sizes, at every rank's own pace."""
