@@ -7,7 +7,9 @@
 Shapes in comments are [P] for a full buffer and [S] for a shard. Each bucket is cut into N shards, so every reduction
 and every gather keeps all ranks equally busy (as in Megatron-LM's distributed optimizer). DeepSpeed cuts the whole flat
 group instead (deepspeed/runtime/zero/stage_1_and_2.py), so that a bucket may belong to one rank alone.
-Each parameter begins on a multiple of 8 elements. The padding is zero, gets zero gradients and is never saved.
+Each parameter begins on a multiple of 8 elements and lies row by row, as in DeepSpeed, whatever its strides were: with
+a transposed or a channels_last one products may round otherwise than before. The padding is zero, gets zero gradients
+and is never saved.
 """
 
 from collections.abc import Mapping
