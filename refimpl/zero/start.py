@@ -44,11 +44,13 @@ def share(
     dtype: torch.dtype | None,
     experts: Mapping[nn.Parameter, Group],
 ) -> None:
-    """Rank 0's values of all other parameters and of buffers. These parameters are cast too; buffers never are."""
+    """Rank 0's values of all other parameters and of buffers. These parameters are cast too; buffers never are.
+
+    Frozen ones are laid row by row, as all that lie in buckets: ZeRO-3 has them there, and products round by strides.
+    """
     loose = [p for p in model.parameters() if p not in done]
-    for tensor in (*loose, *model.buffers()):
-        if is_expanded(tensor):
-            DATA.__set__(tensor, DATA.__get__(tensor).contiguous())
+    for tensor in (*loose, *filter(is_expanded, model.buffers())):
+        DATA.__set__(tensor, DATA.__get__(tensor).contiguous())
     ranks = {DATA.__get__(p): experts.get(p, group) for p in loose}
     ranks |= dict.fromkeys(model.buffers(), group)
     ranks |= {buffer: those for _, module, those in apart(model, experts) for buffer in module.buffers()}
