@@ -180,8 +180,8 @@ class Group(Control):
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
         """x [N*s] on every rank -> out [s]: this rank's chunk of the sum, mean or maximum.
 
-        `out` may be x's own chunk, or of a wider dtype. x must stay untouched until the work is done. ValueError if
-        sizes do not fit.
+        `out` may be x's own chunk, or of a wider dtype, into which the result in x's dtype is then copied. x must stay
+        untouched until the work is done. ValueError if sizes do not fit.
         """
         if x.numel() != out.numel() * self.size:
             raise ValueError(f"reduce_scatter: x has {x.numel()} elements, out {out.numel()}, ranks {self.size}")
