@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from refimpl.comm.patience import Meeting
-
 Job = Callable[[], list[Any]]  # returns the transfers that it has started and not waited for
 
 
@@ -77,15 +75,14 @@ class Behind:
         self._jobs.put(task)
         return task
 
-    def call(self, job: Callable[[], object], advance: Callable[[], object] | None = None) -> None:
-        """Do this when all before it is done, and return; meanwhile `advance` may let other things go on."""
+    def call(self, job: Callable[[], object]) -> None:
+        """Do this when all before it is done, and return."""
 
         def done() -> list[Any]:
             job()
             return []
 
-        task = self.begin(done)
-        (Meeting(task, advance) if advance else task).wait()
+        self.begin(done).wait()
 
 
 def _work(jobs: "SimpleQueue[Task | None]") -> None:

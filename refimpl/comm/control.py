@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from refimpl.comm.agree import Agreed, Part
 from refimpl.comm.board import Board
-from refimpl.comm.patience import Meeting, Patience
+from refimpl.comm.patience import Patience
 from refimpl.comm.process_group import ControlLine
 from refimpl.comm.route import Route
 from refimpl.comm.shared import Shared
@@ -87,9 +87,9 @@ class Control:
             self.patience.refuse_lost()
 
     def _meet(self, agreed: Agreed) -> None:
-        """Return when every rank has come here; what is under way goes on meanwhile, and others may be asked."""
+        """Return when every rank has come here; meanwhile others may be asked."""
         assert self._line is not None
-        meeting = Meeting(dist.barrier(self._line.handle, async_op=True), self.route.present.advance)
+        meeting = dist.barrier(self._line.handle, async_op=True)
         if self.patience.lost is None:
             self.patience.wait(meeting, self.patience.begin(), agreed.is_late)
         else:

@@ -253,7 +253,7 @@ class Group(Control):
         """Send x to rank `to` of this group, which must call `recv`. Sends n bytes. ValueError if there is no such."""
         checks.other("send", "to", to, self.size, self.rank)
         checks.tensors("send", x=x)
-        steps = self.route.attended(self.messages.send(x, to))  # first: on a slow link it leaves at this instant
+        steps = self.messages.send(x, to)  # first: on a slow link it leaves at this instant
         sent = x.numel() * x.element_size()
         agreed = self._agreed(f"send of {_words(x)} to {self.ranks[to]}", tag, [((self.rank, to), _words(x))])
         return self._run("send", sent, tag, async_op, agreed.message(steps), x)
@@ -264,8 +264,7 @@ class Group(Control):
         checks.tensors("recv", x=x)
         words = f"recv of {_words(x)} from {self.ranks[source]}"
         agreed = self._agreed(words, tag, [((source, self.rank), _words(x))])
-        steps = self.route.attended(self.messages.recv(x, source))
-        return self._run("recv", 0, tag, async_op, agreed.message(steps), x)
+        return self._run("recv", 0, tag, async_op, agreed.message(self.messages.recv(x, source)), x)
 
     def send_recv(self, x: Tensor, to: int, out: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
         """Send x to rank `to` while `out` is filled with what rank `source` sends. One work, done when both are.
@@ -277,7 +276,7 @@ class Group(Control):
         checks.other("send_recv", "source", source, self.size, self.rank)
         checks.tensors("send_recv", x=x)
         checks.tensors("send_recv", out=out)
-        begun = self.route.attended(self.messages.send_recv(x, to, out, source))
+        begun = self.messages.send_recv(x, to, out, source)
         what = f"send_recv of {_words(x)} to {self.ranks[to]} and {_words(out)} from {self.ranks[source]}"
         parts = [((self.rank, to), _words(x)), ((source, self.rank), _words(out))]
         steps = self._agreed(what, tag, parts).message(begun)

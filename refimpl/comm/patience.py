@@ -8,10 +8,8 @@ after half a minute a line on stderr says for what. A wait that ends in time cos
 host waits come here: NCCL's are ordered by streams, and the host meets them where it reads a number (`Group.settle`).
 """
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -64,26 +62,6 @@ class Patience:
     def _ask(self, number: int) -> None:
         for ask in list(self.ask):
             ask(number)
-
-
-@dataclass
-class Meeting:
-    """Something under way, such as torch's barrier, waited for with a hand free: `advance` lets other things go on."""
-
-    handle: Any
-    advance: Callable[[], object]
-
-    def is_completed(self) -> bool:
-        return bool(self.handle.is_completed())
-
-    def wait(self, limit: timedelta | None = None) -> None:
-        """As torch's: RuntimeError if it is not over within the limit, and may be waited for again."""
-        end = math.inf if limit is None else time.monotonic() + limit.total_seconds()
-        while not _is_done_within(self.handle, SHORT):
-            if time.monotonic() > end:
-                raise RuntimeError("it is not over yet")
-            self.advance()
-        self.handle.wait()
 
 
 def hear_all(are_heard: Callable[[], bool]) -> None:

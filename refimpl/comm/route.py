@@ -158,11 +158,6 @@ class Route:
         cross(self.present.crossed_behind() + self._crossed)
         self._crossed = 0
 
-    def attended(self, steps: Steps) -> Steps:
-        """Of a message. In the library a rank only waits: meanwhile what is under way in shared memory goes on."""
-        for phase in steps:
-            yield lambda phase=phase: [_Attended(handle, self) for handle in phase()]  # type: ignore[misc]
-
     def returned(self) -> None:
         """A call is over, and its caller goes on."""
         if self.cables is not None:
@@ -191,19 +186,6 @@ class Route:
                 "REFIMPL_LINK"
             )
         return cables
-
-
-class _Attended:
-    """A transfer of the library, which cannot be waited for in pieces: a thread waits, where this one is needed."""
-
-    def __init__(self, handle: Any, route: Route) -> None:
-        self.handle, self.route = handle, route
-
-    def wait(self) -> None:
-        if self.route.messages is self.route.direct and self.route.present.advance():
-            Behind().call(self.handle.wait, self.route.present.advance)
-        else:
-            self.handle.wait()
 
 
 def meet(handle: dist.ProcessGroup) -> Shared | str:

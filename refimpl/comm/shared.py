@@ -9,8 +9,7 @@
 A tensor that lies in this rank's mapped memory (`Transport.empty`) is read there by its peers; any other is copied
 there first. Either way the caller may write to it when the work is done: peers have read it, or read the copy.
 The copy of one call serves a later one when all have read it. Signals travel through memory too (see `signals.py`).
-Everything is done by the rank's own thread (see `Tasks`); works of different groups must be waited for in one order on
-all ranks, as NCCL asks for launches.
+Everything is done by the rank's own thread, or by a helper where that does something else (see `Tasks`).
 
 As NCCL's shared-memory and peer-to-peer transports inside a node (its "SHM" and "P2P" in NCCL_DEBUG=INFO).
 """
@@ -60,11 +59,14 @@ class Shared(Library):
         }
         return Channel(self.rank, self.files, begins)
 
-    def advance(self) -> bool:
-        return self.tasks.advance()
+    def advance(self) -> None:
+        self.tasks.advance()
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.own.empty(numel, dtype) if device.type == "cpu" else super().empty(numel, dtype, device)
+        if device.type != "cpu":
+            return super().empty(numel, dtype, device)
+        with self.tasks.lock:
+            return self.own.empty(numel, dtype)
 
     def trim(self) -> None:
         for need in [need for needs, _ in self._lent for need in needs]:
@@ -75,7 +77,8 @@ class Shared(Library):
         self._scratch.trim()
 
     def scratch(self) -> list[Tensor]:
-        return self._scratch.tensors()
+        with self.tasks.lock:
+            return self._scratch.tensors()
 
     def all_reduce(self, x: Tensor, op: Op) -> Steps:
         yield lambda: self.tasks.begin(self._all_reduce(x, op))

@@ -1,11 +1,13 @@
 """Collectives that this rank's own thread does: all under way go on, as far as they can, whenever it comes by.
 
 A task is a generator that yields what it waits for, a `Need`, and goes on once that is met. The thread comes by when it
-begins a collective of the group and when it waits for one; so nothing needs a thread of its own, and nothing goes on
-while the rank computes.
+begins a collective of the group and when it waits for one. Where it stays away and something is under way, a helper
+comes by in its place: peers that wait for this rank's part of a sum must not wait until it has computed, or for ever if
+it waits for a message, a file or a call of torch's that they begin later.
 """
 
 import math
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,6 +15,7 @@ from datetime import timedelta
 import torch
 
 from refimpl.comm import mode
+from refimpl.comm.helper import Helper, Lock
 from refimpl.comm.patience import SHORT, pause
 from refimpl.comm.signals import LOOKS, Need, Watch
 
@@ -41,6 +44,12 @@ class Task:
             except Exception as error:  # whoever waits for this collective is told, not whoever waits for another
                 self.over, self.error = True, error
 
+    def fail(self, error: Exception) -> None:
+        """What it waits for will never come; unless somebody has ended it meanwhile."""
+        with self.tasks.lock:
+            if not self.over:
+                self.over, self.error = True, error
+
     def wait(self, limit: timedelta | None = None) -> None:
         """As torch's: RuntimeError if it is not over within the limit, and may be waited for again."""
         if not self.tasks.finish(self, limit):
@@ -53,25 +62,31 @@ class Task:
 
 
 class Tasks:
-    """All that are under way in one group, the oldest first."""
+    """All that are under way in one group, the oldest first. `lock`: of these and of what their steps touch."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
+        self.lock: Lock = threading.RLock()
         self._under_way: list[Task] = []
+        self._helper = Helper(self)
 
     def begin(self, steps: Iterator[Need]) -> list[Task]:
         """One more; a list, as a step of `Work` returns."""
         task = Task(self, steps)
-        self._under_way.append(task)
-        self.advance()
+        with self.lock:
+            self._under_way.append(task)
+            if self.advance():
+                self._helper.call()
+        self._helper.seen = time.monotonic()
         return [task]
 
     def advance(self) -> bool:
-        """Each as far as it goes without waiting. Whether some are still under way."""
-        for task in self._under_way:
-            task.advance()
-        self._under_way = [task for task in self._under_way if not task.over]
-        return bool(self._under_way)
+        """Each as far as it goes without waiting. Whether some are left under way."""
+        with self.lock:
+            for task in self._under_way:
+                task.advance()
+            self._under_way = [task for task in self._under_way if not task.over]
+            return bool(self._under_way)
 
     def finish(self, task: Task, limit: timedelta | None = None) -> bool:
         """Go on with all that is under way until this is over; False if it is not within the limit."""
@@ -81,11 +96,12 @@ class Tasks:
         task.awaited = since
         while not task.over and (now := time.monotonic()) < end:
             self.advance()
-            if not task.over and task.need:
+            self._helper.seen = now
+            if not task.over and (need := task.need):
                 shortest = PATIENCE if len(self._under_way) == 1 else SHORT
                 try:
-                    self.watch.wait(task.need, min(pause(now - since, shortest), end - now), looks)
+                    self.watch.wait(need, min(pause(now - since, shortest), end - now), looks)
                 except RuntimeError as error:  # the peer has ended: this is no limit that was over
-                    task.over, task.error = True, error
+                    task.fail(error)
                 looks = 0
         return task.over

@@ -76,8 +76,8 @@ class Throttled(Composed):
     def scratch(self) -> list[Tensor]:
         return [*super().scratch(), *self.way.scratch()]
 
-    def advance(self) -> bool:
-        return self.way.advance()
+    def advance(self) -> None:
+        self.way.advance()
 
     def _message(self, steps: Steps, sent: Bytes, received: Bytes) -> Steps:
         called = time.monotonic_ns()

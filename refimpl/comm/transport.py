@@ -83,12 +83,8 @@ class Transport(ABC):
     def trim(self) -> None:  # noqa: B027
         """Give back the buffers that were kept: what comes now is of other sizes. On every rank."""
 
-    def advance(self) -> bool:
-        """Let what was begun go on, where it needs this rank's own hands: for who waits for something else.
-
-        Whether some of it is still under way.
-        """
-        return False
+    def advance(self) -> None:  # noqa: B027
+        """Let what was begun go on, where it needs this rank's own hands: for who waits for something else."""
 
 
 class Alone(Transport):

@@ -99,7 +99,7 @@ class RollCall:
 
     def __init__(self, group: Group) -> None:
         self.patience, self.rank, self.size, self.round = group.patience, group.rank, group.size, 0
-        self.advance, self.behind, self.calls = group.transport.advance, group.behind, group.elsewhere
+        self.behind, self.calls = group.behind, group.elsewhere
         self.ranks, self.register = group.ranks, Register.of_job()
         assert group.handle is not None
         everyone = f"{group.handle.group_name} {dist.get_process_group_ranks(group.handle)}"
@@ -146,7 +146,6 @@ class RollCall:
         said = self.said()
         self._expect(said)
         self._refuse_elsewhere(silent(said), lambda: silent(self.said()))
-        self.advance()  # what this rank has begun, others may be waiting for
         return None not in said
 
     def look_elsewhere(self, mine: Standing) -> None:

@@ -6,6 +6,8 @@ import os
 import random
 import resource
 import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -349,27 +351,63 @@ def test_ranks_may_wait_at_different_places_round_a_barrier(ranks: int) -> None:
     assert run(work, ranks=ranks) == [[expected] * 2] * ranks
 
 
+def elsewhere(what: str, group: Group) -> Callable[[], object]:
+    """What rank 0 does when it has a sum, and the others before they look after it."""
+    other, mine = Group(dist.new_group()), torch.full((3,), 1.0 + group.rank)
+    over_gloo, store = Group(dist.new_group(), transport="gloo"), dist.distributed_c10d._get_default_store()
+    assert isinstance(group.transport, Shared)  # which is a meeting of all
+    assert isinstance(other.transport, Shared)
+
+    def message(way: Group) -> None:
+        if group.rank < 2:
+            way.send(mine, 1) if group.rank == 0 else way.recv(mine, 0)
+
+    return {
+        "message": lambda: message(group),
+        "message of another group": lambda: message(other),
+        "gloo": lambda: over_gloo.all_reduce(mine),
+        "torch": lambda: dist.all_reduce(mine),
+        "barrier": other.barrier,
+        "host": lambda: store.set("summed", "") if group.rank == 0 else store.wait(["summed"]),
+    }[what]
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_an_all_reduce_goes_on_while_a_rank_waits_for_a_message(ranks: int) -> None:
-    """Rank 0 sends when it has the sum; rank 1, whose part of the sum is missing, waits for that message first."""
+@pytest.mark.parametrize("what", ["message", "message of another group", "gloo", "torch", "barrier", "host"])
+def test_a_collective_goes_on_while_a_rank_waits_for_something_else(what: str, ranks: int) -> None:
+    """The others' hands are needed for the sum. Over gloo and NCCL threads of the library go on with it."""
 
     def check() -> None:
         group, store = Group.world(), dist.distributed_c10d._get_default_store()
-        assert group.transport is not group.messages
-        total, message = torch.tensor([group.rank + 1.0]), torch.zeros(3)
+        total, meet = torch.full((5,), group.rank + 1.0), elsewhere(what, group)
         if group.rank == 0:
-            store.wait(["begun"])
+            store.wait([f"begun {rank}" for rank in range(1, ranks)])
         work = group.all_reduce(total, async_op=True)
-        if group.rank == 1:
-            store.set("begun", "")
-            group.recv(message, 0)
-            assert message.tolist() == [1.0, 1.0, 1.0]
-        work.wait()
-        assert total.item() == sum(range(ranks + 1))
         if group.rank == 0:
-            group.send(message + 1, 1)
+            work.wait()
+        else:
+            store.set(f"begun {group.rank}", "")
+        meet()
+        work.wait()
+        assert total.tolist() == [sum(range(ranks + 1))] * 5
 
-    run(check, ranks=ranks, timeout=20)
+    run(check, ranks=ranks, timeout=30)
+
+
+def test_the_helper_ends_with_its_group() -> None:
+    def check() -> int:
+        group = Group(dist.new_group())
+        work = group.all_reduce(torch.ones(5), async_op=True)
+        helpers = [thread for thread in threading.enumerate() if thread.name == "refimpl-helper"]
+        work.wait()
+        del group, work
+        gc.collect()
+        for thread in helpers:
+            thread.join(10)
+            assert not thread.is_alive()
+        return len(helpers)
+
+    assert sum(run(check, ranks=3)) >= 1, "a rank that came first has one"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
