@@ -35,6 +35,10 @@ class Agreed:
         self.parts = parts
         self.number = 0  # of the first phase among the group's calls, once that has begun
 
+    def adds(self, word: str) -> None:
+        """What must be equal too, known only now."""
+        self.what, self.text = self.what + word, self.text + word
+
     def collective(self, steps: Steps) -> Iterator[Phase]:
         """Steps in which every rank of the group takes part."""
         for phase in steps:
@@ -60,7 +64,9 @@ class Agreed:
         if self.board:
             of = self.board.ranks
             calls = [
-                (m, Call(what, f"{self.text}, {what} from {of[m[0]]} to {of[m[1]]}" if everyone else self.text))
+                (m, Call(what, f"{self.text}, {what} from {of[m[0]]} to {of[m[1]]}", part=True))
+                if everyone
+                else (m, Call(what, self.text))
                 for m, what in self.parts
             ]
             if everyone:

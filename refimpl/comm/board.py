@@ -41,6 +41,7 @@ class Call:
     fits: str  # "all_reduce sum of 1000 float32"
     text: str  # with its tag and line
     number: int = 0
+    part: bool = False  # of a collective, of which messages between the same two ranks may come before or after
 
 
 @dataclass
@@ -140,7 +141,7 @@ class Board:
     def __init__(self, directory: Path, group: str, ranks: Sequence[int], me: int) -> None:
         self.ranks, self.me = ranks, me
         self._name = directory / f"board{zlib.crc32(f'{group} {ranks}'.encode()):08x}"
-        self._channels: dict[tuple[int, ...], Channel | None] = {}
+        self._channels: dict[tuple[tuple[int, ...], bool], Channel | None] = {}
         self._refusal: Refusal | None = None
         self._first: Call | None = None  # that all of this group's ranks have begun
 
@@ -156,13 +157,13 @@ class Board:
         self._refusal = None
         posted: list[tuple[Channel, int, int]] = []
         for members, call in calls:
-            if there := self.channel(*members):
+            if there := self.channel(*members, part=call.part):
                 before = there.checksum()
                 call.number = there.post(*(call.fits, call.text) if members else self._of_group(call))
                 posted.append((there, before, call.number))
         for channel, _, number in posted:
             if not channel.agrees(number):
-                members = next(m for m, known in self._channels.items() if known is channel)
+                members = next(m for (m, _), known in self._channels.items() if known is channel)
                 self._refusal = Refusal(CollectiveMismatch(self._text(channel, members, number)), posted)
                 return self._refusal
         if self._first is None and calls[-1][0] == ():
@@ -174,16 +175,17 @@ class Board:
         first = self._first or Call("", "this one")
         return f"{call.fits} in group {first.number}", f"{call.text}\n{first.number}\n{first.text}"
 
-    def channel(self, *members: int) -> Channel | None:
+    def channel(self, *members: int, part: bool = False) -> Channel | None:
         """That of the whole group, or from one member to another. None once its folder is gone: ranks have left."""
-        if members not in self._channels:
-            file = Path("-".join([str(self._name), *map(str, members)]))
+        key = members, part
+        if key not in self._channels:
+            file = Path("-".join([str(self._name), *map(str, members), *["part"] * part]))
             place = members.index(self.me) if members else self.me
             try:
-                self._channels[members] = Channel(file, len(members) or len(self.ranks), place)
+                self._channels[key] = Channel(file, len(members) or len(self.ranks), place)
             except FileNotFoundError:
-                self._channels[members] = None
-        return self._channels[members]
+                self._channels[key] = None
+        return self._channels[key]
 
     def mine(self) -> str:
         """The last call of this rank in this group, in words."""

@@ -165,13 +165,17 @@ class Group(Control):
         return work
 
     def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
-        """Replace x [n] by its sum, mean or maximum over ranks, the same bits on every rank. Any n; x contiguous."""
+        """Replace x [n] by its sum, mean or maximum over ranks, the same bits on every rank. Any n; x contiguous.
+
+        Over gloo, and over a slow link, all ranks must say the same of `async_op`.
+        """
         checks.reduction("all_reduce", op, x, x)
         sent = collectives.sent_in_all_reduce(x.numel(), self.rank, self.size) * x.element_size()
         agreed = self._agreed(f"all_reduce ({op}) of {_words(x)}", tag)
         with agreed:
             way, flat = self.transport, x.detach().view(-1)
             if async_op and way.in_halves:
+                agreed.adds(", async_op=True")  # its halves travel apart
                 steps = self.route.unattended(flat, op, lambda: self._meet(agreed))
             else:
                 steps = way.all_reduce(flat, op)

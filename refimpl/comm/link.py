@@ -125,7 +125,8 @@ class Cables:
         if self.apart:
             where, name = _folder(), f"{link.bits_per_second:g}-{link.latency:g}"
             self._free = Words(where / f"cables-{name}", size * size)  # per cable: when it is free, in ns
-            self._stamps = Words(where / f"stamps-{handle.group_name}", self.members**2 * 2 * (2 + KEPT))
+            group = handle.group_name.replace("/", "-")  # ours have slashes: see `process_group._named`
+            self._stamps = Words(where / f"stamps-{group}", self.members**2 * 2 * (2 + KEPT))
 
     def send(self, kind: int, sizes: Mapping[int, int], now: int) -> int:
         """Put messages of so many bytes to these members on their cables `now`. Returns when the last has left, in ns.

@@ -41,6 +41,23 @@ def test_it_goes_on_while_its_caller_computes(ranks: int, link: Link | None) -> 
     assert run(goes_on, link, [1, 70_001, 12], ranks=ranks) == [[True, True]] * ranks
 
 
+@pytest.mark.parametrize("link", [None, Link(1e9, 1e-3)])
+@pytest.mark.parametrize("before", [0, 1])
+def test_ranks_that_begin_it_differently_are_named(link: Link | None, before: int) -> None:
+    """One rank's second half goes its own way, in which the other's never comes: both would wait for ever."""
+
+    def check() -> None:
+        group = Group.world(transport="gloo", link=link)
+        for _ in range(before):
+            group.all_reduce(torch.ones(3), async_op=True).wait()
+        group.all_reduce(torch.ones(7), async_op=group.rank == 0).wait()
+
+    with pytest.raises(launch.RankError, match="ranks called different collectives") as caught:
+        launch.run(check, ranks=2, device="cpu")
+    assert f"rank 0: all_reduce (sum) of 7 float32 at {__file__}" in str(caught.value)
+    assert ", async_op=True\n  rank 1: all_reduce (sum) of 7 float32 at" in str(caught.value)
+
+
 def test_tensors_of_an_evaluation_may_be_reduced() -> None:
     """Only in inference mode may those that were made in it be changed, and the thread is in no mode of its own."""
 

@@ -148,6 +148,23 @@ def test_uneven_parts_must_suit_sender_and_receiver():
         assert re.search(said.format(rank, elements), str(caught.value))
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_message_and_a_collective_of_uneven_parts_may_come_in_another_order(ranks: int):
+    """Rank 1 waits for a message while it takes part in what rank 0 does before it sends."""
+
+    def work() -> list[float]:
+        group, word, out = Group.world(), torch.zeros(2), torch.zeros(ranks)
+        waits = [group.recv(word, 0, async_op=True)] if group.rank == 1 else []
+        group.all_to_all(out, torch.ones(ranks), in_splits=[1] * ranks, out_splits=[1] * ranks)
+        if group.rank == 0:
+            group.send(word + 3, 1)
+        for wait in waits:
+            wait.wait()
+        return [*word.tolist(), out.sum().item()]
+
+    assert run(work, ranks=ranks)[:2] == [[0.0, 0.0, ranks], [3.0, 3.0, ranks]]
+
+
 def test_who_has_no_rows_need_not_say_so():
     """Each such message is announced on both sides all the same: the next between the two is compared with the next."""
 

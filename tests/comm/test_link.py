@@ -302,6 +302,18 @@ def test_groups_of_a_mesh_and_of_an_existing_group_have_the_link() -> None:
     assert run(kinds, ranks=4) == [[*kind, WAYS[NEAR]], kind, kind, [*kind, WAYS[NEAR]]]
 
 
+def test_an_all_reduce_of_some_ranks_goes_on_by_itself() -> None:
+    """In a process group that is named by its ranks."""
+
+    def check() -> float:
+        x, some = torch.ones(3), dist.new_group([0, 2])
+        if dist.get_rank() != 1:
+            Group(some, link=FAST).all_reduce(x, async_op=True).wait()
+        return x.sum().item()
+
+    assert run(check, ranks=3) == [6.0, 3.0, 6.0]
+
+
 def test_more_messages_than_are_kept_are_under_way() -> None:
     def many() -> None:
         links.KEPT = 4  # of this rank's process, which ends with this test
