@@ -64,7 +64,9 @@ class Control:
         """Return when every rank has come here."""
         if self._line is not None:
             self._refuse_parted()
-            with self._agreed("barrier", "") as agreed:
+            agreed = self._agreed("barrier", "")
+            agreed.announce()
+            with agreed:
                 self._meet(agreed)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
