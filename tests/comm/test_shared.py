@@ -21,6 +21,7 @@ from refimpl import launch
 from refimpl.comm import route, signals
 from refimpl.comm.composed import Composed
 from refimpl.comm.group import Group
+from refimpl.comm.link import Link
 from refimpl.comm.patience import Patience
 from refimpl.comm.shared import Shared
 from refimpl.comm.signals import SLOTS, Need
@@ -392,6 +393,33 @@ def test_a_collective_goes_on_while_a_rank_waits_for_something_else(what: str, r
         assert total.tolist() == [sum(range(ranks + 1))] * 5
 
     run(check, ranks=ranks, timeout=30)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_gather_goes_on_while_a_rank_waits_for_what_a_thread_does(ranks: int) -> None:
+    """Over a slow link memory is gathered by the rank's own thread, and an all-reduce goes by itself, over gloo.
+
+    Rank 0 waits for the sum first. The others begin it when all have read what they show, rank 0 too.
+    """
+
+    def check() -> list[float]:
+        group, store = Group.world(link=Link(1e9, 1e-4)), dist.distributed_c10d._get_default_store()
+        total, whole = torch.ones(3), group.empty(2 * group.size, torch.float32)
+        mine = whole.view(-1, 2)[group.rank].fill_(group.rank)
+        group.all_reduce(torch.ones(1), async_op=True).wait()  # its process group is there
+        if group.rank:
+            store.wait(["begun"])
+        gathering = group.all_gather(whole, mine, async_op=True)
+        if group.rank:
+            gathering.wait()
+        summing = group.all_reduce(total, async_op=True)
+        if not group.rank:
+            store.set("begun", "")
+        summing.wait()
+        gathering.wait()
+        return [*whole[::2].tolist(), total.sum().item()]
+
+    assert run(check, ranks=ranks, timeout=20) == [[*map(float, range(ranks)), 3.0 * ranks]] * ranks
 
 
 def test_the_helper_ends_with_its_group() -> None:
