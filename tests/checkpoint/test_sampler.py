@@ -20,6 +20,8 @@ def test_the_order_is_torchs(size: int, drop_last: bool, ranks: int) -> None:
             ours.set_epoch(epoch)
             theirs.set_epoch(epoch)
             assert list(ours) == list(theirs)
+            theirs.set_epoch(epoch + 1)
+            assert list(ours) == list(theirs)  # comes by itself
 
 
 def took(loaders: list, batches: int) -> list[int]:
@@ -51,6 +53,13 @@ def test_behind_a_whole_epoch_comes_the_next() -> None:
     took([one], 4)
     other.sampler.load_state_dict(one.sampler.state_dict())
     assert took([other], 4) == took([one], 4)
+
+
+def test_an_epoch_whose_rest_is_dropped_is_whole_too() -> None:
+    one, other = (StatefulDistributedSampler(range(11), num_replicas=3, rank=0, drop_last=True) for _ in range(2))
+    assert len(list(one)) == 3
+    other.load_state_dict(one.state_dict())
+    assert list(other) == list(one)
 
 
 def test_another_epoch_begins_at_its_beginning() -> None:

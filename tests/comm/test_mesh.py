@@ -12,6 +12,7 @@ import worlds
 from refimpl import launch
 from refimpl.comm.axes import neighbours
 from refimpl.comm.group import Group
+from refimpl.comm.link import Link
 from refimpl.comm.mesh import Mesh
 from refimpl.comm.process_group import ControlLine, anew, by_name
 
@@ -99,6 +100,17 @@ def test_collectives_stay_on_their_line_and_share_one_ledger() -> None:
     run(check, ranks=4)
 
 
+def test_the_order_of_sums_that_is_asked_for_is_that_of_all_groups() -> None:
+    """Of NCCL, which has its own; gloo's and shared memory's order is that one anyway."""
+
+    def check() -> list[bool]:
+        mesh = Mesh({"data": 2, "model": 2}, deterministic=True)
+        groups = [mesh.world, mesh.group("data"), *neighbours(mesh.world, 2), mesh.world.throttled(Link(1e9))]
+        return [group.deterministic for group in groups]
+
+    assert run(check, ranks=4) == [[True] * 5] * 4
+
+
 def test_a_mesh_that_does_not_fit_the_job_is_an_error_that_says_both_numbers() -> None:
     def check() -> None:
         with pytest.raises(ValueError, match=r"mesh data=2 x model=2 needs 4 ranks, the job has 2"):
@@ -159,8 +171,11 @@ def test_lines_of_the_same_ranks_share_one_process_group() -> None:
     run(check, ranks=4)
 
 
-def test_a_group_of_some_ranks_waits_for_no_others() -> None:
-    """A job on NCCL is bound to its devices: torch would split its communicator, for which every rank must come."""
+def test_a_group_of_some_ranks_waits_for_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job on NCCL is bound to its devices: torch would split its communicator, for which every rank must come.
+
+    Asked for a barrier after each new group, it holds that among the group's own ranks.
+    """
 
     def check() -> None:
         job, cpu, device = dist.group.WORLD, torch.device("cpu"), torch.device("cuda:0")
@@ -175,7 +190,8 @@ def test_a_group_of_some_ranks_waits_for_no_others() -> None:
         assert job.bound_device_id == device
         job.bound_device_id = None
 
-    launch.run(check, ranks=3, device="cpu")
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+    launch.run(check, ranks=3, device="cpu", timeout=20)
 
 
 def test_a_group_of_a_users_own_is_not_taken() -> None:

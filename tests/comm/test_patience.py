@@ -1,10 +1,14 @@
 """A wait that takes long asks around; one that ends in time, or fails, does not."""
 
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from refimpl.comm.behind import Behind
 from refimpl.comm.patience import Patience
+from refimpl.comm.throttled import Crossing
 
 
 class Handle:
@@ -46,6 +50,18 @@ def test_with_nobody_to_ask_it_is_one_wait_and_a_late_one_is_told_once(needs: in
     Patience(again=0, late=0).wait(handle, 1, told.append)
     assert len(told) == tells
     assert len(handle.limits) == max(1, needs) + 1
+
+
+@pytest.mark.parametrize("by", ["a thread", "a cable"])
+def test_what_waits_for_a_transfer_is_not_done_before_it(by: str) -> None:
+    """Else one that never ends would be waited for without a limit, and nobody asked."""
+    handle, behind = Handle(1), Behind()
+    cables: Any = SimpleNamespace(cables=SimpleNamespace(due=lambda _: 0))
+    waits = behind.begin(lambda: [handle]) if by == "a thread" else Crossing(cables, [handle], 0, [])
+    behind.call(lambda: None)  # by then the thread has done what it was given before
+    assert not waits.is_completed()
+    handle.needs = 0
+    assert waits.is_completed()
 
 
 def test_a_failure_is_not_taken_for_a_limit() -> None:

@@ -6,10 +6,15 @@ import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,9 +27,10 @@ from refimpl.comm import route, signals
 from refimpl.comm.composed import Composed
 from refimpl.comm.group import Group
 from refimpl.comm.link import Link
+from refimpl.comm.mapped import Own
 from refimpl.comm.patience import Patience
 from refimpl.comm.shared import Shared
-from refimpl.comm.signals import SLOTS, Need
+from refimpl.comm.signals import SLOTS, Need, Watch
 from refimpl.comm.tasks import Tasks
 from refimpl.ranks.lost import RankLost
 
@@ -229,6 +235,20 @@ def test_who_asks_around_meanwhile_is_told_that_a_peer_has_died() -> None:
         patience.wait(task, 1, lambda _: None)
 
 
+@pytest.mark.parametrize("posts", [True, False])
+def test_a_peer_may_end_once_it_has_posted(posts: bool) -> None:
+    """Its word comes between this rank's last look and its look at the process."""
+    ended, mine = subprocess.Popen([sys.executable, "-c", ""]), Own(1)
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # its number stays its own until it is waited for
+    looks = iter([0, int(posts)])
+    words = mock.MagicMock(__getitem__=lambda *_: next(looks))
+    peer: Any = SimpleNamespace(address=mine.address, words=words)
+    watch = Watch([peer], [ended.pid], ["rank 1"])
+    with nullcontext() if posts else pytest.raises(RuntimeError, match="has exited: rank 1"):
+        watch.wait(Need(0, 0, 1), 0.01, looks=0)
+    ended.wait()
+
+
 def tensors() -> int:
     return sum(isinstance(one, Tensor) for one in gc.get_objects())
 
@@ -310,6 +330,11 @@ def test_memory_goes_back_to_the_system_with_its_tensor() -> None:
 def test_copies_are_kept_and_counted() -> None:
     def check() -> None:
         group = Group.world()
+        mine = group.empty(4000, torch.float32).fill_(1)
+        group.reduce_scatter(torch.empty(1000), mine)
+        group.all_to_all(torch.empty(4000), mine)
+        group.all_gather(torch.empty(16_000), mine)
+        assert group.scratch() == []  # peers have read it where it lies
         for _ in range(5):
             group.all_gather(torch.empty(4000), torch.ones(1000))
             group.barrier()  # then all have read it
@@ -334,22 +359,27 @@ def test_ranks_that_are_killed_leave_nothing_behind() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_may_wait_at_different_places_round_a_barrier(ranks: int) -> None:
-    """One rank waits for a collective before it meets the others, the rest afterwards."""
+    """Rank 0 comes last and waits for a sum, of which the others make their parts while they meet."""
 
     def work() -> list[float]:
-        group, sums = Group.world(), []
-        for meet in (group.barrier, lambda: group.all_gather_object(None)):
-            whole = torch.empty(group.size)
-            gathering = group.all_gather(whole, torch.full((1,), 1.0 + group.rank), async_op=True)
+        group, store, sums = Group.world(), dist.distributed_c10d._get_default_store(), []
+        assert group.transport is not group.messages
+        for turn, meet in enumerate((group.barrier, lambda: group.all_gather_object(None))):
             if group.rank == 0:
-                gathering.wait()
+                store.wait([f"has begun {turn} {rank}" for rank in range(1, group.size)])
+            total = torch.full((3,), 1.0 + group.rank)
+            adding = group.all_reduce(total, async_op=True)
+            store.set(f"has begun {turn} {group.rank}", "")
+            if group.rank == 0:
+                adding.wait()
             meet()
-            gathering.wait()
-            sums.append(whole.sum().item())
+            adding.wait()
+            assert not group.transport.advance()  # nothing is left under way
+            sums.append(total.mean().item())
         return sums
 
     expected = ranks * (ranks + 1) / 2
-    assert run(work, ranks=ranks) == [[expected] * 2] * ranks
+    assert run(work, ranks=ranks, timeout=20) == [[expected] * 2] * ranks
 
 
 def elsewhere(what: str, group: Group) -> Callable[[], object]:

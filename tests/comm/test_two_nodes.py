@@ -1,6 +1,7 @@
 """Four ranks on two nodes with a link between them: what crosses it, by each way of an all-reduce, is the formulas'."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from given import agrees, everyone, given
 from refimpl.comm import halving, hierarchy, ring, tree
 from refimpl.comm.alpha_beta import AlphaBeta
 from refimpl.comm.group import Group
+from refimpl.comm.level_model import Choice
 from refimpl.comm.levels import ByLevels, measured, two_level
 from refimpl.comm.link import Link
 from refimpl.comm.nodes import RANKS_PER_NODE
@@ -51,6 +53,11 @@ def crossed() -> dict[str, tuple[int, int]]:
     hierarchy.all_reduce(levels.near, levels.far, x, within=ring, between=ring)
     found["two rings"] = sum(levels.far.ledger.crossed_bytes().values()), levels.far.ledger.calls()["send"]
     assert levels.near.ledger.crossed_bytes() == {}
+    chosen = two_level(
+        Group.world(link=FAST), choose=lambda collective, size: Choice(two_level=False, algorithm="ring")
+    )
+    chosen.all_reduce(x)
+    found["ring, as chosen"] = sum(chosen.ledger.crossed_bytes().values()), 0
     return found
 
 
@@ -58,7 +65,7 @@ def test_what_crosses_is_what_the_formulas_say() -> None:
     by_rank = run(crossed, ranks=4)
     nodes = {way: [sum(rank[way][0] for rank in by_rank[i : i + 2]) for i in (0, 2)] for way in by_rank[0]}
     assert nodes["two levels"] == nodes["two rings"] == [SIZE, SIZE]  # 2n(F-1)/F
-    assert nodes["ring"] == [SIZE * 3 // 2] * 2  # 2n(N-1)/N
+    assert nodes["ring"] == nodes["ring, as chosen"] == [SIZE * 3 // 2] * 2  # 2n(N-1)/N
     assert nodes["exchange"] == [2 * SIZE] * 2  # L times two levels'
     assert nodes["halving"] == [2 * (SIZE // 2 * 2 + SIZE // 4)] * 2  # both ranks half, then one of them a quarter
     assert sum(nodes["tree"]) == sum(  # an edge between nodes carries half of the buffer, up and down
@@ -92,6 +99,16 @@ def test_what_is_measured_is_not_faster_than_the_link_and_the_choice_follows() -
         return min(far) > 9e-3, isinstance(chosen.transport, ByLevels)
 
     assert run(check, ranks=4) == [(True, True)] * 4
+
+
+def test_messages_are_measured_on_the_way_that_collectives_take() -> None:
+    def check() -> bool:
+        seen, found = list[Group](), Topology(2, {(0, 1): AlphaBeta(1e-5, 1e-10)}, crowd=1.0, gamma=0.0)
+        with mock.patch("refimpl.comm.levels.measure", lambda probe: seen.append(probe) or found):
+            measured(Group.world())
+        return seen[0].messages is seen[0].transport
+
+    assert run(check, ranks=2) == [True, True]
 
 
 def test_an_all_to_all_crosses_in_one_message_a_node() -> None:

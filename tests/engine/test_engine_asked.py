@@ -167,6 +167,7 @@ def again(stage: int) -> tuple[dict[str, Tensor] | None, int]:
         state = state and {name: w.clone() for name, w in state.items()}
         engine.destroy()
     assert type(optimizer) is torch.optim.SGD
+    assert {*optimizer.param_groups[0]["params"]} == {*model.parameters()}
     return state, engine.group.rank
 
 

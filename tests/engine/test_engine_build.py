@@ -214,6 +214,17 @@ def test_model_parameters_as_tensors_or_groups() -> None:
         start(model, model_parameters=[{"params": [model.into.weight]}, {"lr": 0.1}])
 
 
+class Halving:
+    """A schedule of a script's own: it can step, and that is all."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.groups = optimizer.param_groups
+
+    def step(self) -> None:
+        for group in self.groups:
+            group["lr"] /= 2
+
+
 def test_schedules_from_the_file_the_client_or_a_callable() -> None:
     warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.5, "warmup_num_steps": 4, "warmup_type": "linear"}
     rates = []
@@ -232,9 +243,10 @@ def test_schedules_from_the_file_the_client_or_a_callable() -> None:
     assert rates[0][5] == 0.5 > rates[0][3] > rates[0][2] > 0
     with pytest.raises(ValueError, match="given twice"):
         start(lr_scheduler=lambda optimizer: None, scheduler={"type": "WarmupLR", "params": warmup})
-    torch_one = start(scheduler={"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}})
-    steps(torch_one, 2)
-    assert torch_one.get_lr() == [0.125]
+    for how in ({"scheduler": {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}}, {"lr_scheduler": Halving}):
+        engine = start(**how)
+        steps(engine, 2)
+        assert engine.get_lr() == [0.125]
 
 
 def test_the_model_is_cast_as_the_file_says() -> None:

@@ -54,6 +54,11 @@ def test_going_on_in_low_precision(stage: int, section: str, tmp_path: Path) -> 
     worlds.run(stop_and_go_on, settings(stage, **{section: {"enabled": True}}), tmp_path, ranks=2)
 
 
+def test_going_on_with_state_that_is_cut_by_parameters(tmp_path: Path) -> None:
+    optimizer = {"type": "Lamb", "params": {"lr": 0.01}}
+    worlds.run(stop_and_go_on, settings(1, optimizer=optimizer), tmp_path, ranks=3)
+
+
 def save(config: dict[str, Any], folder: Path, tag: Any = None) -> None:
     engine = start(config)
     train(engine, range(1))

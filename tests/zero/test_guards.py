@@ -15,6 +15,7 @@ from worlds import run
 
 from refimpl.comm.group import Group
 from refimpl.launch import RankError
+from refimpl.offload.homes import Host
 from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.init import GatheredParameters
@@ -103,10 +104,12 @@ def test_weights_can_be_loaded_into_a_stage(stage: str, dtype: torch.dtype) -> N
     assert all(run(loaded, stage, dtype, ranks=3))
 
 
-def one_weight_written(stage_name: str) -> list[bool]:
+def one_weight_written(stage_name: str, offloaded: float) -> list[bool]:
     """Before each step one weight of another parameter is written; whether each stays what was written."""
     model = Net().to(torch.bfloat16)
-    stage = STAGES[stage_name](model, torch.optim.AdamW(model.parameters(), lr=1e-6))
+    home: dict[str, Any] = {"optimizer_home": Host(), "offload_ratio": offloaded} if offloaded else {}
+    config = ZeroConfig(reduce_bucket_size=700, **home)
+    stage = STAGES[stage_name](model, torch.optim.AdamW(model.parameters(), lr=1e-6), config=config)
     params = [p for p in model.parameters() if p.requires_grad][::4]
     for step, p in enumerate(params):
         stage.backward(model(tokens(step, stage.group.rank)))
@@ -115,10 +118,10 @@ def one_weight_written(stage_name: str) -> list[bool]:
     return [p.data.view(-1)[-1].item() == 7 + step for step, p in enumerate(params)]
 
 
-@pytest.mark.parametrize("stage", ["ddp", "zero1"])
-def test_one_weight_that_is_written_is_what_the_update_starts_from(stage: str) -> None:
-    """Wherever it lies in its bucket."""
-    for stayed in run(one_weight_written, stage, ranks=3):
+@pytest.mark.parametrize(("stage", "offloaded"), [("ddp", 0), ("zero1", 0), ("zero1", 0.5)])
+def test_one_weight_that_is_written_is_what_the_update_starts_from(stage: str, offloaded: float) -> None:
+    """Wherever it lies in its bucket, and wherever the masters rest."""
+    for stayed in run(one_weight_written, stage, offloaded, ranks=3):
         assert len(stayed) > 4
         assert all(stayed)
 

@@ -288,6 +288,27 @@ def test_three_backwards_before_a_step_add_up(stage: str) -> None:
         torch.testing.assert_close(weights[name], expected, rtol=1e-6, atol=1e-6, msg=name)
 
 
+def kept_until_the_step(stage_name: str) -> list[float]:
+    """Each rank uses one layer of three, and no backward sends: by how much each layer's weights change."""
+    from refimpl.comm.group import Group
+    from refimpl.zero.config import ZeroConfig
+
+    model, group = nn.ModuleList(nn.Linear(3, 3) for _ in range(3)), Group.world()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    stage = STAGES[stage_name](model, optimizer, group, ZeroConfig(reduce_bucket_size=1))  # type: ignore[call-arg]
+    before = [layer.weight.detach().clone() for layer in model]
+    stage.backward(model[group.rank](torch.ones(1, 3)).sum(), sync=False)
+    stage.step()
+    return [(was - layer.weight).mean().item() for was, layer in zip(before, model, strict=True)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("stage", ["ddp", "zero1"])
+def test_a_step_sends_what_was_kept_also_where_ranks_used_other_layers(stage: str, ranks: int) -> None:
+    expected = [pytest.approx(1 / ranks if layer < ranks else 0) for layer in range(3)]
+    assert run(kept_until_the_step, stage, ranks=ranks) == [expected] * ranks
+
+
 def misuse(stage_name: str, how: str) -> None:
 
     from refimpl.comm.group import Group

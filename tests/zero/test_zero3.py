@@ -172,6 +172,8 @@ def times_gathered(**config: Any) -> float:
 def test_what_stays_gathered_is_not_sent_again() -> None:
     assert times_gathered() == 2
     assert times_gathered(max_reuse_distance=10**9) == 1, "backward finds what forward gathered"
+    near, further = (times_gathered(max_reuse_distance=d, prefetch_bucket_size=0) for d in (1, 1000))
+    assert 2 > near > further > 1, "the last layers alone, which are used again after little else"
     assert times_gathered(param_persistence_threshold=10**9) == 1, "gathered once, after the step"
 
 
