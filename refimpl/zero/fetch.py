@@ -88,7 +88,8 @@ class Fetch:
             raise RuntimeError(
                 "torch.jit.trace of a model under ZeRO-3: trace copy.deepcopy(model), made on every rank"
             )
-        if is_outermost and (torch.is_grad_enabled() or not all(unit.held for unit in self.units)):
+        may_send = torch.is_grad_enabled() or not all(unit.held for unit in self.units)
+        if is_outermost and may_send and self.is_of_all(module):
             self.path.begin(self._iteration(module))
         self.need(module, "forward")
         self.watch_saved(module)
@@ -99,6 +100,10 @@ class Fetch:
                     tensor.register_hook(weakly(self.after_backward, module))  # type: ignore[no-untyped-call]
         if module in self.several and torch.is_grad_enabled():
             self.hold(module, [t for t in tensors_of((args, kwargs)) if t.requires_grad])
+
+    def is_of_all(self, module: nn.Module) -> bool:
+        """Whether all ranks run `module` or none: a part that each of them has whole one may run alone."""
+        return module is self.model or any(self.units_of.get(part) for part in module.modules())
 
     def hold(self, module: nn.Module, inputs: list[Tensor]) -> None:
         """Reduce the units of a leaf module when backward has the gradients of its inputs, and so is through with it.

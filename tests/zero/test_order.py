@@ -251,6 +251,26 @@ def test_who_waits_in_a_call_that_the_others_do_not_make_says_where(
     )
 
 
+def part_alone(alone: bool) -> Tensor:
+    """The weights after three steps; between them rank 0 may run a layer that is small, and so whole on every rank.
+
+    As PEFT does of a prompt's encoder: the rank that saves runs it, gradients and all.
+    """
+    stage = built(param_persistence_threshold=100)
+    for _ in range(3):
+        train(stage)
+        if alone and stage.group.rank == 0:
+            assert stage.model.layers[0](torch.ones(2, 8)).requires_grad  # type: ignore[index, operator]
+    evaluate(stage)
+    return torch.cat([w.flatten() for w in stage.model.state_dict().values()])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_part_that_every_rank_has_whole_may_run_on_one_alone(ranks: int) -> None:
+    with_, without = (run(part_alone, alone, ranks=ranks) for alone in (True, False))
+    assert all(mine.equal(without[0]) for mine in with_)
+
+
 def copy_alone(how: str) -> str:
     """What this rank is told; rank 0 copies the model, where the others do as usual and gather the same buffers."""
     stage = built()
