@@ -23,7 +23,7 @@ class Bench(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         if ctx.params["file"]:
-            writable(ctx.params["file"])
+            writable(Path(ctx.params["file"]))  # up to typer 0.28 it is still text
         try:
             return super().invoke(ctx)
         except RuntimeError as error:

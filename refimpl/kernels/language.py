@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,12 +34,30 @@ class Missing:
         raise ImportError("this kernel needs triton, which is not installed; on Linux: pip install 'triton>=3.6,<3.8'")
 
 
+def index_by_item() -> None:
+    """A number in a kernel is an array of one, of which triton 3.6 takes int(): numpy refuses that from 2.4 on.
+
+    All in C: a grader looks at what Python functions a line of an answer calls.
+    """
+    from triton.runtime import interpreter
+
+    before = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        before(tensor, scope)
+        scope.set_attr(tensor, "__index__", property(attrgetter("handle.data.item")))
+
+    interpreter._patch_lang_tensor = patched
+
+
 INSTALLED = importlib.util.find_spec("triton") is not None
 if INSTALLED:
     import triton
     import triton.language as tl
 
     INTERPRETED = bool(triton.knobs.runtime.interpret)  # decided once: @triton.jit reads it when a kernel is defined
+    if INTERPRETED and triton.__version__.startswith("3.6."):
+        index_by_item()
 else:
     triton = tl = Missing()
     INTERPRETED = False

@@ -4,13 +4,14 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from refimpl.bench.cli import app
-from refimpl.bench.options import count, spread
+from refimpl.bench.options import Bench, count, spread
 from refimpl.bench.overhead import GATHERED
 from refimpl.bench.publish import publish
 
@@ -45,6 +46,12 @@ def test_a_folder_that_cannot_be_used(
     result = CliRunner().invoke(app, [bench, "--folder", folder], standalone_mode=False)
     assert isinstance(result.exception, typer.BadParameter)
     assert f"--folder {folder}: cannot write there: {says}" in str(result.exception)
+
+
+def test_a_file_is_tried_also_where_typer_has_not_made_a_path_of_it() -> None:
+    """As up to typer 0.28: a context has the words as they were typed, only the function gets a path."""
+    with pytest.raises(typer.BadParameter, match="--json no/such: cannot write there: No such file"):
+        Bench("zero").invoke(SimpleNamespace(params={"file": "no/such"}))
 
 
 def test_zero_writes_a_table_and_a_report(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ this process is changed: what trains on a CPU takes torch's operators and import
 import os
 import sys
 
-import numpy
 import pytest
 import torch
 
@@ -21,13 +20,8 @@ if INTERPRET:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
 from refimpl.kernels.case import cases  # noqa: E402
-from refimpl.kernels.language import INSTALLED, INTERPRETED, triton  # noqa: E402
+from refimpl.kernels.language import INSTALLED, INTERPRETED  # noqa: E402
 
-STUMBLES = (
-    "triton 3.6's interpreter takes int() of an array of one number (`tensor.__index__`), which numpy 2.4 refuses: "
-    "take triton 3.7 or numpy 2.3"
-)
-NUMPY = tuple(map(int, numpy.__version__.split(".")[:2]))
 list(cases())  # imports every kernel
 if INTERPRET:
     if before is None:
@@ -42,10 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("kernels"))
             if not INSTALLED:
                 item.add_marker(pytest.mark.skip(reason="triton is not installed"))
-            elif INTERPRETED and triton.__version__.startswith("3.6.") and NUMPY >= (2, 4):
-                item.add_marker(pytest.mark.skip(reason=STUMBLES))
-            elif INTERPRETED and triton.__version__.startswith("3.6."):
-                item.add_marker(pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar"))
 
 
 @pytest.fixture(autouse=True)
