@@ -32,6 +32,7 @@ from refimpl.engine.trained import (
     MakeOptimizer,
     Parameters,
     found_again,
+    hand_over,
     make_optimizer,
     make_scheduler,
     names_of,
@@ -101,6 +102,8 @@ def build(
     opt = None
     if optimizer is not None or settings.optimizer is not None:
         given = parameters if named is None else found_again(model, named)
+        if named is not None and isinstance(optimizer, Optimizer):
+            hand_over(optimizer, found_again(model, named))
         is_part = axes.pipeline.size > 1 or shared > 1
         opt = make_optimizer(optimizer, settings.optimizer, trainable(model, given, is_part))
     stage, axes = make_stage(model, opt, settings, axes, experts)

@@ -16,6 +16,7 @@ from refimpl.engine.names import optimizer_named, schedule_named
 from refimpl.engine.sections import Optimizer as OptimizerSection
 from refimpl.engine.sections import Scheduler as SchedulerSection
 from refimpl.parallel.pipeline.module import PipelineModule
+from refimpl.zero.flat import groups_of
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 MakeOptimizer = Callable[[list[Any]], Optimizer]
@@ -25,10 +26,13 @@ T = TypeVar("T")
 def names_of(model: nn.Module, parameters: Parameters | None, optimizer: Any) -> list[dict[str, Any]]:
     """What is to be optimized, in groups, by its names in the model before it is cut."""
     if isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            "optimizer: its tensors are the whole model's, of which each rank keeps a part: give a callable that makes "
-            "one of the parameters it is called with, or `optimizer` in the configuration"
-        )
+        if optimizer.state:
+            raise ConfigError(
+                f"optimizer: this {type(optimizer).__name__} has stepped, and has state of the whole model's tensors, "
+                "of which each rank keeps a part: make it anew"
+            )
+        groups_of(optimizer, model)  # refuses another model's
+        parameters = optimizer.param_groups
     names = {p: name for name, p in model.named_parameters()}
     return [{**group, "params": [names[p] for p in group["params"]]} for group in trainable(model, parameters)]
 
@@ -39,6 +43,12 @@ def found_again(model: nn.Module, named: list[dict[str, Any]]) -> list[dict[str,
     here = {whole(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     here |= {model.first_of(p): p for p in model.repeated} if isinstance(model, PipelineModule) else {}
     return [{**group, "params": [here[name] for name in group["params"] if name in here]} for group in named]
+
+
+def hand_over(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """What this rank has of an optimizer's groups, to a caller's who made it before the model was cut."""
+    for group, here in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = here["params"]
 
 
 def trainable(model: nn.Module, parameters: Parameters | None, is_stage: bool = False) -> list[Any]:

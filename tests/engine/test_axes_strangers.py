@@ -27,17 +27,20 @@ def data(engine: Any, step: int, dp: int = 1) -> Any:
 def losses(axes: dict[str, int], zero: dict[str, Any], groups: str = "") -> tuple[list[float], list[float], int]:
     """Of three steps; norms; skipped steps. groups: two parameter groups, of different rates, or most is frozen."""
     torch.manual_seed(0)
-    model, given = GPT(SHAPE), None
-    if groups == "two":
+    model, given, optimizer = GPT(SHAPE), None, None
+    if groups in ("two", "of an optimizer"):
         late = [p for name, p in model.named_parameters() if name.startswith("ln.") or ".2." in name]
         early = [p for p in model.parameters() if all(p is not other for other in late)]
         given = [{"params": early, "lr": 0.1}, {"params": late, "lr": 0.5}]
+        if groups == "of an optimizer":
+            optimizer, given = torch.optim.SGD(given), None
     elif groups == "frozen":
         for name, p in model.named_parameters():
             p.requires_grad_(".2." in name)
     elif groups == "plain":
         given = model.parameters()
-    engine, *_ = initialize(model=model, model_parameters=given, config=settings(axes, zero_optimization=zero))
+    config = settings(axes, zero_optimization=zero)
+    engine, *_ = initialize(model=model, optimizer=optimizer, model_parameters=given, config=config)
     found, norms = [], []
     for step in range(3):
         found.append(engine.train_batch(data(engine, step, axes.get("dp", 1))).item())
@@ -55,7 +58,7 @@ def test_tensor_ranks_with_gradients_on_a_disk(axes: dict[str, int], stage: int,
         assert found_norms == pytest.approx(norms, rel=1e-4)
 
 
-@pytest.mark.parametrize("groups", ["two", "frozen", "plain"])
+@pytest.mark.parametrize("groups", ["two", "of an optimizer", "frozen", "plain"])
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
 def test_parameter_groups_and_frozen_layers_are_those_of_the_whole_model(axes: dict[str, int], groups: str) -> None:
     ((expected, norms, _),) = run(losses, {}, {"stage": 1}, groups, ranks=1)
@@ -79,6 +82,8 @@ def refused(what: str) -> None:
         model.blocks[0].mlp.up.register_forward_hook(lambda *_: None)  # type: ignore[union-attr, index]
     if what == "optimizer":
         optimizer = torch.optim.AdamW(model.parameters())
+        model(*batch(0, 0, 0)).backward()
+        optimizer.step()
     if what == "zero.Init":
         with Init(Group.world()):
             model = GPT(SHAPE)
@@ -105,7 +110,10 @@ def refused(what: str) -> None:
         ("subclass", "a Louder that is no chain of layers; give initialize a PipelineModule"),
         ("hook", "a GPT that has hooks, which its stages would not call"),
         ("layer's hook", r"blocks.0.mlp.up has hooks, which would see parts of its tensors"),
-        ("optimizer", "optimizer: its tensors are the whole model's, .*: give a callable"),
+        (
+            "optimizer",
+            "optimizer: this AdamW has stepped, and has state of the whole model.s .*: make it",
+        ),
         ("zero.Init", "was built in zero.Init, in shards, and layers are split and dealt out whole: build it without"),
         ("clip at stage 0", "would be of this rank's part of the model: set gradient_clipping"),
         ("clip at stage 1", "would be of this rank's part of the model: set gradient_clipping"),
