@@ -2,7 +2,8 @@
 
 Two of the three give the third, the first or the second alone leaves one micro-batch a step, and nothing is rounded:
 a size that does not divide is an error that shows the arithmetic. DeepSpeed's function divides with a floor and then
-asserts the product: `_set_batch_related_parameters` in deepspeed/runtime/config.py.
+asserts the product: `_set_batch_related_parameters` in deepspeed/runtime/config.py. Its world size counts tensor ranks,
+which share their data, and so does transformers' "auto": where all three are given, that product is taken too.
 """
 
 from collections.abc import Mapping
@@ -33,12 +34,19 @@ def complete(values: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     assert micro is not None
     assert steps is not None
     product = micro * steps * world_size
-    if train is not None and train != product:
+    if train is not None and train not in (product, product * _tensor_ranks(values)):
         raise ConfigError(
             f"{TRAIN} = {train}, but {MICRO} {micro} x {STEPS} {steps} x world size {world_size} = {product}; "
             f"change one of them, or leave one out to have it computed"
         )
     return {**values, TRAIN: product, MICRO: micro, STEPS: steps}
+
+
+def _tensor_ranks(values: Mapping[str, Any]) -> int:
+    """Ranks that share a model, and its data."""
+    section = values.get("tensor_parallel")
+    size = section.get("autotp_size") if isinstance(section, Mapping) else None
+    return size if isinstance(size, int) and size > 0 else 1
 
 
 def _size(values: Mapping[str, Any], key: str) -> int | None:
