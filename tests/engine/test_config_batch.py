@@ -40,12 +40,12 @@ def test_every_combination(world_size: int) -> None:
 
 @pytest.mark.parametrize(("train", "fits"), [(12, True), (24, True), (48, False)])
 def test_tensor_ranks_may_be_counted_where_all_three_are_given(train: int, fits: bool) -> None:
-    """As DeepSpeed counts, and transformers for "auto". 3 ranks read different data, each beside one that has the same."""
+    """As DeepSpeed counts, and transformers for "auto": 3 ranks with different data, each beside one with the same."""
     given = dict(zip(NAMES, (train, 2, 2), strict=True)) | {"tensor_parallel": {"autotp_size": 2}}
     if fits:
         assert load_config(given, world_size=3).train_batch_size == 12
     else:
-        with pytest.raises(ConfigError, match="train_batch_size = 48, but .* = 12"):
+        with pytest.raises(ConfigError, match=r"train_batch_size = 48, but .* = 12"):
             load_config(given, world_size=3)
 
 
