@@ -64,9 +64,7 @@ class Control:
         """Return when every rank has come here."""
         if self._line is not None:
             self._refuse_parted()
-            agreed = self._agreed("barrier", "")
-            agreed.announce()
-            with agreed:
+            with self._agreed("barrier", "") as agreed:
                 self._meet(agreed)
 
     def all_gather_object(self, obj: Any) -> list[Any]:

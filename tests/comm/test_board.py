@@ -57,8 +57,6 @@ def mismatch(op: str) -> None:
         _ = group.reduce_scatter(torch.ones(10), torch.ones(10 * n)) if first else group.all_reduce(torch.ones(10 * n))
     elif op == "objects":
         _ = group.all_gather_object("mine") if first else group.all_reduce(torch.ones(10))
-    elif op == "barrier":
-        _ = group.barrier() if first else group.all_reduce(torch.ones(10))
     group.barrier()
 
 
@@ -74,7 +72,6 @@ OPS = {
     "root": "broadcast of 10 float32 from 0",
     "collective": r"reduce_scatter (sum) of {10 * n} float32",
     "objects": "all_gather_object",
-    "barrier": "barrier",
 }
 
 
