@@ -143,7 +143,8 @@ def test_a_usage_error_names_the_command_and_help_stands_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refimpl_command(monkeypatch, "hint") == 2
-    assert capsys.readouterr().err.lower() == "refimpl hint: missing argument 'chapter'.\n"  # CHAPTER in older typers
+    names = "chapter", "CHAPTER"  # newer typers, older ones
+    assert capsys.readouterr().err in [f"refimpl hint: Missing argument '{name}'.\n" for name in names]
     assert refimpl_command(monkeypatch, "exercise") == 2
     shown = "".join(capsys.readouterr())
     assert "watch" in shown

@@ -35,16 +35,25 @@ def test_copying_a_bucket_at_once_changes_no_bit(stage: str) -> None:
     assert [name for name in one_by_one if not torch.equal(one_by_one[name], at_once[name])] == []
 
 
+def layers() -> nn.Module:
+    """Under ZeRO-2, a parameter a bucket: a bias's bucket fills the buffer that a weight's has left."""
+    return nn.Sequential(nn.Linear(10, 12), nn.Linear(12, 10), nn.Linear(10, 12), nn.Linear(12, 10))
+
+
+@pytest.mark.parametrize("reused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_parameter_begins_on_16_bytes_and_the_padding_stays_zero(dtype: torch.dtype) -> None:
+def test_every_parameter_begins_on_16_bytes_and_the_padding_stays_zero(dtype: torch.dtype, reused: bool) -> None:
     def work() -> tuple[list[int], list[float], int]:
-        model = nn.Sequential(nn.Linear(10, 12), nn.Linear(12, 10), nn.Linear(10, 12), nn.Linear(12, 10)).to(dtype)
-        # Where a rank keeps its shard alone, a bias's bucket fills the buffer that a weight's has left.
-        config = ZeroConfig(reduce_bucket_size=1)
-        stage = STAGES["zero2"](model, torch.optim.AdamW(model.parameters(), lr=1e-2), config=config)
+        model = layers() if reused else Net()
+        config = ZeroConfig(dtype=dtype, **({"reduce_bucket_size": 1} if reused else {}))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        stage = STAGES["zero2" if reused else "ddp"](model, optimizer, config=config)
         starts = [p.data_ptr() % 16 for bucket in stage.buckets for p in bucket.params]
-        for _ in range(2):
-            stage.backward(model(torch.ones(2, 10, dtype=dtype)).square().mean())
+        for step in range(2):
+            if reused:
+                stage.backward(model(torch.ones(2, 10, dtype=dtype)).square().mean())
+            else:
+                stage.backward(model(tokens(step, stage.group.rank)))
             stage.step()
         padding = [bucket.full[bucket.padding].float().abs().sum().item() for bucket in stage.buckets]
         params = sum(p.numel() for bucket in stage.buckets for p in bucket.params)
