@@ -101,11 +101,12 @@ def build(
     place_model(model, settings, axes.replicas.device)
     opt = None
     if optimizer is not None or settings.optimizer is not None:
-        given = parameters if named is None else found_again(model, named)
-        if named is not None and isinstance(optimizer, Optimizer):
-            hand_over(optimizer, found_again(model, named))
+        if named is not None:
+            parameters = here = found_again(model, named)
+            if isinstance(optimizer, Optimizer):
+                hand_over(optimizer, here)
         is_part = axes.pipeline.size > 1 or shared > 1
-        opt = make_optimizer(optimizer, settings.optimizer, trainable(model, given, is_part))
+        opt = make_optimizer(optimizer, settings.optimizer, trainable(model, parameters, is_part))
     stage, axes = make_stage(model, opt, settings, axes, experts)
     loader = None
     if dataset is not None:
