@@ -44,11 +44,9 @@ class Helper:
         """Something is left under way. With the lock."""
         if not self._started:
             self._started = True
-            arguments = self._calls, self._quitting, self._lock, os.getpid()
-            weakref.finalize(self, _quit, *arguments)
-            thread = threading.Thread(target=_work, args=(weakref.ref(self), self._calls), daemon=True)
-            thread.name = "refimpl-helper"
-            thread.start()
+            weakref.finalize(self, _quit, self._calls, self._quitting, self._lock, os.getpid())
+            arguments = weakref.ref(self), self._calls
+            threading.Thread(target=_work, args=arguments, name="refimpl-helper", daemon=True).start()
         if not self._makes_rounds:
             self._makes_rounds = True
             self._calls.put(True)
