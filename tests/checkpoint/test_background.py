@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -148,6 +150,13 @@ def test_a_failure_is_raised_once_and_the_next_work_runs() -> None:
     work.start(lambda: done.append(threading.current_thread().name), "second")
     work.wait()
     assert done == ["second"]
+
+
+def test_what_nobody_has_waited_for_is_printed_at_the_end() -> None:
+    code = "from refimpl.checkpoint.background import Background; Background().start(lambda: {}['lost'], 'fail')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "nobody has waited for it" in ended.stderr
+    assert "KeyError: 'lost'" in ended.stderr
 
 
 def test_a_rank_whose_folder_rank_0_has_given_up_says_so(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Our safetensors files are the library's and the other way round; pieces are what whole reads give."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,17 @@ def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
     with Reader(tmp_path / "f") as file:
         assert file._header.keys() == TENSORS.keys()
         assert all(equal(file.tensor(name), tensor) for name, tensor in TENSORS.items())
+
+
+def test_a_header_may_name_its_tensors_in_any_order(tmp_path: Path) -> None:
+    write(tmp_path / "f", {"w": torch.ones(3), "v": torch.zeros(2)})
+    raw = (tmp_path / "f").read_bytes()
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    text = json.dumps(dict(reversed(json.loads(raw[8:begin]).items()))).encode()
+    (tmp_path / "f").write_bytes(len(text).to_bytes(8, "little") + text + raw[begin:])
+    with Reader(tmp_path / "f") as file:
+        assert equal(file.tensor("w"), torch.ones(3))
+        assert equal(file.tensor("v"), torch.zeros(2))
 
 
 def test_a_piece_reads_its_own_bytes_alone(tmp_path: Path) -> None:

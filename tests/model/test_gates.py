@@ -168,6 +168,24 @@ def test_a_sampled_second_choice_leaves_the_first() -> None:
     assert (routes.indices[:, 0] != routes.indices[:, 1]).all()
 
 
+def test_deepspeeds_gates_of_two_and_more_take_no_rsample() -> None:
+    logits = logits_of(40, 4)
+    torch.manual_seed(0)
+    one, two, three = (
+        route(logits, Routing.deepspeed(k, noisy_gate_policy="RSample", drop_tokens=False)).indices for k in (1, 2, 3)
+    )
+    assert not torch.equal(one[:, 0], logits.argmax(1))
+    assert torch.equal(two[:, 0], logits.argmax(1))
+    assert torch.equal(three, logits.topk(3)[1])
+
+
+def test_a_gate_begins_as_torchs_linear() -> None:
+    torch.manual_seed(0)
+    gate = Gate(8, 4)
+    torch.manual_seed(0)
+    assert torch.equal(gate.weight, nn.Linear(8, 4, bias=False).weight)
+
+
 @pytest.mark.parametrize("noise", ["Jitter", "normal"])
 def test_noise_is_for_training_alone(noise: str) -> None:
     torch.manual_seed(0)

@@ -14,10 +14,15 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 
 from refimpl.comm.collectives import chunk_sizes
 from refimpl.comm.group import Group
-from refimpl.optim.diloco import DiLoCo, nesterov
+from refimpl.optim.diloco import DiLoCo
 from refimpl.optim.local_sgd import LocalSGD, Meeting
 
 KINDS = {"local": LocalSGD, "diloco": DiLoCo}
+
+
+def nesterov(params: list[nn.Parameter]) -> optim.Optimizer:
+    """The outer optimizer, as the paper has it."""
+    return optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def make(kind: str, model: nn.Module, every: int, **options: Any) -> Meeting:
@@ -42,6 +47,8 @@ def rounds_of(kind: str, rounds: int, every: int) -> Tensor:
     assert sent == {"buffers": rounds * 4 * 3 * (group.size - 1) * (group.rank == 0)}
     assert (outer.since, outer.meetings) == (0, rounds)
     assert all(other.equal(flat(model)) for other in everyone_has(flat(model)))
+    if isinstance(outer, DiLoCo):
+        assert all(theta.grad is None for theta in outer.theta), "4 bytes a parameter, but while ranks meet"
     assert model.again.weight is model.a.weight
     assert all(other.equal(model.running) for other in everyone_has(model.running))
     return flat(model)

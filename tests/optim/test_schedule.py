@@ -165,11 +165,11 @@ def test_one_cycle_in_stairs() -> None:
 
 
 def test_one_cycle_momentum_of_sgd_and_of_none() -> None:
-    weight = [torch.nn.Parameter(torch.ones(1))]
-    sgd = torch.optim.SGD(weight, lr=0.1, momentum=0.5)
+    weight, other = [torch.nn.Parameter(torch.ones(1))], [torch.nn.Parameter(torch.ones(1))]
+    sgd = torch.optim.SGD([{"params": weight, "momentum": 0.5}, {"params": other}], lr=0.1)
     schedule = OneCycle(sgd, 0.1, 0.5, cycle_first_step_size=2)
     schedule.step()
-    assert sgd.param_groups[0]["momentum"] == pytest.approx(0.85)
+    assert [group["momentum"] for group in sgd.param_groups] == pytest.approx([0.85, 0])  # of the group that has one
     with pytest.warns(UserWarning, match="SGD has no momentum to cycle"):
         plain = OneCycle(torch.optim.SGD(weight, lr=0.1), 0.1, 0.5, cycle_first_step_size=2)
     plain.step()

@@ -106,6 +106,8 @@ def test_messages_that_take_time_cost_1f1b_two_a_stage_on_its_way() -> None:
     """Filling sends p-1 activations, draining p-1 gradients; in between they hide behind work if there is enough."""
     late = clock.bubble(schedule("gpipe", 4, 8), Cost(message=0.25))
     assert late == clock.bubble(schedule("gpipe", 4, 8)) + 2 * 3 * 0.25
+    for name in ("1f1b", "interleaved", "zb-v"):
+        assert clock.bubble(schedule(name, 1, 4), Cost(message=0.25)) == 0, "what a rank made itself is no message"
 
 
 # --- what is wrong is found

@@ -245,6 +245,9 @@ def clipped_by_hand(stage: str, disk: Disk | None) -> dict[str, Tensor]:
         own = here.read_local("blocks.1.up.weight", "grad")
         assert own is not None
         here.write_local("blocks.1.up.weight", own * 2, "grad")
+        changed = here.model.get_parameter("blocks.1.up.weight").grad
+        assert changed is not None
+        found[f"changed norm {step}"] = changed.norm()
         for name in ("embed.weight", "blocks.1.up.weight", "norm.weight"):
             gradient = here.full_gradient(name)
             assert gradient is not None

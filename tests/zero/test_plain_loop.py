@@ -233,6 +233,27 @@ def test_every_loop_ends_as_in_plain_torch(stage: str) -> None:
                 )
 
 
+def nothing_to_show(stage_name: str) -> list[bool]:
+    """Of a layer that no rank uses and of a gradient set to None: whether it is None, and whether a step leaves it."""
+    group, model = Group.world(), nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    stage = STAGES[stage_name](model, optimizer, group)
+    unused, dropped = model[1].weight, model[0].weight
+    before = [stage.full_parameter(p) for p in (unused, dropped)]
+    stage.backward(model[0](torch.ones(1, 3)).sum())
+    dropped.grad = None
+    seen = [unused.grad is None, dropped.grad is None]
+    optimizer.step()
+    return seen + [torch.equal(stage.full_parameter(p), w) for p, w in zip((unused, dropped), before, strict=True)]
+
+
+@every_stage
+def test_no_gradient_is_none_and_moves_nothing(stage: str) -> None:
+    """Where a rank has 1/N of it, none knows alone whether another one has used a layer: it shows zeros."""
+    known = stage == "ddp"
+    assert run(nothing_to_show, stage, ranks=2) == [[known, True, True, True]] * 2
+
+
 def lbfgs(model: nn.Module, optimizer: torch.optim.Optimizer, data: Callable[[int], Tensor]) -> None:
     """Asks its closure several times a step. (A line search would compare losses, which differ between ranks.)"""
     for step in range(2):

@@ -139,6 +139,7 @@ def test_counted_bytes_equal_the_formulas(stage: str, ranks: int, micro_batches:
     expected = memory_bytes(stage, ranks, dtype.itemsize, out.layout)
     assert {name: out.memory[name] for name in expected} == expected
     assert out.memory["gathered"] == 0
+    assert out.buckets[1] < out.buckets[0] + 1000, "but for a message's, the buffers of a step serve the next"
     rows = traffic(stage, ranks, dtype.itemsize, out.layout, micro_batches)
     assert out.sent == by_collective(rows)
     assert out.layout.padding < 64 * ranks * out.layout.buckets
@@ -190,6 +191,24 @@ def test_infinite_loss_on_one_rank_skips_the_step_on_all(stage: str) -> None:
     weights = outs[0].weights
     assert weights is not None
     assert all(w.isfinite().all() for w in weights.values())
+
+
+def large_gradients() -> list[float | None]:
+    """Every stage's norm of nine gradients whose squares no fp32 holds."""
+    from refimpl.comm.group import Group
+
+    norms = []
+    for stage_class in STAGES.values():
+        model = nn.Linear(3, 3, bias=False)
+        stage = stage_class(model, torch.optim.SGD(model.parameters(), lr=1e-26), Group.world())
+        stage.backward(1e25 * model(torch.ones(1, 3)).sum())
+        assert stage.step(), type(stage).__name__
+        norms.append(stage.grad_norm)
+    return norms
+
+
+def test_gradients_too_large_to_square_are_finite() -> None:
+    assert run(large_gradients, ranks=2)[0] == pytest.approx([3e25] * 4)
 
 
 @every_stage

@@ -91,6 +91,7 @@ class Outcome:
     sent_by_tag: dict[str, int]
     events: list[Event]  # of the last step
     memory: dict[str, int]  # between the last backward and its step
+    buckets: list[int]  # bytes of transient buffers then, of each step
     layout: Layout
     scales: list[float]
 
@@ -104,7 +105,7 @@ def train(stage_name: str, job: Job) -> Outcome:
     config = ZeroConfig(gradient_clipping=job.clip, **job.config)
     stage = STAGES[stage_name](model, job.optimizer(model), group, config, scaler)  # type: ignore[call-arg]
     meter = MemoryMeter(stage.tensors)
-    out = Outcome(None, [], [], [], {}, {}, [], {}, layout_of(stage), [])
+    out = Outcome(None, [], [], [], {}, {}, [], {}, [], layout_of(stage), [])
     for step in range(job.steps):
         group.ledger.reset()
         for a in range(job.micro_batches):
@@ -114,6 +115,7 @@ def train(stage_name: str, job: Job) -> Outcome:
             stage.backward(loss, sync=a == job.micro_batches - 1)
             out.losses.append(loss.item())
         out.memory = meter.now()
+        out.buckets.append(out.memory["buckets"])
         out.done.append(stage.step())
         out.norms.append(stage.grad_norm)
         out.scales.append(stage.scaler.scale if stage.scaler else 1.0)
