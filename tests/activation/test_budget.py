@@ -122,6 +122,9 @@ ODD: dict[str, list[nn.Module]] = {
     "both in turn": [*(m for _ in range(3) for m in (Residual(), nn.Sequential(nn.Linear(16, 16), nn.Softmax(-1))))],
     "of other widths": [nn.Linear(w, v) for w, v in ((16, 40), (40, 24), (24, 24), (24, 8), (8, 56), (56, 16))],
     "inputs that nobody keeps": [m for _ in range(3) for m in (nn.Linear(16, 16).requires_grad_(False), nn.GELU())],
+    "an output that is kept, behind it an input that is not": [
+        m for _ in range(3) for m in (tanh_ends(), nn.Linear(16, 16).requires_grad_(False))
+    ],
     "norms behind": [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True) for _ in range(6)],
 }
 

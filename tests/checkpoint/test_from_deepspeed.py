@@ -203,6 +203,40 @@ def test_another_layout_is_named(key: str, value: Any, written: Path, tmp_path: 
     assert not list((tmp_path / "out").glob("*"))
 
 
+def test_what_alignment_puts_between_parameters_is_left_out(written: Path, tmp_path: Path) -> None:
+    """As with DeepSpeed's `parameter_alignment`: here five elements behind the first parameter, which has 35."""
+    folder = copy(written, tmp_path / "ds")
+    import_folder(folder, tmp_path / "plain")
+    files = sorted(folder.glob("*_optim_states.pt"))
+    saved = [unpickle.load(file)["optimizer_state_dict"] for file in files]
+    holders = [
+        [(optim["single_partition_of_fp32_groups"], 0) for optim in saved],
+        *([(optim["base_optimizer_state"]["state"][0], key) for optim in saved] for key in ("exp_avg", "exp_avg_sq")),
+    ]
+    for parts in holders:
+        flat = torch.cat([holder[key] for holder, key in parts])
+        padded = torch.cat([flat[:35], torch.full((5,), torch.nan), flat[35:]])
+        for (holder, key), part in zip(parts, padded.split(33), strict=True):
+            holder[key] = part.clone()
+    for file, optim in zip(files, saved, strict=True):
+        for key in ("loss_scaler", "param_slice_mappings"):  # of classes that only DeepSpeed's own files may name
+            optim.pop(key)
+        said = {"param_alignment_paddings": [[5, 0], [0]]}
+        torch.save({"optimizer_state_dict": optim | said}, tmp_path / "new")  # the tensors are still in the old one
+        (tmp_path / "new").rename(file)
+    import_folder(folder, tmp_path / "aligned")
+    plain, aligned = (Folder(*given(tmp_path / out)) for out in ("plain", "aligned"))
+    with plain, aligned:
+        found = dict(weights(aligned, torch.float32))
+        assert all(torch.equal(found[name], weight) for name, weight in weights(plain, torch.float32))
+        for key in ("exp_avg", "exp_avg_sq"):
+            for name in ("embed.weight", "middle.weight"):
+                values = [torch.zeros(plain.places[name].numel) for _ in range(2)]
+                for opened, value in zip((plain, aligned), values, strict=True):
+                    opened.fill(key, name, 0, value)
+                assert torch.equal(*values)
+
+
 def test_a_group_without_state_leaves_the_others_theirs(written: Path, tmp_path: Path) -> None:
     folder = copy(written, tmp_path / "ds")
     import_folder(folder, tmp_path / "whole")

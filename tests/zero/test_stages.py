@@ -57,6 +57,38 @@ def test_all_stages_agree_bit_for_bit_in_bf16() -> None:
         assert differing(other, weights[0]) == []
 
 
+def in_short_slices(stage_name: str, longest: int) -> tuple[list[int], dict[str, torch.Tensor] | None]:
+    """Lengths of the slices that the optimizer knows of six parameters of 256 elements, and the weights at the end."""
+    from refimpl.comm.group import Group
+    from refimpl.zero import slices
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6))).bfloat16()
+    kept, slices.LONGEST = slices.LONGEST, longest
+    try:
+        stage = STAGES[stage_name](model, torch.optim.AdamW(model.parameters(), lr=0.1), Group.world())
+    finally:
+        slices.LONGEST = kept
+    for _ in range(2):
+        stage.backward(model(torch.ones(1, 16, dtype=torch.bfloat16)).float().square().sum())
+        stage.step()
+    return [s.end - s.start for cut in stage.update.slices.of.values() for s in cut], stage.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("stage", "lengths"),
+    [("ddp", {1536: [1536], 600: [512, 512, 512], 128: [256] * 6}), ("zero1", {600: [512, 256], 128: [256, 256, 256]})],
+)
+def test_a_long_master_is_cut_before_parameters_and_keeps_its_bits(stage: str, lengths: dict[int, list[int]]) -> None:
+    """So the gradient that is widened at a time is short."""
+    whole = run(in_short_slices, stage, 1 << 22, ranks=2)[0][1]
+    for longest, expected in lengths.items():
+        cut, weights = run(in_short_slices, stage, longest, ranks=2)[0]
+        assert cut == expected
+        assert weights is not None
+        assert differing(weights, whole) == []
+
+
 class ByChannels(nn.Module):
     """Convolutions whose weights lie in the order of channels_last, one of them frozen, and a transposed matrix."""
 
