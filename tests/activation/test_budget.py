@@ -178,6 +178,7 @@ def test_measuring_keeps_nothing_of_a_block_that_saves_its_output() -> None:
     measure([block], torch.randn(5, 16), repeat=1)
     assert outputs
     assert [output() for output in outputs] == [None] * len(outputs)
+    assert len(block._forward_hooks) == 1, "the test's own"
 
 
 class Spare(nn.Module):

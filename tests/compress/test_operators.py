@@ -62,6 +62,23 @@ def test_the_bound_of_rounding_to_blocks_is_reached(bits: int) -> None:
     assert lost == pytest.approx(operator.error_bound(64) * squares(x), rel=1e-5)
 
 
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_bound_of_blocks_is_the_worst_block(bits: int, stochastic: bool) -> None:
+    """One number is the largest, the others lie a part f of the way from one code to the next."""
+    operator, others = Blocks(bits, 33, stochastic), 32
+    f = torch.linspace(0, 1, 1001, dtype=torch.float64)
+    lost = f * (1 - f) if stochastic else torch.minimum(f, 1 - f).square()
+    worst = (others * lost / (operator.largest**2 + others * f.square())).max()
+    assert operator.error_bound(100) == pytest.approx(worst.item(), rel=1e-3)
+
+
+def test_rounding_is_to_the_nearest_code() -> None:
+    x, back, operator = torch.linspace(-7, 7, 1001), torch.zeros(1001), Blocks(4, 1001)  # a code is 1 wide
+    operator.add_to(back, operator.compress(x))
+    assert (x - back).abs().max() <= 0.5 + 1e-5
+
+
 @pytest.mark.parametrize("name", ["random-k", "PowerSGD"])
 @hypothesis.settings(max_examples=10)
 @given(x=vectors(least=1, most=64))

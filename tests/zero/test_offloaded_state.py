@@ -45,9 +45,9 @@ def steps(stage: Stage, first: int, last: int) -> None:
         stage.step()
 
 
-def looked_at(stage: str, disk: Disk | None, ratio: float = 1.0) -> dict[str, Tensor | None]:
+def looked_at(stage: str, disk: Disk | None, ratio: float, dtype: torch.dtype | None) -> dict[str, Tensor | None]:
     """Runs on every rank: each parameter and its state, in the middle of training; then changed, and trained on."""
-    here = built(stage, disk, ratio)
+    here = built(stage, disk, ratio, dtype)
     steps(here, 0, 2)
     found: dict[str, Tensor | None] = {}
     for name in ("embed.weight", "blocks.1.up.bias", "norm.weight"):
@@ -55,14 +55,18 @@ def looked_at(stage: str, disk: Disk | None, ratio: float = 1.0) -> dict[str, Te
         found[f"{name} exp_avg"] = here.full_state(name, "exp_avg")
         found[f"{name} step"] = here.full_state(name, "step")
     here.set_full_parameter("blocks.0.up.weight", torch.full((39, 13), 0.01))
+    found["set, to more digits than bf16 has"] = here.full_parameter("blocks.0.up.weight")
     here.set_full_state("blocks.0.up.weight", "exp_avg", torch.full((39, 13), 0.02))
     steps(here, 2, 4)
     return found | {f"{name} at the end": here.full_parameter(name) for name in here.names.values()}
 
 
-@pytest.mark.parametrize(("stage", "ratio"), [("zero1", 0.3), ("zero1", 1.0), ("zero2", 1.0), ("zero3", 1.0)])
-def test_parameters_and_state_by_name(stage: str, ratio: float, tmp_path: Path) -> None:
-    plain, offloaded = (run(looked_at, stage, disk, ratio, ranks=3)[0] for disk in (None, Disk(tmp_path)))
+@pytest.mark.parametrize(
+    ("stage", "ratio", "dtype"),
+    [("zero1", 0.3, None), ("zero1", 1.0, torch.bfloat16), ("zero2", 1.0, None), ("zero3", 1.0, torch.bfloat16)],
+)
+def test_parameters_and_state_by_name(stage: str, ratio: float, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    plain, offloaded = (run(looked_at, stage, disk, ratio, dtype, ranks=3)[0] for disk in (None, Disk(tmp_path)))
     assert offloaded.keys() == plain.keys()
     assert [n for n, t in plain.items() if t is not None and not torch.equal(t, offloaded[n])] == []  # type: ignore[arg-type]
 
@@ -201,7 +205,10 @@ def test_between_steps_only_buffers_are_in_memory(stage: str, dtype: torch.dtype
 
 
 def looked_at_locally(disk: Disk) -> None:
-    built("zero2", disk).local_parameter("norm.weight")
+    here = built("zero2", disk)
+    here.backward(here.model(tokens(0, here.group.rank)))
+    assert here.local_gradient("norm.weight") is not None, "gradients are in memory"
+    here.local_parameter("norm.weight")
 
 
 def test_a_view_of_what_is_away_is_refused(tmp_path: Path) -> None:

@@ -211,6 +211,7 @@ def in_every_loop(stage_name: str) -> list[dict[str, Tensor]]:
         ends.append({name: w.clone() for name, w in model.state_dict().items()})
         stage.release()
         assert all(type(p) is nn.Parameter for p in model.parameters())
+        assert not optimizer.state, "of slices that are gone"
     return ends
 
 
