@@ -20,6 +20,7 @@ from refimpl.model.gpt import GPT
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.fetch import Fetch
 from refimpl.zero.owners import leaves
+from refimpl.zero.units import resident
 from refimpl.zero.zero3 import Zero3
 
 
@@ -179,6 +180,12 @@ def test_what_stays_gathered_is_not_sent_again() -> None:
 
 def units_with(**config: Any) -> list[str]:
     return [u.name for u in built(Net(), **config).units]
+
+
+def test_small_parameters_stay_whole_up_to_a_total() -> None:
+    params = [nn.Parameter(torch.zeros(n)) for n in (60, 101, 60, 60, 30)]
+    chosen = resident(params, ZeroConfig(param_persistence_threshold=100, model_persistence_threshold=150))
+    assert [p in chosen for p in params] == [True, False, True, False, True]
 
 
 def test_leaf_modules_are_gathered_whole() -> None:
