@@ -32,7 +32,7 @@ def same(x: Tensor, expected: Tensor) -> bool:
 
 def moved(group: Group) -> None:
     rank, ranks = group.rank, group.size
-    for dtype in (*UNKNOWN_TO_GLOO, torch.bool):
+    for dtype in (*UNKNOWN_TO_GLOO, torch.bool, torch.complex128):
         rows = [given(r, 5 * ranks, torch.uint8 if dtype == torch.bool else dtype) for r in range(ranks)]
         rows = [row % 2 == 0 for row in rows] if dtype == torch.bool else rows
         x, whole = rows[rank], torch.cat(rows)

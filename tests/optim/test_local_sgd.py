@@ -16,6 +16,7 @@ from refimpl.comm.collectives import chunk_sizes
 from refimpl.comm.group import Group
 from refimpl.optim.diloco import DiLoCo
 from refimpl.optim.local_sgd import LocalSGD, Meeting
+from refimpl.optim.weights import chunks
 
 KINDS = {"local": LocalSGD, "diloco": DiLoCo}
 
@@ -250,6 +251,11 @@ def broken() -> None:
 
 def test_errors_name_the_rank_the_parameter_the_remedy() -> None:
     worlds.run(broken, ranks=2)
+
+
+def test_a_message_is_filled_up() -> None:
+    tensors = [torch.zeros(n) for n in (3, 2, 6, 1, 4)] + [torch.zeros(1, dtype=torch.float64)]
+    assert [[t.numel() for t in chunk] for chunk in chunks(tensors, 5)] == [[3, 2], [6], [1, 4], [1]]
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True])

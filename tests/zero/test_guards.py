@@ -324,7 +324,7 @@ def by_name(stage_name: str, dtype: torch.dtype) -> bool:
         assert stage.full_gradient("unused.weight") is None or not stage.full_gradient("unused.weight").any()
         for other, p in model.named_parameters() if stage_name != "ddp" else ():  # whose gradients are plain tensors
             whole = stage.full_gradient(other)
-            assert whole is None or p.grad is not None and p.grad.norm() == whole.double().norm().float()  # bit for bit
+            assert whole is None or (p.grad is not None and p.grad.norm() == whole.double().norm().float())
         stage.backward(model(tokens(step, group.rank)), sync=False)  # waits on each rank: it is replaced too
         stage.set_full_gradient(name, torch.ones(39, 13))
         assert torch.equal(stage.full_gradient(name), torch.ones(39, 13))

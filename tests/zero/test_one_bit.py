@@ -385,3 +385,15 @@ def test_with_bias_correction_a_steady_gradient_takes_lambs_steps_after_the_free
             optimizer.step()
         moved.append(torch.linspace(1.0, 2.0, 8) - p.detach())
     torch.testing.assert_close(moved[1], moved[0], rtol=0.01, atol=0)
+
+
+def test_the_intervals_of_zero_one_adam_double_again_and_again() -> None:
+    """Every second update of the variance here, which then comes half as often."""
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer, exact = ZeroOneAdam([p], lr=0.01, var_update_scaler=2), []
+    for step in range(1, 33):
+        before = optimizer.state[p].get("variance_step", 0)
+        p.grad = torch.ones(3)
+        optimizer.step()
+        exact += [step] * (optimizer.state[p]["variance_step"] - before)
+    assert exact == [1, 2, 4, 6, 8, 12, 16, 24, 32]
