@@ -60,7 +60,7 @@ class ByName(Built):
     def full_gradient(self, p: nn.Parameter | str) -> Tensor | None:
         """The gradient since the last step, the mean over ranks, fp32, also of what waits for a later backward.
 
-        None if no rank has any.
+        Of a parameter that no rank has used: None, or zeros where its bucket has a gradient of others.
         """
         p = self.parameter(p)
         bucket = self.gradients.bucket_of.get(p)

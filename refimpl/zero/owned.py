@@ -15,6 +15,7 @@ from refimpl.optim.loss_scale import DynamicLossScaler
 from refimpl.zero.grad_view import NO_GRAD_SCALER
 from refimpl.zero.norm import GradNorm, shown
 from refimpl.zero.settings import settings
+from refimpl.zero.whole_state import take_whole
 
 if TYPE_CHECKING:
     from refimpl.zero.stage import Stage
@@ -44,19 +45,20 @@ class Owned(optim.Optimizer):
         return {**self.stage.update.brought(super().state_dict()), "slices_of": self._whose()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of `state_dict`, on the same rank. ValueError for another's, or for one of whole parameters."""
-        given, here = state_dict.get("slices_of"), self._whose()
-        if given != here:
-            whose = (
-                "of whole parameters"
-                if given is None
-                else f"rank {given['rank']}'s of {given['ranks']}, {given['stage']}"
-            )
-            raise ValueError(
-                f"optimizer.load_state_dict: this state is {whose}; here is rank {here['rank']} of {here['ranks']}, "
-                f"{here['stage']}. Every rank saves and loads its own: optimizer.state_dict(), or stage.state_dict()"
-            )
+        """The inverse of `state_dict`, on the same rank. ValueError for another's.
+
+        One of whole parameters, saved without a stage, is taken too: on every rank, see `whole_state`.
+        """
         self.stage.update.refuse_under_way()
+        given, here = state_dict.get("slices_of"), self._whose()
+        if given is None:
+            return take_whole(self.stage, state_dict)
+        if given != here:
+            raise ValueError(
+                f"optimizer.load_state_dict: this state is rank {given['rank']}'s of {given['ranks']}, "
+                f"{given['stage']}; here is rank {here['rank']} of {here['ranks']}, {here['stage']}. Every rank saves "
+                "and loads its own: optimizer.state_dict(), or stage.state_dict()"
+            )
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "slices_of"})
         for bucket in self.stage.update.masters:
             self.stage.update.keep_state(bucket)

@@ -7,10 +7,10 @@ ranks hold it. `restore` asks for what this rank holds here, piece by piece, str
 DeepSpeed: deepspeed/checkpoint/universal_checkpoint.py and ds_to_universal.py.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,9 @@ from refimpl.offload.blocks import Buffer
 from refimpl.offload.homes import is_here
 from refimpl.zero.flat import Bucket, round_up
 from refimpl.zero.parameter import DATA
-from refimpl.zero.stage import Stage
+
+if TYPE_CHECKING:
+    from refimpl.zero.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,14 @@ class Part:
     rest: dict[str, Any]
 
 
-def place_of(stage: Stage, p: nn.Parameter) -> Place:
+def place_of(stage: "Stage", p: nn.Parameter) -> Place:
     """Where p lies; a parameter that is in no flat buffer has one of its own."""
     bucket, ranks = stage.home(p), stage.experts.get(p, stage.group).size
     at, of = (0, round_up(max(1, p.numel()), ranks)) if bucket is None else (bucket.offset[p], bucket.padded)
     return Place(tuple(p.shape), str(p.dtype).removeprefix("torch."), at, of, stage.group_of.get(p), p.requires_grad)
 
 
-def parts(stage: Stage) -> Iterator[Part]:
+def parts(stage: "Stage") -> Iterator[Part]:
     """This rank's parts of all parameters: views where they are in memory, `Later` where they rest on a disk.
 
     None of what a rank beyond it saves. Bucket by bucket: what rests on a disk is read once, neighbours together.
@@ -89,7 +91,7 @@ def parts(stage: Stage) -> Iterator[Part]:
         yield Part(name, place, weight, state, rest if begin == 0 else {})
 
 
-def seen(stage: Stage, bucket: Bucket) -> Tensor:
+def seen(stage: "Stage", bucket: Bucket) -> Tensor:
     """The most exact weights of a bucket that this rank has; where they rest on a disk their shape: see `away`."""
     master = stage.update.masters.get(bucket)
     resting = bucket.mine if master is None and bucket.shelf is not None else master
@@ -104,13 +106,20 @@ def piece(bucket: Bucket, flat: Tensor, low: int, high: int) -> Tensor | Later:
 
 
 @torch.no_grad()
-def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool, apart: Iterable[str] = ()) -> None:
+def restore(stage: "Stage", source: Source, names: Iterable[str], optimizer: bool, apart: Iterable[str] = ()) -> None:
     """These parameters' weights from `source`, and with `optimizer` their state; `apart`: see `Slices`.
 
     This rank's alone, and no collective, so that each may fail by itself: `stage.gather()` brings them to the others.
     With `optimizer`, a parameter that is not among `names` keeps its weights and begins without a state.
     """
     wanted = set(names)
+    restore_weights(stage, source, wanted)
+    if optimizer and stage.update.slices.optimizer is not None:
+        restore_optimizer(stage, source, wanted, apart)
+
+
+def restore_weights(stage: "Stage", source: Source, wanted: Container[str]) -> None:
+    """The part of `restore` that every load wants."""
     stage.free_gathered()  # ahead, with the old weights
     members: dict[Bucket, list[nn.Parameter]] = {}
     for p, name in stage.names.items():
@@ -129,17 +138,21 @@ def restore(stage: Stage, source: Source, names: Iterable[str], optimizer: bool,
             if low < high:
                 source.fill("weight", stage.names[p], low - here, flat[low:high])
         stage.put_weights(bucket, flat)
+
+
+@torch.no_grad()
+def restore_optimizer(stage: "Stage", source: Source, wanted: Container[str], apart: Iterable[str] = ()) -> None:
+    """The optimizer's state alone, in the place of all that it had."""
     slices = stage.update.slices
-    if optimizer and slices.optimizer is not None:
-        slices.optimizer.state.clear()
-        slices.apart = {p for p, name in stage.names.items() if name in set(apart)}
-        for bucket in sorted(slices.of, key=lambda bucket: bucket.group_index):  # as a step makes them
-            restore_states(stage, bucket, source, wanted)
-            stage.update.keep_state(bucket)
-        stage.update.replaced()
+    stage.optimizer.state.clear()
+    slices.apart = {p for p, name in stage.names.items() if name in set(apart)}
+    for bucket in sorted(slices.of, key=lambda bucket: bucket.group_index):  # as a step makes them
+        restore_states(stage, bucket, source, wanted)
+        stage.update.keep_state(bucket)
+    stage.update.replaced()
 
 
-def restore_states(stage: Stage, bucket: Bucket, source: Source, wanted: set[str]) -> None:
+def restore_states(stage: "Stage", bucket: Bucket, source: Source, wanted: Container[str]) -> None:
     """The optimizer's state of a bucket's slices, which are cut where parameters have different histories."""
     slices, names = stage.update.slices, stage.names
     assert slices.optimizer is not None

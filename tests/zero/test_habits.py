@@ -191,9 +191,6 @@ def refused(stage_name: str, how: str) -> None:
         model[0].weight.data = torch.zeros(7, 5)
     if how == "state of another":
         optimizer.load_state_dict(group.all_gather_object(optimizer.state_dict())[0])
-    if how == "plain state":
-        twin = small()
-        optimizer.load_state_dict(by_adamw(twin).state_dict())
     if how in ("step", "zero_grad"):
         model[0].weight.register_hook(lambda _: getattr(optimizer, how)())
         model(batch(9, group.rank)).square().mean().backward()
@@ -213,7 +210,6 @@ def refused(stage_name: str, how: str) -> None:
         ("one memory", "parameters 0.weight and 1.weight share their memory"),
         ("reduced by torch", "0 is torch's DistributedDataParallel, .*: hand over its .module"),
         ("momentum", "SGD has already taken steps"),
-        ("plain state", "this state is of whole parameters"),
         ("data", r"parameter 0.weight\.data = .*p.data.copy_|parameter 0.weight: data needs its values"),
         ("state of another", r"this state is rank 0's of 2, Zero\d; here is rank 1 of 2"),
         ("late backward", "modified by an inplace operation"),

@@ -1,0 +1,88 @@
+"""A state that an optimizer saved without a stage goes on under one."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import STAGES
+from worlds import run
+
+from refimpl.launch import RankError
+from refimpl.offload.homes import Host
+from refimpl.zero.config import ZeroConfig
+
+
+def small(width: int = 7) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3), nn.Linear(3, 3))
+
+
+def two_groups(model: Any, lr: float = 0.01) -> torch.optim.Optimizer:
+    biases = [layer.bias for layer in (model[3], model[0], model[2])]
+    groups = [{"params": biases, "weight_decay": 0.0}, {"params": [model[2].weight, model[0].weight, model[3].weight]}]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def momentum(model: Any, lr: float = 0.01) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def steps(model: Any, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    """The last layer has no gradient in steps 0 and 1: its state begins later."""
+    for i in range(first, last):
+        x: Tensor = torch.randn(4, 5, generator=torch.Generator().manual_seed(i)).to(model[0].bias.dtype)
+        (model(x) if i > 1 else model[:3](x)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def goes_on(stage_name: str, make: Callable[..., torch.optim.Optimizer], config: ZeroConfig, used: int) -> None:
+    alone, model = small(), small()
+    by = make(alone)
+    steps(alone, by, 0, used)
+    saved = copy.deepcopy((alone.state_dict(), by.state_dict()))
+    optimizer = make(model, lr=5.0)
+    stage = STAGES[stage_name](model, optimizer, config=config)
+    steps(model, optimizer, 0, 1)  # what was here before is gone afterwards
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    steps(alone, by, used, used + 3)
+    steps(model, optimizer, used, used + 3)
+    bounds = {"rtol": 2e-2, "atol": 5e-3} if config.dtype else {"rtol": 1e-5, "atol": 1e-7}
+    for name, p in alone.named_parameters():
+        torch.testing.assert_close(stage.full_parameter(name).float(), p.detach(), **bounds)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("make", [two_groups, momentum])
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_what_a_plain_run_saved_goes_on(stage: str, make: Callable[..., torch.optim.Optimizer], ranks: int) -> None:
+    """torch's ZeroRedundancyOptimizer takes it as well; every rank cuts out what it holds."""
+    run(goes_on, stage, make, ZeroConfig(reduce_bucket_size=20), 4, ranks=ranks)
+    run(goes_on, stage, make, ZeroConfig(), 2, ranks=ranks)  # the last layer has no state yet
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_into_a_home_and_onto_masters(stage: str) -> None:
+    run(goes_on, stage, two_groups, ZeroConfig(optimizer_home=Host()), 2)
+    run(goes_on, stage, two_groups, ZeroConfig(dtype=torch.bfloat16), 2)
+
+
+def another(stage_name: str, width: int, make: Callable[..., torch.optim.Optimizer]) -> None:
+    theirs, model = small(width), small()
+    by, optimizer = make(theirs), two_groups(model)
+    steps(theirs, by, 0, 3)
+    STAGES[stage_name](model, optimizer)
+    optimizer.load_state_dict(by.state_dict())
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_another_models_state_is_refused(stage: str) -> None:
+    with pytest.raises(RankError, match=r"exp_avg of 0.bias has the shape \(9,\), the parameter \(7,\)"):
+        run(another, stage, 9, two_groups)
+    with pytest.raises(RankError, match=r"this state has groups of \[6\] parameters, here \[3, 3\]"):
+        run(another, stage, 7, momentum)
