@@ -71,7 +71,10 @@ class ByName(Built):
         if total is None:
             return waiting
         reduced = whole(bucket, total, p)
-        return reduced if waiting is None else reduced + waiting
+        if waiting is not None:
+            return reduced + waiting
+        used = bool(reduced.any()) or any(bucket.group.all_gather_object(p in self.gradients.used))
+        return reduced if used else None
 
     def set_full_gradient(self, p: nn.Parameter | str, value: Tensor) -> None:
         """Replace the gradient since the last step by `value`: the same on every rank."""
