@@ -217,6 +217,24 @@ def test_nan_is_no_change() -> None:
     assert all(run(read_without_a_change, ranks=2))
 
 
+def born_with_state(sharded: bool) -> Tensor:
+    """Adagrad's constructor makes its state, like the parameters, of which each rank has a part by then."""
+    torch.manual_seed(0)
+    with Init(enabled=sharded):
+        model = nn.Linear(5, 7)
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    stage = Zero3(model, optimizer, Group.world(), ZeroConfig(param_persistence_threshold=0))
+    for _ in range(2):
+        stage.backward(model(torch.ones(1, 5)).sum())
+        stage.step()
+    return torch.cat([stage.full_parameter("weight"), stage.full_state("weight", "sum")])
+
+
+def test_an_optimizer_that_is_born_with_state() -> None:
+    expected = run(born_with_state, False, ranks=2)
+    assert all(map(torch.equal, run(born_with_state, True, ranks=2), expected))
+
+
 def trained_in_a_block(held: bool, alone: bool) -> list[Tensor]:
     """The weights after three steps whose forward and backward run while all is whole; `alone`: rank 0 looks, too."""
     torch.manual_seed(0)
