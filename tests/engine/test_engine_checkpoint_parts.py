@@ -136,6 +136,28 @@ def test_a_group_that_is_younger_than_the_schedules_last_step(tmp_path: Path) ->
     assert same(weights(again), weights(saved))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_was_thawed_before_the_load_takes_its_state_too(stage: int, tmp_path: Path) -> None:
+    def engine() -> refimpl.Engine:
+        model = Net()
+        model.into.bias.requires_grad_(False)
+        optimizer = torch.optim.AdamW([model.into.weight, model.into.bias], lr=0.1)
+        config = {key: value for key, value in settings(stage).items() if key != "optimizer"}
+        return refimpl.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    saved, again = engine(), engine()
+    saved.module.into.bias.requires_grad_(True)
+    train(saved, range(2))
+    saved.save_checkpoint(tmp_path)
+    again.module.into.bias.requires_grad_(True)
+    again.load_checkpoint(tmp_path)
+    for key in ("exp_avg", "exp_avg_sq"):
+        moment = saved.stage.full_state("into.bias", key)
+        assert moment is not None
+        assert moment.any()
+        assert torch.equal(again.stage.full_state("into.bias", key), moment)
+
+
 def test_torchs_schedule_with_a_fresh_optimizer_stands_at_the_saved_rate(tmp_path: Path) -> None:
     def engine() -> refimpl.Engine:
         config = {key: value for key, value in settings(1).items() if key != "scheduler"}
