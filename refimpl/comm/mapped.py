@@ -49,15 +49,17 @@ class Own(Mapped):
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A [numel] tensor in this file. Its memory goes back to the system with the last tensor that shares it."""
-        size = -(-max(1, numel * dtype.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if not numel:
+            return torch.empty(0, dtype=dtype, device="cpu")  # a byte for nothing is what torch.load would refuse
+        size = -(-numel * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
         free = self._free.setdefault(size, [])
         if free:
             offset = free.pop()
         else:
             offset, self._end = self._end, self._end + size
-        block = memoryview(self._map)[offset : offset + max(1, numel * dtype.itemsize)]
+        block = memoryview(self._map)[offset : offset + numel * dtype.itemsize]
         weakref.finalize(block, self._give_back, offset, size).atexit = False
-        return torch.frombuffer(block, dtype=torch.uint8)[: numel * dtype.itemsize].view(dtype)
+        return torch.frombuffer(block, dtype=dtype)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in this file, or has no elements."""

@@ -136,6 +136,7 @@ def go_on(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
     """What was checked into the engine. Collective: one message says on which ranks reading has failed."""
     stage, update = engine.stage, engine.stage.update
     stage.catch_up()
+    stage.include_thawed()  # what is trained from the next forward on takes its state too
     left = getattr(update.torn, "left", update.torn) if wanted.weights_alone else None
     if not wanted.weights_alone:
         for home in replaced_homes(stage, weights.shared_names(engine, folder)):

@@ -141,5 +141,6 @@ def put_schedule(engine: TrainingState, state: dict[str, Any]) -> None:
     scheduler: Any = engine.lr_scheduler
     scheduler.load_state_dict(state)
     if hasattr(scheduler, "get_last_lr"):
-        for group, rate in zip(param_groups(engine), scheduler.get_last_lr(), strict=True):
+        # A group that was added since the schedule's last step has no rate there.
+        for group, rate in zip(param_groups(engine), scheduler.get_last_lr(), strict=False):
             set_option(group, "lr", rate)

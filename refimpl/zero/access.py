@@ -60,7 +60,7 @@ class ByName(Built):
     def full_gradient(self, p: nn.Parameter | str) -> Tensor | None:
         """The gradient since the last step, the mean over ranks, fp32, also of what waits for a later backward.
 
-        Of a parameter that no rank has used: None, or zeros where its bucket has a gradient of others.
+        None if no rank has any.
         """
         p = self.parameter(p)
         bucket = self.gradients.bucket_of.get(p)
@@ -71,7 +71,10 @@ class ByName(Built):
         if total is None:
             return waiting
         reduced = whole(bucket, total, p)
-        return reduced if waiting is None else reduced + waiting
+        if waiting is not None:
+            return reduced + waiting
+        used = bool(reduced.any()) or any(bucket.group.all_gather_object(p in self.gradients.used))
+        return reduced if used else None
 
     def set_full_gradient(self, p: nn.Parameter | str, value: Tensor) -> None:
         """Replace the gradient since the last step by `value`: the same on every rank."""

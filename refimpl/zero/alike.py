@@ -6,6 +6,7 @@
                compared: to load on one rank, and to send what was loaded by hand, is right
     freezing   in the middle of an accumulation: what was frozen in some backwards since the last step, and in how many
     groups     of the optimizer: their parameters must be the slices that the stage has put there, on any rank
+    later      what is trained since the stage was built, thawed or of a new group: it travels by its length alone
     hooks      of the user's, in backward: what they write, see `refuse_hooked`, is told by each rank for itself
     updates    the steps in which the optimizer, or a hook of its step, raised: there a script may have caught it
     weights    where every rank updates all (DDP), at the 1st, 2nd, 4th, 8th, ... step: of a mixture nothing ever fails
@@ -36,6 +37,7 @@ WRITES = ("parameters", "writes in place since the last step")
 FREEZING = ("parameters", "frozen in some backwards")
 RAISED = ("steps", "raised")
 REGROUPED = ("optimizer.param_groups", "parameters replaced in")
+LATER = ("parameters", "trained since the stage was built")
 REMEDY = "Set, load and change alike on every rank; a schedule that follows the loss needs its mean over all ranks"
 
 
@@ -69,6 +71,7 @@ class Alike:
         update, self.now = self.stage.update, self._versions()
         given = {WRITES: repr(self._written()), FREEZING: repr(self._frozen_between())}
         given |= {RAISED: repr([*update.raised]), REGROUPED: repr(update.slices.regrouped())}
+        given[LATER] = str(zlib.crc32(repr(self.stage.later).encode()))
         given |= update.slices.settings_in_words()
         replicated = update.replicated() and self.stage.group.size > 1
         if replicated and not self.stage.config.delayed_update:  # which may be under way
@@ -148,6 +151,9 @@ class Alike:
             raise ValueError(f"{self._step()}: {self._who_wrote(weights)}; nothing is updated. {REMEDY}")
         if differ(REGROUPED):
             self._refuse_regrouped({f"rank {rank}": words[REGROUPED] for rank, words in said.items()})
+        if differ(LATER):
+            later = self._said({LATER: ", ".join(self.stage.later)}, self.stage.group)
+            raise ValueError(f"{self._step()}: {difference(later)}; nothing is updated. {REMEDY}")
         if differ(FREEZING):
             self._refuse_frozen_between()
         settings = {rank: {k: v for k, v in w.items() if k not in (WRITES, FREEZING)} for rank, w in said.items()}

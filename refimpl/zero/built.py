@@ -39,6 +39,7 @@ class Built(ABC):
     group_of: dict[nn.Parameter, int]  # the optimizer's group of each parameter that it has
     buckets: "list[Bucket]"  # of what is trained
     thawed: dict[nn.Parameter, None]  # to be trained from the next pass on; an ordered set
+    later: list[str]  # what is trained since the stage was built, in words
     passes: "BackwardPass"
     gradients: "Gradients"
     view: "GradientView"

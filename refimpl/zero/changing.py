@@ -47,11 +47,15 @@ class Changing(Built):
                 raise ValueError(f"add_param_group: {self.names[tensor]} is in a group of the optimizer already")
         optimizer = self.update.slices.optimizer
         assert optimizer is not None
+        self.refuse_apart(tensors, len(optimizer.param_groups))
         options = {**group, "params": []} | ({"param_names": names} if names else {})
         self.update.slices.kind.cls.add_param_group(optimizer, options)
         self.group_of |= dict.fromkeys(tensors, len(optimizer.param_groups) - 1)
         self.thawed |= dict.fromkeys(p for p in tensors if p.requires_grad)
         self.include_thawed()
+
+    def refuse_apart(self, params: list[nn.Parameter], number: int) -> None:
+        """Any may be trained in an optimizer's group of its own, here: see `Zero3`."""
 
     def unfrozen(self, p: nn.Parameter) -> None:
         """p.requires_grad was set to True."""
@@ -60,20 +64,21 @@ class Changing(Built):
 
     def include_thawed(self) -> list[nn.Parameter]:
         """Make buckets of what is to be trained from now on; returns it."""
-        thawed = [p for p in self.thawed if p.requires_grad]
+        thawed = [p for p in self.names if p in self.thawed and p.requires_grad] if self.thawed else []
         self.thawed = {}
         if thawed:
+            same = [p for p in thawed if self.experts.get(p, self.group) is self.group]
+            self.later += [f"{self.names[p]} of group {self.group_of[p]}" for p in same]
             self.catch_up()
             fresh = self.lay_out_more(thawed)
             self.buckets += fresh
-            self.gradients.watch(fresh)
+            self.gradients.watch(fresh, thawed)
             self.update.add({b: self.owned(b) for b in fresh})
         return thawed
 
     def lay_out_more(self, params: list[nn.Parameter]) -> list[Bucket]:
-        """Buckets of parameters that were not trained until now."""
-        ordered = [p for p in self.names if p in set(params)]
-        buckets = lay_out(ordered, self.group_of, self.group, self.config.reduce_bucket_size, None, self.experts)
+        """Buckets of parameters that were not trained until now, in the model's order."""
+        buckets = lay_out(params, self.group_of, self.group, self.config.reduce_bucket_size, None, self.experts)
         for p in params:
             p.stage = self  # type: ignore[attr-defined]
         return buckets

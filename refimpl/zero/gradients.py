@@ -60,20 +60,22 @@ class Gradients(Flights):
         self.frozen_in: Counter[nn.Parameter] = Counter()  # in how many of them a parameter was frozen
         self.dropping: Callable[[], None] = lambda: None  # called when gradients are forgotten before a step
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
+        self.awaited: dict[Bucket, list[nn.Parameter]] = {}  # what of each bucket may have a gradient
         self.first_finite: Tensor | None = None  # whether the last backward's first gradient was; None: it had none
         self._handles: dict[nn.Parameter, Any] = {}
         self.filling: dict[Bucket, Filling] = {}  # this rank's own sum, still to travel
         self._missing: dict[Bucket, set[nn.Parameter]] | None = None  # still to arrive in this backward
         self._frozen: list[nn.Parameter] = []  # in this backward
-        self.watch(buckets)
+        self.watch(buckets, [p for bucket in buckets for p in bucket.params])
 
-    def watch(self, buckets: list[Bucket]) -> None:
-        """Receive the gradients of these buckets too."""
+    def watch(self, buckets: list[Bucket], params: list[nn.Parameter]) -> None:
+        """Receive the gradients of these parameters too, and these buckets. A bucket may have others beside them."""
         self.buckets += buckets
-        for bucket in buckets:
-            for p in bucket.params:
-                self.bucket_of[p] = bucket
-                self.listen(p)
+        lies_in = {p: bucket for bucket in self.buckets for p in bucket.params}
+        for p in params:
+            self.bucket_of[p] = lies_in[p]
+            self.listen(p)
+        self.awaited = {b: [p for p in b.params if p in self.bucket_of] for b in self.buckets}
 
     def listen(self, p: nn.Parameter) -> None:
         """Take p's gradient behind all hooks of the user's, which see this rank's own, as under torch's DDP."""
@@ -89,7 +91,7 @@ class Gradients(Flights):
         if self.flights or self._arrived:  # of a backward that raised
             self.abandon()
         with torch._C.DisableTorchFunctionSubclass():  # a freed parameter's way of being asked, which takes longer
-            trained = {b: set(filter(REQUIRES_GRAD.__get__, b.params)) for b in self.buckets}
+            trained = {b: set(filter(REQUIRES_GRAD.__get__, those)) for b, those in self.awaited.items()}
             self._missing = {bucket: params for bucket, params in trained.items() if params}
             some = [(b, those) for b, those in trained.items() if len(those) < len(b.params)]
             self._frozen = [p for b, those in some for p in b.params if p not in those]

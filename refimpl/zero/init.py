@@ -10,16 +10,20 @@ DeepSpeed: deepspeed/runtime/zero/partition_parameters.py, `Init` and `GatheredP
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from refimpl.comm import levels
 from refimpl.comm.group import Group
 from refimpl.offload.homes import Host
+from refimpl.zero.parameter import stage_of
 from refimpl.zero.saved import StateDicts
 from refimpl.zero.unit import Unit, unit_of, whole
+
+if TYPE_CHECKING:
+    from refimpl.zero.stage import Stage
 
 
 class Init:
@@ -139,7 +143,8 @@ class Init:
 class GatheredParameters(whole):
     """`whole` for the user: a collective; with `modifier_rank` that rank's changes are kept.
 
-    Without it they are for reading, and a change is an error on exit. Parameters that are not sharded are left alone.
+    Without it they are for reading, and a change is an error on exit. With it also the small parameters that ZeRO-3
+    keeps whole become that rank's; any others are left alone.
     After a stage was built, changes reach the fp32 master weights too. What was taken of a parameter without a copy,
     `p.detach()` or on a CPU `p.data.cpu()`, keeps its values after the block, as in DeepSpeed.
     """
@@ -160,12 +165,19 @@ class GatheredParameters(whole):
         params = [params] if isinstance(params, nn.Parameter) else list(params)
         super().__init__(params if enabled else [])
         self.modifier_rank = modifier_rank
-        for unit in self.units:
-            if modifier_rank not in (None, *range(unit.group.size)):
+        self.small = whole_ones(params) if enabled and modifier_rank is not None else {}
+        self.before: dict[nn.Parameter, Tensor] = {}  # the small ones, as they were
+        shared = [(unit.name, unit.group) for unit in self.units]
+        for name, group in [*shared, *((stage.name_of(p), stage.group) for p, stage in self.small.items())]:
+            if modifier_rank not in (None, *range(group.size)):
                 raise ValueError(
-                    f"GatheredParameters: modifier_rank={modifier_rank}, but {unit.group.size} ranks share "
-                    f"{unit.name}: 0 to {unit.group.size - 1}"
+                    f"GatheredParameters: modifier_rank={modifier_rank}, but {group.size} ranks share "
+                    f"{name}: 0 to {group.size - 1}"
                 )
+
+    def __enter__(self) -> list[Unit]:
+        self.before = {p: p.detach().clone() for p in self.small}
+        return super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         changed, lost = [], []
@@ -180,6 +192,8 @@ class GatheredParameters(whole):
                 changed.append(unit.name)
             unit.versions = versions
         super().__exit__(kind)
+        if kind is None and self.modifier_rank is not None:
+            lost += [s.name_of(p) for p, s in self.small.items() if take(p, self.before[p], s, self.modifier_rank)]
         if changed:
             raise RuntimeError(
                 f"GatheredParameters: parameters of {', '.join(changed)} were written, which is lost without "
@@ -190,6 +204,21 @@ class GatheredParameters(whole):
                 f"GatheredParameters(modifier_rank={self.modifier_rank}): parameters of {', '.join(lost)} were written "
                 f"here, which is lost: rank {self.modifier_rank}, whose changes are kept, has made none. Write there"
             )
+
+
+def whole_ones(params: Iterable[nn.Parameter]) -> "dict[nn.Parameter, Stage]":
+    """Those that ZeRO-3 keeps whole, with their stage."""
+    stages = {p: stage_of(p) for p in params if unit_of(p) is None}
+    return {p: stage for p, stage in stages.items() if stage is not None and stage.manages_all}
+
+
+@torch.no_grad()
+def take(p: nn.Parameter, before: Tensor, stage: "Stage", root: int) -> bool:
+    """Let p be what rank `root` has made of it; whether this rank has written and that one has not. A collective."""
+    mine = p.detach().clone()
+    stage.experts.get(p, stage.group).broadcast(p.detach().view(-1), root, tag="gathered")
+    before, mine, now = (t.contiguous().view(-1).view(torch.uint8) for t in (before, mine, p.detach()))
+    return torch.equal(now, before) and not torch.equal(now, mine)
 
 
 def adopt(unit: Unit, root: int) -> bool:

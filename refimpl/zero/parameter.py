@@ -208,6 +208,7 @@ HARMLESS = {
         "get_device", "untyped_storage", "__len__", "__repr__", "__hash__",
     )),
     torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type,
+    torch.full_like, torch.zeros_like, torch.ones_like, torch.empty_like,  # as Adagrad's constructor makes its state
 }  # fmt: skip
 CONVERSIONS = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
 

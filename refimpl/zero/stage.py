@@ -100,7 +100,7 @@ class Stage(Hooked, Beside, Held):
         left_out = {inside for module in parted for inside in module.modules()}
         self.group.trim()  # of the copies that brought rank 0's values
         self.buffers = Buffers(self.model, self.group, self.config.broadcast_buffers, left_out)
-        self.thawed = {}
+        self.thawed, self.later = {}, []
         self.compressed = Compressed(self, self.config.compression) if self.config.compression else None
         self.gradients = gradients_of(self, optimizer, self.compressed)
         self.view = GradientView(self.gradients, self.passes.settle, parted=self.parted)

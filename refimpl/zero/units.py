@@ -1,13 +1,13 @@
 """Which units a model is cut into, and which of its parameters stay whole: the plan that ZeRO-3 starts from.
 
 One unit a module that needs its parameters together (see owners.py), optimizer group, dtype and set of ranks; frozen
-ones apart, since no gradient says when backward is through with them. Small parameters stay on every rank: a gather of
-a bias costs a message, and saves nothing.
+ones apart, since no gradient says when backward is through with them, and by group too: they may be thawed. Small
+parameters stay on every rank: a gather of a bias costs a message, and saves nothing.
 DeepSpeed: `stage3_param_persistence_threshold`, and deepspeed/runtime/zero/parameter_offload.py,
 `mark_persistent_parameters`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -24,7 +24,8 @@ def make_units(
     params: list[nn.Parameter],
     owner: dict[nn.Parameter, str],
     first: dict[str, str],
-    group_of: dict[nn.Parameter, int],
+    group_of: Mapping[nn.Parameter, int],
+    trained: Collection[nn.Parameter],
     group: Group,
     config: ZeroConfig,
     experts: Mapping[nn.Parameter, Group],
@@ -33,17 +34,17 @@ def make_units(
 
     `first`: the modules that share their units, by path: that of the first of them (see `joined`).
     """
-    together: dict[tuple[str, int, torch.dtype, Group], list[nn.Parameter]] = {}
+    together: dict[tuple[str, int, bool, torch.dtype, Group], list[nn.Parameter]] = {}
     for p in params:
-        key = (first.get(owner[p], owner[p]), group_of.get(p, -1), p.dtype, experts.get(p, group))
+        key = (first.get(owner[p], owner[p]), group_of.get(p, -1), p in trained, p.dtype, experts.get(p, group))
         together.setdefault(key, []).append(p)
     units: dict[str, list[Unit]] = {}
     kept = 0  # elements
-    for (_, index, _, ranks), members in together.items():
+    for (_, index, is_trained, _, ranks), members in together.items():
         paths = list(dict.fromkeys(owner[p] for p in members))
         name = " to ".join(path or "the model" for path in dict.fromkeys((paths[0], paths[-1])))
         with whole(members):
-            unit = Unit(members, ranks, index, name, config.dtype)
+            unit = Unit(members, ranks, index if is_trained else -1, name, config.dtype)
         unit.is_joined = len(paths) > 1
         kept += unit.mine.numel()
         if config.parameter_home is not None:

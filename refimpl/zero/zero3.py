@@ -49,7 +49,7 @@ class Zero3(Stage):
         whole_modules |= {path for path, _, _ in apart(self.model, self.experts)}
         owner = owners(self.model, whole_modules)
         first = joined(self.model, {p: owner[p] for p in large}, self.config.unit_size)
-        units_of = make_units(large, owner, first, trained, self.group, self.config, self.experts)
+        units_of = make_units(large, owner, first, self.group_of, trained, self.group, self.config, self.experts)
         self.kept = lay_out(
             [p for p in params if p in small], trained, self.group, self.config.reduce_bucket_size, dtype,
             self.experts,
@@ -112,14 +112,29 @@ class Zero3(Stage):
         return self.plus.errors
 
     def lay_out_more(self, params: list[nn.Parameter]) -> list[Bucket]:
-        """A unit of which anything is trained is reduced and updated as one."""
-        units = list(dict.fromkeys(u for p in params if (u := unit_of(p)) is not None))
+        """A unit of which anything is trained is reduced and updated as one; the rest of it has no gradient."""
+        members = {p: u for p in params if (u := unit_of(p)) is not None}
+        units = list(dict.fromkeys(u for u in members.values() if u.group_index < 0))
+        for p, unit in members.items():
+            self.refuse_apart([p], self.group_of[p])
+            unit.group_index = self.group_of[p]
         for unit in units:
-            unit.group_index = next(self.group_of[p] for p in params if unit_of(p) is unit)
             self.plus.thaw(unit)
         kept = super().lay_out_more([p for p in params if unit_of(p) is None])
         self.kept += kept
         return [*kept, *units]
+
+    def refuse_apart(self, params: list[nn.Parameter], number: int) -> None:
+        """ValueError where a unit is trained already, in another group: it is updated as one, with one's options."""
+        for p in params:
+            unit = unit_of(p)
+            if unit is not None and unit.group_index not in (-1, number):
+                beside = next(q for q in unit.params if q in self.gradients.bucket_of)
+                raise ValueError(
+                    f"add_param_group: ZeRO-3 gathers and updates {self.names[p]} together with {self.names[beside]}, "
+                    f"which is trained in group {unit.group_index}, not {number}. Add both in one group, or give the "
+                    "optimizer both, frozen, in groups of their own before the stage is built"
+                )
 
     def home(self, p: nn.Parameter) -> Bucket | None:
         return super().home(p) or unit_of(p)

@@ -11,7 +11,9 @@ import torch
 import worlds
 from safetensors.torch import load_file
 from saving import Net, in_folder, same, settings, start, train, weights
+from torch import nn
 
+import refimpl
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.write import SCRIPT
 from refimpl.launch import RankError
@@ -194,6 +196,21 @@ def test_save_16bit_model(name: str, tmp_path: Path) -> None:
     loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
     assert {w.dtype for w in loaded.values() if w.is_floating_point()} == {torch.bfloat16}
     Net().load_state_dict(loaded)
+
+
+def save_with_nothing(stage: int, folder: Path) -> bool:
+    """A parameter without elements, in a bucket of its own."""
+    model = Net()
+    model.empty = nn.Parameter(torch.empty(0, 3))
+    zero = {"stage": stage, "reduce_bucket_size": 1, "stage3_gather_16bit_weights_on_model_save": True}
+    engine = refimpl.initialize(model=model, config=settings(stage, zero_optimization=zero))[0]
+    return engine.save_16bit_model(folder)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_without_elements_can_be_read_again(stage: int, tmp_path: Path) -> None:
+    worlds.run(save_with_nothing, stage, tmp_path, ranks=2)
+    assert torch.load(tmp_path / "pytorch_model.bin", weights_only=True)["empty"].shape == (0, 3)
 
 
 def test_save_16bit_model_needs_its_key_in_stage_3(tmp_path: Path) -> None:

@@ -112,6 +112,52 @@ def test_one_cycle_keeps_its_momentum_too(tmp_path: Path) -> None:
     assert engine.optimizer.param_groups[0]["betas"] == saved.optimizer.param_groups[0]["betas"] != before
 
 
+def test_a_group_that_is_younger_than_the_schedules_last_step(tmp_path: Path) -> None:
+    def engine() -> refimpl.Engine:
+        model = Net()
+        model.into.bias.requires_grad_(False)
+        optimizer = torch.optim.AdamW([model.into.weight], lr=0.1)
+        config = {key: value for key, value in settings(1).items() if key not in ("scheduler", "optimizer")}
+        schedule = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # noqa: E731
+        return refimpl.initialize(model=model, config=config, optimizer=optimizer, lr_scheduler=schedule)[0]
+
+    def grow(engine: refimpl.Engine) -> None:
+        engine.optimizer.add_param_group({"params": [engine.module.into.bias.requires_grad_()], "lr": 0.3})
+
+    saved, again = engine(), engine()
+    train(saved, range(2))
+    grow(saved)
+    saved.save_checkpoint(tmp_path)
+    grow(again)
+    again.load_checkpoint(tmp_path)
+    assert again.get_lr() == saved.get_lr() == [0.025, 0.3]
+    for each in (saved, again):
+        train(each, range(2, 4))
+    assert same(weights(again), weights(saved))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_was_thawed_before_the_load_takes_its_state_too(stage: int, tmp_path: Path) -> None:
+    def engine() -> refimpl.Engine:
+        model = Net()
+        model.into.bias.requires_grad_(False)
+        optimizer = torch.optim.AdamW([model.into.weight, model.into.bias], lr=0.1)
+        config = {key: value for key, value in settings(stage).items() if key != "optimizer"}
+        return refimpl.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    saved, again = engine(), engine()
+    saved.module.into.bias.requires_grad_(True)
+    train(saved, range(2))
+    saved.save_checkpoint(tmp_path)
+    again.module.into.bias.requires_grad_(True)
+    again.load_checkpoint(tmp_path)
+    for key in ("exp_avg", "exp_avg_sq"):
+        moment = saved.stage.full_state("into.bias", key)
+        assert moment is not None
+        assert moment.any()
+        assert torch.equal(again.stage.full_state("into.bias", key), moment)
+
+
 def test_torchs_schedule_with_a_fresh_optimizer_stands_at_the_saved_rate(tmp_path: Path) -> None:
     def engine() -> refimpl.Engine:
         config = {key: value for key, value in settings(1).items() if key != "scheduler"}

@@ -272,6 +272,35 @@ def test_other_parameters_in_a_group_are_told_on_all_ranks(stage: str, how: str,
     assert (how == "the same" and not texts[0]) or f"({'every rank' if everywhere else 'rank 0'}: [0])" in texts[0]
 
 
+def with_other_parameters_later(stage: str, how: str) -> str:
+    """Each rank trains another one from now on; as they are padded, they travel as long as each other."""
+    group = Group.world()
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7).requires_grad_(False), nn.Linear(7, 3))
+    named = dict(model.named_parameters())
+    name = "1.weight" if group.rank else "1.bias"
+    first = [p for n, p in named.items() if how == "thawed" or not n.startswith("1")]
+    optimizer = torch.optim.AdamW(first, lr=0.1)
+    built = STAGES[stage](model, optimizer, group, ZeroConfig(param_persistence_threshold=0))  # type: ignore[call-arg]
+    named[name].requires_grad_()
+    if how == "group":
+        optimizer.add_param_group({"params": [named[name]]})
+    before = [t.clone() for t in kept(built)]
+    model(torch.ones(2, 5)).sum().backward()
+    with pytest.raises(ValueError, match="nothing is updated") as told:
+        optimizer.step()
+    assert all(map(torch.equal, kept(built), before))
+    return str(told.value)
+
+
+@pytest.mark.parametrize(("stage", "how", "ranks"), pairwise(list(STAGES), ["thawed", "group"], [2, 3]))
+def test_other_parameters_trained_later_are_told_on_all_ranks(stage: str, how: str, ranks: int) -> None:
+    texts = run(with_other_parameters_later, stage, how, ranks=ranks)
+    number = 0 if how == "thawed" else 1
+    others = ", ".join(map(str, range(1, ranks)))
+    assert f"(rank 0: 1.bias of group {number}; rank {others}: 1.weight of group {number})" in texts[0]
+    assert len(set(texts)) == 1
+
+
 ALONE = "on some ranks alone: rank 0: 0.weight, 0.bias, 2.bias;"
 WRITTEN = {"": ALONE, "data": ALONE, "values": "with other values on different ranks: 0.weight, 0.bias, 2.bias;"}
 

@@ -116,6 +116,35 @@ def test_the_modifier_ranks_change_is_kept() -> None:
         assert bool(((stepped - 2.0).abs() < 0.1).all())
 
 
+def change_small(writer: int, dtype: torch.dtype) -> list[Tensor]:
+    """Rank `writer` alone writes a weight that is cut, its bias, which is whole everywhere, and a frozen bias."""
+    model = Net().to(dtype)
+    stage = Zero3(model, adamw(model), Group.world(), ZeroConfig(param_persistence_threshold=100))
+    params = [model.blocks[0].up.weight, model.blocks[0].up.bias, model.frozen.bias]
+    assert [unit_of(p) is None for p in params] == [False, True, True]
+    with GatheredParameters(params, modifier_rank=1), torch.no_grad():
+        for p in params if stage.group.rank == writer else []:
+            p.data.fill_(2.0)
+    stage.backward(model(tokens(0, stage.group.rank)))
+    stage.step()
+    return [stage.full_parameter(p) for p in params]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_small_parameters_become_the_modifier_ranks_too(ranks: int, dtype: torch.dtype) -> None:
+    for weight, bias, frozen in run(change_small, 1, dtype, ranks=ranks):
+        assert ((weight - 2).abs() < 0.1).all()
+        assert ((bias - 2).abs() < 0.1).all()
+        assert (frozen == 2).all()
+
+
+def test_a_small_one_that_the_modifier_rank_has_not_written_is_an_error() -> None:
+    lost = "blocks.0.up, blocks.0.up.bias, frozen.bias were written here, which is lost: rank 1"
+    with pytest.raises(RankError, match=lost):
+        run(change_small, 0, torch.float32, ranks=2)
+
+
 def test_without_a_modifier_a_change_is_an_error() -> None:
     with pytest.raises(RankError, match=r"parameters of blocks.0.up were written.*modifier_rank=0"):
         run(change, None, ranks=2)
@@ -186,6 +215,24 @@ def read_without_a_change() -> bool:
 
 def test_nan_is_no_change() -> None:
     assert all(run(read_without_a_change, ranks=2))
+
+
+def born_with_state(sharded: bool) -> Tensor:
+    """Adagrad's constructor makes its state, like the parameters, of which each rank has a part by then."""
+    torch.manual_seed(0)
+    with Init(enabled=sharded):
+        model = nn.Linear(5, 7)
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    stage = Zero3(model, optimizer, Group.world(), ZeroConfig(param_persistence_threshold=0))
+    for _ in range(2):
+        stage.backward(model(torch.ones(1, 5)).sum())
+        stage.step()
+    return torch.cat([stage.full_parameter("weight"), stage.full_state("weight", "sum")])
+
+
+def test_an_optimizer_that_is_born_with_state() -> None:
+    expected = run(born_with_state, False, ranks=2)
+    assert all(map(torch.equal, run(born_with_state, True, ranks=2), expected))
 
 
 def trained_in_a_block(held: bool, alone: bool) -> list[Tensor]:
