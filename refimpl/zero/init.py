@@ -18,8 +18,10 @@ from torch import nn
 from refimpl.comm import levels
 from refimpl.comm.group import Group
 from refimpl.offload.homes import Host
+from refimpl.zero.parameter import stage_of
 from refimpl.zero.saved import StateDicts
 from refimpl.zero.unit import Unit, unit_of, whole
+from refimpl.zero.zero3 import Zero3
 
 
 class Init:
@@ -139,7 +141,7 @@ class Init:
 class GatheredParameters(whole):
     """`whole` for the user: a collective; with `modifier_rank` that rank's changes are kept.
 
-    Without it they are for reading, and a change is an error on exit. Parameters that are not sharded are left alone.
+    Without it they are for reading, and a change is an error on exit. Parameters that are not ZeRO-3's are left alone.
     After a stage was built, changes reach the fp32 master weights too. What was taken of a parameter without a copy,
     `p.detach()` or on a CPU `p.data.cpu()`, keeps its values after the block, as in DeepSpeed.
     """
@@ -160,6 +162,7 @@ class GatheredParameters(whole):
         params = [params] if isinstance(params, nn.Parameter) else list(params)
         super().__init__(params if enabled else [])
         self.modifier_rank = modifier_rank
+        self.small = [p for p in params if enabled and unit_of(p) is None and isinstance(stage_of(p), Zero3)]
         for unit in self.units:
             if modifier_rank not in (None, *range(unit.group.size)):
                 raise ValueError(
@@ -179,6 +182,8 @@ class GatheredParameters(whole):
             if kind is None and (versions != unit.versions or not torch.equal(kept, seen)):
                 changed.append(unit.name)
             unit.versions = versions
+        for p in self.small if kind is None and self.modifier_rank is not None else []:
+            take_over(p, self.modifier_rank)
         super().__exit__(kind)
         if changed:
             raise RuntimeError(
@@ -204,6 +209,17 @@ def adopt(unit: Unit, root: int) -> bool:
     unit.adopt(root)
     after = unit.shard(unit.full).view(torch.uint8)
     return torch.equal(after, before) and not torch.equal(after, mine)
+
+
+@torch.no_grad()
+def take_over(p: nn.Parameter, root: int) -> None:
+    """`adopt` for a parameter that ZeRO-3 leaves whole on every rank. What is the same already is not written."""
+    stage = stage_of(p)
+    assert stage is not None
+    theirs = p.detach().clone(memory_format=torch.contiguous_format)
+    stage.experts.get(p, stage.group).broadcast(theirs, root, tag="start")
+    if not torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (p.detach(), theirs))):
+        p.data.copy_(theirs)
 
 
 def _subclasses(cls: type) -> set[type]:
