@@ -182,8 +182,9 @@ class GatheredParameters(whole):
             if kind is None and (versions != unit.versions or not torch.equal(kept, seen)):
                 changed.append(unit.name)
             unit.versions = versions
-        for p in self.small if kind is None and self.modifier_rank is not None else []:
-            take_over(p, self.modifier_rank)
+        if kind is None and self.modifier_rank is not None:
+            for p in self.small:
+                take_over(p, self.modifier_rank)
         super().__exit__(kind)
         if changed:
             raise RuntimeError(
