@@ -15,10 +15,12 @@ import importlib.util
 import runpy
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import NoReturn
 
 VERSION = "0.19.8+refimpl"  # the DeepSpeed whose behaviour is meant
 
@@ -90,6 +92,7 @@ class Alias(Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(self.name)
         vars(module).setdefault("__path__", [])  # so that a name below a file is looked up here too: see WITHIN
+        vars(module).setdefault("__getattr__", partial(not_here, self.name.removeprefix("refimpl.")))
         self.own_spec = module.__spec__
         return module
 
@@ -100,6 +103,11 @@ class Alias(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self.own_spec  # the import system has just replaced it by the alias's
+
+
+def not_here(module: str, name: str) -> NoReturn:
+    """What a module says to a name that it does not have."""
+    raise AttributeError(f"{module}.{name}: not part of this project; this `deepspeed` is refimpl")
 
 
 class Installed(importlib.metadata.Distribution):

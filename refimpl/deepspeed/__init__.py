@@ -16,6 +16,7 @@ DeepSpeed's file: deepspeed/__init__.py.
 
 import argparse
 from collections.abc import Callable, Mapping
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from refimpl.deepspeed.utils import OnDevice, log_dist, logger
 from refimpl.engine import initialize as _engine
 from refimpl.engine.cut import AUTOTP_DTYPE, AUTOTP_SIZE
 from refimpl.engine.trained import MakeOptimizer, Parameters
+from refimpl.zero.parameter import stage_of
 
 __version__ = version = VERSION
 __git_hash__ = __git_branch__ = "refimpl"
@@ -106,9 +108,12 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Optimizer | None, DataLoader[Any] | None, Any | None]:
     """`refimpl.initialize` with DeepSpeed's arguments in DeepSpeed's order: (engine, optimizer, dataloader, scheduler).
 
-    `distributed_port` is the launcher's to choose.
+    `distributed_port` is the launcher's to choose. As in DeepSpeed a model goes over from an engine that it had before
+    (Lightning's `trainer.fit(model)` and then `trainer.test(model)`); that one cannot train it any more, and says so.
     """
     log_dist(f"DeepSpeed info: version={VERSION}, git-hash={__git_hash__}, git-branch={__git_branch__}", ranks=[0])
+    if model is not None:
+        _leave_former(model)
     made = _engine.initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler,
         mpu, dist_init_required, collate_fn, config, config_params, mesh_param,
@@ -117,6 +122,15 @@ def initialize(
     comm.adopt(made[0])
     checkpointing.adopt(made[0].config.activation_checkpointing)
     return made
+
+
+def _leave_former(model: nn.Module) -> None:
+    """Let an engine that has nothing but this model go. `initialize` refuses what others have a part of."""
+    params = dict.fromkeys(model.parameters())
+    for stage in {id(stage): stage for p in params if (stage := stage_of(p)) is not None}.values():
+        if stage.names.keys() <= params.keys():
+            log_dist(f"initialize: the model leaves the engine that it had, a {type(stage).__name__}", [0], WARNING)
+            stage.release(in_shards=True)
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **options: Any) -> nn.Module:

@@ -41,8 +41,6 @@ from refimpl.engine.report import Report, mean_loss
 from refimpl.engine.saved import Saved
 from refimpl.measure.throughput import ThroughputTimer
 from refimpl.zero.norm import GradNorm, shown
-from refimpl.zero.parameter import stage_of
-from refimpl.zero.zero3 import Zero3
 
 
 class Engine(Saved, ModuleState):
@@ -205,12 +203,7 @@ class Engine(Saved, ModuleState):
         """
         if self.saving.unheard:
             checkpoint.wait(self)
-        if isinstance(self.stage, Zero3):
-            self.stage.detach_all()
-            for p in [p for p in self.stage.names if stage_of(p) is self.stage]:
-                del p.stage  # type: ignore[attr-defined]
-        else:
-            self.stage.release()
+        self.stage.release(in_shards=True)
 
     def empty_partition_cache(self) -> None:
         """Free the parameters that stage 3 has gathered ahead or kept for their next use."""

@@ -11,7 +11,8 @@ from torch import Tensor, nn, optim
 from refimpl.zero.built import Built
 from refimpl.zero.flat import Bucket, lay_out
 from refimpl.zero.owned import let_go
-from refimpl.zero.parameter import Managed, place
+from refimpl.zero.parameter import Managed, place, stage_of
+from refimpl.zero.unit import unit_of
 from refimpl.zero.units import make_whole
 
 
@@ -83,14 +84,19 @@ class Changing(Built):
             p.stage = self  # type: ignore[attr-defined]
         return buckets
 
-    def release(self) -> None:
-        """Let go: the model is an ordinary one again, with whole weights, and so is its optimizer, without state."""
+    def release(self, in_shards: bool = False) -> None:
+        """Let go: the model is an ordinary one again, with whole weights, and so is its optimizer, without state.
+
+        in_shards: what ZeRO-3 has in shards stays so, for a stage that takes the model next.
+        """
         self.detach_all()
-        make_whole(list(self.names))
-        for p in [p for p in self.names if isinstance(p, Managed)]:
-            whole = p.whole_copy()
+        if not in_shards:
+            make_whole(list(self.names))
+        for p in [p for p in self.names if isinstance(p, Managed) and stage_of(p) is self]:
+            whole = None if unit_of(p) else p.whole_copy()
             del p.stage
-            place({p: whole}, nn.Parameter)
+            if whole is not None:
+                place({p: whole}, nn.Parameter)
 
     def detach_all(self) -> None:
         """Remove every hook, and give the optimizer back."""

@@ -214,11 +214,16 @@ def whole_ones(params: Iterable[nn.Parameter]) -> "dict[nn.Parameter, Stage]":
 
 @torch.no_grad()
 def take(p: nn.Parameter, before: Tensor, stage: "Stage", root: int) -> bool:
-    """Let p be what rank `root` has made of it; whether this rank has written and that one has not. A collective."""
-    mine = p.detach().clone()
-    stage.experts.get(p, stage.group).broadcast(p.detach().view(-1), root, tag="gathered")
-    before, mine, now = (t.contiguous().view(-1).view(torch.uint8) for t in (before, mine, p.detach()))
-    return torch.equal(now, before) and not torch.equal(now, mine)
+    """Let p be what rank `root` has made of it; whether this rank has written and that one has not. A collective.
+
+    What is the same already is not written: a graph that was recorded with it goes on.
+    """
+    theirs = p.detach().clone(memory_format=torch.contiguous_format)
+    stage.experts.get(p, stage.group).broadcast(theirs.view(-1), root, tag="start")
+    before, mine, now = (t.contiguous().view(-1).view(torch.uint8) for t in (before, p.detach(), theirs))
+    if differs := not torch.equal(now, mine):
+        p.data.copy_(theirs)
+    return differs and torch.equal(now, before)
 
 
 def adopt(unit: Unit, root: int) -> bool:

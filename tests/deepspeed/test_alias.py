@@ -46,6 +46,13 @@ for name in ("deepspeed.module_inject.layers", "deepspeed.ops.adam.zenflow_torch
         assert name.startswith(error.name) and "not part of this project" in str(error), error
     else:
         raise AssertionError
+assert not hasattr(deepspeed.utils, "is_initialized")
+try:
+    deepspeed.io.FastFileWriter
+except AttributeError as error:
+    assert "deepspeed.io: not part of this project" in str(error), error
+else:
+    raise AssertionError
 assert importlib.util.find_spec("json") is not None
 """
 
@@ -111,10 +118,11 @@ def test_what_is_not_there_yet_says_so_when_it_is_used() -> None:
     from refimpl.deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd
     from refimpl.deepspeed.runtime.utils import PartitionedTensor
     from refimpl.deepspeed.sequence.fpdt_layer import FPDT_FFN
+    from refimpl.deepspeed.utils.zero_to_fp32 import get_model_state_file
 
     for use, what in (
         (lambda: deepspeed.init_inference(None), "inference"),
-        (lambda: deepspeed.zero.Init(remote_device="nvme"), "nvme"),
+        (lambda: deepspeed.zero.Init(remote_device="nvme"), "nvme.*offload_param"),
         (lambda: deepspeed.zero.Init(zero_quantized_weights=True), "zero_quantized_weights"),
         (lambda: init_compression(None, {}), "compress the model by itself"),
         (lambda: CurriculumScheduler({}), "give initialize data in that order"),
@@ -122,6 +130,7 @@ def test_what_is_not_there_yet_says_so_when_it_is_used() -> None:
         (lambda: FPDT_FFN(), r"deepspeed\.sequence\.layer shares a sequence"),
         (lambda: PartitionedTensor(None), "use PipelineEngine"),
         (lambda: parse_inclusion_exclusion({}, "", ""), "--include and --exclude"),
+        (lambda: get_model_state_file("folder", 2), r"no pickles; .* get_fp32_state_dict_from_zero_checkpoint"),
         (lambda: deepspeed.get_accelerator().get_op_builder("FlashAttentionBuilder")(), "FlashAttentionBuilder"),
     ):
         with pytest.raises(NotImplementedError, match=what):

@@ -140,11 +140,13 @@ def test_what_is_written_to_a_shard_is_the_parameters(how: str, where: str, tmp_
 def construction(folder: str) -> None:
     file = Path(folder, f"config{deepspeed.comm.get_rank()}.json")
     file.write_text(json.dumps({"fp16": {"enabled": True}}))
+    disk = {"device": "nvme", "nvme_path": folder}  # as Lightning's deepspeed_stage_3_offload_nvme says twice
     for arguments, dtype in (
         ({"config_dict_or_path": {"bf16": {"enabled": True}}}, torch.bfloat16),
         ({"config": {"bf16": {"enabled": False}}}, torch.float32),
         ({"config": str(file), "mem_efficient_linear": False, "pin_memory": True}, torch.float16),
         ({"dtype": torch.bfloat16, "remote_device": "none"}, torch.bfloat16),
+        ({"remote_device": "nvme", "config": {"zero_optimization": {"offload_param": disk}}}, torch.float32),
         ({"data_parallel_group": torch.distributed.group.WORLD}, torch.float32),
         ({"mpu": SimpleNamespace(get_data_parallel_group=lambda: torch.distributed.group.WORLD)}, torch.float32),
         ({"mpu": SimpleNamespace(), "data_parallel_group": torch.distributed.group.WORLD}, torch.float32),

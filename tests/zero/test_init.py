@@ -95,13 +95,13 @@ def test_never_whole_while_it_is_built() -> None:
     assert most < model / 5
 
 
-def change(modifier_rank: int | None) -> tuple[Tensor, Tensor]:
+def change(modifier_rank: int | None, small: int = 0) -> tuple[Tensor, Tensor]:
     model = Net()
-    stage = Zero3(model, adamw(model), Group.world())
+    stage = Zero3(model, adamw(model), Group.world(), ZeroConfig(param_persistence_threshold=small))
     weight = model.blocks[0].up.weight
     with GatheredParameters(weight, modifier_rank=modifier_rank), torch.no_grad():
         weight.fill_(1.0 + stage.group.rank)
-    assert unit_of(weight) is not None
+    assert (unit_of(weight) is None) == (weight.numel() < small)
     with GatheredParameters(weight):
         seen = weight.detach().clone()
     stage.backward(model(tokens(0, 0)))
@@ -110,8 +110,10 @@ def change(modifier_rank: int | None) -> tuple[Tensor, Tensor]:
         return seen, weight.detach().clone()
 
 
-def test_the_modifier_ranks_change_is_kept() -> None:
-    for seen, stepped in run(change, 1, ranks=2):
+@pytest.mark.parametrize("small", [0, 10**6])
+def test_the_modifier_ranks_change_is_kept(small: int) -> None:
+    """Also of a parameter that is small enough to stay whole."""
+    for seen, stepped in run(change, 1, small, ranks=2):
         assert torch.equal(seen, torch.full_like(seen, 2.0))
         assert bool(((stepped - 2.0).abs() < 0.1).all())
 

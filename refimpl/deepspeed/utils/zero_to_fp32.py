@@ -18,6 +18,16 @@ from refimpl.checkpoint import atomic, export, find
 from refimpl.checkpoint.errors import CheckpointError, naming
 from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.tensors import Entry
+from refimpl.deepspeed.absent import absent
+
+get_model_state_file, get_model_state_files, get_optim_files = (
+    absent(
+        f"deepspeed.utils.zero_to_fp32.{name}",
+        "a checkpoint has no pickles; take the weights by get_fp32_state_dict_from_zero_checkpoint(folder), and the "
+        "client_state as engine.load_checkpoint returns it",
+    )
+    for name in ("get_model_state_file", "get_model_state_files", "get_optim_files")
+)
 
 
 class LazyWeight:

@@ -75,7 +75,8 @@ class Init(init.Init):
     Without either it is built in its own dtype and cast by `initialize`: the same bits, more memory on the way.
     `module`: one that is built already, sharded at once. `mpu`: whose data-parallel group it is, unless one is given.
     `remote_device`: "cpu" keeps the shards at the host till `initialize`, as offload_param in the configuration does,
-    whichever its device. `mem_efficient_linear` and `pin_memory` change nothing here.
+    whichever its device; "nvme" is that, too, beside an offload_param that says where on the disk they rest then.
+    `mem_efficient_linear` and `pin_memory` change nothing here.
     """
 
     def __init__(
@@ -93,14 +94,16 @@ class Init(init.Init):
         **more: Any,
     ) -> None:
         _refuse(more)
-        if remote_device not in (None, "none", "cpu", "cuda"):
-            raise NotImplementedError(
-                f"zero.Init: remote_device={remote_device!r}: not part of this project; leave it out"
-            )
         given = config if config_dict_or_path is None else config_dict_or_path
         raw = given if given is None or isinstance(given, Mapping) else read_json(Path(given))
+        rests = None if raw is None else _offloaded(raw)
+        if remote_device not in (None, "none", "cpu", "cuda", rests):
+            raise NotImplementedError(
+                f"zero.Init: remote_device={remote_device!r}: not part of this project; leave it out, or give "
+                "zero_optimization.offload_param the same device in the configuration"
+            )
         if raw is not None:
-            dtype, remote_device = dtype or _dtype(raw), _offloaded(raw) or remote_device
+            dtype, remote_device = dtype or _dtype(raw), rests or remote_device
         group = data_parallel_group
         if group is None and mpu is not None and enabled:
             group = mpu.get_data_parallel_group()
