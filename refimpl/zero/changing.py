@@ -56,7 +56,16 @@ class Changing(Built):
         self.include_thawed()
 
     def refuse_apart(self, params: list[nn.Parameter], number: int) -> None:
-        """Any may be trained in an optimizer's group of its own, here: see `Zero3`."""
+        """ValueError where a unit of ZeRO-3's is trained already, in another group: it is updated as one."""
+        for p in params:
+            unit = unit_of(p)
+            if unit is not None and unit.group_index not in (-1, number):
+                beside = next(q for q in unit.params if q in self.gradients.bucket_of)
+                raise ValueError(
+                    f"add_param_group: ZeRO-3 gathers and updates {self.names[p]} together with {self.names[beside]}, "
+                    f"which is trained in group {unit.group_index}, not {number}. Add both in one group, or give the "
+                    "optimizer both, frozen, in groups of their own before the stage is built"
+                )
 
     def unfrozen(self, p: nn.Parameter) -> None:
         """p.requires_grad was set to True."""

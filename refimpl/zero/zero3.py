@@ -124,18 +124,6 @@ class Zero3(Stage):
         self.kept += kept
         return [*kept, *units]
 
-    def refuse_apart(self, params: list[nn.Parameter], number: int) -> None:
-        """ValueError where a unit is trained already, in another group: it is updated as one, with one's options."""
-        for p in params:
-            unit = unit_of(p)
-            if unit is not None and unit.group_index not in (-1, number):
-                beside = next(q for q in unit.params if q in self.gradients.bucket_of)
-                raise ValueError(
-                    f"add_param_group: ZeRO-3 gathers and updates {self.names[p]} together with {self.names[beside]}, "
-                    f"which is trained in group {unit.group_index}, not {number}. Add both in one group, or give the "
-                    "optimizer both, frozen, in groups of their own before the stage is built"
-                )
-
     def home(self, p: nn.Parameter) -> Bucket | None:
         return super().home(p) or unit_of(p)
 
