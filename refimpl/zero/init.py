@@ -10,7 +10,7 @@ DeepSpeed: deepspeed/runtime/zero/partition_parameters.py, `Init` and `GatheredP
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from refimpl.offload.homes import Host
 from refimpl.zero.parameter import stage_of
 from refimpl.zero.saved import StateDicts
 from refimpl.zero.unit import Unit, unit_of, whole
-
-if TYPE_CHECKING:
-    from refimpl.zero.stage import Stage
 
 
 class Init:
@@ -168,7 +165,7 @@ class GatheredParameters(whole):
         self.small = whole_ones(params) if enabled and modifier_rank is not None else {}
         self.before: dict[nn.Parameter, Tensor] = {}  # the small ones, as they were
         shared = [(unit.name, unit.group) for unit in self.units]
-        for name, group in [*shared, *((stage.name_of(p), stage.group) for p, stage in self.small.items())]:
+        for name, group in [*shared, *self.small.values()]:
             if modifier_rank not in (None, *range(group.size)):
                 raise ValueError(
                     f"GatheredParameters: modifier_rank={modifier_rank}, but {group.size} ranks share "
@@ -193,7 +190,8 @@ class GatheredParameters(whole):
             unit.versions = versions
         super().__exit__(kind)
         if kind is None and self.modifier_rank is not None:
-            lost += [s.name_of(p) for p, s in self.small.items() if take(p, self.before[p], s, self.modifier_rank)]
+            for p, (name, group) in self.small.items():
+                lost += [name] if take(p, self.before[p], group, self.modifier_rank) else []
         if changed:
             raise RuntimeError(
                 f"GatheredParameters: parameters of {', '.join(changed)} were written, which is lost without "
@@ -206,20 +204,21 @@ class GatheredParameters(whole):
             )
 
 
-def whole_ones(params: Iterable[nn.Parameter]) -> "dict[nn.Parameter, Stage]":
-    """Those that ZeRO-3 keeps whole, with their stage."""
+def whole_ones(params: Iterable[nn.Parameter]) -> dict[nn.Parameter, tuple[str, Group]]:
+    """Those that ZeRO-3 keeps whole: their names, and the ranks that have them."""
     stages = {p: stage_of(p) for p in params if unit_of(p) is None}
-    return {p: stage for p, stage in stages.items() if stage is not None and stage.manages_all}
+    kept = {p: stage for p, stage in stages.items() if stage is not None and stage.manages_all}
+    return {p: (stage.name_of(p), stage.experts.get(p, stage.group)) for p, stage in kept.items()}
 
 
 @torch.no_grad()
-def take(p: nn.Parameter, before: Tensor, stage: "Stage", root: int) -> bool:
+def take(p: nn.Parameter, before: Tensor, group: Group, root: int) -> bool:
     """Let p be what rank `root` has made of it; whether this rank has written and that one has not. A collective.
 
     What is the same already is not written: a graph that was recorded with it goes on.
     """
     theirs = p.detach().clone(memory_format=torch.contiguous_format)
-    stage.experts.get(p, stage.group).broadcast(theirs.view(-1), root, tag="start")
+    group.broadcast(theirs.view(-1), root, tag="start")
     before, mine, now = (t.contiguous().view(-1).view(torch.uint8) for t in (before, p.detach(), theirs))
     if differs := not torch.equal(now, mine):
         p.data.copy_(theirs)

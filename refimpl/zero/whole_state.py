@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from refimpl.zero.portable import Cut, restore_optimizer
@@ -53,7 +54,7 @@ class WholeState:
         out.copy_(self.of[name][key].reshape(-1)[begin : begin + out.numel()])
 
 
-def dtype_of(stage: "Stage", p: nn.Parameter) -> Any:
+def dtype_of(stage: "Stage", p: nn.Parameter) -> torch.dtype:
     """The dtype in which p is updated; its own, if it is not trained."""
     bucket = stage.home(p)
     slices = [] if bucket is None else stage.update.slices.of.get(bucket, [])
