@@ -1,8 +1,10 @@
 """Real processes: what they return, and what their caller is told when one raises, hangs or dies."""
 
+import ctypes
 import importlib
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +30,7 @@ import refimpl.deepspeed
 from refimpl import launch
 from refimpl.comm.group import Group
 from refimpl.comm.link import Link
+from refimpl.ranks import stand
 from refimpl.ranks.errors import failed
 
 ROOT = Path(__file__).parents[1]
@@ -366,6 +369,42 @@ def test_a_hang_tells_for_each_rank_where_it_stands():
     assert lines[2].startswith(f"  rank 1 computes at {__file__}:")
     assert lines[3] == "  rank 2 finished"
     assert len(lines) == 4
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_computes_on_is_asked_by_no_signal(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The handler would read the frames of threads that run: it has ended ranks with SIGSEGV."""
+    told: list[dict[int, str]] = []
+
+    def asked(*given: Any, **options: Any) -> dict[int, str]:
+        told.append(stand.stand(*given, **options))
+        if len(told) == 3:
+            (tmp_path / "enough").touch()
+        return told[-1]
+
+    def compute() -> int:
+        if dist.get_rank():
+            return 1
+        beside = threading.Thread(target=lambda: [None for _ in iter((tmp_path / "enough").exists, True)])
+        beside.start()
+        while not (tmp_path / "enough").exists():
+            pass
+        beside.join()
+        return 0
+
+    monkeypatch.setattr("refimpl.ranks.world._ALONE", 0.01)
+    monkeypatch.setattr("refimpl.ranks.world.stand", asked)
+    monkeypatch.setattr("refimpl.ranks.stand.os.kill", lambda *_: pytest.fail("a signal was sent"))
+    assert launch.run(compute, ranks=ranks, timeout=600) == [0, *[1] * (ranks - 1)]
+    assert all(does[0].startswith("computes at") and does[1] == "finished" for does in told[:3])
+
+
+def test_a_rank_whose_c_code_keeps_pythons_lock_says_where_it_stands_before_it_is_ended():
+    def keep() -> None:
+        ctypes.PyDLL(None).pause()
+
+    with pytest.raises(launch.RankTimeout, match=rf"\n  rank 0 computes at {re.escape(here(keep, 'PyDLL'))}"):
+        launch.run(keep, ranks=1, timeout=1)
 
 
 def apart() -> None:

@@ -1,6 +1,6 @@
 """Where does a hung rank stand?  A stack that faulthandler wrote, read as "waits in all_reduce at train.py:12".
 
-faulthandler answers a signal even while the rank is blocked inside a C++ collective, where no Python code can run.
+A rank is asked while it is blocked inside a C++ collective, where its main thread runs no Python code: see stand.py.
 The innermost line that is neither a library's nor ours is the line the reader wrote; the collective is the innermost
 call into `refimpl.comm` or `torch.distributed` that this line led to.
 """

@@ -2,7 +2,7 @@
 
 A rank never writes to the terminal itself: its output, reports, results and errors travel to the caller on one pipe,
 so they arrive in order and whole. It dies with its caller, however that dies: a thread waits on a pipe which the
-operating system closes when the caller is gone, and on which the caller asks which collective is unfinished.
+operating system closes when the caller is gone, and on which the caller asks where the rank stands.
 """
 
 import datetime
@@ -37,6 +37,7 @@ from refimpl.ranks.travel import dumps, loads, survives
 # gloo never gives up by itself: it is the caller who notices a hang, and can say where each rank stands. So it does on
 # NCCL, whose watchdog stays on watch, with torch's own limit: it ends a rank that nobody else would.
 _TIMEOUT = {"gloo": datetime.timedelta(days=365), "nccl": None}
+STACKS, FLIGHT = b"stacks", b"flight"  # what the caller may ask: each thread's stack, or the unfinished collective
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ class Rank(ForkServerProcess):
         self.process = os.getpid()
         os.setpgid(0, 0)  # Ctrl-C is the caller's business; and one signal reaches whatever processes fn starts
         self.lock = threading.RLock()
+        self.stacks = self.setup.stack_file(self.number).open("w")
         threading.Thread(target=self._die_with_caller, daemon=True).start()
-        stacks = self.setup.stack_file(self.number).open("w")
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, file=self.stacks, all_threads=True)
         sys.stdout, sys.stderr = _Output(self, "stdout", 1), _Output(self, "stderr", 2)
         self._attempt(self._connect)
         while (call := self._receive()) is not None:
@@ -147,8 +148,11 @@ class Rank(ForkServerProcess):
     def _die_with_caller(self) -> None:
         try:
             while True:
-                self.life.recv_bytes()  # the caller asks; an answer that fails must not end this thread
-                threading.Thread(target=flight.write, args=(self.setup.flight_file(self.number),), daemon=True).start()
+                if self.life.recv_bytes() == STACKS:
+                    faulthandler.dump_traceback(self.stacks, all_threads=True)
+                else:  # an answer that fails must not end this thread
+                    record = self.setup.flight_file(self.number)
+                    threading.Thread(target=flight.write, args=(record,), daemon=True).start()
         finally:
             shutil.rmtree(self.setup.directory, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)

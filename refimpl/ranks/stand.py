@@ -1,5 +1,8 @@
-"""Where each rank of a world stands, asked from outside: by a signal that a rank answers even inside a collective.
+"""Where each rank of a world stands, asked from outside: a thread of the rank's answers, even inside a collective.
 
+It takes Python's lock to read the stacks: who reads those of threads that run, as faulthandler does in a signal's
+handler, reads frames that are half made, and may end the rank (CPython 3.11: within some hundred signals). A signal is
+for the last question alone, before the ranks are ended anyway, and for a rank whose C++ code keeps the lock.
 A rank that waits in a GPU's collective looks as if it computed; its flight recorder knows better (see `flight.py`).
 """
 
@@ -13,7 +16,7 @@ from pathlib import Path
 
 from refimpl.ranks import flight, hang
 from refimpl.ranks.errors import RankTimeout
-from refimpl.ranks.rank import Rank, Setup
+from refimpl.ranks.rank import FLIGHT, STACKS, Rank, Setup
 from refimpl.ranks.silence import awake
 
 STILL = 0.25  # seconds a second that hanging ranks may be awake, in all: they look up, and machines are busy
@@ -22,21 +25,25 @@ STUCK = "every rank waits in a collective, and in no one that all have entered"
 
 
 def stand(
-    setup: Setup, processes: Sequence[Rank], lives: Sequence[Connection], pending: Collection[int]
+    setup: Setup, processes: Sequence[Rank], lives: Sequence[Connection], pending: Collection[int], last: bool
 ) -> dict[int, str]:
-    """What each rank does: "waits in recv at train.py:12: ...", "computes at ...", or "finished" if not `pending`."""
+    """What each rank does: "waits in recv at train.py:12: ...", "computes at ...", or "finished" if not `pending`.
+
+    `last`: the ranks are ended behind it.
+    """
     files = {rank: setup.stack_file(rank) for rank in pending}
     begins = {rank: file.stat().st_size if file.exists() else 0 for rank, file in files.items()}
-    for rank in pending:
-        if pid := processes[rank].pid:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
+    _ask(lives, pending, STACKS)
     stacks = _answers(files, begins, hang.is_complete)
+    if last and (silent := [rank for rank in pending if not hang.is_complete(stacks[rank])]):
+        for rank in silent:
+            if pid := processes[rank].pid:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+        stacks |= _answers({rank: files[rank] for rank in silent}, begins, hang.is_complete)
     does = {rank: hang.where(stack) for rank, stack in stacks.items()}
     asked = [rank for rank in pending if not does[rank].startswith("waits")]
-    for rank in asked:
-        with suppress(ConnectionError):
-            lives[rank].send_bytes(b"?")
+    _ask(lives, asked, FLIGHT)
     records = _answers({rank: setup.flight_file(rank) for rank in asked}, {}, bool)
     more = {rank: flight.unfinished(record) for rank, record in records.items() if record}
     return {rank: does.get(rank, "finished") + more.get(rank, "") for rank in range(setup.ranks)}
@@ -45,6 +52,12 @@ def stand(
 def lines(does: dict[int, str]) -> str:
     """A line a rank."""
     return "\n".join(f"  rank {rank} {what}" for rank, what in does.items())
+
+
+def _ask(lives: Sequence[Connection], ranks: Collection[int], what: bytes) -> None:
+    for rank in ranks:
+        with suppress(ConnectionError):
+            lives[rank].send_bytes(what)
 
 
 def _answers(files: dict[int, Path], begins: dict[int, int], is_complete: Callable[[str], bool]) -> dict[int, str]:

@@ -186,9 +186,9 @@ class World:
                         else:
                             failures.append(failed(rank, value))
                 if pending and not failures and time.monotonic() >= lonely.asks_at(silence.began, results):
-                    lonely.refuse(results, lambda: self._stand(pending))
+                    lonely.refuse(results, lambda: self._stand(pending, last=False))
         except KeyboardInterrupt as interrupt:
-            interrupt.add_note(lines(self._stand(pending)))
+            interrupt.add_note(lines(self._stand(pending, last=True)))
             raise
         in_step = not any(failure.out_of_step for failure in failures)
         # After a failure NCCL may wait on a GPU for ever, for a collective that not every rank has entered.
@@ -198,7 +198,7 @@ class World:
             raise min(failures, key=Failed.order).error
         if pending:
             text = f"no rank gave a result or a report for {patience:g} s"
-            raise RankTimeout(f"{text}\n{lines(self._stand(pending))}")
+            raise RankTimeout(f"{text}\n{lines(self._stand(pending, last=True))}")
         return [results[rank] for rank in range(self.setup.ranks)]
 
     def _messages(self, pending: set[int], deadline: float) -> Iterator[tuple[int, str, Any]]:
@@ -222,8 +222,8 @@ class World:
         _end_group(self.processes[rank])
         return "died", self.processes[rank].exitcode
 
-    def _stand(self, pending: set[int]) -> dict[int, str]:
-        return stand(self.setup, self.processes, self.lives, pending)
+    def _stand(self, pending: set[int], last: bool) -> dict[int, str]:
+        return stand(self.setup, self.processes, self.lives, pending, last)
 
 
 def _end_group(process: Rank) -> None:
