@@ -41,6 +41,7 @@ class ByName(Built):
     def set_full_parameter(self, p: nn.Parameter | str, value: Tensor) -> None:
         """Replace the fp32 weight, and what is rounded from it, by `value`: the same on every rank."""
         p = self.parameter(p)
+        self.refuse_shape(p, value)
         bucket = self.home(p)
         if bucket is not None and bucket.shelf is not None:
             with whole_units([p]):
@@ -106,11 +107,12 @@ class ByName(Built):
         part = None if bucket is None else self.update.state_part(bucket, p, key)
         known = None if bucket is None else self.known_state(bucket, p, part)
         if bucket is None or known is None:
-            raise KeyError(f"the optimizer has no state {key!r} of {self.names[p]} yet: take a step first")
+            raise self.no_state(p, key)
         if isinstance(known, Tensor):
             raise ValueError(
                 f"state {key!r} of {self.names[p]} has no element for each of the parameter's: change optimizer.state"
             )
+        self.refuse_shape(p, value)
         if part is not None:
             with torch.no_grad():
                 self.update.put_state(bucket, p, key, bucket.cut(value, p, part.numel()))
@@ -165,13 +167,29 @@ class ByName(Built):
         return None if part is None else part.clone()
 
     def write_local(self, p: nn.Parameter | str, value: Tensor, key: str = "") -> None:
-        """Replace what `read_local` reads. A weight of the model follows with the next step, as in DeepSpeed."""
+        """Replace what `read_local` reads. A weight of the model follows with the next step, as in DeepSpeed.
+
+        ValueError for another number of elements. KeyError for a state that this rank has nothing of.
+        """
         p = self.parameter(p)
         bucket = self.trained(p)
+        if value.numel() != (numel := self.numel_here(bucket, p, key)):
+            raise ValueError(f"{self.names[p]}: {value.numel()} elements for this rank's part of {numel}")
         if key == "grad":
             self.view.change(p, lambda part: part.copy_(value.reshape(-1)))
         else:
             self.update.put_state(bucket, p, key, value.reshape(-1))
+
+    def numel_here(self, bucket: Bucket, p: nn.Parameter, key: str) -> int:
+        """How many elements `read_local` reads. Raises where there is nothing to replace."""
+        if key == "grad":
+            return self.view.mine(p).numel()
+        start, end = self.update.slices.span(bucket, p)
+        if not key:
+            return end - start
+        if (part := self.update.state_part(bucket, p, key)) is None:
+            raise self.no_state(p, key)
+        return part.numel()
 
     def trained(self, p: nn.Parameter) -> Bucket:
         """The bucket of what is trained. RuntimeError for what is not: nothing of it is kept for an update."""
@@ -180,6 +198,15 @@ class ByName(Built):
                 f"{self.names[p]} is not trained: it has neither a gradient nor a state; full_parameter reads it"
             )
         return self.gradients.bucket_of[p]
+
+    def refuse_shape(self, p: nn.Parameter, value: Tensor) -> None:
+        if value.shape != p.shape:
+            raise ValueError(
+                f"{self.names[p]}: a value of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}"
+            )
+
+    def no_state(self, p: nn.Parameter, key: str) -> KeyError:
+        return KeyError(f"the optimizer has no state {key!r} of {self.names[p]}: take a step first, if the name is right")
 
     def refuse_away(self, p: nn.Parameter) -> None:
         """A view of what rests on a disk would be of nothing."""

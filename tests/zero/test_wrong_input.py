@@ -58,6 +58,19 @@ def misshapen(stage_name: str) -> None:
     with pytest.raises(ValueError, match=r"state 'step' of 0\.weight has no element for each"):
         stage.set_full_state("0.weight", "step", torch.tensor(9.0))
     assert all(stage.full_state(name, "step") == 1 for name in stage.names.values())
+    part = stage.read_local("0.weight")
+    assert part is not None
+    for shape in ((), (1, 5), (30,)):
+        with pytest.raises(ValueError, match=r"0\.weight: a value of shape .* for a parameter of shape \(5, 5\)"):
+            stage.set_full_parameter("0.weight", torch.ones(shape))
+    for key in ("", "exp_avg"):
+        with pytest.raises(ValueError, match=rf"0\.weight: 26 elements for this rank's part of {part.numel()}"):
+            stage.write_local("0.weight", torch.ones(26), key)
+    no_such = r"no state 'exp_agv' of 0\.weight: take a step first, if the name is right"
+    with pytest.raises(KeyError, match=no_such):
+        stage.set_full_state("0.weight", "exp_agv", torch.ones(5, 5))
+    with pytest.raises(KeyError, match=no_such):
+        stage.write_local("0.weight", part, "exp_agv")
 
 
 @pytest.mark.parametrize("stage", STAGES)

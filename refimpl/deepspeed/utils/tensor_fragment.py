@@ -98,10 +98,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Write this rank's fragment of an optimizer state. KeyError before the first step."""
-    stage = _stage(param)
-    if stage.read_local(param, optim_state_key) is None:
-        raise KeyError(f"safe_set_local_optimizer_state: no state {optim_state_key!r} yet; take a step first")
-    stage.write_local(param, value, optim_state_key)
+    _stage(param).write_local(param, value, optim_state_key)
 
 
 def trained_by(param: nn.Parameter) -> Stage | None:
