@@ -91,6 +91,8 @@ def contents(
     engine: TrainingState, client_state: Mapping[str, Any], exclude_frozen: bool
 ) -> tuple[dict[str, Tensor | Later], dict[str, Any]]:
     """(tensors, notes) of this rank. CheckpointError names what of them cannot be kept."""
+    if not isinstance(client_state, Mapping):
+        raise CheckpointError(f"client_state is a {type(client_state).__name__}: give a dictionary")
     tensors: dict[str, Tensor | Later] = {}
     noted: dict[str, Tensor] = {}  # inside what becomes JSON
     saved = engine.saved_name
