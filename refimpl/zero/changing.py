@@ -62,7 +62,7 @@ class Changing(Built):
             if unit is not None and unit.group_index not in (-1, number):
                 beside = next(q for q in unit.params if q in self.gradients.bucket_of)
                 raise ValueError(
-                    f"add_param_group: ZeRO-3 gathers and updates {self.names[p]} together with {self.names[beside]}, "
+                    f"ZeRO-3 gathers and updates {self.names[p]} together with {self.names[beside]}, "
                     f"which is trained in group {unit.group_index}, not {number}. Add both in one group, or give the "
                     "optimizer both, frozen, in groups of their own before the stage is built"
                 )
