@@ -206,7 +206,8 @@ class ByName(Built):
             )
 
     def no_state(self, p: nn.Parameter, key: str) -> KeyError:
-        return KeyError(f"the optimizer has no state {key!r} of {self.names[p]}: take a step first, if the name is right")
+        name = self.names[p]
+        return KeyError(f"the optimizer has no state {key!r} of {name}: take a step first, if the name is right")
 
     def refuse_away(self, p: nn.Parameter) -> None:
         """A view of what rests on a disk would be of nothing."""

@@ -134,8 +134,17 @@ def take_over(optimizer: optim.Optimizer, stage: "Stage") -> None:
     vars(optimizer).pop("step", None)  # a schedule that was made before wrapped it
     more: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     more |= {name: into(name, getattr(kind, name)) for name in MODES if hasattr(kind, name)}
-    optimizer.__class__ = type(kind.__name__, (Owned, kind), more)
+    optimizer.__class__ = owned_before(kind)(kind.__name__, (kind, Owned), more)
     optimizer.stage = stage  # type: ignore[attr-defined]
+
+
+def owned_before(kind: type) -> Any:
+    """A metaclass: a class that has `kind` first among its bases, and looks things up in `Owned` first.
+
+    An object's class may change to one of the same memory layout only. Python takes that from the first of the bases,
+    and behind an ABC (all of pytorch_optimizer's have one before Optimizer) it is another than `Owned`'s.
+    """
+    return type("Taken", (type(kind),), {"mro": lambda cls: [cls, Owned, *kind.__mro__]})
 
 
 def into(name: str, switch: Callable[..., None]) -> Callable[[Owned], None]:

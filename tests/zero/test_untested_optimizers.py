@@ -1,5 +1,6 @@
 """Optimizers of other people's making: cut only where a trial shows that they may be; with modes and counts."""
 
+from abc import ABC
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,19 +29,19 @@ class Descent(optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(group["lr"] * self.direction(p.grad, group))
+                    p.sub_(group["lr"] * self.direction(p.grad, group, p))
 
-    def direction(self, grad: Tensor, group: dict[str, Any]) -> Tensor:
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
         return grad.sign()
 
 
 class OfNorms(Descent):
-    def direction(self, grad: Tensor, group: dict[str, Any]) -> Tensor:
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
         return grad / grad.norm()
 
 
 class OfMatrices(Descent):
-    def direction(self, grad: Tensor, group: dict[str, Any]) -> Tensor:
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
         if grad.ndim != 2:
             raise ValueError("a matrix, please")
         return grad
@@ -49,9 +50,66 @@ class OfMatrices(Descent):
 class Estimating(Descent):
     """Weights show nothing of it yet: what it has estimated of all of them will."""
 
-    def direction(self, grad: Tensor, group: dict[str, Any]) -> Tensor:
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
         group["size"] += float(grad.square().sum())
         return grad
+
+
+class OfSmallerNorms(Descent):
+    """As AdaNorm: where the gradient's norm has become smaller than it was in the mean, it is made as large again."""
+
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
+        norm = grad.norm()
+        mean = self.state[p]["mean"] = 0.9 * self.state[p].get("mean", norm) + 0.1 * norm
+        return grad * max(1.0, float(mean / norm))
+
+
+class OfAngles(Descent):
+    """As AdamP: what goes along the weights is left out, where a matrix and its gradient are at right angles."""
+
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
+        cosine = (grad * p).sum() / (grad.norm() * p.norm())
+        return grad.sign() - (grad.sign() * p).sum() * p / p.square().sum() * (p.ndim == 2 and cosine.abs() < 0.02)
+
+
+class Waiting(Descent):
+    """As AdaShift: a gradient is used nine steps after it came, and with the norm of those that came since."""
+
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
+        self.count = getattr(self, "count", 0) + 1
+        return grad / grad.norm() if self.count > 9 else torch.zeros_like(grad)
+
+
+class Still(Descent):
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
+        return 0 * grad
+
+
+class OfPairs(Descent):
+    """As AggMo, which is element-wise: its state can still not be cut."""
+
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
+        before = self.state[p].get("pair", (grad, grad))
+        self.state[p]["pair"] = (grad.clone(), before[0])
+        return before[1]
+
+
+class OfBlocks(Descent):
+    """A state for each block of four elements, which is not used yet."""
+
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
+        self.state[p]["largest"] = grad.flatten()[:8].view(2, 4).amax(1)
+        return grad
+
+
+class Abstract(ABC, optim.Optimizer):
+    """Its objects have another memory layout than those of an optimizer without an ABC before it."""
+
+
+class Derived(Abstract, Descent):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.loaded = True
 
 
 class Counting(Descent):
@@ -68,7 +126,7 @@ class Counting(Descent):
             group["k"] += 1
         super().step()
 
-    def direction(self, grad: Tensor, group: dict[str, Any]) -> Tensor:
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
         return grad / group["k"]
 
     def train(self) -> None:
@@ -101,7 +159,17 @@ def batch(step: int, rank: int) -> Tensor:
         (Counting, ""),
         (OfNorms, "it computes other weights"),
         (OfMatrices, "tried on a part of a parameter it raises ValueError: a matrix, please"),
+        (Derived, ""),
         (Estimating, "on a part of a parameter its size is another"),
+        (OfSmallerNorms, "it computes other weights"),
+        (OfAngles, "it computes other weights"),
+        (Waiting, "it computes other weights"),
+        (Still, "by itself it changes nothing in 64 steps"),
+        (OfPairs, "it keeps a tuple as the state 'pair', which cannot be cut"),
+        (
+            OfBlocks,
+            r"it keeps a state 'largest' of shape \(2,\) for a parameter of shape \(4, 6\), which cannot be cut",
+        ),
         (optim.Adafactor, "it computes other weights"),
         (optim.LBFGS, "tried by itself it raises TypeError: .*closure"),
     ],
@@ -155,6 +223,32 @@ def test_what_needs_whole_parameters_has_them_at_stage_0_and_is_refused_behind_i
             Exception, match=rf"{kind.__name__} is allowed \(zero_allow_untested_optimizer\), but did not pass"
         ):
             run(allowed, stage, kind, ranks=2)
+
+
+def behind_an_abc(stage_name: str) -> list[Tensor]:
+    model, group = small(), Group.world()
+    optimizer = Derived(model.parameters(), lr=0.1)
+    stage = STAGES[stage_name](model, optimizer, group, ZeroConfig(allow_untested_optimizer=True))
+    for step in range(3):
+        model(batch(step, group.rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())  # the stage's, and the class's own behind it
+        optimizer.zero_grad()
+    assert optimizer.loaded
+    assert type(optimizer).__name__ == "Derived"
+    assert isinstance(optimizer, Derived)
+    weights = [w.clone() for w in stage.model.state_dict().values()]
+    stage.release()
+    assert type(optimizer) is Derived
+    return weights
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_that_has_an_abc_before_it_is_taken_over_and_let_go(stage: str) -> None:
+    """As all of pytorch_optimizer's have."""
+    for weights in run(behind_an_abc, stage, ranks=2):
+        for found, right in zip(weights, alone(Derived, 2), strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
 
 
 def in_modes(stage_name: str, dtype: torch.dtype | None, folder: Path | None, share: float) -> list[Tensor]:
