@@ -63,8 +63,10 @@ class Kind:
                 twin.param_groups[0]["lr"] = RATE  # a schedule begins with 0, which shows nothing
             return twin
 
-        filled = [(i, g["params"][0].device) for i, g in enumerate(optimizer.param_groups) if g["params"]]
-        return next((words for i, device in filled if (words := what_fails(partial(make, i), device))), "")
+        groups = {
+            (g["params"][0].device, beyond_rate(g)): i for i, g in enumerate(optimizer.param_groups) if g["params"]
+        }
+        return next((words for (device, _), i in groups.items() if (words := what_fails(partial(make, i), device))), "")
 
     def twin(self, optimizer: optim.Optimizer, index: int, params: Sequence[nn.Parameter]) -> optim.Optimizer:
         """A new one over these parameters alone, with the options of the optimizer's group `index`."""
@@ -109,6 +111,12 @@ class Kind:
             "every element's update depends on that element alone, set allow_untested_optimizer=True "
             "(zero_allow_untested_optimizer), or `elementwise = True` on its class"
         )
+
+
+def beyond_rate(group: dict[str, Any]) -> str:
+    """A group's options, in words, but for its rate (whether it has one) and whose they are."""
+    own = ("params", "param_names", "lr", "initial_lr")
+    return repr({k: v for k, v in group.items() if k not in own} | {"has a rate": group.get("lr") is not None})
 
 
 def is_elementwise(kind: type) -> bool:

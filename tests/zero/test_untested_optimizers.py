@@ -189,6 +189,20 @@ def test_what_is_allowed_is_tried(kind: Callable[..., Any], fails: str) -> None:
     assert torch.get_rng_state().equal(state)
 
 
+def test_each_of_the_options_that_groups_have_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[float] = []
+
+    def what_fails(make: Callable[[nn.Parameter], Any], device: torch.device) -> str:
+        tried.append(make(nn.Parameter(torch.ones(1))).param_groups[0]["size"])
+        return ""
+
+    monkeypatch.setattr("refimpl.zero.kind.what_fails", what_fails)
+    sizes = (0.0, 1.0, 0.0, 1.0, 0.0)
+    groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": 0.1 * i, "size": size} for i, size in enumerate(sizes)]
+    assert Kind(Descent(groups), allow_untested=True).elementwise
+    assert tried == [0.0, 1.0]
+
+
 def allowed(stage_name: str, kind: Callable[..., Any]) -> list[Tensor]:
     model, group = small(), Group.world()
     optimizer = kind(model.parameters(), lr=0.1)
