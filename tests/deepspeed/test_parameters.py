@@ -114,6 +114,8 @@ def shard_written(how: str, section: dict[str, Any]) -> None:
         step()
     with pytest.raises(RuntimeError, match=r"ds_tensor of parameter 0\.weight: it is .* cannot become"):
         p.ds_tensor.data = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"ds_tensor of parameter 0\.weight: it is .* cannot become torch\.float64"):
+        p.ds_tensor.data = mine.double()
     with pytest.raises(RuntimeError, match=r"ds_tensor of parameter 1\.bias: .*stays whole.*safe_set_full_fp32_param"):
         model[1].bias.ds_tensor[:1].zero_()
 

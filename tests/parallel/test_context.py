@@ -12,7 +12,7 @@ from refimpl.comm.group import Group
 from refimpl.measure.memory import MemoryMeter
 from refimpl.parallel.context import blocks
 from refimpl.parallel.context.layout import Layout
-from refimpl.parallel.context.loss import IGNORED, cross_entropy
+from refimpl.parallel.context.loss import IGNORED, cross_entropy, token_mean
 from refimpl.parallel.context.ring import ring_attention
 from refimpl.parallel.context.ulysses import ulysses
 
@@ -217,8 +217,14 @@ def weighted(targets: Tensor, weight: Tensor, x: Tensor) -> tuple[float, Tensor]
     group = Group.world()
     layout = Layout(x.shape[1], group.size)
     weight = weight.clone().requires_grad_()
-    loss = cross_entropy(layout.cut(x, group.rank) @ weight, layout.cut(targets, group.rank), group)
+    logits, its = layout.cut(x, group.rank) @ weight, layout.cut(targets, group.rank)
+    loss = cross_entropy(logits, its, group)
     loss.backward()
+    half = logits.detach().bfloat16()
+    assert torch.equal(cross_entropy(half, its, group), cross_entropy(half.float(), its, group)), "in fp32"
+    tokens = torch.tensor(3.0 + group.rank, dtype=torch.float64)
+    token_mean(loss.detach(), tokens, group)
+    assert tokens == 3 + group.rank, "the caller's own"
     value, grad = loss.detach().reshape(1).clone(), weight.grad
     assert grad is not None
     group.all_reduce(value, "mean")

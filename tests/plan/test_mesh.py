@@ -191,6 +191,7 @@ def test_what_cannot_be_is_named() -> None:
             "attention on 8 tensor ranks: 4 heads over 4 of keys and values cannot be dealt out, so each",
         ),
         (Mesh(3, 1, 1, 8), "8 sequences over ranks and micro-batches: does not divide by 3"),
+        (Mesh(2, 2, 1, 8, zero="zero2"), "zero2 with 2 pipeline stages"),
         (Mesh(2, 2, 1, 8, zero="zero3"), "zero3 with 2 pipeline stages"),
     ):
         with pytest.raises(ValueError, match=says):
