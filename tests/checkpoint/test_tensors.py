@@ -1,6 +1,7 @@
 """Our safetensors files are the library's and the other way round; pieces are what whole reads give."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,14 @@ def test_a_file_cut_short_is_named(keep: int, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes((tmp_path / "f").read_bytes()[:keep])
     with pytest.raises(CheckpointError, match="f: "):
         Reader(tmp_path / "f")
+
+
+def test_a_file_cut_short_while_it_is_read_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "f", {"w": torch.ones(9)})
+    with Reader(tmp_path / "f") as file:
+        os.truncate(tmp_path / "f", (tmp_path / "f").stat().st_size - 4)
+        with pytest.raises(CheckpointError, match="f: ends inside w; bring back"):
+            file.tensor("w")
 
 
 def test_a_header_that_lies_is_refused(tmp_path: Path) -> None:

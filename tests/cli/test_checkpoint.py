@@ -182,6 +182,9 @@ def test_prune(steps: Path) -> None:
     assert {p.name for p in steps.iterdir()} == {"latest", SCRIPT, "notes", *(f"global_step{n}" for n in (2, 3, 4, 6))}
     assert [p.name for p in (steps / "global_step2").iterdir()] == ["mine.txt"]
     assert run("prune", steps, "--keep", 3)[1] == f"{steps}: nothing to delete\n"
+    for keep, every in ((0, None), (1, 0)):
+        with pytest.raises(ValueError, match="at least 1"):
+            prune.to_delete([], keep, every, None)
     engine = start(settings(2), seed=4)
     assert engine.load_checkpoint(steps)[0] == str(steps / "global_step4")
 

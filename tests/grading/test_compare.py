@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn, optim
 
-from refimpl.grading.compare import Wrong, by_users, equal, first_divergence, rounded_once
+from refimpl.grading.compare import Wrong, as_made, by_users, equal, first_divergence, rounded_once
 from refimpl.grading.traffic import side_by_side
 
 RIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -42,6 +42,21 @@ def test_one_rounding_is_told_from_two(dtype: torch.dtype) -> None:
         Wrong, match=r"y is rounded more than once, [12]\.\d times half of the last place: round at the"
     ):
         rounded_once((exact.to(dtype) * 3 / 3).to(dtype), exact, "y", "round at the end")
+
+
+def test_an_optimizer_is_the_one_that_was_asked_for() -> None:
+    def make(own: list[nn.Parameter], kind: type[optim.Adam] = optim.Adam, **more: float) -> optim.Adam:
+        return kind(own, lr=0.1, **more)  # type: ignore[arg-type]
+
+    own = [nn.Parameter(torch.zeros(1))]
+    as_made(make(own), make)
+    for other, says in (
+        (None, "is None, and make_optimizer makes a Adam: keep"),
+        (make(own, optim.AdamW), "is a AdamW, and make_optimizer makes a Adam"),  # AdamW is an Adam, too
+        (make(own, weight_decay=0.5), "has weight_decay 0.5, and make_optimizer gives it 0"),
+    ):
+        with pytest.raises(Wrong, match=says):
+            as_made(other, make)
 
 
 def test_integers_are_compared_exactly() -> None:

@@ -1,5 +1,7 @@
 """Ring attention and Ulysses against plain attention: values, gradients, traffic, work, memory."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from refimpl.parallel.context.ring import ring_attention
 from refimpl.parallel.context.ulysses import ulysses
 
 B, D = 2, 8
+SCALE = 0.3  # of scores; the default is 8 ** -0.5
 # Both sum the same products in another order: some roundings of fp32 (1.2e-7) on values of about 1.
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 
@@ -33,7 +36,7 @@ def plain(tensors: list[Tensor], causal: bool) -> list[Tensor]:
     q, k, v, out_grad = (x.clone() for x in tensors)
     for x in (q, k, v):
         x.requires_grad_()
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True, scale=SCALE)
     out.backward(out_grad)
     return [out.detach(), q.grad, k.grad, v.grad]  # type: ignore[list-item]
 
@@ -47,9 +50,10 @@ def attended(how: str, tensors: list[Tensor], causal: bool, zigzag: bool, tile: 
     for x in (q, k, v):
         x.requires_grad_()
     if how != "ulysses":
-        out = ring_attention(q, k, v, group, layout, causal, fused={"ring": None, "tiles": False}[how])
+        out = ring_attention(q, k, v, group, layout, causal, SCALE, {"ring": None, "tiles": False}[how])
     else:
-        out = ulysses(q, k, v, group, lambda *x: F.scaled_dot_product_attention(*x, is_causal=causal, enable_gqa=True))
+        attention = partial(F.scaled_dot_product_attention, is_causal=causal, enable_gqa=True, scale=SCALE)
+        out = ulysses(q, k, v, group, attention)
     out.backward(out_grad)
     return [out.detach(), q.grad, k.grad, v.grad], sum(group.ledger.sent_bytes().values())  # type: ignore[list-item]
 
