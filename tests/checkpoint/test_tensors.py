@@ -61,6 +61,8 @@ def test_a_piece_reads_its_own_bytes_alone(tmp_path: Path) -> None:
     with Reader(tmp_path / "f") as file:
         file.read("w", 10, out[5:25])
         assert file.read_bytes == 20 * 4
+        with pytest.raises(CheckpointError, match="f: w ends before element 1010"):
+            file.read("w", 990, torch.empty(20))
     assert torch.equal(out[5:25], whole[10:30])
     assert out[:5].eq(7).all()
     assert out[25:].eq(7).all()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from refimpl.grading.compare import Wrong, as_made, by_users, equal, first_divergence, rounded_once
+from refimpl.grading.compare import Wrong, as_made, by_users, close, equal, first_divergence, rounded_once
 from refimpl.grading.traffic import side_by_side
 
 RIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -57,6 +57,11 @@ def test_an_optimizer_is_the_one_that_was_asked_for() -> None:
     ):
         with pytest.raises(Wrong, match=says):
             as_made(other, make)
+
+
+def test_what_has_another_shape_is_not_close() -> None:
+    assert close(RIGHT, RIGHT.clone())
+    assert not close(RIGHT[None], RIGHT), "though torch would lay one over the other"
 
 
 def test_integers_are_compared_exactly() -> None:

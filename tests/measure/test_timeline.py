@@ -99,6 +99,17 @@ def test_a_ledger_forgets_and_so_does_the_timeline(clock: Hand) -> None:
     assert timelines(ledger) == []
 
 
+def test_what_is_still_under_way_when_a_step_ends_is_cut_there(clock: Hand) -> None:
+    ledger = Ledger()
+    with phase(ledger, "step"):
+        late = ledger.start("all_gather", 1)
+        clock.now = 5
+    clock.now = 9
+    ledger.end(late)
+    (one,) = timelines(ledger)
+    assert [flight.span.end for flight in one.flights] == [one.step.end]
+
+
 def test_unions_and_overlaps_of_intervals_are_those_of_their_points() -> None:
     edges = list(itertools.combinations(range(6), 2))
     for these in itertools.combinations(edges, 2):

@@ -98,10 +98,12 @@ def test_ulysses_is_plain_attention(ranks: int, heads: int, shared: int, each: i
 
 def test_in_bf16_the_ring_keeps_its_sums_in_fp32() -> None:
     tensors = given_tensors(4, 2, 48, torch.bfloat16)
-    found = joined(run(attended, "ring", tensors, True, True, 1024, ranks=3), 48, True)
+    found = run(attended, "ring", tensors, True, True, 1024, ranks=3)
     exact = plain([x.float() for x in tensors], True)
-    for ours, theirs in zip(found, exact, strict=True):
+    for ours, theirs in zip(joined(found, 48, True), exact, strict=True):
         torch.testing.assert_close(ours.float(), theirs, rtol=0.03, atol=0.03)  # bf16 rounds by 0.004, several times
+    part = B * 2 * 16 * D  # keys of a rank, or values
+    assert {sent for _, sent in found} == {part * (2 * 2 * 2 * 2 + 4 * 2 * 3)}, "gradients of keys and values too"
 
 
 @pytest.mark.parametrize(
@@ -226,6 +228,7 @@ def weighted(targets: Tensor, weight: Tensor, x: Tensor) -> tuple[float, Tensor]
     loss.backward()
     half = logits.detach().bfloat16()
     assert torch.equal(cross_entropy(half, its, group), cross_entropy(half.float(), its, group)), "in fp32"
+    assert cross_entropy(logits.detach(), torch.full_like(its, IGNORED), group) == 0, "no token anywhere"
     tokens = torch.tensor(3.0 + group.rank, dtype=torch.float64)
     token_mean(loss.detach(), tokens, group)
     assert tokens == 3 + group.rank, "the caller's own"

@@ -12,7 +12,7 @@ import torch
 
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.plan import formulas
-from refimpl.plan.judge import Machine, judge
+from refimpl.plan.judge import Machine, Verdict, judge, state
 from refimpl.plan.mesh import Mesh
 from refimpl.plan.published import BLOOM, KORTHIKANTI, LLAMA, MEGATRON, MT_NLG, NEOX, PTD, ZERO3, Run
 from refimpl.plan.search import search
@@ -180,6 +180,20 @@ def test_layers_that_the_stages_do_not_divide() -> None:
     assert found.seconds["compute"] == pytest.approx(even.seconds["compute"], rel=0.02)  # but for the head's part
     assert found.mfu < even.mfu
     assert any(v.mesh.pp == 16 for v in search(replace(shape, vocab=64), 64, 64, Machine()).over)
+
+
+def test_the_fullest_gpu_is_that_of_most_bytes_and_not_of_most_parameters() -> None:
+    shape = of_gpt(GPTConfig(layers=8, heads=4, vocab=5000, context=256, width=64))
+    mesh = Mesh(1, 4, 1, 8)
+    stages = [state(shape, mesh, stage) for stage in range(4)]
+    assert judge(shape, mesh, Machine()).bytes == stages[3], "with the head, and logits"
+    assert stages[3]["parameters"] < stages[0]["parameters"]
+
+
+def test_what_a_step_waits_for_most_is_told_beside_compute() -> None:
+    verdict = Verdict(Mesh(1, 1, 1, 1), {"a": 1, "b": 2}, {}, {"compute": 5.0, "memory": 1.0, "bubble": 2.0}, 0, 0)
+    assert (verdict.limit, verdict.largest) == ("bubble", "b")
+    assert replace(verdict, seconds={"compute": 5.0, "memory": 0.0}).limit == "compute"
 
 
 def test_what_cannot_be_is_named() -> None:
