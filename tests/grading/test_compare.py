@@ -88,6 +88,8 @@ def test_the_first_divergence_is_the_earliest_step() -> None:
         first_divergence(found, right, "the gradient", ranks=2)
     with pytest.raises(Wrong, match="step 0: the gradient of b is missing"):
         first_divergence([{"a": RIGHT}], [right[0]], "the gradient")
+    with pytest.raises(Wrong, match="3 steps were made, expected 2"):
+        first_divergence(right, right[:2], "the gradient")
 
 
 def test_transcripts_stand_side_by_side() -> None:

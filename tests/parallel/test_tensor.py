@@ -100,10 +100,10 @@ def kinds() -> None:
         ColumnParallelLinear(nn.Linear(2, 10), group, blocks=3, name="up")
     with pytest.raises(ValueError, match="out: 1 units of 8 cannot be dealt"):
         RowParallelLinear(nn.Linear(8, 4), group, units=1, name="out")
-    with pytest.raises(ValueError, match="up: .* one of a kind: copies must be 1, not 2"):
+    with pytest.raises(ValueError, match=r"up: .* one of a kind: copies must be 1, not 2"):
         ColumnParallelLinear(nn.Linear(2, 10), group, copies=2, gathered=True, name="up")
     for option in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
-        with pytest.raises(ValueError, match="words: an embedding with .* cannot be split"):
+        with pytest.raises(ValueError, match=r"words: an embedding with .* cannot be split"):
             VocabParallelEmbedding(nn.Embedding(8, 2, **option), group, name="words")  # type: ignore[arg-type]
 
 
