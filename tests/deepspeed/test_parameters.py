@@ -48,9 +48,11 @@ def answers() -> None:
         assert sum(of_all_ranks(weight.ds_tensor.numel())) == 64  # its own elements, without its bias's or padding
         weight.all_gather()
         assert weight.ds_status == ZeroParamStatus.AVAILABLE
-        assert weight.detach().isfinite().all()
+        kept = weight.detach()
+        assert kept.isfinite().all()
         weight.partition()
         assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        assert kept.isfinite().all(), "whoever has kept a view of it keeps the values"
         weight.all_gather(param_list=[weight, model[1].weight])
         assert model[1].weight.ds_status == ZeroParamStatus.AVAILABLE
         with torch.no_grad():

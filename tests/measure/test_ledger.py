@@ -115,6 +115,10 @@ def test_of_the_times_on_a_device_the_last_are_kept() -> None:
         ledger.end(ledger.start("send", 1), begun, begun + 1, held=[(begun, begun)])
     assert ledger.device_ms(lambda begun, done: done - begun) == {3: 1, 4: 1}
     assert ledger.held == [(3, 3), (4, 4)]
+    assert ledger.crossed_bytes() == {}
+    ledger.cross("send", 2)
+    ledger.cross("send", 3)
+    assert ledger.crossed_bytes() == {"send": 5}
     ledger.reset()
     assert (ledger.device_ms(lambda begun, done: 0), ledger.held) == ({}, [])
 
