@@ -171,6 +171,15 @@ def test_a_checkpoint_of_deepspeed_is_named(one: bool, tmp_path: Path) -> None:
         assert "this is a checkpoint of DeepSpeed; `refimpl checkpoint import` reads it" in text
 
 
+def test_what_is_complete_has_its_name_or_had_it(tmp_path: Path) -> None:
+    for name in ("a", ".b.refimpl-old", ".c.refimpl-0123abcd"):  # one whose successor was killed, one not finished
+        (tmp_path / name).mkdir()
+        (tmp_path / name / manifest.NAME).touch()
+    assert manifest.complete(tmp_path) == ["a", "b"]
+    with pytest.raises(OSError, match="too long"):
+        manifest.is_in(tmp_path / ("x" * 300))
+
+
 def test_prune(steps: Path) -> None:
     (steps / "notes").mkdir()
     (steps / "notes/a.txt").write_text("mine")
