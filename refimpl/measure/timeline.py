@@ -73,7 +73,7 @@ class Timeline:
         named = [span for span in self.phases if span.name == name]
         if not named:
             raise ValueError(f"timeline: no phase {name!r}; there are {sorted({span.name for span in self.phases})}")
-        return sum(span.ms for span in named) - sum(span.ms for span in overlap(union(named), self.held))
+        return sum(span.ms for span in named) - sum(span.ms for span in overlap(named, self.held))
 
     def lanes(self) -> list[list[Flight]]:
         """The collectives in as few rows as let none overlap another in its row."""

@@ -205,11 +205,6 @@ class BlockFile:
             take_space(self.descriptor, 0, self.end)
         self.trust()
 
-    def close(self) -> None:
-        """Let the threads go. The file ends with this object."""
-        self.readers.shutdown()
-        self.writers.shutdown()
-
     def _cut(self, record: Record, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
         for at in range(0, record.nbytes, self.block):
             yield record.offset + at, memory[at : min(at + self.block, record.nbytes)]

@@ -39,8 +39,5 @@ def _summed(group: Group, tag: str, where: Where | None, grad: Tensor) -> Tensor
     grad = grad.clone(memory_format=torch.contiguous_format)
     dim, spans = where or (0, ())
     for part in [grad.narrow(dim, span.start, span.stop - span.start) for span in spans] or [grad]:
-        summed = part.contiguous()
-        group.all_reduce(summed, tag=tag)
-        if summed is not part:
-            part.copy_(summed)
+        group.all_reduce(part, tag=tag)  # contiguous: rows, or all of it (see `ColumnParallelLinear`)
     return grad

@@ -13,6 +13,7 @@ import pytest
 
 import refimpl.bank
 from refimpl.bank.card import (
+    CARD,
     FORMS,
     LEVELS,
     LITERATURE,
@@ -217,6 +218,17 @@ def test_live_coding_names_a_task_and_its_grader(card: Code) -> None:
     written = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)]
     assert written
     assert all(len(f.body) - (ast.get_docstring(f) is not None) == 1 for f in written), "nothing of the solution"
+
+
+def test_a_card_that_does_not_hold_together_is_refused() -> None:
+    bug = next(card for card in CARDS.values() if isinstance(card, Bug) and card.proof != LITERATURE)
+    for change, says in (
+        ({"snippet": "pass"}, "exactly once"),
+        ({"snippet": 2 * bug.snippet}, "exactly once"),
+        ({"code": ()}, "code: Field required, or proof = 'literature'"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            CARD.validate_python(bug.model_dump() | change)
 
 
 @of_form(Open)

@@ -152,8 +152,12 @@ def test_a_failure_is_raised_once_and_the_next_work_runs() -> None:
     assert done == ["second"]
 
 
-def test_what_nobody_has_waited_for_is_printed_at_the_end() -> None:
-    code = "from refimpl.checkpoint.background import Background; Background().start(lambda: {}['lost'], 'fail')"
+def test_python_waits_for_it_and_prints_what_nobody_has_waited_for() -> None:
+    code = """
+import threading
+from refimpl.checkpoint.background import Background
+Background().start(lambda: (threading.main_thread().join(), {}['lost']), 'still at work when the script is through')
+"""
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "nobody has waited for it" in ended.stderr
     assert "KeyError: 'lost'" in ended.stderr

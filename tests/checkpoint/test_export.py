@@ -77,6 +77,8 @@ def test_memory_is_a_few_pieces_whatever_the_model(tmp_path: Path, monkeypatch: 
     meter = MemoryMeter(dict)
     with Folder(*given(tmp_path / "ck")) as opened, meter:
         export.export(opened, tmp_path / "out", torch.float32)
+        assert len(opened._readers) == 1, "of two ranks' files one at a time"
+        assert opened.read_bytes > sum(reader.read_bytes for reader in opened._readers.values())
     assert meter.peak["other"] + meter.peak["activations"] <= 4 * 64 * 4
     assert len(everything(tmp_path / "out")) == len(Net().state_dict())
 

@@ -1,6 +1,7 @@
 """Our safetensors files are the library's and the other way round; pieces are what whole reads give."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,8 @@ def test_a_piece_reads_its_own_bytes_alone(tmp_path: Path) -> None:
     with Reader(tmp_path / "f") as file:
         file.read("w", 10, out[5:25])
         assert file.read_bytes == 20 * 4
+        with pytest.raises(CheckpointError, match="f: w ends before element 1010"):
+            file.read("w", 990, torch.empty(20))
     assert torch.equal(out[5:25], whole[10:30])
     assert out[:5].eq(7).all()
     assert out[25:].eq(7).all()
@@ -79,6 +82,14 @@ def test_a_file_cut_short_is_named(keep: int, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes((tmp_path / "f").read_bytes()[:keep])
     with pytest.raises(CheckpointError, match="f: "):
         Reader(tmp_path / "f")
+
+
+def test_a_file_cut_short_while_it_is_read_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "f", {"w": torch.ones(9)})
+    with Reader(tmp_path / "f") as file:
+        os.truncate(tmp_path / "f", (tmp_path / "f").stat().st_size - 4)
+        with pytest.raises(CheckpointError, match="f: ends inside w; bring back"):
+            file.tensor("w")
 
 
 def test_a_header_that_lies_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Saved at any stage, world size and bucket size, loaded at any other: every bit, and no rank holds a whole copy."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import refimpl
 from refimpl.checkpoint import export
 from refimpl.checkpoint.find import given
 from refimpl.checkpoint.folder import Folder
+from refimpl.checkpoint.place import Place
 from refimpl.engine.resume import Saved
 from refimpl.measure.memory import MemoryMeter
 from refimpl.zero.portable import restore, room
@@ -217,6 +219,13 @@ def test_a_parameter_without_elements(saved: int, loaded: int, tmp_path: Path) -
     assert (
         worlds.run(hollow, tmp_path, saved, True, ranks=2)[0] == worlds.run(hollow, tmp_path, loaded, False, ranks=3)[0]
     )
+
+
+def test_nothing_at_the_end_of_a_buffer_is_the_last_ranks() -> None:
+    place = Place((0,), "float32", at=8, of=8, group=0, trained=True)
+    assert [place.held(rank, 2) for rank in range(2)] == [(0, 0), (0, 0)]
+    assert place.first(2) == 1
+    assert replace(place, at=0, of=0).first(2) == 0
 
 
 def read_here(folder: Path, stage: int) -> tuple[int, int]:

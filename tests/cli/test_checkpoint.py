@@ -171,6 +171,15 @@ def test_a_checkpoint_of_deepspeed_is_named(one: bool, tmp_path: Path) -> None:
         assert "this is a checkpoint of DeepSpeed; `refimpl checkpoint import` reads it" in text
 
 
+def test_what_is_complete_has_its_name_or_had_it(tmp_path: Path) -> None:
+    for name in ("a", ".b.refimpl-old", ".c.refimpl-0123abcd"):  # one whose successor was killed, one not finished
+        (tmp_path / name).mkdir()
+        (tmp_path / name / manifest.NAME).touch()
+    assert manifest.complete(tmp_path) == ["a", "b"]
+    with pytest.raises(OSError, match="too long"):
+        manifest.is_in(tmp_path / ("x" * 300))
+
+
 def test_prune(steps: Path) -> None:
     (steps / "notes").mkdir()
     (steps / "notes/a.txt").write_text("mine")
@@ -182,6 +191,9 @@ def test_prune(steps: Path) -> None:
     assert {p.name for p in steps.iterdir()} == {"latest", SCRIPT, "notes", *(f"global_step{n}" for n in (2, 3, 4, 6))}
     assert [p.name for p in (steps / "global_step2").iterdir()] == ["mine.txt"]
     assert run("prune", steps, "--keep", 3)[1] == f"{steps}: nothing to delete\n"
+    for keep, every in ((0, None), (1, 0)):
+        with pytest.raises(ValueError, match="at least 1"):
+            prune.to_delete([], keep, every, None)
     engine = start(settings(2), seed=4)
     assert engine.load_checkpoint(steps)[0] == str(steps / "global_step4")
 

@@ -41,6 +41,8 @@ def reductions() -> None:
     xs = [row(rank, size), row(rank, size)]
     dist.all_reduce_coalesced(xs)
     assert all(x.equal(total) for x in xs)
+    dist.all_reduce_coalesced(most := [row(rank, size), row(rank, size)], op=dist.ReduceOp.MAX)
+    assert all(x.equal(row(size - 1, size)) for x in most)
 
 
 def exchanges() -> None:

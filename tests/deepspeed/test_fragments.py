@@ -210,6 +210,8 @@ def test_between_micro_batches_a_gradient_is_the_mean_so_far(stage: int, ranks: 
 def clipped(stage: int) -> tuple[float, float]:
     engine = engine_of(stage)
     engine.backward(engine(data(engine.group.rank)).square().mean())
+    with pytest.raises(ValueError, match="one engine's parameters and norm_type=2, not 1 and 1"):
+        deepspeed.runtime.utils.clip_grad_norm_(engine.module.parameters(), 0.01, norm_type=1)
     norm = deepspeed.runtime.utils.clip_grad_norm_(engine.module.parameters(), 0.01)
     engine.step()
     return float(norm), engine.get_global_grad_norm()

@@ -7,6 +7,7 @@ from worlds import run
 
 import refimpl.deepspeed as deepspeed
 from refimpl import launch
+from refimpl.deepspeed.grid import _halves
 from refimpl.deepspeed.pipe import PipeModelDataParallelTopology
 from refimpl.deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from refimpl.deepspeed.utils import groups
@@ -81,6 +82,8 @@ def gridded() -> tuple[list[int], list[int], list[int], int, int]:
     assert total.item() == sum(grid.slice_group)
     places = [grid.get_stage_id(), grid.get_data_parallel_rank(), grid.get_slice_parallel_rank()]
     whole = [grid.get_model_parallel_rank(), grid.get_model_parallel_world_size()]
+    halves = PipelineParallelGrid()  # 2 x 2: of a number of ranks alone
+    assert (halves.pipe_parallel_size, halves.data_parallel_size) == (2, 2)
     return places, whole, grid.pp_group, grid.stage_to_global(1 - grid.stage_id), len(grid.dp_group)
 
 
@@ -88,6 +91,10 @@ def test_a_grid_of_a_topology() -> None:
     for rank, found in enumerate(run(gridded, ranks=4)):
         places = [rank // 2, 0, rank % 2]
         assert found == (places, [rank, 4], [rank % 2, rank % 2 + 2], (rank + 2) % 4, 1)
+
+
+def test_prime_factors_are_stages_and_replicas_in_turn() -> None:
+    assert [_halves(ranks) for ranks in (1, 2, 4, 6, 8, 12)] == [(1, 1), (2, 1), (2, 2), (2, 3), (4, 2), (6, 2)]
 
 
 def sum_of_two() -> float:

@@ -188,6 +188,7 @@ def test_estimates(nodes: int, gpus: int, capsys: pytest.CaptureFixture[str]) ->
     assert said.count("SW: Model with 2M total params") == 2
     assert said.count("offload_optimizer=") == 6 + 2
     assert f"{nodes} node" in said
+    assert estimates.sizes(nn.Sequential(nn.Linear(3, 4), nn.Linear(2, 2))) == (16 + 6, 16)
 
 
 def test_the_schedules_arguments() -> None:

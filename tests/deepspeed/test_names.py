@@ -2,9 +2,11 @@
 
 import logging
 import os
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -144,8 +146,8 @@ def test_seeding_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     draws = []
     for _ in range(2):
         utils.set_random_seed(5)
-        draws.append(torch.rand(3))
-    assert draws[0].equal(draws[1])
+        draws.append((torch.rand(3).tolist(), random.random(), np.random.random()))  # noqa: NPY002
+    assert draws[0] == draws[1]
     utils.see_memory_usage("silent")
     utils.see_memory_usage("loud", force=True)
     said = capsys.readouterr().out
@@ -369,3 +371,19 @@ def test_what_a_checkpoint_of_deepspeed_holds_can_be_named() -> None:
     with torch.serialization.safe_globals([ZeroStageEnum, LossScaler]):
         assert ZeroStageEnum(2) == 2
         assert ZeroStageEnum.weights == ZeroStageEnum.max_stage == 3
+
+
+def pipelined() -> None:
+    for seed_layers, seed in ((False, 1), (True, 7)):
+        torch.manual_seed(1)
+        specs = [deepspeed.pipe.LayerSpec(nn.Linear, 2, 2)]
+        module = deepspeed.pipe.PipelineModule(specs, 1, seed_layers=seed_layers, base_seed=7)
+        torch.manual_seed(seed)
+        assert next(module.parameters()).equal(nn.Linear(2, 2).weight)
+        assert module.stage_owner(0) == 0
+        with pytest.raises(ValueError, match="there is no layer 1: the model has 1"):
+            module.stage_owner(1)
+
+
+def test_layers_of_a_pipeline_have_a_stage_and_a_seed_of_their_own_if_asked() -> None:
+    worlds.run(pipelined, ranks=1)

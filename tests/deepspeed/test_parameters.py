@@ -48,9 +48,11 @@ def answers() -> None:
         assert sum(of_all_ranks(weight.ds_tensor.numel())) == 64  # its own elements, without its bias's or padding
         weight.all_gather()
         assert weight.ds_status == ZeroParamStatus.AVAILABLE
-        assert weight.detach().isfinite().all()
+        kept = weight.detach()
+        assert kept.isfinite().all()
         weight.partition()
         assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        assert kept.isfinite().all(), "whoever has kept a view of it keeps the values"
         weight.all_gather(param_list=[weight, model[1].weight])
         assert model[1].weight.ds_status == ZeroParamStatus.AVAILABLE
         with torch.no_grad():
@@ -114,6 +116,8 @@ def shard_written(how: str, section: dict[str, Any]) -> None:
         step()
     with pytest.raises(RuntimeError, match=r"ds_tensor of parameter 0\.weight: it is .* cannot become"):
         p.ds_tensor.data = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"ds_tensor of parameter 0\.weight: it is .* cannot become torch\.float64"):
+        p.ds_tensor.data = mine.double()
     with pytest.raises(RuntimeError, match=r"ds_tensor of parameter 1\.bias: .*stays whole.*safe_set_full_fp32_param"):
         model[1].bias.ds_tensor[:1].zero_()
 

@@ -52,6 +52,14 @@ def test_messages_of_a_step_stand_in_deepspeeds_order() -> None:
     assert both == [["RecvGrad", "SendActivation", "BackwardPass"]] * 6
 
 
+def test_of_two_neighbours_one_sends_first() -> None:
+    """Else each would wait for the other to receive, where a send ends with its receipt."""
+    for stage in (1, 2):
+        steps = [[type(command).__name__ for command in step] for step in schedule.InferenceSchedule(8, 4, stage)]
+        both = [names[:2] for names in steps if {"SendActivation", "RecvActivation"} <= {*names}]
+        assert both == [["RecvActivation", "SendActivation"][:: 1 if stage % 2 else -1]] * 7
+
+
 def test_one_stage_and_stages_that_there_are_not() -> None:
     steps = list(schedule.DataParallelSchedule(2, 1, 0))
     assert [len(step) for step in steps] == [3, 5]

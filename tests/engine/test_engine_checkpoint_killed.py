@@ -1,5 +1,6 @@
 """Whenever a save is killed, a whole checkpoint can be loaded; the next save clears what the killed one has left."""
 
+import errno
 import itertools
 import os
 import random
@@ -17,7 +18,7 @@ import pytest
 from saving import same, settings, start, train, tree, weights
 
 from refimpl import launch
-from refimpl.checkpoint import manifest
+from refimpl.checkpoint import atomic, manifest
 from refimpl.checkpoint.write import SCRIPT
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod"}
@@ -183,3 +184,14 @@ def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch:
     assert ("sync", parent) in events[named:pointed]
     assert ("sync", latest) in events[named:pointed]
     assert events[-1] == ("sync", parent)
+
+
+def test_a_network_disk_may_not_sync_folders_but_files_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(handle: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    (tmp_path / "file").touch()
+    atomic.sync(tmp_path)
+    with pytest.raises(OSError, match="Invalid argument"):
+        atomic.sync(tmp_path / "file")

@@ -1,9 +1,13 @@
 """A way round an exercise is named also if it gets there at run time; an honest answer may call what it is given."""
 
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 from answers import EXERCISE, graded, grader
+
+from refimpl.grading.calls import Calls, unwatched
 
 pytestmark = pytest.mark.xdist_group("grading")
 
@@ -90,6 +94,25 @@ def test_a_task_that_is_refimpls_own_function_is_named(tmp_path: Path) -> None:
 def test_a_transfer_that_is_let_go_of_is_no_call(tmp_path: Path) -> None:
     body = "group.all_reduce(x.clone(), async_op=True)\nreturn x * 2"  # its generator is closed in the answer's line
     assert graded(tmp_path, body).outcome == "pass"
+
+
+def test_who_looked_before_looks_on() -> None:
+    def look(*_: object) -> None: ...
+
+    before = sys.getprofile(), threading.getprofile()
+    sys.setprofile(look)
+    threading.setprofile(look)
+    try:
+        with unwatched():
+            assert sys.getprofile() is None
+        assert sys.getprofile() is look
+        with Calls(Path("exercise.py")).watched():
+            assert sys.getprofile() is not look
+        after = sys.getprofile(), threading.getprofile()
+    finally:
+        sys.setprofile(before[0])
+        threading.setprofile(before[1])
+    assert after == (look, look)
 
 
 def test_an_answer_may_print(tmp_path: Path) -> None:

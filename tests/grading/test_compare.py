@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn, optim
 
-from refimpl.grading.compare import Wrong, by_users, equal, first_divergence, rounded_once
+from refimpl.grading.compare import Wrong, as_made, by_users, close, equal, first_divergence, rounded_once
 from refimpl.grading.traffic import side_by_side
 
 RIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -44,6 +44,26 @@ def test_one_rounding_is_told_from_two(dtype: torch.dtype) -> None:
         rounded_once((exact.to(dtype) * 3 / 3).to(dtype), exact, "y", "round at the end")
 
 
+def test_an_optimizer_is_the_one_that_was_asked_for() -> None:
+    def make(own: list[nn.Parameter], kind: type[optim.Adam] = optim.Adam, **more: float) -> optim.Adam:
+        return kind(own, lr=0.1, **more)  # type: ignore[arg-type]
+
+    own = [nn.Parameter(torch.zeros(1))]
+    as_made(make(own), make)
+    for other, says in (
+        (None, "is None, and make_optimizer makes a Adam: keep"),
+        (make(own, optim.AdamW), "is a AdamW, and make_optimizer makes a Adam"),  # AdamW is an Adam, too
+        (make(own, weight_decay=0.5), "has weight_decay 0.5, and make_optimizer gives it 0"),
+    ):
+        with pytest.raises(Wrong, match=says):
+            as_made(other, make)
+
+
+def test_what_has_another_shape_is_not_close() -> None:
+    assert close(RIGHT, RIGHT.clone())
+    assert not close(RIGHT[None], RIGHT), "though torch would lay one over the other"
+
+
 def test_integers_are_compared_exactly() -> None:
     with pytest.raises(Wrong):
         equal(torch.tensor([100_000_001]), torch.tensor([100_000_000]), "y")
@@ -68,6 +88,8 @@ def test_the_first_divergence_is_the_earliest_step() -> None:
         first_divergence(found, right, "the gradient", ranks=2)
     with pytest.raises(Wrong, match="step 0: the gradient of b is missing"):
         first_divergence([{"a": RIGHT}], [right[0]], "the gradient")
+    with pytest.raises(Wrong, match="3 steps were made, expected 2"):
+        first_divergence(right, right[:2], "the gradient")
 
 
 def test_transcripts_stand_side_by_side() -> None:

@@ -61,3 +61,8 @@ def test_a_broken_disk_fails_there_and_nowhere_else() -> None:
     with pytest.raises(OSError, match="Input/output error"):
         disk.read(PAGE, disk.buffer(PAGE)).wait()
     assert not disk.under_way
+    disk.fails = ("write",)
+    disk.read(PAGE, disk.buffer(PAGE)).wait()
+    halves = disk.buffer(2 * PAGE)
+    for way in [disk.read(0, halves[:PAGE]), disk.read(0, halves[PAGE:])]:  # side by side: neither is in the other
+        way.wait()

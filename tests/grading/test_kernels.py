@@ -1,10 +1,14 @@
 """What a grader of kernels sees and says, in a rank of its own: there kernels are interpreted, here they are not."""
 
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from refimpl.grading.compare import Wrong
+from refimpl.grading.kernels import moved
 from refimpl.grading.rank import explained
 from refimpl.launch import run
 
@@ -92,6 +96,16 @@ def test_a_second_load_is_said_with_a_table(found: dict[str, list[str]]) -> None
 def test_an_exception_is_the_learners_own_and_no_circle(found: dict[str, list[str]]) -> None:
     """Its context is the interpreter's wrapper, whose cause it was: whoever followed that would never end."""
     assert found["raising"] == ["ValueError", "None"]
+
+
+def test_bytes_that_are_left_out_are_said() -> None:
+    counts: Any = SimpleNamespace(loaded_from=Counter(x_ptr=4), stored_to=Counter(out_ptr=8))
+    moved(counts, {"x_ptr": 4}, {"out_ptr": 8})
+    moved(counts, {}, {"out_ptr": 8}, optional={"x_ptr": 4})
+    with pytest.raises(Wrong, match="x_ptr: 4 bytes are loaded, expected 8: some of it is left out"):
+        moved(counts, {"x_ptr": 8}, {"out_ptr": 8})
+    with pytest.raises(Wrong, match="out_ptr is stored 2 times over: 8 bytes, 4 are needed"):
+        moved(counts, {"x_ptr": 4}, {"out_ptr": 4}, optional={"out_ptr": 4})
 
 
 def test_without_triton_the_report_says_what_to_do() -> None:

@@ -109,6 +109,20 @@ def test_a_long_run_keeps_the_last_events_and_the_sums_of_all() -> None:
     assert ledger.table().empty
 
 
+def test_of_the_times_on_a_device_the_last_are_kept() -> None:
+    ledger = Ledger(keep=2, timed=True)
+    for begun in range(5):
+        ledger.end(ledger.start("send", 1), begun, begun + 1, held=[(begun, begun)])
+    assert ledger.device_ms(lambda begun, done: done - begun) == {3: 1, 4: 1}
+    assert ledger.held == [(3, 3), (4, 4)]
+    assert ledger.crossed_bytes() == {}
+    ledger.cross("send", 2)
+    ledger.cross("send", 3)
+    assert ledger.crossed_bytes() == {"send": 5}
+    ledger.reset()
+    assert (ledger.device_ms(lambda begun, done: 0), ledger.held) == ({}, [])
+
+
 def test_by_default_a_hundred_thousand_events_are_kept() -> None:
     ledger = Ledger()
     for _ in range(120_000):

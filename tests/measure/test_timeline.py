@@ -7,7 +7,7 @@ import pytest
 
 from refimpl.measure import ledger as module
 from refimpl.measure.ledger import Ledger
-from refimpl.measure.timeline import Span, Timeline, chrome_trace, overlap, phase, timelines, union
+from refimpl.measure.timeline import Flight, Span, Timeline, chrome_trace, overlap, phase, timelines, union
 
 MS = 1_000_000
 
@@ -92,9 +92,22 @@ def test_a_ledger_forgets_and_so_does_the_timeline(clock: Hand) -> None:
     assert timelines(ledger) == []
     assert ledger.held == []
     assert Timeline(Span("step", 0, MS), [], [], []).hidden_ms == 0
+    one_by_one = [Flight(Span("send", i * MS, (i + 1) * MS), "", 1) for i in range(3)]
+    assert [len(lane) for lane in Timeline(Span("step", 0, MS), [], one_by_one, []).lanes()] == [3]
     with pytest.raises(ZeroDivisionError), phase(ledger, "step"):
         _ = 1 // 0
     assert timelines(ledger) == []
+
+
+def test_what_is_still_under_way_when_a_step_ends_is_cut_there(clock: Hand) -> None:
+    ledger = Ledger()
+    with phase(ledger, "step"):
+        late = ledger.start("all_gather", 1)
+        clock.now = 5
+    clock.now = 9
+    ledger.end(late)
+    (one,) = timelines(ledger)
+    assert [flight.span.end for flight in one.flights] == [one.step.end]
 
 
 def test_unions_and_overlaps_of_intervals_are_those_of_their_points() -> None:

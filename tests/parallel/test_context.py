@@ -1,5 +1,7 @@
 """Ring attention and Ulysses against plain attention: values, gradients, traffic, work, memory."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,11 +14,12 @@ from refimpl.comm.group import Group
 from refimpl.measure.memory import MemoryMeter
 from refimpl.parallel.context import blocks
 from refimpl.parallel.context.layout import Layout
-from refimpl.parallel.context.loss import IGNORED, cross_entropy
+from refimpl.parallel.context.loss import IGNORED, cross_entropy, token_mean
 from refimpl.parallel.context.ring import ring_attention
 from refimpl.parallel.context.ulysses import ulysses
 
 B, D = 2, 8
+SCALE = 0.3  # of scores; the default is 8 ** -0.5
 # Both sum the same products in another order: some roundings of fp32 (1.2e-7) on values of about 1.
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 
@@ -33,7 +36,7 @@ def plain(tensors: list[Tensor], causal: bool) -> list[Tensor]:
     q, k, v, out_grad = (x.clone() for x in tensors)
     for x in (q, k, v):
         x.requires_grad_()
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True, scale=SCALE)
     out.backward(out_grad)
     return [out.detach(), q.grad, k.grad, v.grad]  # type: ignore[list-item]
 
@@ -47,9 +50,10 @@ def attended(how: str, tensors: list[Tensor], causal: bool, zigzag: bool, tile: 
     for x in (q, k, v):
         x.requires_grad_()
     if how != "ulysses":
-        out = ring_attention(q, k, v, group, layout, causal, fused={"ring": None, "tiles": False}[how])
+        out = ring_attention(q, k, v, group, layout, causal, SCALE, {"ring": None, "tiles": False}[how])
     else:
-        out = ulysses(q, k, v, group, lambda *x: F.scaled_dot_product_attention(*x, is_causal=causal, enable_gqa=True))
+        attention = partial(F.scaled_dot_product_attention, is_causal=causal, enable_gqa=True, scale=SCALE)
+        out = ulysses(q, k, v, group, attention)
     out.backward(out_grad)
     return [out.detach(), q.grad, k.grad, v.grad], sum(group.ledger.sent_bytes().values())  # type: ignore[list-item]
 
@@ -94,10 +98,12 @@ def test_ulysses_is_plain_attention(ranks: int, heads: int, shared: int, each: i
 
 def test_in_bf16_the_ring_keeps_its_sums_in_fp32() -> None:
     tensors = given_tensors(4, 2, 48, torch.bfloat16)
-    found = joined(run(attended, "ring", tensors, True, True, 1024, ranks=3), 48, True)
+    found = run(attended, "ring", tensors, True, True, 1024, ranks=3)
     exact = plain([x.float() for x in tensors], True)
-    for ours, theirs in zip(found, exact, strict=True):
+    for ours, theirs in zip(joined(found, 48, True), exact, strict=True):
         torch.testing.assert_close(ours.float(), theirs, rtol=0.03, atol=0.03)  # bf16 rounds by 0.004, several times
+    part = B * 2 * 16 * D  # keys of a rank, or values
+    assert {sent for _, sent in found} == {part * (2 * 2 * 2 * 2 + 4 * 2 * 3)}, "gradients of keys and values too"
 
 
 @pytest.mark.parametrize(
@@ -217,8 +223,15 @@ def weighted(targets: Tensor, weight: Tensor, x: Tensor) -> tuple[float, Tensor]
     group = Group.world()
     layout = Layout(x.shape[1], group.size)
     weight = weight.clone().requires_grad_()
-    loss = cross_entropy(layout.cut(x, group.rank) @ weight, layout.cut(targets, group.rank), group)
+    logits, its = layout.cut(x, group.rank) @ weight, layout.cut(targets, group.rank)
+    loss = cross_entropy(logits, its, group)
     loss.backward()
+    half = logits.detach().bfloat16()
+    assert torch.equal(cross_entropy(half, its, group), cross_entropy(half.float(), its, group)), "in fp32"
+    assert cross_entropy(logits.detach(), torch.full_like(its, IGNORED), group) == 0, "no token anywhere"
+    tokens = torch.tensor(3.0 + group.rank, dtype=torch.float64)
+    token_mean(loss.detach(), tokens, group)
+    assert tokens == 3 + group.rank, "the caller's own"
     value, grad = loss.detach().reshape(1).clone(), weight.grad
     assert grad is not None
     group.all_reduce(value, "mean")

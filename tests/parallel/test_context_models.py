@@ -123,3 +123,22 @@ def test_what_is_not_causal_attention_is_refused(options: dict[str, Any], says: 
     module.is_causal = options.pop("is_causal", True)  # type: ignore[assignment]
     with pytest.raises(ValueError, match=says):
         attention(module, q, q, q, options.pop("mask", None), **options)
+
+
+@pytest.mark.parametrize("how", ["ring", "ulysses"])
+def test_scores_are_scaled_as_the_caller_says(how: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 6, 4, generator=torch.Generator().manual_seed(0))
+    found = attention_function(Group(None), Layout(6, 1), how)(torch.nn.Module(), q, k, v, None, scaling=0.3)[0]
+    torch.testing.assert_close(found.transpose(1, 2), F.scaled_dot_product_attention(q, k, v, None, 0, True, scale=0.3))
+
+
+def test_whoever_calls_says_whether_attention_is_causal() -> None:
+    """Over the module, as in transformers; where neither says, it is."""
+    module, q = torch.nn.Module(), torch.zeros(1, 2, 6, 4)
+    attention = attention_function(Group(None), Layout(6, 1))
+    for of_module, said in ((True, False), (None, False), (False, None)):
+        module.is_causal = of_module  # type: ignore[assignment]
+        with pytest.raises(ValueError, match="attention both ways is not known"):
+            attention(module, q, q, q, None, is_causal=said)
+    module.is_causal = False  # type: ignore[assignment]
+    assert attention(module, q, q, q, None, is_causal=True)[0].shape == (1, 6, 2, 4)

@@ -11,6 +11,7 @@ from worlds import run
 
 from refimpl.activation.checkpoint import Checkpoint
 from refimpl.comm.group import Group
+from refimpl.parallel.door import Door
 from refimpl.parallel.draws import Draws
 from refimpl.parallel.overlap import MARK
 from refimpl.parallel.swap import Columns, Rows, parallelize
@@ -142,6 +143,9 @@ def failing() -> tuple[list[Tensor], list[Tensor]]:
         else:
             common.append(call(x))
         assert not draws.inside
+        doors = [part.enter for part in model.modules() if isinstance(getattr(part, "enter", None), Door)]
+        assert doors
+        assert all(door.entered is None for door in doors), "what came in is let go of, also by a call that failed"
         common.append(torch.rand(3))
         with draws.apart():
             own.append(torch.rand(3))

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from refimpl.parallel.pipeline import partition
 from refimpl.parallel.pipeline.partition import balanced, matching, parameters, seconds, uniform
 
 
@@ -88,6 +89,12 @@ def test_parameters_are_those_that_train() -> None:
     layer.bias.requires_grad_(False)
     assert parameters(layer) == 12
     assert parameters(torch.tanh) == 0
+
+
+def test_of_several_runs_the_fastest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 5.0, 10.0, 11.0, 20.0, 23.0])
+    monkeypatch.setattr(partition, "now", lambda device: next(clock))
+    assert seconds([nn.ReLU()], torch.ones(1)) == [1.0]
 
 
 def test_seconds_go_through_every_layer_in_order() -> None:

@@ -214,6 +214,11 @@ def falling(rank: int) -> None:
     Pipeline(table, {group.rank: module}, group, loss).run(*batches("tensors", 8))
 
 
+def test_a_rank_that_shares_no_gradients_with_others_is_told() -> None:
+    with pytest.raises(ValueError, match=r"rank 0 is none of the ranks \[1, 2\] that share these gradients"):
+        sum_gradients(Group(None), [1, 2], [])
+
+
 def test_a_rank_that_dies_in_mid_pipeline_is_named() -> None:
     with pytest.raises(launch.RankDied, match=r"^rank 2 was killed by SIGKILL"):
         launch.run(falling, 2, ranks=4, timeout=60)

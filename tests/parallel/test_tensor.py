@@ -92,12 +92,19 @@ def kinds() -> None:
     table = nn.Embedding(9, 5)
     part = ColumnParallelEmbedding(table, group)
     assert torch.equal(part(torch.arange(9)), part.split.part(table.weight, group.rank, 1))
+    two_a_head = ColumnParallelEmbedding(nn.Embedding(9, 2 * 5), group, units=5)
+    assert two_a_head.weight.shape[1] == 2 * (5 // group.size + (group.rank < 5 % group.size))
     with pytest.raises(TypeError, match="LayerNorm is no linear layer"):
         ColumnParallelLinear(nn.LayerNorm(4), group)
     with pytest.raises(ValueError, match="up: 10 outputs are not blocks of 3"):
         ColumnParallelLinear(nn.Linear(2, 10), group, blocks=3, name="up")
     with pytest.raises(ValueError, match="out: 1 units of 8 cannot be dealt"):
         RowParallelLinear(nn.Linear(8, 4), group, units=1, name="out")
+    with pytest.raises(ValueError, match=r"up: .* one of a kind: copies must be 1, not 2"):
+        ColumnParallelLinear(nn.Linear(2, 10), group, copies=2, gathered=True, name="up")
+    for option in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
+        with pytest.raises(ValueError, match=r"words: an embedding with .* cannot be split"):
+            VocabParallelEmbedding(nn.Embedding(8, 2, **option), group, name="words")  # type: ignore[arg-type]
 
 
 @every_world
@@ -215,6 +222,8 @@ def dropped() -> tuple[Tensor, Tensor]:
         own.append(torch.rand(4))
         row(hidden)
     assert not draws.inside
+    ColumnParallelLinear(up, group, gathered=True, draws=draws)(torch.ones(1, 8))
+    assert not draws.inside, "all outputs are here: whoever drops of them drops the same on every rank"
     states = draws.get_states()
     with draws.apart():
         a = torch.rand(3)

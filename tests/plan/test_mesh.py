@@ -12,7 +12,7 @@ import torch
 
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.plan import formulas
-from refimpl.plan.judge import Machine, judge
+from refimpl.plan.judge import Machine, Verdict, judge, state
 from refimpl.plan.mesh import Mesh
 from refimpl.plan.published import BLOOM, KORTHIKANTI, LLAMA, MEGATRON, MT_NLG, NEOX, PTD, ZERO3, Run
 from refimpl.plan.search import search
@@ -182,6 +182,20 @@ def test_layers_that_the_stages_do_not_divide() -> None:
     assert any(v.mesh.pp == 16 for v in search(replace(shape, vocab=64), 64, 64, Machine()).over)
 
 
+def test_the_fullest_gpu_is_that_of_most_bytes_and_not_of_most_parameters() -> None:
+    shape = of_gpt(GPTConfig(layers=8, heads=4, vocab=5000, context=256, width=64))
+    mesh = Mesh(1, 4, 1, 8)
+    stages = [state(shape, mesh, stage) for stage in range(4)]
+    assert judge(shape, mesh, Machine()).bytes == stages[3], "with the head, and logits"
+    assert stages[3]["parameters"] < stages[0]["parameters"]
+
+
+def test_what_a_step_waits_for_most_is_told_beside_compute() -> None:
+    verdict = Verdict(Mesh(1, 1, 1, 1), {"a": 1, "b": 2}, {}, {"compute": 5.0, "memory": 1.0, "bubble": 2.0}, 0, 0)
+    assert (verdict.limit, verdict.largest) == ("bubble", "b")
+    assert replace(verdict, seconds={"compute": 5.0, "memory": 0.0}).limit == "compute"
+
+
 def test_what_cannot_be_is_named() -> None:
     shape = of_gpt(GPTConfig(layers=6, heads=4))
     for mesh, says in (
@@ -191,6 +205,7 @@ def test_what_cannot_be_is_named() -> None:
             "attention on 8 tensor ranks: 4 heads over 4 of keys and values cannot be dealt out, so each",
         ),
         (Mesh(3, 1, 1, 8), "8 sequences over ranks and micro-batches: does not divide by 3"),
+        (Mesh(2, 2, 1, 8, zero="zero2"), "zero2 with 2 pipeline stages"),
         (Mesh(2, 2, 1, 8, zero="zero3"), "zero3 with 2 pipeline stages"),
     ):
         with pytest.raises(ValueError, match=says):

@@ -6,6 +6,7 @@ import torch
 from refimpl.model.gates import Routing
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.model.moe import mixtures
+from refimpl.plan.expert import COUNT, even_sent, sent
 from refimpl.plan.mixture import GSHARD, PUBLISHED, Mixture, gshard
 
 
@@ -20,6 +21,14 @@ def test_sizes_are_those_published(name: str) -> None:
 @pytest.mark.parametrize(("experts", "blocks"), GSHARD)
 def test_gshards_are_as_rounded_in_its_table(experts: int, blocks: int) -> None:
     assert gshard(experts, blocks).total / 1e9 == pytest.approx(GSHARD[experts, blocks], rel=0.07)
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_even_loads_send_what_the_planner_takes_them_for(forwards: int) -> None:
+    ep, experts, each = 2, 4, 3  # rows of a rank for an expert
+    found = sent([[each] * experts] * ep, 1, 5, 2, forwards)
+    assert found["tokens"] == even_sent(each * experts, 1, 5, ep, 2, forwards)
+    assert found["tokens per expert"] == forwards * COUNT * experts * (ep - 1), "told anew with each forward"
 
 
 @pytest.mark.parametrize(("experts", "k"), [(4, 1), (6, 2)])

@@ -60,3 +60,11 @@ def test_who_leaves_says_so_before_it_has_ended_and_a_new_group_begins_anew(tmp_
     assert other.left() == ([0], [])
     assert other.gone([0, 1])
     assert Register.of_job() is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="only Linux lists what is open")
+def test_whoever_asks_who_has_ended_leaves_nothing_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert register.ended({0: os.getpid(), 1: os.getppid()}, 0) == []
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from refimpl import launch
-from refimpl.ranks.silence import waited
+from refimpl.ranks import silence
+from refimpl.ranks.silence import awake, waited
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says who waits for a CPU")
 
@@ -21,6 +24,15 @@ def computes(seconds: float) -> tuple[float, float]:
     while time.process_time() < end:
         pass
     return time.monotonic() - begun, waited([multiprocessing.current_process()]) - before
+
+
+def test_who_stands_ready_is_awake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that the machine has no time for is not still: the bytes that it moves are on their way."""
+    for thread, (ran, stood) in enumerate([(1, 2), (3, 4)]):
+        (tmp_path / f"proc/7/task/{thread}").mkdir(parents=True)
+        (tmp_path / f"proc/7/task/{thread}/schedstat").write_text(f"{ran}000000000 {stood}000000000 9\n")
+    monkeypatch.setattr(silence, "Path", lambda path: tmp_path / path.removeprefix("/"))
+    assert awake([SimpleNamespace(pid=7)]) == pytest.approx(1 + 2 + 3 + 4)  # type: ignore[list-item]
 
 
 def test_a_slow_machine_is_no_hang() -> None:

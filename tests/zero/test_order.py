@@ -346,14 +346,17 @@ def test_a_rank_in_a_call_of_another_stage_is_named_by_who_calls_the_roll(
         run(part_from_zero2, ranks=ranks)
 
 
-def part_at_once(turn: Callable[[Zero3], None]) -> str:
-    return part(turn, built(), after=0)
+def part_at_once(turn: Callable[[Zero3], None]) -> tuple[str, bool]:
+    stage = built()
+    return part(turn, stage, after=0), stage.group.patience.lost is None
 
 
 @pytest.mark.parametrize("name", ["skips a module", "runs one twice", "stops after forward", "evaluates"])
 def test_in_the_first_step_too(name: str) -> None:
+    """Where every rank asks before it does anything, none has begun what others never will."""
     told = run(part_at_once, WRONG_TURNS[name][0], ranks=2)
     assert told[0] == told[1]
+    assert told[0][1] is (name != "stops after forward")
 
 
 class Rows(nn.Module):

@@ -17,9 +17,11 @@ from worlds import run
 from refimpl.comm.group import Group
 from refimpl.launch import RankError
 from refimpl.model.gpt import GPT
+from refimpl.plan.gathered import Budgets, Planned
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.fetch import Fetch
 from refimpl.zero.owners import leaves
+from refimpl.zero.prefetch import Trace, next_ones, soon_again
 from refimpl.zero.units import resident
 from refimpl.zero.zero3 import Zero3
 
@@ -318,6 +320,21 @@ def test_prefetch_follows_the_recorded_order() -> None:
 def test_prefetch_keeps_to_the_live_budget() -> None:
     """With room for one unit at most, nothing is gathered before its turn."""
     assert run(order_of_gathers, 10**9, 1, ranks=2)[0][0] == run(order_of_gathers, 0, ranks=2)[0][0]
+
+
+def test_budgets_may_be_filled_to_the_last_element() -> None:
+    units: Any = [Planned(4, 4) for _ in range(5)]
+    trace = Trace()
+    for unit in units:
+        trace.visit(unit, "forward")
+    trace.restart()
+    trace.visit(units[0], "forward")
+    for budgets, ahead in (
+        (Budgets(8, 100), 2), (Budgets(7, 100), 1), (Budgets(100, 12), 2), (Budgets(100, 11), 1), (Budgets(0, 100), 0),
+    ):  # fmt: skip
+        assert next_ones(trace, units[:1], units[:1], budgets) == units[1 : 1 + ahead]
+    units[1].is_free = False  # whole anyway, so nothing to be gathered till the third is used
+    assert [soon_again(trace, units[3], Budgets(max_reuse_distance=n)) for n in (0, 4, 5)] == [False, False, True]
 
 
 def test_a_unit_larger_than_the_budget_is_prefetched_alone() -> None:

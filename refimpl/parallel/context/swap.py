@@ -68,9 +68,10 @@ def attention_function(group: Group, layout: Layout, how: str = "ring") -> Calla
     ) -> tuple[Tensor, None]:
         if options.get("dropout"):
             raise ValueError("attention over ranks has no dropout: set attention_dropout = 0")
+        causal = options.get("is_causal")  # None: whatever the module says
         asked = {
             "a mask": attention_mask is not None,
-            "attention both ways": not (options.get("is_causal") or getattr(module, "is_causal", True)),
+            "attention both ways": not (getattr(module, "is_causal", True) if causal is None else causal),
             "a sliding window": options.get("sliding_window") not in (None, 0),
             "a softcap": options.get("softcap") is not None,
         }

@@ -56,7 +56,7 @@ class Halves:
             return list(torch.autograd.grad(roots, self.inputs, grads, retain_graph=True, allow_unused=True))
 
     def weight_half(self) -> None:
-        """Add the weights' gradients to their `.grad`, and let go of the graph."""
+        """Add the weights' gradients to their `.grad`. The graph goes with this object."""
         if not self.inputs and self.roots:
             torch.autograd.backward(self.roots, self.grads)
         loose = [(root, grad) for root, grad in zip(self.roots, self.grads, strict=True) if root.node not in self.trunk]
@@ -76,7 +76,6 @@ class Halves:
                 for node in nodes & self.kept.keys():
                     hooks.callback(node.register_prehook(partial(self._hold, node)).remove)
                 torch.autograd.backward(edges, grads, inputs=leaves, retain_graph=True)
-        self.groups, self.kept, self.roots = [], {}, []
 
     def _begins(self) -> Iterator[Node]:
         return (node for nodes, _ in self.groups for node in nodes if node in self.trunk)
