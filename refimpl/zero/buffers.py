@@ -4,12 +4,18 @@ Each rank sees its own samples, so the ranks' running means drift apart, and wit
 floating-point buffers that are saved with the model travel, all of one dtype in one message; positions and masks
 (`persistent=False`) never change. As torch's DDP with `broadcast_buffers`; DeepSpeed lets them drift. torch's
 SyncBatchNorm makes them equal by itself, on GPUs (it refuses a CPU).
+
+The graph of a forward before may wait for its backward, with buffers in it: constants that something was multiplied by,
+and BatchNorm's always. What is written over them is what they hold already, or running means, which BatchNorm itself
+writes unseen by autograd: so does `share`. (torch's DDP ends there in "modified by an inplace operation", on every rank
+but the first.) Where the model's own code has written to a buffer since, autograd sees this write as it saw that one.
 """
 
 from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from refimpl.comm.group import Group
 
@@ -26,6 +32,7 @@ class Buffers:
             if module not in left_out and buffer.is_floating_point() and name not in module._non_persistent_buffers_set
         ]
         self.shared = saved if enabled and group.size > 1 else []
+        self.seen = WeakIdKeyDictionary()  # buffer -> its version when it was last written here
 
     @torch.no_grad()
     def share(self, training: bool) -> None:
@@ -40,4 +47,6 @@ class Buffers:
             self.group.broadcast(flat, tag="buffers")
             if self.group.rank != 0 or self.across.rank != 0:
                 for buffer, new in zip(same, flat.split([b.numel() for b in same]), strict=True):  # type: ignore[no-untyped-call]
-                    buffer.copy_(new.view(buffer.shape))
+                    unseen = buffer in self.seen and self.seen[buffer] == buffer._version
+                    (buffer.data if unseen else buffer).copy_(new.view(buffer.shape))
+                    self.seen[buffer] = buffer._version
