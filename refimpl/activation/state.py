@@ -105,3 +105,16 @@ class State:
                 stack.callback(RandomState.now(self.random.cuda, trackers).restore)
                 self.random.restore()
             yield
+
+
+@contextmanager
+def aside(device: torch.device, seed: int | None = None) -> Iterator[None]:
+    """What is drawn within it, on the CPU and on `device`, is drawn again after it; it begins with `seed`, if given.
+
+    `torch.manual_seed` alone would let every GPU of this process begin anew, for good.
+    """
+    there = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(there):
+        if seed is not None:
+            (torch.manual_seed if there else torch.default_generator.manual_seed)(seed)
+        yield

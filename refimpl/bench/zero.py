@@ -81,7 +81,8 @@ def heat(stage: int, workload: Workload, with_deepspeed: bool = True) -> Lap:
     text = torch.randint(256, (workload.batch, workload.context + 1), generator=data).to(group.device)  # [B, T+1]
     for implementation in implementations(stage, with_deepspeed):
         torch.manual_seed(0)
-        model = GPT(workload.gpt).to(group.device)
+        with group.device:  # a GPU draws 100M weights at once, the host in a second for each contestant
+            model = GPT(workload.gpt)
         step = implementation.build(model, group, DTYPES[workload.dtype])
         losses[implementation.name] = []
         contestants[implementation.name] = recorded(

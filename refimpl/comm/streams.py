@@ -94,13 +94,19 @@ class CudaStreams(Streams):
 
 
 def told(numbers: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The host's numbers as a tensor on `device`, without waiting.
+    """The host's numbers as a tensor on `device`, without waiting."""
+    return sent(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
-    On a GPU by way of pinned memory: a copy from any other, as in `torch.tensor(numbers, device="cuda")`, makes the
-    host wait for all that it has queued on the stream.
+
+def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """x on `device`; from the host without waiting, and x may be written at once.
+
+    To a GPU by way of pinned memory: a copy from any other, as in `torch.tensor(numbers, device="cuda")` or
+    `x.to("cuda")`, makes the host wait for all that it has queued on the stream.
     """
-    there = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-    return there.to(device, non_blocking=True)
+    if not x.is_cpu or device.type == "cpu" or x.layout != torch.strided or x.requires_grad:
+        return x.to(device)
+    return torch.empty_like(x, pin_memory=device.type == "cuda").copy_(x).to(device, non_blocking=True)
 
 
 def streams_of(device: torch.device) -> Streams:

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from refimpl.activation.checkpoint import Checkpoint
+from refimpl.comm.streams import sent
 from refimpl.engine import checkpoint
 from refimpl.engine.activations import checkpointer
 from refimpl.engine.build import Parts
@@ -244,7 +245,7 @@ class Engine(Saved, ModuleState):
                 raise ValueError("no data: pass data_iter=..., or training_data=... to initialize")
             self._batches = self._batches or RepeatingLoader(self.training_dataloader)
             data_iter = self._batches
-        batch = tree_map_only(Tensor, lambda tensor: tensor.to(self.device), next(data_iter))
+        batch = tree_map_only(Tensor, lambda tensor: sent(tensor, self.device), next(data_iter))
         args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
         loss: Tensor = self(*(args if isinstance(args, tuple | list) else (args,)), **kwargs)
         return loss

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from refimpl.comm.streams import sent
 from refimpl.engine.build import Parts
 from refimpl.engine.dataloader import RepeatingLoader
 from refimpl.engine.engine import Engine
@@ -208,7 +209,7 @@ class PipelineEngine(Engine):
             raise ValueError(
                 f"a pipeline's data must be pairs (inputs, labels), not {type(item).__name__}: set_batch_fn"
             )
-        pair: Batch = tree_map_only(Tensor, lambda x: x.to(self.device), tuple(item))
+        pair: Batch = tree_map_only(Tensor, lambda x: sent(x, self.device), tuple(item))
         pair = in_half(self.config, pair[0]), pair[1]
         return pair if self.module.part is None else self.module.part(pair)
 

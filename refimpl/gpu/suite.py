@@ -20,7 +20,7 @@ import torch
 
 from refimpl.gpu.part import Finding
 from refimpl.kernels.case import cases
-from refimpl.kernels.compiled import compile_case
+from refimpl.kernels.compiled import kernels_of
 from refimpl.kernels.language import INSTALLED
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ def compiled(number: int, capability: int) -> str:
     """What is wrong with this case's kernels, "" if they compile for a GPU of this capability, as 90."""
     case = list(cases())[number]
     try:
-        compile_case(case, capability)
+        kernels_of(case, capability)
     except Exception as error:  # whatever the compiler raises is what the report should say
         return f"{case.name}: {type(error).__name__}: {error}"[:500]
     return ""

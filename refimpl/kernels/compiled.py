@@ -91,11 +91,11 @@ def rehearse(capability: int = 90) -> Iterator[list[Any]]:
         REHEARSING.reset(token)
 
 
-def compile_case(case: Case, capability: int = 90) -> list[Compiled]:
-    """Every kernel that this call launches, forward and backward, each form of it once."""
+def kernels_of(case: Case, capability: int = 90) -> list[Any]:
+    """Every kernel that this call launches, forward and backward, each form of it once; Triton keeps them on disk."""
     with rehearse(capability) as found:
         forward_and_backward(case.call, case.inputs(torch.device("meta")))
-    return [resources(case.name, kernel) for kernel in {kernel.hash: kernel for kernel in found}.values()]
+    return list({kernel.hash: kernel for kernel in found}.values())
 
 
 def resources(case: str, kernel: Any) -> Compiled:
@@ -112,7 +112,8 @@ def resources(case: str, kernel: Any) -> Compiled:
 def main(word: str = "", capability: str = "90") -> None:
     for case in cases():
         if word in case.name:
-            for found in compile_case(case, int(capability)):
+            for kernel in kernels_of(case, int(capability)):
+                found = resources(case.name, kernel)
                 also = {"programs": found.programs} if capability == "90" else {}  # others have other limits
                 print(json.dumps({**asdict(found), **also}), flush=True)
 

@@ -58,7 +58,7 @@ def reference(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
     if not tensors:
         return torch.zeros(())
     wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-    norms = [torch.linalg.vector_norm(t, order, dtype=torch.float64 if order == 2 else wide) for t in tensors]
+    norms = torch._foreach_norm(tensors, order, dtype=torch.float64 if order == 2 else wide)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), order).to(wide)
     return norm
 

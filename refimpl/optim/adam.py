@@ -45,7 +45,8 @@ class Adam(torch.optim.Adam):
         if not group["bias_correction"]:
             for step in lists[-1]:
                 step.fill_(math.inf)  # one more is infinity again, and beta**infinity is 0
-        if lists[0] and lists[0][0].is_cuda and not (group["amsgrad"] or group["maximize"] or group["differentiable"]):
+        ours = group["fused"] and not (group["amsgrad"] or group["maximize"] or group["differentiable"])
+        if ours and lists[0] and lists[0][0].is_cuda:  # and so is the step number, if torch's would be fused
             self.update(group, *lists)
         return has_complex
 

@@ -140,7 +140,7 @@ def length(step: float, group: dict[str, Any]) -> Tensor | float:
 def squared(x: Tensor) -> Tensor:
     """x of any shape -> its sum of squares, fp64."""
     if x.device.type != "cpu":
-        norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)  # widened in the kernel
+        (norm,) = torch._foreach_norm([x], dtype=torch.float64)  # vector_norm would widen all of x before the kernel
         return norm.square()
     total = torch.zeros((), dtype=torch.float64)
     for block in torch.split(x.reshape(-1), BLOCK):

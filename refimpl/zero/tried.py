@@ -16,6 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn, optim
 
+from refimpl.activation.state import aside
+
 STEPS, SHAPE, CUT = 64, (4, 6), 10
 SIZES = 1.0, 0.3, 3.0, 0.1  # of gradients, in turns
 Make = Callable[[nn.Parameter], optim.Optimizer]
@@ -36,7 +38,7 @@ def what_fails(make: Make, device: torch.device) -> str:
 
     where = "by itself"
     try:
-        with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        with aside(device):
             whole, optimizer = stepped(make, begin, gradient)
             where = "on a part of a parameter"
             parts = [part(at) for at in (slice(CUT), slice(CUT, None))]

@@ -227,7 +227,7 @@ class Update(Masters):
 def sum_of_squares(x: Tensor, exact: bool) -> Tensor:
     """x [n] -> its sum of squares, fp64; squared in fp32 unless `exact`."""
     if x.device.type != "cpu":
-        norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)  # widened in the kernel
+        (norm,) = torch._foreach_norm([x], dtype=torch.float64)  # vector_norm would widen all of x before the kernel
         return norm.square()
     total = torch.zeros((), dtype=torch.float64)
     for block in torch.split(x, NORM_BLOCK):

@@ -5,18 +5,21 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import paper
 import pytest
 import torch
 import torch.distributed as dist
 from stream_log import COMPUTE, Kernel, Record, Recorder, Wait, Watch, races
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from refimpl import launch
 from refimpl.comm.collectives import Scratch
 from refimpl.comm.group import Group
 from refimpl.comm.process_group import ControlLine, backend_of, device_of
-from refimpl.comm.streams import CudaStreams, Streams, streams_of
+from refimpl.comm.streams import CudaStreams, Streams, streams_of, told
 from refimpl.comm.work import Work
+from refimpl.engine.engine import Engine
 from refimpl.gpu.twins import Twins
 from refimpl.measure.ledger import Ledger
 
@@ -270,6 +273,33 @@ def test_send_recv_refuses_what_cannot_be() -> None:
             group.send_recv(x, 1 - group.rank, torch.empty(4, 2)[:, 0], 1 - group.rank)
 
     run(check, ranks=2)
+
+
+class Feeding:
+    """As an engine whose model gives back what it is given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+def fed(group: Group, recorder: Recorder, watch: Watch) -> None:
+    x, engine = torch.arange(3.0), Feeding(group.device)
+    watch.asked.clear()
+    there = Engine._feed(engine, iter([x]))  # type: ignore[arg-type]
+    x.zero_()  # as who reads the next batch into the same memory
+    numbers = told([1, 2], torch.int64, group.device)
+    assert (there.device, numbers.device) == (group.device, group.device)
+    assert not watch.asked
+    assert (there.tolist(), numbers.tolist()) == ([0.0, 1.0, 2.0], [1, 2])
+
+
+@pytest.mark.xdist_group("pretend")
+def test_a_batch_travels_without_a_wait(on_paper: launch.World) -> None:
+    """The host would wait for all that is queued, once a micro-batch."""
+    assert on_paper.call(paper.seen, fed)[0].races == []
 
 
 @pytest.mark.gpu

@@ -228,6 +228,14 @@ def test_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (accelerator.memory_cached(), accelerator.max_memory_cached()) == ((1, 8), (1, 16))
     monkeypatch.setattr(torch.cuda, "get_rng_state", str)
     assert (accelerator.get_rng_state(), accelerator.get_rng_state(0)) == ("cuda:1", "cuda:0")
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    before = torch.get_rng_state()
+    accelerator.manual_seed(4)
+    accelerator.manual_seed_all(5)
+    assert seeds == [4, 5]
+    assert torch.equal(torch.get_rng_state(), before), "the CPU's numbers are not the device's"
 
 
 def test_what_megatron_imports_before_it_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

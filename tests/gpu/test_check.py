@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -184,8 +185,23 @@ def test_a_kernel_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch
     def broken(case: Case, capability: int) -> list[object]:
         raise RuntimeError("PassManager::run failed")
 
-    monkeypatch.setattr(suite, "compile_case", broken)
+    monkeypatch.setattr(suite, "kernels_of", broken)
     assert suite.compiled(0, 90) == f"{next(cases()).name}: RuntimeError: PassManager::run failed"
+
+
+def test_that_kernels_compile_is_seen_without_a_tool_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton finds its assembler by itself; cuobjdump, which reads registers, is not in every image's."""
+    from refimpl.gpu import suite
+    from refimpl.kernels import compiled
+
+    def not_there(*_: object, **__: object) -> None:
+        raise FileNotFoundError("cuobjdump")
+
+    kernel = SimpleNamespace(hash="a", asm={"cubin": b""}, metadata=None)
+    monkeypatch.setattr(compiled, "rehearse", lambda capability: nullcontext([kernel]))
+    monkeypatch.setattr(compiled, "forward_and_backward", lambda *_: None)
+    monkeypatch.setattr(compiled.subprocess, "run", not_there)
+    assert suite.compiled(0, 90) == ""
 
 
 def test_what_a_part_leaves_behind_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,3 +91,19 @@ def test_the_stages_may_shard_it() -> None:
     (alone,) = launch.run(sharded, ranks=1)
     for weight in launch.run(sharded, ranks=3):
         torch.testing.assert_close(weight, alone, rtol=1e-6, atol=1e-7)
+
+
+class OfAGPU(torch.nn.Parameter):
+    is_cuda = True
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_on_a_gpu_only_the_fused_one_takes_our_kernel(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other has its step number on the host, where no kernel can read it."""
+    asked: list[bool] = []
+    monkeypatch.setattr(Adam, "update", lambda *_: asked.append(True))
+    p = OfAGPU(torch.ones(2))
+    p.grad = torch.ones(2)
+    optimizer = Adam([p], fused=fused)
+    optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(6)))
+    assert asked == [True] * fused

@@ -430,3 +430,10 @@ def kept_alive() -> list[bool]:
 
 def test_layers_of_other_ranks_are_let_go() -> None:
     assert run(kept_alive, ranks=3) == [[i == rank for i in range(3)] for rank in range(3)]
+
+
+def test_layers_that_are_built_with_a_seed_disturb_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight GPUs a rank has one: torch would ask all of them, and say so in ten lines."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.random, "_fork_rng_warned_already", False)
+    PipelineModule([LayerSpec(nn.Linear, 2, 2)], Group(None), F.mse_loss, base_seed=1)

@@ -157,10 +157,12 @@ class DeepSpeedAccelerator:
         return torch.random
 
     def manual_seed(self, seed: int) -> Any:
-        """Seed this rank's generators."""
-        return torch.manual_seed(seed)
+        """Seed the device's generator; beside a GPU's the CPU's goes on."""
+        return torch.cuda.manual_seed(seed) if self._cuda else torch.manual_seed(seed)
 
-    manual_seed_all = manual_seed
+    def manual_seed_all(self, seed: int) -> Any:
+        """Those of all devices."""
+        return torch.cuda.manual_seed_all(seed) if self._cuda else torch.manual_seed(seed)
 
     def initial_seed(self) -> int:
         """The seed that the device's generator began with."""

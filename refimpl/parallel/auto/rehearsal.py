@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from refimpl.activation.state import aside
 from refimpl.comm.group import Group
 from refimpl.parallel.auto.dropout import Inside, NoDropout, drawn_wrong
 from refimpl.parallel.auto.trace import Call, hooked, plain_layers, tensors
@@ -113,8 +114,7 @@ def seeded(dropout: NoDropout | None) -> Iterator[None]:
     `dropout`: None in evaluation, where it is off by itself; torch's own layers look there whether anybody intercepts
     their calls, and then do not take the way that is to be tried.
     """
-    with torch.random.fork_rng(devices=[]), dropout if dropout is not None else nullcontext():
-        torch.manual_seed(0)
+    with aside(torch.device("cpu"), seed=0), dropout if dropout is not None else nullcontext():
         yield
 
 

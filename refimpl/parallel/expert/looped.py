@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from refimpl.activation.state import aside
 from refimpl.model.experts import in_sources
 from refimpl.parallel.expert.exchange import loads
 from refimpl.parallel.expert.trying import REFUSALS, Forward, Found, close, kept_modes, rows, widths
@@ -65,11 +66,10 @@ class Looped(Found):
             for training in (False, True):
                 block.train(training)
                 self.experts(block).eval()  # what experts draw, they draw in another order
-                with drawing(x):
-                    torch.manual_seed(0)
+                with aside(x.device, seed=0):
                     expected = tensors(forward(block, x.clone()))
-                    calls: list[Call] = []
-                    torch.manual_seed(0)
+                calls: list[Call] = []
+                with aside(x.device, seed=0):
                     found = tensors(self.twice(forward, block, (x.clone(),), {}, calls))
                 if not calls:
                     return f"its block ({where}) does not call them"
@@ -93,7 +93,8 @@ class Looped(Found):
             calls.append((number, x))
             return torch.zeros_like(x)
 
-        with drawing(next(iter(args), None)), self.stand_in(block, note):
+        given = next(iter(args), None)
+        with aside(given.device if isinstance(given, Tensor) else torch.device("cpu")), self.stand_in(block, note):
             forward(block, *map(copied, args), **{name: copied(value) for name, value in kwargs.items()})
         answers = iter(self.exchanged(self.experts(block), calls))
         asked = iter(calls)
@@ -153,14 +154,6 @@ def answered(expert: nn.Module | None, x: Tensor) -> Tensor:
 
 def copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-@contextmanager
-def drawing(like: Any) -> Iterator[None]:
-    """What is drawn within it is drawn again after it."""
-    device = like.device if isinstance(like, Tensor) and like.is_cuda else None
-    with torch.random.fork_rng([] if device is None else [device]):
-        yield
 
 
 def tensors(result: Any) -> list[Tensor]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from refimpl.activation.checkpoint import Checkpoint
+from refimpl.activation.state import aside
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
 from refimpl.model.moe import MoE, WithRouting
@@ -216,7 +217,7 @@ class PipelineModule(nn.Module):
             raise ValueError("partition 'time' needs `sample`, an input of the first layer")
         found = torch.zeros(len(self.specs), dtype=torch.float64, device=self.group.device)
         if self.group.rank == 0:
-            with torch.random.fork_rng():
+            with aside(self.group.device):
                 layers = (
                     self._callable(i, x.build() if isinstance(x, LayerSpec) else x) for i, x in enumerate(self.specs)
                 )
@@ -239,8 +240,7 @@ class PipelineModule(nn.Module):
     def _made(self, i: int, layer: LayerSpec) -> nn.Module:
         if self.base_seed is None:
             return layer.build()
-        with torch.random.fork_rng():
-            torch.manual_seed(self.base_seed + i)
+        with aside(self.group.device, self.base_seed + i):
             return layer.build()
 
     def _callable(self, i: int, module: Any) -> Callable[[Any], Any]:
