@@ -94,16 +94,17 @@ class CudaStreams(Streams):
 
 
 def told(numbers: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The host's numbers as a tensor on `device`, without waiting."""
-    return sent(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
+    """The host's numbers as a tensor on `device`, without waiting.
+
+    On a GPU by way of pinned memory: a copy from any other, as in `torch.tensor(numbers, device="cuda")`, makes the
+    host wait for all that it has queued on the stream.
+    """
+    there = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return there.to(device, non_blocking=True)
 
 
 def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """x on `device`; from the host without waiting, and x may be written at once.
-
-    To a GPU by way of pinned memory: a copy from any other, as in `torch.tensor(numbers, device="cuda")` or
-    `x.to("cuda")`, makes the host wait for all that it has queued on the stream.
-    """
+    """x on `device`; from the host by the way of `told`, so without waiting, and x may be written at once."""
     if not x.is_cpu or device.type == "cpu" or x.layout != torch.strided or x.requires_grad:
         return x.to(device)
     return torch.empty_like(x, pin_memory=device.type == "cuda").copy_(x).to(device, non_blocking=True)
