@@ -2,8 +2,10 @@
 
 A rank hands out tensors in its own file (`Own.empty`), says where in it a tensor lies (`Own.place`), and reads in
 place what lies in a peer's (`Mapped.at`). The file is long and empty: a page of it is memory from its first write until
-its block is given back. Nobody finds it by name, and the kernel frees it with the last process that maps it, however
-that ends: a SIGKILL leaves nothing behind. A rank finds a peer's file among the peer's open ones, in /proc.
+its block is given back. Blocks have eight lengths an octave: what nobody writes to costs nothing, and free blocks serve
+again however many sizes a program asks for. Nobody finds the file by name, and the kernel frees it with the last
+process that maps it, however that ends: a SIGKILL leaves nothing behind. A rank finds a peer's file among the peer's
+open ones, in /proc.
 """
 
 import mmap
@@ -48,16 +50,26 @@ class Own(Mapped):
         self._left = False
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A [numel] tensor in this file. Its memory goes back to the system with the last tensor that shares it."""
+        """A [numel] tensor in this file. Its memory goes back to the system with the last tensor that shares it.
+
+        MemoryError if the file is full.
+        """
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")  # a byte for nothing is what torch.load would refuse
-        size = -(-numel * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = numel * dtype.itemsize
+        step = max(mmap.PAGESIZE, 1 << length.bit_length() >> 4)
+        size = -(-length // step) * step
         free = self._free.setdefault(size, [])
+        if not free and self._end + size > SPACE:
+            raise MemoryError(
+                f"no room for {length} bytes in the {SPACE} that ranks share: free tensors, or set "
+                "REFIMPL_TRANSPORT=gloo"
+            )
         if free:
             offset = free.pop()
         else:
             offset, self._end = self._end, self._end + size
-        block = memoryview(self._map)[offset : offset + numel * dtype.itemsize]
+        block = memoryview(self._map)[offset : offset + length]
         weakref.finalize(block, self._give_back, offset, size).atexit = False
         return torch.frombuffer(block, dtype=dtype)
 

@@ -1,10 +1,17 @@
 """The server that ranks are forked from: it has imported torch, so that they need not."""
 
 import multiprocessing.forkserver
+import os
 import tempfile
+from multiprocessing.process import BaseProcess
 
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "refimpl.launch"]  # every optimizer imports torch._dynamo
 FROZEN = "refimpl.ranks.frozen"  # after all others
+ENDED = (
+    "the server that ranks are forked from has ended: killed, by hand or where memory ran out. No rank has failed; the "
+    "next run starts another server"
+)
+_UNKNOWN = 255  # multiprocessing's exit code for who was forked from a server that can be asked no more
 
 
 def start_server(*also: str) -> None:
@@ -24,3 +31,14 @@ def start_server(*also: str) -> None:
             f"ranks are started through a socket in the folder for temporary files, and {folder} ({len(folder)} "
             "characters) is too long for that: set TMPDIR to a folder with a name of at most 70"
         ) from None
+
+
+def has_ended(rank: BaseProcess) -> bool:
+    """Whether a rank that seems to have ended is there still: the server has, who would have told how."""
+    if rank.exitcode != _UNKNOWN or rank.pid is None:
+        return False
+    try:
+        os.kill(rank.pid, 0)  # asks, and sends nothing
+    except ProcessLookupError:
+        return False
+    return True

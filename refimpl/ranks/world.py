@@ -25,7 +25,7 @@ from refimpl.ranks.environment import without_place
 from refimpl.ranks.errors import Failed, RankError, RankTimeout, end_of_grace, failed
 from refimpl.ranks.meet import devices_of
 from refimpl.ranks.rank import Rank, Setup
-from refimpl.ranks.server import start_server
+from refimpl.ranks.server import ENDED, has_ended, start_server
 from refimpl.ranks.silence import Silence
 from refimpl.ranks.stand import Lonely, lines, stand
 from refimpl.ranks.travel import dumps, loads
@@ -159,7 +159,10 @@ class World:
                 self.lives.append(life)
                 with its, its_life:
                     process = Rank(number, self.setup, its, its_life)
-                    process.start()
+                    try:
+                        process.start()
+                    except (EOFError, ConnectionError) as error:
+                        raise RankError(ENDED) from error
                 self.processes.append(process)
 
     def _collect(self, timeout: float | None, on_report: OnReport | None, on_output: OnOutput) -> list[Any]:
@@ -219,6 +222,8 @@ class World:
                     raise RankError(f"what rank {rank} sent cannot be unpickled here: {error!r}", rank) from error
                 return kind, value
         self.processes[rank].join(5)
+        if has_ended(self.processes[rank]):
+            raise RankError(ENDED)
         _end_group(self.processes[rank])
         return "died", self.processes[rank].exitcode
 

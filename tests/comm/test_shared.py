@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import mmap
 import os
 import random
 import resource
@@ -16,9 +17,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
 from test_group import exact, given, reduced
 from torch import Tensor
 
@@ -27,7 +30,7 @@ from refimpl.comm import route, signals
 from refimpl.comm.composed import Composed
 from refimpl.comm.group import Group
 from refimpl.comm.link import Link
-from refimpl.comm.mapped import Own
+from refimpl.comm.mapped import DATA, Own
 from refimpl.comm.patience import Patience
 from refimpl.comm.shared import Shared
 from refimpl.comm.signals import SLOTS, Need, Watch
@@ -247,6 +250,23 @@ def test_a_peer_may_end_once_it_has_posted(posts: bool) -> None:
     with nullcontext() if posts else pytest.raises(RuntimeError, match="has exited: rank 1"):
         watch.wait(Need(0, 0, 1), 0.01, looks=0)
     ended.wait()
+
+
+def test_blocks_serve_again_whatever_sizes_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each length had blocks of its own: 11,494 growing tensors used up the file, and the next one came back short."""
+    monkeypatch.setattr("refimpl.comm.mapped.SPACE", DATA + 64 * 2**20)
+    mine = Own(1)
+    for pages in range(1, 1024):
+        assert mine.empty(pages * mmap.PAGESIZE - 3, torch.uint8).numel() == pages * mmap.PAGESIZE - 3
+    with pytest.raises(MemoryError, match=r"no room for 67108864 bytes in the .* that ranks share: free tensors, or"):
+        mine.empty(2**24, torch.float32)
+
+
+@hypothesis.given(st.lists(st.integers(1, 40_000), max_size=30))
+def test_blocks_that_are_held_share_no_byte(sizes: list[int]) -> None:
+    mine = Own(1)
+    blocks = [mine.empty(size, torch.uint8).fill_(i) for i, size in enumerate(sizes)]
+    assert all(bool((block == i).all()) for i, block in enumerate(blocks))
 
 
 def tensors() -> int:

@@ -5,10 +5,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from refimpl.ranks.server import start_server
+from refimpl.ranks.errors import RankError
+from refimpl.ranks.rank import Rank
+from refimpl.ranks.server import ENDED, start_server
+from refimpl.ranks.world import World
 
 STARTED = "from refimpl.ranks.server import start_server; start_server('string')"
 
@@ -30,3 +34,41 @@ def test_a_rank_that_cannot_answer_yet_does_not_end_of_the_question_where_it_sta
     starting.start()
     starting.join()
     assert starting.exitcode == 0
+
+
+KILLED = """
+import os, signal
+from multiprocessing import forkserver
+import refimpl.launch as launch
+
+def step(server):
+    import torch.distributed as dist
+    dist.barrier()
+    if server and dist.get_rank() == 1:
+        os.kill(server, signal.SIGKILL)
+        signal.pause()
+    dist.barrier()
+    return os.getpid()
+
+if __name__ == "__main__":
+    pids = launch.run(step, None, ranks=2)
+    server = forkserver._forkserver._forkserver_pid
+    try:
+        launch.run(step, server, ranks=2)
+    except launch.RankError as error:
+        print(error.rank, error)
+    print(len(launch.run(step, None, ranks=2)))
+"""
+
+
+def test_a_killed_server_is_named_and_no_rank_and_the_next_run_starts_another(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert ended.stdout.splitlines() == [f"None {ENDED}", "2"], ended.stderr
+
+
+def test_a_server_that_ends_before_it_has_forked_a_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rank, "start", mock.Mock(side_effect=EOFError))
+    with pytest.raises(RankError, match="server that ranks are forked from has ended"):
+        World(2)
