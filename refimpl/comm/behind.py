@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -83,6 +84,14 @@ class Behind:
             return []
 
         self.begin(done).wait()
+
+
+_OF: WeakValueDictionary[str, Behind] = WeakValueDictionary()
+
+
+def behind(group: str) -> Behind:
+    """Whose thread does what is begun in torch's group of this name, for all who use it: they share its order."""
+    return _OF.setdefault(group, Behind())
 
 
 def _work(jobs: "SimpleQueue[Task | None]") -> None:

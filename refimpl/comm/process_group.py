@@ -6,7 +6,7 @@ torch's own table of groups is where it is found, and it goes with the world.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -76,6 +76,19 @@ def anew(rows: Sequence[Sequence[int]], description: str | None = None) -> dist.
     return made[list(rows).index(mine)]
 
 
+def beside(handle: dist.ProcessGroup, meet: Callable[[], None]) -> dist.ProcessGroup:
+    """A second group of the same ranks, for whoever starts calls behind the others' back, in the order of theirs.
+
+    The first time a collective, which `meet`, until all ranks have come, begins; then the same object ever after.
+    """
+    ranks, description = dist.get_process_group_ranks(handle), f"{OURS}, beside {handle.group_name}"
+    found = _described(description, ranks)
+    if found is None:
+        meet()
+        found = anew([ranks], description)
+    return found
+
+
 def _of_members(ranks: Sequence[int], backend: str | None, description: str | None = None) -> dist.ProcessGroup:
     """A group that is its own ranks' business: a collective of these alone, whatever groups the others are in."""
     with _named(ranks), _not_split():
@@ -125,9 +138,13 @@ def _made(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     """That of all ranks, or one of ours that is there already."""
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
+    return _described(OURS, ranks)
+
+
+def _described(description: str, ranks: Sequence[int]) -> dist.ProcessGroup | None:
     for handle, places in distributed_c10d._world.pg_group_ranks.items():
         # What stands there for groups of others is no group.
-        if isinstance(handle, dist.ProcessGroup) and handle.group_desc == OURS and list(places) == list(ranks):
+        if isinstance(handle, dist.ProcessGroup) and handle.group_desc == description and list(places) == list(ranks):
             return handle
     return None
 

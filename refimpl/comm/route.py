@@ -8,7 +8,7 @@
 REFIMPL_TRANSPORT=gloo or shared says otherwise for tensors on the CPU.
 
 gloo's all-reduce is two transfers with additions between them. Where nobody waits for it a thread adds, and starts the
-second (see `behind.py`), in a process group of its own: calls of one group are matched by their order.
+second (see `behind.py`), in a process group beside it: calls of one group are matched by their order.
 """
 
 import os
@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from refimpl.comm.behind import Behind
+from refimpl.comm.behind import Behind, behind
 from refimpl.comm.collectives import Op
 from refimpl.comm.composed import Composed
 from refimpl.comm.link import Cables, Link
 from refimpl.comm.mapped import Own, of_peer
 from refimpl.comm.native import Native
-from refimpl.comm.process_group import anew
+from refimpl.comm.process_group import beside
 from refimpl.comm.shared import Shared
 from refimpl.comm.signals import all_words, unsupported
 from refimpl.comm.streams import Streams
@@ -51,9 +51,10 @@ class Route:
     ) -> None:
         """The arguments are `Group`'s, which says what it raises."""
         self.backend, self.streams = backend, streams
-        self._behind = Behind()  # starts the second half of all-reduces that nobody waits for
+        # Starts the second half of all-reduces that nobody waits for.
+        self._behind = Behind() if handle is None else behind(handle.group_name)
         self._of = partial(Route, backend=backend, device=device, streams=streams, deterministic=deterministic)
-        self._second: Route | None = None  # the thread's, over a process group of its own; made when it is needed
+        self._second: Route | None = None  # the thread's, over a process group beside; made when it is needed
         self._crossed = 0  # bytes of second halves over cables, of all-reduces that are over, not yet told
         wish = os.environ.get("REFIMPL_TRANSPORT", "") if transport is None else transport
         self.link = link or (None if isinstance(wish, Transport) else Link.of_environment())
@@ -100,7 +101,7 @@ class Route:
         assert isinstance(first, Composed)
 
         def begin() -> list[Any]:
-            second = self._second = self._second or self._anew(meet)
+            second = self._second = self._second or self._beside(meet)
             assert isinstance(second.direct, Composed)
             steps = first.all_reduce(x, op, second.direct)
             under_way.append(steps)
@@ -122,11 +123,10 @@ class Route:
         assert self._second is not None
         self._second.returned()
 
-    def _anew(self, meet: Callable[[], None]) -> "Route":
-        """The way of `direct` over a process group that nobody else has. A collective."""
-        meet()
+    def _beside(self, meet: Callable[[], None]) -> "Route":
+        """The way of `direct` over the process group beside this one. A collective the first time."""
         assert self.handle is not None
-        return self._of(anew([dist.get_process_group_ranks(self.handle)]), transport="gloo", link=self.link)
+        return self._of(beside(self.handle, meet), transport="gloo", link=self.link)
 
     @property
     def crossed(self) -> int:

@@ -1,5 +1,7 @@
 """An all-reduce that nobody waits for is made to its end, over gloo too, with the bits of one that is waited for."""
 
+import os
+import threading
 from typing import Any
 
 import pytest
@@ -84,6 +86,26 @@ def test_its_buffers_are_counted_and_given_back() -> None:
 
     received = 4 * 1000 // 2
     assert run(kept, ranks=2) == [[received, received, 0]] * 2
+
+
+def test_all_of_one_process_group_share_its_thread_and_the_group_beside() -> None:
+    """Each had its own for good: 5 descriptors and 3 threads, and about 200 models reached the limit of 1,024."""
+
+    def check() -> None:
+        groups = [Group.world(transport="gloo") for _ in range(4)]
+        for _ in range(2):
+            under_way = [group.all_reduce(torch.full((5,), float(i)), async_op=True) for i, group in enumerate(groups)]
+            for work in reversed(under_way):  # waiting has another order than beginning
+                work.wait()
+            now = threading.active_count(), len(os.listdir("/dev/fd"))
+            groups = [groups[0], *(Group.world(transport="gloo") for _ in range(3))]
+        last = [torch.full((5,), float(i)) for i in range(4)]
+        for work in [group.all_reduce(x, async_op=True) for group, x in zip(groups, last, strict=True)]:
+            work.wait()
+        assert [x.tolist() for x in last] == [[2.0 * i] * 5 for i in range(4)]
+        assert (threading.active_count(), len(os.listdir("/dev/fd"))) == now
+
+    run(check, ranks=2)
 
 
 def test_after_one_that_failed_none_is_begun() -> None:
