@@ -23,6 +23,7 @@ from refimpl.checkpoint.tree import encode
 from refimpl.engine.state import TrainingState
 from refimpl.engine.whole import joined, portions
 from refimpl.optim.travelling import MASK
+from refimpl.zero.counted import counted
 from refimpl.zero.portable import parts, place_of
 
 COUNTERS = ("global_steps", "micro_steps", "global_samples")
@@ -111,6 +112,7 @@ def contents(
     scheduler, scaler = engine.lr_scheduler, engine.stage.scaler
     plain = {
         "groups": [{k: v for k, v in group.items() if k not in ("params", MASK)} for group in param_groups(engine)],
+        "counted": counted(engine.optimizer),
         "skipped_steps": engine.stage.skipped_steps,
         "scaler": None if scaler is None else scaler.state_dict(),
         "lr_scheduler": None if scheduler is None else dict(scheduler.state_dict()),

@@ -22,6 +22,7 @@ from refimpl.checkpoint.folder import Folder, notes_file
 from refimpl.engine.contents import COUNTERS, param_groups
 from refimpl.engine.state import TrainingState
 from refimpl.optim.travelling import MASK
+from refimpl.zero.counted import counted, put_counted
 
 SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # what a schedule writes into the optimizer's groups
 
@@ -102,6 +103,9 @@ def to_train(engine: TrainingState, folder: Folder, wanted: Wanted) -> Iterator[
     groups = groups if len(groups) == len(here) else folder.value(0, "groups")
     keep = SCHEDULED if engine.lr_scheduler is not None and not wanted.scheduler else ()
     yield Put(partial(put_groups, engine, keep), groups, deepcopy(here))
+    if engine.optimizer is not None:
+        beside = folder.value(0, "counted") or {}
+        yield Put(partial(put_counted, engine.optimizer), beside, counted(engine.optimizer))
     skipped = update.skipped_steps
     yield Put(lambda n: setattr(update, "skipped_steps", int(n)), folder.value(0, "skipped_steps"), skipped)
     if scaler is not None and (scale := folder.value(0, "scaler")) is not None:

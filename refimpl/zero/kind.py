@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from refimpl.optim.travelling import Travelling
+from refimpl.zero.counted import states
 from refimpl.zero.tried import what_fails
 
 ELEMENTWISE = (
@@ -46,13 +47,13 @@ class Kind:
             self.elementwise = not self.fails
         # Whether it asks a closure for the loss once, before anything else, so that the stage can do it.
         self.asks_once = self.elementwise or self.layerwise or self.travels
-        state = {} if optimizer is None else optimizer.state
-        if any(map(has_stepped, state.values())):
+        made = [] if optimizer is None else states(optimizer)
+        if any(map(has_stepped, made)):
             raise ValueError(
                 f"{self.name} has already taken steps, or its constructor has made state without a count of them, such "
                 "as copies of the weights, which no stage can cut: build the stage first, then load the state"
             )
-        self.born_with_state = bool(state)  # made by its constructor (Adagrad)
+        self.born_with_state = bool(made)  # made by its constructor (Adagrad)
 
     def tried(self, optimizer: optim.Optimizer) -> str:
         """What the optimizer does not do alike on a part of a parameter; "" for nothing."""

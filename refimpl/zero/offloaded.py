@@ -25,6 +25,7 @@ from refimpl.checkpoint.errors import together
 from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import Disk, away
 from refimpl.zero.brought import Brought
+from refimpl.zero.by_part import Given
 from refimpl.zero.flat import ALIGN, Bucket, round_up
 from refimpl.zero.masters import master_of
 from refimpl.zero.parts import Part, size_of
@@ -120,7 +121,7 @@ class OffloadedUpdate(Brought):
         self.on_every_rank(lambda: self._rewrite_parts(write, self.slices.settings()))
         self.slices.keep_settings()
 
-    def _rewrite_parts(self, write: Callable[[Any], object], settings: list[dict[str, Any]]) -> None:
+    def _rewrite_parts(self, write: Callable[[Any], object], settings: Given) -> None:
         self.torn = OffloadError(HALF)
         for bucket in [b for b in self.masters if b not in self.gone]:
             self.adopt(bucket)
@@ -176,7 +177,7 @@ class OffloadedUpdate(Brought):
         self.refuse_torn()
 
     @torch.no_grad()
-    def update_parts(self, handed: dict[Bucket, Handed], settings: list[dict[str, Any]]) -> None:
+    def update_parts(self, handed: dict[Bucket, Handed], settings: Given) -> None:
         """Each part in turn: its gradient, the optimizer's step with these settings of its groups, the weights."""
         self.torn = OffloadError(HALF)
         parts = [part for part in self.parts if part.bucket in handed]

@@ -20,6 +20,7 @@ from refimpl.checkpoint.place import Place
 from refimpl.checkpoint.tensors import Later
 from refimpl.offload.blocks import Buffer
 from refimpl.offload.homes import is_here
+from refimpl.zero.counted import clear_states
 from refimpl.zero.flat import Bucket, round_up
 from refimpl.zero.parameter import DATA
 
@@ -144,7 +145,7 @@ def restore_weights(stage: "Stage", source: Source, wanted: Container[str]) -> N
 def restore_optimizer(stage: "Stage", source: Source, wanted: Container[str], apart: Iterable[str] = ()) -> None:
     """The optimizer's state alone, in the place of all that it had."""
     slices = stage.update.slices
-    stage.optimizer.state.clear()
+    clear_states(stage.optimizer)
     slices.apart = {p for p, name in stage.names.items() if name in set(apart)}
     for bucket in sorted(slices.of, key=lambda bucket: bucket.group_index):  # as a step makes them
         restore_states(stage, bucket, source, wanted)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from refimpl.zero.counted import put_counted
 from refimpl.zero.portable import Cut, restore_optimizer
 
 if TYPE_CHECKING:
@@ -66,4 +67,5 @@ def take_whole(stage: "Stage", saved: Mapping[str, Any]) -> None:
     source = WholeState(stage, saved)
     for group, given in zip(stage.optimizer.param_groups, saved["param_groups"], strict=True):
         group |= deepcopy({k: v for k, v in given.items() if k not in ("params", "param_names")})
+    put_counted(stage.optimizer, {key: value for key, value in saved["state"].items() if not isinstance(key, int)})
     restore_optimizer(stage, source, source.of)
