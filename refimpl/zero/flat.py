@@ -7,8 +7,8 @@
 Shapes in comments are [P] for a full buffer and [S] for a shard. Each bucket is cut into N shards, so every reduction
 and every gather keeps all ranks equally busy (as in Megatron-LM's distributed optimizer). DeepSpeed cuts the whole flat
 group instead (deepspeed/runtime/zero/stage_1_and_2.py), so that a bucket may belong to one rank alone.
-Each parameter begins on a multiple of 8 elements and lies row by row, as in DeepSpeed, whatever its strides were: with
-a transposed or a channels_last one products may round otherwise than before. The padding is zero, gets zero gradients
+Each parameter begins on a multiple of 16 elements (DeepSpeed: 8) and lies row by row, whatever its strides were: with a
+transposed or a channels_last one products may round otherwise than before. The padding is zero, gets zero gradients
 and is never saved.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from refimpl.zero.quantised_sum import QuantisedSum
 
 ALIGN = 64  # elements: torch's fused AdamW gives the same bits on any cut that falls on a multiple of 64
-ALIGN_PARAMETER = 8  # elements, 16 bytes of bf16: where cuBLAS's fast kernels want a matrix to begin
+ALIGN_PARAMETER = 16  # elements: a vector of AVX-512, see `Slices.set_apart`; cuBLAS likes a matrix to begin on 8
 
 
 def round_up(n: int, multiple: int) -> int:

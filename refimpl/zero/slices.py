@@ -22,7 +22,9 @@ from typing import Any
 
 from torch import Tensor, nn, optim
 
-from refimpl.zero.flat import ALIGN, Bucket
+from refimpl.zero.by_part import ByPart, Given
+from refimpl.zero.counted import clear_states, states
+from refimpl.zero.flat import ALIGN, ALIGN_PARAMETER, Bucket, round_up
 from refimpl.zero.kind import Kind
 from refimpl.zero.parameter import DATA, GRAD
 from refimpl.zero.settings import Settings, settings
@@ -55,22 +57,21 @@ class Slice:
     whole: nn.Parameter | None = None  # of which it is all that is here, for an optimizer that wants norms
 
 
-class Slices:
+class Slices(ByPart):
     """Keeps `optimizer` pointed at slices of the buckets' masters, and its state with them."""
 
     def __init__(self, optimizer: optim.Optimizer | None, allow_untested: bool = False) -> None:
         """ValueError if the optimizer has already taken steps. None: nothing to update."""
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self.kind = Kind(optimizer, allow_untested)
         self.of: dict[Bucket, list[Slice]] = {}
         self.length: dict[Bucket, int] = {}  # of what is owned
         self.gradient_of: Callable[[nn.Parameter, Bucket, int, int], Tensor | None] | None = None  # see `GradientView`
         self.apart: set[nn.Parameter] = set()  # were once left alone, and have borders of their own since
-        self.changed: list[dict[str, Any]] = []  # settings that steps inside have changed, by group
         self._applying = False  # from `hand_out` to `release_gradients`: then a slice's grad is what it was handed
         if optimizer is None:
             return
-        optimizer.state.clear()
+        clear_states(optimizer)
         for group in optimizer.param_groups:
             group["params"].clear()  # in place: LBFGS holds on to the list
 
@@ -128,7 +129,8 @@ class Slices:
         group = self.optimizer.param_groups[index]
         group["params"] += params
         if self.kind.born_with_state:
-            self.optimizer.state.update(self.kind.twin(self.optimizer, index, params).state)
+            twin = self.kind.twin(self.optimizer, index, params)
+            self.optimizer.state.update({p: twin.state[p] for p in params})
 
     def hand_out(
         self, bucket: Bucket, grad: Tensor, factor: float, left_alone: set[nn.Parameter], start: int, end: int
@@ -139,10 +141,7 @@ class Slices:
         """
         self._applying = True
         self.apart |= left_alone
-        spans = [self.span(bucket, p) for p in left_alone.intersection(bucket.params)] if left_alone else []
-        for span in spans:
-            for at in span:
-                self.cut(bucket, at)
+        spans = [self.set_apart(bucket, p) for p in left_alone.intersection(bucket.params)] if left_alone else []
         for s in self.of[bucket]:
             if s.start < start or s.end > end:
                 continue
@@ -188,10 +187,21 @@ class Slices:
         j = next(j for j, p in enumerate(params) if p is old.param)
         params[j : j + 1] = [new.param for new in pieces]
 
-    def set_apart(self, bucket: Bucket, p: nn.Parameter) -> None:
-        """Cut at p's borders, as for a parameter that was left alone."""
-        for at in self.span(bucket, p):
+    def set_apart(self, bucket: Bucket, p: nn.Parameter) -> tuple[int, int]:
+        """Cut at p's borders, as for a parameter that was left alone. -> where they are
+
+        The padding behind p goes with it: a slice that ended inside a vector would have its last elements computed one
+        by one, which rounds otherwise, and other ones on a shard than on the whole.
+        """
+        start, end = self.span(bucket, p)
+        borders = start, min(round_up(end, ALIGN_PARAMETER), self.length[bucket])
+        for at in borders:
             self.cut(bucket, at)
+        return borders
+
+    def inside(self, bucket: Bucket, start: int, end: int) -> list[Slice]:
+        """The slices that lie there."""
+        return [s for s in self.of[bucket] if start <= s.start and s.end <= end]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """The optimizer's own step, not the stage's."""
@@ -199,11 +209,15 @@ class Slices:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a torch schedule looks for
         return self.kind.cls.step(self.optimizer, closure) if closure else self.kind.cls.step(self.optimizer)
 
-    def settings(self) -> list[dict[str, Any]]:
-        """The options of the optimizer's groups, as they are now."""
+    def step_inside(self, bucket: Bucket, start: int, end: int, settings: Given) -> None:
+        """The optimizer's own step, of the slices there alone, with these settings. Its step hooks run each time."""
         assert self.optimizer is not None
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in options]
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a torch schedule looks for
+        self.do_inside(bucket, start, end, settings, self.kind.cls.step)
+
+    def do_inside(self, bucket: Bucket, start: int, end: int, settings: Given, do: Callable[[Any], object]) -> None:
+        """do(optimizer), as if it had the slices there alone, and these settings."""
+        self.do_with({bucket.group_index: [s.param for s in self.inside(bucket, start, end)]}, settings, do)
 
     def settings_in_words(self) -> Settings:
         """The same, as far as it must be equal on all ranks; without waiting for a GPU."""
@@ -218,42 +232,6 @@ class Slices:
         for bucket, slices in self.of.items():
             mine.setdefault(bucket.group_index, []).extend(id(s.param) for s in slices)
         return [i for i in sorted({*here, *mine}) if here.get(i, []) != sorted(mine.get(i, []))]
-
-    def step_inside(self, bucket: Bucket, start: int, end: int, settings: list[dict[str, Any]]) -> None:
-        """The optimizer's own step, of the slices there alone, with these settings. Its step hooks run each time."""
-        assert self.optimizer is not None
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a torch schedule looks for
-        self.do_inside(bucket, start, end, settings, self.kind.cls.step)
-
-    def do_inside(
-        self, bucket: Bucket, start: int, end: int, settings: list[dict[str, Any]], do: Callable[[Any], object]
-    ) -> None:
-        """do(optimizer), as if it had the slices there alone, and these settings; those that it changes are noted."""
-        here: list[nn.Parameter] = [s.param for s in self.inside(bucket, start, end)]
-        twin = self.twin(settings, {bucket.group_index: here})
-        do(twin)
-        for noted, group, given in zip(self.changed, twin.param_groups, settings, strict=True):
-            noted |= {k: v for k, v in group.items() if k != "params" and v is not given.get(k)}
-
-    def twin(self, settings: list[dict[str, Any]], params: dict[int, list[nn.Parameter]]) -> optim.Optimizer:
-        """The optimizer with the same state, and in its groups these settings and parameters alone."""
-        assert self.optimizer is not None
-        twin = object.__new__(type(self.optimizer))
-        groups = [{**given, "params": params.get(i, [])} for i, given in enumerate(settings)]
-        twin.__dict__ = self.optimizer.__dict__ | {"param_groups": groups}
-        self.changed += [{} for _ in groups[len(self.changed) :]]
-        return twin
-
-    def keep_settings(self) -> None:
-        """What steps inside have changed in the groups (a count of steps, say) is so from now on."""
-        assert self.optimizer is not None
-        for group, noted in zip(self.optimizer.param_groups, self.changed, strict=False):
-            group |= noted
-            noted.clear()
-
-    def inside(self, bucket: Bucket, start: int, end: int) -> list[Slice]:
-        """The slices that lie there."""
-        return [s for s in self.of[bucket] if start <= s.start and s.end <= end]
 
     def tensors(self, s: Slice) -> dict[str, Tensor]:
         """A slice's own memory, under "", and its state of that shape, by key."""
@@ -273,7 +251,7 @@ class Slices:
         if self.optimizer is not None:
             for hook in ("whole_squares", "exchange"):
                 vars(self.optimizer).pop(hook, None)
-            self.optimizer.state.clear()
+            clear_states(self.optimizer)
             for i, group in enumerate(self.optimizer.param_groups):
                 group["params"][:] = [p for p, index in group_of.items() if index == i]
 
@@ -297,7 +275,7 @@ class Slices:
         """The optimizer's own tensors."""
         if self.optimizer is None:
             return []
-        return [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+        return [t for state in states(self.optimizer) for t in state.values() if isinstance(t, Tensor)]
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, and where its slices are cut."""
