@@ -245,7 +245,11 @@ class Engine(Saved, ModuleState):
                 raise ValueError("no data: pass data_iter=..., or training_data=... to initialize")
             self._batches = self._batches or RepeatingLoader(self.training_dataloader)
             data_iter = self._batches
-        batch = tree_map_only(Tensor, lambda tensor: sent(tensor, self.device), next(data_iter))
+        try:
+            batch = tree_map_only(Tensor, lambda tensor: sent(tensor, self.device), next(data_iter))
+        except StopIteration:
+            number = self.gradient_accumulation_steps()
+            raise StopIteration(f"the data ended: a batch takes {number} micro-batches, and this one found none") from None
         args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
         loss: Tensor = self(*(args if isinstance(args, tuple | list) else (args,)), **kwargs)
         return loss

@@ -206,7 +206,7 @@ def refuse_nothing(model: nn.Module, names: Mapping[nn.Parameter, str]) -> NoRet
     words = added_and_used(model, names)
     raise RuntimeError(
         f"step(): there are no gradients but of {words}" if words
-        else "step() before any backward(): there are no gradients to apply"
+        else "step() with no backward() since the last step() or zero_grad(): there are no gradients to apply"
     )  # fmt: skip
 
 
