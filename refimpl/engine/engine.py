@@ -248,8 +248,8 @@ class Engine(Saved, ModuleState):
         try:
             batch = tree_map_only(Tensor, lambda tensor: sent(tensor, self.device), next(data_iter))
         except StopIteration:
-            number = self.gradient_accumulation_steps()
-            raise StopIteration(f"the data ended: a batch takes {number} micro-batches, and this one found none") from None
+            words = f"the data ended: a batch takes {self.gradient_accumulation_steps()} micro-batches"
+            raise StopIteration(f"{words}, and one found none") from None
         args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
         loss: Tensor = self(*(args if isinstance(args, tuple | list) else (args,)), **kwargs)
         return loss

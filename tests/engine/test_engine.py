@@ -289,7 +289,7 @@ def batches(stage: int) -> list[float]:
     losses.append(engine.eval_batch(iter(loader)).item())
     assert not engine.module.training
     assert engine.global_steps == 2
-    with pytest.raises(StopIteration, match="the data ended: a batch takes 2 micro-batches, and this one found none"):
+    with pytest.raises(StopIteration, match="the data ended: a batch takes 2 micro-batches, and one found none"):
         engine.train_batch(iter([]))
     return losses
 
