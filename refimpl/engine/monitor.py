@@ -36,14 +36,18 @@ class CSVWriter:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, events: list[Event]) -> None:
-        """Append one row an event."""
+        """Append one row an event. OSError names the file."""
         for name, value, step in events:
             path = self.folder / (name.replace("/", "_").replace(" ", "_") + ".csv")
-            with path.open("a", newline="", encoding="utf-8") as file:
-                rows = csv.writer(file)
-                if file.tell() == 0:
-                    rows.writerow(["step", name.rsplit("/", 1)[-1]])
-                rows.writerow([step, value])
+            try:
+                with path.open("a", newline="", encoding="utf-8") as file:
+                    rows = csv.writer(file)
+                    if file.tell() == 0:
+                        rows.writerow(["step", name.rsplit("/", 1)[-1]])
+                    rows.writerow([step, value])
+            except OSError as error:  # a full disk shows when the file is closed, which names none
+                remedy = "set csv_monitor.output_path to a folder with room, or take csv_monitor out"
+                raise OSError(error.errno, f"{error.strerror}; {remedy}", str(path)) from error
 
     def close(self) -> None:
         """Every write has closed its file."""

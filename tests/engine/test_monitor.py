@@ -42,6 +42,14 @@ def test_csv_one_file_a_metric(tmp_path: Path) -> None:
         assert list(csv.reader(file)) == [["step", "train_loss"], ["8", "2.5"], ["16", "2.25"], ["24", "2.0"]]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full: it is Linux's")
+def test_a_full_disk_is_told_with_the_file_and_what_to_do(tmp_path: Path) -> None:
+    monitor = Monitor(config("csv_monitor", output_path=str(tmp_path), job_name="job"), rank=0)
+    (tmp_path / "job" / "Train_lr.csv").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device; set csv_monitor.output_path .*Train_lr\.csv"):
+        monitor.write([("Train/lr", 0.1, 1)])
+
+
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     monitor = Monitor(config("csv_monitor", output_path=str(tmp_path / "logs")), rank=1)
     monitor.write(EVENTS)
