@@ -109,8 +109,19 @@ def contents(
             states[part.name] = begins
     for name, buffer in engine.module.named_buffers():
         tensors[f"buffer/{saved(name)}"] = buffer
+    beside = plain(engine, client_state)
+    notes = {"state": states} | {name: encode(value, name, noted) for name, value in beside.items()}
+    tensors |= noted
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            raise CheckpointError(f"{name}: safetensors has no {tensor.dtype}")
+    return tensors, notes
+
+
+def plain(engine: TrainingState, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """What is no tensor of the model's, and what a client gives: small, and not by a parameter's name."""
     scheduler, scaler = engine.lr_scheduler, engine.stage.scaler
-    plain = {
+    return {
         "groups": [{k: v for k, v in group.items() if k not in ("params", MASK)} for group in param_groups(engine)],
         "counted": counted(engine.optimizer),
         "skipped_steps": engine.stage.skipped_steps,
@@ -119,15 +130,9 @@ def contents(
         "random": random_state.get(engine.group.device),
         "data": engine.data_state(),
         "compression": None if (owing := engine.stage.owing) is None else owing.state_dict(),
-        "extra_state": {saved(name): state for name, state in extra_states(engine.module).items()},
+        "extra_state": {engine.saved_name(n): state for n, state in extra_states(engine.module).items()},
         "client_state": dict(client_state),
     }
-    notes = {"state": states} | {name: encode(value, name, noted) for name, value in plain.items()}
-    tensors |= noted
-    for name, tensor in tensors.items():
-        if tensor.dtype not in NAMES:
-            raise CheckpointError(f"{name}: safetensors has no {tensor.dtype}")
-    return tensors, notes
 
 
 def extra_states(module: nn.Module) -> dict[str, Any]:
