@@ -14,6 +14,7 @@ from refimpl.deepspeed import comm as dist
 from refimpl.deepspeed.utils.comms_logging import CommsLogger, calc_bw_log
 from refimpl.measure.comms_log import CommsLog
 from refimpl.measure.ledger import Ledger
+from refimpl.zero.flat import ALIGN, ALIGN_PARAMETER, round_up
 
 WIDTH = 24
 
@@ -77,7 +78,7 @@ def test_an_engines_collectives_are_logged_and_change_nothing(stage: int, ranks:
         assert same
         assert ("reduce_scatter_tensor" in summary) == (stage > 0)
         rows = summary["reduce_scatter_tensor" if stage else "all_reduce"]
-        padded = -(-(WIDTH * WIDTH + WIDTH + WIDTH + 8) // (64 * ranks)) * 64 * ranks  # elements of all gradients
+        padded = round_up(sum(round_up(p.numel(), ALIGN_PARAMETER) for p in Net().parameters()), ALIGN * ranks)
         if stage < 3:
             assert rows[4 * padded]["count"] == 2
 
