@@ -14,7 +14,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
@@ -52,15 +52,27 @@ def sync(path: Path) -> None:
 
 def write_file(path: Path, fill: Callable[[Path], object]) -> None:
     """fill(another path), then give it the name `path`, in place of what has it."""
-    part = unfinished(path, new_id())
+    write_files({path: fill})
+
+
+def write_files(fills: Mapping[Path, Callable[[Path], object]], stale: Iterable[Path] = ()) -> None:
+    """fill(another path) of each; when all are on the disk `stale` goes, and they get their names, in this order."""
+    id_ = new_id()
+    parts = {path: unfinished(path, id_) for path in fills}
     try:
-        fill(part)
-        sync(part)
-        os.replace(part, path)
+        for path, fill in fills.items():
+            fill(parts[path])
+            sync(parts[path])
+        for path in stale:
+            path.unlink()
+        for path, part in parts.items():
+            os.replace(part, path)
     except Exception:
-        part.unlink(missing_ok=True)
+        for part in parts.values():
+            part.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    for folder in {path.parent for path in fills}:
+        sync(folder)
 
 
 def replace_folder(new: Path, folder: Path, ours: Callable[[str], bool]) -> None:

@@ -10,9 +10,11 @@ which maps the ranks' files and has one file's tensors in memory at a time.
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.place import dtype_named
 from refimpl.checkpoint.tensors import PIECE, Entry, Writer
 
+Fill = Callable[[Path], object]  # writes a file
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -107,18 +110,38 @@ def export(
         if there:
             raise CheckpointError(f"{out}: has {there[0]} already; move it away, or choose another folder")
     shards = in_shards(entries(folder, dtype, exclude_frozen), most)
-    names = shard_names(len(shards))
-    with ExitStack() as held, ExitStack() as undo:  # of weights that are not whole nothing stays
-        with naming(out):
-            held.enter_context(atomic.hold(out, manifest.NAME, manifest.ours))
-        for name, shard in zip(names, shards, strict=True):
-            with naming(out / name):
-                atomic.write_file(out / name, lambda part, shard=shard: write_shard(folder, part, shard))  # type: ignore[misc]
-            undo.callback(atomic.discard, out / name)
-        if len(shards) > 1:
-            write_index(out / "model.safetensors.index.json", dict(zip(names, shards, strict=True)))
-        undo.pop_all()
-    return [out / name for name in names]
+    return write_set(out, shards, "model", ".safetensors", partial(write_shard, folder))
+
+
+def write_set(
+    out: Path, shards: list[dict[str, Entry]], stem: str, suffix: str, write: Callable[[Path, dict[str, Entry]], object]
+) -> list[Path]:
+    """write(path, shard) a file, and the index if they are several; the files.
+
+    None has its name before all are on the disk, and the set that was there goes just before: files of two checkpoints
+    under one index would look whole. What a killed one has left is cleared first.
+    """
+    files = dict(zip(shard_names(len(shards), stem, suffix), shards, strict=True))
+    index = f"{stem}{suffix}.index.json"
+    fills: dict[str, Fill] = {n: lambda part, shard=shard: write(part, shard) for n, shard in files.items()}  # type: ignore[misc]
+    if len(shards) > 1:
+        fills[index] = lambda part: part.write_text(json.dumps(index_of(files), indent=2))
+    of_set = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}")
+    with naming(out), atomic.hold(out, manifest.NAME, manifest.ours):
+        there = [path for path in out.iterdir() if path.name == index or of_set.fullmatch(path.name)]
+        stale = sorted(there, key=lambda path: path.name != index)
+        atomic.write_files({out / name: named(out / name, fill) for name, fill in fills.items()}, stale)
+    return [out / name for name in files]
+
+
+def named(path: Path, fill: Fill) -> Fill:
+    """`fill`, whose errors are about `path`."""
+
+    def do(part: Path) -> None:
+        with naming(path):
+            fill(part)
+
+    return do
 
 
 def write_shard(folder: Folder, path: Path, shard: dict[str, Entry]) -> None:
@@ -128,15 +151,11 @@ def write_shard(folder: Folder, path: Path, shard: dict[str, Entry]) -> None:
                 file.put(piece)
 
 
-def write_index(path: Path, files: dict[str, dict[str, Entry]]) -> None:
+def index_of(files: dict[str, dict[str, Entry]]) -> dict[str, Any]:
     """Which file has which name."""
     total = sum(torch.Size(s).numel() * d.itemsize for shard in files.values() for d, s in shard.values())
-    index = {
-        "metadata": {"total_size": total},
-        "weight_map": {name: file for file, shard in files.items() for name in shard},
-    }
-    with naming(path):
-        atomic.write_file(path, lambda part: part.write_text(json.dumps(index, indent=2)))
+    weight_map = {name: file for file, shard in files.items() for name in shard}
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
 def size_of(text: str | int) -> int:

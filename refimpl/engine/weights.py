@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from refimpl.checkpoint import atomic, export, tensors
+from refimpl.checkpoint import atomic, export, manifest, tensors
 from refimpl.checkpoint.errors import CheckpointError, naming, together
 from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.place import Portion
@@ -111,7 +111,8 @@ def _write_16bit(engine: TrainingState, weights: dict[str, Tensor], path: Path) 
     cast = {name: w.to("cpu", dtype if w.is_floating_point() else None) for name, w in weights.items()}
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_file(path, lambda part: write(part, cast))
+        with atomic.hold(path.parent, manifest.NAME, manifest.ours):  # what a killed one has left is as large
+            atomic.write_file(path, lambda part: write(part, cast))
 
 
 def check_fits(engine: TrainingState, folder: Folder, strict: bool, known: set[str]) -> None:

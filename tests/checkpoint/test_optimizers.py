@@ -1,5 +1,7 @@
 """Whatever an optimizer keeps goes along: what is cut like the parameter, counts, lists, None; modules too."""
 
+import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import worlds
 from torch import Tensor, nn, optim
 
 import refimpl
+from refimpl import launch
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.deepspeed.checkpoint.ds_to_universal import main as to_universal
 from refimpl.deepspeed.checkpoint.ds_to_universal import parse_arguments
@@ -120,3 +123,31 @@ def test_another_optimizers_state_is_refused(tmp_path: Path) -> None:
     engine_of("amsgrad", 0).save_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"optimizer Adam there, SGD here.*load_module_only=True"):
         engine_of("sgd", 0).load_checkpoint(tmp_path)
+
+
+def full(folder: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError, match=r"universal\.refimpl-.*/.*: File too large; raise the limit"):
+        to_universal(parse_arguments(["--input_folder", str(folder / "ck"), "--output_folder", f"{folder}/universal"]))
+    assert os.listdir(folder) == ["ck"]
+
+
+def test_a_copy_that_does_not_fit_is_one_error_and_nothing_stays(tmp_path: Path) -> None:
+    engine_of("amsgrad", 0).save_checkpoint(tmp_path / "ck")
+    launch.run(full, tmp_path, ranks=1)
+
+
+def test_a_copy_clears_what_a_killed_one_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_of("amsgrad", 0).save_checkpoint(tmp_path / "ck")
+    words = parse_arguments(["--input_folder", f"{tmp_path}/ck", "--output_folder", f"{tmp_path}/universal"])
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            to_universal(words)
+    assert len(os.listdir(tmp_path)) == 2
+    to_universal(words)
+    assert sorted(os.listdir(tmp_path)) == ["ck", "latest", "universal"]

@@ -1,6 +1,8 @@
 """Whole fp32 weights out of a checkpoint of any stage, in a process that knows nothing of the ranks."""
 
 import json
+import os
+import resource
 import runpy
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,10 @@ import torch
 import worlds
 from foreign import run_python
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 import refimpl.deepspeed as deepspeed
+from refimpl import launch
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -120,3 +123,58 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     rank1.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"rank00001\.safetensors"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+
+
+def in_folder(out: Path) -> dict[str, Tensor] | None:
+    """What Hugging Face's libraries find: one file, or those that the index names; None if neither is there."""
+    if (whole := out / "pytorch_model.bin").is_file():
+        return dict(torch.load(whole, weights_only=True))
+    if not (index := out / "pytorch_model.bin.index.json").is_file():
+        return None
+    files = json.loads(index.read_text())["weight_map"]
+    return {name: torch.load(out / file, weights_only=True)[name] for name, file in files.items()}
+
+
+def same(a: dict[str, Tensor] | None, b: dict[str, Tensor]) -> bool:
+    return a is not None and a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
+@pytest.mark.parametrize("most", ["200", "1GB"])
+@pytest.mark.parametrize(("module", "call", "at", "old"), [(torch, "save", 3, True), (os, "replace", 3, False)])
+def test_what_is_killed_over_an_earlier_one_leaves_no_mixture(
+    module: Any, call: str, at: int, old: bool, most: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real, calls = tmp_path / "out", getattr(module, call), []
+    for name, rate in (("one", 0.5), ("two", 1.0)):
+        save(0, str(tmp_path / name), {"optimizer": {"type": "SGD", "params": {"lr": rate}}})
+    one, two = (get_fp32_state_dict_from_zero_checkpoint(tmp_path / name) for name in ("one", "two"))
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "one", out, max_shard_size=most)
+    assert same(in_folder(out), one)
+
+    def killed(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, call, killed)
+        with pytest.raises(KeyboardInterrupt):
+            convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "two", out, max_shard_size="200")
+    found = in_folder(out)
+    assert same(found, one) if old else found is None
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "two", out, max_shard_size="200")
+    assert same(in_folder(out), two)
+    assert not [path for path in out.iterdir() if ".refimpl-" in path.name]
+
+
+def full(checkpoint: Path, out: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError, match=r"out/pytorch_model\.bin: File too large; raise the limit"):
+        convert_zero_checkpoint_to_fp32_state_dict(checkpoint, out)
+    assert not list(out.iterdir())
+
+
+def test_a_disk_that_is_full_says_what_to_do(tmp_path: Path) -> None:
+    save(0, str(tmp_path / "ck"), {})
+    launch.run(full, tmp_path / "ck", tmp_path / "out", ranks=1)

@@ -123,6 +123,21 @@ def half_16bit(folder: Path, name: str) -> None:
     assert tree(folder) == before
 
 
+def test_a_16bit_model_clears_what_a_killed_one_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(settings(0))
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            engine.save_16bit_model(tmp_path, "m.bin")
+    assert len(os.listdir(tmp_path)) == 1
+    engine.save_16bit_model(tmp_path, "m.bin")
+    assert os.listdir(tmp_path) == ["m.bin"]
+
+
 def test_a_16bit_model_over_a_folder(tmp_path: Path) -> None:
     (tmp_path / "m.bin").mkdir()
     with pytest.raises(CheckpointError, match=r"m.bin: Is a directory; a folder stands where a file is needed"):

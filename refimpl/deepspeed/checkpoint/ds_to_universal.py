@@ -42,12 +42,24 @@ def main(args: Any) -> None:
         if os.path.lexists(out):
             raise CheckpointError(f"{out}: is there already; move it away, or choose another name")
         out.parent.mkdir(parents=True, exist_ok=True)
-        new = atomic.unfinished(out, atomic.new_id())
-        shutil.copytree(opened.path, new)
-        atomic.replace_folder(new, out, manifest.ours)
-        latest = out.parent / "latest"
-        if not os.path.lexists(latest):
-            atomic.write_file(latest, lambda part: part.write_text(out.name))
+        with atomic.hold(out.parent, manifest.NAME, manifest.ours):
+            new = atomic.unfinished(out, atomic.new_id())
+            try:
+                shutil.copytree(opened.path, new, copy_function=copied)
+                atomic.replace_folder(new, out, manifest.ours)
+            except Exception:
+                atomic.discard(new)
+                raise
+            latest = out.parent / "latest"
+            if not os.path.lexists(latest):
+                atomic.write_file(latest, lambda part: part.write_text(out.name))
+
+
+def copied(source: str, target: str) -> None:
+    """One file, on the disk. CheckpointError, which `copytree` does not collect as it does the system's."""
+    with naming(Path(target)):
+        shutil.copy2(source, target)
+        atomic.sync(Path(target))
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ all weights in memory, which is what it returns. lazy_mode leaves them on the di
 
 import argparse
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from refimpl.checkpoint import atomic, export, find
+from refimpl.checkpoint import export, find
 from refimpl.checkpoint.errors import CheckpointError, naming
 from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.tensors import Entry
@@ -85,7 +86,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Write the fp32 weights to `output_dir`: pytorch_model.bin, or model.safetensors with `safe_serialization`.
 
     What is larger than `max_shard_size` (None: nothing is) is written as several files with an index. As pickles they
-    take the memory of one file at a time, as safetensors a few MB.
+    take the memory of one file at a time, and replace those that were there; as safetensors a few MB.
     """
     most = export.size_of(max_shard_size) if max_shard_size is not None else 1 << 62
     out = Path(output_dir)
@@ -93,21 +94,16 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         if safe_serialization:
             export.export(folder, out, torch.float32, most, exclude_frozen_parameters)
         else:
-            write_pickles(folder, out, export.entries(folder, torch.float32, exclude_frozen_parameters), most)
+            shards = export.in_shards(export.entries(folder, torch.float32, exclude_frozen_parameters), most)
+            with naming(out):
+                out.mkdir(parents=True, exist_ok=True)
+            export.write_set(out, shards, "pytorch_model", ".bin", partial(write_pickle, folder))
 
 
-def write_pickles(folder: Folder, out: Path, entries: Mapping[str, Entry], most: int) -> None:
-    """torch.save's files, and their index if they are several."""
-    out.mkdir(parents=True, exist_ok=True)
-    shards = export.in_shards(dict(entries), most)
-    names = export.shard_names(len(shards), "pytorch_model", ".bin")
-    for file, shard in zip(names, shards, strict=True):
-        made = {folder.canonical(name): whole(folder, name, entry) for name, entry in shard.items()}
-        weights = {name: made[folder.canonical(name)] for name in shard}  # tied ones stay one tensor
-        with naming(out / file):
-            atomic.write_file(out / file, lambda part, weights=weights: torch.save(weights, part))  # type: ignore[misc]
-    if len(shards) > 1:
-        export.write_index(out / "pytorch_model.bin.index.json", dict(zip(names, shards, strict=True)))
+def write_pickle(folder: Folder, path: Path, shard: Mapping[str, Entry]) -> None:
+    made = {folder.canonical(name): whole(folder, name, entry) for name, entry in shard.items()}
+    with path.open("wb") as file:  # ours, because torch's own does not tell that the disk is full
+        torch.save({name: made[folder.canonical(name)] for name in shard}, file)  # tied ones stay one tensor
 
 
 def load_state_dict_from_zero_checkpoint(
