@@ -25,6 +25,7 @@ from refimpl.checkpoint.tree import decode
 from refimpl.ranks.flock import shared
 
 OPEN = 64  # files of ranks at a time
+REPLACED = "another save has taken its place, or somebody has moved it, while it was read; load it again"
 
 
 def rank_file(rank: int) -> str:
@@ -66,7 +67,15 @@ class Folder:
             path = self.path / rank_file(rank)
             with naming(path):
                 self._readers[rank] = Reader(path)
+            self._refuse_replaced()
         return self._readers[rank]
+
+    def _refuse_replaced(self) -> None:
+        """CheckpointError if the folder of this name is no longer the one that was opened: its files are of another."""
+        with suppress(FileNotFoundError):
+            if self._held is None or os.path.samestat(os.fstat(self._held), os.stat(self.path)):
+                return
+        raise CheckpointError(f"{self.path}: {REPLACED}")
 
     def notes(self, rank: int) -> dict[str, Any]:
         """A rank's JSON, as it is in the file. CheckpointError if it belongs to another save or rank."""
@@ -74,6 +83,7 @@ class Folder:
             path = self.path / notes_file(rank)
             with naming(path):
                 notes = json.loads(path.read_bytes())
+                self._refuse_replaced()
                 if notes["save"] != {"id": self.about["id"], "rank": rank}:
                     raise CheckpointError(
                         f"{path}: belongs to another save or rank; bring back the file that was saved"
@@ -89,7 +99,14 @@ class Folder:
     def check(self, ranks: Iterable[int] | None = None) -> None:
         """CheckpointError names the files of these ranks (default: all) that are not what the save wrote, or says."""
         ranks = list(range(self.ranks) if ranks is None else ranks)
-        manifest.check(self.path, self.about["files"], [of(rank) for rank in ranks for of in (rank_file, notes_file)])
+        names = [of(rank) for rank in ranks for of in (rank_file, notes_file)]
+        try:
+            manifest.check(self.path, self.about["files"], names)
+        except CheckpointError as error:
+            self._refuse_replaced()
+            if manifest.read(self.path / manifest.NAME)["id"] != self.about["id"]:  # before it was opened
+                raise CheckpointError(f"{self.path}: {REPLACED}") from error
+            raise
         for rank in ranks:
             self._check_contents(rank)
 

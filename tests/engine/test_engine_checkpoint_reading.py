@@ -14,6 +14,7 @@ from saving import SIZE, in_folder, same, settings, start, train, weights
 from torch import nn
 
 import refimpl
+from refimpl import launch
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.tensors import Reader
 from refimpl.engine import resume
@@ -231,3 +232,37 @@ def messages(folder: Path, layers: int) -> int:
 def test_agreeing_takes_as_many_messages_for_one_layer_as_for_nine(tmp_path: Path) -> None:
     one, nine = (worlds.run(messages, tmp_path / str(layers), layers, ranks=3)[0] for layers in (1, 9))
     assert one == nine == 3  # the small states; all that is read; one bucket of whole parameters is gathered
+
+
+def replaced(folder: Path, when: str) -> str:
+    """Another job saves under the same tag while this one loads: as whole, by its files' lengths too, as the first."""
+    engine, real = start(settings(0)), getattr(resume, when)
+
+    def meanwhile(*args: Any) -> Any:
+        engine.group.barrier()
+        if engine.group.rank == 0:
+            (folder / "best").rename(folder / "gone")
+            (folder / "next").rename(folder / "best")
+        engine.group.barrier()
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resume, when, meanwhile)
+        with pytest.raises(CheckpointError) as caught:
+            engine.load_checkpoint(folder, "best")
+    engine.load_checkpoint(folder, "best")
+    return str(caught.value)
+
+
+def two_saves(folder: Path) -> None:
+    engine = start(settings(1))
+    for tag in ("best", "next"):
+        train(engine, range(2))
+        engine.save_checkpoint(folder, tag)
+
+
+@pytest.mark.parametrize("when", ["check", "go_on"])
+def test_a_save_that_replaces_what_is_loaded_is_told_and_nothing_is_mixed(when: str, tmp_path: Path) -> None:
+    worlds.run(two_saves, tmp_path, ranks=2)
+    for text in launch.run(replaced, tmp_path, when, ranks=2):
+        assert f"{tmp_path}/best: another save has taken its place, or somebody has moved it, while it was read" in text
