@@ -61,7 +61,8 @@ class Gradients(Flights):
         self.dropping: Callable[[], None] = lambda: None  # called when gradients are forgotten before a step
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         self.awaited: dict[Bucket, list[nn.Parameter]] = {}  # what of each bucket may have a gradient
-        self.first_finite: Tensor | None = None  # whether the last backward's first gradient was; None: it had none
+        self.brought = False  # whether this backward, or the last one, had a gradient
+        self.first_finite: Tensor | None = None  # whether the first one of every backward was, since the step
         self._handles: dict[nn.Parameter, Any] = {}
         self.filling: dict[Bucket, Filling] = {}  # this rank's own sum, still to travel
         self._missing: dict[Bucket, set[nn.Parameter]] | None = None  # still to arrive in this backward
@@ -95,7 +96,7 @@ class Gradients(Flights):
             self._missing = {bucket: params for bucket, params in trained.items() if params}
             some = [(b, those) for b, those in trained.items() if len(those) < len(b.params)]
             self._frozen = [p for b, those in some for p in b.params if p not in those]
-        self.first_finite = None
+        self.brought = False
 
     def end(self, asked: bool) -> None:
         """Backward is over: reduce what it left, unless gradients wait for a later pass.
@@ -103,11 +104,11 @@ class Gradients(Flights):
         A pass that nobody asked for and that brought nothing (`torch.autograd.grad`, another model's loss) sends
         nothing.
         """
-        if asked or self.first_finite is not None:
+        if asked or self.brought:
             self.passes += 1
             self.frozen_in.update(self._frozen)
         try:
-            if self.sync and (asked or self.first_finite is not None):
+            if self.sync and (asked or self.brought):
                 self.launch_rest()
         finally:
             self._missing = None
@@ -142,8 +143,9 @@ class Gradients(Flights):
         bucket = bucket or self.bucket_of[p]
         grad = grad.detach() if grad.requires_grad else grad  # recorded: create_graph
         grad = grad.to_dense() if grad.is_sparse else grad
-        if self.first_finite is None:
-            self.first_finite = grad.isfinite().all()
+        if not self.brought:
+            self.brought, finite = True, grad.isfinite().all()
+            self.first_finite = finite if self.first_finite is None else self.first_finite & finite
         self.used.add(p)
         (self.filling.get(bucket) or self._open(bucket)).add(p, grad)
 
@@ -235,7 +237,7 @@ class Gradients(Flights):
 
     def clear(self) -> None:
         super().clear()
-        self.used, self.passes, self.frozen_in = set(), 0, Counter()
+        self.used, self.passes, self.frozen_in, self.first_finite = set(), 0, Counter(), None
 
     def tensors(self) -> list[Tensor]:
         """The gradients since the last step: reduced, or this rank's own."""

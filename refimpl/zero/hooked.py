@@ -56,7 +56,7 @@ class Hooked(Changing):
         self.update.alike.begin_backward()
 
     def end_backward(self, asked: bool) -> None:
-        self.scaled.end_backward(self.gradients.first_finite is not None)
+        self.scaled.end_backward(self.gradients.brought)
         self.gradients.end(asked)
         self.free_gathered()
         self.update.alike.refuse_hooked()

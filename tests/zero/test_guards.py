@@ -249,6 +249,29 @@ def test_a_loss_that_is_nan_is_told_at_powers_of_two(stage: str) -> None:
     assert first[0].startswith(f"{name}, step 1: the loss of rank 1 is not finite; the update is skipped on every rank")
 
 
+def nan_micro_batch(stage_name: str, whose: dict[int, int]) -> list[str]:
+    """Of three micro-batches, `whose` says in which a rank's loss is NaN."""
+    model, optimizer, stage = stage_of_small(stage_name)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in range(2):
+            for micro in range(3):
+                poison = float("nan") if step == 0 and whose.get(stage.group.rank) == micro else 1.0
+                stage.backward(model(batch(step, 0)).sum() * poison, sync=micro == 2)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert stage.skipped_steps == 1
+    return [str(w.message) for w in seen]
+
+
+@every_stage
+@pytest.mark.parametrize(("whose", "said"), [({1: 0}, "rank 1"), ({0: 2, 1: 1}, "rank 0, 1"), ({2: 1}, "rank 2")])
+def test_whose_loss_it_was_is_told_of_any_micro_batch(stage: str, whose: dict[int, int], said: str) -> None:
+    (told,), *others = run(nan_micro_batch, stage, whose, ranks=3)
+    assert f"step 1: the loss of {said} is not finite; the update is skipped" in told
+    assert others == [[], []]
+
+
 class Normed(nn.Module):
     def __init__(self, sync: bool) -> None:
         super().__init__()
