@@ -69,7 +69,7 @@ def write_files(fills: Mapping[Path, Callable[[Path], object]], stale: Iterable[
             os.replace(part, path)
     except Exception:
         for part in parts.values():
-            part.unlink(missing_ok=True)
+            discard(part)
         raise
     for folder in {path.parent for path in fills}:
         sync(folder)
