@@ -6,6 +6,8 @@ An event is (name, value, step): ("Train/Samples/train_loss", 2.31, 4096). DeepS
 import csv
 import importlib.util
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +27,16 @@ class Writer(Protocol):
         """Release files and connections."""
 
 
+@contextmanager
+def telling(section: str, path: Path) -> Iterator[None]:
+    """An OSError of the block, of `path` and with what to do: a full disk shows in a `close` or a thread, unnamed."""
+    try:
+        yield
+    except OSError as error:
+        remedy = f"set {section}.output_path to a folder with room, or take {section} out"
+        raise OSError(error.errno, f"{error.strerror}; {remedy}", str(path)) from error
+
+
 class CSVWriter:
     """One file a metric: <output_path>/<job_name>/Train_Samples_lr.csv with the columns step and lr.
 
@@ -39,15 +51,11 @@ class CSVWriter:
         """Append one row an event. OSError names the file."""
         for name, value, step in events:
             path = self.folder / (name.replace("/", "_").replace(" ", "_") + ".csv")
-            try:
-                with path.open("a", newline="", encoding="utf-8") as file:
-                    rows = csv.writer(file)
-                    if file.tell() == 0:
-                        rows.writerow(["step", name.rsplit("/", 1)[-1]])
-                    rows.writerow([step, value])
-            except OSError as error:  # a full disk shows when the file is closed, which names none
-                remedy = "set csv_monitor.output_path to a folder with room, or take csv_monitor out"
-                raise OSError(error.errno, f"{error.strerror}; {remedy}", str(path)) from error
+            with telling("csv_monitor", path), path.open("a", newline="", encoding="utf-8") as file:
+                rows = csv.writer(file)
+                if file.tell() == 0:
+                    rows.writerow(["step", name.rsplit("/", 1)[-1]])
+                rows.writerow([step, value])
 
     def close(self) -> None:
         """Every write has closed its file."""
@@ -59,13 +67,15 @@ class TensorBoardWriter:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self.folder = folder
         self.writer: Any = SummaryWriter(log_dir=str(folder))
 
     def write(self, events: list[Event]) -> None:
-        """Add one scalar an event."""
-        for name, value, step in events:
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
+        """Add one scalar an event. OSError names the folder."""
+        with telling("tensorboard", self.folder):
+            for name, value, step in events:
+                self.writer.add_scalar(name, value, step)
+            self.writer.flush()
 
     def close(self) -> None:
         """End the event file."""

@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import resource
 import sys
 import types
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from refimpl import launch
 from refimpl.engine.config import load_config
 from refimpl.engine.keys import ConfigError, ConfigWarning
 from refimpl.engine.monitor import Monitor
@@ -48,6 +50,18 @@ def test_a_full_disk_is_told_with_the_file_and_what_to_do(tmp_path: Path) -> Non
     (tmp_path / "job" / "Train_lr.csv").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"No space left on device; set csv_monitor.output_path .*Train_lr\.csv"):
         monitor.write([("Train/lr", 0.1, 1)])
+
+
+def full(folder: Path) -> None:
+    monitor = Monitor(config("tensorboard", output_path=str(folder), job_name="job"), rank=0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))
+    with pytest.raises(OSError, match=r"File too large; set tensorboard.output_path to a folder with room.*job'"):
+        monitor.write(EVENTS * 9)
+
+
+def test_a_full_disk_is_told_by_tensorboard_too(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    launch.run(full, tmp_path, ranks=1)
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
