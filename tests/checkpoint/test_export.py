@@ -32,6 +32,20 @@ def everything(out: Path) -> dict[str, Tensor]:
     return {name: loaded[file][name] for name, file in where.items()}
 
 
+def test_a_clean_up_that_fails_too_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk that is mounted read-only, where a file that is not there cannot be deleted either."""
+    worlds.run(begin, 1, 700, "fp32", tmp_path / "ck", ranks=1)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with Folder(*given(tmp_path / "ck")) as opened, monkeypatch.context() as patch:
+        patch.setattr(export, "write_shard", refuse)
+        patch.setattr(Path, "unlink", refuse)
+        with pytest.raises(CheckpointError, match=r"out/model.safetensors: Read-only file system; .* save elsewhere"):
+            export.export(opened, tmp_path / "out", torch.float32)
+
+
 @pytest.mark.parametrize(
     ("stage", "section", "most"),
     [(1, "fp32", "2KB"), (2, "bf16", "5GB"), (3, "fp32", "5GB"), (3, "bf16", "2KB")],
