@@ -283,6 +283,19 @@ class Uncalled(Block):
         return F.linear(F.linear(hidden, self.gate.weight), self.gate.weight.mT)
 
 
+class Twofold(AsMixtral):
+    """With a list of others before its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        fine = self._modules.pop("experts")
+        self.coarse_experts = nn.ModuleList([Mlp() for _ in range(2)])
+        self.experts = fine
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(sum((expert(hidden) for expert in self.coarse_experts), hidden))
+
+
 class Wider(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -299,6 +312,7 @@ class Wider(Block):
         (Beside, r"its block \(Beside\) cannot be tried with tokens alone \(TypeError: .*mask"),
         (Chained, r"its block \(Chained\) answers otherwise if all experts are called at once"),
         (Uncalled, r"its block \(Uncalled\) does not call them"),
+        (Twofold, "its block has another list of experts; they cannot be dealt out"),
         (Wider, r"an expert \(Linear\) does not give back rows like those"),
     ],
 )
