@@ -305,6 +305,32 @@ class Wider(Block):
         return sum((expert(hidden) for expert in self.experts), torch.zeros(()))[..., :-1]  # type: ignore[union-attr]
 
 
+class Ranked(ByRows):
+    """Its rows are weighted by where they stand among all."""
+
+    def forward(self, rows: Tensor, sizes: list[int]) -> Tensor:
+        return super().forward(rows * torch.arange(1, len(rows) + 1)[:, None], sizes)
+
+
+class Levelled(InSlots):
+    """The mean of all slots is taken off."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows - rows.mean(0))
+
+
+@pytest.mark.parametrize(
+    ("experts", "why"),
+    [
+        (Ranked(WIDTH, WIDTH), r"experts \(Ranked\): an expert's rows answer otherwise without the others'"),
+        (Levelled(), r"experts \(Levelled\): an expert's rows answer otherwise beside other rows"),
+    ],
+)
+def test_rows_that_know_of_others_are_refused(experts: nn.Module, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        autoep(nn.ModuleDict({"experts": experts}), Axes.of_data(Group(None)))
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [

@@ -157,8 +157,9 @@ def with_frozen_layers_of_its_own(stage: str) -> str:
     optimizer.step()
     before = [t.clone() for t in kept(built)]
     model[0].requires_grad_(not last)
+    model[2].bias.requires_grad_(False)
     backward()
-    model[0].requires_grad_(True)
+    model.requires_grad_(True)
     with pytest.raises(ValueError, match="step 2: frozen") as told:
         optimizer.step()
     assert all(map(torch.equal, kept(built), before)), "something was updated"
@@ -188,7 +189,7 @@ def with_a_layer_frozen_between(stage: str, thaws: bool) -> str:
 
     accumulate(freezes=True)
     optimizer.step()
-    accumulate(freezes=True, unused=last)
+    accumulate(freezes=not last, unused=last)
     optimizer.step()
     before = [t.clone() for t in kept(built)]
     accumulate(freezes=last)

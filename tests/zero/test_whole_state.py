@@ -88,6 +88,14 @@ def test_into_a_home_and_onto_masters(stage: str) -> None:
     run(goes_on, stage, two_groups, ZeroConfig(dtype=torch.bfloat16), 2)
 
 
+def adafactor(model: Any, lr: float = 0.01) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=lr)
+
+
+def test_a_state_that_is_not_cut_like_its_parameter_goes_on_at_stage_0() -> None:
+    run(goes_on, "ddp", adafactor, ZeroConfig(), 2)
+
+
 def another(stage_name: str, width: int, make: Callable[..., torch.optim.Optimizer]) -> None:
     theirs, model = small(width), small()
     by, optimizer = make(theirs), two_groups(model)
