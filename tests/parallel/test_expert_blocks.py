@@ -187,11 +187,11 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
 
 
-def dealt_out(kind: type[nn.Module], ep: int, way: type, exact: bool, training: bool) -> None:
+def dealt_out(kind: type[nn.Module], ep: int, way: type, exact: bool, training: bool, tp: int = 1) -> None:
     """Outputs and gradients of the whole model's; outputs of lists to the bit, and what is drawn drawn once."""
-    world = Group.world()
-    axes = Axes.of_data(world).with_experts(ep)
-    model, whole = made(kind, world.rank).train(training), made(kind).train(training)
+    axes = Axes.of_sizes({"tp": tp}, Group.world()).with_experts(ep)
+    rank = axes.replicas.rank
+    model, whole = made(kind, rank).train(training), made(kind).train(training)
     names = list(whole.state_dict())
     before = torch.random.get_rng_state()
     assert autoep(model, axes) is model
@@ -200,12 +200,12 @@ def dealt_out(kind: type[nn.Module], ep: int, way: type, exact: bool, training: 
     assert any(isinstance(module.__dict__.get("dealt"), way) for module in model.modules())
     assert set(model.state_dict()) <= set(names)
     for _ in range(2):
-        torch.manual_seed(7 + world.rank)
-        x = torch.randn(2, 1 + world.rank, WIDTH)
+        torch.manual_seed(7 + rank)
+        x = torch.randn(2, 1 + rank, WIDTH)
         after = []
         outputs = []
         for m in (model, whole):
-            torch.manual_seed(world.rank)
+            torch.manual_seed(rank)
             outputs.append(m(x))
             after.append(torch.random.get_rng_state())
         output, expected = outputs
@@ -243,9 +243,11 @@ def test_every_form(kind: type[nn.Module], way: type, training: bool) -> None:
     run(dealt_out, kind, 2, way, way is Looped, training, ranks=2)
 
 
+@pytest.mark.parametrize(("ep", "tp"), [(4, 1), (2, 2)])
 @pytest.mark.parametrize("kind", [AsMixtral, AsLlama4])
-def test_on_four_ranks(kind: type[nn.Module]) -> None:
-    run(dealt_out, kind, 4, Looped if kind is AsMixtral else Slots, kind is AsMixtral, True, ranks=4)
+def test_on_four_ranks(kind: type[nn.Module], ep: int, tp: int) -> None:
+    """Tensor ranks have the same tokens, and send all of them each."""
+    run(dealt_out, kind, ep, Looped if kind is AsMixtral else Slots, kind is AsMixtral, True, tp, ranks=4)
 
 
 class Counting(AsMixtral):
