@@ -117,3 +117,25 @@ def test_what_no_optimizer_has_is_taken_however_it_lies_in_memory() -> None:
         return net.loose.detach() + net.drawn
 
     assert all(not x.any() for x in run(taken, ranks=2))
+
+
+def gradients_of_one_replicas_branch(used: bool) -> list[Tensor | None]:
+    """What waits for a later backward of a layer that the second replica alone used; and once it is reduced."""
+    mesh = Mesh({"across": 2, "shard": 1})
+    net = model()
+    stage = STAGES["zero1"](net, torch.optim.SGD(net.parameters()), mesh.group("shard"))
+    stage.replicate(mesh.group("across"))
+    found = []
+    for sync in (False, True):
+        loss = net(tokens(0, mesh.world.rank), rare=used and mesh.world.rank == 1)
+        stage.backward(loss, sync=sync)
+        found.append(stage.full_gradient("rare.bias"))
+    return found
+
+
+def test_a_gradient_of_one_replica_is_the_mean_on_all() -> None:
+    first, second = run(gradients_of_one_replicas_branch, True, ranks=2)
+    assert all(map(torch.equal, first, second))
+    assert first[0].any()
+    torch.testing.assert_close(first[1], 2 * first[0])
+    assert run(gradients_of_one_replicas_branch, False, ranks=2) == [[None, None]] * 2
