@@ -263,6 +263,7 @@ def test_a_gpt_trains_the_same_with_its_experts_dealt_out(ranks: int) -> None:
         assert losses == their_losses
         assert weights.keys() == theirs.keys()
         assert all(torch.equal(weights[name], theirs[name]) for name in theirs)
+        assert all(torch.equal(weights[name], other[0][1][name]) for name in theirs)  # biases too, on every rank
 
 
 @pytest.mark.parametrize(
