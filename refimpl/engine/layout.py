@@ -46,18 +46,19 @@ def axes_asked(raw: Mapping[str, Any]) -> dict[str, int]:
         "tp": inside["tensor_parallel"].get("autotp_size"),
     }
     known = {axis: whole_number(size) for axis, size in found.items()}
-    shard = inside["zero_optimization"].get("mics_shard_size")
-    if isinstance(shard, int) and shard > 0 and shard % known["cp"] == 0:
+    shard = whole_number(inside["zero_optimization"].get("mics_shard_size"), otherwise=0)
+    if shard and shard % known["cp"] == 0:
         known["shard"] = shard // known["cp"]  # context ranks share their replica's state too
     return known
 
 
-def whole_number(size: Any) -> int:
-    """2, 2.0 and "2" are 2; what is none, or less than 1, is 1 here."""
+def whole_number(size: Any, otherwise: int = 1) -> int:
+    """2, 2.0 and "2" are 2; what is none, or less than 1, is `otherwise` here."""
     try:
-        return max(1, int(size)) if not isinstance(size, bool) and float(size) == int(float(size)) else 1
+        number = int(float(size))
+        return number if not isinstance(size, bool) and float(size) == number >= 1 else otherwise
     except (TypeError, ValueError, OverflowError):
-        return 1
+        return otherwise
 
 
 def check_layout(config: DeepSpeedConfig, axes: Axes, own_stages: bool) -> None:

@@ -74,7 +74,7 @@ class ByName(Built):
         reduced = whole(bucket, total, p)
         if waiting is not None:
             return reduced + waiting
-        used = bool(reduced.any()) or any(bucket.group.all_gather_object(p in self.gradients.used))
+        used = bool(reduced.any()) or somewhere(self.gradients, bucket, p in self.gradients.used)
         return reduced if used else None
 
     def set_full_gradient(self, p: nn.Parameter | str, value: Tensor) -> None:
@@ -286,7 +286,7 @@ def mean_waiting(gradients: "Gradients", bucket: Bucket, p: nn.Parameter) -> Ten
     if not gradients.filling:
         return None
     mine = gradients.waiting(p)
-    if not any(bucket.group.all_gather_object(mine is not None)):
+    if not somewhere(gradients, bucket, mine is not None):
         return None
     total = torch.zeros(p.shape, device=bucket.device) if mine is None else mine.to(torch.float32, copy=True)
     bucket.group.all_reduce(total, "sum", tag="full gradient")
@@ -294,6 +294,12 @@ def mean_waiting(gradients: "Gradients", bucket: Bucket, p: nn.Parameter) -> Ten
     if gradients.across is not None:
         gradients.across.all_reduce(total, "sum" if is_sum else "mean", tag="full gradient")
     return total if is_sum else total / gradients.group.size
+
+
+def somewhere(gradients: "Gradients", bucket: Bucket, here: bool) -> bool:
+    """Whether it is so on any rank that has the bucket, of whatever replica. A collective."""
+    near = any(bucket.group.all_gather_object(here))
+    return near if gradients.across is None else any(gradients.across.all_gather_object(near))
 
 
 @torch.no_grad()

@@ -34,15 +34,15 @@ class Beside(ByName):
 
         State is then divided over this stage's own group alone, and gathered in it: shard inside a node, replicate
         across (HSDP; MiCS, Zhang et al. 2022, arXiv:2205.00119). Sends 2 n (R-1)/R more of n owned bytes a backward.
-        The first of these ranks' weights are taken by all. Before the first step, on all ranks. torch: FSDP2 over a
-        mesh of two dimensions.
+        The first of these ranks' weights and buffers are taken by all. Before the first step, on all ranks. torch:
+        FSDP2 over a mesh of two dimensions.
         """
         self.gradients.across = self.update.across = self.buffers.across = group
         self.take_weights(group, tag="parameters")
 
     @torch.no_grad()
-    def take_weights(self, group: Group, tag: str, also: Iterable[Tensor] = ()) -> None:
-        """The weights, and what is named `also`, of the first rank of `group`, on all of its ranks.
+    def take_weights(self, group: Group, tag: str) -> None:
+        """The weights and buffers of the first rank of `group`, on all of its ranks.
 
         Each brings what it owns; so it is a collective of this stage's own ranks too.
         """
@@ -51,7 +51,7 @@ class Beside(ByName):
                 flat = self.weights(bucket)
                 group.broadcast(flat, tag=tag)
                 self.put_weights(bucket, flat)
-        for tensor in [*(DATA.__get__(p) for p in self.names if self.home(p) is None), *also]:
+        for tensor in [*(DATA.__get__(p) for p in self.names if self.home(p) is None), *self.model.buffers()]:
             dense = tensor.contiguous()
             group.broadcast(dense, tag=tag)
             tensor.copy_(dense)

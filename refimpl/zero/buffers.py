@@ -31,13 +31,13 @@ class Buffers:
             for name, buffer in module.named_buffers(recurse=False)
             if module not in left_out and buffer.is_floating_point() and name not in module._non_persistent_buffers_set
         ]
-        self.shared = saved if enabled and group.size > 1 else []
+        self.shared = saved if enabled else []
         self.seen = WeakIdKeyDictionary()  # buffer -> its version when it was last written here
 
     @torch.no_grad()
     def share(self, training: bool) -> None:
         """Rank 0's buffers to every rank; nothing unless `training`: in evaluation a rank may run forward alone."""
-        if not training:
+        if not training or self.group.size == self.across.size == 1:
             return
         buffers: list[Tensor] = [getattr(module, name) for module, name in self.shared]  # forward may reassign one
         for dtype in dict.fromkeys(b.dtype for b in buffers):

@@ -59,7 +59,7 @@ class Shards(Weights):
         return [value[slice(*bucket.span(p))] for bucket, value in pairs for p in bucket.params if not p.requires_grad]
 
     def start(self, group: Group) -> None:
-        self.stage.take_weights(group, "start", self.stage.model.buffers())
+        self.stage.take_weights(group, "start")
 
     def buffers(self) -> list[Tensor]:
         return list(self.stage.model.buffers())

@@ -82,11 +82,11 @@ def test_another_data_set_is_shared_out_too() -> None:
     assert sorted(first + second) == list(range(12))
 
 
-def overflows() -> tuple[bool, bool, float]:
+def overflows() -> tuple[bool, bool, bool, float]:
     settings = config(1, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
     engine, optimizer, *_ = refimpl.initialize(model=Net(), config=settings)
     seen = []
-    for factor in (float("inf"), 1.0):
+    for factor in (float("inf"), 3e3, 1.0):  # a norm of NaN, one of inf
         engine.backward(engine(batch(0, 0, 0).half()) * (factor if engine.group.rank else 1.0))
         engine.step()
         seen.append(optimizer.overflow)
@@ -94,7 +94,7 @@ def overflows() -> tuple[bool, bool, float]:
 
 
 def test_the_optimizer_tells_of_an_overflow() -> None:
-    assert worlds.run(overflows, ranks=2) == [(True, False, 8.0)] * 2
+    assert worlds.run(overflows, ranks=2) == [(True, True, False, 4.0)] * 2
 
 
 def resized(stage: int) -> tuple[Any, tuple[int, ...]]:

@@ -210,7 +210,7 @@ def test_homes_change_nothing(tmp_path: Path) -> None:
 
 def groups() -> tuple[int, int, int]:
     with pytest.MonkeyPatch.context() as patch:
-        stage = engine_of(patch, {**MICS, "mics_shard_size": 2}).stage
+        stage = engine_of(patch, {**MICS, "mics_shard_size": "2"}).stage  # as for every other size
     assert isinstance(stage, Zero3)
     return stage.group.size, Group.world().size, stage.units[0].mine.numel() * 2 - stage.units[0].padded
 

@@ -218,11 +218,14 @@ def test_the_watch_ends_with_the_block_even_when_a_forward_raises() -> None:
             raise ZeroDivisionError
 
     meter = MemoryMeter(dict)
+    x = torch.ones(1)
     with pytest.raises(ZeroDivisionError), meter:
-        Fails()(torch.ones(1))
+        Fails()(x)
     outside = nn.Identity()(torch.ones(KB))
     assert sum(meter.now().values()) == 0
     with meter, torch.no_grad():
+        with pytest.raises(ZeroDivisionError):
+            Fails()(x)
         made = torch.ones(KB)
         assert meter.now() == {"activations": 0, "other": 1024}
     del outside, made

@@ -57,6 +57,13 @@ def test_products(mode: Mode, trans_a: bool, trans_b: bool) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+def test_sums_of_16_bits_are_in_fp32() -> None:
+    """300 blocks of a row, each 1: in bf16 256 + 1 is 256."""
+    layout = torch.ones(1, 1, 300, dtype=torch.int64)
+    ones = torch.ones(1, 300, 1, 1, dtype=torch.bfloat16)
+    assert multiply(ones, ones.view(1, 1, 300, 1), layout, 1, "dsd").item() == 300
+
+
 def test_softmax_with_masks() -> None:
     layout = layout_of(3, 3)
     layout[:, :, 0] = 1

@@ -195,7 +195,7 @@ def test_upcycled_experts_are_the_mlp() -> None:
     ids = torch.randint(32, (2, 16))
     expected = plain(ids)
     model = mixtures(plain, 4, Routing(k=2), every=2, upcycle=True)
-    assert len(layers(model)) == 1
+    assert [layer is model.blocks[1].mlp for layer in layers(model)] == [True]
     torch.testing.assert_close(model(ids), expected)
     with pytest.raises(ValueError, match="for 1 mixtures in 2 blocks"):
         mixtures(GPT(SHAPE), [2, 2], every=2)
@@ -218,6 +218,9 @@ def test_a_checkpoint_that_would_lose_the_routing_losses_is_refused() -> None:
     model.blocks[0].mlp = Checkpointed(layer)  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="without gradients"):
         model(ids, ids)
+    for layer in layers(model):
+        layer.gate.requires_grad_(False)  # then there is none to lose
+    model(ids, ids).backward()
 
 
 def test_anew_draws_other_weights_of_the_same_spread() -> None:

@@ -164,8 +164,9 @@ def test_what_does_not_fit_is_refused(kind: Any, options: Any, error: type[Excep
 def test_a_sequence_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="pad it to 64"):
         DenseSparsityConfig(1, 16).make_layout(50)
-    with pytest.raises(ValueError, match="num_random_blocks is 5, but a row has only 4"):
-        BigBirdSparsityConfig(1, 16, num_random_blocks=5).make_layout(64)
+    for kind in (BigBirdSparsityConfig, VariableSparsityConfig, RandomSparsityConfig):
+        with pytest.raises(ValueError, match="num_random_blocks is 5, but a row has only 4"):
+            kind(1, 16, num_random_blocks=5).make_layout(64)
     with pytest.raises(NotImplementedError, match="make_layout"):
         SparsityConfig(1).make_layout(64)
 

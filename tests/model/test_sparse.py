@@ -163,6 +163,15 @@ def test_a_plan_is_made_once_and_takes_any_batch() -> None:
     assert plan.density == pytest.approx(4 / 10)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", [torch.ones(2, 4), torch.tensor([[1, 0, 1, 1], [1, 1, 0, 1]])])
+def test_the_last_query_and_the_last_key_are_one_token(layout: Tensor, causal: bool) -> None:
+    q, k, v = qkv(2, 4, 2, 16, 4)
+    mask = tokens(layout, 4) & torch.ones(8, 16, dtype=torch.bool).tril(8 if causal else 16)
+    ours = block_sparse_attention(q[:, :, 8:], k, v, layout, 4, causal=causal)
+    torch.testing.assert_close(ours, masked(q[:, :, 8:], k, v, mask))
+
+
 def test_a_full_layout_is_plain_attention() -> None:
     q, k, v = qkv(1, 4, 2, 16, 4)
     for causal in (False, True):

@@ -263,6 +263,7 @@ def test_a_gpt_trains_the_same_with_its_experts_dealt_out(ranks: int) -> None:
         assert losses == their_losses
         assert weights.keys() == theirs.keys()
         assert all(torch.equal(weights[name], theirs[name]) for name in theirs)
+        assert all(torch.equal(weights[name], other[0][1][name]) for name in theirs)  # biases too, on every rank
 
 
 @pytest.mark.parametrize(
@@ -319,7 +320,11 @@ def in_bf16() -> tuple[Tensor, dict[str, Tensor]]:
     layer = build(DROPLESS).bfloat16()
     expert_parallel(layer, axes)
     x, out_grad = batch(axes.feed, 20)
+    called: list[nn.Module] = []
+    for expert in layer.experts.children():
+        expert.register_forward_pre_hook(lambda expert, args: called.append(expert))
     y = layer(x.bfloat16())
+    assert called == [*layer.experts.children()]
     (y * out_grad.bfloat16()).sum().backward()
     return y.detach().float(), {name: p.grad.float() for name, p in layer.experts.named_parameters()}
 

@@ -95,9 +95,10 @@ class Net(nn.Module):
         self.router = nn.Linear(WIDTH, count)
         self.experts = kind(count)
         self.shared_experts = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("offset", torch.randn(WIDTH))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.first(x).view(-1, WIDTH)
+        x = (self.first(x) + self.offset).view(-1, WIDTH)
         logits = self.router(x)
         weights, chosen = logits[:, :-1].softmax(1).topk(2, 1)
         return self.shared_experts(x) + self.experts(x, chosen, weights=weights), logits
@@ -117,6 +118,7 @@ def dealt_out(kind: type[nn.Module], ep: int) -> tuple[list[str], dict[str, tupl
     assert autoep(model, axes) is model
     assert torch.equal(torch.random.get_rng_state(), before)
     assert isinstance(model.experts, kind)
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.experts.parameters())  # no view of the others'
     for other in (copy.deepcopy(model), model):
         torch.manual_seed(7 + world.rank)
         x = torch.randn(2 + 3 * world.rank, WIDTH, requires_grad=True)
@@ -159,7 +161,7 @@ def test_stacked(ep: int, ranks: int) -> None:
 def test_listed() -> None:
     names = [names for names, portions in run(dealt_out, Listed, 2, ranks=2) if not portions]
     assert next(name for name in names[1] if "experts.e" in name) == "experts.expert_2.weight"
-    assert len(names[0]) == len(names[1]) == 10
+    assert len(names[0]) == len(names[1]) == 11
 
 
 def test_alone() -> None:

@@ -34,7 +34,9 @@ class Kind:
 class Block(nn.Module):
     def __init__(self, kind: Kind) -> None:
         super().__init__()
-        self.kind, self.top_k, self.width = kind, kind.k, WIDTH
+        self.kind, self.num_experts, self.width = kind, EXPERTS, WIDTH
+        if kind.k < 3:  # else it says nowhere how many a token takes
+            self.top_k = kind.k
         self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = nn.Module()
         shapes = {"w1": (INNER, WIDTH), "w3": (INNER, WIDTH)} if kind.apart else {"both": (2 * INNER, WIDTH)}

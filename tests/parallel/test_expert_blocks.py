@@ -187,11 +187,11 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
 
 
-def dealt_out(kind: type[nn.Module], ep: int, way: type, exact: bool, training: bool) -> None:
+def dealt_out(kind: type[nn.Module], ep: int, way: type, exact: bool, training: bool, tp: int = 1) -> None:
     """Outputs and gradients of the whole model's; outputs of lists to the bit, and what is drawn drawn once."""
-    world = Group.world()
-    axes = Axes.of_data(world).with_experts(ep)
-    model, whole = made(kind, world.rank).train(training), made(kind).train(training)
+    axes = Axes.of_sizes({"tp": tp}, Group.world()).with_experts(ep)
+    rank = axes.replicas.rank
+    model, whole = made(kind, rank).train(training), made(kind).train(training)
     names = list(whole.state_dict())
     before = torch.random.get_rng_state()
     assert autoep(model, axes) is model
@@ -200,12 +200,12 @@ def dealt_out(kind: type[nn.Module], ep: int, way: type, exact: bool, training: 
     assert any(isinstance(module.__dict__.get("dealt"), way) for module in model.modules())
     assert set(model.state_dict()) <= set(names)
     for _ in range(2):
-        torch.manual_seed(7 + world.rank)
-        x = torch.randn(2, 1 + world.rank, WIDTH)
+        torch.manual_seed(7 + rank)
+        x = torch.randn(2, 1 + rank, WIDTH)
         after = []
         outputs = []
         for m in (model, whole):
-            torch.manual_seed(world.rank)
+            torch.manual_seed(rank)
             outputs.append(m(x))
             after.append(torch.random.get_rng_state())
         output, expected = outputs
@@ -243,9 +243,11 @@ def test_every_form(kind: type[nn.Module], way: type, training: bool) -> None:
     run(dealt_out, kind, 2, way, way is Looped, training, ranks=2)
 
 
+@pytest.mark.parametrize(("ep", "tp"), [(4, 1), (2, 2)])
 @pytest.mark.parametrize("kind", [AsMixtral, AsLlama4])
-def test_on_four_ranks(kind: type[nn.Module]) -> None:
-    run(dealt_out, kind, 4, Looped if kind is AsMixtral else Slots, kind is AsMixtral, True, ranks=4)
+def test_on_four_ranks(kind: type[nn.Module], ep: int, tp: int) -> None:
+    """Tensor ranks have the same tokens, and send all of them each."""
+    run(dealt_out, kind, ep, Looped if kind is AsMixtral else Slots, kind is AsMixtral, True, tp, ranks=4)
 
 
 class Counting(AsMixtral):
@@ -283,6 +285,19 @@ class Uncalled(Block):
         return F.linear(F.linear(hidden, self.gate.weight), self.gate.weight.mT)
 
 
+class Twofold(AsMixtral):
+    """With a list of others before its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        fine = self._modules.pop("experts")
+        self.coarse_experts = nn.ModuleList([Mlp() for _ in range(2)])
+        self.experts = fine
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(sum((expert(hidden) for expert in self.coarse_experts), hidden))
+
+
 class Wider(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -292,6 +307,32 @@ class Wider(Block):
         return sum((expert(hidden) for expert in self.experts), torch.zeros(()))[..., :-1]  # type: ignore[union-attr]
 
 
+class Ranked(ByRows):
+    """Its rows are weighted by where they stand among all."""
+
+    def forward(self, rows: Tensor, sizes: list[int]) -> Tensor:
+        return super().forward(rows * torch.arange(1, len(rows) + 1)[:, None], sizes)
+
+
+class Levelled(InSlots):
+    """The mean of all slots is taken off."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows - rows.mean(0))
+
+
+@pytest.mark.parametrize(
+    ("experts", "why"),
+    [
+        (Ranked(WIDTH, WIDTH), r"experts \(Ranked\): an expert's rows answer otherwise without the others'"),
+        (Levelled(), r"experts \(Levelled\): an expert's rows answer otherwise beside other rows"),
+    ],
+)
+def test_rows_that_know_of_others_are_refused(experts: nn.Module, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        autoep(nn.ModuleDict({"experts": experts}), Axes.of_data(Group(None)))
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
@@ -299,6 +340,7 @@ class Wider(Block):
         (Beside, r"its block \(Beside\) cannot be tried with tokens alone \(TypeError: .*mask"),
         (Chained, r"its block \(Chained\) answers otherwise if all experts are called at once"),
         (Uncalled, r"its block \(Uncalled\) does not call them"),
+        (Twofold, "its block has another list of experts; they cannot be dealt out"),
         (Wider, r"an expert \(Linear\) does not give back rows like those"),
     ],
 )

@@ -117,7 +117,7 @@ def with_weights_of_its_own() -> str:
     """Before the fourth step, where nothing counts what is written."""
     group, model = Group.world(), model_of("", False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-    built = STAGES["ddp"](model, optimizer, group)
+    built = STAGES["ddp"](model, optimizer, group, ZeroConfig(reduce_bucket_size=10))
     for step in range(4):
         if step == 3 and group.rank == group.size - 1:
             built.local_parameter("0.weight").add_(1)
@@ -157,8 +157,9 @@ def with_frozen_layers_of_its_own(stage: str) -> str:
     optimizer.step()
     before = [t.clone() for t in kept(built)]
     model[0].requires_grad_(not last)
+    model[2].bias.requires_grad_(False)
     backward()
-    model[0].requires_grad_(True)
+    model.requires_grad_(True)
     with pytest.raises(ValueError, match="step 2: frozen") as told:
         optimizer.step()
     assert all(map(torch.equal, kept(built), before)), "something was updated"
@@ -188,7 +189,7 @@ def with_a_layer_frozen_between(stage: str, thaws: bool) -> str:
 
     accumulate(freezes=True)
     optimizer.step()
-    accumulate(freezes=True, unused=last)
+    accumulate(freezes=not last, unused=last)
     optimizer.step()
     before = [t.clone() for t in kept(built)]
     accumulate(freezes=last)

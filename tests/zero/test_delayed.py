@@ -34,8 +34,8 @@ def scheduled(stage: str) -> dict[str, Tensor]:
         here.model(tokens(step, 0)).backward()
         here.optimizer.step()
         schedule.step()
-    here.catch_up()
-    return {name: here.full_parameter(name) for name in here.names.values()}
+    here.catch_up() if stage == "ddp" else here.release()  # which finishes it too
+    return {name: p.detach().clone() for name, p in here.model.named_parameters()}
 
 
 def one_process() -> dict[str, Tensor]:

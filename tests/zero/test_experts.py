@@ -161,6 +161,27 @@ def test_buffers_and_frozen_experts_stay_each_ranks_own(kind: str) -> None:
         assert all(same)
 
 
+def waiting(op: str) -> None:
+    """What waits for a later backward is shown as its reduction makes it; the second backward brings as much again."""
+    expert, same = expert_groups(Group.world(), 2)
+    model = Layers(6 * expert.rank, 6 * (expert.rank + 1))
+    of_experts = [p for name, p in model.named_parameters() if not name.startswith("dense")]
+    config = ZeroConfig(gradient_allreduce_op=op)
+    stage = STAGES["ddp"](model, optimizer_of(model), config=config, experts=dict.fromkeys(of_experts, same))
+    found = []
+    for sync in (False, True):
+        brought = [tokens(0, rank) for rank in expert.ranks]
+        stage.backward(model(tokens(0, Group.world().rank), brought, unused=-1), sync=sync)
+        found.append({name: g for name in stage.names.values() if (g := stage.full_gradient(name)) is not None})
+    torch.testing.assert_close({name: 2 * g for name, g in found[0].items()}, found[1], rtol=1e-5, atol=1e-8)
+    assert len(found[0]) == 2 * 7
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_a_gradient_that_waits_is_the_mean_over_all_ranks_tokens(op: str) -> None:
+    run(waiting, op, ranks=4)
+
+
 def clips(kind: str) -> None:
     expert, same = expert_groups(Group.world(), 2)
     model = Layers(6 * expert.rank, 6 * (expert.rank + 1))

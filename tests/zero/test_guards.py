@@ -334,6 +334,32 @@ def test_a_graph_may_wait_while_buffers_are_shared(stage: str) -> None:
     assert [differing(one, expected[0]) for one in found] == [[]] * 3
 
 
+class Averaged(nn.Module):
+    """Writes its own running mean, where autograd sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor, keep: bool) -> Tensor:
+        if keep:
+            self.mean.add_(x.mean())
+        out: Tensor = self.first(x) * self.mean
+        return out.square().mean()
+
+
+def averaged_twice() -> None:
+    group, model = Group.world(), Averaged()
+    STAGES["ddp"](model, by_adamw(model), group)
+    (model(batch(0, group.rank), True) + model(batch(1, group.rank), False)).backward()
+
+
+def test_a_buffer_that_the_model_writes_is_no_other_in_a_graph_that_waits() -> None:
+    with pytest.raises(RankError, match=r"rank 1 .*modified by an inplace operation"):
+        run(averaged_twice, ranks=2)
+
+
 def exact_masters(stage_name: str) -> float:
     """How far fp32 masters are from the weights before they were rounded."""
     torch.manual_seed(0)

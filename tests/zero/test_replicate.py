@@ -49,6 +49,7 @@ def trained(
         stage.step()
         norms.append(stage.grad_norm or 0.0)
     sent = mesh.ledger.sent_bytes(by="tag")
+    net(tokens(9, 0))  # begins with rank 0's buffers
     return {name: w.clone() for name, w in net.state_dict().items()}, norms, sent
 
 
@@ -79,6 +80,7 @@ def one_process(replicas: int, shards: int) -> tuple[dict[str, Tensor], list[flo
             p.grad = sum(groups[1:], groups[0]) / replicas
         norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.05).item())
         optimizer.step()
+    net(tokens(9, 0))
     return dict(net.state_dict()), norms
 
 
@@ -89,8 +91,6 @@ def test_it_is_the_update_of_all_ranks(kind: str, replicas: int, shards: int) ->
     for weights, found, _ in results:
         assert found == pytest.approx(norms, rel=1e-6)
         for name, w in weights.items():
-            if ("means" in name and "running" in name) or "tracked" in name:
-                continue  # a rank's own, until rank 0's come before the next forward
             assert torch.equal(w, results[0][0][name]), f"{name} differs between ranks"
             torch.testing.assert_close(w, expected[name], rtol=1e-5, atol=1e-7)
 
@@ -106,14 +106,36 @@ def test_weights_travel_among_few_and_shards_of_gradients_among_the_others() -> 
         assert two["gradients across"] == pytest.approx(two["gradients"], rel=0.1), "2 (R-1)/R of 1/S: as many bytes"
 
 
-def test_a_weight_of_no_optimizer_is_taken_however_it_lies_in_memory() -> None:
-    def weight() -> Tensor:
+def test_what_no_optimizer_has_is_taken_however_it_lies_in_memory() -> None:
+    def taken() -> Tensor:
         mesh = Mesh({"across": 2, "shard": 1})
         net = nn.Linear(3, 4)
         net.loose = nn.Parameter(torch.full((3, 4), float(mesh.world.rank)).t(), requires_grad=False)
+        net.register_buffer("drawn", torch.full((4, 3), mesh.world.rank), persistent=False)  # never shared again
         optimizer = torch.optim.SGD([net.weight, net.bias])
         STAGES["zero1"](net, optimizer, mesh.group("shard")).replicate(mesh.group("across"))
-        return net.loose.detach()
+        return net.loose.detach() + net.drawn
 
-    for taken in run(weight, ranks=2):
-        assert torch.equal(taken, torch.zeros(4, 3))
+    assert all(not x.any() for x in run(taken, ranks=2))
+
+
+def gradients_of_one_replicas_branch(used: bool) -> list[Tensor | None]:
+    """What waits for a later backward of a layer that the second replica alone used; and once it is reduced."""
+    mesh = Mesh({"across": 2, "shard": 1})
+    net = model()
+    stage = STAGES["zero1"](net, torch.optim.SGD(net.parameters()), mesh.group("shard"))
+    stage.replicate(mesh.group("across"))
+    found = []
+    for sync in (False, True):
+        loss = net(tokens(0, mesh.world.rank), rare=used and mesh.world.rank == 1)
+        stage.backward(loss, sync=sync)
+        found.append(stage.full_gradient("rare.bias"))
+    return found
+
+
+def test_a_gradient_of_one_replica_is_the_mean_on_all() -> None:
+    first, second = run(gradients_of_one_replicas_branch, True, ranks=2)
+    assert all(map(torch.equal, first, second))
+    assert first[0].any()
+    torch.testing.assert_close(first[1], 2 * first[0])
+    assert run(gradients_of_one_replicas_branch, False, ranks=2) == [[None, None]] * 2

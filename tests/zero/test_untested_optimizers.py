@@ -55,6 +55,12 @@ class Estimating(Descent):
         return grad
 
 
+class EstimatingInTensors(Estimating):
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
+        group["size"] = group["size"] + grad.square().sum()
+        return grad
+
+
 class OfSmallerNorms(Descent):
     """As AdaNorm: where the gradient's norm has become smaller than it was in the mean, it is made as large again."""
 
@@ -65,11 +71,11 @@ class OfSmallerNorms(Descent):
 
 
 class OfAngles(Descent):
-    """As AdamP: what goes along the weights is left out, where a matrix and its gradient are at right angles."""
+    """As AdamP: what goes along the weights is left out, where all rows and their gradients are at right angles."""
 
     def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
-        cosine = (grad * p).sum() / (grad.norm() * p.norm())
-        return grad.sign() - (grad.sign() * p).sum() * p / p.square().sum() * (p.ndim == 2 and cosine.abs() < 0.02)
+        cosine = nn.functional.cosine_similarity(grad, p, dim=-1).abs().max()
+        return grad.sign() - (grad.sign() * p).sum() * p / p.square().sum() * (p.ndim == 2 and cosine < 0.02)
 
 
 class Waiting(Descent):
@@ -161,6 +167,7 @@ def batch(step: int, rank: int) -> Tensor:
         (OfMatrices, "tried on a part of a parameter it raises ValueError: a matrix, please"),
         (Derived, ""),
         (Estimating, "on a part of a parameter its size is another"),
+        (EstimatingInTensors, "on a part of a parameter its size is another"),
         (OfSmallerNorms, "it computes other weights"),
         (OfAngles, "it computes other weights"),
         (Waiting, "it computes other weights"),

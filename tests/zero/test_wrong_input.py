@@ -103,6 +103,9 @@ def uncut_states() -> None:
     assert row is not None
     assert column is not None
     assert (row.shape, column.shape) == ((5, 1), (1, 5))
+    for state in optimizer.state.values():
+        state["lines"] = torch.arange(3.0)  # as long as nothing of the parameter is
+    assert torch.equal(stage.full_state("0.weight", "lines"), torch.arange(3.0))
     model, optimizer, stage = built("zero1", Lamb)
     with pytest.raises(KeyError, match="take a step first"):
         stage.set_full_state("0.weight", "exp_avg", torch.ones(5, 5))
