@@ -180,6 +180,7 @@ class GatheredParameters(whole):
         changed, lost = [], []
         for unit in self.units:
             unit.is_shown = True
+            unit.take_in()
             if kind is None and self.modifier_rank is not None:
                 lost += [unit.name] if adopt(unit, self.modifier_rank) else []
                 continue
