@@ -140,8 +140,9 @@ class Init:
 class GatheredParameters(whole):
     """`whole` for the user: a collective; with `modifier_rank` that rank's changes are kept.
 
-    Without it they are for reading, and a change is an error on exit. With it also the small parameters that ZeRO-3
-    keeps whole become that rank's; any others are left alone.
+    Without it they are for reading, and a change is an error on exit; but not one that was taken back, as where PEFT
+    merges an adapter, hands the weights on, and unmerges it: what the ranks own is as it was. With it also the small
+    parameters that ZeRO-3 keeps whole become that rank's; any others are left alone.
     After a stage was built, changes reach the fp32 master weights too. What was taken of a parameter without a copy,
     `p.detach()` or on a CPU `p.data.cpu()`, keeps its values after the block, as in DeepSpeed.
     """
@@ -180,14 +181,12 @@ class GatheredParameters(whole):
         changed, lost = [], []
         for unit in self.units:
             unit.is_shown = True
+            unit.take_in()
             if kind is None and self.modifier_rank is not None:
                 lost += [unit.name] if adopt(unit, self.modifier_rank) else []
                 continue
-            versions = unit.written()
-            kept, seen = (t.view(torch.uint8) for t in (unit.now(), unit.shard(unit.full)))  # NaN is equal to itself
-            if kind is None and (versions != unit.versions or not torch.equal(kept, seen)):
-                changed.append(unit.name)
-            unit.versions = versions
+            changed += [unit.name] if kind is None and is_changed(unit) else []
+            unit.versions = unit.written()
         super().__exit__(kind)
         if kind is None and self.modifier_rank is not None:
             for p, (name, group) in self.small.items():
@@ -202,6 +201,17 @@ class GatheredParameters(whole):
                 f"GatheredParameters(modifier_rank={self.modifier_rank}): parameters of {', '.join(lost)} were written "
                 f"here, which is lost: rank {self.modifier_rank}, whose changes are kept, has made none. Write there"
             )
+
+
+def is_changed(unit: Unit) -> bool:
+    """Whether what is gathered was written, and not taken back but for rounding, as far as this rank's shard tells."""
+    kept, seen = unit.now(), unit.shard(unit.full)
+    writes = sum(unit.written()) - sum(unit.versions)
+    if writes > 1 and unit.dtype.is_floating_point:
+        rounding = 4 * torch.finfo(unit.dtype).eps * float(kept.abs().max())
+        return not torch.allclose(kept, seen, rtol=0, atol=rounding)
+    same = torch.equal(kept.view(torch.uint8), seen.view(torch.uint8))  # NaN is equal to itself
+    return writes > 0 or not same
 
 
 def whole_ones(params: Iterable[nn.Parameter]) -> dict[nn.Parameter, tuple[str, Group]]:

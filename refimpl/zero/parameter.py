@@ -2,7 +2,8 @@
 
     Managed   p.grad      shows the gradient where the stage keeps it; p.grad = None drops it there
               p.data      is the memory; what is written to it is counted, and autograd does not see it: see `Shown`
-              p.data = t  is refused: p.data.copy_(t) copies. Before there is a stage t is copied, if it is of p's kind
+              p.data = t  is refused: p.data.copy_(t) copies. Before there is a stage t is copied, if it is of p's kind,
+                          and in a `GatheredParameters` block t is p's memory until the block ends, and copied then
               p.set_(t)   copies t
               p.requires_grad_(True)   asks the stage to train it from now on
     Freed     (ZeRO-3) as Managed, and has no values now: whoever computes with it gathers it first, or is told to
@@ -46,6 +47,11 @@ class Shown(dict[nn.Parameter, Tensor]):
         given = counter.detach()  # and shares it with a view
         DATA.__set__(counter, memory.new_empty(0))
         return given
+
+    def count(self, p: nn.Parameter, memory: Tensor) -> None:
+        """A write to p that is none to its memory."""
+        self.view(p, memory)
+        self[p].zero_()  # nothing, which raises the counter
 
     def writes(self) -> int:
         return sum([counter._version for counter in self.values()])
@@ -104,6 +110,10 @@ class Managed(nn.Parameter):
             self.data.copy_(value)
             return
         unit = getattr(self, "zero_unit", None)
+        if alike and unit is not None and unit.held:
+            unit.shown.count(self, mine)
+            DATA.__set__(self, value)  # until the block ends: see `Unit.take_in`
+            return
         name = stage.name_of(self) if stage else f"of {unit.name}" if unit else ""
         where = f"a buffer of {type(stage).__name__ if stage else 'ZeRO-3'}"
         if alike:

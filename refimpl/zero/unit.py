@@ -32,7 +32,7 @@ from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import Disk, Host, away
 from refimpl.offload.shelf import HostShelf, Shelf
 from refimpl.zero.flat import Bucket
-from refimpl.zero.parameter import Freed, Shown, place, stage_of
+from refimpl.zero.parameter import DATA, Freed, Shown, place, stage_of
 from refimpl.zero.ways import Flat, Way
 
 
@@ -178,6 +178,15 @@ class Unit(Bucket):
     def written(self) -> list[int]:
         """How often each parameter was written in place, and all of them through `data`."""
         return [*[p._version for p in self.params], self.shown.writes()]
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """What `p.data = new` has put in a parameter's place, into the parameter's own."""
+        for p, own in self.views.items():
+            new = DATA.__get__(p)
+            if new.data_ptr() != own.data_ptr():
+                DATA.__set__(p, own)
+                p.data.copy_(new)
 
     def let_go(self, p: nn.Parameter) -> None:
         """From now on p is another's: its memory stays where that puts it."""

@@ -15,7 +15,7 @@ from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.init import GatheredParameters, Init
 from refimpl.zero.parameter import Freed
-from refimpl.zero.unit import unit_of
+from refimpl.zero.unit import unit_of, whole
 from refimpl.zero.zero1 import Zero1
 from refimpl.zero.zero3 import Zero3
 
@@ -152,6 +152,34 @@ def test_without_a_modifier_a_change_is_an_error() -> None:
         run(change, None, ranks=2)
 
 
+def merged(scale: float, dtype: torch.dtype) -> Tensor:
+    """The weights after three steps, before each of which an adapter is merged and, at `scale`, unmerged."""
+    model = Net().to(dtype)
+    stage = Zero3(model, adamw(model), Group.world(), ZeroConfig(param_persistence_threshold=0))
+    weight = model.blocks[0].up.weight
+    adapter = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(dtype) / 8
+    for step in range(3):
+        with GatheredParameters(list(model.parameters())):
+            before = weight.detach().clone()
+            weight.data += adapter
+            assert not torch.equal(weight, before)
+            weight.data -= scale * adapter
+            if scale == 0:
+                weight.data = before
+        stage.backward(model(tokens(step, stage.group.rank)))
+        stage.step()
+    return stage.full_parameter(weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_taken_back_is_no_change(dtype: torch.dtype) -> None:
+    """TRL's trainers send merged weights to vLLM so. Exactly or but for rounding: the bits that the ranks own stay."""
+    rounded, exact = (run(merged, scale, dtype, ranks=3) for scale in (1.0, 0.0))
+    assert all(torch.equal(weight, exact[0]) for weight in [*rounded, *exact])
+    with pytest.raises(RankError, match=r"parameters of blocks.0.up were written, which is lost"):
+        run(merged, 0.5, dtype, ranks=3)
+
+
 def written_to_data(where: str) -> None:
     """By rank 1; in the first two cases in what rank 0 owns of it: no checksum of its own shard tells it."""
     group = Group.world()
@@ -169,6 +197,12 @@ def written_to_data(where: str) -> None:
     elif where == "block":
         with GatheredParameters(weight):
             write()
+    elif where == "other memory":
+        with GatheredParameters(weight):
+            weight.data = torch.zeros_like(weight) if group.rank == 1 else weight.data
+    elif where == "other memory in forward":
+        with whole([weight]):
+            weight.data = torch.zeros_like(weight) if group.rank == 1 else weight.data
     else:
         for both in (True, False):
             with GatheredParameters(weight, modifier_rank=0):
@@ -176,7 +210,41 @@ def written_to_data(where: str) -> None:
                     weight.data.fill_(group.rank)
 
 
+def replaced(ranks_write: bool) -> list[Tensor]:
+    """Two weights get other memory, one of them its old memory again; the weights after a step."""
+    model = Net()
+    stage = Zero3(model, adamw(model), Group.world(), ZeroConfig(param_persistence_threshold=0))
+    up, down = model.blocks[0].up.weight, model.blocks[0].down.weight
+    before = stage.full_parameter(down)
+    with GatheredParameters([up, down], modifier_rank=0):
+        old, swapped = up.data, down.data
+        was = old.clone()
+        if ranks_write or stage.group.rank == 0:
+            up.data = torch.full_like(up, 2.0)
+            assert bool((up == 2).all())
+        down.data = torch.zeros_like(down)
+        assert not bool(down.any())
+        down.data = swapped
+        assert torch.equal(old, was)
+    assert torch.equal(stage.full_parameter(down), before)
+    stage.backward(model(tokens(0, stage.group.rank)))
+    stage.step()
+    return [stage.full_parameter(p) for p in (up, down)]
+
+
+@pytest.mark.parametrize("ranks_write", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_in_a_block_a_parameter_may_get_other_memory(ranks: int, ranks_write: bool) -> None:
+    """As PEFT's DoRA, IA3 and others do where they merge: `weight.data = new`."""
+    results = run(replaced, ranks_write, ranks=ranks)
+    for up, down in results:
+        assert bool(((up - 2.0).abs() < 0.1).all())
+        assert torch.equal(down, results[0][1])
+
+
 LOST = {
+    "other memory": "of 0 were written, which is lost without modifier_rank",
+    "other memory in forward": "of 0 was written while it was gathered",
     "block": "of 0 were written, which is lost without modifier_rank",
     "forward": "of 0 was written while it was gathered",
     "other rank": "of 0 were written here, which is lost: rank 0, whose changes are kept, has made none",
