@@ -8,6 +8,7 @@ DeepSpeed: deepspeed/runtime/zero/partition_parameters.py, `Init` and `GatheredP
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -204,14 +205,25 @@ class GatheredParameters(whole):
 
 
 def is_changed(unit: Unit) -> bool:
-    """Whether what is gathered was written, and not taken back but for rounding, as far as this rank's shard tells."""
+    """Whether what is gathered was written, and not taken back, as far as this rank's shard tells.
+
+    What was taken back but for rounding (a few units in the last place of the largest) is dropped with a warning.
+    """
     kept, seen = unit.now(), unit.shard(unit.full)
     writes = sum(unit.written()) - sum(unit.versions)
-    if writes > 1 and unit.dtype.is_floating_point:
-        rounding = 4 * torch.finfo(unit.dtype).eps * float(kept.abs().max())
-        return not torch.allclose(kept, seen, rtol=0, atol=rounding)
-    same = torch.equal(kept.view(torch.uint8), seen.view(torch.uint8))  # NaN is equal to itself
-    return writes > 0 or not same
+    if torch.equal(kept.view(torch.uint8), seen.view(torch.uint8)):  # NaN is equal to itself
+        return writes == 1
+    if writes < 2 or not unit.dtype.is_floating_point:
+        return True
+    rounding = 4 * torch.finfo(unit.dtype).eps * float(kept.abs().max())
+    if torch.allclose(kept, seen, rtol=0, atol=rounding):
+        warnings.warn(
+            f"GatheredParameters: what was written to parameters of {unit.name} was taken back but for rounding, which "
+            "is dropped; if it was a change, say modifier_rank=0",
+            stacklevel=4,
+        )
+        return False
+    return True
 
 
 def whole_ones(params: Iterable[nn.Parameter]) -> dict[nn.Parameter, tuple[str, Group]]:

@@ -1,5 +1,6 @@
 """A model built sharded: the same bits as built whole, never whole while it is built, writable when gathered."""
 
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -152,30 +153,37 @@ def test_without_a_modifier_a_change_is_an_error() -> None:
         run(change, None, ranks=2)
 
 
-def merged(scale: float, dtype: torch.dtype) -> Tensor:
-    """The weights after three steps, before each of which an adapter is merged and, at `scale`, unmerged."""
+def merged(scale: float, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """The weights after three steps, before each of which an adapter is merged and, at `scale`, unmerged; warnings."""
+    seen = 0
     model = Net().to(dtype)
     stage = Zero3(model, adamw(model), Group.world(), ZeroConfig(param_persistence_threshold=0))
     weight = model.blocks[0].up.weight
     adapter = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(dtype) / 8
     for step in range(3):
-        with GatheredParameters(list(model.parameters())):
+        told = warnings.catch_warnings(record=True)
+        with told as words, GatheredParameters(list(model.parameters())):
+            warnings.simplefilter("always")
             before = weight.detach().clone()
             weight.data += adapter
             assert not torch.equal(weight, before)
             weight.data -= scale * adapter
             if scale == 0:
                 weight.data = before
+        assert all("of blocks.0.up was taken back but for rounding, which is dropped" in str(w.message) for w in words)
+        assert not (words and scale == 0)
+        seen += len(words)
         stage.backward(model(tokens(step, stage.group.rank)))
         stage.step()
-    return stage.full_parameter(weight)
+    return stage.full_parameter(weight), seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_taken_back_is_no_change(dtype: torch.dtype) -> None:
     """TRL's trainers send merged weights to vLLM so. Exactly or but for rounding: the bits that the ranks own stay."""
     rounded, exact = (run(merged, scale, dtype, ranks=3) for scale in (1.0, 0.0))
-    assert all(torch.equal(weight, exact[0]) for weight in [*rounded, *exact])
+    assert all(torch.equal(weight, exact[0][0]) for weight, _ in [*rounded, *exact])
+    assert sum(told for _, told in rounded) > 0 == sum(told for _, told in exact)
     with pytest.raises(RankError, match=r"parameters of blocks.0.up were written, which is lost"):
         run(merged, 0.5, dtype, ranks=3)
 
