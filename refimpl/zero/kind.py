@@ -58,10 +58,11 @@ class Kind:
     def tried(self, optimizer: optim.Optimizer) -> str:
         """What the optimizer does not do alike on a part of a parameter; "" for nothing."""
 
-        def make(index: int, p: nn.Parameter) -> optim.Optimizer:
-            twin = self.twin(optimizer, index, [p])
-            if twin.param_groups[0].get("lr") is not None:
-                twin.param_groups[0]["lr"] = RATE  # a schedule begins with 0, which shows nothing
+        def make(index: int, params: Sequence[nn.Parameter]) -> optim.Optimizer:
+            twin = self.twin(optimizer, index, params)
+            for group in twin.param_groups:
+                if (rate := group.get("lr")) is not None:  # a schedule begins with 0, which shows nothing
+                    group["lr"] = torch.full_like(rate, RATE) if isinstance(rate, Tensor) else RATE
             return twin
 
         groups = {

@@ -68,6 +68,8 @@ class Slices(ByPart):
         self.length: dict[Bucket, int] = {}  # of what is owned
         self.gradient_of: Callable[[nn.Parameter, Bucket, int, int], Tensor | None] | None = None  # see `GradientView`
         self.apart: set[nn.Parameter] = set()  # were once left alone, and have borders of their own since
+        given = optimizer.param_groups if optimizer else ()
+        self._place: dict[Any, int] = {p: i for group in given for i, p in enumerate(group["params"])}
         self._applying = False  # from `hand_out` to `release_gradients`: then a slice's grad is what it was handed
         if optimizer is None:
             return
@@ -128,6 +130,9 @@ class Slices(ByPart):
         assert self.optimizer is not None
         group = self.optimizer.param_groups[index]
         group["params"] += params
+        if not self.kind.asks_once:  # it may go by their places, as they were given
+            whole = {id(s.param): s.whole for slices in self.of.values() for s in slices}
+            group["params"].sort(key=lambda p: self._place.get(whole[id(p)], len(self._place)))
         if self.kind.born_with_state:
             twin = self.kind.twin(self.optimizer, index, params)
             self.optimizer.state.update({p: twin.state[p] for p in params})

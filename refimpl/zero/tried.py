@@ -1,83 +1,96 @@
-"""Whether an optimizer that nobody knows may be cut: it is tried on a small matrix, whole and in parts.
+"""Whether an optimizer that nobody knows may be cut: it is tried on two small matrices, whole and in parts.
 
-    whole    one optimizer over [4, 6]
-    parts    one over the first 10 of its 24 elements, another over the other 14, as two ranks have them
+    whole    one optimizer over both
+    parts    one over the first elements of the first, another over its others and the second, as two ranks have them
 
 They take the same steps. Weights and settings must come out equal but for rounding: an optimizer of rows, columns or
-norms (Adafactor, Muon), or with an estimate over all parameters (Prodigy), does not pass. Some act only now and then:
-where the gradient has become smaller (AdaNorm), where it stands at right angles to the weights (AdamP), or behind the
-first steps (AdaShift, whose gradients wait for nine). What it keeps must be cut too: an element for each of the
-parameter's, or one for all. To be told that it may be cut (`allow_untested_optimizer`) is not enough: accelerate and
-transformers say so of every optimizer.
+norms (Adafactor, Muon), one with an estimate over all parameters (Prodigy), or that goes by a parameter's place in its
+group (GrokAdamW), does not pass. Some act only now and then: where the gradient has become smaller (AdaNorm), where it
+stands at right angles to the weights (AdamP), behind the first steps (AdaShift, whose gradients wait for nine), beside
+small weights (a LAMB whose ratio is at most 1), on matrices of some size (Adafactors that factor from 16, or from 128
+on; states of 8 bits, in blocks of 4,096). So who passes is tried on larger matrices of small weights. What it keeps
+must be cut too: an element for each of the parameter's, or one for all. To be told that it may be cut
+(`allow_untested_optimizer`) is not enough: accelerate and transformers say so of every optimizer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn, optim
 
 from refimpl.activation.state import aside
 
-STEPS, SHAPE, CUT = 64, (4, 6), 10
 SIZES = 1.0, 0.3, 3.0, 0.1  # of gradients, in turns
-Make = Callable[[nn.Parameter], optim.Optimizer]
+TRIALS = ((4, 6), 10, 64, 1.0), ((130, 132), 7001, 12, 1e-3)  # shape, where it is cut, steps, size of the weights
+Make = Callable[[Sequence[nn.Parameter]], optim.Optimizer]
+Draw = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # weights -> their gradients
 
 
 def what_fails(make: Make, device: torch.device) -> str:
-    """What is different on a part, in words; "" for nothing. make: an optimizer over a parameter."""
-    begin, *gradients = (value.to(device) for value in drawn())
-    given: list[Tensor] = []  # to the whole parameter
+    """What is different on a part, in words; "" for nothing. make: an optimizer over parameters."""
+    return next((words for trial in TRIALS if (words := fails_at(make, device, *trial))), "")
 
-    def gradient(p: Tensor) -> Tensor:
-        given.append(turned(gradients[len(given)], p) if len(given) % 2 else gradients[len(given)])
-        return given[-1]
 
-    def part(at: slice) -> tuple[nn.Parameter, optim.Optimizer]:
-        flat = iter(g.view(-1)[at] for g in given)
-        return stepped(make, begin.view(-1)[at], lambda _: next(flat))
+def fails_at(make: Make, device: torch.device, shape: tuple[int, int], cut: int, steps: int, size: float) -> str:
+    """The same of one trial."""
+    begin, *gradients = (value.to(device) for value in drawn(shape, steps, size))
+    given: list[Tensor] = []  # to the whole parameters
+
+    def gradient(those: Sequence[Tensor]) -> Sequence[Tensor]:
+        g = gradients[len(given)]
+        given.append(turned(g, torch.stack(list(those))) if len(given) % 2 else g)
+        return given[-1].unbind()
+
+    def part(a: int, b: int) -> tuple[list[nn.Parameter], optim.Optimizer]:
+        flat = iter(g.view(-1)[a:b] for g in given)
+        return stepped(make, [begin.view(-1)[a:b]], lambda _: [next(flat)], steps)
 
     where = "by itself"
     try:
         with aside(device):
-            whole, optimizer = stepped(make, begin, gradient)
+            whole, optimizer = stepped(make, begin.unbind(), gradient, steps)
             where = "on a part of a parameter"
-            parts = [part(at) for at in (slice(CUT), slice(CUT, None))]
+            parts = [part(a, b) for a, b in pairwise((0, cut, begin.numel()))]
     except Exception as error:  # whatever a class has to say about parameters that are flat
         return f"tried {where} it raises {type(error).__name__}: {error}"
-    weights, settings = whole.detach(), numbers(optimizer)
-    apart, moved = torch.cat([p.detach() for p, _ in parts]) - weights.view(-1), (weights - begin).abs().max()
-    if not moved:
-        return f"by itself it changes nothing in {STEPS} steps"
+    weights, settings = torch.stack([p.detach() for p in whole]), numbers(optimizer)
+    apart = torch.cat([p.detach() for those, _ in parts for p in those]) - weights.view(-1)
+    if not (moved := (weights - begin).abs().max()):
+        return f"by itself it changes nothing in {steps} steps"
     if not apart.abs().max() <= 1e-3 * moved:
         return f"{where} it computes other weights"
-    if kept := uncut(whole, optimizer):
+    if kept := next((words for p in whole if (words := uncut(p, optimizer))), ""):
         return f"it keeps {kept}, which cannot be cut"
     others = (item for _, own in parts for item in numbers(own).items())
     return next((f"{where} its {key} is another" for key, x in others if abs(x - settings[key]) > 1e-3 * abs(x)), "")
 
 
-def drawn() -> list[Tensor]:
-    """Weights, and a gradient for each step."""
+def drawn(shape: tuple[int, int], steps: int, size: float) -> list[Tensor]:
+    """Weights of two matrices, [2, *shape], and gradients for each step."""
     draw = torch.Generator().manual_seed(0)
-    uneven = torch.arange(1.0, 25.0).view(SHAPE)  # or norms of the parts could be alike
-    begin, *gradients = (uneven * torch.randn(SHAPE, generator=draw) for _ in range(STEPS + 1))
-    return [begin, *(gradient * SIZES[i % len(SIZES)] for i, gradient in enumerate(gradients))]
+    uneven = torch.linspace(1.0, 24.0, shape[0] * shape[1]).view(shape)  # or norms of the parts could be alike
+    begin, *gradients = (uneven * torch.randn(2, *shape, generator=draw) for _ in range(steps + 1))
+    return [size * begin, *(gradient * SIZES[i % len(SIZES)] for i, gradient in enumerate(gradients))]
 
 
 def turned(gradient: Tensor, weights: Tensor) -> Tensor:
     """At right angles to each row of the weights."""
-    rows: Tensor = weights / weights.norm(dim=1, keepdim=True)  # [4, 6]
-    return gradient - (gradient * rows).sum(1, keepdim=True) * rows
+    rows: Tensor = weights / weights.norm(dim=-1, keepdim=True)  # [2, 4, 6]
+    return gradient - (gradient * rows).sum(-1, keepdim=True) * rows
 
 
-def stepped(make: Make, begin: Tensor, gradient: Callable[[Tensor], Tensor]) -> tuple[nn.Parameter, optim.Optimizer]:
-    """The parameter, and its optimizer, after steps that are each by the `gradient` of what it is."""
-    p = nn.Parameter(begin.clone())
-    optimizer = make(p)
-    for _ in range(STEPS):
-        p.grad = gradient(p.detach()).clone()
+def stepped(
+    make: Make, begin: Sequence[Tensor], gradients: Draw, steps: int
+) -> tuple[list[nn.Parameter], optim.Optimizer]:
+    """The parameters, and their optimizer, after steps that are each by the `gradients` of what they are."""
+    params = [nn.Parameter(value.clone()) for value in begin]
+    optimizer = make(params)
+    for _ in range(steps):
+        for p, gradient in zip(params, gradients([p.detach() for p in params]), strict=True):
+            p.grad = gradient.clone()
         optimizer.step()
-    return p, optimizer
+    return params, optimizer
 
 
 def numbers(optimizer: optim.Optimizer) -> dict[str, float]:

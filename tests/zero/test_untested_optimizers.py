@@ -108,6 +108,64 @@ class OfBlocks(Descent):
         return grad
 
 
+class OfLargerMatrices(Descent):
+    """As Adafactors, which factor only matrices of some size."""
+
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
+        return grad / grad.norm() if grad.ndim == 2 and min(grad.shape) >= 128 else grad.sign()
+
+
+class OfBlocksOfMany(Descent):
+    """As optimizers of 8 bits: rounded in blocks of 256, where there are 4,096 elements."""
+
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
+        if grad.numel() < 4096:
+            return grad
+        blocks = nn.functional.pad(grad.flatten(), (0, -grad.numel() % 256)).view(-1, 256)
+        unit = blocks.abs().amax(1, keepdim=True) / 127 + 1e-30
+        return ((blocks / unit).round() * unit).view(-1)[: grad.numel()].view(grad.shape)
+
+
+class BesideSmallWeights(Descent):
+    """As a LAMB whose ratio of norms is at most 1."""
+
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
+        return grad.sign() * min(1.0, float(p.norm() / grad.sign().norm()))
+
+
+class OfPlaces(Descent):
+    """As GrokAdamW: each parameter in its group goes half as far as the one before it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    p.sub_(group["lr"] * 0.5**i * p.grad)
+
+
+class LateByItself(Descent):
+    """As RAdam, which without a variance that it trusts goes nowhere for five steps."""
+
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
+        count = self.state[p]["step"] = self.state[p].get("step", 0) + 1
+        return grad * (count > 5)
+
+
+class WithATensorsRate(Descent):
+    """As torchao's, whose rate must stay a tensor."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["lr"] = torch.tensor(float(lr))
+
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
+        if not isinstance(group["lr"], Tensor):
+            raise RuntimeError("lr was changed to a non-Tensor object")
+        return grad.sign()
+
+
 class Abstract(ABC, optim.Optimizer):
     """Its objects have another memory layout than those of an optimizer without an ABC before it."""
 
@@ -177,6 +235,12 @@ def batch(step: int, rank: int) -> Tensor:
             OfBlocks,
             r"it keeps a state 'largest' of shape \(2,\) for a parameter of shape \(4, 6\), which cannot be cut",
         ),
+        (OfLargerMatrices, "it computes other weights"),
+        (OfBlocksOfMany, "it computes other weights"),
+        (BesideSmallWeights, "it computes other weights"),
+        (OfPlaces, "it computes other weights"),
+        (LateByItself, ""),
+        (WithATensorsRate, ""),
         (optim.Adafactor, "it computes other weights"),
         (optim.LBFGS, "tried by itself it raises TypeError: .*closure"),
     ],
@@ -199,8 +263,8 @@ def test_what_is_allowed_is_tried(kind: Callable[..., Any], fails: str) -> None:
 def test_each_of_the_options_that_groups_have_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[float] = []
 
-    def what_fails(make: Callable[[nn.Parameter], Any], device: torch.device) -> str:
-        tried.append(make(nn.Parameter(torch.ones(1))).param_groups[0]["size"])
+    def what_fails(make: Callable[[list[nn.Parameter]], Any], device: torch.device) -> str:
+        tried.append(make([nn.Parameter(torch.ones(1))]).param_groups[0]["size"])
         return ""
 
     monkeypatch.setattr("refimpl.zero.kind.what_fails", what_fails)
@@ -232,7 +296,7 @@ def alone(kind: Callable[..., Any], ranks: int) -> list[Tensor]:
     return [w.detach() for w in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("kind", [OfNorms, optim.Adafactor])
+@pytest.mark.parametrize("kind", [OfNorms, OfPlaces, optim.Adafactor])
 def test_what_needs_whole_parameters_has_them_at_stage_0_and_is_refused_behind_it(kind: Callable[..., Any]) -> None:
     """accelerate and transformers allow every optimizer: that alone must not have it cut."""
     expected = alone(kind, 2)
