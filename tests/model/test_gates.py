@@ -103,7 +103,7 @@ def test_tokens_that_are_not_used_go_nowhere_and_count_nowhere() -> None:
     ("tokens", "experts", "factor", "least", "slots"),
     [(30, 3, 0.3, 0, 3), (7, 2, 1.0, 4, 4), (5, 8, 1.0, 0, 1), (25, 1, 0.6, 0, 16), (45, 3, 2.2, 0, 33)],
 )
-def test_capacity_is_rounded_up_as_in_fp32_and_at_least_the_least(
+def test_capacity_is_rounded_up_and_at_least_the_least(
     tokens: int, experts: int, factor: float, least: int, slots: int
 ) -> None:
     """25 x 0.6 is more than 15 in fp32, where DeepSpeed computes it; 15 x 2.2 is more than 33 in fp64 alone."""

@@ -12,6 +12,7 @@ from worlds import run
 from refimpl.comm.axes import expert_groups
 from refimpl.comm.group import Group
 from refimpl.zero.config import ZeroConfig
+from refimpl.zero.flat import ALIGN, ALIGN_PARAMETER, round_up
 
 EXPERTS, WIDTH, STEPS = 12, 7, 3  # 12 experts: for 2, 3 and 4 ranks
 
@@ -130,7 +131,8 @@ def test_an_expert_that_one_rank_has_sends_no_gradient(kind: str) -> None:
     """What a gradient of the dense layer sends is all that is sent; of state every rank keeps its own experts'."""
     dense = 64 * 4  # elements, padded to a multiple of 64 a rank
     once = dense * 4 * 3 // 4  # bytes of a reduce-scatter
-    experts = EXPERTS // 4 * (56 + 8)  # elements: each parameter begins on a multiple of 8
+    of_one = round_up(56, ALIGN_PARAMETER) + round_up(8, ALIGN_PARAMETER)  # elements
+    experts = round_up(EXPERTS // 4 * of_one, ALIGN)
     for _, _, sent, state in run(trained, kind, 4, ranks=4):
         assert sent["gradients"] == (2 * once if kind == "ddp" else once)
         assert state == 2 * (experts + (dense if kind == "ddp" else dense // 4))
