@@ -20,7 +20,7 @@ def counted(optimizer: optim.Optimizer | None) -> dict[str, Any]:
 def put_counted(optimizer: optim.Optimizer, values: Mapping[str, Any]) -> None:
     """They are copies of these from now on, and there are no others."""
     state: dict[Any, Any] = optimizer.state
-    for key in counted(optimizer):
+    for key in [key for key in state if not isinstance(key, Tensor)]:
         del state[key]
     state.update(deepcopy(dict(values)))
 

@@ -152,9 +152,9 @@ def into(name: str, switch: Callable[..., None]) -> Callable[[Owned], None]:
 
     def of_stage(optimizer: Owned) -> None:
         slices = optimizer.stage.update.slices
-        twin, before = slices.twin(slices.settings(), {}), slices.settings_in_words()
-        switch(twin)
-        changed = any(vars(twin)[key] is not value for key, value in vars(optimizer).items() if key != "param_groups")
+        given, before = slices.settings(), slices.settings_in_words()
+        switch(twin := slices.twin(given, {}))
+        changed = any(vars(twin)[key] is not value for key, value in given.attributes.items())
         if changed or settings(twin, slices.kind.cls, waits=False) != before:
             optimizer.stage.rewrite(switch)
 

@@ -353,6 +353,24 @@ def in_modes(stage_name: str, dtype: torch.dtype | None, folder: Path | None, sh
     return seen
 
 
+def rewritten() -> list[int]:
+    """How often the weights were, after each of some calls."""
+    model, calls, counts = small(), list[str](), []
+    optimizer = Counting(model.parameters())
+    stage = STAGES["zero1"](model, optimizer, Group.world(), ZeroConfig(allow_untested_optimizer=True))
+    rewrite = stage.rewrite
+    stage.rewrite = lambda write: (calls.append(""), rewrite(write))[1]  # type: ignore[method-assign, func-returns-value]
+    for switch in (optimizer.train, optimizer.train, optimizer.eval, optimizer.eval, optimizer.train):
+        switch()
+        counts.append(len(calls))
+    return counts
+
+
+def test_who_asks_for_the_mode_that_is_rewrites_nothing() -> None:
+    """transformers' Trainer asks before each batch; with the state on a disk a rewrite reads and writes all of it."""
+    assert run(rewritten, ranks=2) == [[1, 1, 2, 2, 3]] * 2
+
+
 def modes_alone(ranks: int) -> list[Tensor]:
     model, seen = small(), []
     optimizer = Counting(model.parameters())
