@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from stream_log import Kernel, Recorder, Watch, needless, pretended, races
+from stream_log import Kernel, Recorder, Watch, in_turn, needless, pretended, races
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import STAGES, Net, tokens
@@ -144,7 +144,7 @@ def test_each_wait_left_out_is_a_race(stage: str, deterministic: bool, rank: int
         places.setdefault(f"{kind}: start" if by in ("__init__", "share") else where, set()).update(entries)
     needed = {where for where in places if where.startswith(("inputs", "result"))}
     assert len(needed) >= 6
-    assert {where for where in needed if not races(log.log, without=log.with_repeats(places[where]))} == set()
+    assert {where for where in needed if not any(in_turn(log.log, log.with_repeats(places[where])))} == set()
 
 
 OTHERWISE: dict[str, tuple[str, dict[str, Any]]] = {
