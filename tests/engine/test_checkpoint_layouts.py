@@ -19,6 +19,7 @@ from refimpl.engine.pipeline import PipelineEngine
 from refimpl.model.gpt import GPT
 from refimpl.parallel.swap import whole_state_dict
 
+pytestmark = pytest.mark.xdist_group("layouts")  # so that their folders are made once
 WHOLE = "stage3_gather_16bit_weights_on_model_save"
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
 

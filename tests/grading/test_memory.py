@@ -2,8 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,12 +14,10 @@ SIZE = 1000  # elements: 4,000 bytes, more than Kept overlooks
 
 
 @pytest.fixture(autouse=True)
-def frozen() -> Iterator[None]:
-    """As in a rank: what was there before is not looked through each time."""
+def frozen() -> None:
+    """As in a rank: what was there before is not looked through each time, neither in the tests that follow."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Holder:
