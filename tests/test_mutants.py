@@ -8,6 +8,7 @@ A mutant is what it does otherwise than the solution, behind which it is written
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,11 @@ def grader() -> Iterator[Grader]:
         yield grader
 
 
+exercises = cache(exercises_of)  # a chapter's graders are imported once, not for every mutant
+
+
 def exercise(chapter: Chapter, task: str) -> Exercise:
-    (found,) = (exercise for exercise in exercises_of(chapter) if exercise.task == task)
+    (found,) = (exercise for exercise in exercises(chapter) if exercise.task == task)
     return found
 
 
@@ -79,7 +83,7 @@ def test_every_mutant_is_killed_for_the_right_reason(
 
 @pytest.mark.parametrize("chapter", [pytest.param(c, id=c.name) for c in CHAPTERS])
 def test_every_chapter_is_complete(chapter: Chapter) -> None:
-    assert sorted(exercise.task for exercise in exercises_of(chapter)) == sorted(chapter.tasks)
+    assert sorted(exercise.task for exercise in exercises(chapter)) == sorted(chapter.tasks)
     assert len(chapter.mutants) >= 5
     assert {wanted(m)[0] for m in chapter.mutants} == set(chapter.tasks), "each task has a mutant"
     assert {task: len(hints) >= 2 for task, hints in chapter.hints.items()} == dict.fromkeys(chapter.tasks, True)

@@ -215,7 +215,7 @@ class Checkpointed(Net):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.roll(-1, 1).flatten())
 
 
-def learned(config: dict[str, Any], dtype: torch.dtype, micro_batches: int, steps: int = 24) -> list[float]:
+def learned(config: dict[str, Any], dtype: torch.dtype, micro_batches: int, steps: int = 12) -> list[float]:
     """The mean loss over ranks of each step, on four batches that come again."""
     group = Group.world()
     torch.manual_seed(0)
@@ -247,7 +247,7 @@ def test_the_loss_stays_within_a_tenth_of_zero3s(
         return sum(nodes(2, 2, learned, config, dtype, micro_batches)[0][-4:]) / 4
 
     plain = last({})
-    assert plain < 2.8, "there is something to learn: it begins above 3.5"
+    assert plain < 4.5, "there is something to learn: it begins above 11"
     assert last(config | {"param_persistence_threshold": 40}) == pytest.approx(plain, rel=0.1)
 
 
