@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
