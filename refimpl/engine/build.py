@@ -7,6 +7,7 @@ DeepSpeed's counterpart: the `_configure_*` methods of deepspeed/runtime/engine.
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from refimpl.engine.config import load_config
 from refimpl.engine.cut import AUTOTP_DTYPE, counted_elsewhere, cut
 from refimpl.engine.dataloader import first_batch, make_dataloader
 from refimpl.engine.experts import ExpertRanks, deal_out, refuse_unlike, same_experts
-from refimpl.engine.homes import with_homes
+from refimpl.engine.homes import told, with_homes
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.layout import check_agreed, check_layout, check_whole
 from refimpl.engine.leaf import flagged
@@ -147,14 +148,15 @@ def make_stage(
         zero = replace(zero, leaf_modules=flagged(model, settings.zero_optimization.leaf_module, axes.world.rank))
     if axes.context.size > 1 and settings.seq_parallel_communication_data_type is not None:
         zero = replace(zero, communication_data_type=settings.seq_parallel_communication_data_type)
-    zero = with_plus(with_homes(zero, settings, axes.replicas.device), settings)
+    zero = with_plus(with_homes(zero, settings, axes.replicas.device, axes.world), settings)
     experts = same_experts(model, ranks)
     if ranks.made and axes.across.size > 1:
         raise ConfigError("zero_optimization.mics_shard_size: experts are not replicated over nodes; leave it out")
     axes = ranks.widest
     if number == 3:
         refuse_unlike(model, experts, axes.expert)
-    stage = STAGES[number](model, optimizer, axes.shards, zero, settings.loss_scaler(), experts)
+    build = partial(STAGES[number], model, optimizer, axes.shards, zero, settings.loss_scaler(), experts)
+    stage = told(axes.world, build) if axes.world.size > axes.shards.size else build()
     if axes.across.size > 1:
         stage.replicate(axes.across)
     if axes.model.size > 1:

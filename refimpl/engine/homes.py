@@ -12,23 +12,29 @@ With delayed_update gradients wait in memory: of the host, beside a GPU.
 DeepSpeed: deepspeed/runtime/zero/offload_config.py, deepspeed/runtime/swap_tensor/aio_config.py.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
+from refimpl.checkpoint.errors import together
+from refimpl.comm.group import Group
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.schema import DeepSpeedConfig
 from refimpl.engine.sections import OffloadOptimizer, OffloadParam
-from refimpl.offload.blocks import Aio
+from refimpl.offload.blocks import Aio, OffloadError
 from refimpl.offload.homes import Disk, Host
 from refimpl.zero.config import ZeroConfig
 
+T = TypeVar("T")
 
-def with_homes(zero: ZeroConfig, settings: DeepSpeedConfig, device: torch.device) -> ZeroConfig:
+
+def with_homes(zero: ZeroConfig, settings: DeepSpeedConfig, device: torch.device, world: Group) -> ZeroConfig:
     """`zero` with the homes that the configuration asks for, each opened. ConfigError names the key.
 
-    OffloadError if a folder cannot be used.
+    OffloadError on every rank of `world`, all ranks, if one cannot use its folder. A collective if there is a disk.
     """
     section, aio = settings.zero_optimization, asked_aio(settings)
     optimizer, param = section.offload_optimizer, section.offload_param
@@ -45,7 +51,7 @@ def with_homes(zero: ZeroConfig, settings: DeepSpeedConfig, device: torch.device
     if optimizer.device == "nvme":
         ways = optimizer.pipeline_read + optimizer.pipeline_write
         buffers = optimizer.buffer_count if ways == 2 else min(optimizer.buffer_count, 1 + ways)
-        disk = Disk(folder("offload_optimizer", optimizer), buffers, aio)
+        disk = opened(world, "offload_optimizer", optimizer, buffers, aio)
         # As in DeepSpeed, gradients wait where they will be used.
         in_memory = Host() if gradients_leave else None
         gradients = disk if section.stage >= 2 and not late else in_memory
@@ -55,7 +61,7 @@ def with_homes(zero: ZeroConfig, settings: DeepSpeedConfig, device: torch.device
         zero = replace(zero, optimizer_home=Host(), gradient_home=gradients, delayed_update=late)
     if param.device == "nvme":
         most = param.buffer_size * (zero.dtype or torch.float32).itemsize
-        home = Disk(folder("offload_param", param), param.buffer_count, aio, most)
+        home = opened(world, "offload_param", param, param.buffer_count, aio, most)
         zero = replace(zero, parameter_home=home, max_in_host=param.max_in_cpu)
     elif param.device == "cpu" and device.type != "cpu":
         zero = replace(zero, parameter_home=Host())
@@ -69,13 +75,30 @@ def asked_aio(settings: DeepSpeedConfig) -> Aio:
     return Aio(aio.block_size, depth, aio.intra_op_parallelism if aio.overlap_events else 1)
 
 
-def folder(key: str, section: OffloadOptimizer | OffloadParam) -> Path:
-    """`nvme_path`, made if it is not there."""
+def opened(world: Group, key: str, section: OffloadOptimizer | OffloadParam, *of_disk: Any) -> Disk:
+    """Each rank's file in `nvme_path`, which is made if it is not there."""
     if not section.nvme_path:
         raise ConfigError(f"zero_optimization.{key}.device = 'nvme' needs a folder: set {key}.nvme_path")
     path = Path(section.nvme_path)
+
+    def on_this_rank() -> Disk:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"zero_optimization.{key}.nvme_path = {str(path)!r}: {error.strerror}") from error
+        return Disk(path, *of_disk)
+
+    return together(world, on_this_rank, OffloadError)
+
+
+def told(world: Group, build: Callable[[], T]) -> T:
+    """build(), of which a disk may fail some ranks, in groups: then OffloadError on every rank of `world`."""
+    result = failure = None
     try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"zero_optimization.{key}.nvme_path = {str(path)!r}: {error.strerror}") from error
-    return path
+        result = build()
+    except OffloadError as error:
+        failure = error
+    said = world.all_gather_object(None if failure is None else str(failure))
+    if any(said):
+        raise OffloadError("; ".join(dict.fromkeys(filter(None, said)))) from failure
+    return result  # type: ignore[return-value]

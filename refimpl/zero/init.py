@@ -100,7 +100,7 @@ class Init:
         for unit in units:
             unit.on_use, unit.state_dicts = self._used, saved
             if self.home is not None:
-                unit.shelve(self.home, unit.shard_numel)
+                unit.shelve(self.home, unit.shard_numel, self.group)
         self._commit()
 
     def _used(self, unit: Unit, what: str) -> None:

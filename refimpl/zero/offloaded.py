@@ -40,6 +40,7 @@ BEFORE = (
     "Nothing was updated: the weights are those of before this step. What was lost of their masters and states comes "
     "back with a checkpoint: load one with its optimizer state. Who else changes the files of this process?"
 )
+NO_PLACE = "What was to be trained has no place to rest: start again, from a checkpoint if there is one"
 Handed = tuple[Tensor, float, set[nn.Parameter]]  # mean gradient, its factor, the parameters to leave alone
 
 
@@ -47,7 +48,10 @@ class OffloadedUpdate(Brought):
     """As `Update`, with masters and optimizer state in the home that the configuration names."""
 
     def add(self, owned: dict[Bucket, Tensor]) -> None:
-        """Bucket by bucket: no more than one has its masters in two places."""
+        """Bucket by bucket: no more than one has its masters in two places.
+
+        OffloadError on every rank if one's disk has no room; a collective if there is a disk.
+        """
         if self.slices.optimizer is not None and not self.slices.kind.elementwise:
             kind = self.slices.kind
             raise TypeError(
@@ -60,6 +64,9 @@ class OffloadedUpdate(Brought):
         most = round_up(self.config.sub_group_size, ALIGN)
         if self.resting is None and (home := self.config.gradient_home) is not None:
             self.resting = RestingOnDisk(home, self.gone, most) if isinstance(home, Disk) else Resting(home, self.gone)
+        self.together(lambda: self._deal_out(owned, most), NO_PLACE)
+
+    def _deal_out(self, owned: dict[Bucket, Tensor], most: int) -> None:
         gone = self._offloaded(owned)
         for bucket, mine in owned.items():  # in order: a saved state goes by it, whatever rests where
             if bucket in gone:

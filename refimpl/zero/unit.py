@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from refimpl.checkpoint.errors import together
 from refimpl.comm.group import Group
 from refimpl.comm.work import Work
 from refimpl.offload.blocks import OffloadError
@@ -82,10 +83,13 @@ class Unit(Bucket):
         self.is_free = False
         self.free()
 
-    def shelve(self, home: Host, most: int) -> None:
-        """From now on the shard rests there; on a disk in runs of `most` elements. On a CPU it is at the host."""
+    def shelve(self, home: Host, most: int, among: Group) -> None:
+        """From now on the shard rests there; on a disk in runs of `most` elements. On a CPU it is at the host.
+
+        OffloadError on every rank of `among` if the disk of one has no room; a collective if it is a disk.
+        """
         if isinstance(home, Disk):
-            self.rest_on(Shelf(home, self.mine, most))
+            self.rest_on(together(among, lambda: Shelf(home, self.mine, most), OffloadError))
         elif self.device.type != "cpu":
             self.rest_on(HostShelf(home, self.mine))
 

@@ -49,7 +49,7 @@ def make_units(
         kept += unit.mine.numel()
         if config.parameter_home is not None:
             home = config.parameter_home if kept > config.max_in_host else Host()
-            unit.shelve(home, round_up(config.sub_group_size, ALIGN))
+            unit.shelve(home, round_up(config.sub_group_size, ALIGN), group)
         for path in paths:
             units.setdefault(path, []).append(unit)
     return units

@@ -1,19 +1,28 @@
 """`offload_optimizer`, `offload_param`, `aio`: the same training from any JSON, or an error that names the key."""
 
+import errno
+import os
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import worlds
 from test_engine import Net, batch, config
 from torch import Tensor
 
 import refimpl
+from refimpl.comm.group import Group
 from refimpl.engine.config import load_config
 from refimpl.engine.homes import with_homes
 from refimpl.engine.keys import ConfigWarning
 from refimpl.launch import RankError
+from refimpl.offload import blocks
+from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import Disk, Host
 from refimpl.zero.config import ZeroConfig
 
@@ -98,6 +107,34 @@ def test_a_run_that_is_one_step_late_goes_on(stage: int, device: str, tmp_path: 
     assert [n for n in whole if not torch.equal(whole[n], plain[n])] != []
 
 
+def without_room(stage: int, which: str, path: Path) -> str:
+    """What a rank is told where the last one may make no file, or has no room in it."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    settings = offloaded(stage, *WAYS["all to a disk" if which == "parameters" else "optimizer to a disk"], path)
+    settings["zero_optimization"]["mics_shard_size"] = 1 if which == "replicas" else -1
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    call, fails = ("opened", [full]) if which == "file" else ("take_space", [*([None] if stage == 3 else []), full])
+    with (
+        mock.patch.object(blocks, call, side_effect=fails) if last else nullcontext(),
+        pytest.raises(OffloadError) as told,
+    ):
+        refimpl.initialize(model=Net(), config=settings)
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "which", "ranks"),
+    [(1, "file", 3), (2, "states", 3), (3, "states", 2), (3, "parameters", 3), (3, "replicas", 2)],
+)
+def test_a_disk_that_fails_one_rank_at_the_start_is_told_on_all(
+    stage: int, which: str, ranks: int, tmp_path: Path
+) -> None:
+    texts = worlds.run(without_room, stage, which, tmp_path, ranks=ranks)
+    assert len(set(texts)) == 1
+    says = "cannot make a file to offload to: .*; give a folder" if which == "file" else "no room for .*; free some"
+    assert re.match(rf"rank {ranks - 1}: {tmp_path}.*: {says}", texts[0]), texts[0]
+
+
 PARAM = {"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": 0}
 WRONG = {
     "delayed_update needs device 'cpu' or 'nvme'": (2, {"device": "none", "delayed_update": True}, None),
@@ -110,7 +147,7 @@ WRONG = {
 
 def homes_on(device: str, optimizer: dict[str, Any], param: dict[str, Any] | None, path: Path) -> ZeroConfig:
     settings = load_config(offloaded(3, optimizer, param, path), world_size=1)
-    return with_homes(ZeroConfig(), settings, torch.device(device))
+    return with_homes(ZeroConfig(), settings, torch.device(device), Group(None))
 
 
 def test_on_a_gpu_a_late_updates_gradients_leave_for_the_host(tmp_path: Path) -> None:
@@ -134,7 +171,7 @@ def test_parameters_leave_a_gpu_for_the_host_or_a_disk(tmp_path: Path) -> None:
 def test_parameters_that_are_whole_stay_as_in_deepspeed_which_a_warning_says(stage: int, tmp_path: Path) -> None:
     with pytest.warns(ConfigWarning, match=f"stage 3 only, not in stage {stage}.*no effect"):
         settings = load_config(offloaded(stage, {"device": "none"}, PARAM, tmp_path), world_size=1)
-    assert with_homes(ZeroConfig(), settings, torch.device("cuda")).parameter_home is None
+    assert with_homes(ZeroConfig(), settings, torch.device("cuda"), Group(None)).parameter_home is None
     load_config(offloaded(stage, {"device": "none"}, PARAM, tmp_path), world_size=1, rank=1)
 
 
