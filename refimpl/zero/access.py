@@ -281,10 +281,8 @@ def whole(bucket: Bucket, flat: Tensor, p: nn.Parameter) -> Tensor:
 def mean_waiting(gradients: "Gradients", bucket: Bucket, p: nn.Parameter) -> Tensor | None:
     """What `no_sync` keeps of p's gradient, as its reduction will make it: fp32, a copy; None if no rank keeps any.
 
-    A collective, where the last backward was not reduced: a rank that did not use p has nothing, and counts as zero.
+    A collective: a rank that did not use p, or anything, has nothing, and counts as zero.
     """
-    if not gradients.filling:
-        return None
     mine = gradients.waiting(p)
     if not somewhere(gradients, bucket, mine is not None):
         return None

@@ -379,6 +379,26 @@ def test_masters_begin_with_what_rounding_takes_off(stage: str) -> None:
     assert run(exact_masters, stage, ranks=3) == [0.0] * 3
 
 
+def of_a_micro_batch_without_gradients(stage_name: str) -> list[Tensor | None]:
+    """A gradient, where it may wait for the last micro-batch: rank 1's loss has nothing of the model, and then has."""
+    model, _, stage = stage_of_small(stage_name)
+    found = []
+    for alike in (False, True):
+        loss = model(batch(0, 0)).sum()
+        nothing = stage.group.rank == 1 and not alike
+        stage.backward(torch.zeros((), requires_grad=True) if nothing else loss, sync=False)
+        found.append(stage.full_gradient("0.weight"))
+        stage.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("stage", ["ddp", "zero1"])
+def test_a_rank_that_has_no_gradient_at_all_counts_as_zero(stage: str) -> None:
+    for some, all_of_them in run(of_a_micro_batch_without_gradients, stage, ranks=3):
+        assert all_of_them.any()
+        torch.testing.assert_close(some, all_of_them * 2 / 3)
+
+
 def by_name(stage_name: str, dtype: torch.dtype) -> bool:
     """Get and set of weights, gradients and state; parts add up to the whole."""
     group = Group.world()
