@@ -9,7 +9,8 @@
     later      what is trained since the stage was built, thawed or of a new group: it travels by its length alone
     hooks      of the user's, in backward: what they write, see `refuse_hooked`, is told by each rank for itself
     updates    the steps in which the optimizer, or a hook of its step, raised: there a script may have caught it
-    weights    where every rank updates all (DDP), at the 1st, 2nd, 4th, 8th, ... step: of a mixture nothing ever fails
+    weights    where every rank updates all (DDP, shards of one rank), at the 1st, 2nd, 4th, 8th, ... step: of a
+               mixture nothing ever fails
 
 It is one checksum, and no byte more travels. Left out: values on a GPU, for which the host would wait, and what is
 written to a rank's own part (DeepSpeed's `safe_set_local_fp32_param`), which is right.
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from refimpl.offload.homes import is_here
 from refimpl.zero.parameter import DATA
 from refimpl.zero.settings import Settings, difference
 from refimpl.zero.unit import unit_of
@@ -73,7 +75,8 @@ class Alike:
         given |= {RAISED: repr([*update.raised]), REGROUPED: repr(update.slices.regrouped())}
         given[LATER] = str(zlib.crc32(repr(self.stage.later).encode()))
         given |= update.slices.settings_in_words()
-        replicated = update.replicated() and self.stage.group.size > 1
+        several = self.stage.group.size > 1 or update.across is not None
+        replicated = update.replicated() and several
         if replicated and not self.stage.config.delayed_update:  # which may be under way
             given |= self._replicas(update.steps)
         return given
@@ -126,10 +129,10 @@ class Alike:
         return hash(writes), self._weights(written if looks else [])
 
     def _replicas(self, step: int) -> Settings:
-        buckets = [b for b in self.stage.buckets if b.group is self.stage.group and b.full.is_cpu]
-        if not buckets or step & (step - 1):
+        owned = [w for b, w in self.stage.update.owned.items() if b.group is self.stage.group and w.is_cpu]
+        if not owned or step & (step - 1):
             return {}
-        return {("the weights'", "checksum"): str(sum(int(b.full.view(torch.int64).sum()) for b in buckets))}
+        return {("the weights'", "checksum"): str(sum(int(w.view(torch.int64).sum()) for w in owned if is_here(w)))}
 
     def _weights(self, params: list[nn.Parameter]) -> Settings:
         whole = {self.stage.names[p]: DATA.__get__(p) for p in params}
@@ -225,7 +228,7 @@ class Alike:
         of_ranks = dict(zip(group.ranks, group.all_gather_object(given), strict=True))
         for others in across.all_gather_object(of_ranks) if across is not None else ():
             of_ranks |= others
-        return of_ranks
+        return dict(sorted(of_ranks.items()))
 
 
 def raised_alone(said: Mapping[int, Mapping[int, str]]) -> str:

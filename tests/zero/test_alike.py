@@ -17,6 +17,7 @@ from training import STAGES
 from worlds import run
 
 from refimpl.comm.group import Group
+from refimpl.comm.mesh import Mesh
 from refimpl.launch import RankError
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.stage import Stage
@@ -113,11 +114,15 @@ def test_a_setting_that_changes_on_one_rank_is_told_on_all_before_the_weights_pa
     assert re.search(rf"group 0: {key} is not .* \(rank {here}: .*; rank {there}: {CHANGED[key][1]}\)", texts[0]), texts
 
 
-def with_weights_of_its_own() -> str:
+def with_weights_of_its_own(stage: str, replicas: bool) -> str:
     """Before the fourth step, where nothing counts what is written."""
     group, model = Group.world(), model_of("", False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-    built = STAGES["ddp"](model, optimizer, group, ZeroConfig(reduce_bucket_size=10))
+    config = ZeroConfig(reduce_bucket_size=10, param_persistence_threshold=5)
+    mesh = Mesh({"across": group.size if replicas else 1, "shard": 1 if replicas else group.size})
+    built = STAGES[stage](model, optimizer, mesh.group("shard"), config)
+    if replicas:
+        built.replicate(mesh.group("across"))
     for step in range(4):
         if step == 3 and group.rank == group.size - 1:
             built.local_parameter("0.weight").add_(1)
@@ -128,9 +133,11 @@ def with_weights_of_its_own() -> str:
     return str(told.value)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_weights_that_change_on_one_rank_are_told(ranks: int) -> None:
-    texts = run(with_weights_of_its_own, ranks=ranks)
+@pytest.mark.parametrize(
+    ("stage", "replicas", "ranks"), [("ddp", False, 2), ("ddp", False, 3), ("ddp", True, 3), ("zero3", True, 2)]
+)
+def test_weights_that_change_on_one_rank_are_told(stage: str, replicas: bool, ranks: int) -> None:
+    texts = run(with_weights_of_its_own, stage, replicas, ranks=ranks)
     assert len(set(texts)) == 1
     assert re.search(rf"the weights' checksum is not .* \(rank 0.*: -?\d+; rank {ranks - 1}: -?\d+\)", texts[0]), texts
 
