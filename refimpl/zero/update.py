@@ -206,7 +206,8 @@ class Update(Masters):
             return
         fine = self.group.all_gather_object(was_finite)
         bad = [rank for rank, is_fine in zip(self.group.ranks, fine, strict=True) if not is_fine]
-        whose = f"the loss of rank {', '.join(map(str, bad))} is not finite" if bad else "a gradient is not finite"
+        begun = "the loss, or what a pipeline's stage gets in its place," if self.beyond else "the loss"
+        whose = f"{begun} of rank {', '.join(map(str, bad))} is not finite" if bad else "a gradient is not finite"
         if self.group.rank == 0:
             warnings.warn(
                 f"{self.stage}, step {self.steps}: {whose}; the update is skipped on every rank ({n} skipped so far)",

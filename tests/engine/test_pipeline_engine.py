@@ -1,5 +1,6 @@
 """A pipeline behind DeepSpeed's calls trains as the data-parallel engine does, bit for bit; and what it refuses."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -80,6 +81,20 @@ def by_pipeline(settings: dict[str, Any], stages: int, interval: int) -> Found:
     losses = [engine.train_batch(data).item() for _ in range(STEPS)]
     state = {name: w.clone() for name, w in engine.module_state_dict().items()}
     return state, losses, engine.get_global_grad_norm() or 0.0, engine.skipped_steps
+
+
+def by_pipeline_of_nothing_finite() -> list[str]:
+    engine, *_ = initialize(model=PipelineModule(layers(), 2, loss_fn=loss), config=config())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        engine.train_batch(iter([(torch.full((2, WIDTH), float("nan")), torch.zeros(2, WIDTH))] * GAS))
+    assert engine.skipped_steps == 1
+    return [str(each.message) for each in seen]
+
+
+def test_a_stage_without_a_loss_has_none_that_is_not_finite() -> None:
+    for rank, (told,) in enumerate(run(by_pipeline_of_nothing_finite, ranks=2)):
+        assert f"the loss, or what a pipeline's stage gets in its place, of rank {rank} is not finite" in told
 
 
 @pytest.mark.parametrize(
