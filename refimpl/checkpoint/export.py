@@ -107,10 +107,16 @@ def export(
         if manifest.is_in(out):
             raise CheckpointError(f"{out}: is a checkpoint, whose files come and go with it; choose another folder")
         there = sorted(path.name for path in out.glob("model*.safetensors*"))
-        if there:
+        if there and not cut_short(out, "model.safetensors"):
             raise CheckpointError(f"{out}: has {there[0]} already; move it away, or choose another folder")
     shards = in_shards(entries(folder, dtype, exclude_frozen), most)
     return write_set(out, shards, "model", ".safetensors", partial(write_shard, folder))
+
+
+def cut_short(out: Path, first: str) -> bool:
+    """Whether what is in `out` was left by an export that was killed: its index, named last, has no name yet."""
+    with atomic.alone(out) as nobody_exports:
+        return bool(nobody_exports and any(out.glob(f".{first}.index.json.refimpl-*")))
 
 
 def write_set(

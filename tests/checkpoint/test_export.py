@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from training import Net
 
-from refimpl.checkpoint import export, folder, tensors
+from refimpl.checkpoint import atomic, export, folder, tensors
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.find import given
 from refimpl.checkpoint.folder import Folder
@@ -105,23 +105,37 @@ def test_weights_that_are_there_are_not_replaced(tmp_path: Path) -> None:
             export.export(opened, tmp_path / "out", None)
 
 
-def test_what_a_killed_export_has_left_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["while it wrote", "while it named"])
+def test_what_a_killed_export_has_left_is_cleared(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worlds.run(begin, 1, 700, "fp32", tmp_path / "ck", ranks=1)
-    out = tmp_path / "out"
+    out, most = tmp_path / "out", 3000
+    named: list[Path] = []
 
     def killed(folder: Folder, path: Path, shard: Any) -> None:
         path.write_bytes(b"half of it")
         raise KeyboardInterrupt
 
+    def cut_short(part: Path, path: Path) -> None:
+        if named:
+            raise KeyboardInterrupt
+        named.append(path)
+        part.rename(path)
+
     with Folder(*given(tmp_path / "ck")) as opened:
-        monkeypatch.setattr(export, "write_shard", killed)
-        with pytest.raises(KeyboardInterrupt):
-            export.export(opened, out, torch.float32)
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            if when == "while it wrote":
+                patch.setattr(export, "write_shard", killed)
+            else:
+                patch.setattr(atomic.os, "replace", cut_short)
+            with pytest.raises(KeyboardInterrupt):
+                export.export(opened, out, torch.float32, most)
         (out / ".mine").write_text("kept")
         assert any(".refimpl-" in path.name for path in out.iterdir())
-        export.export(opened, out, torch.float32)
-    assert sorted(path.name for path in out.iterdir()) == [".mine", "model.safetensors"]
+        assert all(path.exists() for path in named)
+        files = export.export(opened, out, torch.float32, most)
+    assert len(files) > 2
+    assert set(out.iterdir()) == {out / ".mine", out / "model.safetensors.index.json", *files}
+    assert set(everything(out)) == set(Net().state_dict())
 
 
 def test_of_weights_that_do_not_fit_none_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
