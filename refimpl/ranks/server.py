@@ -1,9 +1,17 @@
-"""The server that ranks are forked from: it has imported torch and the stages, so that they need not."""
+"""The server that ranks are forked from: it has imported torch and the stages, so that they need not.
+
+Its socket is a file. multiprocessing puts it into a folder that whoever is killed leaves behind, under a name that says
+nothing of whose it was: here that is a folder as `folder.py` makes, which the next job clears.
+"""
 
 import multiprocessing.forkserver
 import os
+import shutil
 import tempfile
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, current_process
+from multiprocessing.util import Finalize
+
+from refimpl.ranks import folder
 
 # Every optimizer imports torch._dynamo. What trains is here too: 0.15 s of CPU time in every rank, if it imported that.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "refimpl.launch", "refimpl.zero.zero3", "refimpl.model.gpt"]
@@ -12,6 +20,7 @@ ENDED = (
     "the server that ranks are forked from has ended: killed, by hand or where memory ran out. No rank has failed; the "
     "next run starts another server"
 )
+_SHORT = 60  # characters of the folder for temporary files
 _UNKNOWN = 255  # multiprocessing's exit code for who was forked from a server that can be asked no more
 
 
@@ -22,16 +31,29 @@ def start_server(*also: str) -> None:
     """
     PRELOAD.extend(also)
     multiprocessing.forkserver.set_forkserver_preload([*PRELOAD, FROZEN])
+    _take_folder()
     try:
         multiprocessing.forkserver.ensure_running()
     except OSError as error:
         if "AF_UNIX path too long" not in str(error):
             raise
-        folder = tempfile.gettempdir()
+        there = tempfile.gettempdir()
         raise RuntimeError(
-            f"ranks are started through a socket in the folder for temporary files, and {folder} ({len(folder)} "
+            f"ranks are started through a socket in the folder for temporary files, and {there} ({len(there)} "
             "characters) is too long for that: set TMPDIR to a folder with a name of at most 70"
         ) from None
+
+
+def _take_folder() -> None:
+    """Give multiprocessing a folder for the sockets of this process and its ranks, if it has none yet.
+
+    Where the name of one in there would be too long it makes its own.
+    """
+    config = current_process()._config  # type: ignore[attr-defined]  # as multiprocessing.util.get_temp_dir
+    if not config.get("tempdir") and len(tempfile.gettempdir()) <= _SHORT:
+        directory, _ = folder.make()  # held until this process ends
+        Finalize(None, shutil.rmtree, (directory,), {"ignore_errors": True}, exitpriority=-100)  # not in its forks
+        config["tempdir"] = str(directory)
 
 
 def has_ended(rank: BaseProcess) -> bool:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -43,6 +45,19 @@ def test_what_killed_jobs_left_is_cleared_and_what_is_held_is_not(tmp: Path) -> 
     folder.clear()
     assert set(tmp.iterdir()) == {foreign, other}
     os.close(its_handle)
+
+
+SERVED = "from refimpl.ranks import server; server.PRELOAD.clear(); server.start_server('string'); {}"
+
+
+@pytest.mark.parametrize("end", ["import os; os.kill(os.getpid(), 9)", "pass"])
+def test_the_servers_socket_goes_too(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as short:  # where a socket can have a name
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        subprocess.run([sys.executable, "-c", SERVED.format(end)], env=os.environ | {"TMPDIR": short})
+        assert len(os.listdir(short)) == (end != "pass")
+        folder.clear()
+        assert os.listdir(short) == []
 
 
 def test_one_that_was_cleared_before_it_was_held_is_not_used(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
