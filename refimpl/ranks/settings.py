@@ -69,13 +69,23 @@ def _end_groups(count: int) -> None:
     go on from `count`, however many groups each of them was in.
     """
     known = distributed_c10d._world
+    if not isinstance(known.pg_names, _Names):
+        distributed_c10d._pg_names = _Names(known.pg_names)
     count = max(count, len(known.pg_names), known.group_count)
     for handle in list(known.pg_map):
         if handle is not dist.group.WORLD:
             dist.destroy_process_group(handle)
-    while len(known.pg_names) < count:
-        known.pg_names[dist.ProcessGroup(0, 1)] = f"ended {len(known.pg_names)}"  # type: ignore[call-arg, assignment]
+    distributed_c10d._pg_names.ended += count - len(known.pg_names)  # type: ignore[attr-defined]
     known.group_count = count
+
+
+class _Names(dict[Any, Any]):
+    """torch's names of groups, as long as if it had `ended` more."""
+
+    ended = 0
+
+    def __len__(self) -> int:
+        return super().__len__() + self.ended
 
 
 def _cuda_runs() -> bool:

@@ -80,6 +80,10 @@ def groups() -> list[str]:
     return sorted(handle.group_name for handle in distributed_c10d._world.pg_map)
 
 
+def names() -> int:
+    return len([*distributed_c10d._world.pg_names])
+
+
 def make_groups() -> list[str]:
     mesh = Mesh({"dp": 2, "tp": 2})
     mesh.group("tp").all_reduce(torch.ones(3))
@@ -121,3 +125,4 @@ def test_process_groups_end_with_the_job_that_made_them(keep: bool) -> None:
         assert world.call(groups) == (made if keep else first)
         assert world.call(make_groups)
         assert world.call(world_sum) == [4.0] * 4
+        assert keep or world.call(names) == [1] * 4, "a call leaves nothing, or ranks that stay would grow"
