@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from refimpl.comm.streams import Event, Streams
+from refimpl.comm.streams import Event, Stream, Streams
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 Start = Callable[..., list[Any]]  # starts one of torch.distributed's collectives: see `Library.start`
@@ -36,6 +36,7 @@ class Scratch:
         self._empty = empty or (lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
         self._free: list[Tensor] = []  # by size
         self._given: dict[int, Event] = {}  # id of a free buffer -> when its last user's stream is through with it
+        self._home: dict[int, Stream | None] = {}  # id of a buffer -> the stream that allocated it
         self._taken: dict[int, tuple[Tensor, Tensor]] = {}  # id of the view -> (view, buffer); the view keeps its id
 
     def take(self, numel: int, like: Tensor) -> Tensor:
@@ -49,9 +50,10 @@ class Scratch:
         else:
             # Any free buffer is too small: replace one rather than keep both.
             for small in self._free[:1]:
-                self.streams.wait(self._given.pop(id(small)))
+                self._let_go(small)
             self._free = self._free[1:]
             buffer = self._empty(max(need, 1), torch.uint8, like.device)
+            self._home[id(buffer)] = self.streams.current()
         view = buffer[:need].view(like.dtype)
         self._taken[id(view)] = (view, buffer)
         return view
@@ -66,12 +68,19 @@ class Scratch:
         if keep:
             insort(self._free, buffer, key=Tensor.numel)
             self._given[id(buffer)] = self.streams.record()
+        else:
+            self.streams.followed_by(self._home.pop(id(buffer)))
 
     def trim(self) -> None:
         """Keep no buffer that is free."""
         for buffer in self._free:
-            self.streams.wait(self._given.pop(id(buffer)))
+            self._let_go(buffer)
         self._free = []
+
+    def _let_go(self, buffer: Tensor) -> None:
+        """The stream that allocated a free buffer gets its memory: for what comes behind the last user."""
+        with self.streams.use(self._home.pop(id(buffer))):
+            self.streams.wait(self._given.pop(id(buffer)))
 
     def tensors(self) -> list[Tensor]:
         return [*self._free, *(buffer for _, buffer in self._taken.values())]

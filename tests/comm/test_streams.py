@@ -142,6 +142,28 @@ def test_a_buffer_may_go_from_stream_to_stream() -> None:
     assert all(races(recorder.log, without={at}) for at in waits)
 
 
+@pytest.mark.parametrize("how", ["too short", "trimmed", "left to its holder"])
+def test_a_buffer_that_is_let_go_is_memory_of_the_stream_that_allocated_it(how: str) -> None:
+    """And its last user is another stream."""
+    recorder = Recorder()
+    side, scratch, like = recorder.new(), Scratch(recorder), torch.empty(0)
+    with Watch(recorder):
+        first = scratch.take(8, like)
+        first.fill_(1)
+        scratch.give(first)
+        del first
+        with recorder.use(side):
+            second = scratch.take(8, like)
+            second.fill_(2)
+            scratch.give(second, keep=how != "left to its holder")
+            del second
+            if how == "too short":
+                scratch.take(100, like).fill_(3)
+            elif how == "trimmed":
+                scratch.trim()
+    assert races(recorder.log) == []
+
+
 def test_a_cpu_has_no_streams_and_its_group_no_lane() -> None:
     streams = streams_of(torch.device("cpu"))
     with streams.use(streams.new()):
