@@ -146,7 +146,7 @@ class Engine(Saved, ModuleState):
         samples = micro_batches * self.train_micro_batch_size_per_gpu() * self.axes.feeds
         self.global_samples += samples
         self.tput_timer.stop(samples)
-        self.report.after_update(self.global_steps, self.global_samples, self.get_lr())
+        self.report.after_update(self.global_steps, self.global_samples, self.get_lr)
 
     def _backward_epilogue(self) -> None:
         """Nothing: DeepSpeed's recipe for one loss of several engines calls it between `loss.backward()` and `step`."""

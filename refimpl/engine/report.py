@@ -6,6 +6,7 @@ printed, except that a breakdown that was asked for is then printed at every ste
 DeepSpeed's counterparts: `_report_progress`, utils/timer.py and `see_memory_usage`.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -51,10 +52,15 @@ class Report:
         if self.config.memory_breakdown:
             self._before = self.meter.now()
 
-    def after_update(self, step: int, samples: int, lr: list[float | None]) -> None:
-        """Hand on optimizer step number `step`, after `samples` samples in all, with a learning rate a group."""
+    def after_update(self, step: int, samples: int, rates: Callable[[], list[float | None]]) -> None:
+        """Hand on optimizer step number `step`, after `samples` samples in all.
+
+        `rates` gives a learning rate a group: asked where it is told, as one that is a tensor on a GPU makes the host
+        wait.
+        """
         if self.watched:
-            events = [] if lr[0] is None else [("lr", lr[0])]
+            lr = rates()[0]
+            events = [] if lr is None else [("lr", lr)]
             if self._losses:
                 events.insert(0, ("train_loss", mean_loss(self.group, self._losses).item()))
             if self.stage.scaler is not None:
@@ -62,14 +68,14 @@ class Report:
             self.monitor.write([(f"Train/Samples/{name}", value, samples) for name, value in events])
             self._losses.clear()
         if self.every is not None and step % self.every == 0:
-            self._print(step, lr, self.every)
+            self._print(step, rates, self.every)
 
-    def _print(self, step: int, lr: list[float | None], every: int) -> None:
+    def _print(self, step: int, rates: Callable[[], list[float | None]], every: int) -> None:
         times = self.clock.drain()
         if not self.prints:
             return
         if self.config.steps_per_print is not None:
-            print(f"step={step}, skipped={self.stage.skipped_steps}, lr={lr}")
+            print(f"step={step}, skipped={self.stage.skipped_steps}, lr={rates()}")
         if self.config.wall_clock_breakdown:
             print("time (ms a step) | " + " | ".join(f"{name}: {ms / every:.2f}" for name, ms in times.items()))
         if self.config.memory_breakdown:
