@@ -13,7 +13,6 @@ Groups of the same ranks (two engines, say) share a record, and travel apart: a 
 the other, were both of one length. What tells groups apart, alike on every rank, is their first call: its number.
 """
 
-import mmap
 import struct
 import sys
 import zlib
@@ -23,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
-from refimpl.ranks import hang
+from refimpl.ranks import folder, hang
 
 ENTRY, KEPT = 512, 64  # bytes of a call, calls of a record
 _HEAD = struct.Struct("<qII")  # number of the call (0: none), checksum, bytes of text
@@ -63,9 +62,7 @@ class Channel:
 
     def __init__(self, file: Path, members: int, me: int) -> None:
         self.members, self.me = members, me
-        with file.open("a+b") as shared:  # whoever comes first makes it
-            shared.truncate(members * (KEPT + 1) * ENTRY)
-            self.memory = mmap.mmap(shared.fileno(), members * (KEPT + 1) * ENTRY)
+        self.memory = folder.mapped(file, members * (KEPT + 1) * ENTRY)
 
     def post(self, fits: str, text: str) -> int:
         """Write down this rank's next call. Returns its number."""

@@ -6,6 +6,7 @@ recognises it, and deletes it. On a file system without flock it stays.
 """
 
 import fcntl
+import mmap
 import os
 import shutil
 import tempfile
@@ -48,3 +49,17 @@ def clear() -> None:
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)
+
+
+def mapped(file: Path, nbytes: int) -> mmap.mmap:
+    """A file of a folder as memory of all who ask for it; whoever comes first makes it. OSError names it and a remedy.
+
+    FileNotFoundError if the folder is gone.
+    """
+    with file.open("a+b") as shared:
+        try:
+            shared.truncate(nbytes)
+        except OSError as error:
+            text = f"{error.strerror}; {nbytes:,} bytes are needed: raise `ulimit -f`, or set TMPDIR to another folder"
+            raise OSError(error.errno, text, str(file)) from None
+        return mmap.mmap(shared.fileno(), nbytes)

@@ -12,7 +12,6 @@ Bytes: 16 a rank. The folder may be gone by then, with the rank that made it; wh
 """
 
 import atexit
-import mmap
 import os
 import select
 import struct
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from refimpl.ranks import here
+from refimpl.ranks import folder, here
 
 HERE, WAITED, LEFT = range(3)
 SOON = 500  # ms: a process that is killed closes its connections a little before it has ended
@@ -35,9 +34,7 @@ class Register:
     def __init__(self, directory: Path, ranks: int, me: int) -> None:
         """FileNotFoundError if the folder is gone: ranks have left."""
         self.ranks, self.me = ranks, me
-        with (directory / "register").open("a+b") as shared:
-            shared.truncate(ranks * _ENTRY.size)
-            self.memory = mmap.mmap(shared.fileno(), ranks * _ENTRY.size)
+        self.memory = folder.mapped(directory / "register", ranks * _ENTRY.size)
 
     @classmethod
     def of_job(cls) -> "Register | None":

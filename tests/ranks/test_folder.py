@@ -1,6 +1,7 @@
 """The folder of a job's ranks goes with them, and if all are killed, with the next job."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -74,6 +75,16 @@ def test_one_that_was_cleared_before_it_was_held_is_not_used(tmp: Path, monkeypa
     assert made[0] != new == made[1]
     assert list(tmp.iterdir()) == [new]
     os.close(handle)
+
+
+def test_a_file_for_which_there_is_no_room_is_named(tmp: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match=r"too large; 101 bytes are needed: raise `ulimit -f`.*/board"):
+            folder.mapped(tmp / "board", 101)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_rank_holds_it_too(tmp: Path) -> None:
