@@ -75,6 +75,15 @@ def write_files(fills: Mapping[Path, Callable[[Path], object]], stale: Iterable[
         sync(folder)
 
 
+@contextmanager
+def alone_with(folder: Path) -> Iterator[None]:
+    """What goes missing in the block has been taken away by another run that saves `folder`: OSError that says so."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise OSError(errno.ENOTEMPTY, f"{error.filename or folder} has gone meanwhile") from error
+
+
 def replace_folder(new: Path, folder: Path, ours: Callable[[str], bool]) -> None:
     """Give the folder `new` the name `folder`. What had it is deleted, but for files in it that are not `ours`."""
     old = retired(folder)

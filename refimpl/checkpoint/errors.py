@@ -28,7 +28,7 @@ REMEDIES = {
     errno.EEXIST: "move what is there away, or use another folder",
     errno.ENOTDIR: "a file stands where a folder is needed: move it away, or use another folder",
     errno.EISDIR: "a folder stands where a file is needed: move it away, or use another name",
-    errno.ENOTEMPTY: "another run has put something there meanwhile: give each run a folder of its own",
+    errno.ENOTEMPTY: "another run saves there at this moment: give each run a folder of its own",
     errno.ENAMETOOLONG: "choose a shorter tag or folder",
     errno.ELOOP: "these links lead to each other: point them at a folder or file",
 }

@@ -38,7 +38,7 @@ def begin(folder: Path, new: Path, held: ExitStack) -> None:
             save_dir.mkdir(parents=True)
             atomic.sync(save_dir.parent)
         held.enter_context(atomic.hold(save_dir, manifest.NAME, manifest.ours))
-    with naming(folder):
+    with naming(folder), atomic.alone_with(folder):
         if os.path.lexists(folder) and not manifest.is_in(folder) and any(folder.iterdir()):
             raise CheckpointError(
                 f"{folder}: something else than a checkpoint (it has no {manifest.NAME}); move it away, or choose "
@@ -76,7 +76,7 @@ def finish(folder: Path, new: Path, about: dict[str, Any], save_latest: bool) ->
         manifest.write(new / manifest.NAME, about | {"files": files})
         atomic.sync(new / manifest.NAME)
         atomic.sync(new)
-    with naming(folder):
+    with naming(folder), atomic.alone_with(folder):
         atomic.replace_folder(new, folder, manifest.ours)
     script = folder.parent / SCRIPT
     with naming(script):

@@ -2,16 +2,21 @@
 
 import errno
 import os
+import re
 import resource
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import worlds
 from saving import settings, start, train, tree
 
 from refimpl import launch
+from refimpl.checkpoint import atomic
 from refimpl.checkpoint.errors import CheckpointError
+from refimpl.checkpoint.write import SCRIPT
 
 
 def limited(folder: Path, rank: int, limit: int, tag: str) -> str:
@@ -98,6 +103,29 @@ def test_a_rank_whose_disk_takes_not_even_a_word(ranks: int, name: str, tmp_path
     for text in launch.run(refusing, tmp_path, 1, name, errno.EROFS, "behind", ranks=ranks, timeout=20):
         assert text.startswith("rank 1: ")
         assert "rank00001.safetensors: Read-only file system; this disk cannot be written" in text
+
+
+def taken_away(folder: Path) -> str:
+    """Another run, which replaces the same tag, is a moment ahead."""
+    engine, discard = start(settings(1)), atomic.discard
+    engine.save_checkpoint(folder, "best")
+
+    def ahead(path: Path) -> None:
+        if (folder / "best").exists():
+            (folder / "best").rename(folder / "its")
+        discard(path)
+
+    with mock.patch.object(atomic, "discard", ahead), pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(folder, "best")
+    engine.group.barrier()
+    assert {path.name for path in folder.iterdir()} == {"its", "latest", SCRIPT}
+    return str(caught.value)
+
+
+def test_a_tag_that_another_run_replaces_at_the_same_moment(tmp_path: Path) -> None:
+    texts = worlds.run(taken_away, tmp_path, ranks=3)
+    assert len(set(texts)) == 1
+    assert re.match(r"rank 0: .*/best has gone meanwhile; another run saves there at this moment: give each", texts[0])
 
 
 def test_a_16bit_model_that_cannot_be_written(tmp_path: Path) -> None:
