@@ -4,6 +4,8 @@
     writes     to parameters that are whole here, in place (`p.data.copy_` too), since the last step: their version
                counters, and at the 1st, 2nd, 4th, 8th, ... step with any the values. Where they differ the weights are
                compared: to load on one rank, and to send what was loaded by hand, is right
+    gradients  of which every rank has the mean (DDP): how often they were written (`p.grad = ...`, `p.grad.mul_`) since
+               they arrived; where that differs they are compared
     freezing   in the middle of an accumulation: what was frozen in some backwards since the last step, and in how many
     groups     of the optimizer: their parameters must be the slices that the stage has put there, on any rank
     later      what is trained since the stage was built, thawed or of a new group: it travels by its length alone
@@ -23,9 +25,10 @@ from operator import sub
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from refimpl.offload.homes import is_here
+from refimpl.zero.flat import Bucket
 from refimpl.zero.parameter import DATA
 from refimpl.zero.settings import Settings, difference
 from refimpl.zero.unit import unit_of
@@ -36,7 +39,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WRITES = ("parameters", "writes in place since the last step")
+GRADIENTS = ("gradients", "writes since backward")
 FREEZING = ("parameters", "frozen in some backwards")
+COUNTS = (WRITES, GRADIENTS, FREEZING)  # where they differ that may be right
 RAISED = ("steps", "raised")
 REGROUPED = ("optimizer.param_groups", "parameters replaced in")
 LATER = ("parameters", "trained since the stage was built")
@@ -77,6 +82,7 @@ class Alike:
         given |= update.slices.settings_in_words()
         several = self.stage.group.size > 1 or update.across is not None
         replicated = update.replicated() and several
+        given[GRADIENTS] = str(self._gradients_written() if replicated and update.averaged else 0)
         if replicated and not self.stage.config.delayed_update:  # which may be under way
             given |= self._replicas(update.steps)
         return given
@@ -135,9 +141,17 @@ class Alike:
         return {("the weights'", "checksum"): str(sum(int(w.view(torch.int64).sum()) for w in owned if is_here(w)))}
 
     def _weights(self, params: list[nn.Parameter]) -> Settings:
-        whole = {self.stage.names[p]: DATA.__get__(p) for p in params}
-        words = {name: t.cpu().contiguous().view(-1).view(torch.uint8).numpy() for name, t in whole.items()}
-        return {(name, "checksum"): str(zlib.crc32(those)) for name, those in words.items()}
+        return checksums({self.stage.names[p]: DATA.__get__(p) for p in params})
+
+    def _gradients_written(self) -> int:
+        versions = self.stage.gradients.versions
+        return sum(t._version - versions[b] for b, t in self._totals())
+
+    def _gradients(self) -> Settings:
+        return checksums({self.stage.names[p]: b.piece(t, p) for b, t in self._totals() for p in b.params})
+
+    def _totals(self) -> list[tuple[Bucket, Tensor]]:
+        return [(b, t) for b, t in self.stage.gradients.total.items() if b.group is self.stage.group]
 
     def refuse_parted(self, given: Settings) -> None:
         """The sums have said that some ranks' words differ. ValueError on every rank if they may not. A collective."""
@@ -152,6 +166,12 @@ class Alike:
         weights = self._said(self._weights(self.params), self.stage.group) if differ(WRITES) else {0: {}}
         if not all_same(weights):
             raise ValueError(f"{self._step()}: {self._who_wrote(weights)}; nothing is updated. {REMEDY}")
+        gradients = self._said(self._gradients(), self.stage.group) if differ(GRADIENTS) else {0: {}}
+        if not all_same(gradients):
+            where = ", ".join(differing(gradients))
+            raise ValueError(
+                f"{self._step()}: gradients were written on some ranks alone, in {where}; nothing is updated. {REMEDY}"
+            )
         if differ(REGROUPED):
             self._refuse_regrouped({f"rank {rank}": words[REGROUPED] for rank, words in said.items()})
         if differ(LATER):
@@ -159,7 +179,7 @@ class Alike:
             raise ValueError(f"{self._step()}: {difference(later)}; nothing is updated. {REMEDY}")
         if differ(FREEZING):
             self._refuse_frozen_between()
-        settings = {rank: {k: v for k, v in w.items() if k not in (WRITES, FREEZING)} for rank, w in said.items()}
+        settings = {rank: {k: v for k, v in w.items() if k not in COUNTS} for rank, w in said.items()}
         if not all_same(settings):
             raise ValueError(f"{self._step()}: {difference(settings)}; nothing is updated. {REMEDY}")
 
@@ -186,9 +206,7 @@ class Alike:
         what = "weights were written in place (by load_state_dict, copy_, init)"
         if where:
             return f"{what} on some ranks alone: {'; '.join(where)}"
-        first, *others = weights.values()
-        names = [key[0] for key, value in first.items() if any(words[key] != value for words in others)]
-        return f"{what} with other values on different ranks: {', '.join(names)}"
+        return f"{what} with other values on different ranks: {', '.join(differing(weights))}"
 
     def refuse_frozen(self, parted: set[nn.Parameter], group: "Group") -> None:
         """ValueError on every rank of `group`: see `missed.py`. A collective."""
@@ -242,6 +260,17 @@ def raised_alone(said: Mapping[int, Mapping[int, str]]) -> str:
         f"the optimizer's step raised on some ranks alone ({where}), so weights and state are of no one step. Load a "
         "checkpoint, on every rank"
     )
+
+
+def checksums(whole: Mapping[str, Tensor]) -> Settings:
+    words = {name: t.cpu().contiguous().view(-1).view(torch.uint8).numpy().data for name, t in whole.items()}
+    return {(name, "checksum"): str(zlib.crc32(those)) for name, those in words.items()}
+
+
+def differing(said: Mapping[int, Settings]) -> list[str]:
+    """The names under which ranks say different things."""
+    first, *others = said.values()
+    return [key[0] for key, value in first.items() if any(words[key] != value for words in others)]
 
 
 def all_same(said: Mapping[int, Any]) -> bool:

@@ -58,6 +58,7 @@ class Flights:
         self.total: dict[Bucket, Tensor] = {}  # [P] or [S], mean over ranks of all that has travelled since the step
         self.dropped: set[nn.Parameter] = set()  # whose part of it was dropped, on every rank
         self.generation = 0  # counts the changes of `total`
+        self.versions: dict[Bucket, int] = {}  # of the totals, when they arrived: who writes to one raises it
         self._arrived: dict[Bucket, Flight] = {}  # reduced here, still to meet what is `across`
         self._lent: dict[Bucket, Tensor] = {}  # the buffers that totals live in until the step
         # Kept between steps, for what fills, which the ranks exchange, and for the results.
@@ -90,6 +91,7 @@ class Flights:
             self.total[bucket] = result
             if result is reduction.result:
                 self._lent[bucket] = reduction.memory
+        self.versions[bucket] = self.total[bucket]._version
         self._give_back(flight)
         if self.dropped:
             self.dropped.difference_update(bucket.params)

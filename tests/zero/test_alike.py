@@ -142,6 +142,31 @@ def test_weights_that_change_on_one_rank_are_told(stage: str, replicas: bool, ra
     assert re.search(rf"the weights' checksum is not .* \(rank 0.*: -?\d+; rank {ranks - 1}: -?\d+\)", texts[0]), texts
 
 
+def with_gradients_of_its_own(how: str) -> str:
+    """At the third step, when no checksum of the weights is due. What all have done, or comes to the same, is right."""
+    group, model, optimizer, _ = standing("ddp")
+    for step in range(3):
+        model(torch.ones(2, 5)).sum().backward()
+        for p in model.parameters() if step == 1 else ():
+            p.grad.mul_(2)
+        if step < 2 and group.rank == 0:
+            model[0].bias.grad = model[0].bias.grad.clone()
+        if step == 2 and group.rank == group.size - 1 and how == "set":
+            model[2].weight.grad = torch.zeros(3, 7)
+        elif step == 2 and group.rank == group.size - 1:
+            model[2].weight.grad.mul_(2)
+        with pytest.raises(ValueError, match="step 3") if step == 2 else nullcontext() as told:
+            optimizer.step()
+    return str(told.value)
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("set", 2), ("in place", 3)])
+def test_a_gradient_that_one_rank_alone_writes_is_told_on_all(how: str, ranks: int) -> None:
+    texts = run(with_gradients_of_its_own, how, ranks=ranks)
+    assert len(set(texts)) == 1
+    assert "gradients were written on some ranks alone, in 2.weight; nothing is updated" in texts[0]
+
+
 def standing(stage: str) -> tuple[Group, nn.Module, torch.optim.Optimizer, Stage]:
     """The same on all ranks."""
     group, model = Group.world(), model_of("", False)
