@@ -17,11 +17,15 @@ from refimpl.zero.unit import unit_of, whole
 
 
 class StateDicts:
-    """Hooks on each of `modules` that has sharded parameters of its own."""
+    """Hooks on each of `modules` that has sharded parameters of its own.
+
+    Of a part that is saved by itself the ranks are told before it gathers: a rank may be alone in that.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.handles: list[Any] = []
         self.paused = False
+        self.is_told = False  # whether the ranks know that the whole model is being saved
         self._loading: dict[nn.Module, whole] = {}
         for module in modules:
             if any(unit_of(p) for p in module.parameters(recurse=False)):
@@ -41,10 +45,12 @@ class StateDicts:
         finally:
             self.paused = False
 
-    def before_save(self, module: nn.Module, *_: Any) -> None:
-        for p in module.parameters(recurse=False):
-            if (unit := unit_of(p)) is not None:
-                unit.is_placeholder = True
+    def before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        units = whole(module.parameters(recurse=False)).units
+        if not (keep_vars or self.paused or self.is_told or all(unit.held for unit in units)):
+            units[0].begin(f"a state_dict of {units[0].name}")
+        for unit in units:
+            unit.is_placeholder = True
 
     @torch.no_grad()
     def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -56,6 +62,10 @@ class StateDicts:
             unit.is_placeholder = False
             if not self.paused and state.get(prefix + name) is not p:  # keep_vars asks for the parameter itself
                 state[prefix + name] = unit.copy_of(p)
+
+    def all_saved(self, *_: Any) -> None:
+        """The whole model is."""
+        self.is_told = False
 
     def before_load(self, module: nn.Module, *_: Any) -> None:
         """Gather them, unless a block that is open has them: who calls `_load_from_state_dict` himself ends none."""

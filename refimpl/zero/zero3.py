@@ -22,7 +22,7 @@ from refimpl.zero.flat import Bucket, lay_out
 from refimpl.zero.flights import Reduction
 from refimpl.zero.owing import Owing
 from refimpl.zero.owners import joined, leaves, owners
-from refimpl.zero.parameter import DATA
+from refimpl.zero.parameter import DATA, Hook
 from refimpl.zero.path import Path
 from refimpl.zero.plus import Plus
 from refimpl.zero.saved import StateDicts
@@ -81,11 +81,17 @@ class Zero3(Stage):
     def complete(self, unit: Unit) -> None:
         self.gradients.complete(unit)
 
+    def listen(self) -> None:
+        super().listen()
+        over = Hook(self.state_dicts.all_saved)
+        self.handles.append(self.model.register_state_dict_post_hook(over))  # type: ignore[no-untyped-call]
+
     def before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
         """It gathers, so all ranks must call it: one that does alone is told, and the others with it."""
         super().before_state_dict(model, prefix, keep_vars)
         if not keep_vars and not all(unit.held for unit in self.units):
             self.path.begin("a state_dict of the model")
+            self.state_dicts.is_told = True
 
     def free_gathered(self) -> None:
         self.fetch.end()
