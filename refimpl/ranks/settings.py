@@ -70,7 +70,8 @@ def _end_groups(count: int) -> None:
     """
     known = distributed_c10d._world
     if not isinstance(known.pg_names, _Names):
-        distributed_c10d._pg_names = _Names(known.pg_names)
+        before, distributed_c10d._pg_names = known.pg_names, _Names(known.pg_names)
+        before.clear()  # others have it too, and a group ends with the last who does
     count = max(count, len(known.pg_names), known.group_count)
     for handle in list(known.pg_map):
         if handle is not dist.group.WORLD:

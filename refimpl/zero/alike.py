@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from refimpl.offload.homes import is_here
 from refimpl.zero.flat import Bucket
 from refimpl.zero.parameter import DATA
 from refimpl.zero.settings import Settings, difference
@@ -135,10 +134,11 @@ class Alike:
         return hash(writes), self._weights(written if looks else [])
 
     def _replicas(self, step: int) -> Settings:
-        owned = [w for b, w in self.stage.update.owned.items() if b.group is self.stage.group and w.is_cpu]
-        if not owned or step & (step - 1):
+        update = self.stage.update
+        mine = {b for b, w in update.owned.items() if b.group is self.stage.group and w.is_cpu and b.shelf is None}
+        if not mine or step & (step - 1):
             return {}
-        return {("the weights'", "checksum"): str(sum(int(w.view(torch.int64).sum()) for w in owned if is_here(w)))}
+        return {("the weights'", "checksum"): str(sum(int(update.owned[b].view(torch.int64).sum()) for b in mine))}
 
     def _weights(self, params: list[nn.Parameter]) -> Settings:
         return checksums({self.stage.names[p]: DATA.__get__(p) for p in params})
