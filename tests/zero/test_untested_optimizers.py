@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, distributed, nn, optim
 from training import STAGES
 from worlds import run
 
@@ -142,6 +142,20 @@ class OfPlaces(Descent):
             for i, p in enumerate(group["params"]):
                 if p.grad is not None:
                     p.sub_(group["lr"] * 0.5**i * p.grad)
+
+
+class Sharing(Descent):
+    """As Keller Jordan's Muon: each rank steps some of the parameters, and gets the others from who stepped them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if ranks == 1 or i % ranks == distributed.get_rank():
+                    p.sub_(group["lr"] * p.grad.sign())
+                if ranks > 1:
+                    distributed.broadcast(p, i % ranks)
 
 
 class LateByItself(Descent):
@@ -296,7 +310,7 @@ def alone(kind: Callable[..., Any], ranks: int) -> list[Tensor]:
     return [w.detach() for w in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("kind", [OfNorms, OfPlaces, optim.Adafactor])
+@pytest.mark.parametrize("kind", [OfNorms, OfPlaces, Sharing, optim.Adafactor])
 def test_what_needs_whole_parameters_has_them_at_stage_0_and_is_refused_behind_it(kind: Callable[..., Any]) -> None:
     """accelerate and transformers allow every optimizer: that alone must not have it cut."""
     expected = alone(kind, 2)
