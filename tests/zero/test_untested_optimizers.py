@@ -144,6 +144,19 @@ class OfPlaces(Descent):
                     p.sub_(group["lr"] * 0.5**i * p.grad)
 
 
+class Numbering(Descent):
+    """As APOLLO, whose constructor gives a seed to every parameter that requires a gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        trained = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
+        for number, p in enumerate(trained, 1):
+            self.state[p]["seed"] = number
+
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
+        return grad / grad.norm() / self.state[p]["seed"]
+
+
 class Sharing(Descent):
     """As Keller Jordan's Muon: each rank steps some of the parameters, and gets the others from who stepped them."""
 
@@ -310,7 +323,7 @@ def alone(kind: Callable[..., Any], ranks: int) -> list[Tensor]:
     return [w.detach() for w in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("kind", [OfNorms, OfPlaces, Sharing, optim.Adafactor])
+@pytest.mark.parametrize("kind", [OfNorms, OfPlaces, Numbering, Sharing, optim.Adafactor])
 def test_what_needs_whole_parameters_has_them_at_stage_0_and_is_refused_behind_it(kind: Callable[..., Any]) -> None:
     """accelerate and transformers allow every optimizer: that alone must not have it cut."""
     expected = alone(kind, 2)
