@@ -116,14 +116,22 @@ class OfLargerMatrices(Descent):
 
 
 class OfBlocksOfMany(Descent):
-    """As optimizers of 8 bits: rounded in blocks of 256, where there are 4,096 elements."""
+    """As torchao's optimizers of 8 bits: rounded in blocks of 256, where there are 4,096 elements, and whole blocks."""
 
     def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
-        if grad.numel() < 4096:
+        if grad.numel() < 4096 or grad.numel() % 256:
             return grad
-        blocks = nn.functional.pad(grad.flatten(), (0, -grad.numel() % 256)).view(-1, 256)
+        blocks = grad.view(-1, 256)
         unit = blocks.abs().amax(1, keepdim=True) / 127 + 1e-30
-        return ((blocks / unit).round() * unit).view(-1)[: grad.numel()].view(grad.shape)
+        return ((blocks / unit).round() * unit).view(grad.shape)
+
+
+class Compiled(Descent):
+    """As torchao's: what it compiles must still be compiled behind the trial."""
+
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
+        sign: Tensor = torch.compile(torch.sign, backend="eager", fullgraph=True, dynamic=False)(grad)
+        return sign
 
 
 class BesideSmallWeights(Descent):
@@ -265,6 +273,7 @@ def batch(step: int, rank: int) -> Tensor:
         (OfLargerMatrices, "it computes other weights"),
         (OfBlocksOfMany, "it computes other weights"),
         (BesideSmallWeights, "it computes other weights"),
+        (Compiled, ""),
         (OfPlaces, "it computes other weights"),
         (LateByItself, ""),
         (WithATensorsRate, ""),
