@@ -185,8 +185,11 @@ class Engine(Saved, ModuleState):
         return self._step_applied
 
     def get_global_grad_norm(self) -> GradNorm | None:
-        """L2 norm of the last step's gradient over all ranks, before clipping, unscaled; None before the first step."""
-        return shown(self.stage.grad_norm)
+        """L2 norm of the last step's gradient over all ranks, before clipping, unscaled; None before the first step.
+
+        Where fp16's loss scale has skipped that step, of the last one that it did not; before there is one, 0.
+        """
+        return shown(self.stage.shown_norm)
 
     def get_lr(self) -> list[float | None]:
         """The learning rate of each parameter group; None where the optimizer finds one by itself (Adafactor)."""

@@ -95,6 +95,14 @@ class Held(Built):
         return self.update.grad_norm
 
     @property
+    def shown_norm(self) -> float | None:
+        """The same for scripts that log it: where a loss scale has skipped the step, the last one's that it did not.
+
+        Before there is one 0, as in DeepSpeed: overflows are a loss scale's daily work, and no NaN in a log.
+        """
+        return self.update.shown_norm
+
+    @property
     def skipped_steps(self) -> int:
         return self.update.skipped_steps
 

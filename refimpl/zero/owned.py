@@ -86,7 +86,7 @@ class Owned(optim.Optimizer):
     @property
     def _global_grad_norm(self) -> GradNorm | None:
         """The last step's, where DeepSpeed keeps it: scripts of timm's and EVA's kind log it from there."""
-        return shown(self.stage.grad_norm)
+        return shown(self.stage.shown_norm)
 
     @property
     def optimizer(self) -> "Owned":

@@ -70,6 +70,8 @@ class Slices(ByPart):
         self.apart: set[nn.Parameter] = set()  # were once left alone, and have borders of their own since
         given = optimizer.param_groups if optimizer else ()
         self._place: dict[Any, int] = {p: i for group in given for i, p in enumerate(group["params"])}
+        made = optimizer.state if optimizer else {}
+        self._told = {p: {k: v for k, v in made.get(p, {}).items() if not isinstance(v, Tensor)} for p in self._place}
         self._applying = False  # from `hand_out` to `release_gradients`: then a slice's grad is what it was handed
         if optimizer is None:
             return
@@ -113,7 +115,7 @@ class Slices(ByPart):
         return [cut for cut in cuts[1:] if cut < end]
 
     def _slice(self, bucket: Bucket, start: int, end: int, memory: Tensor, whole: nn.Parameter | None = None) -> Slice:
-        param = SliceParameter(memory, requires_grad=False)
+        param = SliceParameter(memory)  # it requires a gradient: some optimizers look
         this = weakref.ref(param)  # no cycle: it must go when it is cut in two
 
         def shows() -> Tensor | None:
@@ -126,16 +128,20 @@ class Slices(ByPart):
         return Slice(start, end, param, whole)
 
     def _enlist(self, index: int, params: list[SliceParameter]) -> None:
-        """Add params to the optimizer's group. Where state is made by the constructor (Adagrad), a new one makes it."""
+        """Add params to the optimizer's group.
+
+        Where state is made by the constructor (Adagrad), a new one makes it. What the first one noted of a whole
+        parameter beside tensors (APOLLO's seeds, which count all groups' parameters) stays as it was.
+        """
         assert self.optimizer is not None
         group = self.optimizer.param_groups[index]
         group["params"] += params
+        whole = {id(s.param): s.whole for slices in self.of.values() for s in slices}
         if not self.kind.asks_once:  # it may go by their places, as they were given
-            whole = {id(s.param): s.whole for slices in self.of.values() for s in slices}
             group["params"].sort(key=lambda p: self._place.get(whole[id(p)], len(self._place)))
         if self.kind.born_with_state:
             twin = self.kind.twin(self.optimizer, index, params)
-            self.optimizer.state.update({p: twin.state[p] for p in params})
+            self.optimizer.state.update({p: twin.state[p] | self._told.get(whole[id(p)], {}) for p in params})
 
     def hand_out(
         self, bucket: Bucket, grad: Tensor, factor: float, left_alone: set[nn.Parameter], start: int, end: int

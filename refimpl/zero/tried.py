@@ -8,21 +8,25 @@ norms (Adafactor, Muon), one with an estimate over all parameters (Prodigy), or 
 group (GrokAdamW), does not pass. Some act only now and then: where the gradient has become smaller (AdaNorm), where it
 stands at right angles to the weights (AdamP), behind the first steps (AdaShift, whose gradients wait for nine), beside
 small weights (a LAMB whose ratio is at most 1), on matrices of some size (Adafactors that factor from 16, or from 128
-on; states of 8 bits, in blocks of 4,096). So who passes is tried on larger matrices of small weights. What it keeps
-must be cut too: an element for each of the parameter's, or one for all. To be told that it may be cut
-(`allow_untested_optimizer`) is not enough: accelerate and transformers say so of every optimizer.
+on; states of 8 bits, from 4,096 elements on, in blocks of 256). So who passes is tried on larger matrices of small
+weights. What it keeps must be cut too: an element for each of the parameter's, or one for all. Who speaks to other
+ranks fails at once (Keller Jordan's Muon, where each steps some of the matrices): all ranks try the same here, and have
+other parts later. To be told that it may be cut (`allow_untested_optimizer`) is not enough: accelerate and transformers
+say so of every one.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from refimpl.activation.state import aside
 
 SIZES = 1.0, 0.3, 3.0, 0.1  # of gradients, in turns
-TRIALS = ((4, 6), 10, 64, 1.0), ((130, 132), 7001, 12, 1e-3)  # shape, where it is cut, steps, size of the weights
+TRIALS = ((4, 6), 10, 64, 1.0), ((144, 128), 7001, 12, 1e-3)  # shape, where it is cut, steps, size of the weights
 Make = Callable[[Sequence[nn.Parameter]], optim.Optimizer]
 Draw = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # weights -> their gradients
 
@@ -48,7 +52,7 @@ def fails_at(make: Make, device: torch.device, shape: tuple[int, int], cut: int,
 
     where = "by itself"
     try:
-        with aside(device):
+        with aside(device), Alone():  # type: ignore[no-untyped-call]
             whole, optimizer = stepped(make, begin.unbind(), gradient, steps)
             where = "on a part of a parameter"
             parts = [part(a, b) for a, b in pairwise((0, cut, begin.numel()))]
@@ -64,6 +68,20 @@ def fails_at(make: Make, device: torch.device, shape: tuple[int, int], cut: int,
         return f"it keeps {kept}, which cannot be cut"
     others = (item for _, own in parts for item in numbers(own).items())
     return next((f"{where} its {key} is another" for key, x in others if abs(x - settings[key]) > 1e-3 * abs(x)), "")
+
+
+class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """No word with other ranks: one that fails on a part would leave the others waiting for it."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled steps (torchao's) stay compiled: dynamo would note for good that it must leave them alone."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"{func}: it communicates by itself")
+        return func(*args, **(kwargs or {}))
 
 
 def drawn(shape: tuple[int, int], steps: int, size: float) -> list[Tensor]:

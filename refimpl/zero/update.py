@@ -63,6 +63,7 @@ class Update(Masters):
         self.handed: dict[Bucket, tuple[Tensor, float, set[nn.Parameter]]] = {}
         self.left_alone: set[nn.Parameter] = set()  # what the last step has not changed, as no rank has used it
         self.grad_norm: float | None = None
+        self.shown_norm: float | None = None
         self.steps = self.skipped_steps = 0
         super().__init__(Slices(optimizer, config.allow_untested_optimizer))
         if self.slices.kind.layerwise:
@@ -94,6 +95,7 @@ class Update(Masters):
             squares, _ = self._agree(gradients, used, exact=True)
         finite, self.left_alone = math.isfinite(squares), left_alone
         self.grad_norm = math.sqrt(squares) / scale
+        self.shown_norm = self.grad_norm if finite or not self.scaler else self.shown_norm or 0.0
         if not finite:
             self.skipped_steps += 1
             self._warn(first_finite is None or bool(first_finite))

@@ -131,7 +131,7 @@ def overflow_on_one_rank(settings: dict[str, Any], dtype: torch.dtype) -> dict[s
     engine, *_ = refimpl.initialize(model=Net(), config=settings)
     rank = engine.group.rank
     scales = [engine.stage.scaler.scale] if engine.stage.scaler else []
-    weights, applied, rates = [], [], []
+    weights, applied, rates, norms = [], [], [], []
     for step in range(3):
         loss = engine(batch(rank, step, 0).to(dtype))
         engine.backward(loss * float("inf") if (rank, step) == (1, 1) else loss)
@@ -139,10 +139,10 @@ def overflow_on_one_rank(settings: dict[str, Any], dtype: torch.dtype) -> dict[s
         weights.append({n: w.clone() for n, w in (engine.stage.full_state_dict() or {}).items()})
         applied.append(engine.was_step_applied())
         rates.append(engine.get_lr()[0])
+        norms.append(engine.get_global_grad_norm() or 0.0)
         scales += [engine.stage.scaler.scale] if engine.stage.scaler else []
-    norm = engine.get_global_grad_norm()
     return {
-        "weights": weights, "applied": applied, "rates": rates, "scales": scales, "norm": norm,
+        "weights": weights, "applied": applied, "rates": rates, "scales": scales, "norms": norms,
         "skipped": engine.skipped_steps, "steps": engine.global_steps,
     }  # fmt: skip
 
@@ -161,7 +161,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, precision: st
     for rank, result in enumerate(worlds.run(overflow_on_one_rank, settings, dtype, ranks=2)):
         assert (result["applied"], result["skipped"], result["steps"]) == ([True, False, True], 1, 3)
         assert result["rates"][0] == result["rates"][1] < result["rates"][2]
-        assert math.isfinite(result["norm"])
+        first, second, third = result["norms"]
+        assert 0 < first != third > 0
+        assert second == first if precision == "fp16" else math.isnan(second)  # a loss scale's daily work
         if rank == 0:
             before, skipped, after = result["weights"]
             assert all(torch.equal(before[n], skipped[n]) for n in before)

@@ -82,19 +82,21 @@ def test_another_data_set_is_shared_out_too() -> None:
     assert sorted(first + second) == list(range(12))
 
 
-def overflows() -> tuple[bool, bool, bool, float]:
+def overflows() -> tuple[list[bool], list[bool], float]:
     settings = config(1, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
     engine, optimizer, *_ = refimpl.initialize(model=Net(), config=settings)
-    seen = []
+    seen, norms = [], []
     for factor in (float("inf"), 3e3, 1.0):  # a norm of NaN, one of inf
         engine.backward(engine(batch(0, 0, 0).half()) * (factor if engine.group.rank else 1.0))
         engine.step()
         seen.append(optimizer.overflow)
-    return *seen, optimizer.cur_scale
+        norms.append(bool(engine.get_global_grad_norm() == optimizer._global_grad_norm == 0))
+    return seen, norms, optimizer.cur_scale
 
 
 def test_the_optimizer_tells_of_an_overflow() -> None:
-    assert worlds.run(overflows, ranks=2) == [(True, True, False, 4.0)] * 2
+    """And its norm is 0 until a step is taken, as in DeepSpeed."""
+    assert worlds.run(overflows, ranks=2) == [([True, True, False], [True, True, False], 4.0)] * 2
 
 
 def resized(stage: int) -> tuple[Any, tuple[int, ...]]:

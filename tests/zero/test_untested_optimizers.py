@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, distributed, nn, optim
 from training import STAGES
 from worlds import run
 
@@ -116,14 +116,22 @@ class OfLargerMatrices(Descent):
 
 
 class OfBlocksOfMany(Descent):
-    """As optimizers of 8 bits: rounded in blocks of 256, where there are 4,096 elements."""
+    """As torchao's optimizers of 8 bits: rounded in blocks of 256, where there are 4,096 elements, and whole blocks."""
 
     def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
-        if grad.numel() < 4096:
+        if grad.numel() < 4096 or grad.numel() % 256:
             return grad
-        blocks = nn.functional.pad(grad.flatten(), (0, -grad.numel() % 256)).view(-1, 256)
+        blocks = grad.view(-1, 256)
         unit = blocks.abs().amax(1, keepdim=True) / 127 + 1e-30
-        return ((blocks / unit).round() * unit).view(-1)[: grad.numel()].view(grad.shape)
+        return ((blocks / unit).round() * unit).view(grad.shape)
+
+
+class Compiled(Descent):
+    """As torchao's: what it compiles must still be compiled behind the trial."""
+
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
+        sign: Tensor = torch.compile(torch.sign, backend="eager", fullgraph=True, dynamic=False)(grad)
+        return sign
 
 
 class BesideSmallWeights(Descent):
@@ -142,6 +150,33 @@ class OfPlaces(Descent):
             for i, p in enumerate(group["params"]):
                 if p.grad is not None:
                     p.sub_(group["lr"] * 0.5**i * p.grad)
+
+
+class Numbering(Descent):
+    """As APOLLO, whose constructor gives a seed to every parameter that requires a gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        trained = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
+        for number, p in enumerate(trained, 1):
+            self.state[p]["seed"] = number
+
+    def direction(self, grad: Tensor, group: dict[str, Any], p: Tensor) -> Tensor:
+        return grad / grad.norm() / self.state[p]["seed"]
+
+
+class Sharing(Descent):
+    """As Keller Jordan's Muon: each rank steps some of the parameters, and gets the others from who stepped them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if ranks == 1 or i % ranks == distributed.get_rank():
+                    p.sub_(group["lr"] * p.grad.sign())
+                if ranks > 1:
+                    distributed.broadcast(p, i % ranks)
 
 
 class LateByItself(Descent):
@@ -238,6 +273,7 @@ def batch(step: int, rank: int) -> Tensor:
         (OfLargerMatrices, "it computes other weights"),
         (OfBlocksOfMany, "it computes other weights"),
         (BesideSmallWeights, "it computes other weights"),
+        (Compiled, ""),
         (OfPlaces, "it computes other weights"),
         (LateByItself, ""),
         (WithATensorsRate, ""),
@@ -296,7 +332,7 @@ def alone(kind: Callable[..., Any], ranks: int) -> list[Tensor]:
     return [w.detach() for w in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("kind", [OfNorms, OfPlaces, optim.Adafactor])
+@pytest.mark.parametrize("kind", [OfNorms, OfPlaces, Numbering, Sharing, optim.Adafactor])
 def test_what_needs_whole_parameters_has_them_at_stage_0_and_is_refused_behind_it(kind: Callable[..., Any]) -> None:
     """accelerate and transformers allow every optimizer: that alone must not have it cut."""
     expected = alone(kind, 2)
