@@ -484,7 +484,7 @@ settings = load_config(
     },
     world_size=1,
 )
-zero = with_homes(settings.zero_config(), settings, torch.device("cpu"))
+zero = with_homes(settings.zero_config(), settings, torch.device("cpu"), Group(None))
 home = zero.optimizer_home
 pd.DataFrame(
     {

@@ -19,14 +19,17 @@ from refimpl.zero.unit import unit_of, whole
 class StateDicts:
     """Hooks on each of `modules` that has sharded parameters of its own.
 
-    Of a part that is saved by itself the ranks are told before it gathers: a rank may be alone in that.
+    Of a part of `model` that is saved by itself the ranks are told before it gathers: a rank may be alone in that.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], model: nn.Module | None = None) -> None:
         self.handles: list[Any] = []
         self.paused = False
         self.is_told = False  # whether the ranks know that the whole model is being saved
         self._loading: dict[nn.Module, whole] = {}
+        if model is not None:
+            over = Hook(self.all_saved)
+            self.handles.append(model.register_state_dict_post_hook(over))  # type: ignore[no-untyped-call]
         for module in modules:
             if any(unit_of(p) for p in module.parameters(recurse=False)):
                 self.handles += [

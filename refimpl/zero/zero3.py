@@ -22,7 +22,7 @@ from refimpl.zero.flat import Bucket, lay_out
 from refimpl.zero.flights import Reduction
 from refimpl.zero.owing import Owing
 from refimpl.zero.owners import joined, leaves, owners
-from refimpl.zero.parameter import DATA, Hook
+from refimpl.zero.parameter import DATA
 from refimpl.zero.path import Path
 from refimpl.zero.plus import Plus
 from refimpl.zero.saved import StateDicts
@@ -61,7 +61,7 @@ class Zero3(Stage):
             self.plus.outfit(unit)
         self.path = Path(self.group, self.config.check_order)
         self.fetch = Fetch(self.model, units_of, self.config, self.path, self.passes.sign, self.complete)
-        self.state_dicts = StateDicts(self.model.modules())
+        self.state_dicts = StateDicts(self.model.modules(), self.model)
         self.handles += [self.path, self.fetch, self.state_dicts]
         return [*self.kept, *(u for u in self.units if u.group_index >= 0)]
 
@@ -80,11 +80,6 @@ class Zero3(Stage):
 
     def complete(self, unit: Unit) -> None:
         self.gradients.complete(unit)
-
-    def listen(self) -> None:
-        super().listen()
-        over = Hook(self.state_dicts.all_saved)
-        self.handles.append(self.model.register_state_dict_post_hook(over))  # type: ignore[no-untyped-call]
 
     def before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
         """It gathers, so all ranks must call it: one that does alone is told, and the others with it."""
