@@ -5,6 +5,7 @@ process was killed cannot take its folder away; it leaves one that nobody holds.
 recognises it, and deletes it. On a file system without flock it stays.
 """
 
+import errno
 import fcntl
 import mmap
 import os
@@ -58,8 +59,19 @@ def mapped(file: Path, nbytes: int) -> mmap.mmap:
     """
     with file.open("a+b") as shared:
         try:
-            shared.truncate(nbytes)
+            _take_space(shared.fileno(), nbytes)
         except OSError as error:
-            text = f"{error.strerror}; {nbytes:,} bytes are needed: raise `ulimit -f`, or set TMPDIR to another folder"
+            text = f"{error.strerror}; {nbytes:,} bytes are needed: make room, raise `ulimit -f`, or set TMPDIR"
             raise OSError(error.errno, text, str(file)) from None
         return mmap.mmap(shared.fileno(), nbytes)
+
+
+def _take_space(descriptor: int, nbytes: int) -> None:
+    """Make the file so long, on Linux with the disk's space: a page that finds none ends a rank, by SIGBUS."""
+    os.ftruncate(descriptor, nbytes)
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.EINVAL, errno.EOPNOTSUPP):  # a file system that cannot
+                raise

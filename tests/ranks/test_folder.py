@@ -81,10 +81,17 @@ def test_a_file_for_which_there_is_no_room_is_named(tmp: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(OSError, match=r"too large; 101 bytes are needed: raise `ulimit -f`.*/board"):
+        with pytest.raises(OSError, match=r"too large; 101 bytes are needed: make room, raise `ulimit -f`.*/board"):
             folder.mapped(tmp / "board", 101)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the system takes no space ahead")
+def test_its_space_is_taken_with_it(tmp: Path) -> None:
+    """Or a full disk is heard of where a rank writes into the memory: it is killed, by SIGBUS."""
+    memory = folder.mapped(tmp / "board", 100_000)
+    assert (tmp / "board").stat().st_blocks * 512 >= len(memory) == 100_000
 
 
 def test_a_rank_holds_it_too(tmp: Path) -> None:
