@@ -67,11 +67,14 @@ def mapped(file: Path, nbytes: int) -> mmap.mmap:
 
 
 def _take_space(descriptor: int, nbytes: int) -> None:
-    """Make the file so long, on Linux with the disk's space: a page that finds none ends a rank, by SIGBUS."""
+    """Make the file so long, on Linux with the disk's space: a page that finds none ends a rank, by SIGBUS.
+
+    Where the file system cannot it has none: zeros, as `offload.blocks.take_space` writes, would go over others' words.
+    """
     os.ftruncate(descriptor, nbytes)
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
         except OSError as error:
-            if error.errno not in (errno.EBADF, errno.EINVAL, errno.EOPNOTSUPP):  # a file system that cannot
+            if error.errno not in (errno.EBADF, errno.EINVAL, errno.EOPNOTSUPP):
                 raise

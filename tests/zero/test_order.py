@@ -175,6 +175,7 @@ WRONG_TURNS: dict[str, tuple[Callable[[Zero3], None], str, str]] = {
     "evaluates": (evaluate, A_FORWARD, r"a new forward of the model \(training, no gradients\)"),
     "does not step": (lambda stage: train(stage, step=False), "step", A_FORWARD),
     "steps at once": (lambda stage: stage.step(), A_FORWARD, "step"),
+    "saves": (lambda stage: stage.model.state_dict(), A_FORWARD, "a state_dict of the model"),
     "saves a part": (lambda stage: stage.model.layers[1].state_dict(), A_FORWARD, r"a state_dict of layers\.1"),
     "raises": (bad_batch, r"forward of layers\.2", A_FORWARD),
 }
