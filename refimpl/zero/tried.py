@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from refimpl.activation.state import aside
 
 SIZES = 1.0, 0.3, 3.0, 0.1  # of gradients, in turns
-TRIALS = ((4, 6), 10, 64, 1.0), ((144, 128), 7001, 12, 1e-3)  # shape, where it is cut, steps, size of the weights
+TRIALS = ((4, 6), 10, 64, 1.0), ((132, 192), 7001, 12, 1e-3)  # shape, where it is cut, steps, size of the weights
 Make = Callable[[Sequence[nn.Parameter]], optim.Optimizer]
 Draw = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # weights -> their gradients
 
