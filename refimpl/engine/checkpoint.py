@@ -42,6 +42,7 @@ from refimpl.comm.group import Group
 from refimpl.engine.contents import about_engine, contents
 from refimpl.engine.state import TrainingState
 from refimpl.zero.alike import raised_alone
+from refimpl.zero.own_states import own_states
 from refimpl.zero.start import refuse_added
 
 FAILED = ".failed"
@@ -76,7 +77,8 @@ def save(
     engine.stage.catch_up()
     together(group, lambda: refuse_unfit(engine))
     folder, new = save_dir / tag, atomic.unfinished(save_dir / tag, id_)
-    mine, notes = together(group, lambda: contents(engine, client_state, exclude_frozen))
+    own = {} if engine.optimizer is None else own_states(engine.stage)
+    mine, notes = together(group, lambda: contents(engine, client_state, exclude_frozen, own))
     notes = {"save": {"id": id_, "rank": group.rank}} | notes
     about = {"id": id_} | about_engine(engine, exclude_frozen)
     held = ExitStack()

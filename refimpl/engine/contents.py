@@ -89,9 +89,9 @@ def identity(engine: TrainingState) -> dict[str, Any]:
 
 
 def contents(
-    engine: TrainingState, client_state: Mapping[str, Any], exclude_frozen: bool
+    engine: TrainingState, client_state: Mapping[str, Any], exclude_frozen: bool, own: Mapping[str, dict[str, Any]]
 ) -> tuple[dict[str, Tensor | Later], dict[str, Any]]:
-    """(tensors, notes) of this rank. CheckpointError names what of them cannot be kept."""
+    """(tensors, notes) of this rank; own: see `own_states`. CheckpointError names what of them cannot be kept."""
     if not isinstance(client_state, Mapping):
         raise CheckpointError(f"client_state is a {type(client_state).__name__}: give a dictionary")
     tensors: dict[str, Tensor | Later] = {}
@@ -103,13 +103,15 @@ def contents(
         if part.name in left_out:
             continue
         tensors[f"weight/{part.name}"] = part.weight
+        if part.name in own:
+            continue
         tensors |= {f"{key}/{part.name}": value for key, value in part.state.items()}
         rest = {key: [encode(v, f"{key}/{part.name}", noted)] for key, v in part.rest.items()}
         if begins := rest | dict.fromkeys(part.state, "cut"):
             states[part.name] = begins
     for name, buffer in engine.module.named_buffers():
         tensors[f"buffer/{saved(name)}"] = buffer
-    beside = plain(engine, client_state)
+    beside = plain(engine, client_state) | {"own_states": own}
     notes = {"state": states} | {name: encode(value, name, noted) for name, value in beside.items()}
     tensors |= noted
     for name, tensor in tensors.items():

@@ -36,6 +36,7 @@ from refimpl.engine.whole import portions_by_name
 from refimpl.offload.homes import Host
 from refimpl.parallel.autotp import common_numbers
 from refimpl.zero import portable
+from refimpl.zero.own_states import put_own_states
 from refimpl.zero.portable import restore
 from refimpl.zero.stage import Stage
 
@@ -175,5 +176,21 @@ def read(engine: TrainingState, folder: Folder, wanted: Wanted) -> dict[str, Any
     restore(engine.stage, source, names, not wanted.weights_alone, folder.about["apart"])
     weights.read_buffers(engine, folder, 0 if wanted.weights_alone else own_rank(engine, folder))
     alike = folder.ranks == engine.axes.world.size
+    if not wanted.weights_alone:
+        read_own_states(engine, folder, alike)
     owed: dict[str, Any] | None = folder.value(engine.axes.world.rank if alike else 0, "compression")
     return owed if owed is None or alike else owed | {"ranks": folder.ranks}  # others than here, however laid out
+
+
+def read_own_states(engine: TrainingState, folder: Folder, alike: bool) -> None:
+    """What each rank of the saving run had of other parameters; alike: there are as many ranks here."""
+    own: dict[str, Any] = folder.value(engine.axes.world.rank if alike else 0, "own_states") or {}
+    if alike:
+        put_own_states(engine.stage, own)
+    elif own:
+        warnings.warn(
+            f"{folder.path}: its optimizer, {folder.about['optimizer']}, kept state of other parameters on each of "
+            f"{folder.ranks} ranks, here are {engine.axes.world.size}: {len(own)} parameters begin without, such as "
+            f"{next(iter(own))}",
+            stacklevel=7,
+        )

@@ -40,7 +40,11 @@ def settings(stage: int, **more: Any) -> dict[str, Any]:
 
 
 def start(config: dict[str, Any], seed: int = 0) -> refimpl.Engine:
-    return refimpl.initialize(model=Net(seed), config=config)[0]
+    net = Net(seed)
+    kind = config.get("optimizer")
+    optimizer = kind(net.parameters()) if isinstance(kind, type) else None
+    given = {key: value for key, value in config.items() if value is not kind} if optimizer else config
+    return refimpl.initialize(model=net, optimizer=optimizer, config=given)[0]
 
 
 def train(engine: refimpl.Engine, steps: range) -> list[float]:

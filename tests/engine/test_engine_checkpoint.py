@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import worlds
 from safetensors.torch import load_file
 from saving import Net, in_folder, same, settings, start, train, weights
-from torch import nn
+from torch import distributed, nn, optim
 
 import refimpl
 from refimpl.checkpoint.errors import CheckpointError
@@ -59,6 +60,42 @@ def test_going_on_in_low_precision(stage: int, section: str, tmp_path: Path) -> 
 def test_going_on_with_state_that_is_cut_by_parameters(tmp_path: Path) -> None:
     optimizer = {"type": "Lamb", "params": {"lr": 0.01}}
     worlds.run(stop_and_go_on, settings(1, optimizer=optimizer), tmp_path, ranks=3)
+
+
+class Sharing(optim.Optimizer):
+    """As Keller Jordan's Muon: each rank steps every Nth parameter, keeps momentum of those alone, and sends them."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if i % distributed.get_world_size() == distributed.get_rank():
+                    state = self.state[p]
+                    state["momentum"] = 0.9 * state.get("momentum", 0) + p.grad
+                    state["step"] = state.get("step", 0) + 1
+                    p.sub_(group["lr"] / state["step"] * state["momentum"])
+                distributed.broadcast(p, i % distributed.get_world_size())
+
+
+@pytest.mark.parametrize("section", [{}, {"bf16": {"enabled": True}}])
+def test_going_on_with_state_that_each_rank_has_of_other_parameters(section: dict[str, Any], tmp_path: Path) -> None:
+    config = settings(0, optimizer=Sharing, **section)
+    worlds.run(stop_and_go_on, config, tmp_path, ranks=3)
+    said = worlds.run(caught_at_load, config, tmp_path, ranks=2)
+    assert len(said) == 2
+    assert all("Sharing, kept state of other parameters on each of 3 ranks, here are 2: " in text for text in said)
+
+
+def caught_at_load(config: dict[str, Any], folder: Path) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = start(config)
+        engine.load_checkpoint(folder)
+    assert engine.optimizer.state_dict()["state"] == {}
+    return "\n".join(str(each.message) for each in caught)
 
 
 def save(config: dict[str, Any], folder: Path, tag: Any = None) -> None:
