@@ -92,11 +92,9 @@ class Managed(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        if torch.compiler.is_compiling():
-            torch._dynamo.graph_break()  # who compiles does not see who counts
-        memory = DATA.__get__(self)
-        holder = getattr(self, "zero_unit", self.stage)
-        return memory if holder is None else holder.shown.view(self, memory)
+        if torch.compiler.is_compiling():  # it does not see who counts, and breaks its graph here
+            return torch.compiler.disable(data_of)(self)  # type: ignore[no-any-return, no-untyped-call]
+        return data_of(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -175,6 +173,13 @@ class Managed(nn.Parameter):
     def whole_copy(self) -> Tensor:
         """The parameter's values in memory of their own. For a sharded one a collective."""
         return DATA.__get__(self).clone()  # type: ignore[no-any-return]
+
+
+def data_of(p: Managed) -> Tensor:
+    """Its memory, as `p.data`."""
+    memory: Tensor = DATA.__get__(p)
+    holder = getattr(p, "zero_unit", p.stage)
+    return memory if holder is None else holder.shown.view(p, memory)
 
 
 class Freed(Managed):
