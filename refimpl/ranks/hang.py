@@ -19,12 +19,12 @@ _COMM = f"{REFIMPL}comm/", f"{TORCH}distributed/"
 # What runs the reader's code, not the reader's: "<string>" is the fork server.
 _LAUNCHER = f"{REFIMPL}ranks/", f"{REFIMPL}grading/", "<string>"
 _STDLIB, _SITE = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")  # the one may lie in the other
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')  # ???: between two lines, as where a loop turns
 
 
 class Frame(NamedTuple):
     file: str
-    line: int
+    line: int  # 0: it is between two
     function: str
 
     @property
@@ -48,7 +48,7 @@ def parse(dump: str) -> list[list[Frame]]:
         if "thread 0x" in line.lower():
             threads.append([])
         elif threads and (match := _FRAME.match(line)):
-            threads[-1].append(Frame(match[1], int(match[2]), match[3]))
+            threads[-1].append(Frame(match[1], int(match[2]) if match[2].isdigit() else 0, match[3]))
     return threads
 
 
@@ -77,7 +77,8 @@ def where(dump: str) -> str:
     doing = f"{'lets bytes travel' if travels else 'waits'} in {collective}" if collective else "computes"
     if place is None:
         return doing
-    return f"{doing} at {place.file}:{place.line}" + (f": {source}" if source else "")
+    at = f"at {place.file}:{place.line}" if place.line else f"in {place.function} of {place.file}"
+    return f"{doing} {at}" + (f": {source}" if source else "")
 
 
 def _collective(stack: list[Frame]) -> str:

@@ -172,7 +172,7 @@ class Runs(torch.nn.Module):
         self.training = True
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_torchscript_program_is_not_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """`torch.load` hands what looks like one to `torch.jit.load`, whatever unpickler it is given."""
     torch.jit.save(torch.jit.script(Runs()), tmp_path / "evil.pt")

@@ -44,6 +44,13 @@ def test_a_stack_without_a_collective_computes(tmp_path: Path):
     assert hang.where(dump(f"{script}:2 step", f"{RANK}:4 run")) == f"computes at {script}:2: pass"
 
 
+def test_a_loop_that_turns_has_no_line(tmp_path: Path):
+    """Seen of a learner's endless loop: the caller, a grader, was taken for where it stands."""
+    script, grader = tmp_path / "train.py", tmp_path / "grader.py"
+    turning = dump(f"{script}:0 step", f"{grader}:1 judge", f"{RANK}:4 run").replace("line 0 in", "line ??? in")
+    assert hang.where(turning) == f"computes in step of {script}"
+
+
 def test_torchs_own_wait_leaves_no_frame_but_its_line_tells(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text("work.wait()\n")
