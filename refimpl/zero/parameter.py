@@ -94,6 +94,8 @@ class Managed(nn.Parameter):
     def data(self) -> Tensor:
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break()  # who compiles does not see who counts
+        if isinstance(self, Freed) and not self.zero_unit.asked("data"):
+            return self  # which may be asked for its shape; who computes with it is told
         memory = DATA.__get__(self)
         holder = getattr(self, "zero_unit", self.stage)
         return memory if holder is None else holder.shown.view(self, memory)
@@ -189,6 +191,8 @@ class Freed(Managed):
         with torch._C.DisableTorchFunctionSubclass():
             if func in CONVERSIONS and args[0] is func(*args, **(kwargs or {})):
                 return args[0]  # to where and what it is already
+            if func is nn.functional.pad and not any(args[1]):
+                return args[0]  # by nothing, as transformers' tie_weights does with the bias of a head
             if func not in HARMLESS:
                 for p in tree_leaves((args, kwargs)):
                     if isinstance(p, Freed):

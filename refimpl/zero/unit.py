@@ -240,13 +240,17 @@ class Unit(Bucket):
         self.views = {p: self.piece(self.full, p) for p in self.views}
         self.unit_at[self.full.untyped_storage()._cdata] = self
 
-    def wanted(self, p: nn.Parameter, what: str) -> None:
-        """`what` computes with p, which is freed: let `on_use` gather it, else say what to do."""
+    def asked(self, what: str) -> bool:
+        """`what` is to be done with what is freed: let `on_use` gather it; whether it may be done now."""
         if self.is_placeholder and what in ("detach", "data", "clone"):  # all that a state_dict asks of it
-            return
+            return True
         if self.on_use is not None:
             self.on_use(self, what)
-        if self.is_free:
+        return not self.is_free
+
+    def wanted(self, p: nn.Parameter, what: str) -> None:
+        """`what` computes with p, which is freed: if it may not, say what to do."""
+        if not self.asked(what):
             stage = stage_of(p)
             name = stage.name_of(p) if stage else f"of {self.name}"
             where = "outside its module's forward" if stage else "before `initialize`, and after destroy(),"
