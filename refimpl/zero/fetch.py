@@ -134,6 +134,8 @@ class Fetch:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         if self.units_of[module]:
             for tensor in tensors_of(output):
+                if shown := self.unit_holding(tensor):
+                    shown.is_shown = True  # who goes on computing with a view keeps its memory
                 if tensor.requires_grad:
                     node = tensor.grad_fn  # its hooks come after the tensor's: a leaf module behind is freed first
                     hooked = tensor.register_hook if node is None else node.register_prehook
@@ -144,6 +146,12 @@ class Fetch:
             self.leave([u for u in done if not soon_again(self.path.trace, u, self.config)])
             if not self.running:
                 self.release(list(self.leaving))
+
+    def unit_holding(self, tensor: Tensor) -> Unit | None:
+        """The unit in whose memory `tensor` lies, if it is no parameter, which would be put elsewhere."""
+        if isinstance(tensor, nn.Parameter) or not torch._C._has_storage(tensor):
+            return None
+        return self.unit_at.get(tensor.untyped_storage()._cdata)
 
     def forget(self) -> None:
         """The forward before ended in what torch tells no hook, such as KeyboardInterrupt: nothing is running."""

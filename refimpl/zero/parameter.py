@@ -176,7 +176,9 @@ class Managed(nn.Parameter):
 
 
 def data_of(p: Managed) -> Tensor:
-    """Its memory, as `p.data`."""
+    """Its memory, as `p.data`. Of what is freed p itself, which may be asked for its shape: to compute is told."""
+    if isinstance(p, Freed) and not p.zero_unit.asked("data"):
+        return p
     memory: Tensor = DATA.__get__(p)
     holder = getattr(p, "zero_unit", p.stage)
     return memory if holder is None else holder.shown.view(p, memory)
@@ -194,6 +196,8 @@ class Freed(Managed):
         with torch._C.DisableTorchFunctionSubclass():
             if func in CONVERSIONS and args[0] is func(*args, **(kwargs or {})):
                 return args[0]  # to where and what it is already
+            if func is nn.functional.pad and not any(args[1]):
+                return args[0]  # by nothing, as transformers' tie_weights does with the bias of a head
             if func not in HARMLESS:
                 for p in tree_leaves((args, kwargs)):
                     if isinstance(p, Freed):

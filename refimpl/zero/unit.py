@@ -14,7 +14,8 @@ under way never ends: `free` leaves it alone, and its memory, into which a peer 
 
 The full buffer keeps its identity and gives its memory back: `untyped_storage().resize_(0)`. So everything autograd
 saved during forward, also views such as weight.t(), is right again once the buffer is refilled for backward. Memory
-that a `GatheredParameters` block has shown is left to whoever kept a view of it, a user or a graph.
+that a `GatheredParameters` block has shown, or of which a module returns a view (weight[:n], of positions), is left to
+whoever kept a view of it, a user or a graph.
 A freed parameter keeps its shape (`Freed` in parameter.py): computing with it gathers it, or is an error that names it.
 FSDP1 frees the same way (torch/distributed/utils.py, `_free_storage`); DeepSpeed swaps `param.data` for an empty
 tensor (deepspeed/runtime/zero/partition_parameters.py), which views kept by autograd do not see.
@@ -71,7 +72,7 @@ class Unit(Bucket):
         self.is_joined = False  # whether several modules need it, one after the other
         self.is_placeholder = False  # while a state_dict is made of the names; over too when it is gathered next
         self.held = 0  # `whole` blocks that are open
-        self.is_shown = False  # whether a user may have kept a view of `full`: in a `GatheredParameters` block
+        self.is_shown = False  # whether others may have a view of `full`: of a `GatheredParameters` block, as an output
         nothing = float("nan") if self.dtype.is_floating_point else 0
         scalar = torch.tensor(nothing, dtype=self.dtype, device=self.device)
         self._nothings = {p: scalar.expand(p.shape) for p in params}
@@ -240,13 +241,17 @@ class Unit(Bucket):
         self.views = {p: self.piece(self.full, p) for p in self.views}
         self.unit_at[self.full.untyped_storage()._cdata] = self
 
-    def wanted(self, p: nn.Parameter, what: str) -> None:
-        """`what` computes with p, which is freed: let `on_use` gather it, else say what to do."""
+    def asked(self, what: str) -> bool:
+        """`what` is to be done with what is freed: let `on_use` gather it; whether it may be done now."""
         if self.is_placeholder and what in ("detach", "data", "clone"):  # all that a state_dict asks of it
-            return
+            return True
         if self.on_use is not None:
             self.on_use(self, what)
-        if self.is_free:
+        return not self.is_free
+
+    def wanted(self, p: nn.Parameter, what: str) -> None:
+        """`what` computes with p, which is freed: if it may not, say what to do."""
+        if not self.asked(what):
             stage = stage_of(p)
             name = stage.name_of(p) if stage else f"of {self.name}"
             where = "outside its module's forward" if stage else "before `initialize`, and after destroy(),"

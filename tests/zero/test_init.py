@@ -492,3 +492,21 @@ def second_try() -> str:
 
 def test_a_constructor_that_raises_is_over_and_integers_stay_integers() -> None:
     assert all("before `initialize`" in text for text in run(second_try, ranks=2))
+
+
+def tied() -> bool:
+    """As transformers' `tie_weights` does with a head that has a bias, behind zero.Init."""
+    with Init():
+        head = nn.Linear(5, 7)
+    with GatheredParameters(head):
+        before = head.bias.detach().clone()
+    head.bias.data = nn.functional.pad(head.bias.data, (0, head.weight.shape[0] - head.bias.shape[0]), "constant", 0)
+    for compute in (head.bias.data.mul_, lambda by: nn.functional.pad(head.bias.data, (0, by))):
+        with pytest.raises(RuntimeError, match=r"parameter of Linear: (mul_|pad) needs its values"):
+            compute(2)
+    with GatheredParameters(head):
+        return torch.equal(head.bias, before)
+
+
+def test_data_of_what_is_sharded_has_a_shape_and_no_values() -> None:
+    assert all(run(tied))

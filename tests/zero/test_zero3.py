@@ -130,12 +130,35 @@ class InPlace(Net):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
+class Positions(nn.Module):
+    """Returns views of weights: of its own, as Whisper's positions, and of a child's, as SAM's prompt encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.nothing = nn.Parameter(torch.randn(9, 13)), nn.Embedding(1, 13)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.weight[: tokens.shape[1]], self.nothing.weight.expand(tokens.shape[1], -1)
+
+
+class Positioned(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places, nothing = self.positions(tokens)
+        x = self.blocks[0](self.embed(tokens)) * places + nothing
+        logits = self.head(self.norm(self.frozen(x)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
 def adamw_trained(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
 @pytest.mark.parametrize("stage", list(STAGES))
-@pytest.mark.parametrize("make", [Checkpointed, Reentrant, Outside, BiasOutside, Adapted, InPlace])
+@pytest.mark.parametrize("make", [Checkpointed, Reentrant, Outside, BiasOutside, Adapted, InPlace, Positioned])
 def test_awkward_models_keep_their_bits(stage: str, make: Callable[[], nn.Module]) -> None:
     job = Job(make=make, optimizer=adamw_trained, steps=4)
     assert differing(run(train, stage, job, ranks=3)[0].weights, oracle(3, job)) == []
