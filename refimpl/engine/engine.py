@@ -82,7 +82,7 @@ class Engine(Saved, ModuleState):
         if not self._open_micro_batches:
             self.group.ledger.reset()
         inputs, kwargs = in_half(self.config, (inputs, kwargs))
-        if self.training:
+        if self.training and not self._pending:  # a step's time begins at its first micro-batch
             self.tput_timer.start()
         with self.report.time("fwd"), autocast(self.config, self.device), dtypes_told(self.config, inputs, kwargs):
             return self.module(*inputs, **kwargs)
