@@ -324,7 +324,7 @@ def test_it_prints_what_the_file_asks_for(capsys: pytest.CaptureFixture[str]) ->
     steps(engine, 1)
     assert capsys.readouterr().out == ""
     measured = engine.report.clock.drain
-    with mock.patch.object(engine.report.clock, "drain", lambda: dict.fromkeys(measured(), 3.0)):
+    with mock.patch.object(engine.report.clock, "drain", side_effect=lambda: dict.fromkeys(measured(), 3.0)):
         steps(engine, 1)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step=2, skipped=0, lr=[0.5]"

@@ -33,7 +33,12 @@ def plainly(settings: dict[str, Any], steps: int, micros: int, bare: bool) -> di
             engine.step()
         norms.append(engine.get_global_grad_norm())
     calls = engine.group.ledger.calls(by="tag")["gradients"]
-    return {"weights": weights_of(engine), "norms": norms, "calls": calls, "steps": (engine.global_steps, engine.micro_steps)}
+    return {
+        "weights": weights_of(engine),
+        "norms": norms,
+        "calls": calls,
+        "steps": (engine.global_steps, engine.micro_steps),
+    }
 
 
 @pytest.mark.parametrize("bare", [False, True])

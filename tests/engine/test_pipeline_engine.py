@@ -150,7 +150,13 @@ def as_the_example() -> tuple[list[float], float, int, tuple[bool, bool], bool]:
     outputs = engine.eval_batch(iter(kept), compute_loss=False, num_micro_batches=3)
     shapes = None if outputs is None else [tuple(out.shape) for out in outputs]
     assert (shapes == [(4, 4)] * 3) == engine.is_last_stage()
-    return losses, before, engine.tput_timer.global_step_count, (engine.is_first_stage(), engine.is_last_stage()), before == again
+    return (
+        losses,
+        before,
+        engine.tput_timer.global_step_count,
+        (engine.is_first_stage(), engine.is_last_stage()),
+        before == again,
+    )
 
 
 def test_the_pipeline_example_learns() -> None:

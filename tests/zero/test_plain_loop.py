@@ -401,6 +401,8 @@ def later(stage_name: str) -> list[Tensor]:
     stage: Stage = STAGES[stage_name](model)
     assert torch.equal(model(batch(0, 0)), small()(batch(0, 0)))
     first: Any = model
+    with pytest.raises(RuntimeError, match=r"has no optimizer: .* or by `attach`"):
+        stage.add_param_group({"params": list(first[2].parameters())})
     optimizer = torch.optim.AdamW(
         [{"params": first[0].parameters()}, {"params": first[2].parameters(), "lr": 1e-2}], lr=1e-3, weight_decay=0.1
     )
