@@ -73,7 +73,7 @@ class Asked(TrainingState):
     ) -> DataLoader[Any]:
         """A loader of another data set: this rank's micro-batches, of `batch_size` samples or as many as in training.
 
-        route: "train" shuffles, "eval" and "predict" keep the data's order. Without a `collate_fn` it is `initialize`'s.
+        route: "train" shuffles, "eval" and "predict" keep the data's order. Without `collate_fn` it is `initialize`'s.
         Without effect: pin_memory, and num_local_io_workers, as batches are loaded in this process.
         NotImplementedError for a data_sampler: give torch's DataLoader that one.
         """

@@ -335,6 +335,8 @@ def test_it_prints_what_the_file_asks_for(capsys: pytest.CaptureFixture[str]) ->
     assert f"parameters: {size}" in lines[3]
     assert "gradients: 0" in lines[3]
     assert len(lines) == 4
+    steps(start(memory_breakdown=True), 1)  # at every step, where nothing says how often
+    assert capsys.readouterr().out.startswith("bytes before step")
     start(dump_state=True)
     assert '"train_micro_batch_size_per_gpu": 4' in capsys.readouterr().out
     silent = start()
