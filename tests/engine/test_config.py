@@ -121,6 +121,7 @@ def test_a_section_that_is_null_is_not_there() -> None:
 def test_loss_scaler() -> None:
     assert load().loss_scaler() is None
     assert load(bf16={"enabled": True}).loss_scaler() is None
+    assert load(torch_autocast={"enabled": True}).loss_scaler() is None
     static = load(fp16={"enabled": True, "loss_scale": 128}).loss_scaler()
     assert static is not None
     static.update(overflow=True)

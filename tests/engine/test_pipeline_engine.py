@@ -142,7 +142,9 @@ def as_the_example() -> tuple[list[float], float, int, tuple[bool, bool], bool]:
                       pipeline={"activation_checkpoint_interval": 2}),
     )  # fmt: skip
     assert module.checkpoint_interval == 2
+    engine.eval()
     losses = [engine.train_batch().item() for _ in range(20)]
+    assert module.training
     kept = list(loader)
     before = engine.eval_batch(iter(kept)).item()
     engine.set_dataloader(kept)
