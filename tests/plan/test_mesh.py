@@ -170,6 +170,18 @@ def test_attention_that_cannot_be_dealt_out_is_whole_on_every_rank(more: dict[st
     assert traffic(shape, mesh, 0)["tensor"] < traffic(replace(half, heads=16, kv_heads=16), mesh, 0)["tensor"]
 
 
+@pytest.mark.parametrize(
+    ("dp", "pp", "tp", "cp", "in_node"),
+    [(2, 2, 2, 1, "tensor pipeline data"), (4, 2, 2, 1, "tensor"), (2, 1, 4, 2, "tensor context"), (1, 1, 16, 2, "")],
+)
+def test_the_link_that_an_axis_waits_for(dp: int, pp: int, tp: int, cp: int, in_node: str) -> None:
+    machine = Machine(in_node=8, peak=1e24, reads=1e24)  # nothing hides what travels
+    verdict = judge(replace(PTD[0].shape, heads=64, kv_heads=64), Mesh(dp, pp, tp, 8, cp=cp), machine)
+    for axis in ("tensor", "pipeline", "context", "data"):
+        link = machine.node if axis in in_node else machine.network
+        assert verdict.seconds[axis] == pytest.approx(verdict.sent[axis] / link)
+
+
 def test_layers_that_the_stages_do_not_divide() -> None:
     """Llama 3 405B on 16 stages: the first and the last have one of 126 layers less, for they have the vocabulary."""
     shape = LLAMA[0].shape
