@@ -212,6 +212,10 @@ def in_every_loop(stage_name: str) -> list[dict[str, Tensor]]:
         stage = STAGES[stage_name](model, optimizer, group, ZeroConfig(reduce_bucket_size=40))
         loop(model, optimizer, lambda step: batch(step, group.rank))
         ends.append({name: w.clone() for name, w in model.state_dict().items()})
+        hook = model[0].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(batch(0, group.rank)).square().mean().backward()
+        hook.remove()
         stage.release()
         assert all(type(p) is nn.Parameter and not vars(p) for p in model.parameters()), "as before: it can be pickled"
         assert not optimizer.state, "of slices that are gone"
