@@ -295,6 +295,14 @@ def batches(stage: int) -> list[float]:
     assert engine.global_steps == 2
     with pytest.raises(StopIteration, match="the data ended: a batch takes 2 micro-batches, and one found none"):
         engine.train_batch(iter([]))
+    norms = []
+    for begun in ([batch(0, 0, 0)], []):  # what is left of other data is no part of the next batch
+        with pytest.raises(StopIteration):
+            engine.train_batch(iter(begun))
+        engine.train_batch(iter([batch(0, 1, 0), batch(0, 1, 1)]))
+        norms.append(engine.get_global_grad_norm())
+    assert norms[0] == norms[1]
+    assert (engine.global_steps, engine.global_samples) == (4, 64)
     return losses
 
 

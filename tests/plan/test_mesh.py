@@ -15,6 +15,7 @@ from refimpl.plan import formulas
 from refimpl.plan.judge import Machine, Verdict, judge, state
 from refimpl.plan.mesh import Mesh
 from refimpl.plan.published import BLOOM, KORTHIKANTI, LLAMA, MEGATRON, MT_NLG, NEOX, PTD, ZERO3, Run
+from refimpl.plan.search import found as fitting
 from refimpl.plan.search import search
 from refimpl.plan.shape import Experts, Shape, of_gpt, of_size
 from refimpl.plan.stages import layers_of, parameters_of
@@ -302,3 +303,15 @@ def test_bytes_of_fsdp2_at_1024_ranks() -> None:
     ours = judge(shape, Mesh(1024, 1, 1, 1024, zero="zero3", itemsize=4), Machine())
     for name, bytes_ in json.loads(run.stdout).items():
         assert (ours.sent | ours.bytes)[name] == bytes_, name
+
+
+def test_what_is_searched_and_what_fits() -> None:
+    shape = Shape(layers=2, width=64, heads=4, vocab=64, context=8192, hidden=64, kv_heads=4)
+    everything = search(shape, 2, 2, Machine()).fit
+    meshes = {(v.mesh.tp, v.mesh.cp, v.mesh.pp, v.mesh.dp) for v in everything}
+    assert meshes == {(1, 1, 1, 2), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1)}, "a stage a layer; 4096 tokens a rank"
+    assert all(v.mesh.zero == "zero1" for v in everything if v.mesh.dp * v.mesh.cp == 1), "nothing to divide"
+    verdict = everything[0]
+    for memory, fits in ((verdict.total / 0.9 + 1, True), (verdict.total / 0.9 - 1, False)):  # a tenth stays free
+        found = fitting([verdict], Machine(memory=memory))
+        assert (found.fit, found.over) == (([verdict], []) if fits else ([], [verdict]))
