@@ -311,7 +311,8 @@ def test_what_is_searched_and_what_fits() -> None:
     meshes = {(v.mesh.tp, v.mesh.cp, v.mesh.pp, v.mesh.dp) for v in everything}
     assert meshes == {(1, 1, 1, 2), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1)}, "a stage a layer; 4096 tokens a rank"
     assert all(v.mesh.zero == "zero1" for v in everything if v.mesh.dp * v.mesh.cp == 1), "nothing to divide"
-    verdict = everything[0]
+    verdict = next(v for v in everything if v.mesh.recompute)
+    assert verdict.mfu * verdict.step * Machine().peak * 2 == pytest.approx(shape.flops(2)), "what runs again is no use"
     for memory, fits in ((verdict.total / 0.9 + 1, True), (verdict.total / 0.9 - 1, False)):  # a tenth stays free
         found = fitting([verdict], Machine(memory=memory))
         assert (found.fit, found.over) == (([verdict], []) if fits else ([], [verdict]))
