@@ -226,6 +226,7 @@ def test_what_cannot_be_is_named() -> None:
     mixed = replace(shape, experts=Experts(4, 2, 16))
     for of, mesh, says in (
         (shape, Mesh(2, 1, 1, 8, ep=2), "ep 2: the model has no mixtures of experts"),
+        (replace(shape, context=126), Mesh(1, 1, 1, 8, cp=2), "126 tokens over context ranks, two runs each"),
         (mixed, Mesh(8, 1, 1, 8, ep=8), "4 experts over ep 8 of 8 data ranks: it must divide both"),
         (mixed, Mesh(3, 1, 1, 9, ep=2), "4 experts over ep 2 of 3 data ranks: it must divide both"),
     ):
