@@ -18,7 +18,7 @@ from refimpl.plan.published import BLOOM, KORTHIKANTI, LLAMA, MEGATRON, MT_NLG, 
 from refimpl.plan.search import found as fitting
 from refimpl.plan.search import search
 from refimpl.plan.shape import Experts, Shape, of_gpt, of_size
-from refimpl.plan.stages import layers_of, parameters_of
+from refimpl.plan.stages import kinds, layers_of, parameters_of
 from refimpl.plan.traffic import traffic
 from refimpl.plan.transformer import activation_bytes, flops_per_token, tensor_parallel_sent
 
@@ -201,6 +201,7 @@ def test_the_fullest_gpu_is_that_of_most_bytes_and_not_of_most_parameters() -> N
     stages = [state(shape, mesh, stage) for stage in range(4)]
     assert judge(shape, mesh, Machine()).bytes == stages[3], "with the head, and logits"
     assert stages[3]["parameters"] < stages[0]["parameters"]
+    assert kinds(replace(shape, vocab=1), 4, 1) == [0, 1, 3], "the last has the head, and else as much as the second"
 
 
 def test_what_a_step_waits_for_most_is_told_beside_compute() -> None:
