@@ -44,6 +44,7 @@ def test_sizes_and_averages() -> None:
     assert data[0] == 9.0  # as it was
     assert trim_mean([], 0.1) == 0
     assert trim_mean([3.0], 0.1) == 3.0
+    assert trim_mean([0.0, 1.0, 1.0, 1.0, 1.0, 9.0], 0.1) == 1.0  # a tenth of six is one, as in DeepSpeed
     with pytest.raises(ValueError, match="between 0 and 1"):
         trim_mean([1.0], 1.5)
 
