@@ -46,6 +46,11 @@ class Accumulation(Asked):
         """Their gradients are gone: the next one begins a batch."""
         self._pending = self._accumulated = 0
 
+    def _drop_batch(self) -> None:
+        """Of the batch that was begun nothing is left: the next micro-batch begins one."""
+        self._forget_micro_batches()
+        self.stage.zero_grad()
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way, or about to begin, completes a batch.
 

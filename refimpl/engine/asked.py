@@ -73,13 +73,15 @@ class Asked(TrainingState):
     ) -> DataLoader[Any]:
         """A loader of another data set: this rank's micro-batches, of `batch_size` samples or as many as in training.
 
-        Without effect: route, pin_memory, and num_local_io_workers, as batches are loaded in this process.
+        route: "train" shuffles, "eval" and "predict" keep the data's order. Without `collate_fn` it is `initialize`'s.
+        Without effect: pin_memory, and num_local_io_workers, as batches are loaded in this process.
         NotImplementedError for a data_sampler: give torch's DataLoader that one.
         """
         if data_sampler is not None:
             raise NotImplementedError("deepspeed_io: data_sampler: give it to torch.utils.data.DataLoader yourself")
         size, drop_last = batch_size or self.train_micro_batch_size_per_gpu(), self.config.dataloader_drop_last
-        return make_dataloader(dataset, size, self.axes.feed, self.axes.feeds, drop_last, collate_fn)
+        collate_fn, shuffle = collate_fn or self.collate_fn, route == "train"
+        return make_dataloader(dataset, size, self.axes.feed, self.axes.feeds, drop_last, collate_fn, shuffle)
 
     @property
     def dp_world_size(self) -> int:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.quote import quote
-from refimpl.engine.values import Positive
+from refimpl.engine.values import Positive, whole_number
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -45,8 +45,7 @@ def complete(values: Mapping[str, Any], world_size: int) -> dict[str, Any]:
 def _tensor_ranks(values: Mapping[str, Any]) -> int:
     """Ranks that share a model, and its data."""
     section = values.get("tensor_parallel")
-    size = section.get("autotp_size") if isinstance(section, Mapping) else None
-    return size if isinstance(size, int) and size > 0 else 1
+    return whole_number(section.get("autotp_size")) if isinstance(section, Mapping) else 1
 
 
 def _size(values: Mapping[str, Any], key: str) -> int | None:

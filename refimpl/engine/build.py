@@ -60,6 +60,7 @@ class Parts:
     stage: Stage
     scheduler: Any | None  # whatever has step(), state_dict() and load_state_dict()
     dataloader: DataLoader[Any] | None
+    collate_fn: Callable[[list[Any]], Any] | None
     monitor: Monitor
 
     @property
@@ -118,7 +119,7 @@ def build(
             "lr_scheduler: there is no optimizer whose rates it would move: give one, or name one in config"
         )
     schedule = None if opt is None else make_scheduler(scheduler, settings.scheduler, opt)
-    return Parts(settings, axes, model, stage, schedule, loader, Monitor(settings, axes.world.rank))
+    return Parts(settings, axes, model, stage, schedule, loader, collate_fn, Monitor(settings, axes.world.rank))
 
 
 def read(config: Mapping[str, Any] | str | Path, axes: Axes, model: nn.Module) -> DeepSpeedConfig:

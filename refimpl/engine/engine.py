@@ -82,7 +82,7 @@ class Engine(Saved, ModuleState):
         if not self._open_micro_batches:
             self.group.ledger.reset()
         inputs, kwargs = in_half(self.config, (inputs, kwargs))
-        if self.training:
+        if self.training and not self._pending:  # a step's time begins at its first micro-batch
             self.tput_timer.start()
         with self.report.time("fwd"), autocast(self.config, self.device), dtypes_told(self.config, inputs, kwargs):
             return self.module(*inputs, **kwargs)
@@ -160,9 +160,14 @@ class Engine(Saved, ModuleState):
 
         From `data_iter`, or over and over from the training data. A tuple or list is the model's arguments, a mapping
         its keywords, a tensor its only argument; tensors are moved to the engine's device. -> fp32 scalar, detached.
+        Where the data ends inside a batch, or anything fails, what was begun of it is dropped.
         """
         self.train()
-        losses = [self.backward(self._feed(data_iter)).detach() for _ in range(self.gradient_accumulation_steps())]
+        try:
+            losses = [self.backward(self._feed(data_iter)).detach() for _ in range(self.gradient_accumulation_steps())]
+        except BaseException:
+            self._drop_batch()
+            raise
         self.step()
         return mean_loss(self.group, losses)
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from refimpl.comm.axes import Axes
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.schema import DeepSpeedConfig
+from refimpl.engine.values import whole_number
 from refimpl.optim.one_bit_lamb import OneBitLamb
 from refimpl.optim.travelling import Travelling
 
@@ -19,8 +20,9 @@ from refimpl.optim.travelling import Travelling
 ALIKE = (
     "zero_optimization", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size",
     "managed_gradient_accumulation", "gradient_clipping", "gradient_allreduce_op", "gradient_compression",
-    "prescale_gradients", "gradient_predivide_factor", "communication_data_type", "data_types", "fp16", "bf16",
-    "torch_autocast", "optimizer", "scheduler", "tensor_parallel", "expert_parallel", "sparse_attention", "checkpoint",
+    "prescale_gradients", "gradient_predivide_factor", "communication_data_type",
+    "seq_parallel_communication_data_type", "data_types", "fp16", "bf16", "torch_autocast", "optimizer", "scheduler",
+    "tensor_parallel", "expert_parallel", "sparse_attention", "checkpoint",
 )  # fmt: skip
 
 
@@ -50,15 +52,6 @@ def axes_asked(raw: Mapping[str, Any]) -> dict[str, int]:
     if shard and shard % known["cp"] == 0:
         known["shard"] = shard // known["cp"]  # context ranks share their replica's state too
     return known
-
-
-def whole_number(size: Any, otherwise: int = 1) -> int:
-    """2, 2.0 and "2" are 2; what is none, or less than 1, is `otherwise` here."""
-    try:
-        number = int(float(size))
-        return number if not isinstance(size, bool) and float(size) == number >= 1 else otherwise
-    except (TypeError, ValueError, OverflowError):
-        return otherwise
 
 
 def check_layout(config: DeepSpeedConfig, axes: Axes, own_stages: bool) -> None:

@@ -66,6 +66,7 @@ class PipelineEngine(Engine):
         self.train()
         self.group.ledger.reset()
         inputs, labels = self._micro_batches(data_iter, number)
+        self.tput_timer.start()
         with self.stage.passes.explicit(), self.stage.no_sync():
             # The stage divides what arrives by the number of micro-batches, as in every engine.
             losses = self.module.forward_backward(inputs, labels, scale=float(self.stage.scale(torch.ones(()))))

@@ -76,6 +76,5 @@ class Saved(Accumulation):
         )  # fmt: skip
         path, client_state = resume.load(self, Path(load_dir), tag, wanted)
         if path is not None:
-            self._forget_micro_batches()
-            self.stage.zero_grad()
+            self._drop_batch()
         return path, client_state

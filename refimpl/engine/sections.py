@@ -19,8 +19,8 @@ from refimpl.engine.values import (
     Number,
     Positive,
     Section,
+    as_number,
     false_is_none,
-    no_bool,
     of_16_bits,
     or_none,
     unless_off,
@@ -148,7 +148,7 @@ class LoCoParam(Section):
 class ZeroOptimization(Section):
     """What is sharded and how it is communicated."""
 
-    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(no_bool)] = Field(
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(as_number)] = Field(
         default=0, description="0 nothing, 1 optimizer, 2 + gradients, 3 + parameters sharded"
     )
     reduce_bucket_size: Count = Field(

@@ -23,7 +23,7 @@ class TrainingState(nn.Module):
         self.module, self.config, self.stage = parts.model, parts.config, parts.stage
         self.axes, self.group = parts.axes, parts.group
         self.lr_scheduler: Any | None = parts.scheduler
-        self.training_dataloader = parts.dataloader
+        self.training_dataloader, self.collate_fn = parts.dataloader, parts.collate_fn
         self.global_steps = self.micro_steps = self.global_samples = 0
         self.saving = Background()
         self._batches: Iterator[Any] | None = None  # of the training data, in `train_batch`

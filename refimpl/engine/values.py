@@ -85,6 +85,15 @@ def lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
+def whole_number(size: Any, otherwise: int = 1) -> int:
+    """2, 2.0 and "2" are 2; what is none, or less than 1, is `otherwise` here."""
+    try:
+        number = int(float(size))
+        return number if not isinstance(size, bool) and float(size) == number >= 1 else otherwise
+    except (TypeError, ValueError, OverflowError):
+        return otherwise
+
+
 Names = Annotated[list[str], BeforeValidator(lambda names: [names] if isinstance(names, str) else names)]
 Count = Annotated[int, BeforeValidator(as_number), Field(ge=0, le=sys.maxsize)]
 Positive = Annotated[int, BeforeValidator(as_number), Field(ge=1, le=sys.maxsize)]

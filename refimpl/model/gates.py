@@ -123,8 +123,11 @@ class Gate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As torch's Linear."""
+        """As torch's Linear; no noise has been learned, no expert is preferred."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        for other in (self.noise, self.bias, self.load):
+            if other is not None:
+                nn.init.zeros_(other)
 
     def forward(self, x: Tensor, used: Tensor | None = None) -> Routes:
         """x [T, M] of any dtype; used: [T], 0 for tokens that go nowhere."""
@@ -144,7 +147,7 @@ class Gate(nn.Module):
         # The bias moves by a thousandth a step, which bf16 would lose: `model.bfloat16()` leaves it as it is.
         bias = self.bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if bias is not None and self.bias is not None:
+        if bias is not None and self.bias is not None and self.bias.dtype != bias.dtype:
             self.bias = bias.to(self.bias.device)
         return self
 

@@ -26,6 +26,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -156,8 +159,16 @@ class AllTokens:
 
     def __call__(self, plain: nn.Module, at: Where) -> nn.Module:
         if at.sequence:
-            plain.register_forward_pre_hook(lambda module, args: (gather_sum(args[0], at.group), *args[1:]))
+            plain.register_forward_pre_hook(partial(_to_all, at.group), with_kwargs=True)
         return plain
+
+
+def _to_all(group: Group, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The first argument, which transformers' layers give by its name."""
+    if args:
+        return (gather_sum(args[0], group), *args[1:]), kwargs
+    first = next(iter(signature(module.forward).parameters))
+    return args, kwargs | {first: gather_sum(kwargs[first], group)}
 
 
 Style = Columns | EmbeddingColumns | Rows | Vocabulary | Loss | Tokens | ToTokens | AllTokens

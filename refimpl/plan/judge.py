@@ -3,8 +3,8 @@
 Time, each term stated: large products at `efficiency` of the peak; what lies between them at the speed of the GPU's
 own memory (norms, activations, softmax: `kept.py`); the bubble (pp - 1) / m of both; the all-reduces of tensor
 parallelism, which nothing hides, over `node` bandwidth (over `network` where tp exceeds a node); messages between
-stages; tokens to their experts and back, which nothing hides; the gradients' reduction and the gathers over `network`,
-as far as they exceed the last micro-batch's backward.
+stages; tokens to their experts and back, which nothing hides; the gradients' reduction and the gathers, as far as they
+exceed the last micro-batch's backward: these, and the stages' messages, over `network`, unless one node has all GPUs.
 Narayanan et al. 2021, arXiv:2104.04473, sections 2 and 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.
 """
 
@@ -79,16 +79,16 @@ def judge(shape: Shape, mesh: Mesh, machine: Machine) -> Verdict:
     idle = bubble(mesh.pp, mesh.micro_batches)
     inside = mesh.tp <= machine.in_node
     last = (compute + memory) / mesh.micro_batches * (3 if mesh.recompute else 2) / (4 if mesh.recompute else 3)
-    alone = mesh.gpus <= machine.in_node
+    between = machine.node if mesh.gpus <= machine.in_node else machine.network
     seconds = {
         "compute": compute,
         "memory": memory,
         "bubble": (compute + memory) * idle / (1 - idle),
         "tensor": sent["tensor"] / (machine.node if inside else machine.network),
-        "pipeline": sent["pipeline"] / machine.network,
+        "pipeline": sent["pipeline"] / between,
         "context": sent["context"] / (machine.node if mesh.tp * mesh.cp <= machine.in_node else machine.network),
         "expert": sent.get("expert", 0) / (machine.node if mesh.tp * mesh.ep <= machine.in_node else machine.network),
-        "data": max(0.0, sent["data"] / (machine.node if alone else machine.network) - last),
+        "data": max(0.0, sent["data"] / between - last),
     }
     step = sum(seconds.values())
     mfu = shape.flops(mesh.batch) / (step * machine.peak * mesh.gpus)

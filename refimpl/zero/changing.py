@@ -36,6 +36,9 @@ class Changing(Built):
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Train more of the model: a group as for `optimizer.add_param_group`. On every rank alike."""
+        self.refuse_without_optimizer()
+        optimizer = self.update.slices.optimizer
+        assert optimizer is not None
         given: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         names = [one[0] for one in given if isinstance(one, tuple)]  # as `named_parameters` gives them
         tensors = [one[1] if isinstance(one, tuple) else one for one in given]
@@ -44,10 +47,8 @@ class Changing(Built):
                 raise ValueError(
                     f"add_param_group: a tensor of shape {tuple(tensor.shape)} is not of the stage's model"
                 )
-            if tensor in self.group_of and self.update.slices.optimizer is not None:
+            if tensor in self.group_of:
                 raise ValueError(f"add_param_group: {self.names[tensor]} is in a group of the optimizer already")
-        optimizer = self.update.slices.optimizer
-        assert optimizer is not None
         self.refuse_apart(tensors, len(optimizer.param_groups))
         options = {**group, "params": []} | ({"param_names": names} if names else {})
         self.update.slices.kind.cls.add_param_group(optimizer, options)

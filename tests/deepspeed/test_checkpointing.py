@@ -15,6 +15,7 @@ from refimpl.comm.group import Group
 from refimpl.deepspeed.runtime.activation_checkpointing import checkpointing
 from refimpl.deepspeed.runtime.activation_checkpointing.rng import CudaRNGStatesTracker
 from refimpl.engine.keys import ConfigError, ConfigWarning
+from refimpl.model.gpt import GPT, GPTConfig
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -124,6 +125,29 @@ def gathered() -> tuple[int, int]:
 def test_partitioned_bytes() -> None:
     for sent, formula in run(gathered, ranks=3):
         assert sent == formula  # the last term compares the first input over the group
+
+
+def beside_tensor_ranks() -> tuple[list[int], int]:
+    """The ranks that share an activation, and what this one's dropout in a cut layer is seeded with; without an mpu."""
+    checkpointing._configured = checkpointing._Configured()
+    settings = {
+        "train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2},
+        "activation_checkpointing": {"partition_activations": True},
+    }  # fmt: skip
+    deepspeed.initialize(model=GPT(GPTConfig(vocab=8, layers=1, width=8, heads=2, context=4)), config=settings)
+    home = checkpointing._configured.how.home
+    assert isinstance(home, Partitioned)
+    checkpointing.model_parallel_cuda_manual_seed(5)
+    with checkpointing.get_cuda_rng_tracker().fork():
+        return home.group.ranks, int(torch.randint(10**9, ()))
+
+
+def test_an_engines_tensor_ranks_are_the_neighbours() -> None:
+    results = run(beside_tensor_ranks, ranks=4)
+    assert [ranks for ranks, _ in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    (first, second), others = [seed for _, seed in results[:2]], [seed for _, seed in results[2:]]
+    assert [first, second] == others
+    assert first != second
 
 
 def homes(**options: Any) -> Any:

@@ -153,9 +153,9 @@ def test_a_parameter_of_nobody() -> None:
         utils.safe_set_local_grad(weight, torch.ones(1))
 
 
-def between_micro_batches(stage: int, unused_on: int) -> list[list[Tensor | None]]:
+def between_micro_batches(stage: int, unused_on: int, op: str) -> list[list[Tensor | None]]:
     """safe_get_full_grad after the first of two micro-batches, after the second, and after writing between two."""
-    engine = engine_of(stage, gradient_accumulation_steps=2)
+    engine = engine_of(stage, gradient_accumulation_steps=2, gradient_allreduce_op=op)
     rank, params = engine.group.rank, list(engine.module.parameters())
 
     def backward(micro: int) -> None:
@@ -190,19 +190,19 @@ def between_micro_batches(stage: int, unused_on: int) -> list[list[Tensor | None
     return seen
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("ranks", "op"), [(2, "mean"), (3, "sum")])
 @pytest.mark.parametrize("stage", STAGES)
-def test_between_micro_batches_a_gradient_is_the_mean_so_far(stage: int, ranks: int) -> None:
+def test_between_micro_batches_a_gradient_is_what_it_is_so_far(stage: int, ranks: int, op: str) -> None:
     model, unused_on = net(), 1 if stage < 3 else -1  # ZeRO-3 needs one path on all ranks
     expected = []
     for micro in range(3):
         for rank in range(ranks):
             x = data(10 * micro + rank)
             out = model[0](x) if rank == unused_on else model(x)
-            (out.square().mean() / 2 / ranks).backward()
+            (out.square().mean() / 2 / (ranks if op == "mean" else 1)).backward()
         expected.append([p.grad.clone() for p in model.parameters()])
     expected.append([torch.full_like(p, 8.0) for p in model.parameters()])
-    for seen in worlds.run(between_micro_batches, stage, unused_on, ranks=ranks):
+    for seen in worlds.run(between_micro_batches, stage, unused_on, op, ranks=ranks):
         for mine, theirs in zip(seen, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 

@@ -230,9 +230,11 @@ def coalesced(stage: int, block: bool) -> tuple[list[Tensor], int]:
             for turn in range(3):
                 seed = 100 * step + 10 * turn + engine.global_rank
                 engine.set_gradient_accumulation_boundary(turn == 2)
-                engine.backward(
-                    engine(torch.randn(2, 5, generator=torch.Generator().manual_seed(seed))).square().mean()
-                )
+                loss = engine(torch.randn(2, 5, generator=torch.Generator().manual_seed(seed))).square().mean()
+                if block and turn == 1:
+                    loss.backward()  # is one of them
+                else:
+                    engine.backward(loss)
             if block:
                 with pytest.raises(RuntimeError, match=r"inside no_sync\(\) or coalesce_grad_reduction\(\)"):
                     engine.step()

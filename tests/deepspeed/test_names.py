@@ -129,7 +129,10 @@ def test_moving_and_copying() -> None:
     moved = utils.move_to_device({"a": [held, (held * 2,)]}, "cpu")
     assert moved["a"][1][0].equal(held * 2)
     assert isinstance(moved["a"][1], tuple)
-    assert utils.move_to_device(held, "cpu", criterion_func=torch.is_tensor) is held
+    mixed = utils.move_to_device([held, "text", 3, held.bool()], "cpu", criterion_func=lambda x: x is held)
+    assert mixed[0] is held
+    assert mixed[1:3] == ["text", 3]  # all else stays
+    assert utils.move_to_device((held,), "meta", lambda x: False)[0] is held
     flat = torch.arange(100.0)
     copy = clone_tensors_for_torch_save({"x": flat[:2], "n": 1})
     assert copy["x"].equal(flat[:2])

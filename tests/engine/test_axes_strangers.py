@@ -89,7 +89,8 @@ def refused(what: str) -> None:
             model = GPT(SHAPE)
     config = settings(axes)
     if what == "steps" and Group.world().rank == 1:
-        config["gradient_accumulation_steps"] = 2
+        config["zero_optimization"] = {"stage": 0, "reduce_bucket_size": 7}
+        config |= {"gradient_accumulation_steps": 2, "seq_parallel_communication_data_type": "bf16"}
     if what == "rate" and Group.world().rank == 1:
         config["optimizer"] = {"type": "SGD", "params": {"lr": 0.25}}
     if what.startswith("clip"):
@@ -118,7 +119,11 @@ def refused(what: str) -> None:
         ("clip at stage 0", "would be of this rank's part of the model: set gradient_clipping"),
         ("clip at stage 1", "would be of this rank's part of the model: set gradient_clipping"),
         ("twice", "this GPT is cut already; build it anew"),
-        ("steps", r"gradient_accumulation_steps differs between ranks: rank 0: 8, rank 1: 2"),
+        (
+            "steps",
+            r"gradient_accumulation_steps differs between ranks: rank 0: 8, rank 1: 2.*\nseq_\w+ differs.*\n"
+            r"zero_optimization\.reduce_bucket_size differs between ranks: rank 0: 500000000, rank 1: 7",
+        ),
         ("rate", r"ConfigError: optimizer\.params\.lr differs between ranks: rank 0: 0\.5, rank 1: 0\.25; give all"),
         ("axes", "the ranks ask for different axes"),
     ],

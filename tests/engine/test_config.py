@@ -38,6 +38,8 @@ def test_counts_in_any_notation(size: Any) -> None:
     size_read = load(zero_optimization={"reduce_bucket_size": size}).zero_optimization.reduce_bucket_size
     assert size_read == 500_000_000
     assert isinstance(size_read, int)
+    stage = load(zero_optimization={"stage": type(size)(2)}).zero_optimization.stage
+    assert (stage, type(stage)) == (2, int)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def test_counts_in_any_notation(size: Any) -> None:
         ("zero_optimization", "reduce_bucket_size", -1),
         ("zero_optimization", "reduce_bucket_size", True),
         ("zero_optimization", "stage", 4),
-        ("zero_optimization", "stage", "2"),
+        ("zero_optimization", "stage", "two"),
         ("zero_optimization", "stage", True),
         ("zero_optimization", "stage", None),
         ("zero_optimization", "reduce_bucket_size", "many"),
@@ -121,6 +123,7 @@ def test_a_section_that_is_null_is_not_there() -> None:
 def test_loss_scaler() -> None:
     assert load().loss_scaler() is None
     assert load(bf16={"enabled": True}).loss_scaler() is None
+    assert load(torch_autocast={"enabled": True}).loss_scaler() is None
     static = load(fp16={"enabled": True, "loss_scale": 128}).loss_scaler()
     assert static is not None
     static.update(overflow=True)

@@ -38,10 +38,11 @@ def test_every_combination(world_size: int) -> None:
         assert {tuple(getattr(loaded, name) for name in NAMES)} == expected
 
 
+@pytest.mark.parametrize("two", [2, "2"])
 @pytest.mark.parametrize(("train", "fits"), [(12, True), (24, True), (48, False)])
-def test_tensor_ranks_may_be_counted_where_all_three_are_given(train: int, fits: bool) -> None:
+def test_tensor_ranks_may_be_counted_where_all_three_are_given(train: int, fits: bool, two: Any) -> None:
     """As DeepSpeed counts, and transformers for "auto": 3 ranks with different data, each beside one with the same."""
-    given = dict(zip(NAMES, (train, 2, 2), strict=True)) | {"tensor_parallel": {"autotp_size": 2}}
+    given = dict(zip(NAMES, (train, 2, 2), strict=True)) | {"tensor_parallel": {"autotp_size": two}}
     if fits:
         assert load_config(given, world_size=3).train_batch_size == 12
     else:

@@ -212,6 +212,7 @@ def boundaries() -> None:
         engine.backward(engine(batch(0, 0, micro)))
         seen.append(engine.is_gradient_accumulation_boundary())
         engine.step()
+        assert engine.was_step_applied() == seen[-1]
     assert seen == [False, False, True, True] * 2
     assert engine.global_steps == 2
 
@@ -284,6 +285,7 @@ def batches(stage: int) -> list[float]:
     engine, optimizer, loader, _ = refimpl.initialize(model=Net(), config=settings, training_data=data)
     assert optimizer is engine.optimizer
     assert len(loader) == 2
+    engine.eval()
     losses = [engine.train_batch().item() for _ in range(2)]
     assert engine.module.training
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (2, 4, 32)
@@ -293,6 +295,14 @@ def batches(stage: int) -> list[float]:
     assert engine.global_steps == 2
     with pytest.raises(StopIteration, match="the data ended: a batch takes 2 micro-batches, and one found none"):
         engine.train_batch(iter([]))
+    norms = []
+    for begun in ([batch(0, 0, 0)], []):  # what is left of other data is no part of the next batch
+        with pytest.raises(StopIteration):
+            engine.train_batch(iter(begun))
+        engine.train_batch(iter([batch(0, 1, 0), batch(0, 1, 1)]))
+        norms.append(engine.get_global_grad_norm())
+    assert norms[0] == norms[1]
+    assert (engine.global_steps, engine.global_samples) == (4, 64)
     return losses
 
 
@@ -371,9 +381,11 @@ def test_scale_wrt_gas_can_be_left_to_the_client() -> None:
         engine, *_ = refimpl.initialize(model=Net(), config=config(0, gradient_accumulation_steps=4))
         engine.set_gradient_accumulation_boundary(True)
         engine.backward(engine(batch(0, 0, 0)), scale_wrt_gas=scale)
-        engine.step()
-        norms.append(engine.get_global_grad_norm())
-    assert norms[1] == pytest.approx(4 * norms[0], rel=1e-6)
+        norms.append(engine.stage.full_gradient("down.weight").norm().item())
+        engine.zero_grad()
+        engine(batch(0, 0, 0)).backward()  # by hand: divided again
+        norms.append(engine.stage.full_gradient("down.weight").norm().item())
+    assert norms == pytest.approx([norms[0], norms[0], 4 * norms[0], norms[0]], rel=1e-6)
 
 
 def test_a_world_of_one_needs_no_launcher() -> None:

@@ -66,14 +66,15 @@ def test_the_questions() -> None:
 
 
 def loaded() -> list[int]:
-    """What a rank gets of 12 samples, as many at a time as in training, and 3."""
-    engine, *_ = refimpl.initialize(model=Net(), config=config(1))
+    """What a rank gets of 12 samples, shuffled and as many at a time as in training; in their order, by 3."""
+    engine, *_ = refimpl.initialize(model=Net(), config=config(1), collate_fn=tuple)
     with pytest.raises(NotImplementedError, match="deepspeed_io: data_sampler"):
         engine.deepspeed_io(range(12), data_sampler=object())
     loaders = engine.deepspeed_io(range(12)), engine.deepspeed_io(range(12), batch_size=3, route="eval")
     every = [[int(i) for batch in loader for i in batch] for loader in loaders]
-    assert sorted(every[0]) == sorted(every[1])
-    assert [len(batch) for batch in loaders[1]] == [3, 3]
+    assert every[1] == list(range(engine.group.rank, 12, 2))
+    assert every[0] != every[1]
+    assert [(type(batch), len(batch)) for batch in loaders[1]] == [(tuple, 3), (tuple, 3)]
     return every[0]
 
 

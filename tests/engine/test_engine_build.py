@@ -323,16 +323,20 @@ def test_it_prints_what_the_file_asks_for(capsys: pytest.CaptureFixture[str]) ->
     engine = start(steps_per_print=2, wall_clock_breakdown=True, memory_breakdown=True)
     steps(engine, 1)
     assert capsys.readouterr().out == ""
-    steps(engine, 1)
+    measured = engine.report.clock.drain
+    with mock.patch.object(engine.report.clock, "drain", side_effect=lambda: dict.fromkeys(measured(), 3.0)):
+        steps(engine, 1)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step=2, skipped=0, lr=[0.5]"
-    assert all(f"{name}: " in lines[1] for name in ("fwd", "bwd", "step"))
+    assert lines[1] == "time (ms a step) | fwd: 1.50 | bwd: 1.50 | step: 1.50"  # 3 in two steps
     size = sum(p.nbytes for p in engine.module.parameters())
     assert lines[2].startswith("bytes before step")
     assert f"gradients: {size}" in lines[2]
     assert f"parameters: {size}" in lines[3]
     assert "gradients: 0" in lines[3]
     assert len(lines) == 4
+    steps(start(memory_breakdown=True), 1)  # at every step, where nothing says how often
+    assert capsys.readouterr().out.startswith("bytes before step")
     start(dump_state=True)
     assert '"train_micro_batch_size_per_gpu": 4' in capsys.readouterr().out
     silent = start()
@@ -345,7 +349,10 @@ def test_it_prints_what_the_file_asks_for(capsys: pytest.CaptureFixture[str]) ->
 def monitored(folder: Path, everywhere: bool) -> list[float]:
     monitor = {"enabled": everywhere or dist.get_rank() == 0, "output_path": str(folder), "job_name": "job"}
     engine = start(csv_monitor=monitor, gradient_accumulation_steps=2, fp16={"enabled": True, "initial_scale_power": 4})
-    losses = []
+    losses, lost = [], engine(torch.ones(4, 64, dtype=torch.float16))
+    lost.register_hook(mock.Mock(side_effect=MemoryError("in backward")))
+    with pytest.raises(MemoryError, match="in backward"):
+        engine.backward(lost)  # a micro-batch that no step counts
     for step in range(4):
         x = torch.full((4, 64), 1.0 + step + engine.group.rank, dtype=torch.float16)
         losses.append(engine.backward(engine(x)).item())

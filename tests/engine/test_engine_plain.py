@@ -32,7 +32,13 @@ def plainly(settings: dict[str, Any], steps: int, micros: int, bare: bool) -> di
             model(batch(engine.group.rank, step, micro)).backward()
             engine.step()
         norms.append(engine.get_global_grad_norm())
-    return {"weights": weights_of(engine), "norms": norms, "steps": engine.global_steps}
+    calls = engine.group.ledger.calls(by="tag")["gradients"]
+    return {
+        "weights": weights_of(engine),
+        "norms": norms,
+        "calls": calls,
+        "steps": (engine.global_steps, engine.micro_steps),
+    }
 
 
 @pytest.mark.parametrize("bare", [False, True])
@@ -42,7 +48,9 @@ def test_a_plain_backward_is_divided_by_the_accumulation(stage: int, bare: bool)
     results = worlds.run(plainly, config(stage, gradient_accumulation_steps=3), 2, 3, bare, ranks=2)
     close(results[0]["weights"], expected["weights"])
     assert results[1]["norms"] == pytest.approx(expected["norms"], rel=1e-5)
-    assert results[1]["steps"] == 2
+    assert results[1]["steps"] == (2, 6)
+    if not bare:  # the last step's; stage 3 has two units
+        assert results[1]["calls"] == (6 if stage == 3 else 3)
 
 
 def two_engines(stage: int, way: str) -> tuple[Any, Any]:

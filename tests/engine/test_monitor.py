@@ -81,10 +81,10 @@ def test_tensorboard_can_be_read_back(tmp_path: Path) -> None:
 
     monitor = Monitor(config("tensorboard", output_path=str(tmp_path), job_name="job"), rank=0)
     monitor.write(EVENTS)
-    monitor.close()
-    read = EventAccumulator(str(tmp_path / "job")).Reload()
+    read = EventAccumulator(str(tmp_path / "job")).Reload()  # at once, not when it is closed
     [scalar] = read.Scalars("Train/Samples/train_loss")
     assert (scalar.step, scalar.value) == (8, 2.5)
+    monitor.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])  # all of them, or the others would wait for rank 0

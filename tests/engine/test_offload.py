@@ -22,7 +22,7 @@ from refimpl.engine.homes import with_homes
 from refimpl.engine.keys import ConfigWarning
 from refimpl.launch import RankError
 from refimpl.offload import blocks
-from refimpl.offload.blocks import OffloadError
+from refimpl.offload.blocks import Aio, OffloadError
 from refimpl.offload.homes import Disk, Host
 from refimpl.zero.config import ZeroConfig
 
@@ -52,7 +52,7 @@ def offloaded(stage: int, optimizer: dict[str, Any], param: dict[str, Any] | Non
     zero = settings["zero_optimization"] | {"sub_group_size": 64}
     zero["offload_optimizer"] = optimizer | ({"nvme_path": str(path)} if optimizer["device"] == "nvme" else {})
     if param is not None:
-        zero["offload_param"] = param | {"nvme_path": str(path / "made"), "max_in_cpu": 0}
+        zero["offload_param"] = {"nvme_path": str(path / "made"), "max_in_cpu": 0} | param
     return settings | {"zero_optimization": zero}
 
 
@@ -165,6 +165,15 @@ def test_parameters_leave_a_gpu_for_the_host_or_a_disk(tmp_path: Path) -> None:
         assert type(zero.parameter_home) is type(zero.optimizer_home) is Host
         assert isinstance(homes_on("cuda", optimizer, {"device": "nvme"}, tmp_path).parameter_home, Disk)
     assert homes_on("cpu", CPU, {"device": "cpu"}, tmp_path).parameter_home is None
+
+
+def test_what_the_file_says_of_a_disk_reaches_it(tmp_path: Path) -> None:
+    for more, buffers in (({}, 2), ({"pipeline_write": True}, 3), ({"pipeline_read": False}, 1)):
+        zero = homes_on("cpu", NVME | more, {"device": "nvme", "max_in_cpu": 7}, tmp_path)
+        assert isinstance(zero.optimizer_home, Disk)
+        assert zero.optimizer_home.buffer_count == buffers  # a part that is read, updated, written: each has its own
+        assert zero.optimizer_home.file.aio == Aio(512, 1, 1)  # one request at a time, without overlap_events
+        assert (zero.sub_group_size, zero.max_in_host) == (128, 7)  # no part is smaller than a request
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

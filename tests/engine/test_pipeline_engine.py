@@ -1,6 +1,8 @@
 """A pipeline behind DeepSpeed's calls trains as the data-parallel engine does, bit for bit; and what it refuses."""
 
+import csv
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,12 +45,13 @@ def loss(out: Tensor, label: Tensor) -> Tensor:
     return F.mse_loss(out.float(), label.float()) * 100  # so large that it is clipped
 
 
-def batches(replica: int, dtype: torch.dtype) -> Any:
-    """(inputs, labels) without end, of one replica."""
+def batches(replica: int, settings: dict[str, Any]) -> Any:
+    """(inputs, labels) without end, of one replica; in fp32 where the engine casts them."""
+    dtype, cast = dtype_of(settings), settings.get("fp16", {}).get("auto_cast", False)
     generator = torch.Generator().manual_seed(replica)
     while True:
         x, y = torch.randn(2, 2, WIDTH, generator=generator).to(dtype)
-        yield x, y
+        yield (x.float(), y.float()) if cast else (x, y)
 
 
 class WithLoss(nn.Sequential):
@@ -66,7 +69,7 @@ def dtype_of(settings: dict[str, Any]) -> torch.dtype:
 def by_data(settings: dict[str, Any]) -> Found:
     """Weights by name, losses, the last norm, skipped steps."""
     engine, *_ = initialize(model=WithLoss(*layers()), config=settings)
-    data = batches(engine.group.rank, dtype_of(settings))
+    data = batches(engine.group.rank, settings)
     losses = [engine.train_batch(data).item() for _ in range(STEPS)]
     state = {name: w.clone() for name, w in engine.module_state_dict().items()}
     return state, losses, engine.get_global_grad_norm() or 0.0, engine.skipped_steps
@@ -77,7 +80,7 @@ def by_pipeline(settings: dict[str, Any], stages: int, interval: int) -> Found:
     engine, *_ = initialize(model=module, config=settings)
     assert isinstance(engine, PipelineEngine)
     ends = engine.is_first_stage() or engine.is_last_stage()
-    data = batches(engine.group.rank, dtype_of(settings)) if ends else None
+    data = batches(engine.group.rank, settings) if ends else None
     losses = [engine.train_batch(data).item() for _ in range(STEPS)]
     state = {name: w.clone() for name, w in engine.module_state_dict().items()}
     return state, losses, engine.get_global_grad_norm() or 0.0, engine.skipped_steps
@@ -103,7 +106,7 @@ def test_a_stage_without_a_loss_has_none_that_is_not_finite() -> None:
         ({}, 3, 1),
         ({"zero_optimization": {"stage": 1}}, 2, 2),
         ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, 2, 2),
-        ({"fp16": {"enabled": True, "initial_scale_power": 14, "hysteresis": 1}}, 2, 1),
+        ({"fp16": {"enabled": True, "initial_scale_power": 14, "hysteresis": 1, "auto_cast": True}}, 2, 1),
     ],
 )
 def test_it_trains_as_the_data_parallel_engine(more: dict[str, Any], stages: int, replicas: int) -> None:
@@ -126,7 +129,7 @@ def test_it_trains_as_the_data_parallel_engine(more: dict[str, Any], stages: int
 # --- the example that DeepSpeed's users start from: training data to initialize, train_batch without arguments
 
 
-def as_the_example() -> tuple[list[float], float, int, tuple[bool, bool], bool]:
+def as_the_example(folder: Path) -> tuple[list[float], float, int, tuple[bool, bool], bool]:
     torch.manual_seed(0)
     net = [LayerSpec(nn.Conv2d, 3, 8, 3), LayerSpec(nn.ReLU, inplace=True), lambda x: x.flatten(1),
            LayerSpec(nn.Linear, 8 * 36, 16), LayerSpec(nn.Linear, 16, 4)]  # fmt: skip
@@ -139,10 +142,14 @@ def as_the_example() -> tuple[list[float], float, int, tuple[bool, bool], bool]:
     engine, _, loader, _ = deepspeed.initialize(
         model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], training_data=data,
         config=config(train_micro_batch_size_per_gpu=4, zero_optimization={"stage": 1},
-                      pipeline={"activation_checkpoint_interval": 2}),
+                      pipeline={"activation_checkpoint_interval": 2},
+                      csv_monitor={"enabled": True, "output_path": str(folder), "job_name": "job"}),
     )  # fmt: skip
     assert module.checkpoint_interval == 2
+    engine.eval()
     losses = [engine.train_batch().item() for _ in range(20)]
+    assert module.training
+    assert engine.group.ledger.calls(by="tag")["gradients"] == 1  # of the last batch
     kept = list(loader)
     before = engine.eval_batch(iter(kept)).item()
     engine.set_dataloader(kept)
@@ -150,11 +157,19 @@ def as_the_example() -> tuple[list[float], float, int, tuple[bool, bool], bool]:
     outputs = engine.eval_batch(iter(kept), compute_loss=False, num_micro_batches=3)
     shapes = None if outputs is None else [tuple(out.shape) for out in outputs]
     assert (shapes == [(4, 4)] * 3) == engine.is_last_stage()
-    return losses, before, engine.global_steps, (engine.is_first_stage(), engine.is_last_stage()), before == again
+    return (
+        losses,
+        before,
+        engine.tput_timer.global_step_count,
+        (engine.is_first_stage(), engine.is_last_stage()),
+        before == again,
+    )
 
 
-def test_the_pipeline_example_learns() -> None:
-    results = run(as_the_example, ranks=4)
+def test_the_pipeline_example_learns(tmp_path: Path) -> None:
+    results = run(as_the_example, tmp_path, ranks=4)
+    rows = list(csv.reader((tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()))
+    assert [float(value) for _, value in rows[1:]] == pytest.approx(results[0][0], rel=1e-6)
     assert [ends for *_, ends, _ in results] == [(True, False)] * 2 + [(False, True)] * 2
     for losses, evaluated, steps, _, again in results:
         assert (losses, evaluated) == (results[0][0], results[0][1]), "every rank knows every loss"
@@ -214,7 +229,7 @@ def test_a_pipeline_as_megatron_drives_it() -> None:
 def logits_and_an_end() -> tuple[float, list[float], Any, str]:
     """A loss, the losses of each logits, which rank has them, and what an iterator that ends says."""
     engine, *_ = initialize(model=PipelineModule(layers(), 2, loss_fn=loss), config=config())
-    feeds = batches(0, torch.float32)
+    feeds = batches(0, {})
     data = [next(feeds) for _ in range(2 * GAS - 1)]
     found, said = engine.eval_batch(iter(data), return_logits=True)
     outputs, last = engine.eval_batch(iter(data), return_logits=True, compute_loss=False)
@@ -242,7 +257,7 @@ def test_logits_are_the_last_stages_and_data_that_ends_says_where() -> None:
 def an_end() -> tuple[float, str]:
     """A script's last step of an epoch, and the first one of the next."""
     engine, *_ = initialize(model=PipelineModule(layers(), 3, loss_fn=loss), config=config())
-    feeds = batches(0, torch.float32)
+    feeds = batches(0, {})
     data_iter = iter([next(feeds) for _ in range(2 * GAS - 1)])
     engine.train_batch(data_iter)
     with pytest.raises(StopIteration) as ended:

@@ -44,6 +44,7 @@ def test_sizes_and_averages() -> None:
     assert data[0] == 9.0  # as it was
     assert trim_mean([], 0.1) == 0
     assert trim_mean([3.0], 0.1) == 3.0
+    assert trim_mean([0.0, 1.0, 1.0, 1.0, 1.0, 9.0], 0.1) == 1.0  # a tenth of six is one, as in DeepSpeed
     with pytest.raises(ValueError, match="between 0 and 1"):
         trim_mean([1.0], 1.5)
 
@@ -122,10 +123,11 @@ def test_each_call_is_printed_and_counted(capsys: pytest.CaptureFixture[str]) ->
     more = CommsLog()
     more.append("send", "send", 1.0, 8)
     more.append("send", "send", 1.0, 16)
+    more.append("send", "send", 2.0, 8)
     log.take(more)
     log.take(more)
-    assert (log.get_operation_names(), log.get_total_operations()) == (["broadcast", "send"], 5)
-    assert log.get_raw_data()["send"][8][:2] == [2, [1.0, 1.0]]
+    assert (log.get_operation_names(), log.get_total_operations()) == (["broadcast", "send"], 7)
+    assert log.get_raw_data()["send"][8][:2] == [4, [1.0, 2.0] * 2]
     assert log.get_operation_summary("gather") is None
     assert log.has_data()
     log.reset_data()

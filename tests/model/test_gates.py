@@ -273,6 +273,13 @@ def test_the_bias_evens_out_what_a_skewed_gate_sends() -> None:
     assert gate.load is not None
     assert not gate.load.any()
     assert gate.bfloat16().bias.dtype == torch.float32  # type: ignore[union-attr]
+    with torch.device("meta"):
+        later = Gate(16, 4, Routing(bias=True, noise="normal"))
+    later.to_empty(device="cpu").reset_parameters()
+    assert later.bias is not None
+    assert later.load is not None
+    assert later.noise is not None
+    assert not any(bool(x.any()) for x in (later.bias, later.load, later.noise)), "as of one that was built here"
     assert gate.weight.dtype == torch.bfloat16
 
 

@@ -55,6 +55,8 @@ BERT = [52559872.0, *[12596224.0] * 24, 0.0, 52559872.0]  # parameters of each l
         ([1.0] * 8, 4, [0, 2, 4, 6, 8]),
         ([1.0] * 2, 4, [0, 1, 2, 2, 2]),
         ([1.0, 2, 1], 4, [0, 1, 2, 3, 3]),
+        ([1.0, 2, 1, 1], 3, [0, 1, 2, 4]),
+        ([3.0, 0, 3, 0, 0, 3], 3, [0, 2, 5, 6]),  # not DeepSpeed's: a layer without weight stays with the one before
     ],
 )
 def test_the_cuts_of_deepspeeds_tests(weights: list[float], stages: int, bounds: list[int]) -> None:

@@ -15,9 +15,10 @@ from refimpl.plan import formulas
 from refimpl.plan.judge import Machine, Verdict, judge, state
 from refimpl.plan.mesh import Mesh
 from refimpl.plan.published import BLOOM, KORTHIKANTI, LLAMA, MEGATRON, MT_NLG, NEOX, PTD, ZERO3, Run
+from refimpl.plan.search import found as fitting
 from refimpl.plan.search import search
 from refimpl.plan.shape import Experts, Shape, of_gpt, of_size
-from refimpl.plan.stages import layers_of, parameters_of
+from refimpl.plan.stages import kinds, layers_of, parameters_of
 from refimpl.plan.traffic import traffic
 from refimpl.plan.transformer import activation_bytes, flops_per_token, tensor_parallel_sent
 
@@ -170,6 +171,18 @@ def test_attention_that_cannot_be_dealt_out_is_whole_on_every_rank(more: dict[st
     assert traffic(shape, mesh, 0)["tensor"] < traffic(replace(half, heads=16, kv_heads=16), mesh, 0)["tensor"]
 
 
+@pytest.mark.parametrize(
+    ("dp", "pp", "tp", "cp", "in_node"),
+    [(2, 2, 2, 1, "tensor pipeline data"), (4, 2, 2, 1, "tensor"), (2, 1, 4, 2, "tensor context"), (1, 1, 16, 2, "")],
+)
+def test_the_link_that_an_axis_waits_for(dp: int, pp: int, tp: int, cp: int, in_node: str) -> None:
+    machine = Machine(in_node=8, peak=1e24, reads=1e24)  # nothing hides what travels
+    verdict = judge(replace(PTD[0].shape, heads=64, kv_heads=64), Mesh(dp, pp, tp, 8, cp=cp), machine)
+    for axis in ("tensor", "pipeline", "context", "data"):
+        link = machine.node if axis in in_node else machine.network
+        assert verdict.seconds[axis] == pytest.approx(verdict.sent[axis] / link)
+
+
 def test_layers_that_the_stages_do_not_divide() -> None:
     """Llama 3 405B on 16 stages: the first and the last have one of 126 layers less, for they have the vocabulary."""
     shape = LLAMA[0].shape
@@ -188,6 +201,7 @@ def test_the_fullest_gpu_is_that_of_most_bytes_and_not_of_most_parameters() -> N
     stages = [state(shape, mesh, stage) for stage in range(4)]
     assert judge(shape, mesh, Machine()).bytes == stages[3], "with the head, and logits"
     assert stages[3]["parameters"] < stages[0]["parameters"]
+    assert kinds(replace(shape, vocab=1), 4, 1) == [0, 1, 3], "the last has the head, and else as much as the second"
 
 
 def test_what_a_step_waits_for_most_is_told_beside_compute() -> None:
@@ -213,6 +227,7 @@ def test_what_cannot_be_is_named() -> None:
     mixed = replace(shape, experts=Experts(4, 2, 16))
     for of, mesh, says in (
         (shape, Mesh(2, 1, 1, 8, ep=2), "ep 2: the model has no mixtures of experts"),
+        (replace(shape, context=126), Mesh(1, 1, 1, 8, cp=2), "126 tokens over context ranks, two runs each"),
         (mixed, Mesh(8, 1, 1, 8, ep=8), "4 experts over ep 8 of 8 data ranks: it must divide both"),
         (mixed, Mesh(3, 1, 1, 9, ep=2), "4 experts over ep 2 of 3 data ranks: it must divide both"),
     ):
@@ -290,3 +305,16 @@ def test_bytes_of_fsdp2_at_1024_ranks() -> None:
     ours = judge(shape, Mesh(1024, 1, 1, 1024, zero="zero3", itemsize=4), Machine())
     for name, bytes_ in json.loads(run.stdout).items():
         assert (ours.sent | ours.bytes)[name] == bytes_, name
+
+
+def test_what_is_searched_and_what_fits() -> None:
+    shape = Shape(layers=2, width=64, heads=4, vocab=64, context=8192, hidden=64, kv_heads=4)
+    everything = search(shape, 2, 2, Machine()).fit
+    meshes = {(v.mesh.tp, v.mesh.cp, v.mesh.pp, v.mesh.dp) for v in everything}
+    assert meshes == {(1, 1, 1, 2), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1)}, "a stage a layer; 4096 tokens a rank"
+    assert all(v.mesh.zero == "zero1" for v in everything if v.mesh.dp * v.mesh.cp == 1), "nothing to divide"
+    verdict = next(v for v in everything if v.mesh.recompute)
+    assert verdict.mfu * verdict.step * Machine().peak * 2 == pytest.approx(shape.flops(2)), "what runs again is no use"
+    for memory, fits in ((verdict.total / 0.9 + 1, True), (verdict.total / 0.9 - 1, False)):  # a tenth stays free
+        found = fitting([verdict], Machine(memory=memory))
+        assert (found.fit, found.over) == (([verdict], []) if fits else ([], [verdict]))

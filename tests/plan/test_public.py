@@ -179,6 +179,7 @@ def test_what_is_not_known_is_named() -> None:
         with pytest.raises(ValueError, match=f"a {family} configuration without '{key}'"):
             of_config(PUBLIC[family] | {key: None})
     assert of_config(QWEN | {"decoder_sparse_step": None}) == of_config(QWEN), "null is transformers' default"
+    assert of_config(QWEN | {"decoder_sparse_step": 2}).mixtures(0, 1) == 0, "the first layer has an MLP"
 
 
 def test_a_familys_own_heads_where_the_configuration_says_nothing() -> None:

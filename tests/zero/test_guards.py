@@ -438,7 +438,10 @@ def by_name(stage_name: str, dtype: torch.dtype) -> bool:
     shards = dict(stage.named_shards())
     assert shards.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
     assert shards[name].data_ptr() == stage.local_parameter(name).data_ptr()
-    assert torch.equal(stage.full_parameter("frozen.weight"), model.state_dict()["frozen.weight"].float())
+    frozen = stage.full_parameter("frozen.weight")
+    assert torch.equal(frozen, model.state_dict()["frozen.weight"].float())
+    if stage_name != "zero3":
+        assert frozen.data_ptr() != model.get_parameter("frozen.weight").data_ptr(), "memory of its own"
     return True
 
 

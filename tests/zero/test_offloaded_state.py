@@ -110,6 +110,8 @@ def resumed(stage: str, disk: Disk, ratio: float) -> bool:
     second = built(stage, disk, ratio)
     steps(second, 7, 8)  # has state of its own, to be replaced
     second.load_state_dict(first.state_dict())
+    theirs = first.model.state_dict()
+    assert all(torch.equal(w, theirs[name]) for name, w in second.model.state_dict().items()), "before any step"
     steps(second, 2, 4)
     return all(torch.equal(whole.full_parameter(n), second.full_parameter(n)) for n in whole.names.values())
 

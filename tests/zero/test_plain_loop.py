@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import STAGES, Net, adamw, tokens
@@ -135,7 +136,9 @@ def frozen_and_unfrozen(model: Any, optimizer: torch.optim.Optimizer, data: Call
 def frozen_from_the_start(model: Any, optimizer: torch.optim.Optimizer, data: Callable[[int], Tensor]) -> None:
     for step in range(4):
         if step == 2:
-            model.requires_grad_(True)
+            turned = -1 if dist.is_initialized() and dist.get_rank() == 1 else 1  # as of a set, on each rank another
+            for p in list(model.parameters())[::turned]:
+                p.requires_grad_(True)
         model(data(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -209,6 +212,10 @@ def in_every_loop(stage_name: str) -> list[dict[str, Tensor]]:
         stage = STAGES[stage_name](model, optimizer, group, ZeroConfig(reduce_bucket_size=40))
         loop(model, optimizer, lambda step: batch(step, group.rank))
         ends.append({name: w.clone() for name, w in model.state_dict().items()})
+        hook = model[0].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(batch(0, group.rank)).square().mean().backward()
+        hook.remove()
         stage.release()
         assert all(type(p) is nn.Parameter and not vars(p) for p in model.parameters()), "as before: it can be pickled"
         assert not optimizer.state, "of slices that are gone"
@@ -401,6 +408,8 @@ def later(stage_name: str) -> list[Tensor]:
     stage: Stage = STAGES[stage_name](model)
     assert torch.equal(model(batch(0, 0)), small()(batch(0, 0)))
     first: Any = model
+    with pytest.raises(RuntimeError, match=r"has no optimizer: .* or by `attach`"):
+        stage.add_param_group({"params": list(first[2].parameters())})
     optimizer = torch.optim.AdamW(
         [{"params": first[0].parameters()}, {"params": first[2].parameters(), "lr": 1e-2}], lr=1e-3, weight_decay=0.1
     )

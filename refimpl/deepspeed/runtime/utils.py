@@ -86,7 +86,8 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
     """`item` with its tensors on `device`, through lists, tuples and dictionaries.
 
-    What `criterion_func` says yes to is moved in place, and then even inside tensors that are held elsewhere.
+    With `criterion_func` what it says yes to is moved in place, and then even inside tensors that are held elsewhere,
+    and all else stays.
     """
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device).data
@@ -96,7 +97,7 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
         return moved if isinstance(item, list) else tuple(moved)
     if isinstance(item, dict):
         return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
-    return item.to(device)
+    return item.to(device) if criterion_func is None else item
 
 
 def set_random_seed(seed: int) -> None:

@@ -22,6 +22,7 @@ from refimpl.deepspeed import comm
 from refimpl.deepspeed.accelerator import get_accelerator
 from refimpl.deepspeed.runtime.activation_checkpointing.rng import NAME, OFFSET, CudaRNGStatesTracker
 from refimpl.deepspeed.runtime.config import DeepSpeedConfig
+from refimpl.deepspeed.utils.groups import laid_out
 from refimpl.engine import schema
 from refimpl.engine.activations import checkpointer
 from refimpl.engine.config import readable
@@ -70,7 +71,8 @@ def configure(
 ) -> None:
     """Decide for every later `checkpoint`. What is given here wins over the section in `deepspeed_config`.
 
-    `mpu_` has get_tensor_model_parallel_group() or get_model_parallel_group(): the ranks that share activations.
+    `mpu_` has get_tensor_model_parallel_group() or get_model_parallel_group(): the ranks that share activations; None:
+    those that share the layers of the last engine.
     AssertionError for contiguous_checkpointing without num_checkpoints, as in DeepSpeed; ValueError for a wrong value.
     """
     if mpu_ is not None:
@@ -155,11 +157,11 @@ def _changed(section: ActivationCheckpointing, given: Mapping[str, Any]) -> Acti
 
 
 def _neighbours(mpu: Any) -> Group:
-    """The ranks of this one's model-parallel group; this rank alone without one."""
+    """The ranks of this one's model-parallel group; without an mpu those that share the last engine's layers."""
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
         if hasattr(mpu, name):
             return Group(getattr(mpu, name)())
-    return Group(None)
+    return laid_out().tensor if comm.is_initialized() else Group(None)
 
 
 def __getattr__(name: str) -> Any:
