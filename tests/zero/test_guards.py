@@ -70,7 +70,9 @@ def test_what_cannot_be_is_refused_at_the_call(stage: str, how: str, message: st
         run(refused, stage, how, ranks=2)
 
 
-@pytest.mark.parametrize(("how", "said"), [("fill", "fill_"), ("read", "sum"), ("data", "data"), ("average", "detach")])
+@pytest.mark.parametrize(
+    ("how", "said"), [("fill", "fill_"), ("read", "sum"), ("data", "zero_"), ("average", "detach")]
+)
 def test_a_freed_parameter_says_how_it_can_be_had(how: str, said: str) -> None:
     with pytest.raises(RankError, match=rf"parameter \d.\w+: {said} needs its values.*GatheredParameters"):
         run(refused, "zero3", how, ranks=2)
