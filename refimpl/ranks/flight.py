@@ -6,6 +6,7 @@ the line its stack shows. The recorder keeps the last 2000 collectives of a proc
 
 import json
 import pickle
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ def write(file: Path) -> None:
         place = next((frame for frame in frames if not frame.in_library), None)
         found = [waiting[0]["profiling_name"].split(":")[-1], place.file if place else "", place.line if place else 0]
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(found))
-    part.rename(file)
+    with suppress(FileNotFoundError):  # the world has ended meanwhile, with its folder: nobody reads it
+        part.write_text(json.dumps(found))
+        part.rename(file)
 
 
 def unfinished(written: str) -> str:

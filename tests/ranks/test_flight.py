@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from refimpl import launch
+from refimpl.ranks import flight
 
 
 def queues_and_goes_on() -> None:
@@ -35,3 +36,8 @@ def test_a_rank_that_computes_says_what_it_still_waits_for() -> None:
     assert first.endswith(told)
     assert second.startswith("  rank 1 computes at ")
     assert "collective" not in second
+
+
+def test_an_answer_after_the_worlds_end_is_nobodys(tmp_path: Path) -> None:
+    """Seen in chapter 06: a thread's traceback on stderr, of a rank whose folder had just gone."""
+    flight.write(tmp_path / "gone" / "flight0")
