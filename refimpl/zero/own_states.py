@@ -21,12 +21,9 @@ def own_states(stage: "Stage") -> dict[str, dict[str, Any]]:
     if stage.update.slices.kind.asks_once:  # of which every rank takes every step
         return {}
     mine = {name: dict(stage.optimizer.state.get(s.param, {})) for name, s, _ in whole_slices(stage)}
-    said = stage.group.all_gather_object({name: sorted(state) for name, state in mine.items()})
-    return {
-        name: state
-        for name, state in mine.items()
-        if any(keys.get(name, sorted(state)) != sorted(state) for keys in said)
-    }
+    keys = {name: sorted(state) for name, state in mine.items()}
+    said = stage.group.all_gather_object(keys)
+    return {name: state for name, state in mine.items() if any(one.get(name, keys[name]) != keys[name] for one in said)}
 
 
 def put_own_states(stage: "Stage", states: Mapping[str, Mapping[str, Any]]) -> None:

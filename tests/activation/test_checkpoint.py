@@ -269,7 +269,8 @@ def test_the_default_device_is_that_of_the_first_run() -> None:
     assert made == ["meta", "meta", "cpu", "cpu"]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # its class from torch 2.14 on
 def test_forward_mode_goes_through() -> None:
     x, tangent = torch.randn(3), torch.randn(3)
     with forward_ad.dual_level():
@@ -277,7 +278,8 @@ def test_forward_mode_goes_through() -> None:
         assert torch.equal(forward_ad.unpack_dual(y).tangent, tangent * x.cos())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # its class from torch 2.14 on
 def test_transforms_that_save_nothing_go_through() -> None:
     x, tangent = torch.randn(3, 4), torch.randn(3, 4)
     double = partial(checkpoint, lambda a: a.sin() * 2)

@@ -172,7 +172,8 @@ class Runs(torch.nn.Module):
         self.training = True
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")  # its class from torch 2.14 on
 def test_a_torchscript_program_is_not_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """`torch.load` hands what looks like one to `torch.jit.load`, whatever unpickler it is given."""
     torch.jit.save(torch.jit.script(Runs()), tmp_path / "evil.pt")
