@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from refimpl.comm import levels
 from refimpl.comm.group import Group
 from refimpl.offload.homes import Host
-from refimpl.zero.parameter import stage_of
+from refimpl.zero.parameter import Managed, stage_of
 from refimpl.zero.saved import StateDicts
 from refimpl.zero.unit import Unit, unit_of, whole
 
@@ -52,6 +52,7 @@ class Init:
             self._replace(nn.Module, "__init_subclass__", classmethod(lambda cls, **kw: self._new_class(cls, **kw)))
             self._replace(nn.Module, "apply", self._apply())
             self._replace(nn.Module, "to_empty", self._to_empty())
+            self._replace(nn.Parameter, "__new__", staticmethod(self._new_parameter()))
             if self.group.device.type != "cpu":
                 self._undo.enter_context(self.group.device)  # what constructors make is made there, as DeepSpeed's
         return self
@@ -107,10 +108,12 @@ class Init:
         """A constructor computes with a parameter that is sharded already."""
         if self._depth:
             unit.wait()
+            unit.is_shown = True  # it may keep a view
             self._touched.append(unit)
 
     def _commit(self) -> None:
         for unit in self._touched:
+            unit.take_in()
             unit.adopt(root=0)
             unit.free()
         self._touched.clear()
@@ -124,6 +127,15 @@ class Init:
             return module
 
         return apply
+
+    def _new_parameter(self) -> Callable[..., Any]:
+        """`nn.Parameter(p)` of what is sharded, as `weight_norm` makes: torch knows it of its own classes alone."""
+        original = nn.Parameter.__new__
+
+        def new(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
+            return original(cls, data.detach() if isinstance(data, Managed) else data, requires_grad)
+
+        return new
 
     def _to_empty(self) -> Callable[..., nn.Module]:
         """What was built on the meta device is sharded when it gets memory: `torch.nn.utils.skip_init` does that."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from training import Net, adamw, differing, tokens
 from worlds import run
 
@@ -35,6 +36,19 @@ class Fussy(Net):
             nn.init.normal_(module.bias)
 
 
+class Parametrized(nn.Module):
+    """Of its children's weights it makes parameters of its own, gives one other memory, and keeps a view of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = parametrizations.weight_norm(nn.Conv1d(3, 5, 2), dim=2)
+        self.square = parametrizations.orthogonal(nn.Linear(5, 5))
+        self.inner = nn.Linear(5, 3)
+        self.twin = nn.Parameter(self.inner.weight)
+        self.register_buffer("first", self.inner.weight.detach()[0])
+        self.last = nn.Linear(3, 2)
+
+
 def built_alike(make: type[nn.Module]) -> bool:
     torch.manual_seed(0)
     whole = make()
@@ -42,12 +56,13 @@ def built_alike(make: type[nn.Module]) -> bool:
     with Init():
         sharded = make()
     assert all(isinstance(p, Freed) for p in sharded.parameters())
+    assert differing(dict(sharded.named_buffers()), dict(whole.named_buffers())) == []  # while no memory is gathered
     with GatheredParameters(sharded):
         return differing(sharded.state_dict(), whole.state_dict()) == []
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("make", [Net, Fussy])
+@pytest.mark.parametrize("make", [Net, Fussy, Parametrized])
 def test_same_bits_as_built_whole(make: type[nn.Module], ranks: int) -> None:
     assert all(run(built_alike, make, ranks=ranks))
 
