@@ -270,6 +270,23 @@ def test_an_iterator_ends_on_all_ranks_also_where_its_data_is_not_used() -> None
     assert found == [(found[0][0], "the data ended after 2 of a batch's 3 micro-batches")] * 3
 
 
+def norm_after_a_failure(fails: bool) -> float | None:
+    """Of the batch behind one whose second micro-batch has labels that are wrong."""
+    engine, *_ = initialize(model=PipelineModule(layers(), 1, loss_fn=loss), config=config())
+    feeds = batches(engine.group.rank, {})
+    data = [next(feeds) for _ in range(GAS)]
+    if fails:
+        with pytest.raises(RuntimeError, match="must match the size"):
+            engine.train_batch(iter([data[0], (data[1][0], data[1][1][:, :5]), data[2]]))
+    engine.train_batch(iter(data))
+    assert (engine.global_samples, engine.micro_steps) == (12, GAS)
+    return engine.get_global_grad_norm()
+
+
+def test_of_a_batch_that_fails_nothing_is_left_to_the_next() -> None:
+    assert run(norm_after_a_failure, True) == run(norm_after_a_failure, False)
+
+
 # --- a topology with a model axis, whose layers their author has split
 
 
