@@ -122,8 +122,15 @@ def chosen(asked: argparse.Namespace, count: int) -> list[int] | None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Become torchrun. What is not offered ends with one line and status 2."""
+    asked = parser().parse_args(arguments)
+    if (asked.include or asked.exclude) and (visible := os.environ.pop("CUDA_VISIBLE_DEVICES", "")):
+        print(
+            f"refimpl deepspeed: CUDA_VISIBLE_DEVICES={visible} is set aside, as in DeepSpeed: --include and --exclude "
+            "number all GPUs of the machine",
+            file=sys.stderr,
+        )
     try:
-        command, gpus = torchrun(asked := parser().parse_args(arguments))
+        command, gpus = torchrun(asked)
         if not (asked.module or Path(asked.user_script).exists()):
             raise ValueError(f"{asked.user_script}: no such script (a module is run with --module)")
     except ValueError as reason:

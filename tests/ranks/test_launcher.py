@@ -1,9 +1,13 @@
 """DeepSpeed's launcher: GPUs that a machine has not are refused (all else: tests/deepspeed/test_launcher.py)."""
 
+import os
+from pathlib import Path
+from typing import NoReturn
+
 import pytest
 import torch
 
-from refimpl.ranks.launcher import parser, torchrun
+from refimpl.ranks.launcher import main, parser, torchrun
 
 
 @pytest.mark.parametrize("option", ["--include", "--exclude"])
@@ -19,3 +23,29 @@ def test_without_gpus_the_numbers_are_those_of_ranks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "device_count", int)
     command, _ = torchrun(parser().parse_args(["--include", "localhost:0,1", "train.py"]))
     assert command[:2] == ["--nproc-per-node", "2"]
+
+
+class Started(Exception):
+    """Instead of becoming torchrun."""
+
+
+def started(*_: object) -> NoReturn:
+    raise Started
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus"),
+    [(["--include", "localhost:1,3"], "1,3"), (["--exclude", "localhost:0,2"], "1,3"), (["--num_gpus", "2"], "2,3")],
+)
+def test_gpus_are_numbered_as_the_machine_has_them(
+    options: list[str], gpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which main would set for good
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 if "CUDA_VISIBLE_DEVICES" in os.environ else 4)
+    monkeypatch.setattr(os, "execv", started)
+    (script := tmp_path / "train.py").touch()
+    with pytest.raises(Started):
+        main([*options, str(script)])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == gpus
+    assert ("CUDA_VISIBLE_DEVICES=2,3 is set aside" in capsys.readouterr().err) == ("--num_gpus" not in options)
