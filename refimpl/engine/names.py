@@ -15,22 +15,22 @@ import torch
 from torch.optim import Optimizer
 
 from refimpl.engine.arguments import flag
-from refimpl.engine.keys import NOT_HERE, ConfigError, Key
+from refimpl.engine.keys import ConfigError, Key
 from refimpl.engine.quote import quote
 from refimpl.optim import schedule
 from refimpl.optim.adam import Adam
 from refimpl.optim.lamb import Lamb
 from refimpl.optim.lion import Lion
+from refimpl.optim.muon import Muon
 from refimpl.optim.one_bit_adam import OneBitAdam
 from refimpl.optim.one_bit_lamb import OneBitLamb
 from refimpl.optim.zero_one_adam import ZeroOneAdam
 
 ONE_BIT = {"onebitadam": OneBitAdam, "zerooneadam": ZeroOneAdam, "onebitlamb": OneBitLamb}
-BUILT: Mapping[str, Callable[..., Optimizer]] = {"lion": Lion, "lamb": Lamb, **ONE_BIT}
-OWN_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "SGD", "Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+BUILT: Mapping[str, Callable[..., Optimizer]] = {"lion": Lion, "lamb": Lamb, "muon": Muon, **ONE_BIT}
+OWN_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "SGD", "Lamb", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 OWN_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 MUP = {"MuAdam": torch.optim.Adam, "MuAdamW": torch.optim.AdamW, "MuSGD": torch.optim.SGD}  # of the package mup
-ABSENT = ("Muon",)
 DEEPSPEED_OPTIMIZERS = {name.lower() for name in (*OWN_OPTIMIZERS, *MUP)} - {"sgd"}  # as runtime/config.py lists them
 
 
@@ -38,8 +38,6 @@ def optimizer_problem(name: object) -> str | None:
     """Why `optimizer.type = name` cannot be honoured; None when it can."""
     if not isinstance(name, str):
         return f"optimizer.type = {quote(name)}: must be text; one of {', '.join(OWN_OPTIMIZERS)}"
-    if name.lower() in (one.lower() for one in ABSENT):
-        return f"optimizer.type = {quote(name)}: {NOT_HERE}; use one of {', '.join(OWN_OPTIMIZERS)}"
     known = [*OWN_OPTIMIZERS, *MUP, *_classes(torch.optim, torch.optim.Optimizer)]
     return None if name.lower() in (one.lower() for one in known) else _unknown("optimizer", name, known)
 
@@ -97,7 +95,6 @@ def named() -> list[Key]:
         for name in OWN_OPTIMIZERS
     ]
     rows += [Key(f"optimizer.type: {name}", "honoured", "the package mup's, where it is installed") for name in MUP]
-    rows += [Key(f"optimizer.type: {name}", "rejected", NOT_HERE) for name in ABSENT]
     for name in OWN_SCHEDULES:
         summary = (getattr(schedule, name).__doc__ or "").splitlines()[0]
         rows.append(Key(f"scheduler.type: {name}", "honoured", summary))

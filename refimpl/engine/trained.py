@@ -109,6 +109,18 @@ def named_optimizer(name: str, parameters: list[Any], params: Mapping[str, Any])
     return checked("optimizer", make, parameters, options)
 
 
+def mark_hidden(model: nn.Module, section: OptimizerSection | None) -> None:
+    """Where the file names Muon: which parameters are its own and which AdamW's, by their names, as in DeepSpeed.
+
+    What has a mark, `parameter.use_muon`, keeps it. DeepSpeed: `set_optimizer_flags` in deepspeed/__init__.py.
+    """
+    if section is None or section.type.lower() != "muon":
+        return
+    for name, p in model.named_parameters():
+        if not hasattr(p, "use_muon"):
+            p.use_muon = p.ndim > 1 and not any(word in name.lower() for word in ("embed", "lm_head"))  # type: ignore[attr-defined]
+
+
 def make_scheduler(client: Any | None, section: SchedulerSection | None, optimizer: Optimizer) -> Any | None:
     """The caller's schedule, or what its callable makes of the optimizer, or the one that the file names, or None.
 

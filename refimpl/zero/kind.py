@@ -2,10 +2,10 @@
 
     kind           the update of an element depends on   may be cut                       such as
     element-wise   that element                          anywhere                         `ELEMENTWISE`, Lion
-    layer-wise     and norms of its whole parameter      where its parameter begins,      LAMB
-                                                         ends, or a shard does
+    layer-wise     and what it asks the stage about its  where its parameter begins,      LAMB, Muon
+                   whole parameter                       ends, or a shard does
     travelling     and what it sends to other ranks      not at all                       1-bit Adam
-    any other      all of its parameter                  not at all                       LBFGS, Muon, Adafactor
+    any other      all of its parameter                  not at all                       LBFGS, Adafactor
 
 A class says what it is by `elementwise = True` or `layerwise = True`; for another's the user may
 (`allow_untested_optimizer`), and then it is tried: see tried.py. (DeepSpeed takes the user's word.)
@@ -109,7 +109,7 @@ class Kind:
             )
         raise TypeError(
             f"{self.name} is not known to be element-wise: on a shard it may compute something else. Known: "
-            f"{', '.join(k.__name__ for k in ELEMENTWISE)}, and refimpl's Lion and Lamb. Use DDP (stage 0), or, if "
+            f"{', '.join(k.__name__ for k in ELEMENTWISE)}, and refimpl's Lion, Lamb, Muon. Use DDP (stage 0), or, if "
             "every element's update depends on that element alone, set allow_untested_optimizer=True "
             "(zero_allow_untested_optimizer), or `elementwise = True` on its class"
         )

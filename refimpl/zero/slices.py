@@ -10,8 +10,8 @@ each slice is widened into memory of its own, and up to 32 MB glibc keeps what i
 block is faulted in anew, which takes ten times as long.
 
 An optimizer that is not element-wise needs whole parameters (see `Kind`): where every rank has them all (DDP) it gets
-one slice a parameter, in the parameter's shape. One that needs only norms of whole parameters (LAMB) gets in a shard
-what the shard has of each, and the norms by `WholeSquares`.
+one slice a parameter, in the parameter's shape. One that asks for what it needs of whole parameters (LAMB: norms; Muon:
+the step of a matrix) gets in a shard what the shard has of each, and an answer by `WholeSquares` or `WholeMatrices`.
 """
 
 import weakref
@@ -260,7 +260,7 @@ class Slices(ByPart):
     def restore(self, group_of: dict[nn.Parameter, int]) -> None:
         """Point the optimizer at the model's own parameters again, without state."""
         if self.optimizer is not None:
-            for hook in ("whole_squares", "exchange"):
+            for hook in ("whole_squares", "whole_matrices", "exchange"):
                 vars(self.optimizer).pop(hook, None)
             clear_states(self.optimizer)
             for i, group in enumerate(self.optimizer.param_groups):

@@ -27,6 +27,7 @@ from refimpl.zero.missed import FROZEN, is_parted, summed, without
 from refimpl.zero.owing import Owing
 from refimpl.zero.settings import WORDS, are_equal, checksum
 from refimpl.zero.slices import Slices
+from refimpl.zero.whole_matrices import WholeMatrices
 from refimpl.zero.whole_squares import WholeSquares
 
 if TYPE_CHECKING:
@@ -66,8 +67,9 @@ class Update(Masters):
         self.shown_norm: float | None = None
         self.steps = self.skipped_steps = 0
         super().__init__(Slices(optimizer, config.allow_untested_optimizer))
-        if self.slices.kind.layerwise:
-            vars(optimizer)["whole_squares"] = WholeSquares(self.slices)
+        for hook, make in {"whole_squares": WholeSquares, "whole_matrices": WholeMatrices}.items():
+            if self.slices.kind.layerwise and hasattr(optimizer, hook):
+                vars(optimizer)[hook] = make(self.slices)
         self.add(owned)
 
     @property

@@ -357,6 +357,7 @@ def test_versions_of_torch() -> None:
     ("written", "asked"),
     [
         ("Lamb", constants.LAMB_OPTIMIZER),
+        ("Muon", constants.MUON_OPTIMIZER),
         ("OneBitLamb", constants.ONEBIT_LAMB_OPTIMIZER),
         ("OneBitAdam", constants.ONEBIT_ADAM_OPTIMIZER),
         ("ZeroOneAdam", constants.ZERO_ONE_ADAM_OPTIMIZER),

@@ -30,6 +30,7 @@ from refimpl.model.experts import Experts
 from refimpl.model.gates import Gate, Routing
 from refimpl.model.moe import MoE
 from refimpl.optim.loss_scale import LossScaler
+from refimpl.optim.muon import Muon
 from refimpl.optim.one_bit_adam import OneBitAdam
 from refimpl.optim.one_bit_lamb import OneBitLamb
 from refimpl.optim.zero_one_adam import ZeroOneAdam
@@ -154,6 +155,7 @@ OTHERWISE: dict[str, tuple[str, dict[str, Any]]] = {
     "1-bit Adam": ("ddp", {"optimizer": partial(OneBitAdam, freeze_step=1)}),
     "0/1 Adam": ("ddp", {"optimizer": partial(ZeroOneAdam, var_freeze_step=1)}),
     "1-bit LAMB": ("ddp", {"optimizer": partial(OneBitLamb, freeze_step=1, weight_decay=0.1)}),
+    "Muon": ("zero2", {"optimizer": Muon}),
     "ZeRO++": (
         "zero3",
         {"zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True},

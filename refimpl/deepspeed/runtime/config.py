@@ -16,7 +16,7 @@ from refimpl.engine.layout import AXIS_KEYS, axes_asked
 from refimpl.engine.read import raw_config
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER, ADAGRAD_OPTIMIZER = "adam", "adamw", "lion", "adagrad"
-LAMB_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER = "lamb", "onebitlamb"
+LAMB_OPTIMIZER, MUON_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER = "lamb", "muon", "onebitlamb"
 ONEBIT_ADAM_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER = "onebitadam", "zerooneadam"
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "ADAM_OPTIMIZER",
     "LAMB_OPTIMIZER",
     "LION_OPTIMIZER",
+    "MUON_OPTIMIZER",
     "ONEBIT_ADAM_OPTIMIZER",
     "ONEBIT_LAMB_OPTIMIZER",
     "ZERO_ONE_ADAM_OPTIMIZER",

@@ -1,0 +1,70 @@
+"""Muon: nearly orthogonal steps, torch's Muon beside it, and who is moved by AdamW."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from refimpl.optim.muon import Muon, made, orthogonal
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (16, 60), (60, 16), (3, 20, 40)])
+def test_it_has_the_directions_of_the_gradient_and_makes_them_equally_long(shape: tuple[int, ...]) -> None:
+    u, s, vt = torch.linalg.svd(drawn(*shape), full_matrices=False)
+    g = u @ torch.diag(torch.logspace(-1, 1, s.shape[-1])) @ vt  # the longest is 100 times the shortest
+    seen = u.mT @ orthogonal(g).float() @ vt.mT  # diagonal, if it has the same directions
+    lengths = seen.diagonal(dim1=-2, dim2=-1)
+    assert 0.6 < lengths.min() < lengths.max() < 1.25
+    assert (seen - torch.diag_embed(lengths)).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (16, 60), (60, 16)])
+def test_it_goes_where_torchs_goes(shape: tuple[int, int]) -> None:
+    """Which multiplies in another order: bf16 rounds otherwise."""
+    ours, torchs = (nn.Parameter(drawn(*shape)) for _ in range(2))
+    options = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+    pairs = [(ours, Muon([ours], **options)), (torchs, torch.optim.Muon([torchs], **options))]  # type: ignore[arg-type]
+    for step in range(4):
+        for p, optimizer in pairs:
+            p.grad = drawn(step + 1, *shape)[-1].clone()
+            optimizer.step()
+    way = (torchs - drawn(*shape)).norm()
+    assert (ours - torchs).norm() < 0.02 * way
+
+
+def test_a_convolution_is_a_matrix_of_its_filters() -> None:
+    g = drawn(6, 3, 5, 5)
+    assert torch.equal(made(g), orthogonal(g.view(6, 75)).view_as(g))
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_what_is_no_matrix_is_adams(adam_w_mode: bool) -> None:
+    ours, torchs = (nn.Parameter(drawn(37)) for _ in range(2))
+    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    theirs = kind([torchs], lr=3e-4, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1, fused=True)
+    for p, optimizer in ((ours, Muon([ours], weight_decay=0.1, adam_w_mode=adam_w_mode)), (torchs, theirs)):
+        for step in range(3):
+            p.grad = drawn(step + 1, 37)[-1].clone()
+            optimizer.step()
+    assert torch.equal(ours, torchs)
+
+
+def test_groups_and_rates() -> None:
+    matrix, head, bias = nn.Parameter(drawn(3, 3)), nn.Parameter(drawn(5, 3)), nn.Parameter(drawn(3))
+    head.use_muon = False  # type: ignore[attr-defined]
+
+    def groups(optimizer: Muon) -> list[tuple[bool, float, list[Tensor]]]:
+        return [(g["use_muon"], g["lr"], g["params"]) for g in optimizer.param_groups]
+
+    every = [bias, matrix, head]
+    assert groups(Muon(every)) == [(True, 0.02, [matrix]), (False, 3e-4, [bias, head])]
+    assert groups(Muon(every, lr=0.1, adam_lr=0.3)) == [(True, 0.1, [matrix]), (False, 0.3, [bias, head])]
+    said = Muon([{"params": [matrix], "use_muon": False}, {"params": every[2:], "use_muon": True, "lr": 1.0}])
+    assert groups(said) == [(False, 3e-4, [matrix]), (True, 1.0, [head])]
+    with pytest.raises(ValueError, match=r"a parameter of shape \(3,\) is no matrix: give it use_muon=False"):
+        Muon([{"params": [bias], "use_muon": True}])
+    with pytest.raises(ValueError, match="a momentum in"):
+        Muon(every, momentum=1.0)

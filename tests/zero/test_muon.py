@@ -1,0 +1,116 @@
+"""Muon in every stage: a matrix that is cut across ranks is made orthogonal as a whole, so the bits of one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import STAGES, Job, Net, differing, oracle, train
+from worlds import run
+
+import refimpl
+from refimpl.comm.group import Group
+from refimpl.optim.loss_scale import DynamicLossScaler
+from refimpl.optim.muon import Muon, made
+from refimpl.zero.whole_matrices import WholeMatrices
+
+every_stage = pytest.mark.parametrize("stage", list(STAGES))
+
+
+def muon(model: nn.Module) -> Muon:
+    hidden = [p for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name]
+    rest = [p for name, p in model.named_parameters() if p.ndim < 2 or "embed" in name]
+    return Muon([{"params": hidden, "use_muon": True}, {"params": rest, "use_muon": False}], lr=1e-2, weight_decay=0.1)
+
+
+JOB = Job(optimizer=muon)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@every_stage
+def test_the_bits_of_one_process(stage: str, ranks: int) -> None:
+    """Tied, frozen, unused and odd-sized parameters; matrices that lie across up to four ranks."""
+    assert differing(run(train, stage, JOB, ranks=ranks)[0].weights, oracle(ranks, JOB)) == []
+
+
+def test_parts_made_orthogonal_by_themselves_give_other_weights() -> None:
+    """Else the test above would not tell whether matrices are brought together."""
+
+    def rows(self: WholeMatrices, params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
+        return [made(u.view(1, -1)) for u in updates]
+
+    def parts() -> Any:
+        WholeMatrices.__call__, before = rows, WholeMatrices.__call__  # type: ignore[method-assign]
+        try:
+            return train("zero1", JOB).weights
+        finally:
+            WholeMatrices.__call__ = before  # type: ignore[method-assign]
+
+    assert differing(run(parts, ranks=2)[0], oracle(2, JOB)) != []
+
+
+def test_all_stages_agree_bit_for_bit_in_fp16_with_an_overflow_and_clipping() -> None:
+    job = Job(
+        optimizer=muon, dtype=torch.float16, clip=0.05, poison=(2, 1), scaler=lambda: DynamicLossScaler(256.0)
+    )  # fmt: skip
+    outcomes = [run(train, stage, job, ranks=3)[0] for stage in STAGES]
+    for out in outcomes:
+        assert out.done == [True, True, False, True, True]
+        assert differing(out.weights, outcomes[0].weights or {}) == []
+
+
+@every_stage
+def test_its_message_is_two_bytes_an_element_of_a_matrix(stage: str) -> None:
+    def sent() -> tuple[int, int]:
+        group = Group.world()
+        torch.manual_seed(0)
+        model = Net()
+        built = STAGES[stage](model, muon(model), group)  # type: ignore[call-arg]
+        built.backward(model(torch.ones(2, 7, dtype=torch.int64)))
+        group.ledger.reset()
+        built.step()
+        shards = [b.shard_numel for b in built.update.owned if b.group_index == 0]
+        return group.ledger.sent_bytes("tag").get("matrices", 0), 2 * (group.size - 1) * sum(shards)
+
+    counted, formula = run(sent, ranks=3)[0]
+    assert formula > 0
+    assert counted == (0 if stage == "ddp" else formula)
+
+
+CONFIG = {
+    "train_batch_size": 12,
+    "optimizer": {"type": "Muon", "params": {"lr": 1e-3, "muon_lr": 1e-2, "momentum": 0.9, "ns_method": "gram"}},
+    "gradient_clipping": 0.5,
+}
+
+
+def by_json(stage: int, path: Path, goes_on: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 700}
+    engine = refimpl.initialize(model=Net(), config=CONFIG | {"zero_optimization": zero})[0]
+    kinds = {g["use_muon"]: g["lr"] for g in engine.optimizer.param_groups}
+    assert kinds == {True: 1e-2, False: 1e-3}
+    assert not engine.module.embed.weight.use_muon
+    if goes_on:
+        engine.load_checkpoint(path, f"stage{stage}")
+    for step in range(2, 4) if goes_on else range(4):
+        if step == 2 and not goes_on:
+            engine.save_checkpoint(path, f"stage{stage}")
+        for micro in (
+            torch.arange(12)
+            .view(-1, 12 // engine.group.size)[engine.group.rank]
+            .split(engine.train_micro_batch_size_per_gpu())
+        ):
+            generator = torch.Generator().manual_seed(100 * step + int(micro[0]))
+            engine.backward(engine(torch.randint(29, (len(micro), 7), generator=generator)))
+            engine.step()
+    return {k: v.clone() for k, v in engine.module_state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_by_a_file_and_from_a_checkpoint(stage: int, tmp_path: Path) -> None:
+    """Its momentum of matrices and AdamW's of the rest; DDP's bits, before and behind a checkpoint."""
+    ddp, ours = (run(by_json, which, tmp_path, False, ranks=3)[0] for which in (0, stage))
+    assert differing(ours, ddp) == []
+    assert differing(run(by_json, stage, tmp_path, True, ranks=3)[0], ours) == []
