@@ -97,6 +97,11 @@ def test_tokens_that_are_not_used_go_nowhere_and_count_nowhere() -> None:
         assert not routes.weights[~used].any()
         alone = route(logits[used], Routing(k=2))
         assert torch.equal(routes.counts, alone.counts)
+        kept = routes.indices[routes.kept].bincount(minlength=4)
+        assert torch.equal(kept, routes.counts.clamp(max=routes.limit)), "they take no place from others"
+    first = route(logits, Routing(k=2, balance="first"), used=used).balance
+    share = logits[used].argmax(1).bincount(minlength=4) / 20
+    torch.testing.assert_close(first, 4 * (logits.softmax(1).mean(0) * share).sum())
 
 
 @pytest.mark.parametrize(
