@@ -154,6 +154,7 @@ def named_and_expanded(stage_name: str) -> None:
     model.register_parameter("frozen", nn.Parameter(mine.clone().expand(4, 3), requires_grad=False))
     optimizer = torch.optim.AdamW(named[:2])
     stage = STAGES[stage_name](model, optimizer)
+    assert torch.equal(model.turned, torch.zeros(3, 4)), "before any forward shares it"
     optimizer.add_param_group({"params": named[2:], "lr": 0.1})
     before = stage.full_parameter("2.weight")
     for _ in range(2):
@@ -166,7 +167,6 @@ def named_and_expanded(stage_name: str) -> None:
     ]
     state = model.state_dict()
     assert all(torch.equal(state[name], torch.zeros(4, 3)) for name in ("mask", "frozen"))  # rank 0's
-    assert torch.equal(model.turned, torch.zeros(3, 4))
 
 
 @pytest.mark.parametrize("stage", STAGES)
