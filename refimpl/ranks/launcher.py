@@ -115,7 +115,9 @@ def chosen(asked: argparse.Namespace, count: int) -> list[int] | None:
         raise ValueError(f"{name} {asked.include or asked.exclude!r}: write this machine's GPUs, such as localhost:0,2")
     named = [int(n) for n in numbers.split(",")] if numbers else list(range(count))
     if torch.cuda.device_count() and max(named) >= count:
-        raise ValueError(f"{name} {asked.include or asked.exclude!r}: this machine has {count} GPUs, 0 to {count - 1}")
+        raise ValueError(
+            f"{name} {asked.include or asked.exclude!r}: there are {count} GPUs to choose from, 0 to {count - 1}"
+        )
     left = named if asked.include else [gpu for gpu in range(count) if gpu not in named]
     if not left or len(set(left)) != len(left):
         raise ValueError(f"{name} {asked.include or asked.exclude!r} leaves {left} of {count} GPUs: name each once")

@@ -102,6 +102,7 @@ def test_each_of_several_machines_is_told_its_place(tmp_path: Path, monkeypatch:
     ("line", "says"),
     [
         ("--num_gpus 0", "--num_gpus must be 1 or more, not 0"),
+        ("--num_gpus -2", "--num_gpus must be 1 or more, not -2"),
         ("-i localhost:0 --num_gpus 2", "exclude each other"),
         ("-i localhost:0 -e localhost:1", "exclude each other"),
         ("-i worker-3:0", "--include 'worker-3:0': write this machine's GPUs"),
