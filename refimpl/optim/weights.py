@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from refimpl.comm.first import take_first
 from refimpl.comm.group import Group
 
 
@@ -40,8 +41,7 @@ class Weights(ABC):
 
     def share_buffers(self, group: Group) -> None:
         """The first rank's buffers for all. A collective."""
-        for buffer in self.buffers():
-            take(group, buffer, "buffers")
+        take_first(self.buffers(), group, "buffers")
 
     def buffers(self) -> list[Tensor]:
         """The model's."""
@@ -76,25 +76,10 @@ class OfModel(Weights):
         return [value for p, value in zip(self.of, values, strict=True) if not p.requires_grad]
 
     def start(self, group: Group) -> None:
-        for tensor in dict.fromkeys([*self.model.parameters(), *self.buffers()]):
-            take(group, tensor, "start")
+        take_first(dict.fromkeys([*self.model.parameters(), *self.buffers()]), group, "start")
 
     def buffers(self) -> list[Tensor]:
         return list(self.model.buffers())
-
-
-def take(group: Group, tensor: Tensor, tag: str) -> None:
-    """The first rank's values of a tensor, however it lies in memory. A collective."""
-    if is_expanded(tensor):
-        tensor.data = tensor.data.contiguous()
-    dense = tensor.detach().contiguous()
-    group.broadcast(dense, tag=tag)
-    tensor.detach().copy_(dense)
-
-
-def is_expanded(tensor: Tensor) -> bool:
-    """Whether elements of it share memory, so that nothing can be copied into it."""
-    return any(step == 0 < length - 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def mean_over(group: Group, tensors: Sequence[Tensor], most: int, wire: torch.dtype | None, tag: str) -> None:

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from refimpl.comm.first import take_first
 from refimpl.comm.group import Group
 from refimpl.parallel.auto import rehearsal
 from refimpl.parallel.auto.cut import Cut
@@ -49,7 +50,6 @@ from refimpl.parallel.auto.stage import Stage, alike_regions
 from refimpl.parallel.auto.trace import Call, plain_layers, trace
 from refimpl.parallel.conjugates import TAG
 from refimpl.parallel.draws import Draws
-from refimpl.parallel.first import take_first
 from refimpl.parallel.summed import sum_gradients
 from refimpl.parallel.swap import Columns, Plan, Rows, Style, Vocabulary, match, sum_copies
 
@@ -71,7 +71,7 @@ def autotp(model: nn.Module, group: Group, example: Any = None, *, plan: Plan | 
     """
     if group.size == 1:
         return describe(Cut(), dict.fromkeys(plain_layers(model), "one rank"))
-    take_first((t for t in (*model.parameters(), *model.buffers()) if t.is_contiguous()), group, TAG)
+    take_first((*model.parameters(), *model.buffers()), group, TAG)
     if plan is not None and not plan:
         common_numbers(model, group)
         return describe(Cut(), dict.fromkeys(plain_layers(model), "the plan has no layer"))

@@ -34,11 +34,11 @@ import torch
 from torch import Tensor, nn
 
 from refimpl.comm.axes import neighbours
+from refimpl.comm.first import take_first
 from refimpl.comm.group import Group
 from refimpl.parallel.conjugates import TAG, copy, gather_sum, reduce, scatter, sum_scatter
 from refimpl.parallel.door import Door
 from refimpl.parallel.draws import Draws
-from refimpl.parallel.first import take_first
 from refimpl.parallel.overlap import coming
 from refimpl.parallel.summed import sum_gradients
 from refimpl.parallel.tensor import (
@@ -203,11 +203,11 @@ def parallelize(
     """Swap the layers of `model` in place, and return it. Every rank calls it; rank 0's weights are taken by all.
 
     `overlap`: with `sequence`, column layers multiply their own tokens while the others' come, see `overlap.py`. Sends,
-    once: each parameter from rank 0. ValueError for a pattern that matches no layer, and for two that match one.
+    once: each parameter and buffer from rank 0. ValueError for a pattern that matches no layer, or a layer that two do.
     """
     if overlap and not sequence:
         raise ValueError("overlap=True: only with sequence=True is there an all-gather before the column layers")
-    take_first(model.parameters(), group, TAG)
+    take_first((*model.parameters(), *model.buffers()), group, TAG)
     swap(model, match(plan, [name for name, _ in model.named_modules() if name]), group, sequence, draws, overlap)
     sum_copies(model)
     return model
@@ -244,7 +244,8 @@ def swap(
         plain = model.get_submodule(name)
         where = Where(name, group, sequence, draws, local if name.startswith(given_all) else enter)
         layer = layers[name] = style(plain, where)
-        if layer is not plain and (plain._forward_hooks or plain._forward_pre_hooks or plain._backward_hooks):
+        hooks = plain._forward_hooks, plain._forward_pre_hooks, plain._backward_hooks, plain._backward_pre_hooks
+        if layer is not plain and any(hooks):
             raise ValueError(f"{name} has hooks, which would see parts of its tensors: register them after the cut")
         for key, p in plain.named_parameters(recurse=False) if layer is not plain else ():
             if p in kept:

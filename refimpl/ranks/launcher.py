@@ -2,7 +2,8 @@
 
 torchrun starts the ranks. Each finds refimpl under the name `deepspeed` (see `refimpl.as_deepspeed`) and gets, before
 the script's own arguments, `--local_rank=` and its number, for which DeepSpeed's scripts look. Without a number of
-ranks there is one for each GPU, or one in all. It logs in to no other machine: with `--no_ssh` each is told its place.
+ranks there is one for each slot that a host file gives this machine, else for each GPU, or one in all. It logs in to no
+other machine: with `--no_ssh` each is told its place.
 """
 
 import argparse
@@ -72,7 +73,8 @@ def torchrun(asked: argparse.Namespace) -> tuple[list[str], list[int] | None]:
             f"{nodes} machines: none is logged in to. Start this on each of them with --no_ssh --num_nodes {nodes} "
             "--node_rank 0 (1, ...) --master_addr HOST-OF-RANK-0, or use srun or torchrun (see README)"
         )
-    slots = torch.cuda.device_count() or max(hosts.values(), default=1)
+    own = [*hosts.values()][max(0, asked.node_rank) :][:1]  # what the file says of this machine
+    slots = max(own, default=torch.cuda.device_count()) or 1
     gpus = chosen(asked, slots)
     ranks = len(gpus) if gpus else max(0, asked.num_gpus) or slots
     command = ["--nproc-per-node", str(ranks), "--nnodes", str(nodes), "--master-port", str(asked.master_port)]
@@ -113,7 +115,9 @@ def chosen(asked: argparse.Namespace, count: int) -> list[int] | None:
         raise ValueError(f"{name} {asked.include or asked.exclude!r}: write this machine's GPUs, such as localhost:0,2")
     named = [int(n) for n in numbers.split(",")] if numbers else list(range(count))
     if torch.cuda.device_count() and max(named) >= count:
-        raise ValueError(f"{name} {asked.include or asked.exclude!r}: this machine has {count} GPUs, 0 to {count - 1}")
+        raise ValueError(
+            f"{name} {asked.include or asked.exclude!r}: there are {count} GPUs to choose from, 0 to {count - 1}"
+        )
     left = named if asked.include else [gpu for gpu in range(count) if gpu not in named]
     if not left or len(set(left)) != len(left):
         raise ValueError(f"{name} {asked.include or asked.exclude!r} leaves {left} of {count} GPUs: name each once")

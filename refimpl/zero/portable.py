@@ -163,8 +163,7 @@ def restore_states(stage: "Stage", bucket: Bucket, source: Source, wanted: Conta
     for p in slices.apart.intersection(spans):
         slices.set_apart(bucket, p)
     for before, p in pairwise(spans) if slices.kind.elementwise else ():
-        gap = spans[before][1], spans[p][0]  # one border is enough: a second one would give other bits than the run
-        if not same(history[before], history[p]) and not slices.border_in(bucket, *gap):
+        if not same(history[before], history[p]):
             slices.cut(bucket, spans[p][0])
     first = 0 if slices.length[bucket] == bucket.padded else bucket.group.rank * slices.length[bucket]
     for s in slices.of[bucket]:

@@ -169,10 +169,6 @@ class Slices(ByPart):
             return bucket.offset[p], bucket.offset[p] + p.numel()
         return bucket.span(p)
 
-    def border_in(self, bucket: Bucket, low: int, high: int) -> bool:
-        """Whether a slice begins between elements low and high, both included."""
-        return any(low <= s.start <= high for s in self.of[bucket])
-
     def cut(self, bucket: Bucket, at: int) -> None:
         """Cut the slice that has `at` inside, with its state, in two."""
         slices, optimizer = self.of[bucket], self.optimizer

@@ -11,8 +11,8 @@ from torch import nn, optim
 
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.comm import levels
+from refimpl.comm.first import is_expanded
 from refimpl.comm.group import Group
-from refimpl.optim.weights import is_expanded
 from refimpl.zero.experts import apart
 from refimpl.zero.gradients import Gradients
 from refimpl.zero.parameter import DATA, Freed, Managed, stage_of

@@ -1,5 +1,6 @@
 """`deepspeed.checkpointing`: every option and key does what it says, in every stage, with the plain run's bits."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -78,7 +79,6 @@ class Neighbours:
 
 def trained(stage: int, checkpointed: bool, section: dict[str, Any] | None, size: int) -> dict[str, Tensor]:
     """Weights after three steps; `size` neighbours get the same samples."""
-    checkpointing._configured = checkpointing._Configured()
     if section is not None and size > 1:
         mpu, micro = Neighbours(size), 2
         sizes = {"train_batch_size": micro * mpu.replicas, "train_micro_batch_size_per_gpu": micro}
@@ -112,7 +112,6 @@ def test_the_section_in_every_stage(stage: int, ranks: int, size: int) -> None:
 
 def gathered() -> tuple[int, int]:
     """Bytes that a partitioned forward and backward sends, and by formula."""
-    checkpointing._configured = checkpointing._Configured()
     deepspeed.checkpointing.configure(Neighbours(dist.get_world_size()), partition_activations=True)
     home = checkpointing._configured.how.home
     assert isinstance(home, Partitioned)
@@ -127,13 +126,19 @@ def test_partitioned_bytes() -> None:
         assert sent == formula  # the last term compares the first input over the group
 
 
-def beside_tensor_ranks() -> tuple[list[int], int]:
+def beside_tensor_ranks(before: str) -> tuple[list[int], int]:
     """The ranks that share an activation, and what this one's dropout in a cut layer is seeded with; without an mpu."""
-    checkpointing._configured = checkpointing._Configured()
+    assert not checkpointing.is_configured(), "another call's"
     settings = {
         "train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2},
         "activation_checkpointing": {"partition_activations": True},
     }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigWarning)  # nobody to share with yet
+        if before == "engine":
+            deepspeed.initialize(model=nn.Linear(2, 2), config=settings | {"tensor_parallel": {"autotp_size": 1}})
+        if before == "configure":
+            deepspeed.checkpointing.configure(partition_activations=True)
     deepspeed.initialize(model=GPT(GPTConfig(vocab=8, layers=1, width=8, heads=2, context=4)), config=settings)
     home = checkpointing._configured.how.home
     assert isinstance(home, Partitioned)
@@ -142,8 +147,9 @@ def beside_tensor_ranks() -> tuple[list[int], int]:
         return home.group.ranks, int(torch.randint(10**9, ()))
 
 
-def test_an_engines_tensor_ranks_are_the_neighbours() -> None:
-    results = run(beside_tensor_ranks, ranks=4)
+@pytest.mark.parametrize("before", ["nothing", "engine", "configure"])
+def test_the_last_engines_tensor_ranks_are_the_neighbours(before: str) -> None:
+    results = run(beside_tensor_ranks, before, ranks=4)
     assert [ranks for ranks, _ in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     (first, second), others = [seed for _, seed in results[:2]], [seed for _, seed in results[2:]]
     assert [first, second] == others

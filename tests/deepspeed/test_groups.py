@@ -57,6 +57,24 @@ def test_tensor_ranks() -> None:
         assert ranks == [replicas, replicas, [rank], [rank // 2 * 2, rank // 2 * 2 + 1]]
 
 
+def sums_of_ones() -> list[float]:
+    """Over tensor, sequence and data ranks, before an engine and behind one of data parallelism alone."""
+    deepspeed.init_distributed()
+    asked = groups.get_tensor_model_parallel_group, groups._get_sequence_parallel_group, groups._get_data_parallel_group
+    found = [torch.ones(1) for _ in asked * 2]
+    for total, group in zip(found[:3], asked, strict=True):
+        dist.all_reduce(total, group=group())
+    deepspeed.initialize(model=torch.nn.Linear(2, 2), config=CONFIG)
+    for total, group in zip(found[3:], asked, strict=True):
+        dist.all_reduce(total, group=group())
+    return [total.item() for total in found]
+
+
+def test_a_rank_alone_on_an_axis_has_a_group_of_its_own() -> None:
+    """None would be all ranks to torch, and to `DistributedAttention`, which then mixes their sequences."""
+    assert run(sums_of_ones, ranks=2) == [[1.0, 1.0, 2.0] * 2] * 2
+
+
 def test_a_configuration_that_contradicts_tp_model_init_is_refused() -> None:
     model = deepspeed.tp_model_init(GPT(SHAPE), tp_size=2, dtype=torch.float32)
     with pytest.raises(ConfigError, match="autotp_size is 4, and tp_model_init was asked for 2"):

@@ -79,7 +79,7 @@ def test_some_gpus_of_this_machine(line: str, count: int, left: list[int], monke
 def test_each_of_several_machines_is_told_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", int)
     hosts = tmp_path / "hosts"
-    hosts.write_text("# ours\nworker-0 slots=4\n\nworker-1 slots=4  # the second\n")
+    hosts.write_text("# ours\nworker-0 slots=2\n\nworker-1 slots=4  # the second\n")
     arguments, _ = command("-H", str(hosts), "--no_ssh", "--node_rank", "1", "--master_addr", "worker-0")
     told = dict(zip(arguments[:10:2], arguments[1:10:2], strict=True))
     assert told == {
@@ -89,6 +89,8 @@ def test_each_of_several_machines_is_told_its_place(tmp_path: Path, monkeypatch:
         "--node-rank": "1",
         "--master-addr": "worker-0",
     }
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)  # of which the file has four used
+    assert command("-H", str(hosts), "--no_ssh", "--node_rank", "1", "--master_addr", "worker-0")[0] == arguments
     with pytest.raises(ValueError, match=r"2 machines: none is logged in to.*--no_ssh --num_nodes 2 --node_rank 0"):
         command("-H", str(hosts))
     hosts.write_text("worker-0 slots=4\nworker-0 slots=2\n")
@@ -100,6 +102,7 @@ def test_each_of_several_machines_is_told_its_place(tmp_path: Path, monkeypatch:
     ("line", "says"),
     [
         ("--num_gpus 0", "--num_gpus must be 1 or more, not 0"),
+        ("--num_gpus -2", "--num_gpus must be 1 or more, not -2"),
         ("-i localhost:0 --num_gpus 2", "exclude each other"),
         ("-i localhost:0 -e localhost:1", "exclude each other"),
         ("-i worker-3:0", "--include 'worker-3:0': write this machine's GPUs"),

@@ -73,12 +73,19 @@ def trained(sp: int, stage: int) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
+def plain() -> Tensor:
+    """What a model says in a job of its own."""
+    logits: Tensor = llama()(**text(0)).logits
+    return logits.detach()
+
+
 @pytest.mark.parametrize(("ranks", "stage"), [(2, 1), (2, 3)])
 def test_a_model_over_parts_of_its_sequences_trains_as_the_whole(ranks: int, stage: int) -> None:
     ((losses, norms),) = run(trained, 1, 0, ranks=1)
     for found, found_norms in run(trained, ranks, stage, ranks=ranks):
         assert found == pytest.approx(losses, rel=1e-4)
         assert found_norms == pytest.approx(norms, rel=1e-4)
+    assert all(torch.equal(logits, plain()) for logits in run(plain, ranks=ranks)), "the next job's own attention"
 
 
 def outputs(ranks: int) -> tuple[Tensor, Tensor]:

@@ -64,7 +64,7 @@ def test_load_text(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"short", "has 5 bytes: a context of 16 needs at least 17"),
+        (b"shortest by one!", "has 16 bytes: a context of 16 needs at least 17"),
         (b"ab\0cd" * 10, "is a binary file: byte 2 is NUL"),
         (b"abc\xff" * 10, "is not UTF-8 text: byte 3 is 0xff"),
     ],

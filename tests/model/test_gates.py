@@ -97,6 +97,11 @@ def test_tokens_that_are_not_used_go_nowhere_and_count_nowhere() -> None:
         assert not routes.weights[~used].any()
         alone = route(logits[used], Routing(k=2))
         assert torch.equal(routes.counts, alone.counts)
+        kept = routes.indices[routes.kept].bincount(minlength=4)
+        assert torch.equal(kept, routes.counts.clamp(max=routes.limit)), "they take no place from others"
+    first = route(logits, Routing(k=2, balance="first"), used=used).balance
+    share = logits[used].argmax(1).bincount(minlength=4) / 20
+    torch.testing.assert_close(first, 4 * (logits.softmax(1).mean(0) * share).sum())
 
 
 @pytest.mark.parametrize(
@@ -268,9 +273,12 @@ def test_the_bias_evens_out_what_a_skewed_gate_sends() -> None:
     assert before.max() > 200
     assert after.max() < 160
     assert gate.weight.grad is None
+    with torch.no_grad():
+        gate(x)  # as a checkpoint's first run, which comes again
     gate.eval()(x)
-    gate.rebalance()
     assert gate.load is not None
+    assert gate.load.sum() == 512, "of the last turn alone"
+    gate.rebalance()
     assert not gate.load.any()
     assert gate.bfloat16().bias.dtype == torch.float32  # type: ignore[union-attr]
     with torch.device("meta"):
@@ -296,6 +304,11 @@ def test_the_gate_computes_in_fp32_whatever_the_model_has() -> None:
     assert gate.weight.grad is not None
 
 
+def test_the_smallest_sigmoids_add_up_to_1_too() -> None:
+    weights = route(torch.full((1, 4), -30.0), Routing(k=2, score="sigmoid")).weights
+    torch.testing.assert_close(weights, torch.full((1, 2), 0.5))
+
+
 def test_another_routers_choice_becomes_routes() -> None:
     indices, weights = torch.tensor([[2, 0], [2, 3], [0, 2]]), torch.rand(3, 2)  # of 3 experts: 3 stands for none
     routes = Routes.given(indices, weights, 3)
@@ -309,6 +322,7 @@ def test_another_routers_choice_becomes_routes() -> None:
         ({"k": 5}, "a token cannot take that many of 4"),
         ({"k": 0}, "at least 1"),
         ({"groups": 3}, "4 experts do not make 3 equal groups"),
+        ({"groups": 4}, "4 experts do not make 4 equal groups of two or more"),
         ({"k": 3, "groups": 2, "top_groups": 1}, "2 experts in 1 of 2 groups"),
         ({"capacity_factor": 0.0}, "capacity_factor is 0.0"),
         ({"noise": "rsample"}, "noise is 'rsample': it must be one of 'RSample'"),

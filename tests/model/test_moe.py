@@ -119,8 +119,11 @@ def test_stacked_experts_are_their_matrices() -> None:
                 hidden = F.silu(hidden[:, :12]) * hidden[:, 12:] if gated else F.silu(hidden)
                 torch.testing.assert_close(y[at : at + n], hidden @ stacked.down[number].T)
                 at += n
+        stacked.down.requires_grad_(False)
         part = stacked.part(1, 3)
         assert torch.equal(part(x[2:6], [[0, 4]]), y[2:6])
+        assert (part.up.requires_grad, part.down.requires_grad) == (True, False)
+        assert part.part(1, 2).first == 2
         assert torch.equal(part.up, stacked.up[1:])
     with pytest.raises(ValueError, match="11 rows, and the experts' sizes are"):
         stacked(x, [[1, 2, 3]])

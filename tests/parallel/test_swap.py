@@ -151,6 +151,9 @@ def refusals() -> None:
         parallelize(model(), {"blocks.*.mlp.up": Columns(), "blocks.0.mlp.u*": Rows()}, group)
     with pytest.raises(ValueError, match=r"wte.weight is shared with a layer that is split: give wte a place"):
         parallelize(model(), {"head": Columns(), "loss": Loss(16)}, group)
+    (hooked := model()).blocks[0].mlp.up.register_full_backward_pre_hook(lambda module, grads: None)
+    with pytest.raises(ValueError, match=r"blocks.0.mlp.up has hooks"):
+        parallelize(hooked, {"blocks.*.mlp.up": Columns()}, group)
     split = parallelize(GPT(GPTConfig(16, 8, 8, 1, 2)), gpt_plan(2, 16), group, sequence=True)
     with pytest.raises(ValueError, match="dimension 1 has 7, which 2 ranks cannot share equally: pad it to 8"):
         split(torch.zeros(1, 7, dtype=torch.int64))
@@ -222,6 +225,39 @@ def reads_its_length(found_out: bool) -> None:
 @pytest.mark.parametrize("found_out", [False, True])
 def test_a_model_that_reads_how_many_tokens_it_is_given(ranks: int, found_out: bool) -> None:
     run(reads_its_length, found_out, ranks=ranks)
+
+
+class Strewn(nn.Module):
+    """Another one on each rank: a weight that does not lie row by row, a buffer, and one whose rows share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.up.weight = nn.Parameter(torch.randn(8, 16).t())
+        self.register_buffer("shift", torch.randn(8))
+        self.register_buffer("rows", torch.randn(8).expand(3, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(self.up(x).relu()) + self.shift + self.rows[0]
+        return out
+
+
+def all_of_rank_0(found_out: bool) -> float:
+    group = Group.world()
+    torch.manual_seed(group.rank)
+    model, x = Strewn(), torch.ones(2, 8)
+    expected = model(x).detach()
+    group.broadcast(expected, tag="test")
+    if found_out:
+        autotp(model, group, x)
+    else:
+        parallelize(model, {"up": Columns(), "down": Rows()}, group)
+    return relative(model(x), expected)
+
+
+@pytest.mark.parametrize("found_out", [False, True])
+def test_every_weight_and_buffer_of_rank_0_is_taken(found_out: bool) -> None:
+    assert max(run(all_of_rank_0, found_out, ranks=3)) < BOUND
 
 
 def against_dtensor(rank_seed: int) -> None:

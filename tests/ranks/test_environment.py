@@ -28,11 +28,11 @@ def test_each_launcher_is_understood(environ: dict[str, str], launcher: str) -> 
 
 def test_mpirun_inside_slurm_is_not_taken_for_srun() -> None:
     """Its daemons were started by srun, one a node, and their ranks inherit what srun said to the daemon."""
-    daemon = SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    daemon = SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "1"}
     for mpi in (OPEN_MPI, HYDRA):
         place = find(daemon | mpi)
         assert place is not None
-        assert (place.launcher, place.rank, place.size) == ("mpirun", 3, 4)
+        assert (place.launcher, place.rank, place.size, place.local_size) == ("mpirun", 3, 4, 2)
 
 
 @pytest.mark.parametrize(

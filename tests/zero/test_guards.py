@@ -406,7 +406,10 @@ def by_name(stage_name: str, dtype: torch.dtype) -> bool:
     group = Group.world()
     model = Net().to(dtype)
     optimizer = adamw(model)
-    stage = STAGES[stage_name](model, optimizer, group, ZeroConfig(reduce_bucket_size=300))
+    model.register_parameter("codes", nn.Parameter(torch.full((3,), group.rank), requires_grad=False))
+    stage = STAGES[stage_name](model, optimizer, group, ZeroConfig(reduce_bucket_size=300, dtype=dtype))
+    codes = model.state_dict()["codes"]
+    assert (codes.dtype, codes.tolist()) == (torch.int64, [0, 0, 0]), "rank 0's; whole numbers are not cast"
     with pytest.raises(KeyError, match="take a step first"):
         stage.set_full_state("embed.weight", "exp_avg", torch.zeros(29, 13))
     for step in range(2):

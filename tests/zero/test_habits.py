@@ -173,6 +173,9 @@ def refused(stage_name: str, how: str) -> None:
     if how == "inference":
         with torch.inference_mode():
             model = small()
+    if how == "built in inference":
+        with torch.inference_mode():
+            STAGES[stage_name](model, optimizer, group)
     if how == "lazy":
         model = nn.Sequential(nn.LazyLinear(7))
     if how in ("complex", "one memory", "reduced by torch", "inference", "lazy"):
@@ -214,6 +217,7 @@ def refused(stage_name: str, how: str) -> None:
         ("state of another", r"this state is rank 0's of 2, Zero\d; here is rank 1 of 2"),
         ("late backward", "modified by an inplace operation"),
         ("inference", r"parameter 0\.weight: it was made, .*, under torch\.inference_mode"),
+        ("built in inference", r"parameter 0\.weight: .*, or its stage is built, under torch\.inference_mode"),
         ("lazy", r"parameter 0\.weight is a UninitializedParameter: run a forward first"),
         ("step", r"step\(\) inside backward, by a hook"),
         ("zero_grad", r"zero_grad\(\) inside backward, by a hook"),

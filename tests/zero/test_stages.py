@@ -57,20 +57,25 @@ def test_all_stages_agree_bit_for_bit_in_bf16() -> None:
         assert differing(other, weights[0]) == []
 
 
-def in_short_slices(stage_name: str, longest: int) -> tuple[list[int], dict[str, torch.Tensor] | None]:
-    """Lengths of the slices that the optimizer knows of six parameters of 256 elements, and the weights at the end."""
+def in_short_slices(
+    stage_name: str, longest: int, rows: int = 16, dtype: torch.dtype = torch.bfloat16
+) -> tuple[list[int], dict[str, torch.Tensor] | None]:
+    """Lengths of the slices that the optimizer knows of six parameters of 16 times `rows` elements, and the weights at
+    the end."""
     from refimpl.comm.group import Group
     from refimpl.zero import slices
 
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6))).bfloat16()
+    layers = (nn.Linear(16, rows, bias=False) for _ in range(6))
+    model = nn.Sequential(*layers).to(dtype)
     kept, slices.LONGEST = slices.LONGEST, longest
     try:
         stage = STAGES[stage_name](model, torch.optim.AdamW(model.parameters(), lr=0.1), Group.world())
     finally:
         slices.LONGEST = kept
     for _ in range(2):
-        stage.backward(model(torch.ones(1, 16, dtype=torch.bfloat16)).float().square().sum())
+        x = torch.ones(1, 16, dtype=dtype)
+        stage.backward(sum(layer(x).float().square().sum() for layer in model))
         stage.step()
     return [s.end - s.start for cut in stage.update.slices.of.values() for s in cut], stage.full_state_dict()
 
@@ -87,6 +92,9 @@ def test_a_long_master_is_cut_before_parameters_and_keeps_its_bits(stage: str, l
         assert cut == expected
         assert weights is not None
         assert differing(weights, whole) == []
+    assert len(run(in_short_slices, stage, 128, 16, torch.float32, ranks=2)[0][0]) == 1, "nothing is widened"
+    odd = run(in_short_slices, stage, 128, 15, ranks=2)[0][0]  # parameters begin on multiples of 240
+    assert odd == ([960, 576] if stage == "ddp" else [768])
 
 
 class ByChannels(nn.Module):

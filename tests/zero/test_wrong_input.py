@@ -145,13 +145,16 @@ def test_a_state_of_other_buckets_is_refused_before_anything_changes(stage: str)
 
 
 def named_and_expanded(stage_name: str) -> None:
-    """`named_parameters` in the optimizer's groups; a buffer and a parameter whose elements share memory."""
+    """`named_parameters` in the optimizer's groups; a buffer and a parameter whose elements share memory, and a buffer
+    that does not lie row by row."""
     model = small()
     named, mine = list(model.named_parameters()), torch.full((1, 3), float(dist.get_rank()))
     model.register_buffer("mask", mine.expand(4, 3))
+    model.register_buffer("turned", mine.repeat(4, 1).t())
     model.register_parameter("frozen", nn.Parameter(mine.clone().expand(4, 3), requires_grad=False))
     optimizer = torch.optim.AdamW(named[:2])
     stage = STAGES[stage_name](model, optimizer)
+    assert torch.equal(model.turned, torch.zeros(3, 4)), "before any forward shares it"
     optimizer.add_param_group({"params": named[2:], "lr": 0.1})
     before = stage.full_parameter("2.weight")
     for _ in range(2):
@@ -202,7 +205,7 @@ def test_bare_parameters_are_parameters() -> None:
 
 
 def in_a_group_of_its_own() -> list[str]:
-    """Of the ranks 1 and 2 of three, one fails alone, and one goes another way."""
+    """Of the ranks 1 and 2 of three, one fails alone, one has another model, and one goes another way."""
     ranks = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return []
@@ -214,16 +217,20 @@ def in_a_group_of_its_own() -> list[str]:
 
     with pytest.raises(CheckpointError) as failed:
         together(group, fails)
+    with pytest.raises(ValueError, match="have different models") as differs:
+        STAGES["ddp"](larger := nn.Linear(5, dist.get_rank()), torch.optim.AdamW(larger.parameters()), group)
     STAGES["zero3"](model, torch.optim.AdamW(model.parameters()), group)
     with pytest.raises(RankDivergence) as parted:
         model[2 if dist.get_rank() == 2 else 0](torch.ones(2, 5))
-    return [str(failed.value), str(parted.value)]
+    return [str(failed.value), str(differs.value), str(parted.value)]
 
 
 def test_a_rank_is_called_by_its_number_in_the_job() -> None:
     _, *texts = run(in_a_group_of_its_own, ranks=3)
-    for failed, parted in texts:
+    for failed, differs, parted in texts:
         assert failed == "rank 2: its disk"
+        assert "rank 1: weight [1, 5]" in differs
+        assert "rank 2: weight [2, 5]" in differs
         assert "rank 1: a new forward of 0" in parted
         assert "rank 2: a new forward of 2" in parted
 

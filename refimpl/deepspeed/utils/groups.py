@@ -76,24 +76,22 @@ def _create_expert_and_data_parallel(
 
 def _get_data_parallel_group() -> ProcessGroup | None:
     """The ranks that read different batches; where sequences are shared, those with the same tokens' places."""
-    axes = _laid_out.now()
-    return axes.data.handle or (comm.get_world_group() if axes.data.size == comm.get_world_size() else None)
+    return _handle(_laid_out.now().data)
 
 
 def _get_sequence_data_parallel_group() -> ProcessGroup | None:
     """The ranks that a gradient is averaged over."""
-    axes = _laid_out.now()
-    return axes.replicas.handle or (comm.get_world_group() if axes.replicas.size == comm.get_world_size() else None)
+    return _handle(_laid_out.now().replicas)
 
 
 def _get_sequence_parallel_group() -> ProcessGroup | None:
     """The ranks that share a sequence."""
-    return _laid_out.now().context.handle
+    return _handle(_laid_out.now().context)
 
 
 def get_tensor_model_parallel_group() -> ProcessGroup | None:
     """The ranks that share every layer."""
-    return _laid_out.now().tensor.handle
+    return _handle(_laid_out.now().tensor)
 
 
 def _clone_world_group() -> ProcessGroup | None:
@@ -160,7 +158,7 @@ def _experts(group_name: str) -> tuple[Group, Group]:
 
 
 def _handle(group: Group) -> ProcessGroup | None:
-    """torch's group, made where this rank is alone in it; None without torch.distributed."""
+    """torch's group, made where this rank is alone in it: None would be all ranks. None without torch.distributed."""
     if group.handle is None and dist.is_initialized():
         return of_rows([[dist.get_rank()]])
     return group.handle

@@ -29,6 +29,7 @@ from typing import Any
 from torch import nn
 
 from refimpl.comm.axes import Axes
+from refimpl.comm.first import take_first
 from refimpl.comm.group import Group
 from refimpl.model.experts import StackedExperts
 from refimpl.model.moe import layers
@@ -41,7 +42,6 @@ from refimpl.parallel.expert.marks import mark, name_of
 from refimpl.parallel.expert.routed import Routed
 from refimpl.parallel.expert.swap import expert_parallel, sum_experts
 from refimpl.parallel.expert.trying import Found, alike, stands_alone, take_part, undivided, ways
-from refimpl.parallel.first import take_first
 
 LIKE_EXPERTS = re.compile(r"experts?$|experts?\d*$", re.IGNORECASE)
 NONE_OF_THEM = re.compile(r"shared|gate|router|norm|residual", re.IGNORECASE)

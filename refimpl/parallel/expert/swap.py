@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from refimpl.comm.axes import Axes
+from refimpl.comm.first import take_first
 from refimpl.comm.group import Group
 from refimpl.model.experts import Experts, StackedExperts
 from refimpl.model.moe import MoE, layers
@@ -33,7 +34,6 @@ from refimpl.parallel.expert.dispatch import Dispatch
 from refimpl.parallel.expert.exact import InOrder
 from refimpl.parallel.expert.exchange import Flat, Hierarchical, Way
 from refimpl.parallel.expert.marks import mark, name_of
-from refimpl.parallel.first import take_first
 from refimpl.parallel.summed import sum_gradient, sum_gradients
 
 

@@ -27,6 +27,7 @@ from refimpl.engine import schema
 from refimpl.engine.activations import checkpointer
 from refimpl.engine.config import readable
 from refimpl.engine.sections import ActivationCheckpointing
+from refimpl.ranks.settings import forget_groups
 
 
 @dataclass
@@ -34,6 +35,7 @@ class _Configured:
     """What `configure` has said: DeepSpeed's functions take no object that could hold it."""
 
     enabled: bool = False
+    by_hand: bool = False  # by `configure`, which wins over an engine's section
     section: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     mpu: Any = None
     tracker: CudaRNGStatesTracker = field(default_factory=CudaRNGStatesTracker)
@@ -49,6 +51,7 @@ class _Configured:
 
 
 _configured = _Configured()
+forget_groups.append(lambda: vars(_configured).update(vars(_Configured())))
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -94,17 +97,18 @@ def configure(
     if section.contiguous_memory_optimization and section.number_checkpoints is None:
         raise AssertionError("contiguous_checkpointing needs num_checkpoints, the number of layers that checkpoint")
     _configured.apply(section)
-    _configured.enabled = True
+    _configured.enabled = _configured.by_hand = True
 
 
 def adopt(section: ActivationCheckpointing) -> None:
-    """The section of an engine's configuration, if it asks for anything and `configure` was not called.
+    """The section of the last engine that asks for anything, unless `configure` was called; with this engine's ranks.
 
     Megatron's files leave number_checkpoints out: its scripts give it to `configure`, which then counts.
     """
-    if section != ActivationCheckpointing() and not _configured.enabled:
-        _configured.apply(section)
-        _configured.enabled = True
+    if section != ActivationCheckpointing() and not _configured.by_hand:
+        _configured.section, _configured.enabled = section, True
+    if _configured.enabled:
+        _configured.apply(_configured.section)
 
 
 def is_configured() -> bool:

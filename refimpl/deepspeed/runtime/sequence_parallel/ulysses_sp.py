@@ -27,6 +27,7 @@ from refimpl.comm.group import Group
 from refimpl.deepspeed.runtime.sequence_parallel import parallel_state_sp
 from refimpl.deepspeed.sequence.layer import group_of
 from refimpl.parallel.context.ulysses import shared_heads, ulysses
+from refimpl.ranks.settings import forget_groups
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]  # transformers': (module, q, k, v, mask, ..) -> [B, T, h, D]
 MASKED = ("sdpa",)  # knows packed sequences and windows by its mask alone
@@ -80,6 +81,7 @@ class UlyssesSPAttentionHF:
         core = attentions[core_attn_implementation]
         if getattr(core, "func", None) is attend:  # registered before
             core = core.args[0]
+        forget_groups.append(partial(attentions.__setitem__, core_attn_implementation, core))
         masked = core_attn_implementation in MASKED
         attentions[core_attn_implementation] = partial(attend, core, group, masked, disable_in_eval)
         return parallel_state_sp
