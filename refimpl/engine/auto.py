@@ -56,6 +56,7 @@ def peak_learning_rate(values: Values, model: torch.nn.Module | None) -> Any:
 RULES: Mapping[str, Rule] = {
     "fp16.enabled": has_dtype(torch.float16),
     "bf16.enabled": has_dtype(torch.bfloat16),
+    "data_types.keep_in_fp32_modules": lambda values, model: None,
     "scheduler.params.warmup_min_lr": lambda values, model: 0.0,
     "scheduler.params.warmup_max_lr": peak_learning_rate,
     "zero_optimization.reduce_bucket_size": lambda values, model: hidden_size(model) ** 2,

@@ -70,6 +70,8 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "zero_optimization.allgather_partitions": ("parameters are always all-gathered", [True]),
     "zero_optimization.round_robin_gradients": ("every bucket is cut for all ranks: each copies its share", [False]),
     "zero_optimization.load_from_fp32_weights": ("master weights are always restored in fp32", [True]),
+    "zero_optimization.compute_grad_norm": ("the norm costs one number a rank, and is always there", [True]),
+    "zero_optimization.parameter_alignment": ("each parameter begins on a multiple of 16 elements", [True, False]),
     "zero_optimization.log_trace_cache_warnings": (
         "another order of use is recorded anew; ranks that differ are an error",
         [False],

@@ -1,7 +1,13 @@
-"""A model made ready for its stage: sparse attention in the place of its own, its device, the dtypes of its buffers."""
+"""A model made ready for its stage: sparse attention in the place of its own, its device, the dtypes of its buffers.
+
+DeepSpeed: deepspeed/runtime/keep_in_fp32.py and `_cast_module_mixed_precision` of deepspeed/runtime/engine.py.
+"""
+
+import re
+from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
@@ -14,6 +20,11 @@ from refimpl.model.sparse_swap import make_sparse
 from refimpl.zero.parameter import place
 from refimpl.zero.unit import Unit, unit_of, whole
 from refimpl.zero.units import make_whole
+
+IN_FP32 = {  # transformers' lists that count in a dtype
+    torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
+    torch.bfloat16: ("_keep_in_fp32_modules_strict",),
+}
 
 
 def sparse(model: nn.Module, section: SparseSection, axes: Axes) -> None:
@@ -58,7 +69,18 @@ def place_model(model: nn.Module, config: DeepSpeedConfig, device: torch.device)
                 for name, buffer in module.named_buffers(recurse=False):
                     if buffer.is_floating_point():
                         module.register_buffer(name, buffer.to(cast))
-    if (dtype := config.data_types.buffer_dtype) is not None:
-        for buffer in model.buffers():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.to(dtype)
+    kept = set(kept_in_fp32(model, config))
+    for buffer in model.buffers():
+        dtype = torch.float32 if buffer in kept else config.data_types.buffer_dtype
+        if buffer.is_floating_point() and dtype is not None:
+            buffer.data = buffer.data.to(dtype)
+
+
+def kept_in_fp32(model: nn.Module, config: DeepSpeedConfig) -> Iterator[Tensor]:
+    """The buffers that the file names, or transformers' models: biases of routers whose values are close together."""
+    listed = config.data_types.keep_in_fp32_modules
+    lists = IN_FP32.get(config.dtype, ()) if listed is None else ()
+    for module in model.modules() if listed is None else [model]:
+        names = listed or [name for each in lists for name in getattr(module, each, None) or ()]
+        pattern = "|".join(name.replace("*", ".*") for name in names)
+        yield from (b for name, b in module.named_buffers() if names and re.search(pattern, name))

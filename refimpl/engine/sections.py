@@ -70,6 +70,9 @@ class DataTypes(Section):
     )
     param_dtype: Dtype | None = Field(default=None, description="dtype that the parameters are cast to")
     buffer_dtype: Dtype | None = Field(default=None, description="dtype that floating-point buffers are cast to")
+    keep_in_fp32_modules: list[str] | None = Field(
+        default=None, description="buffers that are fp32 in any case, by parts of names; unset: as transformers' lists"
+    )
 
 
 class Optimizer(Section):

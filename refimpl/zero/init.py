@@ -155,7 +155,8 @@ class GatheredParameters(whole):
 
     Without it they are for reading, and a change is an error on exit; but not one that was taken back, as where PEFT
     merges an adapter, hands the weights on, and unmerges it: what the ranks own is as it was. With it also the small
-    parameters that ZeRO-3 keeps whole become that rank's; any others are left alone.
+    parameters that ZeRO-3 keeps whole become that rank's; any others are left alone. Inside another block it leaves the
+    changes to that one.
     After a stage was built, changes reach the fp32 master weights too. What was taken of a parameter without a copy,
     `p.detach()` or on a CPU `p.data.cpu()`, keeps its values after the block, as in DeepSpeed.
     """
@@ -197,6 +198,8 @@ class GatheredParameters(whole):
             unit.take_in()
             if kind is None and self.modifier_rank is not None:
                 lost += [unit.name] if adopt(unit, self.modifier_rank) else []
+                continue
+            if unit.held > 1:
                 continue
             changed += [unit.name] if kind is None and is_changed(unit) else []
             unit.versions = unit.written()

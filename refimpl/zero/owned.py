@@ -142,9 +142,14 @@ def owned_before(kind: type) -> Any:
     """A metaclass: a class that has `kind` first among its bases, and looks things up in `Owned` first.
 
     An object's class may change to one of the same memory layout only. Python takes that from the first of the bases,
-    and behind an ABC (all of pytorch_optimizer's have one before Optimizer) it is another than `Owned`'s.
+    and behind an ABC (all of pytorch_optimizer's have one before Optimizer) it is another than `Owned`'s. A class made
+    of this one and others, as Lightning's wrapper of an optimizer is, looks things up as any does.
     """
-    return type("Taken", (type(kind),), {"mro": lambda cls: [cls, Owned, *kind.__mro__]})
+
+    def mro(cls: type) -> list[type]:
+        return [cls, Owned, *kind.__mro__] if cls.__bases__ == (kind, Owned) else type.mro(cls)
+
+    return type("Taken", (type(kind),), {"mro": mro})
 
 
 def into(name: str, switch: Callable[..., None]) -> Callable[[Owned], None]:

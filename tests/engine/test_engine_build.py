@@ -262,6 +262,19 @@ def test_the_model_is_cast_as_the_file_says() -> None:
     assert start(Net().double()).module.into.weight.dtype == torch.float64
 
 
+@pytest.mark.parametrize("names", ["auto", ["s*e"], []])
+@pytest.mark.parametrize("section", ["bf16", "fp16"])
+def test_the_buffers_that_a_model_or_the_file_names_are_fp32(section: str, names: Any) -> None:
+    """DeepSpeed 0.19.8's `keep_in_fp32_modules`: one list counts for fp16 alone."""
+    model, other = nn.Sequential(Net().bfloat16(), Net()), Net()
+    model[0]._keep_in_fp32_modules_strict = {"scale"}
+    model[1]._keep_in_fp32_modules = ["scale"]
+    types = {"buffer_dtype": "bf16", "keep_in_fp32_modules": names}
+    start(nn.ModuleList([model, other]), **{section: {"enabled": True}}, data_types=types)
+    kept = [True, section == "fp16", False] if names == "auto" else [bool(names)] * 3
+    assert [net.scale.dtype == torch.float32 for net in (*model, other)] == kept
+
+
 def test_inputs_are_cast_only_when_asked() -> None:
     with pytest.raises(RuntimeError, match="dtype"):
         steps(start(fp16={"enabled": True}))

@@ -163,6 +163,26 @@ def test_a_small_one_that_the_modifier_rank_has_not_written_is_an_error() -> Non
         run(change_small, 0, torch.float32, ranks=2)
 
 
+def change_in_an_inner_block(outer: int | None) -> Tensor:
+    """What rank 1 alone writes in a block without modifier_rank, of which there is another around."""
+    with Init():
+        layer = nn.Linear(3, 4)
+    rank = Group.world().rank
+    with GatheredParameters(layer, modifier_rank=outer), torch.no_grad():
+        if rank == 1:
+            with GatheredParameters(layer.weight):
+                layer.weight.fill_(2.0)
+    with GatheredParameters(layer):
+        return layer.weight.detach().clone()
+
+
+def test_the_outer_block_says_whose_changes_are_kept() -> None:
+    """transformers' PatchTST initializes so."""
+    assert all(bool((weight == 2).all()) for weight in run(change_in_an_inner_block, 1, ranks=2))
+    with pytest.raises(RankError, match=r"rank 1 raised(.|\n)*parameters of Linear were written"):
+        run(change_in_an_inner_block, None, ranks=2)
+
+
 def test_without_a_modifier_a_change_is_an_error() -> None:
     with pytest.raises(RankError, match=r"parameters of blocks.0.up were written.*modifier_rank=0"):
         run(change, None, ranks=2)
