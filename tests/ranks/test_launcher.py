@@ -15,7 +15,7 @@ def test_a_gpu_that_is_not_there_is_refused_and_not_trained_without(
     option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=f"{option} 'localhost:1,2': this machine has 2 GPUs, 0 to 1"):
+    with pytest.raises(ValueError, match=f"{option} 'localhost:1,2': there are 2 GPUs to choose from, 0 to 1"):
         torchrun(parser().parse_args([option, "localhost:1,2", "train.py"]))
 
 
