@@ -66,17 +66,20 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {**options, "adam_w_mode": adam_w_mode, "lr": self._rates[True]})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Torch's, of one kind at a time."""
+        """Torch's, of one kind at a time; also one that has nothing here, as on other pipeline stages."""
         given = param_group["params"]
         found = [given] if isinstance(given, Tensor) else list(given)
-        kinds = [param_group.get("use_muon", is_hidden(p[1] if isinstance(p, tuple) else p)) for p in found]
-        for kind in dict.fromkeys(sorted(kinds, reverse=True)):
+        tensors = [p[1] if isinstance(p, tuple) else p for p in found]
+        names: dict[str, Any] = {"param_names": []} if any(isinstance(p, tuple) for p in found) else {}
+        told = param_group.get("use_muon")
+        kinds = [is_hidden(p) if told is None else bool(told) for p in tensors]
+        vectors = [tuple(p.shape) for p, kind in zip(tensors, kinds, strict=True) if kind and p.ndim < 2]
+        if vectors:
+            raise ValueError(f"Muon: a parameter of shape {vectors[0]} is no matrix: give it use_muon=False")
+        for kind in (True, False) if told is None else (bool(told),):
             here = [p for p, its in zip(found, kinds, strict=True) if its == kind]
-            vectors = [tuple(p.shape) for p in here if kind and isinstance(p, Tensor) and p.ndim < 2]
-            if vectors:
-                raise ValueError(f"Muon: a parameter of shape {vectors[0]} is no matrix: give it use_muon=False")
-            rate = {"lr": self._rates[kind], "use_muon": kind}
-            super().add_param_group({**rate, **param_group, "params": here})
+            own = {"lr": self._rates[kind], "use_muon": kind, **names}
+            super().add_param_group({**own, **param_group, "params": here})
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -40,7 +40,6 @@ class Changing(Built):
         optimizer = self.update.slices.optimizer
         assert optimizer is not None
         given: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        names = [one[0] for one in given if isinstance(one, tuple)]  # as `named_parameters` gives them
         tensors = [one[1] if isinstance(one, tuple) else one for one in given]
         for tensor in tensors:
             if tensor not in self.names:
@@ -49,24 +48,32 @@ class Changing(Built):
                 )
             if tensor in self.group_of:
                 raise ValueError(f"add_param_group: {self.names[tensor]} is in a group of the optimizer already")
-        self.refuse_apart(tensors, len(optimizer.param_groups))
-        options = {**group, "params": []} | ({"param_names": names} if names else {})
-        self.update.slices.kind.cls.add_param_group(optimizer, options)
-        self.group_of |= dict.fromkeys(tensors, len(optimizer.param_groups) - 1)
+        groups, first = optimizer.param_groups, len(optimizer.param_groups)
+        self.update.slices.kind.cls.add_param_group(optimizer, {**group, "params": given})  # Muon makes two groups
+        added = {p: number for number, one in enumerate(groups[first:], first) for p in one["params"]}
+        if apart := self.apart(added):
+            del groups[first:]
+            raise ValueError(apart)
+        for one in groups[first:]:
+            one["params"] = []
+        self.group_of |= added
         self.thawed |= dict.fromkeys(p for p in tensors if p.requires_grad)
         self.include_thawed()
 
-    def refuse_apart(self, params: list[nn.Parameter], number: int) -> None:
-        """ValueError where a unit of ZeRO-3's is trained already, in another group: it is updated as one."""
-        for p in params:
-            unit = unit_of(p)
-            if unit is not None and unit.group_index not in (-1, number):
-                beside = next(q for q in unit.params if q in self.gradients.bucket_of)
-                raise ValueError(
-                    f"ZeRO-3 gathers and updates {self.names[p]} together with {self.names[beside]}, "
-                    f"which is trained in group {unit.group_index}, not {number}. Add both in one group, or give the "
-                    "optimizer both, frozen, in groups of their own before the stage is built"
-                )
+    def apart(self, number_of: dict[nn.Parameter, int]) -> str:
+        """Why not, where a unit of ZeRO-3's would be trained in two groups, as it is updated as one; "" if none is."""
+        for p, number in number_of.items():
+            if (unit := unit_of(p)) is None:
+                continue
+            for q in unit.params:
+                other = number_of.get(q, unit.group_index)
+                if other not in (-1, number):
+                    return (
+                        f"ZeRO-3 gathers and updates {self.names[p]} together with {self.names[q]}, which is trained "
+                        f"in group {other}, not {number}. Add both in one group, or give the optimizer both, frozen, "
+                        "in groups of their own before the stage is built"
+                    )
+        return ""
 
     def unfrozen(self, p: nn.Parameter) -> None:
         """p.requires_grad was set to True."""

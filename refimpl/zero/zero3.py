@@ -116,8 +116,9 @@ class Zero3(Stage):
         """A unit of which anything is trained is reduced and updated as one; the rest of it has no gradient."""
         members = {p: u for p in params if (u := unit_of(p)) is not None}
         units = list(dict.fromkeys(u for u in members.values() if u.group_index < 0))
+        if apart := self.apart({p: self.group_of[p] for p in members}):
+            raise ValueError(apart)
         for p, unit in members.items():
-            self.refuse_apart([p], self.group_of[p])
             unit.group_index = self.group_of[p]
         for unit in units:
             self.plus.thaw(unit)

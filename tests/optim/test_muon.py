@@ -1,5 +1,7 @@
 """Muon: nearly orthogonal steps, torch's Muon beside it, and who is moved by AdamW."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -64,7 +66,12 @@ def test_groups_and_rates() -> None:
     assert groups(Muon(every, lr=0.1, adam_lr=0.3)) == [(True, 0.1, [matrix]), (False, 0.3, [bias, head])]
     said = Muon([{"params": [matrix], "use_muon": False}, {"params": every[2:], "use_muon": True, "lr": 1.0}])
     assert groups(said) == [(False, 3e-4, [matrix]), (True, 1.0, [head])]
-    with pytest.raises(ValueError, match=r"a parameter of shape \(3,\) is no matrix: give it use_muon=False"):
-        Muon([{"params": [bias], "use_muon": True}])
+    # As many groups on a pipeline stage that has vectors alone, and for an empty group, as elsewhere.
+    assert groups(Muon([("bias", bias)])) == [(True, 0.02, []), (False, 3e-4, [bias])]
+    assert len(Muon([{"params": every}, {"params": every[:0]}]).param_groups) == 4
+    vectors: list[Any] = [bias, ("bias", bias)]
+    for vector in vectors:
+        with pytest.raises(ValueError, match=r"a parameter of shape \(3,\) is no matrix: give it use_muon=False"):
+            Muon([{"params": [vector], "use_muon": True}])
     with pytest.raises(ValueError, match="a momentum in"):
         Muon(every, momentum=1.0)

@@ -61,6 +61,31 @@ def test_all_stages_agree_bit_for_bit_in_fp16_with_an_overflow_and_clipping() ->
 
 
 @every_stage
+def test_a_group_added_later_becomes_two(stage: str) -> None:
+    """Each with the parameters of its kind and its own options; in ZeRO-3 what is gathered as one cannot be in both."""
+
+    def grown(bias: bool) -> list[tuple[bool, float, list[int]]]:
+        model = nn.Sequential(nn.Linear(7, 7, bias=False), nn.Linear(7, 5, bias=bias), nn.LayerNorm(5))
+        optimizer = Muon(model[0].parameters())
+        built = STAGES[stage](model, optimizer)
+        optimizer.add_param_group({"params": list(model[1:].parameters()), "lr": 0.5})
+        built.backward(model(torch.ones(2, 7)).square().sum())
+        built.step()
+        return [
+            (g["use_muon"], g["lr"], sorted(p.ndim for p, index in built.group_of.items() if index == i))
+            for i, g in enumerate(optimizer.param_groups)
+        ]
+
+    before: list[Any] = [(True, 0.02, [2]), (False, 3e-4, [])]
+    assert run(grown, False)[0] == [*before, (True, 0.5, [2]), (False, 0.5, [1, 1])]
+    if stage == "zero3":
+        with pytest.raises(Exception, match=r"ZeRO-3 gathers and updates 1\.\w+ together with 1\.\w+"):
+            run(grown, True)
+    else:
+        assert run(grown, True)[0] == [*before, (True, 0.5, [2]), (False, 0.5, [1, 1, 1])]
+
+
+@every_stage
 def test_its_message_is_two_bytes_an_element_of_a_matrix(stage: str) -> None:
     def sent() -> tuple[int, int]:
         group = Group.world()
