@@ -63,7 +63,8 @@ class Muon(torch.optim.Optimizer):
         if not 0 <= momentum < 1:
             raise ValueError(f"Muon needs a momentum in [0, 1): {momentum=}")
         options = {"momentum": momentum, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-        super().__init__(params, {**options, "adam_w_mode": adam_w_mode, "lr": self._rates[True]})
+        # torch looks for `fused` when it loads a state: the counts of steps go where the parameters are
+        super().__init__(params, {**options, "adam_w_mode": adam_w_mode, "fused": True, "lr": self._rates[True]})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Torch's, of one kind at a time; also one that has nothing here, as on other pipeline stages."""
@@ -130,7 +131,7 @@ class Muon(torch.optim.Optimizer):
         adam(
             params, [p.grad for p in params if p.grad is not None],
             [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states],
-            fused=True, amsgrad=False, maximize=False, beta1=group["betas"][0], beta2=group["betas"][1],
+            fused=group["fused"], amsgrad=False, maximize=False, beta1=group["betas"][0], beta2=group["betas"][1],
             lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
             decoupled_weight_decay=group["adam_w_mode"],
         )  # fmt: skip
@@ -142,7 +143,10 @@ def is_hidden(p: Tensor) -> bool:
 
 
 def made(u: Tensor) -> Tensor:
-    """u [..., rows, columns], or a convolution's [out, in, height, width] -> the step it becomes, bf16 [same]."""
+    """u [..., rows, columns], or a convolution's [out, in, height, width] -> the step it becomes, bf16 [same].
+
+    A convolution is one matrix, of a row a filter; its length is by height and width, as in Jordan's code.
+    """
     rows, columns = u.shape[-2:]
     flat = u.flatten(1) if u.ndim == 4 else u
     step: Tensor = orthogonal(flat).view_as(u)

@@ -2,8 +2,9 @@
 
 Each rank sends what it has of the averaged momentum, in bf16, and makes the steps of the matrices of which it has a
 part: of most of them one rank alone, of one that lies across several ranks each of these. Of what comes out it keeps
-its part. A bucket at a time, in memory of 2 bytes an element of it. Traffic in a stage that shards: 2 * (N - 1) / N
-bytes an element and step, half an fp32 all-gather of the weights; none where every rank has all (DDP).
+its part. A bucket at a time, in memory of 2 bytes an element of it beside the parts of all. Traffic in a stage that
+shards: 2 * (N - 1) / N bytes an element and step, half an fp32 all-gather of the weights; none where every rank has
+all (DDP).
 Liu et al. 2025, arXiv:2502.16982, algorithm 1 (Distributed Muon). DeepSpeed: in ZeRO-1 and 2 the whole gradient is
 made orthogonal before it is cut, in ZeRO-3 matrix by matrix in turns: deepspeed/runtime/zero/stage3.py.
 """
