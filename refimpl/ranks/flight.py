@@ -19,6 +19,15 @@ _DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")  # NCCL's; that of other librari
 
 def write(file: Path) -> None:
     """In a rank, on any of its threads: leave the name and the line of the oldest unfinished collective in `file`."""
+    part = file.with_suffix(".part")
+    # An answer that fails is none, and ends no thread: the world has ended, with its folder; no memory is left; ...
+    with suppress(Exception):
+        part.write_text(json.dumps(oldest()))
+        part.rename(file)
+
+
+def oldest() -> list[object]:
+    """Name, file and line of the oldest unfinished collective; nothing if there is none."""
     dumps = [getattr(torch._C._distributed_c10d, name, None) for name in _DUMPS]
     entries: list[dict[str, Any]] = []
     for dump in dumps:
@@ -26,15 +35,11 @@ def write(file: Path) -> None:
             # Written by torch in this process a moment ago.
             entries += pickle.loads(dump(includeCollectives=True, includeStackTraces=True)).get("entries", [])
     waiting = sorted((e for e in entries if not e["retired"]), key=lambda e: int(e["time_created_ns"]))
-    found: list[object] = []
-    if waiting:
-        frames = [hang.Frame(f["filename"], f["line"], f["name"]) for f in waiting[0]["frames"]]
-        place = next((frame for frame in frames if not frame.in_library), None)
-        found = [waiting[0]["profiling_name"].split(":")[-1], place.file if place else "", place.line if place else 0]
-    part = file.with_suffix(".part")
-    with suppress(FileNotFoundError):  # the world has ended meanwhile, with its folder: nobody reads it
-        part.write_text(json.dumps(found))
-        part.rename(file)
+    if not waiting:
+        return []
+    frames = [hang.Frame(f["filename"], f["line"], f["name"]) for f in waiting[0]["frames"]]
+    place = next((frame for frame in frames if not frame.in_library), None)
+    return [waiting[0]["profiling_name"].split(":")[-1], place.file if place else "", place.line if place else 0]
 
 
 def unfinished(written: str) -> str:

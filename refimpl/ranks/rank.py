@@ -147,12 +147,14 @@ class Rank(ForkServerProcess):
 
     def _die_with_caller(self) -> None:
         try:
+            # What torch keeps for a thread is made at its first call. A rank whose memory is full later, which the
+            # answers are then to tell of, would be aborted by it; a thread begun then likewise.
+            flight.oldest()
             while True:
                 if self.life.recv_bytes() == STACKS:
                     faulthandler.dump_traceback(self.stacks, all_threads=True)
-                else:  # an answer that fails must not end this thread
-                    record = self.setup.flight_file(self.number)
-                    threading.Thread(target=flight.write, args=(record,), daemon=True).start()
+                else:
+                    flight.write(self.setup.flight_file(self.number))
         finally:
             shutil.rmtree(self.setup.directory, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)

@@ -1,5 +1,8 @@
 """A rank that computes, with a collective behind it that never ended: as a GPU's ranks hang."""
 
+import re
+import resource
+import sys
 import time
 from pathlib import Path
 
@@ -41,3 +44,18 @@ def test_a_rank_that_computes_says_what_it_still_waits_for() -> None:
 def test_an_answer_after_the_worlds_end_is_nobodys(tmp_path: Path) -> None:
     """Seen in chapter 06: a thread's traceback on stderr, of a rank whose folder had just gone."""
     flight.write(tmp_path / "gone" / "flight0")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is Linux's")
+def test_a_rank_without_memory_for_an_answer_says_where_it_stands() -> None:
+    """The thread that is asked could begin no other, ended, and took the rank and the folder of all with it."""
+
+    def full() -> None:
+        used = int(re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (used + 100_000, resource.RLIM_INFINITY))
+        while True:
+            pass
+
+    with pytest.raises(launch.RankTimeout) as caught:
+        launch.run(full, timeout=1, device="cpu")
+    assert str(caught.value).count("computes at ") == 2
