@@ -8,6 +8,7 @@ operating system closes when the caller is gone, and on which the caller asks wh
 import datetime
 import faulthandler
 import io
+import mmap
 import multiprocessing
 import os
 import shutil
@@ -17,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -82,6 +84,7 @@ class Rank(ForkServerProcess):
         self.process = os.getpid()
         os.setpgid(0, 0)  # Ctrl-C is the caller's business; and one signal reaches whatever processes fn starts
         self.lock = threading.RLock()
+        self.spare = spare()
         self.stacks = self.setup.stack_file(self.number).open("w")
         threading.Thread(target=self._die_with_caller, daemon=True).start()
         faulthandler.register(signal.SIGUSR1, file=self.stacks, all_threads=True)
@@ -139,11 +142,15 @@ class Rank(ForkServerProcess):
         except BaseException as error:
             if os.getpid() != self.process:
                 raise  # of a child that `work` has forked: it ends with that, and speaks for no rank
+            self.spare.close()  # it may have been the last memory that was missing
             message = dumps(("error", _failure(error)))
         sys.stdout.flush()
         sys.stderr.flush()
         with self.lock:
             self.pipe.send_bytes(message)
+        if self.spare.closed:
+            with suppress(OSError):
+                self.spare = spare()
 
     def _die_with_caller(self) -> None:
         try:
@@ -158,6 +165,11 @@ class Rank(ForkServerProcess):
         finally:
             shutil.rmtree(self.setup.directory, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)
+
+
+def spare() -> mmap.mmap:
+    """4 MB of address space, of which no page is used: given back, they let a rank without memory say so."""
+    return mmap.mmap(-1, 1 << 22, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def report(obj: object) -> None:

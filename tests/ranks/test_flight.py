@@ -1,9 +1,11 @@
 """A rank that computes, with a collective behind it that never ended: as a GPU's ranks hang."""
 
+import ctypes
 import re
 import resource
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,22 @@ def test_a_rank_without_memory_for_an_answer_says_where_it_stands() -> None:
     with pytest.raises(launch.RankTimeout) as caught:
         launch.run(full, timeout=1, device="cpu")
     assert str(caught.value).count("computes at ") == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is Linux's")
+def test_a_rank_without_memory_says_so() -> None:
+    """It had none to put its error into words: the line was missing, or it ended with a traceback of its own."""
+
+    def fill() -> None:
+        ctypes.CDLL(None).mallopt(-3, 1 << 16)  # what is larger is given back at once
+        used = int(re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (used + 10_000_000, resource.RLIM_INFINITY))
+        held = []
+        for size in (1 << 18, 1 << 15, 1 << 12, 1 << 8):
+            with suppress(RuntimeError):
+                while True:
+                    held.append(torch.empty(size))
+        torch.empty(1 << 20)
+
+    with pytest.raises(launch.RankError, match=r"raised RuntimeError(.|\n)*torch\.empty\(1 << 20\)"):
+        launch.run(fill, ranks=2, device="cpu")
