@@ -48,6 +48,5 @@ class WholeMatrices:
         bucket.group.all_gather(full, mine, tag="matrices").wait()
         for s in here:
             assert s.whole is not None
-            step = made(bucket.piece(full, s.whole)).view(-1)
-            first = max(0, bucket.first_of(mine) - bucket.offset[s.whole])
-            update_of[id(s.param)] = step[first : first + s.end - s.start].clone()
+            step = made(bucket.piece(full, s.whole))
+            update_of[id(s.param)] = bucket.cut(step, s.whole, s.end - s.start).clone()
