@@ -2,7 +2,8 @@
 
 optimizer averages by itself      its own, see one_bit.py, beside the stage's `reduce`; `OneBitUpdate`
 compression                       `Compressed` in place of the stage's `reduce`
-optimizer_home                    `OffloadedUpdate`; one step late with delayed_update: `DelayedUpdate`
+optimizer_home                    `OffloadedUpdate`; one step late with delayed_update: `DelayedUpdate`; of an
+                                  optimizer that asks about whole parameters: `OffloadedWhole`
 none of these                     the stage's `reduce`, and `Update`
 """
 
@@ -16,7 +17,9 @@ from refimpl.zero.compressed import Compressed
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.delayed import DelayedUpdate
 from refimpl.zero.gradients import Gradients
+from refimpl.zero.kind import is_layerwise
 from refimpl.zero.offloaded import OffloadedUpdate
+from refimpl.zero.offloaded_whole import OffloadedWhole
 from refimpl.zero.one_bit import OneBitUpdate, Reduce, unless_local
 from refimpl.zero.update import Update
 
@@ -40,6 +43,8 @@ def gradients_of(stage: "Stage", optimizer: optim.Optimizer | None, compressed: 
 
 def update_kind(optimizer: optim.Optimizer | None, config: ZeroConfig) -> type[Update]:
     """The class of the stage's update."""
+    if config.optimizer_home is not None and is_layerwise(type(optimizer)):
+        return OffloadedWhole
     if config.optimizer_home is not None:
         return DelayedUpdate if config.delayed_update else OffloadedUpdate
     return OneBitUpdate if isinstance(optimizer, Travelling) else Update

@@ -38,7 +38,7 @@ class Kind:
     def __init__(self, optimizer: optim.Optimizer | None, allow_untested: bool = False) -> None:
         """ValueError if it has already taken steps, or could have."""
         self.cls: Any = type(optimizer)  # its class, before a stage takes it over
-        self.layerwise = bool(getattr(self.cls, "layerwise", False))
+        self.layerwise = is_layerwise(self.cls)
         self.travels = isinstance(optimizer, Travelling)
         self.elementwise = is_elementwise(self.cls) and not self.layerwise
         self.fails = ""  # in what an optimizer that was allowed did not stand the trial
@@ -82,8 +82,8 @@ class Kind:
 
     def widths(self, optimizer: optim.Optimizer, index: int) -> list[torch.dtype]:
         """The dtypes of the states that it makes of a parameter of group `index`: a twin is asked."""
-        p = nn.Parameter(torch.zeros(2))
-        p.grad = torch.zeros(2)
+        p = nn.Parameter(torch.zeros(1, 2))  # a matrix: Muon moves nothing else
+        p.grad = torch.zeros(1, 2)
         twin = self.twin(optimizer, index, [p])
         self.cls.step(twin)
         return [t.dtype for t in twin.state[p].values() if isinstance(t, Tensor) and t.shape == p.shape]
@@ -124,6 +124,11 @@ def beyond_rate(group: dict[str, Any]) -> str:
 def is_elementwise(kind: type) -> bool:
     """Whether every element's update depends on that element alone."""
     return kind in ELEMENTWISE or bool(getattr(kind, "elementwise", False))
+
+
+def is_layerwise(kind: type) -> bool:
+    """Whether it is element-wise but for what it asks about whole parameters."""
+    return bool(getattr(kind, "layerwise", False))
 
 
 def has_stepped(state: dict[str, Any]) -> bool:

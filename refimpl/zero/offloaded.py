@@ -27,6 +27,7 @@ from refimpl.offload.homes import Disk, away
 from refimpl.zero.brought import Brought
 from refimpl.zero.by_part import Given
 from refimpl.zero.flat import ALIGN, Bucket, round_up
+from refimpl.zero.kind import Kind
 from refimpl.zero.masters import master_of
 from refimpl.zero.parts import Part, size_of
 from refimpl.zero.resting import Resting, RestingOnDisk
@@ -52,19 +53,28 @@ class OffloadedUpdate(Brought):
 
         OffloadError on every rank if one's disk has no room; a collective if there is a disk.
         """
-        if self.slices.optimizer is not None and not self.slices.kind.elementwise:
-            kind = self.slices.kind
+        if self.slices.optimizer is not None:
+            self.refuse(self.slices.kind)
+        if any(bucket.dtype == torch.float64 for bucket in owned) and self.slices.optimizer is not None:
+            raise TypeError("fp64 parameters: offloaded masters are fp32; leave optimizer_home (offload_optimizer) out")
+        self.owned |= owned
+        most = self.most
+        if self.resting is None and (home := self.config.gradient_home) is not None:
+            self.resting = RestingOnDisk(home, self.gone, most) if isinstance(home, Disk) else Resting(home, self.gone)
+        self.together(lambda: self._deal_out(owned, most), NO_PLACE)
+
+    @property
+    def most(self) -> int:
+        """Elements of a part."""
+        return round_up(self.config.sub_group_size, ALIGN)
+
+    def refuse(self, kind: Kind) -> None:
+        """TypeError if the optimizer cannot be updated from here."""
+        if not kind.elementwise:
             raise TypeError(
                 f"{kind.name} is not known to be element-wise{kind.fails and f' (tried, {kind.fails})'}: it cannot be "
                 "updated part by part; leave optimizer_home (offload_optimizer) out"
             )
-        if any(bucket.dtype == torch.float64 for bucket in owned) and self.slices.optimizer is not None:
-            raise TypeError("fp64 parameters: offloaded masters are fp32; leave optimizer_home (offload_optimizer) out")
-        self.owned |= owned
-        most = round_up(self.config.sub_group_size, ALIGN)
-        if self.resting is None and (home := self.config.gradient_home) is not None:
-            self.resting = RestingOnDisk(home, self.gone, most) if isinstance(home, Disk) else Resting(home, self.gone)
-        self.together(lambda: self._deal_out(owned, most), NO_PLACE)
 
     def _deal_out(self, owned: dict[Bucket, Tensor], most: int) -> None:
         gone = self._offloaded(owned)

@@ -39,7 +39,9 @@ class WholeMatrices:
         """Let `update_of` have what the slices of `bucket` get."""
         here = [s for s in self.slices.of[bucket] if id(s.param) in update_of]
         if self.slices.length[bucket] == bucket.padded:
-            update_of |= {id(s.param): made(update_of[id(s.param)]) for s in here}
+            for s in here:
+                u = update_of[id(s.param)]
+                update_of[id(s.param)] = made(u.to(bucket.device)).to(u.device)
             return
         full = torch.zeros(bucket.padded, dtype=torch.bfloat16, device=bucket.device)  # [P]
         mine = bucket.shard(full)  # [S]
@@ -49,4 +51,5 @@ class WholeMatrices:
         for s in here:
             assert s.whole is not None
             step = made(bucket.piece(full, s.whole))
-            update_of[id(s.param)] = bucket.cut(step, s.whole, s.end - s.start).clone()
+            mine = bucket.cut(step, s.whole, s.end - s.start)
+            update_of[id(s.param)] = torch.empty_like(mine, device=s.param.device).copy_(mine)

@@ -5,26 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from training import STAGES, Job, Net, differing, oracle, train
+from training import STAGES, Job, Net, differing, lamb, oracle, train
 from worlds import run
 
 from refimpl.comm.group import Group
-from refimpl.launch import RankError
-from refimpl.offload.homes import Host
 from refimpl.optim.lamb import Lamb
 from refimpl.optim.loss_scale import DynamicLossScaler
-from refimpl.zero.config import ZeroConfig
 from refimpl.zero.zero1 import Zero1
 from refimpl.zero.zero3 import Zero3
 
 every_stage = pytest.mark.parametrize("stage", list(STAGES))
-
-
-def lamb(model: nn.Module) -> Lamb:
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "max_coeff": 0.5}]
-    return Lamb(groups, lr=1e-2, eps=1e-6)
 
 
 JOB = Job(optimizer=lamb)
@@ -103,12 +93,3 @@ def test_let_go_it_is_an_ordinary_optimizer() -> None:
             optimizer.step()
 
     run(free)
-
-
-def test_it_cannot_rest_elsewhere() -> None:
-    def away() -> None:
-        model = nn.Linear(4, 4)
-        Zero1(model, Lamb(model.parameters()), config=ZeroConfig(optimizer_home=Host()))
-
-    with pytest.raises(RankError, match="Lamb is not known to be element-wise: it cannot be updated part by part"):
-        run(away)

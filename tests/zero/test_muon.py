@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training import STAGES, Job, Net, differing, oracle, train
+from training import STAGES, Job, Net, differing, muon, oracle, train
 from worlds import run
 
 import refimpl
@@ -16,12 +16,6 @@ from refimpl.optim.muon import Muon, made
 from refimpl.zero.whole_matrices import WholeMatrices
 
 every_stage = pytest.mark.parametrize("stage", list(STAGES))
-
-
-def muon(model: nn.Module) -> Muon:
-    hidden = [p for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name]
-    rest = [p for name, p in model.named_parameters() if p.ndim < 2 or "embed" in name]
-    return Muon([{"params": hidden, "use_muon": True}, {"params": rest, "use_muon": False}], lr=1e-2, weight_decay=0.1)
 
 
 JOB = Job(optimizer=muon)
@@ -110,9 +104,9 @@ CONFIG = {
 }
 
 
-def by_json(stage: int, path: Path, goes_on: bool) -> dict[str, Tensor]:
+def by_json(stage: int, path: Path, goes_on: bool, section: dict[str, Any]) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 700}
+    zero = section | {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 700}
     engine = refimpl.initialize(model=Net(), config=CONFIG | {"zero_optimization": zero})[0]
     kinds = {g["use_muon"]: g["lr"] for g in engine.optimizer.param_groups}
     assert kinds == {True: 1e-2, False: 1e-3}
@@ -133,9 +127,18 @@ def by_json(stage: int, path: Path, goes_on: bool) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in engine.module_state_dict().items()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_by_a_file_and_from_a_checkpoint(stage: int, tmp_path: Path) -> None:
+CPU = {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "section"),
+    [(0, {}), (1, {}), (3, {}), (2, {"offload_optimizer": CPU}), (3, {"offload_optimizer": CPU, "offload_param": CPU})],
+)
+def test_by_a_file_and_from_a_checkpoint(stage: int, section: dict[str, Any], tmp_path: Path) -> None:
     """Its momentum of matrices and AdamW's of the rest; DDP's bits, before and behind a checkpoint."""
-    ddp, ours = (run(by_json, which, tmp_path, False, ranks=3)[0] for which in (0, stage))
+    ddp = run(by_json, 0, tmp_path, False, {}, ranks=3)[0]
+    ours = run(by_json, stage, tmp_path, False, section, ranks=3)[0]
     assert differing(ours, ddp) == []
-    assert differing(run(by_json, stage, tmp_path, True, ranks=3)[0], ours) == []
+    assert differing(run(by_json, stage, tmp_path, True, section, ranks=3)[0], ours) == []
+    if section:
+        assert differing(run(by_json, stage, tmp_path, True, {}, ranks=3)[0], ours) == [], "or where nothing is there"

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from refimpl.comm.group import Group
 from refimpl.measure.ledger import Event
 from refimpl.measure.memory import MemoryMeter
+from refimpl.optim.lamb import Lamb
 from refimpl.optim.loss_scale import LossScaler
+from refimpl.optim.muon import Muon
 from refimpl.plan.formulas import Layout, layout_of
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.ddp import DDP
@@ -64,6 +66,19 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
+
+
+def lamb(model: nn.Module) -> Lamb:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "max_coeff": 0.5}]
+    return Lamb(groups, lr=1e-2, eps=1e-6)
+
+
+def muon(model: nn.Module) -> Muon:
+    hidden = [p for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name]
+    rest = [p for name, p in model.named_parameters() if p.ndim < 2 or "embed" in name]
+    return Muon([{"params": hidden, "use_muon": True}, {"params": rest, "use_muon": False}], lr=1e-2, weight_decay=0.1)
 
 
 @dataclass(frozen=True)
