@@ -66,6 +66,10 @@ class Muon(torch.optim.Optimizer):
         # torch looks for `fused` when it loads a state: the counts of steps go where the parameters are
         super().__init__(params, {**options, "adam_w_mode": adam_w_mode, "fused": True, "lr": self._rates[True]})
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Torch's, of which a copy or a pickled one is made, with what groups that come later need."""
+        return {**super().__getstate__(), "_rates": self._rates}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Torch's, of one kind at a time; also one that has nothing here, as on other pipeline stages."""
         given = param_group["params"]

@@ -1,5 +1,6 @@
 """Muon: nearly orthogonal steps, torch's Muon beside it, and who is moved by AdamW."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -69,6 +70,9 @@ def test_groups_and_rates() -> None:
     # As many groups on a pipeline stage that has vectors alone, and for an empty group, as elsewhere.
     assert groups(Muon([("bias", bias)])) == [(True, 0.02, []), (False, 3e-4, [bias])]
     assert len(Muon([{"params": every}, {"params": every[:0]}]).param_groups) == 4
+    copied = deepcopy(Muon([matrix], muon_lr=0.1))
+    copied.add_param_group({"params": [nn.Parameter(drawn(2, 2))]})
+    assert [g["lr"] for g in copied.param_groups] == [0.1, 3e-4, 0.1, 3e-4]
     vectors: list[Any] = [bias, ("bias", bias)]
     for vector in vectors:
         with pytest.raises(ValueError, match=r"a parameter of shape \(3,\) is no matrix: give it use_muon=False"):
