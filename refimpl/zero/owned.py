@@ -13,7 +13,7 @@ from torch import Tensor, optim
 
 from refimpl.optim.loss_scale import DynamicLossScaler
 from refimpl.zero.grad_view import NO_GRAD_SCALER
-from refimpl.zero.norm import GradNorm, shown
+from refimpl.zero.norm import GradNorm
 from refimpl.zero.settings import settings
 from refimpl.zero.whole_state import take_whole
 
@@ -84,9 +84,9 @@ class Owned(optim.Optimizer):
     cur_scale = loss_scale  # DeepSpeed has both
 
     @property
-    def _global_grad_norm(self) -> GradNorm | None:
-        """The last step's, where DeepSpeed keeps it: scripts of timm's and EVA's kind log it from there."""
-        return shown(self.stage.shown_norm)
+    def _global_grad_norm(self) -> GradNorm:
+        """The last step's, where DeepSpeed keeps it, and as there 0 before the first: scripts of EVA's kind log it."""
+        return GradNorm(self.stage.shown_norm or 0.0)
 
     @property
     def optimizer(self) -> "Owned":

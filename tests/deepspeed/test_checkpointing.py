@@ -248,6 +248,21 @@ def test_generators_by_name_are_set_back() -> None:
         pass
 
 
+def test_the_generator_is_added_and_set_by_megatrons_names() -> None:
+    """GPT-NeoX takes these names while it is imported, SwissArmyTransformer adds its generator by them."""
+    tracker, name = checkpointing._CUDA_RNG_STATE_TRACKER, checkpointing._MODEL_PARALLEL_RNG_TRACKER_NAME
+    assert tracker is checkpointing.get_cuda_rng_tracker()
+    tracker.add(name, 1)
+    with tracker.fork():  # of the name that it has when none is said
+        drawn = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(drawn, torch.rand(3))
+    checkpointing._set_cuda_rng_state(tracker.get_states()[name])
+    following = torch.rand(3)
+    with tracker.fork():
+        assert torch.equal(following, torch.rand(3))
+
+
 def test_a_fork_within_a_fork_goes_on_where_its_stream_was() -> None:
     """Also in its own: each name has one stream, however the blocks lie in each other."""
     nested, plain = CudaRNGStatesTracker(), CudaRNGStatesTracker()

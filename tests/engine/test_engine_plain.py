@@ -210,6 +210,8 @@ def test_zero_grad_drops_what_was_not_applied(stage: int, who: str) -> None:
 def logged(stage: int) -> tuple[float, ...]:
     """The gradient's norm in all the ways in which scripts log it."""
     engine, optimizer, *_ = refimpl.initialize(model=Net(), config=config(stage))
+    assert engine.get_global_grad_norm() is None
+    assert optimizer._global_grad_norm == 0.0  # InternImage's loop takes its mean from the first micro-batch on
     engine.backward(engine(batch(engine.group.rank, 0, 0)))
     engine.step()
     norm = engine.get_global_grad_norm()

@@ -169,8 +169,11 @@ def _neighbours(mpu: Any) -> Group:
 
 
 def __getattr__(name: str) -> Any:
-    """DeepSpeed's module variables, to be read."""
+    """DeepSpeed's module variables, to be read. GPT-NeoX and SwissArmyTransformer take those with an underscore."""
     values = {
+        "_CUDA_RNG_STATE_TRACKER": _configured.tracker,
+        "_MODEL_PARALLEL_RNG_TRACKER_NAME": NAME,
+        "_set_cuda_rng_state": get_accelerator().set_rng_state,
         "PARTITION_ACTIVATIONS": _configured.section.partition_activations,
         "CONTIGUOUS_CHECKPOINTING": _configured.section.contiguous_memory_optimization,
         "CPU_CHECKPOINT": _configured.section.cpu_checkpointing,
