@@ -151,8 +151,7 @@ def read_buffers(engine: TrainingState, folder: Folder, rank: int) -> None:
     for own, buffer in engine.module.named_buffers():
         name = engine.saved_name(own)
         if name in folder.about["buffers"]:
-            ranks = folder.about["buffers"][name].get("ranks", [rank])
-            saved = folder.reader(rank if rank in ranks else ranks[0]).tensor(f"buffer/{name}")
+            saved = folder.with_buffer(name, rank).tensor(f"buffer/{name}")
             if saved.shape == buffer.shape:  # or `check_fits` has refused it, if it is persistent
                 buffer.copy_(saved)
     modules = {engine.saved_name(name): module for name, module in engine.module.named_modules()}

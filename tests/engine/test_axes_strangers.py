@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from worlds import run
 
 from refimpl import launch
+from refimpl.checkpoint.export import weights
+from refimpl.checkpoint.find import given
+from refimpl.checkpoint.folder import Folder
 from refimpl.comm.group import Group
 from refimpl.comm.mesh import Mesh
 from refimpl.comm.process_group import of_rows
@@ -154,7 +157,7 @@ def rates_of_stages(folder: Path) -> tuple[list[float], list[float]]:
 
     def made() -> Any:
         group = Group.world()
-        module = PipelineModule([nn.Linear(8, 8), nn.Linear(8, 8)], group, nn.MSELoss(), partition="uniform")
+        module = PipelineModule([nn.Linear(8, 8), nn.BatchNorm1d(8)], group, nn.MSELoss(), partition="uniform")
         given = [{"params": list(module.parameters()), "lr": 0.01 * 10**group.rank}]
         config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
         return initialize(model=module, model_parameters=given, config=config)[0]
@@ -168,9 +171,11 @@ def rates_of_stages(folder: Path) -> tuple[list[float], list[float]]:
     return first.get_lr(), second.get_lr()
 
 
-def test_a_stage_gets_its_own_settings_back(tmp_path: Path) -> None:
+def test_a_stage_gets_its_own_settings_back_and_its_buffers_are_exported(tmp_path: Path) -> None:
     for rank, (before, after) in enumerate(run(rates_of_stages, tmp_path)):
         assert before == after == [pytest.approx(0.01 * 10**rank)]
+    with Folder(*given(tmp_path)) as opened:
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).load_state_dict(dict(weights(opened, None)))
 
 
 class Mpu:
