@@ -4,6 +4,8 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,10 +173,18 @@ def test_a_checkpoint_of_deepspeed_is_named(one: bool, tmp_path: Path) -> None:
         assert "this is a checkpoint of DeepSpeed; `refimpl checkpoint import` reads it" in text
 
 
-def test_what_is_complete_has_its_name_or_had_it(tmp_path: Path) -> None:
-    for name in ("a", ".b.refimpl-old", ".c.refimpl-0123abcd"):  # one whose successor was killed, one not finished
+def for_root_alone(real: Callable[..., os.stat_result], path: Any, **more: Any) -> os.stat_result:
+    if "lost+found/" in str(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+    return real(path, **more)
+
+
+def test_what_is_complete_has_its_name_or_had_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One whose successor was killed, one not finished, and what the root of a disk has, which root alone may look into.
+    for name in ("a", ".b.refimpl-old", ".c.refimpl-0123abcd", "lost+found"):
         (tmp_path / name).mkdir()
         (tmp_path / name / manifest.NAME).touch()
+    monkeypatch.setattr(os, "stat", partial(for_root_alone, os.stat))
     assert manifest.complete(tmp_path) == ["a", "b"]
     with pytest.raises(OSError, match="too long"):
         manifest.is_in(tmp_path / ("x" * 300))
