@@ -282,6 +282,23 @@ def test_a_spec_says_what_it_builds_if_asked(caplog: pytest.LogCaptureFixture) -
     assert [record.getMessage() for record in caplog.records] == ["building Linear(4, 5)"]
 
 
+class Computes(nn.Linear):
+    """Cannot be built without memory."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.rate = torch.linspace(0, 1, 3)[1].item()
+        self.to("cpu")
+
+
+def test_layers_that_compute_while_they_are_built_are_counted_too() -> None:
+    """And what is drawn for it is drawn again."""
+    torch.manual_seed(0)
+    module = PipelineModule([LayerSpec(Computes)], Group.world(), F.mse_loss)
+    torch.manual_seed(0)
+    assert torch.equal(module.get_parameter("0.weight"), Computes().weight)
+
+
 def test_alone_it_is_the_model() -> None:
     module = PipelineModule(specs(), Group.world(), F.mse_loss)
     x, y = torch.randn(2, 5), torch.randn(2, 2)

@@ -198,7 +198,8 @@ class PipelineModule(nn.Module):
         if method == "uniform":
             return partition.uniform(len(names), stages)
         if method == "parameters":
-            weights = [partition.parameters(x.shape() if isinstance(x, LayerSpec) else x) for x in self.specs]
+            with aside(self.group.device):
+                weights = [partition.parameters(x.shape() if isinstance(x, LayerSpec) else x) for x in self.specs]
         elif method == "time":
             weights = self._measured(sample)
         elif isinstance(method, str) and method.lower().startswith("type:"):
