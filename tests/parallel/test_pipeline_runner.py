@@ -87,15 +87,17 @@ class Saved:
         self.tensor = tensor
 
 
-def graphs_alive(name: str) -> tuple[int, int]:
-    """The most graphs of (stage, micro-batch) that autograd keeps on this rank after any forward, and the bound."""
+def graphs_alive(name: str) -> tuple[int, int, int]:
+    """The most graphs of (stage, micro-batch) that autograd keeps on this rank after any forward, and the bound; the
+    most outputs that are there then, sent or not."""
     group = Group.world()
-    table = schedule(name, group.size, 2 * group.size)
+    table = schedule(name, group.size, 4 * group.size)
     graphs: list[weakref.WeakSet[Saved]] = []
-    most = 0
+    outputs: list[weakref.ref[torch.UntypedStorage]] = []
+    most = there = 0
 
     def watched(module: nn.Module, x: Any) -> Any:
-        nonlocal most
+        nonlocal most, there
         graphs.append(weakref.WeakSet())
 
         def pack(tensor: Tensor) -> Saved:
@@ -105,19 +107,21 @@ def graphs_alive(name: str) -> tuple[int, int]:
 
         with saved_tensors_hooks(pack, lambda saved: saved.tensor):
             out = module(x)
-        most = max(most, sum(map(bool, graphs)))
+        outputs.append(weakref.ref(out.untyped_storage()))
+        most, there = max(most, sum(map(bool, graphs))), max(there, sum(ref() is not None for ref in outputs))
         return out
 
     stages = {s: partial(watched, build(table.stages, s, "tensors")) for s in table.holds(group.rank)}
     Pipeline(table, stages, group, loss).run(*batches("tensors", table.micro_batches))
     assert not any(graphs), "all are gone when the step is over"
-    return most, table.alive[group.rank]
+    return most, table.alive[group.rank], there
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_more_is_alive_than_the_table_states(name: str) -> None:
-    for most, bound in run(graphs_alive, name):
+    for most, bound, outputs in run(graphs_alive, name):
         assert most == bound
+        assert outputs <= bound + 1, "what has been sent is let go of"
 
 
 def headers() -> tuple[list[int], list[int]]:
