@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from pipeline_models import WIDTH, batches, build, gradients, loss, one_process, same
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 from worlds import run
 
@@ -93,7 +93,7 @@ def graphs_alive(name: str) -> tuple[int, int, int]:
     group = Group.world()
     table = schedule(name, group.size, 4 * group.size)
     graphs: list[weakref.WeakSet[Saved]] = []
-    outputs: list[weakref.ref[torch.UntypedStorage]] = []
+    outputs: list[weakref.ref[UntypedStorage]] = []
     most = there = 0
 
     def watched(module: nn.Module, x: Any) -> Any:
