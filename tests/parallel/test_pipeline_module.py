@@ -314,6 +314,39 @@ def test_half_a_model_is_not_called() -> None:
         run(half, 0)
 
 
+class Scaled(nn.Module):
+    """A loss that learns, as one with a temperature does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.scale * out, target)
+
+
+def learned(schedule: str) -> tuple[Tensor | None, bool]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    module = PipelineModule(layers, Group.world(), Scaled(), schedule=schedule, partition="uniform")
+    module.forward_backward(list(torch.ones(4, 2, 4)), list(torch.zeros(4, 2, 4)))
+    module.eval()
+    return dict(module.named_parameters()).get("loss.scale", Tensor()).grad, module.loss.training
+
+
+def test_what_a_loss_learns_is_the_last_stages() -> None:
+    """On other ranks it would stay as it was, and be what a checkpoint keeps."""
+    torch.manual_seed(0)
+    layers, scaled = [nn.Linear(4, 4) for _ in range(4)], Scaled()
+    scaled(nn.Sequential(*layers)(torch.ones(2, 4)), torch.zeros(2, 4)).backward()
+    for schedule, holders in (("1f1b", {1}), ("zb-v", {0}), ("dualpipe", {0, 1})):
+        found = run(learned, schedule)
+        assert {rank for rank, (grad, _) in enumerate(found) if grad is not None} == holders
+        for grad, is_training in found:
+            assert grad is None or torch.allclose(grad, scaled.scale.grad)
+            assert not is_training
+
+
 # --- ties
 
 

@@ -79,7 +79,7 @@ class PipelineModule(nn.Module):
         super().__init__()
         if checkpoint_interval < 0:
             raise ValueError(f"checkpoint interval {checkpoint_interval}: it must not be negative; 0 is none")
-        self.group, self.loss = group, loss
+        self.group = group
         self.specs: list[Layer] = list(layers)
         self.name, self.chunks, self.dynamic = schedule, chunks, dynamic
         self.axes, self.names, self.part = axes or Axes.of_pipeline(group), dict(names or {}), part
@@ -93,9 +93,14 @@ class PipelineModule(nn.Module):
         for stage in self.stages:
             for i in range(*self.bounds[stage : stage + 2]):
                 self._run[i] = self._build(i)
+        if self.last_stage in self.stages:
+            self.loss = loss
+        else:
+            vars(self)["loss"] = loss  # known, but what it trains is the last stage's
         owners = [s for s in range(table.stages) for _ in range(*self.bounds[s : s + 2])]
+        losses, owners = ([loss], [*owners, self.last_stage]) if isinstance(loss, nn.Module) else ([], owners)
         holders = [{path[s] for path in table.paths} for s in owners]
-        self.shared = shared(self.specs, holders, group.rank, self._module)
+        self.shared = shared([*self.specs, *losses], holders, group.rank, self._module)
         for ranks, params in self.shared:
             copy_weights(group, ranks, params)
         # Copies that an earlier rank counts where the whole model's parameters or gradients are counted.
@@ -105,6 +110,12 @@ class PipelineModule(nn.Module):
         here = self._run
         self.specs = [type(x) if isinstance(x, nn.Module) and i not in here else x for i, x in enumerate(self.specs)]
         self.pipelines: dict[int, Pipeline] = {}
+
+    def train(self, mode: bool = True) -> "PipelineModule":
+        """Also a loss that trains on another rank: a `WithRouting` goes by it."""
+        if isinstance(self.loss, nn.Module):
+            self.loss.train(mode)
+        return super().train(mode)
 
     def forward_backward(self, inputs: Sequence[Any], targets: Sequence[Any], scale: float | None = None) -> Tensor:
         """One step's micro-batches: gradients are added to `.grad`, those of shared weights summed over their ranks.
