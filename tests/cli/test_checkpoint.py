@@ -190,6 +190,28 @@ def test_what_is_complete_has_its_name_or_had_it(tmp_path: Path, monkeypatch: py
         manifest.is_in(tmp_path / ("x" * 300))
 
 
+def test_the_oldest_are_those_of_the_fewest_steps(steps: Path, tmp_path: Path) -> None:
+    """Whatever they are called and whenever they were copied. Of a link the link goes, and what it points at stays."""
+    for step, name in ((1, "b"), (2, "c"), (3, "a")):
+        shutil.copytree(steps / f"global_step{step}", tmp_path / name)
+        os.utime(tmp_path / name / manifest.NAME, (0, 9 - step))
+    (tmp_path / "d").symlink_to(steps / "global_step4")
+    assert [f.tag for f in prune.in_order(tmp_path)] == ["b", "c", "a", "d"]
+    (tmp_path / "latest").write_text("c")
+    first: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        unlink, iterdir = Path.unlink, Path.iterdir
+        patch.setattr(Path, "iterdir", lambda path: iter(sorted(iterdir(path), key=lambda p: p.name == manifest.NAME)))
+        patch.setattr(Path, "unlink", lambda path, **more: (first.append(path.name), unlink(path, **more)))
+        assert [f.tag for f in prune.prune(tmp_path, 1)] == ["b", "a"]
+    assert first[0] == manifest.NAME, "what is half deleted is not taken for whole"
+    (tmp_path / "latest").write_text("c")
+    shutil.copytree(steps / "global_step5", tmp_path / "e")
+    prune.prune(tmp_path, 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"c", "e", "latest"}
+    assert manifest.is_in(steps / "global_step4")
+
+
 def test_prune(steps: Path) -> None:
     (steps / "notes").mkdir()
     (steps / "notes/a.txt").write_text("mine")

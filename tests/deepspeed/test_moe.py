@@ -109,10 +109,17 @@ def test_gates_dense_and_sparse(k: int) -> None:
     assert torch.equal(dense, combine)
     assert torch.equal(mask, combine > 0)
     assert mask.sum((0, 2)).max() <= 3 * k
+    assert (indices >= 0).sum() == mask.sum() < 16 * k
+    places = sharded_moe._route_slots(indices, slots, 4, 3 * k)
+    queues = sharded_moe._sparse_encode(x, places, 4, 3 * k)
+    assert torch.equal(queues, torch.einsum("tec,tm->ecm", mask.float(), x))
+    answers = sharded_moe._sparse_decode(queues.flatten(0, 1), places, weights, 16)
+    torch.testing.assert_close(answers, torch.einsum("tec,ecm->tm", combine, queues))
     gate.eval()
     assert gate(x)[1].shape[2] == 8 * k
     gate.drop_tokens = False
     assert gate(x)[2].sum() == 16 * k
+    assert sharded_moe.topkgating(torch.randn(16, 4), k, 0.25, 0, drop_tokens=False)[2].sum() == 16 * k
 
 
 def test_refused() -> None:

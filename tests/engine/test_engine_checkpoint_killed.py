@@ -197,10 +197,12 @@ def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", renaming("rename"))
     monkeypatch.setattr(os, "replace", renaming("replace"))
-    start(settings(0)).save_checkpoint(tmp_path, "a")
-    parent, folder, latest = (path.stat().st_ino for path in (tmp_path, tmp_path / "a", tmp_path / "latest"))
+    here = tmp_path / "run"
+    start(settings(0)).save_checkpoint(here, "a")
+    assert events[0] == ("sync", tmp_path.stat().st_ino), "in which the folder of checkpoints was made"
+    parent, folder, latest = (path.stat().st_ino for path in (here, here / "a", here / "latest"))
     named, pointed = events.index(("name", folder)), events.index(("name", latest))
-    first = {path.name: events.index(("sync", path.stat().st_ino)) for path in (tmp_path / "a").iterdir()}
+    first = {path.name: events.index(("sync", path.stat().st_ino)) for path in (here / "a").iterdir()}
     assert max(first, key=lambda name: first[name]) == manifest.NAME, "it vouches for the others, so they come before"
     assert ("sync", folder) in events[max(first.values()) : named]
     assert ("sync", parent) in events[named:pointed]
