@@ -175,7 +175,10 @@ def test_a_stage_gets_its_own_settings_back_and_its_buffers_are_exported(tmp_pat
     for rank, (before, after) in enumerate(run(rates_of_stages, tmp_path)):
         assert before == after == [pytest.approx(0.01 * 10**rank)]
     with Folder(*given(tmp_path)) as opened:
-        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).load_state_dict(dict(weights(opened, None)))
+        found = dict(weights(opened, torch.bfloat16))
+    nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).load_state_dict(found)
+    assert found.pop("1.num_batches_tracked").dtype == torch.int64
+    assert {w.dtype for w in found.values()} == {torch.bfloat16}
 
 
 class Mpu:
