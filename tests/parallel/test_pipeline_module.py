@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from pipeline_models import same
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from worlds import run
 
 from refimpl.comm.group import Group
@@ -105,6 +107,33 @@ def test_gradients_add_up_over_calls() -> None:
         for name, grad in once[0].items():
             assert grad is not None
             torch.testing.assert_close(twice[0][name], 2 * grad)
+
+
+class Masked(nn.Linear):
+    """Hands its mask on, as Megatron's layers do."""
+
+    def forward(self, x: Any) -> Any:
+        hidden, mask = x
+        return super().forward(hidden).tanh() * mask, mask
+
+
+def by_torchs_own(interval: int) -> Grads:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), lambda x: (x, torch.ones(4)), Masked(4, 4), Masked(4, 4), lambda x: x[0]]
+    how = partial(torchs_checkpoint, use_reentrant=True)
+    module = PipelineModule(
+        layers, Group.world(), F.mse_loss, partition=[1, 0, 1, 1, 0], checkpoint_interval=interval, how=how,
+        checkpointable=["Masked"],
+    )  # fmt: skip
+    module.forward_backward([torch.ones(2, 4)], [torch.zeros(2, 4)])
+    return grads_of(module)
+
+
+def test_a_checkpoint_that_sees_no_tensor_in_a_tuple() -> None:
+    """torch's reentrant one returns gradients to its arguments alone: what comes before would learn nothing."""
+    for plain, again in zip(run(by_torchs_own, 0), run(by_torchs_own, 1), strict=True):
+        assert all(grad is not None for grad in again.values())
+        assert same(again, plain) == {}
 
 
 class Counts(nn.Linear):

@@ -70,7 +70,7 @@ class PipelineModule(nn.Module):
         partition: "uniform", "parameters" (trainable ones), "type:PATTERN" (as many layers of such a class in each
         stage), "time" (seconds of each layer, measured on rank 0 with `sample` as the first one's input), or a weight
         for each layer.
-        checkpoint_interval: layers that are computed again together in backward, 0 for none; by `how(function, x)`, a
+        checkpoint_interval: layers that are computed again together in backward, 0 for none; by `how(function, *x)`, a
         `Checkpoint` by default, if one of them has parameters, or if all are of the classes named in `checkpointable`.
         dynamic: see `Pipeline`. base_seed: layer i is built with the seed base_seed + i on whatever rank; if it is None
         from the random state as it is.
@@ -166,7 +166,8 @@ class PipelineModule(nn.Module):
         for begin in range(first, last, every):
             layers = [self._run[i] for i in range(begin, min(begin + every, last))]
             if self.checkpoint_interval and self._is_checkpointable(begin, begin + len(layers)):
-                x = self.how(partial(chain, layers), x)
+                call, args = spread(layers, x)
+                x = self.how(call, *args)
             else:
                 x = chain(layers, x)
         return x
@@ -277,3 +278,12 @@ def chain(layers: Sequence[Callable[[Any], Any]], x: Any) -> Any:
     for layer in layers:
         x = layer(x)
     return x
+
+
+def spread(layers: Sequence[Callable[[Any], Any]], x: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function and its arguments, for `chain(layers, x)`: a tuple's elements are arguments of their own, as in
+    DeepSpeed. torch's reentrant checkpoint returns no gradient to a tensor inside a tuple, and says nothing.
+    """
+    if type(x) is tuple:
+        return lambda *xs: chain(layers, xs), x
+    return partial(chain, layers), (x,)
