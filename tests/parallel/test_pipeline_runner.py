@@ -5,6 +5,7 @@ import signal
 import weakref
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -114,8 +115,16 @@ def graphs_alive(name: str) -> tuple[int, int, int]:
         most, there = max(most, sum(map(bool, graphs))), max(there, sum(ref() is not None for ref in values))
         return out
 
+    sent: list[Any] = []
+
+    def send(*args: Any, **more: Any) -> Any:
+        sent.append(Group.send(group, *args, **more))
+        return sent[-1]
+
     stages = {s: partial(watched, build(table.stages, s, "tensors")) for s in table.holds(group.rank)}
-    Pipeline(table, stages, group, loss).run(*batches("tensors", table.micro_batches))
+    with mock.patch.object(group, "send", send):
+        Pipeline(table, stages, group, loss).run(*batches("tensors", table.micro_batches))
+    assert all(work.is_done for work in sent if work is not None), "a send that fails is heard of"
     assert not any(graphs), "all are gone when the step is over"
     return most, table.alive[group.rank], there
 
