@@ -151,18 +151,32 @@ def test_logits_are_whole_on_every_rank(axes: dict[str, int]) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+class Kept(nn.BatchNorm1d):
+    """Keeps something beside its tensors, as layers in fp8 do."""
+
+    beside = 0
+
+    def get_extra_state(self) -> int:
+        return self.beside
+
+    def set_extra_state(self, state: int) -> None:
+        self.beside = state
+
+
 def rates_of_stages(folder: Path) -> tuple[list[float], list[float]]:
     """A stage's rates, before a save and after a load into the same layout."""
     from refimpl.parallel.pipeline.module import PipelineModule
 
     def made() -> Any:
         group = Group.world()
-        module = PipelineModule([nn.Linear(8, 8), nn.BatchNorm1d(8)], group, nn.MSELoss(), partition="uniform")
+        module = PipelineModule([nn.Linear(8, 8), Kept(8)], group, nn.MSELoss(), partition="uniform")
         given = [{"params": list(module.parameters()), "lr": 0.01 * 10**group.rank}]
         config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
         return initialize(model=module, model_parameters=given, config=config)[0]
 
     first = made()
+    for layer in first.module.children():
+        layer.beside = 3
     first.save_checkpoint(folder)
     second = made()
     for group in second.stage.optimizer.param_groups:
@@ -179,6 +193,10 @@ def test_a_stage_gets_its_own_settings_back_and_its_buffers_are_exported(tmp_pat
     nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).load_state_dict(found)
     assert found.pop("1.num_batches_tracked").dtype == torch.int64
     assert {w.dtype for w in found.values()} == {torch.bfloat16}
+    model = nn.Sequential(nn.Linear(8, 8), kept := Kept(8))
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    initialize(model=model, config=config)[0].load_checkpoint(tmp_path, load_module_only=True)
+    assert kept.beside == 3, "of a stage that another rank had"
 
 
 class Mpu:
